@@ -1,0 +1,42 @@
+"""vecenv: a fast, fault-tolerant engine for vectors of Gymnasium environments.
+
+The names below are the public interface. Everything that needs an optional library is loaded when it is first touched, so
+that ``import vecenv`` costs no more than ``import gymnasium``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from vecenv import errors
+from vecenv.vector_env import AsyncVectorEnv
+
+if TYPE_CHECKING:
+    from vecenv import testing as testing
+
+__version__ = "0.1.0"
+
+__all__ = ["AsyncVectorEnv", "__version__", "errors"]
+
+_LAZY: dict[str, str] = {
+    # public name -> module that holds it ("" after the colon: the module itself)
+    "testing": "vecenv.testing:",
+    "backends": "vecenv.backends:",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name on first use (PEP 562)."""
+    try:
+        module, _, attribute = _LAZY[name].partition(":")
+    except KeyError:
+        raise AttributeError(f"module 'vecenv' has no attribute {name!r}") from None
+    loaded = importlib.import_module(module)
+    value = getattr(loaded, attribute) if attribute else loaded
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -1,0 +1,106 @@
+"""Actions on their way in: one vectorised write into shared memory, or, for anything else Gymnasium accepts, the values.
+
+An environment gets what ``gymnasium.vector.utils.iterate`` would give it: the type, dtype and shape that the caller passed.
+Only a batch whose containers, dtypes and shapes are the action space's to the letter can take the fast way without changing
+that; lists, generators, other dtypes, ``Text`` and the like go by pickle. Either way everything is checked before anything is
+sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sized
+from typing import Any
+
+import numpy as np
+from gymnasium import Space, spaces
+from gymnasium.vector.utils import batch_space, iterate
+
+from vecenv.shm import Tree
+from vecenv.shm.layout import Array
+
+__all__ = ["ActionStage"]
+
+
+class ActionStage:
+    """Puts batches of actions where the workers find them.
+
+    Args:
+        single_space: Action space of one environment.
+        space: Its batch.
+        num_envs: Number of environments.
+        tree: Structure of one action of fixed size, else ``None``.
+        leaves: The shared arrays, a row an environment.
+    """
+
+    def __init__(
+        self, single_space: Space[Any], space: Space[Any], num_envs: int, tree: Tree | None, leaves: list[Array] | None
+    ) -> None:
+        self._single_space = single_space
+        self._spaces = {num_envs: space}
+        self._num_envs = num_envs
+        self._tree = tree
+        self._leaves = leaves or []
+
+    def put(self, actions: Any) -> list[Any] | None:
+        """Stage one action for every environment; ``None`` if they are in shared memory, else the actions themselves.
+
+        Raises:
+            TypeError, ValueError: The structure is wrong, or there are too few or too many. Nothing was written.
+        """
+        if self._tree is not None:
+            exact = self._tree.exact(actions, self._num_envs)
+            if exact is not None:
+                for leaf, values in zip(self._leaves, exact, strict=True):
+                    leaf[...] = values
+                return None
+        return self._split(actions, self._num_envs)
+
+    def put_some(self, actions: Any, rows: Array) -> list[Any] | None:
+        """Stage one action for each of ``rows``, in their order; results as of :meth:`put`."""
+        count = len(rows)
+        if self._tree is not None:
+            exact = self._tree.exact(actions, count)
+            if exact is not None:
+                for leaf, values in zip(self._leaves, exact, strict=True):
+                    leaf[rows] = values
+                return None
+        return self._split(actions, count)
+
+    def _split(self, actions: Any, count: int) -> list[Any]:
+        space = self._spaces.get(count)
+        if space is None:
+            space = self._spaces[count] = batch_space(self._single_space, count)
+        _check_counts(space, actions, count, "actions")
+        items = list(iterate(space, actions))
+        if len(items) != count:
+            raise ValueError(f"got {len(items)} actions for {count} environments; nothing was sent")
+        return items
+
+
+def _check_counts(space: Space[Any], actions: Any, count: int, name: str) -> None:
+    """Every leaf of a structured batch has a row an environment; ``zip`` would silently drop what one leaf has too many."""
+    if isinstance(space, spaces.Dict):
+        missing = [key for key in space.spaces if not isinstance(actions, dict) or key not in actions]
+        if missing:
+            got = f"a dict with {list(actions)}" if isinstance(actions, dict) else type(actions).__name__
+            raise ValueError(f"{name}: got {got}, wanted a dict with {list(space.spaces)}; nothing was sent")
+        for key, sub in space.spaces.items():
+            _check_counts(sub, actions[key], count, f"{name}[{key!r}]")
+    elif isinstance(space, spaces.Tuple) and isinstance(actions, tuple) and _is_structure(space, count):
+        if len(actions) != len(space.spaces):
+            raise ValueError(f"{name}: got a tuple of {len(actions)}, wanted {len(space.spaces)}; nothing was sent")
+        for index, (sub, action) in enumerate(zip(space.spaces, actions, strict=True)):
+            _check_counts(sub, action, count, f"{name}[{index}]")
+    elif isinstance(actions, np.ndarray) and actions.ndim == 0:
+        raise TypeError(f"{name}: got a scalar, wanted {count} actions; nothing was sent")
+    elif isinstance(actions, Sized) and isinstance(actions, Iterable) and len(actions) != count:
+        raise ValueError(f"{name}: got {len(actions)}, wanted {count}, one an environment; nothing was sent")
+
+
+def _is_structure(space: spaces.Tuple, count: int) -> bool:
+    """A batched ``Tuple`` space has a batch a part; a batch of custom or dynamic spaces is a tuple of environments."""
+    return not (
+        len(space.spaces) == count
+        and all(sub == space.spaces[0] for sub in space.spaces)
+        and not isinstance(space.spaces[0], (spaces.Box, spaces.MultiDiscrete, spaces.Dict))
+    )

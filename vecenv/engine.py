@@ -1,0 +1,675 @@
+"""The engine: rows of environments that are asked and answer, whatever they look like from outside.
+
+It owns the shared block, the store of observations, the reader of infos and the pool of workers, and three tables that say
+how each row is: ``failed`` (what happened to a row that has to be rebuilt), ``in_flight`` (which rows were sent and not yet
+received) and the queue of rows that are ready. Which calls are legal, what an action space is and what a caller sees is the
+business of the classes on top (:mod:`vecenv.vector_env`).
+
+Under ``on_failure="restart"`` a row that was lost comes back in the same step: truncated, reward 0, ``restarted`` in its
+info, its last good observation as ``final_obs``, and then what the autoreset mode has to say.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from gymnasium import logger
+from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
+from gymnasium.vector import AutoresetMode
+
+from vecenv.cores import seats
+from vecenv.errors import EnvFailed, ErrorRecord, StepTimeout, WorkerDied
+from vecenv.failure import PackedError, RestartBudget
+from vecenv.infos import NO_INFO, InfoReader
+from vecenv.observations import Store
+from vecenv.pool import Answer, AnyWorker, CallerWorker, PoolOptions, ProcessWorker, Request, WorkerPool, raise_ready
+from vecenv.protocol import Op
+from vecenv.rows import Failure
+from vecenv.shm import Arena, Batch, Layout
+from vecenv.shm.layout import Array
+from vecenv.worker import Plan, Ready, make_rows
+
+__all__ = ["Engine", "Pending", "Policy", "Result", "shares"]
+
+_KEPT_ERRORS: Final = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What to do about failures.
+
+    Attributes:
+        restart: Rebuild what was lost and go on; otherwise raise.
+        step_timeout: Seconds until a reset or a step is taken to hang; ``None``: never.
+        start_timeout: Seconds a worker has for building its environments.
+    """
+
+    restart: bool = False
+    restart_limit: int = 5
+    restart_period: float = 60.0
+    step_timeout: float | None = None
+    start_timeout: float = 60.0
+
+
+@dataclass(slots=True)
+class Pending:
+    """A request to (nearly) everybody whose answers are owed."""
+
+    command: str
+    workers: list[AnyWorker]
+    mask: Array | None = None
+    lost: list[int] = field(default_factory=list)
+    results: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Result:
+    """What a round of answers amounts to, apart from what lies in shared memory."""
+
+    columns: bool = False
+    infos: dict[int, Any] = field(default_factory=dict)
+    finals: dict[int, Any] = field(default_factory=dict)
+    results: dict[int, Any] = field(default_factory=dict)
+    failures: list[tuple[Failure, AnyWorker]] = field(default_factory=list)
+    deaths: list[WorkerDied] = field(default_factory=list)
+
+
+def shares(num_envs: int, parts: int, first: int = 0) -> list[range]:
+    """``num_envs`` rows from ``first`` on in ``parts`` contiguous ranges whose lengths differ by one at most."""
+    bounds = [first + num_envs * part // parts for part in range(parts + 1)]
+    return [range(low, high) for low, high in zip(bounds, bounds[1:], strict=False)]
+
+
+class Engine:
+    """Environments in workers, and what is known of each row.
+
+    Args:
+        env_fns: What builds the environments.
+        layout: What lies where.
+        make_store: Builds the store of observations from the views of the shared block.
+        plan: What every worker is told.
+        options: How to run worker processes.
+        policy: What to do about failures.
+        num_workers: Worker processes; 0 with ``caller_share=num_envs`` is no process at all.
+        caller_share: How many rows, the first ones, the caller steps itself.
+    """
+
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[[], Any]],
+        layout: Layout,
+        make_store: Callable[[Batch], Store],
+        plan: Plan,
+        options: PoolOptions,
+        policy: Policy,
+        num_workers: int,
+        caller_share: int,
+    ) -> None:
+        self.num_envs = len(env_fns)
+        self.policy = policy
+        self.mode = plan.autoreset_mode
+        self.errors: deque[ErrorRecord] = deque(maxlen=_KEPT_ERRORS)
+        self.failed: dict[int, str] = {}
+        self.in_flight = np.zeros(self.num_envs, np.bool_)
+        self.ready: deque[int] = deque()
+        self.restarts = 0
+        self.resets = 0
+        self.env_steps = 0
+        self.began = time.monotonic()
+        self._row_results = Result()
+        self._said: set[str] = set()
+        self._budget = RestartBudget(policy.restart_limit, policy.restart_period)
+        self._seeds = np.random.SeedSequence()
+        self._last_good: Any = None
+
+        arena = Arena(layout.size)
+        self.batch = layout.view(arena.buffer)
+        self.store = make_store(self.batch)
+        self._layout = layout
+        self._reader = InfoReader(self.batch.info_schemas, self.batch.infos)
+        options.seats, options.caller_spins = seats(num_workers)
+        self.pool = WorkerPool(plan, arena, self.batch, options)
+        try:
+            self._start(env_fns, plan, num_workers, caller_share)
+        except BaseException:
+            self.pool.close(0.0, terminate=True)
+            raise
+        self.worker_of: list[AnyWorker] = []
+        self._index_workers()
+
+    def _start(self, env_fns: Sequence[Callable[[], Any]], plan: Plan, num_workers: int, caller_share: int) -> None:
+        rows = shares(self.num_envs - caller_share, num_workers, caller_share) if num_workers else []
+        self.mismatches: list[tuple[int, str, str]] = []
+        workers: list[AnyWorker] = []
+        if caller_share:
+            own = make_rows(env_fns[:caller_share], 0, num_workers, plan, self.batch, interrupts=True)
+            caller = CallerWorker(num_workers, range(caller_share), own)
+            workers.append(caller)
+        readies = self.pool.start([(part, env_fns[part.start : part.stop]) for part in rows])
+        workers.extend(self.pool.workers)
+        self.pool.workers[:] = workers
+        if caller_share:
+            failures, mismatches = own.build()
+            self._raise_start(failures, caller)
+            self.mismatches.extend(mismatches)
+        for worker, ready in zip([w for w in workers if not w.local], readies, strict=True):
+            self._raise_start(ready.failures, worker)
+            self.mismatches.extend(ready.mismatches)
+
+    def _raise_start(self, failures: Sequence[Failure], worker: AnyWorker) -> None:
+        if failures:
+            raise self._record(failures[0], worker, "start")
+
+    def _index_workers(self) -> None:
+        table: list[Any] = [None] * self.num_envs
+        for worker in self.pool.workers:
+            for row in worker.rows:
+                table[row] = worker
+        self.worker_of = table
+
+    # -- asking -----------------------------------------------------------------------------------------------------
+
+    def ask_step(self, actions: list[Any] | None) -> Pending:
+        """Step every row. ``actions``: one a row, or ``None`` if they are in shared memory."""
+        if self.failed and not self.policy.restart:
+            self.refuse(self.failed)
+        seq = self.pool.next_seq()
+        pending = Pending("step", [])
+        for worker in self.pool.workers:
+            rows = worker.rows
+            op = Op.STEP
+            if self.failed and (lost := [row for row in rows if row in self.failed]):
+                pending.lost += lost
+                rows, op = [row for row in rows if row not in self.failed], Op.STEP_SOME  # type: ignore[assignment]
+                if not rows:
+                    continue
+                self.batch.requested[rows] = seq
+            pending.workers.append(worker)
+            self.pool.post(worker, Request(seq, op, rows, None if actions is None else [actions[row] for row in rows]))
+        return pending
+
+    def ask_reset(self, seeds: Sequence[Any], options: dict[str, Any] | None, mask: Array | None) -> Pending:
+        """Reset the rows of ``mask`` (``None``: all), rebuilding those that had failed."""
+        chosen = range(self.num_envs) if mask is None else np.flatnonzero(mask).tolist()
+        if mask is None and self.num_envs and isinstance(seeds[0], (int, np.integer)):
+            self._seeds = np.random.SeedSequence(abs(int(seeds[0])))
+        self._revive({id(self.worker_of[row]): self.worker_of[row] for row in chosen}.values())
+        for row in chosen:
+            self.failed.pop(row, None)
+        if mask is not None:
+            self.batch.info_schemas[~mask] = NO_INFO
+            self.batch.final[~mask] = False
+        self.resets += len(chosen)
+        seq = self.pool.next_seq()
+        pending = Pending("reset", [], mask)
+        for worker in self.pool.workers:
+            rows = worker.rows if mask is None else [row for row in worker.rows if mask[row]]
+            if not rows:
+                continue
+            whole = len(rows) == len(worker.rows)
+            if not whole:
+                self.batch.requested[rows] = seq
+            mine = [seeds[row] for row in rows]
+            payload = None if options is None and all(seed is None for seed in mine) else (mine, options)
+            pending.workers.append(worker)
+            self.pool.post(worker, Request(seq, Op.RESET if whole else Op.RESET_SOME, rows, payload))
+        return pending
+
+    def ask_call(self, op: Op, payload_of: Callable[[AnyWorker], Any], command: str) -> Pending:
+        """``CALL``, ``SET_ATTR`` or ``EXEC``; workers for which ``payload_of`` gives ``None`` are left out."""
+        dead = [row for row, worker in enumerate(self.worker_of) if worker.death is not None]
+        if dead:
+            self.refuse({row: self.failed.get(row, "its worker died") for row in dead})
+        payloads = [(worker, payload_of(worker)) for worker in self.pool.workers]
+        seq = self.pool.next_seq()
+        pending = Pending(command, [worker for worker, payload in payloads if payload is not None])
+        for worker, payload in payloads:
+            if payload is not None:
+                self.pool.post(worker, Request(seq, op, worker.rows, payload))
+        return pending
+
+    def refuse(self, failed: dict[int, str]) -> None:
+        """Say which rows need a reset first."""
+        rows = sorted(failed)
+        raise EnvFailed(
+            f"envs {rows} failed earlier and have to be rebuilt by reset() (or a reset_mask that includes them) first: "
+            f"env {rows[0]}: {failed[rows[0]]}"
+        )
+
+    def _revive(self, workers: Iterable[AnyWorker]) -> None:
+        for worker in list(workers):
+            if isinstance(worker, ProcessWorker) and worker.death is not None:
+                self._replace(worker)
+
+    def _replace(self, worker: ProcessWorker) -> None:
+        ready: Ready = self.pool.replace(worker)
+        self._index_workers()
+        new = self.worker_of[worker.rows[0]]
+        for row in worker.rows:
+            self.failed.setdefault(row, "its worker died")
+        self._raise_start(ready.failures, new)
+
+    # -- answering --------------------------------------------------------------------------------------------------
+
+    def finish(self, pending: Pending, timeout: float | None) -> Result:
+        """Wait for the answers to ``pending`` and take them in.
+
+        Raises:
+            StepTimeout: They are still owed.
+            Exception: What an environment raised, or :class:`~vecenv.errors.WorkerDied`.
+        """
+        hang = timeout is None and pending.command in ("step", "reset")
+        limit = self.policy.step_timeout if hang else timeout
+        late = self.pool.gather(pending.workers, None if limit is None else time.monotonic() + limit)
+        if late:
+            if not (hang and self.policy.restart):
+                raise self._timeout(late, pending.command, limit)
+            self._end_hanging(late, limit)
+        answers = [(worker, worker.replies.popleft()) for worker in pending.workers]
+        result = self._absorb(answers)
+        if pending.command == "step":
+            self.env_steps += self.num_envs
+        if result.failures or result.deaths or pending.lost:
+            self._settle(result, pending)
+        if self.policy.restart and pending.command in ("step", "reset"):
+            self._last_good = self.store.batch(copy=True)
+        return result
+
+    def _end_hanging(self, late: Sequence[AnyWorker], limit: float | None) -> None:
+        for worker in late:
+            if isinstance(worker, ProcessWorker):
+                stack = worker.stack()
+                worker.signal(9)
+                worker.bury(f"it hung for more than {limit} seconds and was killed" + (f"; it was at:\n{stack}" if stack else ""))
+
+    def _timeout(self, late: Sequence[AnyWorker], command: str, limit: float | None) -> StepTimeout:
+        text = f"The call to `{_wait_name(command)}` has timed out after {limit} second(s)."
+        for worker in late[:4]:
+            worker.overdue = True
+            if isinstance(worker, ProcessWorker):
+                stack = worker.stack()
+                rows = [row for request in list(worker.asked)[:1] for row in request.rows]
+                state = " It is stopped (SIGSTOP)." if worker.is_stopped() else ""
+                text += f"\nenvs {rows}, worker {worker.index}, pid {worker.pid}, during {command}: no answer yet.{state}"
+                text += f"\n{stack}" if stack else ""
+        return StepTimeout(text + "\nThe answer is still owed: wait again, or close().")
+
+    def _absorb(self, answers: Iterable[tuple[AnyWorker, Answer]]) -> Result:
+        result = Result()
+        for worker, answer in answers:
+            if answer.columns:
+                result.columns = True
+            if answer.outcome is not None:
+                out = answer.outcome
+                self._reader.learn(out.schemas)
+                result.infos.update(out.infos)
+                result.finals.update(out.finals)
+                result.results.update(out.results)
+                for row, observation in out.observations.items():
+                    self.store.accept(row, observation)
+                result.failures.extend((failure, worker) for failure in out.failures)
+                for name, text in out.warnings:
+                    if name not in self._said:
+                        self._said.add(name)
+                        logger.warn(text)
+            if answer.death is not None:
+                result.deaths.append(answer.death)
+        return result
+
+    # -- failures ---------------------------------------------------------------------------------------------------
+
+    def _record(self, failure: Failure, worker: AnyWorker, command: str) -> Exception:
+        """The exception of a failure, and its entry in ``errors`` and ``failed``."""
+        who = f"stepped by the caller, pid {worker.pid}" if worker.local else f"worker {worker.index}, pid {worker.pid}"
+        packed = failure.error
+        text = packed.text if isinstance(packed, PackedError) else ""
+        error = raise_ready(packed, f"env {failure.env}, {who}, during {command}")
+        record = ErrorRecord(
+            failure.env, -1 if worker.local else worker.index, worker.pid, command, error, text, time.monotonic()
+        )
+        self.errors.append(record)
+        if failure.fatal:
+            self.failed[failure.env] = f"{type(error).__name__}: {error}"
+        return error
+
+    def _record_death(self, death: WorkerDied) -> None:
+        text = str(death)
+        self.errors.append(ErrorRecord(None, death.worker, death.pid or 0, death.command, death, text, time.monotonic()))
+        for row in death.envs:
+            self.failed[row] = text.partition("\n")[0]
+
+    def _settle(self, result: Result, pending: Pending) -> None:
+        """Raise what went wrong, or rebuild it."""
+        command = pending.command
+        deaths = {death.worker: death for death in result.deaths}
+        for death in deaths.values():
+            self._record_death(death)
+        raised = sorted(
+            [(failure.env, failure, worker, self._record(failure, worker, command)) for failure, worker in result.failures],
+            key=lambda entry: entry[0],
+        )
+        if self.policy.restart and command in ("step", "reset"):
+            lost = sorted(set(pending.lost) | set(self.failed))
+            self._restart(lost, result, command)
+            return
+        errors: list[Exception] = [error for *_, error in raised]
+        if command in ("step", "reset"):
+            self._log(raised)
+        first = _one_death(list(deaths.values()), command) if deaths and not raised else None
+        if first is None:
+            first = errors[0]
+            for env, _, _, error in raised[1:]:
+                first.add_note(f"also failed: env {env}: {type(error).__name__}: {error}")
+            for death in deaths.values():
+                first.add_note(f"also: {death}")
+        raise first
+
+    def _log(self, raised: Sequence[tuple[int, Failure, AnyWorker, Exception]]) -> None:
+        """Gymnasium's own messages, once an environment and once for all."""
+        if not raised:
+            return
+        for env, failure, _, error in raised:
+            packed = failure.error
+            logger.error(f"Received the following error from Worker-{env} - Shutting it down")
+            logger.error(packed.text if isinstance(packed, PackedError) else _traceback(error))
+        logger.error("Raising the last exception back to the main process.")
+
+    def _restart(self, lost: list[int], result: Result, command: str) -> None:
+        """Rebuild the rows in ``lost``, and write what the caller is to see of them."""
+        lost = self._rebuild(lost, pending=command == "step" and self.mode is AutoresetMode.NEXT_STEP)
+        result.columns = True
+        rebuilt = result.infos
+        for row in lost:
+            info: dict[Any, Any] = {"restarted": True}
+            if command == "reset" or self.mode is AutoresetMode.SAME_STEP:
+                info = {**(rebuilt.get(row) or self._reader.one(row)), **info}
+            self.batch.info_schemas[row] = NO_INFO
+            self.batch.final[row] = False
+            result.finals.pop(row, None)
+            rebuilt[row] = info
+            if command == "step":
+                self.batch.rewards[row] = 0.0
+                self.batch.terminations[row] = False
+                self.batch.truncations[row] = True
+                if self._last_good is not None:
+                    last = _pick(self._last_good, row, self._layout)
+                    result.finals[row] = last
+                    if self.mode is not AutoresetMode.SAME_STEP:
+                        self.store.put_row(row, last)
+
+    def _rebuild(self, lost: list[int], *, pending: bool) -> list[int]:
+        """New environments for the rows in ``lost``, within the budget; returns the rows that were rebuilt."""
+        rebuilt: set[int] = set()
+        todo = set(lost)
+        while todo:
+            dead = {id(w): w for w in (self.worker_of[row] for row in todo) if w.death is not None}
+            causes = [str(worker.death).partition("\n")[0] for worker in dead.values()]
+            causes += [f"env {row}: {self.failed[row]}" for row in sorted(todo) if self.worker_of[row].death is None]
+            for cause in causes:
+                if not self._budget.spend(cause):
+                    self._give_up()
+                self.restarts += 1
+            for worker in dead.values():
+                todo |= set(worker.rows)
+                try:
+                    self._replace(worker)  # type: ignore[arg-type]
+                except (WorkerDied, TimeoutError) as error:
+                    self.failed.update(dict.fromkeys(worker.rows, str(error).partition("\n")[0]))
+            if any(self.worker_of[row].death is not None for row in todo):
+                continue
+            failed = self._ask_rebuild(sorted(todo), pending)
+            rebuilt |= todo
+            todo = failed
+        for row in rebuilt:
+            self.failed.pop(row, None)
+        return sorted(rebuilt)
+
+    def _ask_rebuild(self, rows: list[int], pending: bool) -> set[int]:
+        """Ask for new environments; returns the rows that failed again."""
+        seq = self.pool.next_seq()
+        self.batch.requested[rows] = seq
+        asked: list[AnyWorker] = []
+        for worker in {id(self.worker_of[row]): self.worker_of[row] for row in rows}.values():
+            mine = [row for row in rows if self.worker_of[row] is worker]
+            seeds = [int(child.generate_state(1)[0]) for child in self._seeds.spawn(len(mine))]
+            self.pool.post(worker, Request(seq, Op.REBUILD_SOME, mine, (seeds, pending)))
+            asked.append(worker)
+        # other answers of these workers (first-ready batches) come before this one, and stay in their queues
+        limit = self.policy.start_timeout + (self.policy.step_timeout or 0.0)
+        late = self.pool.gather(asked, time.monotonic() + limit)
+        if late:
+            self._end_hanging(late, limit)
+        answers = []
+        for worker in asked:
+            own = next(reply for reply in worker.replies if reply.request.seq == seq)
+            worker.replies.remove(own)
+            answers.append((worker, own))
+        again = self._absorb(answers)
+        for death in again.deaths:
+            self._record_death(death)
+        for failure, worker in again.failures:
+            self._record(failure, worker, "reset")
+        self._row_results.infos.update(again.infos)
+        lost = {row for death in again.deaths for row in death.envs} | {failure.env for failure, _ in again.failures}
+        return lost
+
+    def _give_up(self) -> None:
+        causes = "\n".join(f"- {cause}" for cause in self._budget.causes)
+        raise WorkerDied(
+            f"more than {self._budget.limit} restarts within {self._budget.period} seconds; the last causes:\n{causes}",
+            envs=sorted(self.failed), command="restart",
+        )  # fmt: skip
+
+    # -- what the caller gets ---------------------------------------------------------------------------------------
+
+    def infos(self, result: Result) -> dict[Any, Any]:
+        """The infos of all rows as one dict of arrays."""
+        if not result.columns:
+            return {}
+        finals = self._finals(np.flatnonzero(self.batch.final).tolist()) | result.finals
+        return self._reader.read(None, self.num_envs, result.infos, finals)
+
+    def _finals(self, rows: Sequence[int]) -> dict[int, Any]:
+        """Row -> last observation of its episode, for those of ``rows`` that have one in shared memory."""
+        tree, leaves = self._layout.observations, self.batch.final_observations
+        if leaves is None or tree is None:
+            return {}
+        flags = self.batch.final
+        return {row: tree.build(iter([leaf[row].copy() for leaf in leaves])) for row in rows if flags[row]}
+
+    # -- first-ready batches ----------------------------------------------------------------------------------------
+
+    def send(self, rows: Array, actions: list[Any] | None) -> None:
+        """Step some idle rows; ``actions`` in the order of ``rows``, or ``None`` if they are in shared memory."""
+        order = np.argsort(rows, kind="stable")
+        seq = self.pool.next_seq()
+        self.batch.requested[rows] = seq
+        self.in_flight[rows] = True
+        by_worker: dict[int, tuple[AnyWorker, list[int]]] = {}
+        for position in order.tolist():
+            worker = self.worker_of[int(rows[position])]
+            by_worker.setdefault(id(worker), (worker, []))[1].append(position)
+        for worker, positions in by_worker.values():
+            mine = [int(rows[position]) for position in positions]
+            payload = None if actions is None else [actions[position] for position in positions]
+            self.pool.post(worker, Request(seq, Op.STEP_SOME, mine, payload))
+
+    def launch(self, pending: Pending) -> None:
+        """Turn a request to everybody into rows in flight, to be received as they come."""
+        rows = np.arange(self.num_envs) if pending.mask is None else np.flatnonzero(pending.mask)
+        self.in_flight[rows] = True
+
+    def receive(self, count: int, timeout: float | None) -> tuple[Array, Result]:
+        """The next ``count`` rows, in the order in which they became ready, and what came with them."""
+        limit = self.policy.step_timeout if timeout is None else timeout
+        deadline = None if limit is None else time.monotonic() + limit
+        while len(self.ready) < count:
+            underway = int(self.in_flight.sum())
+            if len(self.ready) + underway < count:
+                raise NoAsyncCallError(
+                    f"Calling `recv` for {count} environments, but only {underway} are in flight and {len(self.ready)} are "
+                    "ready: send() more first.",
+                    "recv",
+                )
+            if not self.pool.gather_any(deadline):
+                late = [worker for worker in self.pool.workers if worker.owes]
+                if timeout is not None or not self.policy.restart:
+                    raise self._timeout(late, "recv", limit)
+                self._end_hanging(late, limit)
+            self._collect()
+        rows = np.array([self.ready.popleft() for _ in range(count)], np.intp)
+        kept = self._row_results
+        mine = Result(columns=True)
+        for row in rows.tolist():
+            if row in kept.infos:
+                mine.infos[row] = kept.infos.pop(row)
+            if row in kept.finals:
+                mine.finals[row] = kept.finals.pop(row)
+        self.env_steps += count
+        return rows, mine
+
+    def _collect(self) -> None:
+        """Move every answer that has come from the workers' queues to the queue of ready rows."""
+        for worker in self.pool.workers:
+            while worker.replies:
+                self._collect_one(worker, worker.replies.popleft())
+
+    def _collect_one(self, worker: AnyWorker, answer: Answer) -> None:
+        rows = list(answer.request.rows)
+        self.in_flight[rows] = False
+        result = self._absorb([(worker, answer)])
+        command = "reset" if answer.request.op in (Op.RESET, Op.RESET_SOME) else "step"
+        if command == "reset":
+            self.batch.rewards[rows] = 0.0
+            self.batch.terminations[rows] = False
+            self.batch.truncations[rows] = False
+        if not answer.columns:
+            self.batch.info_schemas[rows] = NO_INFO
+        bad = {failure.env for failure, _ in result.failures if failure.fatal} | (set(rows) if answer.death else set())
+        if self.policy.restart:
+            if self._last_good is None:
+                self._last_good = self.store.batch(copy=True)
+            _copy_rows(self._last_good, self.store, [row for row in rows if row not in bad], self._layout)
+        self.ready.extend(row for row in rows if row not in bad or self.policy.restart)
+        self._row_results.infos.update(result.infos)
+        self._row_results.finals.update(result.finals)
+        if result.failures or result.deaths:
+            try:
+                self._settle(result, Pending(command, [worker], lost=sorted(bad)))
+            finally:
+                self._row_results.infos.update(result.infos)
+                self._row_results.finals.update(result.finals)
+
+    def infos_of(self, rows: Array, result: Result) -> dict[Any, Any]:
+        """The infos of some rows, compact."""
+        listed = rows.tolist()
+        finals = self._finals(listed) | result.finals
+        positions = {row: position for position, row in enumerate(listed)}
+        return self._reader.read(
+            rows,
+            len(listed),
+            {positions[row]: info for row, info in result.infos.items()},
+            {positions[row]: observation for row, observation in finals.items()},
+        )
+
+    def drain(self, timeout: float | None) -> None:
+        """Wait for everything in flight and forget it, before a reset of everybody."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.in_flight.any():
+            if not self.pool.gather_any(deadline):
+                raise self._timeout([worker for worker in self.pool.workers if worker.owes], "recv", timeout)
+            for worker in self.pool.workers:
+                while worker.replies:
+                    answer = worker.replies.popleft()
+                    self.in_flight[list(answer.request.rows)] = False
+                    result = self._absorb([(worker, answer)])
+                    for death in result.deaths:
+                        self._record_death(death)
+                    for failure, _ in result.failures:
+                        self._record(failure, worker, "step")
+        self.ready.clear()
+        self._row_results = Result()
+
+    def require_nothing_in_flight(self, method: str) -> None:
+        """First-ready batches and calls to everybody do not mix."""
+        if self.in_flight.any() or self.ready:
+            raise AlreadyPendingCallError(
+                f"Calling `{method}` while {int(self.in_flight.sum())} environments are in flight by `send` and "
+                f"{len(self.ready)} are ready for `recv`.",
+                "send",
+            )
+
+    # -- figures and end --------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, float]:
+        """Figures since the start; see :meth:`vecenv.AsyncVectorEnv.stats`."""
+        elapsed = max(time.monotonic() - self.began, 1e-9)
+        steps = float(self.batch.worker_steps.sum())
+        spent = float(self.batch.worker_time.sum())
+        per_worker = self.batch.worker_time / np.maximum(self.batch.worker_steps, 1.0)
+        times = self.batch.step_time[self.batch.step_time > 0]
+        busiest = float(self.batch.worker_time.max())
+        return {
+            "steps": steps,
+            "steps_per_second": steps / elapsed,
+            "wait_fraction": self.pool.time_waiting / elapsed,
+            "step_time_mean": spent / max(steps, 1.0),
+            "step_time_slowest_env": float(times.max()) if len(times) else float(per_worker.max()),
+            "straggler_share": 1.0 - spent / (busiest * len(self.batch.worker_time)) if busiest > 0 else 0.0,
+            "resets": float(self.resets),
+            "restarts": float(self.restarts),
+            "errors": float(len(self.errors)),
+            "bytes_pickled": float(sum(w.channel.bytes_pickled for w in self.pool.workers if isinstance(w, ProcessWorker))),
+        }
+
+    def close(self, timeout: float, *, terminate: bool) -> None:
+        """End the workers."""
+        self.pool.close(timeout, terminate=terminate)
+
+
+def _wait_name(command: str) -> str:
+    return {"set_attr": "set_attr", "exec_func": "exec_func_fetch", "recv": "recv"}.get(command, f"{command}_wait")
+
+
+def _one_death(deaths: Sequence[WorkerDied], command: str) -> WorkerDied:
+    """One error for all workers that died in one call."""
+    if len(deaths) == 1:
+        return deaths[0]
+    first = deaths[0]
+    text = f"{len(deaths)} workers died:\n" + "\n".join(str(death) for death in deaths)
+    return WorkerDied(
+        text, worker=first.worker, envs=sorted(row for death in deaths for row in death.envs), pid=first.pid,
+        exitcode=first.exitcode, command=first.command,
+    )  # fmt: skip
+
+
+def _traceback(error: BaseException) -> str:
+    import traceback  # noqa: PLC0415 - only when something failed in the caller's own share
+
+    return "".join(traceback.format_exception(error))
+
+
+def _pick(batch: Any, row: int, layout: Layout) -> Any:
+    """One environment's observation out of a batch that the store made."""
+    if layout.observations is None:
+        return batch[row] if isinstance(batch, tuple) else batch
+    return layout.observations.map(lambda leaf: leaf[row].copy(), batch)
+
+
+def _copy_rows(batch: Any, store: Store, rows: Sequence[int], layout: Layout) -> None:
+    if layout.observations is None or not rows:
+        return
+    fresh: list[Array] = []
+    layout.observations.map(lambda leaf: fresh.append(leaf) or leaf, store.take(np.array(rows)))  # type: ignore[func-returns-value]
+    parts = iter(fresh)
+
+    def copy(leaf: Array) -> Array:
+        leaf[rows] = next(parts)
+        return leaf
+
+    layout.observations.map(copy, batch)

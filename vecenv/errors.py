@@ -1,0 +1,142 @@
+"""Every exception vecenv raises.
+
+The class says whose fault it is, and where the standard library or Gymnasium already has a class that callers catch for
+the same reason, ours is also one of those: a timeout is a ``multiprocessing.TimeoutError`` as in Gymnasium *and* the
+builtin one, a dead worker is a ``RuntimeError``. Protocol errors (a call out of order, a call after ``close``) are
+Gymnasium's own classes, from ``gymnasium.error``. An exception that an environment raised is re-raised as itself, with the
+worker's traceback as its cause and a note that says which environment it was; :class:`EnvError` stands in for one that
+cannot make the trip between processes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = [
+    "ArenaError",
+    "BusyError",
+    "EnvError",
+    "EnvFailed",
+    "ErrorRecord",
+    "ForkedError",
+    "HostDied",
+    "ObservationError",
+    "RemoteTraceback",
+    "StaleStateError",
+    "StartupTimeout",
+    "StepTimeout",
+    "VecEnvError",
+    "WorkerDied",
+]
+
+
+class VecEnvError(Exception):
+    """The base of every exception class that vecenv defines."""
+
+
+class EnvError(VecEnvError, RuntimeError):
+    """An environment raised something that cannot be pickled both ways, or that is not an ``Exception`` (``sys.exit``).
+
+    The message carries the original type, its text and where it happened; ``__cause__`` is the :class:`RemoteTraceback`.
+    """
+
+
+class EnvFailed(VecEnvError, RuntimeError):
+    """An environment that failed earlier was stepped again before a ``reset()`` rebuilt it."""
+
+
+class ObservationError(VecEnvError, ValueError):
+    """An environment returned an observation, reward or flag that does not fit its space; names env, field, got, wanted."""
+
+
+class WorkerDied(VecEnvError, RuntimeError):
+    """A worker process ended while it was needed.
+
+    Attributes:
+        worker: Index of the (first) dead worker.
+        envs: Indices of the environments that lived in the dead workers.
+        pid: Process id of the (first) dead worker.
+        exitcode: As ``multiprocessing.Process.exitcode``: negative for a signal. ``None`` where it is unknown.
+        command: What the worker was doing: ``"step"``, ``"reset"``, ``"call"``, ``"start"`` or ``"idle"``.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        worker: int = -1,
+        envs: Sequence[int] = (),
+        pid: int | None = None,
+        exitcode: int | None = None,
+        command: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.envs = tuple(envs)
+        self.pid = pid
+        self.exitcode = exitcode
+        self.command = command
+
+
+class HostDied(WorkerDied):
+    """A host actor of a cluster backend ended while it was needed."""
+
+
+class StepTimeout(VecEnvError, multiprocessing.TimeoutError, TimeoutError):
+    """A reply did not come within the timeout. It is still owed: call the same ``*_wait`` again, or ``close()``."""
+
+
+class StartupTimeout(VecEnvError, multiprocessing.TimeoutError, TimeoutError):
+    """A worker did not report ready within ``start_timeout`` seconds. Everything that was started has been ended."""
+
+
+class ArenaError(VecEnvError, MemoryError):
+    """The shared memory that is needed is more than the machine or its cgroup has. Nothing was started."""
+
+
+class BusyError(VecEnvError, RuntimeError):
+    """Two threads called the same vector environment at once."""
+
+
+class ForkedError(VecEnvError, RuntimeError):
+    """A vector environment was used in a process forked from the one that owns its workers."""
+
+
+class StaleStateError(VecEnvError, RuntimeError):
+    """A functional state was stepped twice, or belongs to another environment (``vecenv.jax``)."""
+
+
+class RemoteTraceback(VecEnvError):
+    """The text of a traceback from another process; set as the ``__cause__`` of the exception it belongs to."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.text}"""'
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRecord:
+    """One entry of ``envs.errors``: what failed, where and when.
+
+    Attributes:
+        env: Index of the environment, or ``None`` when a whole worker is meant.
+        worker: Index of its worker; ``-1`` for environments stepped by the caller itself.
+        pid: Process id of that worker.
+        command: ``"step"``, ``"reset"``, ``"call"``, ``"start"`` ...
+        error: The exception as it was (or would have been) raised.
+        traceback: The traceback text from the worker, or the stack from its black box.
+        time: ``time.monotonic()`` of the moment the parent learnt of it.
+    """
+
+    env: int | None
+    worker: int
+    pid: int
+    command: str
+    error: BaseException
+    traceback: str
+    time: float

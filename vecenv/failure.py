@@ -1,0 +1,334 @@
+"""Dying and telling.
+
+A worker can end in ways that leave no time to speak. Five small mechanisms make sure that the caller hears of it at once,
+that it can say what happened, and that nothing outlives the program:
+
+* the *lifeline*: a pipe whose writing end only the caller holds. The kernel kills the worker's whole process group the
+  moment that end closes, whatever the worker is doing, also inside C code that holds the GIL;
+* the *death watch*: one epoll over a pidfd a worker. End-of-file on the worker's socket is no proof of death, because a
+  helper that the environment forked may still hold it;
+* the *black box*: an unnamed file a worker, into which ``faulthandler`` writes the Python stack on a fatal signal, and on
+  request (SIGUSR1) when an answer is overdue;
+* *packing*: an exception travels as an object only if it comes back whole from a pickle; its text always travels;
+* the *restart budget*: so many restarts in so many seconds, then the causes are reported instead.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import faulthandler
+import os
+import pickle
+import select
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from multiprocessing import reduction
+from typing import Any, Final
+
+import cloudpickle
+
+from vecenv.errors import EnvError, RemoteTraceback
+
+if sys.platform != "win32":
+    import fcntl
+
+__all__ = [
+    "BlackBox",
+    "DeathWatch",
+    "Lifeline",
+    "PackedError",
+    "RestartBudget",
+    "describe_exit",
+    "pack",
+    "unpack",
+]
+
+_LINUX: Final = sys.platform.startswith("linux")
+
+
+class Lifeline:
+    """The caller holds the writing end for as long as its workers may live; see :meth:`arm`."""
+
+    def __init__(self) -> None:
+        self.reader, self.writer = os.pipe()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _attach_lifeline, (reduction.DupFd(self.reader),)
+
+    def arm(self) -> None:
+        """In a worker: end this process, and its group, when the caller's end closes."""
+        self.let_go()
+        if not _LINUX:
+            _watch_in_a_thread(self.reader)
+            return
+        # an open file of its own: the signal's owner is a property of the open file, and siblings share ours
+        own = os.open(f"/proc/self/fd/{self.reader}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        os.close(self.reader)
+        self.reader = own
+        fcntl.fcntl(own, fcntl.F_SETOWN, -os.getpgrp() if os.getpgrp() == os.getpid() else os.getpid())
+        fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
+        poll = select.poll()
+        poll.register(own, 0)
+        if poll.poll(0):  # the caller was gone before we armed
+            os._exit(1)
+
+    def let_go(self) -> None:
+        """In a fork of the caller: drop the copy of the writing end, which is the caller's alone to hold."""
+        if self.writer >= 0:
+            os.close(self.writer)
+            self.writer = -1
+
+    def close(self) -> None:
+        """Close both ends in the caller."""
+        for descriptor in (self.reader, self.writer):
+            if descriptor >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+        self.reader = self.writer = -1
+
+
+def _attach_lifeline(handle: Any) -> Lifeline:
+    lifeline = Lifeline.__new__(Lifeline)
+    lifeline.reader, lifeline.writer = handle.detach(), -1
+    return lifeline
+
+
+def _watch_in_a_thread(descriptor: int) -> None:
+    import threading  # noqa: PLC0415 - only where the kernel cannot do it
+
+    def watch() -> None:
+        while os.read(descriptor, 1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, name="vecenv-lifeline", daemon=True).start()
+
+
+class BlackBox:
+    """An unnamed file that outlives a crash: the worker's last Python stack."""
+
+    def __init__(self) -> None:
+        if hasattr(os, "memfd_create"):
+            self._descriptor = os.memfd_create("vecenv-black-box", os.MFD_CLOEXEC)
+        else:
+            self._descriptor, path = tempfile.mkstemp(prefix="vecenv-")
+            os.unlink(path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _attach_black_box, (reduction.DupFd(self._descriptor),)
+
+    def arm(self) -> None:
+        """In a worker: write the stacks of all threads here on a fatal signal and on SIGUSR1."""
+        os.lseek(self._descriptor, 0, os.SEEK_END)
+        faulthandler.enable(self._descriptor)
+        if hasattr(faulthandler, "register"):
+            faulthandler.register(signal.SIGUSR1, self._descriptor)
+
+    def size(self) -> int:
+        """Bytes written so far."""
+        return os.fstat(self._descriptor).st_size
+
+    def read(self, start: int = 0) -> str:
+        """What was written from byte ``start`` on, at most 64 KiB."""
+        return os.pread(self._descriptor, 1 << 16, start).decode(errors="replace")
+
+    def close(self) -> None:
+        """Drop the descriptor. Idempotent."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _attach_black_box(handle: Any) -> BlackBox:
+    box = BlackBox.__new__(BlackBox)
+    box._descriptor = handle.detach()
+    return box
+
+
+def innermost(stack: str, lines: int = 12) -> str:
+    """The part of a ``faulthandler`` dump that names the environment's own code: vecenv's frames cut off below it."""
+    kept: list[str] = []
+    for line in stack.splitlines():
+        if "/vecenv/rows.py" in line or "/vecenv/worker.py" in line:
+            if kept:
+                break
+            continue
+        kept.append(line)
+    return "\n".join(kept[:lines])
+
+
+class DeathWatch:
+    """Tells which of some processes have ended, through one descriptor that can be polled with others.
+
+    Where there are pidfds, the descriptor is an epoll over them, independent of who still holds which pipe. Elsewhere the
+    processes' sentinels do, as well as they can.
+    """
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll() if hasattr(select, "epoll") else None
+        self._watched: dict[int, Any] = {}
+        self._own: set[int] = set()
+
+    def add(self, pid: int, sentinel: int, worker: Any) -> int:
+        """Watch a process; returns the descriptor it is watched by."""
+        try:
+            descriptor = os.pidfd_open(pid)
+            self._own.add(descriptor)
+        except (AttributeError, OSError):
+            descriptor = sentinel
+        self._watched[descriptor] = worker
+        if self._epoll is not None:
+            self._epoll.register(descriptor, select.EPOLLIN)
+        return descriptor
+
+    def remove(self, descriptor: int) -> None:
+        """Stop watching; closes the pidfd."""
+        if self._watched.pop(descriptor, None) is None:
+            return
+        if self._epoll is not None:
+            with contextlib.suppress(OSError):
+                self._epoll.unregister(descriptor)
+        if descriptor in self._own:
+            self._own.discard(descriptor)
+            os.close(descriptor)
+
+    def signal(self, descriptor: int, pid: int, number: int) -> None:
+        """Send a signal to a watched process: through its pidfd, so that it never meets a reused process id."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if descriptor in self._own:
+                signal.pidfd_send_signal(descriptor, number)
+            else:
+                os.kill(pid, number)
+
+    def descriptors(self) -> list[int]:
+        """What to poll for: one epoll descriptor, or every sentinel."""
+        return [self._epoll.fileno()] if self._epoll is not None else list(self._watched)
+
+    def dead(self, timeout: float = 0.0) -> list[Any]:
+        """The watched workers whose processes have ended."""
+        poll = select.poll()
+        for descriptor in self._watched:
+            poll.register(descriptor, select.POLLIN)
+        return [self._watched[fd] for fd, _ in poll.poll(timeout * 1000)] if self._watched else []
+
+    def close(self) -> None:
+        """Let go of everything."""
+        for descriptor in list(self._watched):
+            self.remove(descriptor)
+        if self._epoll is not None:
+            self._epoll.close()
+            self._epoll = None
+
+
+def describe_exit(exitcode: int | None) -> str:
+    """``killed by SIGKILL (out of memory?)``, ``exited with code 3`` ..."""
+    if exitcode is None:
+        return "ended (its exit code is not known here)"
+    if exitcode >= 0:
+        return f"exited with exit code {exitcode}"
+    try:
+        name = signal.Signals(-exitcode).name
+    except ValueError:
+        name = f"signal {-exitcode}"
+    hint = " (out of memory? SIGKILL is what the kernel's OOM killer sends)" if -exitcode == signal.SIGKILL else ""
+    return f"killed by {name}{hint}"
+
+
+@dataclass(frozen=True, slots=True)
+class PackedError:
+    """An exception on its way between processes.
+
+    Attributes:
+        blob: The pickled object, ``None`` if it would not come back whole.
+        summary: ``Type: text``, always.
+        text: The traceback as the worker would have printed it.
+    """
+
+    blob: bytes | None
+    summary: str
+    text: str
+
+
+def pack(error: BaseException) -> PackedError:
+    """Make an exception ready to travel. Runs where it was raised; never raises itself."""
+    try:
+        text = "".join(traceback.format_exception(error))
+    except BaseException:
+        text = f"{type(error).__name__} (its traceback could not be formatted)\n"
+    try:
+        summary = f"{type(error).__name__}: {error}"
+    except BaseException:
+        summary = f"{type(error).__name__} (it could not be printed)"
+    blob: bytes | None = None
+    if isinstance(error, Exception):
+        try:
+            blob = cloudpickle.dumps(error)
+            if type(pickle.loads(blob)) is not type(error):
+                blob = None
+        except BaseException:  # evil at pickle or at unpickle, SystemExit included: it is tried here, not in the caller
+            blob = None
+    return PackedError(blob, summary, text)
+
+
+def unpack(packed: PackedError, note: str) -> Exception:
+    """The exception again, with the remote traceback as its cause and ``note`` attached.
+
+    What did not survive pickling, and whatever is no ``Exception`` (an environment's ``sys.exit`` must not end the
+    caller), becomes an :class:`~vecenv.errors.EnvError`.
+    """
+    error: Exception | None = None
+    if packed.blob is not None:
+        try:
+            loaded = pickle.loads(packed.blob)
+            error = loaded if isinstance(loaded, Exception) else None
+        except BaseException:
+            error = None
+    if error is None:
+        error = EnvError(f"{note}: {packed.summary}")
+    error.__cause__ = RemoteTraceback(packed.text)
+    with contextlib.suppress(Exception):
+        error.add_note(note)
+    return error
+
+
+class RestartBudget:
+    """So many restarts within so many seconds (Erlang's intensity and period).
+
+    Args:
+        limit: Restarts allowed within ``period``.
+        period: Seconds.
+        clock: For tests.
+    """
+
+    def __init__(self, limit: int, period: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limit = limit
+        self.period = period
+        self._clock = clock
+        self._spent: collections.deque[float] = collections.deque()
+        self.causes: collections.deque[str] = collections.deque(maxlen=5)
+
+    def spend(self, cause: str = "") -> bool:
+        """Take one restart; ``False`` if the budget is used up."""
+        now = self._clock()
+        while self._spent and now - self._spent[0] > self.period:
+            self._spent.popleft()
+        if cause:
+            self.causes.append(cause)
+        if len(self._spent) >= self.limit:
+            return False
+        self._spent.append(now)
+        return True
+
+
+def end_group(pids: Iterable[int]) -> None:
+    """Kill what is left in the process groups that (ended) workers led: the helpers their environments started."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)

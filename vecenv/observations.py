@@ -1,0 +1,289 @@
+"""Where observations are kept: three stores with one interface, each with a worker's side and the caller's side.
+
+* :class:`SharedStore`: spaces of fixed size lie in shared memory; the worker writes every leaf once, in place, after checking
+  its shape, and the caller copies a leaf at a time or hands out the views themselves;
+* :class:`PickledStore`: everything else (``Text``, ``OneOf``, ``Graph``, ``Sequence``, custom spaces) and
+  ``shared_memory=False``: the reply carries the value, Gymnasium's ``concatenate`` makes the batch;
+* :class:`RegisteredStore`: custom spaces whose author registered shared-memory functions with Gymnasium: those are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+from gymnasium import Space, spaces
+from gymnasium.vector.utils import (
+    concatenate,
+    create_empty_array,
+    create_shared_memory,
+    read_from_shared_memory,
+    write_to_shared_memory,
+)
+
+from vecenv.errors import ObservationError
+from vecenv.shm import Tree
+from vecenv.shm.layout import Array, Leaf
+
+__all__ = ["PickledStore", "Put", "RegisteredStore", "SharedStore", "Store", "has_dynamic_part", "tree_writer"]
+
+Put: TypeAlias = Callable[[int, Any], bool]
+"""``put(k, observation)`` keeps the observation of a worker's k-th row; ``False``: it has to travel in the reply."""
+
+
+class Store(Protocol):
+    """The caller's side of a store."""
+
+    observations: Any
+
+    def accept(self, row: int, observation: Any) -> None:
+        """Take an observation that came in a reply."""
+
+    def batch(self, copy: bool) -> Any:
+        """The whole batch, in the containers of Gymnasium's batched space."""
+
+    def take(self, rows: Array) -> Any:
+        """A fresh batch of some rows."""
+
+    def row(self, row: int) -> Any:
+        """A fresh copy of one environment's observation."""
+
+    def put_row(self, row: int, observation: Any) -> None:
+        """Set one row from the caller's side."""
+
+
+class SharedStore:
+    """Observations of fixed size, in shared memory."""
+
+    def __init__(self, tree: Tree, leaves: Sequence[Array]) -> None:
+        self._tree = tree
+        self._leaves = list(leaves)
+        self.observations: Any = tree.build(iter(self._leaves))
+
+    def accept(self, row: int, observation: Any) -> None:
+        raise AssertionError("observations of fixed size never travel in a reply")
+
+    def batch(self, copy: bool) -> Any:
+        return self._tree.build(iter([leaf.copy() for leaf in self._leaves])) if copy else self.observations
+
+    def take(self, rows: Array) -> Any:
+        return self._tree.build(iter([leaf[rows] for leaf in self._leaves]))
+
+    def row(self, row: int) -> Any:
+        return self._tree.build(iter([leaf[row].copy() for leaf in self._leaves]))
+
+    def put_row(self, row: int, observation: Any) -> None:
+        flat: list[Any] = []
+        self._tree.map(lambda leaf: flat.append(leaf) or leaf, observation)  # type: ignore[func-returns-value]
+        for leaf, value in zip(self._leaves, flat, strict=True):
+            leaf[row] = value
+
+
+class PickledStore:
+    """Observations that travel in the replies."""
+
+    def __init__(self, space: Space[Any], num_envs: int) -> None:
+        self._space = space
+        self._last: list[Any] = [None] * num_envs
+        self._known = [False] * num_envs
+        # None for a custom space, zeros otherwise, as Gymnasium has it before the first reset
+        self.observations: Any = create_empty_array(space, n=num_envs, fn=np.zeros)
+
+    def accept(self, row: int, observation: Any) -> None:
+        self._last[row] = observation
+        self._known[row] = True
+
+    def batch(self, copy: bool) -> Any:
+        self._require(range(len(self._last)))
+        self.observations = self._concatenate(self._last, self.observations, range(len(self._last)))
+        return deepcopy(self.observations) if copy else self.observations
+
+    def take(self, rows: Array) -> Any:
+        chosen = rows.tolist()
+        self._require(chosen)
+        out = create_empty_array(self._space, n=len(chosen), fn=np.zeros)
+        return self._concatenate([self._last[row] for row in chosen], out, chosen)
+
+    def row(self, row: int) -> Any:
+        return deepcopy(self._last[row])
+
+    def put_row(self, row: int, observation: Any) -> None:
+        self.accept(row, observation)
+
+    def _require(self, rows: Sequence[int]) -> None:
+        missing = [row for row in rows if not self._known[row]]
+        if missing:
+            raise ValueError(f"envs {missing} have no observation yet: reset all environments once before a reset_mask")
+
+    def _concatenate(self, items: Sequence[Any], out: Any, rows: Sequence[int]) -> Any:
+        try:
+            return concatenate(self._space, items, out)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            for row, item in zip(rows, items, strict=True):
+                try:
+                    concatenate(self._space, [item], create_empty_array(self._space, n=1, fn=np.zeros))
+                except Exception as reason:
+                    raise ObservationError(
+                        f"env {row}: observation does not fit its space: got {_brief(item)}, wanted {self._space} ({reason})"
+                    ) from error
+            raise
+
+
+class RegisteredStore:
+    """Observations of a custom space, in shared memory by the functions its author registered with Gymnasium."""
+
+    def __init__(self, space: Space[Any], num_envs: int, context: Any) -> None:
+        self._space = space
+        self.memory = create_shared_memory(space, n=num_envs, ctx=context)
+        self.observations: Any = read_from_shared_memory(space, self.memory, n=num_envs)
+        self._num_envs = num_envs
+
+    def accept(self, row: int, observation: Any) -> None:
+        raise AssertionError("observations in registered shared memory never travel in a reply")
+
+    def batch(self, copy: bool) -> Any:
+        self.observations = read_from_shared_memory(self._space, self.memory, n=self._num_envs)
+        return deepcopy(self.observations) if copy else self.observations
+
+    def take(self, rows: Array) -> Any:
+        whole = self.batch(copy=True)
+        return tuple(whole[row] for row in rows) if isinstance(whole, tuple) else whole[rows]
+
+    def row(self, row: int) -> Any:
+        return deepcopy(self.batch(copy=False)[row])
+
+    def put_row(self, row: int, observation: Any) -> None:
+        write_to_shared_memory(self._space, row, observation, self.memory)
+
+
+def has_dynamic_part(space: Space[Any]) -> bool:
+    """Whether Gymnasium's own ``Text``, ``OneOf``, ``Graph`` or ``Sequence`` occurs anywhere in ``space``."""
+    if isinstance(space, spaces.Dict):
+        return any(has_dynamic_part(sub) for sub in space.spaces.values())
+    if isinstance(space, spaces.Tuple):
+        return any(has_dynamic_part(sub) for sub in space.spaces)
+    return isinstance(space, (spaces.Text, spaces.OneOf, spaces.Graph, spaces.Sequence))
+
+
+def tree_writer(tree: Tree, leaves: Sequence[Array], first: int, warn: Callable[[str, str], None]) -> Put:
+    """A function that writes one environment's observation into row k of every leaf, shape-checked.
+
+    Args:
+        tree: Structure of one observation.
+        leaves: One array a leaf, row k for the worker's k-th environment.
+        first: Index of the environment in row 0, for error texts.
+        warn: Called with (field, text) when a value had to be changed to fit the dtype of its space.
+
+    The returned function raises :class:`~vecenv.errors.ObservationError` for a wrong structure or shape. Values are cast to
+    the dtype of the space as Gymnasium does; one that does not survive the cast is reported through ``warn``.
+    """
+    write = _writer(tree, iter(leaves), first, warn, "observation")
+
+    def put(k: int, observation: Any) -> bool:
+        write(k, observation)
+        return True
+
+    return put
+
+
+def _writer(
+    tree: Tree, leaves: Any, first: int, warn: Callable[[str, str], None], name: str
+) -> Callable[[int, Any], None]:
+    if tree.leaf is not None:
+        return _leaf_writer(tree.leaf, next(leaves), first, warn)
+    parts = [
+        (key, _writer(child, leaves, first, warn, f"{name}[{key!r}]" if tree.keyed else f"{name}[{key}]"))
+        for key, child in tree.children
+    ]
+    size = len(parts)
+
+    def write_dict(k: int, value: Any) -> None:
+        try:
+            for key, write in parts:
+                write(k, value[key])
+        except (KeyError, TypeError, IndexError) as error:
+            keys = [key for key, _ in parts]
+            raise ObservationError(f"env {first + k}: {name}: got {_brief(value)}, wanted a dict with {keys}") from error
+
+    def write_tuple(k: int, value: Any) -> None:
+        if not isinstance(value, (tuple, list)) or len(value) != size:
+            raise ObservationError(f"env {first + k}: {name}: got {_brief(value)}, wanted a tuple of {size}")
+        for index, write in parts:
+            write(k, value[index])
+
+    return write_dict if tree.keyed else write_tuple
+
+
+def _leaf_writer(
+    leaf: Leaf, array: Array, first: int, warn: Callable[[str, str], None]
+) -> Callable[[int, Any], None]:
+    dtype, shape = leaf.dtype, leaf.shape
+    rows = [array[k : k + 1].reshape(shape) for k in range(len(array))]
+
+    def write_any(k: int, value: Any) -> None:
+        """Everything but the exact match: convert, check, cast, and say so if that changed the value."""
+        try:
+            given = np.asarray(value)
+            if given.dtype == object:
+                given = np.asarray(value, dtype=dtype)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise ObservationError(
+                f"env {first + k}: {leaf.name}: got {_brief(value)}, wanted {dtype} of shape {shape}: {error}"
+            ) from error
+        if given.shape != shape:
+            raise ObservationError(
+                f"env {first + k}: {leaf.name}: got shape {given.shape} ({given.dtype}), wanted shape {shape} ({dtype})"
+            )
+        with np.errstate(all="ignore"):
+            rows[k][...] = given if given.dtype == dtype else given.astype(dtype)
+        if given.dtype != dtype and not _survives(given, rows[k]):
+            warn(
+                leaf.name,
+                f"env {first + k}: {leaf.name}: values of {given.dtype} were changed by the cast to {dtype} of the space",
+            )
+
+    if shape == ():
+        native = {"i": int, "u": int, "f": float, "b": bool}.get(dtype.kind)
+        exact = {dtype.type, native}
+
+        def write_scalar(k: int, value: Any) -> None:
+            if type(value) in exact:
+                try:
+                    array[k] = value
+                except OverflowError as error:
+                    raise ObservationError(f"env {first + k}: {leaf.name}: got {value!r}, wanted {dtype}") from error
+            else:
+                write_any(k, value)
+
+        return write_scalar
+
+    def write(k: int, value: Any) -> None:
+        if type(value) is np.ndarray and value.dtype is dtype and value.shape == shape:
+            row = rows[k]
+            if value is not row:  # an environment with an observation_buffer wrote it in place
+                row[...] = value
+        else:
+            write_any(k, value)
+
+    return write
+
+
+def _survives(given: Array, cast: Array) -> bool:
+    """Whether a cast kept the values, apart from the rounding of one float type to a smaller one."""
+    if given.dtype.kind == "f" and cast.dtype.kind == "f":
+        return bool(np.array_equal(np.isfinite(given), np.isfinite(cast)))
+    try:
+        return bool(np.array_equal(given, cast))
+    except TypeError:
+        return True
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"an array of shape {value.shape} ({value.dtype})"
+    if isinstance(value, dict):
+        return f"a dict with {list(value)}"
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

@@ -1,0 +1,480 @@
+"""Some environments over their rows of the batch: steps, resets, the three autoreset modes, and what is written where.
+
+:class:`EnvRows` knows nothing of processes and messages; the same object lives in a worker process, in the caller's own
+process (``num_workers=0``, ``use_caller=True``) or on another machine. What does not fit into shared memory comes back in an
+:class:`Outcome`, which is empty for a plain step. One environment's failure is recorded in the outcome and never touches its
+siblings; a failed environment is closed at once and built anew by its next reset.
+
+The step loop is the hot path of the whole package: rewards and flags are gathered in lists and written once, everything it
+needs is bound to local names, and what an autoreset mode does at the end of an episode is looked up in a table and called
+only there.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces.utils import is_space_dtype_shape_equiv
+from gymnasium.vector import AutoresetMode
+
+from vecenv.errors import EnvFailed, ObservationError
+from vecenv.infos import BY_PICKLE, NO_INFO, Definition, InfoWriter
+from vecenv.observations import Put
+from vecenv.shm.layout import Array, Batch, Tree
+
+__all__ = ["EnvRows", "Expected", "Failure", "Outcome"]
+
+_SAMPLE_EVERY: Final = 64  # every so many steps the environments are timed one by one
+
+
+@dataclass(slots=True)
+class Failure:
+    """One environment's exception. ``error`` is the exception itself here, and its packed form on the wire."""
+
+    env: int
+    error: Any
+    fatal: bool = True
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a message brought about, apart from what lies in shared memory. All keys are environment indices.
+
+    Attributes:
+        infos: Infos that could not be written as columns.
+        observations: Observations of spaces without a fixed size.
+        finals: Last observations of ended episodes, where they are not in shared memory.
+        failures: Environments that raised.
+        results: Results of ``call`` and functions.
+        schemas: Definitions of info columns used for the first time.
+        warnings: (field, text) to be said once in the caller.
+        columns: Some infos or final observations lie in shared memory.
+    """
+
+    infos: dict[int, Any] = field(default_factory=dict)
+    observations: dict[int, Any] = field(default_factory=dict)
+    finals: dict[int, Any] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+    results: dict[int, Any] = field(default_factory=dict)
+    schemas: dict[int, Definition] = field(default_factory=dict)
+    warnings: list[tuple[str, str]] = field(default_factory=list)
+    columns: bool = False
+
+    def is_plain(self) -> bool:
+        """Nothing here that would have to travel."""
+        return not (
+            self.infos
+            or self.observations
+            or self.finals
+            or self.failures
+            or self.results
+            or self.schemas
+            or self.warnings
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The spaces every environment must have; ``mode`` is the ``observation_mode`` of the vector environment."""
+
+    mode: Any
+    observation_space: gymnasium.Space[Any]
+    action_space: gymnasium.Space[Any]
+
+    def mismatch(self, env: gymnasium.Env[Any, Any]) -> tuple[str, str] | None:
+        """``(which, got)`` if a space of ``env`` does not go with the others."""
+        if isinstance(self.mode, str) and self.mode == "same":
+            fits = env.observation_space == self.observation_space
+        else:
+            fits = is_space_dtype_shape_equiv(env.observation_space, self.observation_space)
+        if not fits:
+            return "observation", repr(env.observation_space)
+        if env.action_space != self.action_space:
+            return "action", repr(env.action_space)
+        return None
+
+
+
+
+class EnvRows:
+    """Environments ``first .. first + len(env_fns) - 1`` of the batch.
+
+    Args:
+        env_fns: What builds them.
+        first: Index of the first one.
+        worker: Which row of the per-worker counters to write.
+        batch: Views of the whole shared block.
+        put: Writes an observation of row k (:data:`~vecenv.observations.Put`).
+        put_final: The same for final observations, or ``None`` where they travel by pickle.
+        observation_tree: Structure of an observation of fixed size, else ``None``.
+        action_tree: Structure of an action of fixed size, else ``None``.
+        autoreset_mode: What to do when an episode ends.
+        expected: The spaces to check every environment against; ``None``: no check.
+        interrupts: A ``KeyboardInterrupt`` belongs to the person at the keyboard (in the caller's own process) and is
+            passed on; in a worker it is the environment's own.
+    """
+
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[[], gymnasium.Env[Any, Any]]],
+        first: int,
+        worker: int,
+        batch: Batch,
+        put: Put,
+        put_final: Put | None,
+        observation_tree: Tree | None,
+        action_tree: Tree | None,
+        autoreset_mode: AutoresetMode,
+        expected: Expected | None = None,
+        interrupts: bool = False,
+    ) -> None:
+        count = len(env_fns)
+        mine = slice(first, first + count)
+        self.first = first
+        self.count = count
+        self.warnings: list[tuple[str, str]] = []
+        self._env_fns = list(env_fns)
+        self._expected = expected
+        self._interrupts = interrupts
+        self._put = put
+        self._put_final = put_final
+        self._observation_tree = observation_tree
+        self._action_tree = action_tree
+        self._envs: list[gymnasium.Env[Any, Any] | None] = [None] * count
+        self._steps: list[Callable[[Any], Any]] = [self._step_failed(k) for k in range(count)]
+        self._pending = [False] * count
+        self._used = [False] * count
+        self._mode = autoreset_mode
+        self._at_end = {
+            AutoresetMode.NEXT_STEP: self._reset_next_step,
+            AutoresetMode.SAME_STEP: self._reset_same_step,
+            AutoresetMode.DISABLED: self._reset_never,
+        }[autoreset_mode]
+        self._actions = [leaf[mine] for leaf in batch.actions] if batch.actions is not None else []
+        self._observation_leaves = [leaf[mine] for leaf in batch.observations] if batch.observations is not None else []
+        self._rewards = batch.rewards[mine]
+        self._terminations = batch.terminations[mine]
+        self._truncations = batch.truncations[mine]
+        self._requested = batch.requested[mine]
+        self._schemas = batch.info_schemas[mine]
+        self._final = batch.final[mine]
+        self._step_time = batch.step_time[mine]
+        self._worker_time = batch.worker_time[worker : worker + 1]
+        self._worker_steps = batch.worker_steps[worker : worker + 1]
+        self._infos = InfoWriter(self._schemas, batch.infos[mine])
+        self._dirty = False  # some row's info columns or final flag are set
+        self._messages = 0
+
+    # -- building ---------------------------------------------------------------------------------------------------
+
+    def build(self) -> tuple[list[Failure], list[tuple[int, str, str]]]:
+        """Build all environments; what raised, and (env, which space, its repr) for spaces that do not match."""
+        failures: list[Failure] = []
+        mismatches: list[tuple[int, str, str]] = []
+        for k in range(self.count):
+            try:
+                env = self._build(k)
+                wrong = self._expected.mismatch(env) if self._expected is not None else None
+            except BaseException as error:
+                self._let_through(error)
+                failures.append(Failure(self.first + k, error))
+                continue
+            if wrong is not None:
+                mismatches.append((self.first + k, *wrong))
+        return failures, mismatches
+
+    def _build(self, k: int) -> gymnasium.Env[Any, Any]:
+        env = self._env_fns[k]()
+        self._envs[k] = env
+        self._steps[k] = env.step
+        self._pending[k] = self._used[k] = False
+        if self._observation_leaves and self._observation_tree is not None:
+            # looked up on the class so that an environment's __getattr__ cannot pretend to have one
+            if callable(getattr(type(env.unwrapped), "observation_buffer", None)):
+                views = [leaf[k : k + 1].reshape(leaf.shape[1:]) for leaf in self._observation_leaves]
+                env.unwrapped.observation_buffer(self._observation_tree.build(iter(views)))  # type: ignore[attr-defined]
+        return env
+
+    def _env(self, k: int) -> gymnasium.Env[Any, Any]:
+        env = self._envs[k]
+        if env is None:
+            raise EnvFailed(f"env {self.first + k} failed earlier; reset() builds it anew")
+        return env
+
+    def _step_failed(self, k: int) -> Callable[[Any], Any]:
+        def step(_: Any) -> Any:
+            return self._env(k)
+
+        return step
+
+    def _let_through(self, error: BaseException) -> None:
+        if self._interrupts and isinstance(error, KeyboardInterrupt):
+            raise error
+
+    # -- stepping ---------------------------------------------------------------------------------------------------
+
+    def chosen(self, seq: int) -> list[int]:
+        """The rows that message ``seq`` is about."""
+        return np.flatnonzero(self._requested == seq).tolist()  # type: ignore[no-any-return]
+
+    def actions(self, ks: Sequence[int] | None) -> Sequence[Any]:
+        """The rows' actions out of shared memory, each the environment's own: a scalar or a writeable array."""
+        assert self._action_tree is not None
+        tree = self._action_tree
+        if tree.leaf is not None:
+            return _own(self._actions[0], ks)
+        columns = [_own(leaf, ks) for leaf in self._actions]
+        return [tree.build(iter(leaves)) for leaves in zip(*columns, strict=True)]
+
+    def step(self, ks: list[int] | None, actions: Sequence[Any]) -> Outcome:
+        """Step the environments of rows ``ks`` (``None``: all of them), in order."""
+        out = Outcome()
+        if self._dirty:
+            self._clean(ks)
+        self._messages += 1
+        steps = self._steps if self._messages % _SAMPLE_EVERY else [self._timed(k) for k in range(self.count)]
+        pending, at_end, put, note = self._pending, self._at_end, self._put, self._note
+        rewards: list[Any] = []
+        terminations: list[Any] = []
+        truncations: list[Any] = []
+        began = time.perf_counter()
+        for k, action in zip(range(self.count) if ks is None else ks, actions, strict=True):
+            try:
+                if pending[k]:
+                    pending[k] = False
+                    observation, info = self._env(k).reset()
+                    reward, terminated, truncated = 0.0, False, False
+                else:
+                    observation, reward, terminated, truncated, info = steps[k](action)
+                    if terminated or truncated:
+                        observation, info = at_end(k, observation, info, out)
+                if not put(k, observation):
+                    out.observations[self.first + k] = observation
+                if info or info.__class__ is not dict:
+                    note(k, info, out)
+            except BaseException as error:
+                self._fail(k, error, out)
+                reward, terminated, truncated = 0.0, False, False
+            rewards.append(reward)
+            terminations.append(terminated)
+            truncations.append(truncated)
+        self._worker_time[0] += time.perf_counter() - began
+        self._worker_steps[0] += len(rewards)
+        where: Any = slice(None) if ks is None else ks
+        try:
+            self._rewards[where] = rewards
+            self._terminations[where] = terminations
+            self._truncations[where] = truncations
+        except (ValueError, TypeError):
+            self._write_one_by_one(ks, rewards, terminations, truncations, out)
+        self._finish(out)
+        return out
+
+    def _write_one_by_one(
+        self, ks: Sequence[int] | None, rewards: list[Any], terminations: list[Any], truncations: list[Any], out: Outcome
+    ) -> None:
+        """Rewards and flags that are no plain numbers: convert as Gymnasium does, squeeze arrays of one, name the rest."""
+        for k, *values in zip(range(self.count) if ks is None else ks, rewards, terminations, truncations, strict=True):
+            fields = (("reward", self._rewards), ("terminated", self._terminations), ("truncated", self._truncations))
+            for (name, column), value in zip(fields, values, strict=True):
+                try:
+                    array = np.array(value, dtype=column.dtype)
+                    if array.size != 1:
+                        raise ValueError(f"an array of shape {array.shape}")
+                    column[k] = array.reshape(())
+                except (ValueError, TypeError) as error:
+                    problem = ObservationError(
+                        f"env {self.first + k}: {name}: got {type(value).__name__} {value!r}, wanted one {column.dtype}"
+                    )
+                    problem.__cause__ = error
+                    self._fail(k, problem, out)
+                    break
+
+    def _timed(self, k: int) -> Callable[[Any], Any]:
+        step, clock, times = self._steps[k], time.perf_counter, self._step_time
+
+        def timed(action: Any) -> Any:
+            began = clock()
+            result = step(action)
+            times[k] = clock() - began
+            return result
+
+        return timed
+
+    # What happens when an episode ends, one function a mode: takes and returns (observation, info).
+
+    def _reset_next_step(self, k: int, observation: Any, info: Any, out: Outcome) -> tuple[Any, Any]:
+        self._pending[k] = True
+        return observation, info
+
+    def _reset_never(self, k: int, observation: Any, info: Any, out: Outcome) -> tuple[Any, Any]:
+        return observation, info
+
+    def _reset_same_step(self, k: int, observation: Any, info: Any, out: Outcome) -> tuple[Any, Any]:
+        # Both are kept before the reset: an environment may reuse the very objects it returned.
+        if isinstance(info, dict):
+            info = deepcopy(info)
+        exact = None
+        if self._put_final is not None and self._observation_tree is not None:
+            exact = self._observation_tree.exact(observation)
+        if exact is not None and self._put_final is not None:
+            self._put_final(k, observation)
+            kept = None
+        else:
+            kept = deepcopy(observation)
+        reset_observation, reset_info = self._env(k).reset()
+        if "final_obs" in reset_info or "final_info" in reset_info:  # Gymnasium lets the reset's own keys win
+            final = deepcopy(observation) if kept is None else kept
+            return reset_observation, {"final_info": info, "final_obs": final, **reset_info}
+        if exact is not None:
+            self._final[k] = True
+            self._dirty = out.columns = True
+        else:
+            out.finals[self.first + k] = kept
+        return reset_observation, {"final_info": info, **reset_info}
+
+    # -- resetting --------------------------------------------------------------------------------------------------
+
+    def reset(
+        self, ks: list[int] | None, seeds: Sequence[Any], options: dict[str, Any] | None, *, pending: bool = False
+    ) -> Outcome:
+        """Reset the environments of rows ``ks``, building those that had failed.
+
+        Args:
+            ks: Which rows; ``None``: all.
+            seeds: One a row of ``ks``.
+            options: Handed to every environment, each its own dict.
+            pending: Let the next step begin with an automatic reset (after a restart in next-step mode).
+        """
+        out = Outcome()
+        if self._dirty:
+            self._clean(ks)
+        for k, seed in zip(range(self.count) if ks is None else ks, seeds, strict=True):
+            try:
+                env = self._envs[k] or self._build(k)
+                observation, info = env.reset(seed=seed, options=None if options is None else dict(options))
+                self._pending[k] = pending
+                self._used[k] = True
+                if not self._put(k, observation):
+                    out.observations[self.first + k] = observation
+                if info or info.__class__ is not dict:
+                    self._note(k, info, out)
+            except BaseException as error:
+                self._fail(k, error, out)
+        self._finish(out)
+        return out
+
+    def rebuild(self, ks: list[int] | None, seeds: Sequence[Any], *, pending: bool) -> Outcome:
+        """Replace the environments of rows ``ks`` by new ones (unless they are new already) and reset those."""
+        for k in range(self.count) if ks is None else ks:
+            if self._used[k]:
+                self._drop(k)
+        return self.reset(ks, seeds, None, pending=pending)
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    def call(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Outcome:
+        """``env.get_wrapper_attr(name)`` of every environment, called if it can be."""
+
+        def one(k: int) -> Any:
+            attribute = self._env(k).get_wrapper_attr(name)
+            return attribute(*args, **kwargs) if callable(attribute) else attribute
+
+        return self._each(range(self.count), one)
+
+    def set_attr(self, name: str, values: Sequence[Any]) -> Outcome:
+        """``env.set_wrapper_attr(name, value)``, a value a row."""
+
+        def one(k: int) -> None:
+            self._env(k).set_wrapper_attr(name, values[k])
+
+        return self._each(range(self.count), one)
+
+    def execute(
+        self, ks: Sequence[int], function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Outcome:
+        """``function(env, *args, **kwargs)`` for the rows ``ks``."""
+        return self._each(ks, lambda k: function(self._env(k), *args, **kwargs))
+
+    def _each(self, ks: Sequence[int], function: Callable[[int], Any]) -> Outcome:
+        out = Outcome()
+        for k in ks:
+            try:
+                out.results[self.first + k] = function(k)
+            except BaseException as error:
+                self._let_through(error)
+                out.failures.append(Failure(self.first + k, error, fatal=False))
+        return out
+
+    def close(self) -> bool:
+        """Close all environments; what they raise is printed. True if none raised."""
+        clean = True
+        for k, env in enumerate(self._envs):
+            self._envs[k] = None
+            if env is None:
+                continue
+            try:
+                env.close()
+            except BaseException as error:
+                self._let_through(error)
+                clean = False
+                print(f"vecenv: env {self.first + k} raised in close():", file=sys.stderr)
+                traceback.print_exception(error)
+        return clean
+
+    # -- helpers ----------------------------------------------------------------------------------------------------
+
+    def _note(self, k: int, info: Any, out: Outcome) -> None:
+        """Keep an info that is not empty."""
+        self._dirty = True
+        if info.__class__ is dict and self._infos.write(k, info):
+            out.columns = True
+        else:
+            self._schemas[k] = BY_PICKLE
+            out.infos[self.first + k] = info
+
+    def _clean(self, ks: Sequence[int] | None) -> None:
+        where: Any = slice(None) if ks is None else ks
+        self._schemas[where] = NO_INFO
+        self._final[where] = False
+        self._dirty = bool(self._schemas.any() or self._final.any())
+
+    def _finish(self, out: Outcome) -> None:
+        if out.columns:
+            out.schemas = self._infos.news()
+        if self.warnings:
+            out.warnings, self.warnings = self.warnings, []
+
+    def _fail(self, k: int, error: BaseException, out: Outcome) -> None:
+        self._let_through(error)
+        self._drop(k)
+        row = self.first + k
+        out.observations.pop(row, None)
+        out.infos.pop(row, None)
+        out.failures.append(Failure(row, error))
+
+    def _drop(self, k: int) -> None:
+        """Close an environment that is not to be used any more."""
+        env, self._envs[k] = self._envs[k], None
+        self._steps[k] = self._step_failed(k)
+        self._pending[k] = False
+        self._schemas[k] = NO_INFO
+        self._final[k] = False
+        if env is not None:
+            try:
+                env.close()
+            except BaseException as error:
+                self._let_through(error)
+
+
+def _own(leaf: Array, ks: Sequence[int] | None) -> Sequence[Any]:
+    rows = leaf if ks is None else leaf[ks]
+    return list(rows) if leaf.ndim == 1 else [row.copy() for row in rows]

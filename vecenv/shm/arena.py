@@ -1,0 +1,130 @@
+"""One block of shared memory with no name.
+
+A memfd is reachable only by inheritance, is not bounded by the size of ``/dev/shm`` (64 MB in a Docker container), and is
+gone with the last process that holds it, however that process ends. It is allocated in full at once, so that too little
+memory is an error now and not a SIGBUS in the middle of the night, and then sealed, so that no worker can truncate it under
+the caller. Where there is no memfd, an unlinked file does the same without the seals.
+
+An allocation that the kernel grants and cannot keep meets the OOM killer, not an errno; so the size is held against what
+the machine and the control group have left before anything is asked for.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from multiprocessing import reduction
+from pathlib import Path
+from typing import Any
+
+from vecenv.errors import ArenaError
+
+if sys.platform != "win32":
+    import fcntl
+
+__all__ = ["Arena", "available_memory"]
+
+_UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a huge number
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _cgroup_free() -> int | None:
+    """Bytes left in this process's control group, or ``None`` without a limit."""
+    pairs = [
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ]
+    for limit_path, usage_path in pairs:
+        limit, usage = _read(limit_path).strip(), _read(usage_path).strip()
+        if limit.isdigit() and usage.isdigit() and int(limit) < _UNLIMITED:
+            return max(int(limit) - int(usage), 0)
+    return None
+
+
+def available_memory() -> int | None:
+    """Bytes that can be allocated without driving the machine or its cgroup out of memory; ``None`` if unknown."""
+    found = []
+    for line in _read("/proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            found.append(int(line.split()[1]) * 1024)
+    cgroup = _cgroup_free()
+    if cgroup is not None:
+        found.append(cgroup)
+    return min(found) if found else None
+
+
+def _anonymous_file(size: int, memfd: bool) -> int:
+    if memfd:
+        descriptor = os.memfd_create("vecenv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    else:
+        shm = "/dev/shm" if os.path.isdir("/dev/shm") else None
+        descriptor, path = tempfile.mkstemp(prefix="vecenv-", dir=shm)
+        os.unlink(path)
+    try:
+        os.ftruncate(descriptor, size)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, size)
+        if memfd:
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    except OSError as error:
+        os.close(descriptor)
+        raise ArenaError(f"could not allocate {size:,} bytes of shared memory: {error}") from error
+    return descriptor
+
+
+class Arena:
+    """A block of zeroed memory shared with the processes it is handed to at their start.
+
+    Args:
+        size: Bytes.
+        available: Tells how many bytes there are; for tests.
+        memfd: Use a memfd. Default: wherever the system has it.
+
+    Raises:
+        ArenaError: ``size`` is more than the machine or its cgroup has; both numbers are in the message.
+    """
+
+    def __init__(
+        self, size: int, *, available: Callable[[], int | None] = available_memory, memfd: bool | None = None
+    ) -> None:
+        self.size = max(size, 1)
+        free = available()
+        if free is not None and self.size > free:
+            raise ArenaError(
+                f"the environments need {self.size:,} bytes of shared memory, but only {free:,} bytes are available here "
+                "(the smaller of MemAvailable and what the control group has left); use fewer environments or smaller "
+                "observations"
+            )
+        self._descriptor = _anonymous_file(self.size, hasattr(os, "memfd_create") if memfd is None else memfd)
+        self.buffer = mmap.mmap(self._descriptor, self.size)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _attach, (self.size, reduction.DupFd(self._descriptor))
+
+    def __repr__(self) -> str:
+        return f"Arena({self.size:,} bytes)"
+
+    def close(self) -> None:
+        """Drop the descriptor. The mapping itself lives as long as a numpy view of it, in any process."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _attach(size: int, handle: Any) -> Arena:
+    arena = Arena.__new__(Arena)
+    arena.size = size
+    arena._descriptor = handle.detach()
+    arena.buffer = mmap.mmap(arena._descriptor, size)
+    arena.close()
+    return arena

@@ -1,0 +1,234 @@
+"""What lies where in the shared block: spaces become named fields, fields become numpy views.
+
+No system calls here. :meth:`Layout.of` is run once, by the caller; the layout travels to the workers as it is, and both
+sides call the same :meth:`Layout.view` over the same memory. Every leaf of a space is one contiguous array over all
+environments, row i for environment i, on a 64-byte boundary, so that handing a batch over is one copy a leaf.
+
+A :class:`Tree` is the shape of a (nested) space without the space: it takes a structured value apart into leaves and puts
+leaves together again, for one environment or for a batch, in the containers Gymnasium uses (``dict``, ``tuple``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from gymnasium import Space, spaces
+from gymnasium.vector.utils import create_shared_memory
+
+__all__ = ["INFO_BYTES", "Batch", "Field", "Layout", "Leaf", "Tree", "fixed_tree"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+ALIGNMENT: Final = 64
+INFO_BYTES: Final = 4096
+"""Room for one environment's numeric infos: about 500 numbers. What does not fit goes by pickle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One array of a space: its name for error texts, dtype and per-environment shape."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """The structure of a space of fixed size. Exactly one of ``leaf`` and ``children`` is set."""
+
+    leaf: Leaf | None = None
+    children: tuple[tuple[Any, Tree], ...] = ()
+    keyed: bool = False
+
+    def leaves(self) -> Iterator[Leaf]:
+        """All leaves, in the order of the space."""
+        if self.leaf is not None:
+            yield self.leaf
+        for _, child in self.children:
+            yield from child.leaves()
+
+    def build(self, arrays: Iterator[Array]) -> Any:
+        """Put one array a leaf together into the containers of the space."""
+        if self.leaf is not None:
+            return next(arrays)
+        if self.keyed:
+            return {key: child.build(arrays) for key, child in self.children}
+        return tuple(child.build(arrays) for _, child in self.children)
+
+    def map(self, function: Callable[[Array], Array], value: Any) -> Any:
+        """Apply ``function`` to every array of a batch that :meth:`build` made."""
+        if self.leaf is not None:
+            return function(value)
+        if self.keyed:
+            return {key: child.map(function, value[key]) for key, child in self.children}
+        return tuple(child.map(function, value[index]) for index, child in self.children)
+
+    def exact(self, value: Any, rows: int | None = None) -> list[Array] | None:
+        """The leaves of ``value`` if container types, shapes and dtypes match this tree to the letter, else ``None``.
+
+        With ``rows`` the value is a batch of that many rows; without, it is one environment's, where a leaf of shape
+        ``()`` is a numpy scalar of the very dtype.
+        """
+        found: list[Array] = []
+        return found if self._exact(value, rows, found) else None
+
+    def _exact(self, value: Any, rows: int | None, found: list[Array]) -> bool:
+        leaf = self.leaf
+        if leaf is not None:
+            shape = leaf.shape if rows is None else (rows, *leaf.shape)
+            kind = np.generic if rows is None and not shape else np.ndarray
+            if not isinstance(value, kind) or value.dtype != leaf.dtype or value.shape != shape:
+                return False
+            found.append(value)
+            return True
+        if len(self.children) != (len(value) if isinstance(value, dict if self.keyed else tuple) else -1):
+            return False
+        if self.keyed:
+            return all(key in value and child._exact(value[key], rows, found) for key, child in self.children)
+        return all(child._exact(value[index], rows, found) for index, child in self.children)
+
+
+_FIXED: Final = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
+_GYMNASIUM_OWN: Final = {create_shared_memory.dispatch(space) for space in _FIXED}
+
+
+def fixed_tree(space: Space[Any], name: str = "observation") -> Tree | None:
+    """The tree of a space whose values always have the same size, or ``None`` for every other space.
+
+    ``Box``, ``Discrete``, ``MultiDiscrete``, ``MultiBinary`` (and subclasses that did not register functions of their own
+    with Gymnasium) and nested ``Dict`` and ``Tuple`` of those. ``Text``, ``OneOf``, ``Graph``, ``Sequence`` and custom
+    spaces have no fixed size.
+    """
+    if isinstance(space, spaces.Dict):
+        children = [(key, fixed_tree(sub, f"{name}[{key!r}]")) for key, sub in space.spaces.items()]
+        return _branch(children, keyed=True)
+    if isinstance(space, spaces.Tuple):
+        children = [(i, fixed_tree(sub, f"{name}[{i}]")) for i, sub in enumerate(space.spaces)]
+        return _branch(children, keyed=False)
+    if isinstance(space, _FIXED) and create_shared_memory.dispatch(type(space)) in _GYMNASIUM_OWN:
+        assert space.dtype is not None and space.shape is not None
+        return Tree(leaf=Leaf(name, np.dtype(space.dtype), tuple(space.shape)))
+    return None
+
+
+def _branch(children: Sequence[tuple[Any, Tree | None]], keyed: bool) -> Tree | None:
+    whole = tuple((key, child) for key, child in children if child is not None)
+    return Tree(children=whole, keyed=keyed) if len(whole) == len(children) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One array in the block."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    offset: int
+
+    def view(self, buffer: Any) -> Array:
+        """A writeable view of this field over ``buffer``."""
+        count = int(np.prod(self.shape, dtype=np.int64))
+        if count == 0:
+            return np.zeros(self.shape, self.dtype)
+        return np.frombuffer(buffer, self.dtype, count, self.offset).reshape(self.shape)
+
+
+@dataclass(slots=True)
+class Batch:
+    """Plain numpy views over the block; row i belongs to environment i.
+
+    Attributes:
+        actions: Leaves of the batched action space, or ``None`` when actions go by pickle.
+        observations: Leaves of the batched observation space, or ``None`` when observations go by pickle.
+        final_observations: Where same-step autoresets keep the last observation of an episode, or ``None``.
+        final: bool ``(n,)``: this row's ``final_observations`` belong to the current reply.
+        rewards, terminations, truncations: float64, bool, bool ``(n,)``.
+        requested: uint32 ``(n,)``: the sequence number of the message that a row belongs to (``Op.*_SOME``).
+        info_schemas: uint64 ``(n,)``: which schema a row's infos follow; 0: no info; 1: by pickle.
+        infos: uint8 ``(n, INFO_BYTES)``: the values.
+        worker_time, worker_steps: float64 seconds and steps spent inside environments, a row a worker.
+        step_time: float64 ``(n,)``: seconds of the last sampled step of each environment.
+    """
+
+    actions: list[Array] | None
+    observations: list[Array] | None
+    final_observations: list[Array] | None
+    final: Array
+    rewards: Array
+    terminations: Array
+    truncations: Array
+    requested: Array
+    info_schemas: Array
+    infos: Array
+    worker_time: Array
+    worker_steps: Array
+    step_time: Array
+
+
+@dataclass(slots=True)
+class Layout:
+    """Named fields of one block of memory.
+
+    Attributes:
+        num_envs: Number of rows.
+        observations: Tree of one observation, ``None`` when observations go by pickle.
+        actions: Tree of one action, ``None`` when actions go by pickle.
+        final: Whether there is room for final observations.
+        size: Bytes of the whole block.
+    """
+
+    num_envs: int
+    observations: Tree | None
+    actions: Tree | None
+    final: bool
+    fields: dict[str, Field] = field(default_factory=dict)
+    size: int = 0
+
+    @classmethod
+    def of(
+        cls, observations: Tree | None, actions: Tree | None, num_envs: int, num_workers: int, *, final: bool
+    ) -> Layout:
+        """Lay out one batch of ``num_envs`` rows."""
+        layout = cls(num_envs, observations, actions, final and observations is not None)
+        for index, leaf in enumerate(actions.leaves() if actions else ()):
+            layout._add(f"actions/{index}", leaf.dtype, leaf.shape)
+        for index, leaf in enumerate(observations.leaves() if observations else ()):
+            layout._add(f"observations/{index}", leaf.dtype, leaf.shape)
+            if layout.final:
+                layout._add(f"final_observations/{index}", leaf.dtype, leaf.shape)
+        layout._add("final", np.bool_)
+        layout._add("rewards", np.float64)
+        layout._add("terminations", np.bool_)
+        layout._add("truncations", np.bool_)
+        layout._add("requested", np.uint32)
+        layout._add("info_schemas", np.uint64)
+        layout._add("infos", np.uint8, (INFO_BYTES,))
+        layout._add("worker_time", np.float64, rows=max(num_workers, 1))
+        layout._add("worker_steps", np.float64, rows=max(num_workers, 1))
+        layout._add("step_time", np.float64)
+        return layout
+
+    def _add(self, name: str, dtype: npt.DTypeLike, shape: tuple[int, ...] = (), rows: int | None = None) -> None:
+        kind = np.dtype(dtype)
+        whole = (self.num_envs if rows is None else rows, *shape)
+        self.fields[name] = Field(kind, whole, self.size)
+        size = int(np.prod(whole, dtype=np.int64)) * kind.itemsize
+        self.size += -(-size // ALIGNMENT) * ALIGNMENT
+
+    def view(self, buffer: Any) -> Batch:
+        """Numpy views of every field over ``buffer`` (anything with a writeable buffer of at least ``size`` bytes)."""
+        views = {name: field.view(buffer) for name, field in self.fields.items()}
+
+        def leaves(prefix: str) -> list[Array]:
+            return [view for name, view in views.items() if name.startswith(prefix + "/")]
+
+        return Batch(
+            actions=leaves("actions") if self.actions is not None else None,
+            observations=leaves("observations") if self.observations is not None else None,
+            final_observations=leaves("final_observations") if self.final else None,
+            **{name: view for name, view in views.items() if "/" not in name},
+        )

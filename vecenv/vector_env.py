@@ -1,0 +1,777 @@
+"""``AsyncVectorEnv``: Gymnasium's vector interface over the engine.
+
+Everything a program written for ``gymnasium.vector.AsyncVectorEnv`` can see is honoured here: arguments and their order,
+attributes, the phases and their errors, how seeds, masks, actions, infos and copies behave. What is done differently is what
+hurts there: an answer is never given to another question, a failed environment does not take the others along, and closing
+always ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+
+import cloudpickle
+import numpy as np
+import numpy.typing as npt
+from gymnasium import Space, logger
+from gymnasium.core import ActType, Env, ObsType, RenderFrame
+from gymnasium.error import AlreadyPendingCallError, CustomSpaceError
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.async_vector_env import AsyncState
+from gymnasium.vector.utils import batch_differing_spaces, batch_space
+
+from vecenv.actions import ActionStage
+from vecenv.cores import usable_cores
+from vecenv.engine import Engine, Pending, Policy
+from vecenv.errors import BusyError, ErrorRecord, ForkedError, StepTimeout
+from vecenv.observations import PickledStore, RegisteredStore, SharedStore, Store, has_dynamic_part
+from vecenv.pool import AnyWorker, PoolOptions, ProcessWorker, WorkerPool, refuse_to_start_while_importing_main
+from vecenv.protocol import Op, Phase, advance
+from vecenv.rows import Expected
+from vecenv.shm import Batch, Layout, fixed_tree
+from vecenv.worker import Plan
+
+__all__ = ["AsyncVectorEnv"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_RESERVED = ("reset", "step", "close", "_setattr", "_check_spaces")
+_PATIENCE = 60.0  # close() without a timeout waits this long for environments to close
+_LITTLE_PATIENCE = 1.0  # the same, when a worker was already late or the caller was interrupted
+
+
+def _one_at_a_time(
+    method: Callable[Concatenate[AsyncVectorEnv[Any, Any], P], R],
+) -> Callable[Concatenate[AsyncVectorEnv[Any, Any], P], R]:
+    """Refuse a second thread, and a process forked from the one that owns the workers."""
+
+    @functools.wraps(method)
+    def guarded(self: AsyncVectorEnv[Any, Any], *args: P.args, **kwargs: P.kwargs) -> R:
+        if not self._lock.acquire(blocking=False):
+            raise BusyError(f"another thread is in a call on this {type(self).__name__}; `{method.__name__}` was refused")
+        try:
+            if self._phase is not Phase.CLOSED and self._pool.abandoned:
+                raise ForkedError(
+                    f"this {type(self).__name__} belongs to another process (pid {self._owner}); a forked child cannot use "
+                    "its workers: build a new one in the child"
+                )
+            return method(self, *args, **kwargs)
+        finally:
+            self._lock.release()
+
+    return guarded
+
+
+class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, ActType]):
+    """Environments in worker processes, behind ``gymnasium.vector.AsyncVectorEnv``'s interface.
+
+    The first nine arguments are Gymnasium's, in its order; see its documentation. Ours are keyword-only.
+
+    Args:
+        env_fns: Functions that build the environments.
+        shared_memory: Observations of fixed size lie in shared memory; others, and all with ``False``, travel by pickle.
+        copy: Give out a copy of the observations. With ``False`` the same writeable arrays are given out every time and
+            change while environments step.
+        context: Start method (``"fork"``, ``"spawn"``, ``"forkserver"``) or ``None`` for the process default.
+        daemon: Daemonic workers may not have ``multiprocessing`` children of their own.
+        worker: A custom worker function: Gymnasium's own class is used for it.
+        observation_mode: ``"same"``, ``"different"``, or (batched space, single space).
+        autoreset_mode: ``AutoresetMode`` or its string value.
+        max_concurrency: At most so many environments are inside ``reset`` or ``step`` at once.
+        num_workers: ``None``: one process an environment. An int: so many processes, each over a contiguous share of the
+            environments. ``"auto"``: what is fastest here. 0: no process, for debugging.
+        use_caller: The calling process steps a share of the environments itself. The fastest there is, for environments one
+            would trust in ``SyncVectorEnv``: a crash of one takes the program along.
+        batch_size: How many environments :meth:`recv` returns at a time, 1 to ``num_envs``.
+        on_failure: ``"raise"``, or ``"restart"`` what died, raised or hung.
+        restart_limit, restart_period: At most so many restarts within so many seconds.
+        step_timeout: Seconds until a ``reset`` or ``step`` without a timeout of its own is taken to hang.
+        start_timeout: Seconds a worker has to build its environments.
+        threads_per_worker: Cap for BLAS, OpenMP and torch threads in a worker. Default: the usable cores divided by the
+            workers.
+
+    Raises:
+        RuntimeError: Spaces of environments do not go together; the environment is named.
+        ValueError: An option has no meaning; the accepted values are named.
+        ArenaError: There is not enough memory; nothing was started.
+        StartupTimeout, WorkerDied: A worker did not get ready. Nothing is left running.
+        Exception: Whatever an ``env_fn`` raised, as itself.
+
+    ``reset`` returns ``(observations, infos)`` and ``step`` ``(observations, rewards, terminations, truncations, infos)``:
+    observations of ``observation_space``; rewards float64, flags bool, all ``(num_envs,)`` and fresh; infos a dict of arrays
+    with a mask ``_key`` for every key.
+    """
+
+    def __new__(
+        cls,
+        env_fns: Any = None,
+        shared_memory: bool = True,
+        copy: bool = True,
+        context: str | None = None,
+        daemon: bool = True,
+        worker: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> AsyncVectorEnv[ObsType, ActType]:
+        if worker is not None:
+            from vecenv.custom_worker import with_custom_worker  # noqa: PLC0415 - it subclasses this class
+
+            return with_custom_worker(cls, kwargs)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[[], Env[Any, Any]]],
+        shared_memory: bool = True,
+        copy: bool = True,
+        context: str | None = None,
+        daemon: bool = True,
+        worker: Callable[..., None] | None = None,
+        observation_mode: str | Space[Any] | tuple[Space[Any], Space[Any]] = "same",
+        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
+        max_concurrency: int | None = None,
+        *,
+        num_workers: int | str | None = None,
+        use_caller: bool = False,
+        batch_size: int | None = None,
+        on_failure: str = "raise",
+        restart_limit: int = 5,
+        restart_period: float = 60.0,
+        step_timeout: float | None = None,
+        start_timeout: float = 60.0,
+        threads_per_worker: int | None = None,
+    ) -> None:
+        refuse_to_start_while_importing_main()
+        self.closed = True  # until there is something to close
+        self._lock = threading.RLock()
+        self._phase = Phase.CLOSED
+        self.env_fns = env_fns
+        self.shared_memory = shared_memory
+        self.copy = copy
+        self.context = context
+        self.daemon = daemon
+        self.worker = worker
+        self.observation_mode = observation_mode
+        self.autoreset_mode = (
+            autoreset_mode if isinstance(autoreset_mode, AutoresetMode) else AutoresetMode(autoreset_mode)
+        )
+        if max_concurrency is not None:
+            if not isinstance(max_concurrency, (int, np.integer)):
+                raise ValueError(f"`max_concurrency` must be an integer or None, got {type(max_concurrency)}.")
+            if max_concurrency < 1:
+                raise ValueError(f"`max_concurrency` must be a positive or None, got {max_concurrency}.")
+        self.max_concurrency = max_concurrency
+        self.num_envs = len(env_fns)
+        _check_options(
+            self.num_envs, num_workers, batch_size, on_failure, restart_limit, restart_period, step_timeout, start_timeout,
+            threads_per_worker,
+        )  # fmt: skip
+        self._read_spaces(env_fns)
+        self.batch_size = self.num_envs if batch_size is None else batch_size
+        self._latest = np.arange(self.num_envs)
+        self._pending: Pending | None = None
+        self._interrupted = False
+        self._closing = False
+        processes, share = _workers_and_share(num_workers, use_caller, self.num_envs)
+        self.num_workers = processes
+
+        mp = multiprocessing.get_context(context)
+        observations = fixed_tree(self.single_observation_space) if shared_memory else None
+        actions = fixed_tree(self.single_action_space, "action")
+        registered = self._registered_store(mp) if shared_memory and observations is None else None
+        layout = Layout.of(
+            observations, actions, self.num_envs, processes + 1, final=self.autoreset_mode is AutoresetMode.SAME_STEP
+        )
+
+        def make_store(batch: Batch) -> Store:
+            if observations is not None and batch.observations is not None:
+                return SharedStore(observations, batch.observations)
+            return registered or PickledStore(self.single_observation_space, self.num_envs)
+
+        plan = Plan(
+            layout,
+            self.autoreset_mode,
+            Expected(observation_mode, self.single_observation_space, self.single_action_space),
+            None if registered is None else (self.single_observation_space, registered.memory),
+            threads_per_worker or max(1, usable_cores() // max(processes, 1)),
+        )
+        options = PoolOptions(mp, daemon, type(self).__name__, start_timeout, max_concurrency)
+        policy = Policy(on_failure == "restart", restart_limit, restart_period, step_timeout, start_timeout)
+        self._engine = Engine(env_fns, layout, make_store, plan, options, policy, processes, share)
+        self._pool: WorkerPool = self._engine.pool
+        self._owner = multiprocessing.current_process().pid
+        self._stage = ActionStage(
+            self.single_action_space, self.action_space, self.num_envs, actions, self._engine.batch.actions
+        )
+        self.closed = False
+        self._phase = Phase.DEFAULT
+        try:
+            self._check_spaces()
+        except BaseException:
+            self.close(terminate=True)
+            raise
+
+    # -- spaces -----------------------------------------------------------------------------------------------------
+
+    def _read_spaces(self, env_fns: Sequence[Callable[[], Env[Any, Any]]]) -> None:
+        """Metadata and spaces, from one environment built here, as Gymnasium does."""
+        mode = self.observation_mode
+        env = env_fns[0]()
+        self.metadata = {**env.metadata, "autoreset_mode": self.autoreset_mode}
+        self.render_mode = env.render_mode
+        self.single_action_space = env.action_space
+        self.action_space = batch_space(env.action_space, self.num_envs)
+        if isinstance(mode, tuple) and len(mode) == 2:
+            if not all(isinstance(space, Space) for space in mode):
+                raise TypeError(
+                    f"Expected both elements of observation_mode to be Spaces, got {type(mode[0])} and {type(mode[1])}"
+                )
+            self.observation_space, self.single_observation_space = mode
+        elif isinstance(mode, str) and mode == "same":
+            self.single_observation_space = env.observation_space
+            self.observation_space = batch_space(env.observation_space, self.num_envs)
+        elif isinstance(mode, str) and mode == "different":
+            found = []
+            for env_fn in env_fns:
+                other = env_fn()
+                found.append(other.observation_space)
+                other.close()
+            self.single_observation_space = found[0]
+            self.observation_space = batch_differing_spaces(found)
+        else:
+            raise ValueError(
+                "Invalid `observation_mode`, expected: 'same' or 'different' or tuple of single and batch observation "
+                f"space, actual got {mode}"
+            )
+        env.close()
+
+    def _registered_store(self, context: Any) -> RegisteredStore | None:
+        if has_dynamic_part(self.single_observation_space):
+            return None
+        try:
+            return RegisteredStore(self.single_observation_space, self.num_envs, context)
+        except CustomSpaceError as error:
+            raise ValueError(
+                "Using `AsyncVector(..., shared_memory=True)` caused an error, you can disable this feature with "
+                "`shared_memory=False` however this is slower."
+            ) from error
+
+    def _check_spaces(self) -> None:
+        for env, which, got in self._engine.mismatches:
+            if which == "action":
+                raise RuntimeError(
+                    f"Some environments have an action space different from `{self.single_action_space}`. In order to "
+                    "batch actions, the action spaces from all environments must be equal. "
+                    f"Env {env} has {got}."
+                )
+            detail = f" Env {env} has {got}, wanted {self.single_observation_space}."
+            if self.observation_mode == "same":
+                raise RuntimeError(
+                    "AsyncVectorEnv(..., observation_mode='same') however some of the sub-environments observation spaces "
+                    "are not equivalent. If this is intentional, use `observation_mode='different'` instead." + detail
+                )
+            raise RuntimeError(
+                "AsyncVectorEnv(..., observation_mode='different' or custom space) however the sub-environment's "
+                "observation spaces do not share a common shape and dtype." + detail
+            )
+
+    # -- reset ------------------------------------------------------------------------------------------------------
+
+    def reset(
+        self,
+        *,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> tuple[ObsType, dict[str, Any]]:
+        """Reset all environments, or those of ``options["reset_mask"]``; see :meth:`reset_async`."""
+        self.reset_async(seed=seed, options=options)
+        return self.reset_wait()
+
+    @_one_at_a_time
+    def reset_async(
+        self, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> None:
+        """Begin a reset. The answer is fetched by :meth:`reset_wait` for everybody or by :meth:`recv` as it comes.
+
+        Args:
+            seed: An int gives environment i ``seed + i``; a sequence gives each its own; ``None`` none.
+            options: Handed to every environment, except ``"reset_mask"``, a bool array ``(num_envs,)``: only those
+                environments are reset, the others keep their last observation. Environments that failed are built anew.
+
+        Raises:
+            TypeError, ValueError: Seeds or mask of the wrong length, type or shape; nothing was sent.
+        """
+        if self._phase is Phase.CLOSED:
+            advance(self._phase, "reset_async", type(self).__name__)
+        seeds = self._seeds(seed)
+        after = advance(self._phase, "reset_async", type(self).__name__)
+        mask = None
+        if options is not None and "reset_mask" in options:
+            mask = self._reset_mask(options.pop("reset_mask"))
+        if self._engine.in_flight.any() or self._engine.ready:
+            self._engine.drain(None)
+        self._pending = self._engine.ask_reset(seeds, options, mask)
+        self._phase = after
+
+    def _seeds(self, seed: Any) -> Sequence[Any]:
+        if seed is None:
+            return [None] * self.num_envs
+        if isinstance(seed, (int, np.integer)):
+            return [int(seed) + i for i in range(self.num_envs)]
+        if len(seed) != self.num_envs:
+            raise ValueError(
+                f"If seeds are passed as a list the length must match num_envs={self.num_envs} but got length={len(seed)}."
+            )
+        return list(seed)
+
+    def _reset_mask(self, mask: Any) -> npt.NDArray[np.bool_]:
+        if not isinstance(mask, np.ndarray):
+            raise TypeError(f"`options['reset_mask']` must be a numpy array, got {type(mask)}")
+        if mask.shape != (self.num_envs,):
+            raise ValueError(f"`options['reset_mask']` must have shape `({self.num_envs},)`, got {mask.shape}")
+        if mask.dtype != np.bool_:
+            raise TypeError(f"`options['reset_mask']` must have `dtype=np.bool_`, got {mask.dtype}")
+        if not mask.any():
+            raise ValueError(
+                "`options['reset_mask']` must contain a boolean array with at least one True value, got "
+                f"reset_mask={mask}"
+            )
+        return mask.copy()
+
+    @_one_at_a_time
+    def reset_wait(self, timeout: float | None = None) -> tuple[ObsType, dict[str, Any]]:
+        """Fetch the answer to :meth:`reset_async`.
+
+        Raises:
+            StepTimeout: Not within ``timeout`` seconds; the answer is still owed, call again.
+            Exception: What an environment raised.
+        """
+        result = self._finish("reset_wait", timeout)
+        return self._engine.store.batch(self.copy), self._engine.infos(result)
+
+    # -- step -------------------------------------------------------------------------------------------------------
+
+    def step(
+        self, actions: ActType
+    ) -> tuple[ObsType, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]:
+        """Step all environments; see :meth:`step_async` and :meth:`step_wait`."""
+        self.step_async(actions)
+        return self.step_wait()
+
+    @_one_at_a_time
+    def step_async(self, actions: ActType) -> None:
+        """Begin a step.
+
+        Args:
+            actions: A batch of ``action_space``, or whatever ``gymnasium.vector.utils.iterate`` takes for it. Each
+                environment gets its action as it is passed here, uncast and unclipped, as an array of its own.
+
+        Raises:
+            TypeError, ValueError: Wrong structure, too few or too many; nothing was sent.
+            EnvFailed: An environment that failed was not reset since.
+        """
+        after = advance(self._phase, "step_async", type(self).__name__)
+        engine = self._engine
+        if engine.ready or engine.in_flight.any():
+            engine.require_nothing_in_flight("step_async")
+        if engine.failed and not engine.policy.restart:
+            engine.refuse(engine.failed)
+        self._pending = engine.ask_step(self._stage.put(actions))
+        self._phase = after
+
+    @_one_at_a_time
+    def step_wait(
+        self, timeout: float | None = None
+    ) -> tuple[ObsType, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]:
+        """Fetch the answer to :meth:`step_async`.
+
+        Raises:
+            StepTimeout: Not within ``timeout`` seconds; the answer is still owed, call again.
+            WorkerDied: A worker process ended; the next ``reset()`` starts it anew.
+            Exception: What an environment raised, after all the others have been stepped.
+        """
+        result = self._finish("step_wait", timeout)
+        engine = self._engine
+        batch = engine.batch
+        return (
+            engine.store.batch(self.copy),
+            batch.rewards.copy(),
+            batch.terminations.copy(),
+            batch.truncations.copy(),
+            engine.infos(result) if result.columns else {},
+        )
+
+    def _finish(self, method: str, timeout: float | None) -> Any:
+        after = advance(self._phase, method, type(self).__name__)
+        assert self._pending is not None
+        try:
+            result = self._engine.finish(self._pending, timeout)
+        except StepTimeout:
+            raise  # the answer is still owed
+        except KeyboardInterrupt:
+            self._interrupted = True
+            raise
+        except BaseException:
+            self._phase = Phase.DEFAULT
+            if self._closing:
+                self._phase = Phase.CLOSED
+                advance(Phase.CLOSED, method, type(self).__name__)
+            raise
+        self._pending = None
+        self._phase = after
+        return result
+
+    # -- first-ready batches ----------------------------------------------------------------------------------------
+
+    @_one_at_a_time
+    def send(self, actions: Any, env_id: Any = None) -> None:
+        """Step some idle environments, without waiting.
+
+        Args:
+            actions: A batch of as many actions as there are environments in ``env_id``, in its order.
+            env_id: Which environments, distinct indices; ``None``: those of the latest :meth:`recv`, or all at first.
+
+        Raises:
+            ValueError: Indices out of range or twice, or a number of actions that does not go with them.
+            AlreadyPendingCallError: One of them is in flight, or was not received yet.
+            EnvFailed: One of them failed and was not reset since.
+        """
+        if self._phase is not Phase.DEFAULT:
+            advance(self._phase, "step_async", type(self).__name__)
+        engine = self._engine
+        rows = self._latest if env_id is None else self._env_ids(env_id)
+        waiting = [row for row in rows.tolist() if engine.in_flight[row]]
+        waiting += [row for row in rows.tolist() if row in engine.ready]
+        if waiting:
+            raise AlreadyPendingCallError(f"Calling `send` for envs {waiting}, which are still in flight: `recv` them first.", "send")
+        failed = {row: engine.failed[row] for row in rows.tolist() if row in engine.failed}
+        if failed:
+            engine.refuse(failed)
+        engine.send(rows, self._stage.put_some(actions, rows))
+
+    def _env_ids(self, env_id: Any) -> npt.NDArray[np.intp]:
+        rows = np.asarray(env_id)
+        if rows.ndim != 1 or not (np.issubdtype(rows.dtype, np.integer) or rows.size == 0):
+            raise ValueError(f"env_id must be a sequence of int, got {env_id!r}")
+        if rows.size == 0:
+            raise ValueError("env_id is empty: name at least one environment")
+        if rows.min() < 0 or rows.max() >= self.num_envs:
+            raise ValueError(f"env_id must lie within 0..{self.num_envs - 1}, got {rows.tolist()}")
+        if len(np.unique(rows)) != len(rows):
+            raise ValueError(f"env_id must not name an environment twice, got {rows.tolist()}")
+        return rows.astype(np.intp)
+
+    @_one_at_a_time
+    def recv(
+        self, timeout: float | None = None
+    ) -> tuple[Any, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]:
+        """The next ``batch_size`` environments that are done, whoever was first.
+
+        Returns:
+            What ``step`` returns, with ``batch_size`` rows instead of ``num_envs``, all of them fresh arrays.
+            ``infos["env_id"]``, int ``(batch_size,)``, tells which environments they are. Environments come in the order in
+            which they finished. Rows of a reset have reward 0 and both flags False.
+
+        Raises:
+            NoAsyncCallError: Fewer than ``batch_size`` environments are in flight or ready.
+            StepTimeout: Not within ``timeout`` seconds; nothing is lost, call again.
+            Exception: What an environment raised; the rows of the others are kept for the next call.
+        """
+        engine = self._engine
+        if self._phase is Phase.WAITING_RESET and self._pending is not None:
+            engine.launch(self._pending)
+            self._pending = None
+            self._phase = Phase.DEFAULT
+        elif self._phase is not Phase.DEFAULT:
+            advance(self._phase, "reset_async", type(self).__name__)
+        rows, result = engine.receive(self.batch_size, timeout)
+        infos = engine.infos_of(rows, result)
+        infos["env_id"], infos["_env_id"] = rows.copy(), np.ones(len(rows), np.bool_)
+        self._latest = rows
+        batch = engine.batch
+        return engine.store.take(rows), batch.rewards[rows], batch.terminations[rows], batch.truncations[rows], infos
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """``env.get_wrapper_attr(name)`` of every environment, called with the arguments if it can be called."""
+        self.call_async(name, *args, **kwargs)
+        return self.call_wait()
+
+    @_one_at_a_time
+    def call_async(self, name: str, /, *args: object, **kwargs: object) -> None:
+        """Begin a :meth:`call`."""
+        after = advance(self._phase, "call_async", type(self).__name__)
+        self._engine.require_nothing_in_flight("call_async")
+        if name in _RESERVED:
+            raise ValueError(f"Trying to call function `{name}` with `call`, use `{name}` directly instead.")
+        payload = (name, args, kwargs)
+        _require_picklable(payload, self.num_workers)
+        self._pending = self._engine.ask_call(Op.CALL, lambda worker: payload, "call")
+        self._phase = after
+
+    @_one_at_a_time
+    def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
+        """Fetch the answer to :meth:`call_async`: a tuple of one result an environment.
+
+        Raises:
+            StepTimeout: Not within ``timeout`` seconds; the answer is still owed, call again.
+            Exception: What the call raised in an environment; the environments stay alive.
+        """
+        result = self._finish("call_wait", timeout)
+        return tuple(result.results.get(row) for row in range(self.num_envs))
+
+    def exec_func(
+        self, func: Callable[..., Any], indices: Sequence[int] | int | None = None, *args: Any, **kwargs: Any
+    ) -> tuple[Any, ...]:
+        """``func(env, *args, **kwargs)`` in the workers, for the environments ``indices`` (``None``: all).
+
+        ``func`` may be a lambda or a closure. Returns a tuple of ``num_envs`` results, ``None`` for the others.
+        """
+        self.exec_func_send(func, indices, *args, **kwargs)
+        return self.exec_func_fetch()
+
+    @_one_at_a_time
+    def exec_func_send(
+        self, func: Callable[..., Any], indices: Sequence[int] | int | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        """Begin an :meth:`exec_func`."""
+        after = advance(self._phase, "call_async", type(self).__name__)
+        self._engine.require_nothing_in_flight("exec_func")
+        if not callable(func):
+            raise TypeError(f"exec_func wants a function of an environment, got {func!r}")
+        if indices is None:
+            chosen = set(range(self.num_envs))
+        else:
+            chosen = set(self._env_ids([indices] if isinstance(indices, (int, np.integer)) else list(indices)).tolist())
+        _require_picklable((func, args, kwargs), self.num_workers)
+
+        def payload(worker: AnyWorker) -> Any:
+            ks = [row - worker.rows[0] for row in worker.rows if row in chosen]
+            return (ks, func, args, kwargs) if ks else None
+
+        self._pending = self._engine.ask_call(Op.EXEC, payload, "exec_func")
+        self._phase = after
+
+    def exec_func_fetch(self, timeout: float | None = None) -> tuple[Any, ...]:
+        """Fetch the answer to :meth:`exec_func_send`."""
+        return self.call_wait(timeout)
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """An attribute of every environment (of whichever wrapper has it)."""
+        return self.call(name)
+
+    @_one_at_a_time
+    def set_attr(self, name: str, values: list[Any] | tuple[Any, ...] | object) -> None:
+        """Set an attribute of every environment; a list or tuple is one value an environment, else all get the same."""
+        if self._phase is Phase.CLOSED:
+            advance(self._phase, "set_attr", type(self).__name__)
+        if not isinstance(values, (list, tuple)):
+            values = [values] * self.num_envs
+        if len(values) != self.num_envs:
+            raise ValueError(
+                "Values must be a list or tuple with length equal to the number of environments. "
+                f"Got `{len(values)}` values for {self.num_envs} environments."
+            )
+        advance(self._phase, "set_attr", type(self).__name__)
+        self._engine.require_nothing_in_flight("set_attr")
+        each = values
+        _require_picklable(each, self.num_workers)
+        pending = self._engine.ask_call(Op.SET_ATTR, lambda worker: (name, [each[row] for row in worker.rows]), "set_attr")
+        self._engine.finish(pending, None)
+
+    def render(self) -> tuple[RenderFrame, ...] | None:
+        """One frame (or list of frames) an environment, in a tuple."""
+        return self.call("render")
+
+    @property
+    def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The environments' seeds."""
+        return self.get_attr("np_random_seed")
+
+    @property
+    def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]
+        """Copies of the environments' generators."""
+        return self.get_attr("np_random")
+
+    # The second set of names: the same methods.
+
+    reset_send = reset_async
+    reset_fetch = reset_wait
+    step_send = step_async
+    step_fetch = step_wait
+    call_send = call_async
+    call_fetch = call_wait
+
+    # -- what can be looked at --------------------------------------------------------------------------------------
+
+    @property
+    def observations(self) -> ObsType:
+        """The latest batch itself, not a copy; zeros before the first reset."""
+        return self._engine.store.observations  # type: ignore[no-any-return]
+
+    @property
+    def processes(self) -> list[Any]:
+        """The worker processes."""
+        return [worker.process for worker in self._pool.workers if isinstance(worker, ProcessWorker)]
+
+    @property
+    def parent_pipes(self) -> list[Any]:
+        """The caller's ends of the workers' pipes."""
+        return [worker.channel.connection for worker in self._pool.workers if isinstance(worker, ProcessWorker)]
+
+    @property
+    def errors(self) -> deque[ErrorRecord]:
+        """What failed so far, oldest first, at most 1,000 records."""
+        return self._engine.errors
+
+    @property
+    def error_queue(self) -> deque[ErrorRecord]:
+        """Gymnasium's name for :attr:`errors`."""
+        return self._engine.errors
+
+    @property
+    def _state(self) -> AsyncState:
+        return AsyncState(self._phase.value) if self._phase is not Phase.CLOSED else AsyncState.DEFAULT
+
+    def stats(self) -> dict[str, float]:
+        """Figures since construction.
+
+        ``steps``; ``steps_per_second``; ``wait_fraction`` (of the time, spent by the caller waiting for workers);
+        ``step_time_mean`` and ``step_time_slowest_env`` in seconds; ``straggler_share`` (of the workers' time, idle because
+        another one took longer); ``resets`` asked for; ``restarts``; ``errors``; ``bytes_pickled``.
+        """
+        return self._engine.stats()
+
+    def __repr__(self) -> str:
+        name = f"{self.spec.id}, " if self.spec is not None else ""
+        if not hasattr(self, "_engine"):
+            return f"{type(self).__name__}({name}closed)"
+        restarts = f", restarted={self._engine.restarts}" if self._engine.restarts else ""
+        failed = f", failed={sorted(self._engine.failed)}" if self._engine.failed else ""
+        caller = sum(len(worker.rows) for worker in self._pool.workers if worker.local)
+        share = f", caller={caller}" if caller else ""
+        return (
+            f"{type(self).__name__}({name}num_envs={self.num_envs}, workers={self.num_workers}{share}, "
+            f"phase={self._phase.name}{restarts}{failed})"
+        )
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def close(self, **kwargs: Any) -> None:
+        """Close all environments and end all workers; idempotent, from any thread, whatever state they are in.
+
+        Args:
+            timeout: Seconds for a pending answer and for the environments' own ``close()``; then workers are killed.
+                Default: a minute, or a second if a worker was late before.
+            terminate: Kill at once; the environments' ``close()`` is not called.
+        """
+        if self.closed:
+            return
+        self._closing = True
+        if not self._lock.acquire(blocking=False):  # another thread is waiting for an answer: there will be none
+            for worker in list(self._pool.workers):
+                if isinstance(worker, ProcessWorker):
+                    worker.signal(9)
+            self._lock.acquire(timeout=10.0)
+        try:
+            if not self.closed:
+                self.close_extras(**kwargs)
+        finally:
+            self.closed = True
+            self._phase = Phase.CLOSED
+            with contextlib.suppress(RuntimeError):
+                self._lock.release()
+
+    def close_extras(self, timeout: float | None = None, terminate: bool = False, **kwargs: Any) -> None:
+        """End the workers; see :meth:`close`."""
+        if self._pool.abandoned:
+            return
+        patience = timeout
+        if patience is None:
+            late = self._interrupted or any(worker.overdue or _stopped(worker) for worker in self._pool.workers)
+            patience = _LITTLE_PATIENCE if late else _PATIENCE
+        deadline = time.monotonic() + (0.0 if terminate else patience)
+        if self._phase is not Phase.DEFAULT and self._phase is not Phase.CLOSED:
+            logger.warn(f"Calling `close` while waiting for a pending call to `{self._phase.value}` to complete.")
+            if not terminate and self._pending is not None:
+                self._pool.gather([w for w in self._pending.workers if not w.local], deadline)
+        self._engine.close(max(deadline - time.monotonic(), 0.0), terminate=terminate)
+
+    def __del__(self) -> None:
+        if not getattr(self, "closed", True):
+            if not self._pool.abandoned:
+                warnings.warn(f"unclosed {type(self).__name__}", ResourceWarning, source=self, stacklevel=2)
+            self.close(terminate=True)
+
+
+def _stopped(worker: AnyWorker) -> bool:
+    return isinstance(worker, ProcessWorker) and worker.death is None and worker.is_stopped()
+
+
+def _require_picklable(payload: Any, num_workers: int) -> None:
+    """Arguments that cannot travel are the caller's to know, before anything is sent."""
+    if num_workers:
+        cloudpickle.dumps(payload)
+
+
+def _workers_and_share(num_workers: int | str | None, use_caller: bool, num_envs: int) -> tuple[int, int]:
+    """How many worker processes, and how many environments the caller steps itself."""
+    cores = usable_cores()
+    if num_workers == "auto":
+        processes = cores - 1 if use_caller else cores
+    elif num_workers is None:
+        processes = max(cores - 1, 1) if use_caller else num_envs
+    else:
+        processes = int(num_workers)
+    processes = min(processes, num_envs)
+    if processes == 0:
+        return 0, num_envs
+    if not use_caller:
+        return processes, 0
+    share = min(max(round(num_envs / (processes + 1)), 1), num_envs - 1) if num_envs > 1 else num_envs
+    return min(processes, num_envs - share), share
+
+
+def _check_options(
+    num_envs: int,
+    num_workers: Any,
+    batch_size: Any,
+    on_failure: Any,
+    restart_limit: Any,
+    restart_period: Any,
+    step_timeout: Any,
+    start_timeout: Any,
+    threads_per_worker: Any,
+) -> None:
+    def whole(value: Any, low: int) -> bool:
+        return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value >= low
+
+    def seconds(value: Any) -> bool:
+        return isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and value > 0
+
+    checks = [
+        ("num_workers", num_workers, num_workers is None or num_workers == "auto" or whole(num_workers, 0),
+         "None (one process an environment), 'auto', or an int from 0 on"),
+        ("batch_size", batch_size, batch_size is None or (whole(batch_size, 1) and batch_size <= num_envs),
+         f"None or an int within 1..{num_envs}"),
+        ("on_failure", on_failure, on_failure in ("raise", "restart"), "'raise' or 'restart'"),
+        ("restart_limit", restart_limit, whole(restart_limit, 0), "an int from 0 on"),
+        ("restart_period", restart_period, seconds(restart_period), "a number of seconds above 0"),
+        ("step_timeout", step_timeout, step_timeout is None or seconds(step_timeout), "None or a number of seconds above 0"),
+        ("start_timeout", start_timeout, seconds(start_timeout), "a number of seconds above 0"),
+        ("threads_per_worker", threads_per_worker, threads_per_worker is None or whole(threads_per_worker, 1),
+         "None or an int from 1 on"),
+    ]  # fmt: skip
+    for name, value, good, accepted in checks:
+        if not good:
+            raise ValueError(f"`{name}` must be {accepted}, got {value!r}.")

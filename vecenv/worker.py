@@ -1,0 +1,254 @@
+"""One worker's whole life: what it is given at its start, and ``serve``: hear a message, answer it.
+
+:func:`answer` turns a message into calls on :class:`~vecenv.rows.EnvRows` and knows nothing of processes; the caller's own
+share of the environments is served by it too. :func:`main` is what runs in a worker process: it arms the mechanisms of
+:mod:`vecenv.failure` first, so that a crash in the very constructor of an environment is already reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+import cloudpickle
+from gymnasium.vector import AutoresetMode
+
+from vecenv.channel import Channel, ChannelClosed
+from vecenv.cores import Patience, Seat
+from vecenv.failure import BlackBox, Lifeline, PackedError, pack
+from vecenv.observations import Put, tree_writer
+from vecenv.protocol import Op, Reply
+from vecenv.rows import EnvRows, Expected, Failure, Outcome
+from vecenv.shm import Arena, Batch, Layout
+
+__all__ = ["Plan", "Ready", "Start", "answer", "main", "make_rows"]
+
+_THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+@dataclass(slots=True)
+class Plan:
+    """What every worker of one vector environment is told alike.
+
+    Attributes:
+        layout: What lies where in the shared block.
+        autoreset_mode: What to do when an episode ends.
+        expected: The spaces to check every environment against.
+        registered: (space, memory) of a custom space with shared-memory functions of its own.
+        threads: At most so many threads for BLAS, OpenMP and torch in a worker; ``None``: as they come.
+    """
+
+    layout: Layout
+    autoreset_mode: AutoresetMode
+    expected: Expected
+    registered: tuple[Any, Any] | None = None
+    threads: int | None = None
+
+
+@dataclass(slots=True)
+class Start:
+    """What one worker process is given. Everything in it can be pickled while a process is being spawned."""
+
+    index: int
+    first: int
+    env_fns: Sequence[Any]
+    pickled: bool
+    plan: Plan
+    arena: Arena
+    connection: Connection[Any, Any]
+    lifeline: Lifeline
+    black_box: BlackBox
+    seat: Seat
+
+
+@dataclass(slots=True)
+class Ready:
+    """A worker's first message: itself, and what went wrong while its environments were built."""
+
+    pid: int
+    failures: list[Failure]
+    mismatches: list[tuple[int, str, str]]
+
+
+def make_rows(
+    env_fns: Sequence[Callable[[], Any]], first: int, worker: int, plan: Plan, batch: Batch, *, interrupts: bool = False
+) -> EnvRows:
+    """The rows of one worker, with writers that fit how observations travel."""
+    tree = plan.layout.observations
+    mine = slice(first, first + len(env_fns))
+    warnings: list[tuple[str, str]] = []
+    put_final: Put | None = None
+    if tree is not None and batch.observations is not None:
+
+        def warn(field: str, text: str) -> None:
+            warnings.append((field, text))
+
+        put = tree_writer(tree, [leaf[mine] for leaf in batch.observations], first, warn)
+        if batch.final_observations is not None:
+            put_final = tree_writer(tree, [leaf[mine] for leaf in batch.final_observations], first, warn)
+    elif plan.registered is not None:
+        from gymnasium.vector.utils import write_to_shared_memory  # noqa: PLC0415 - only for such spaces
+
+        space, memory = plan.registered
+
+        def put(k: int, observation: Any) -> bool:
+            write_to_shared_memory(space, first + k, observation, memory)
+            return True
+
+    else:
+
+        def put(k: int, observation: Any) -> bool:
+            return False
+
+    rows = EnvRows(
+        env_fns, first, worker, batch, put, put_final, tree, plan.layout.actions, plan.autoreset_mode,
+        plan.expected, interrupts,
+    )  # fmt: skip
+    rows.warnings = warnings
+    return rows
+
+
+def answer(rows: EnvRows, op: int, seq: int, load: Callable[[], Any]) -> Outcome:
+    """Carry out one message on ``rows``. ``load()`` gives its payload, which may be ``None``."""
+    if op == Op.STEP or op == Op.STEP_SOME:
+        ks = None if op == Op.STEP else rows.chosen(seq)
+        actions = load()
+        return rows.step(ks, rows.actions(ks) if actions is None else actions)
+    if op == Op.RESET or op == Op.RESET_SOME:
+        ks = None if op == Op.RESET else rows.chosen(seq)
+        seeds, options = load() or ([None] * (rows.count if ks is None else len(ks)), None)
+        return rows.reset(ks, seeds, options)
+    payload = load()
+    if op == Op.REBUILD_SOME:
+        seeds, pending = payload
+        return rows.rebuild(rows.chosen(seq), seeds, pending=pending)
+    if op == Op.CALL:
+        return rows.call(*payload)
+    if op == Op.SET_ATTR:
+        return rows.set_attr(*payload)
+    if op == Op.EXEC:
+        return rows.execute(*payload)
+    raise AssertionError(f"unknown message {op}")
+
+
+def dump(outcome: Outcome) -> bytes:
+    """Pickle an outcome; what in it cannot be pickled becomes a failure that names environment and key."""
+    for failure in outcome.failures:
+        if not isinstance(failure.error, PackedError):
+            failure.error = pack(failure.error)
+    try:
+        return pickle.dumps(outcome, pickle.HIGHEST_PROTOCOL)
+    except Exception:
+        for row, info in list(outcome.infos.items()):
+            for key, value in list(info.items()) if isinstance(info, dict) else []:
+                _check(outcome, row, f"info key {key!r}", value)
+        for row, result in list(outcome.results.items()):
+            _check(outcome, row, "result", result)
+        for row, value in [*outcome.observations.items(), *outcome.finals.items()]:
+            _check(outcome, row, "observation", value)
+        broken = {failure.env for failure in outcome.failures}
+        for table in (outcome.infos, outcome.results, outcome.observations, outcome.finals):
+            for row in broken & set(table):
+                del table[row]
+        return pickle.dumps(outcome, pickle.HIGHEST_PROTOCOL)
+
+
+def _check(outcome: Outcome, row: int, what: str, value: Any) -> None:
+    try:
+        pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        error.add_note(f"env {row}: its {what} cannot be pickled: {type(value).__name__}")
+        outcome.failures.append(Failure(row, pack(error), fatal=False))
+
+
+def serve(channel: Channel, rows: EnvRows, patience: Patience) -> bool:
+    """Answer messages until told to close, or until the caller is gone; true if every environment closed cleanly."""
+    pid = os.getpid()
+    while True:
+        try:
+            op, seq, payload = channel.wait(patience)
+        except ChannelClosed:
+            return rows.close()
+        if op == Op.CLOSE:
+            clean = rows.close()
+            with contextlib.suppress(ChannelClosed):
+                channel.send(Reply.PLAIN, seq)
+            return clean
+        outcome = answer(rows, op, seq, _loader(payload))
+        if os.getpid() != pid:  # a child that an environment forked has come back from step(): it is not the worker
+            os._exit(0)
+        if outcome.is_plain():
+            channel.send(Reply.COLUMNS if outcome.columns else Reply.PLAIN, seq)
+        else:
+            channel.send(Reply.FULL, seq, dump(outcome))
+
+
+def _loader(payload: bytes | None) -> Callable[[], Any]:
+    return (lambda: None) if payload is None else (lambda: pickle.loads(payload))
+
+
+def main(start: Start) -> None:
+    """The body of a worker process."""
+    with contextlib.suppress(OSError):
+        os.setsid()  # keeps a terminal's Ctrl-C out, and makes the environments' own helpers one group with us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    start.lifeline.arm()
+    start.black_box.arm()
+    gc.freeze()  # what came with the fork stays shared with the caller instead of being copied by the collector
+    _limit_threads(start.plan.threads)
+    channel = Channel(start.connection)
+    try:
+        env_fns = [_load_env_fn(start.first + k, blob) for k, blob in enumerate(start.env_fns)] if start.pickled else start.env_fns
+        rows = make_rows(env_fns, start.first, start.index, start.plan, start.plan.layout.view(start.arena.buffer))
+        failures, mismatches = rows.build()
+    except BaseException as error:
+        rows, failures, mismatches = None, [Failure(getattr(error, "env", start.first), error)], []  # type: ignore[assignment]
+    for failure in failures:
+        failure.error = pack(failure.error)
+    clean = False
+    try:
+        channel.send(Reply.READY, 0, pickle.dumps(Ready(os.getpid(), failures, mismatches)))
+        if rows is not None:
+            clean = serve(channel, rows, Patience(start.seat.spin, start.seat.cpus))
+    except ChannelClosed:  # the caller closed or died; there is nobody to tell
+        clean = True
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if not clean:
+        raise SystemExit(1)
+
+
+def _load_env_fn(env: int, blob: bytes) -> Callable[[], Any]:
+    try:
+        return cloudpickle.loads(blob)  # type: ignore[no-any-return]
+    except BaseException as error:
+        wrapped = RuntimeError(f"env_fns[{env}] could not be unpickled in its worker: {type(error).__name__}: {error}")
+        wrapped.env = env  # type: ignore[attr-defined]
+        raise wrapped from error
+
+
+def _limit_threads(threads: int | None) -> None:
+    """Keep W workers from starting W times T threads. Libraries loaded later read the variables; loaded ones are told."""
+    if threads is None:
+        return
+    for variable in _THREAD_VARIABLES:
+        os.environ.setdefault(variable, str(threads))
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(threads)
+    with contextlib.suppress(ImportError):
+        import threadpoolctl  # noqa: PLC0415 - optional, and only here
+
+        threadpoolctl.threadpool_limits(threads)

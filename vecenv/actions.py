@@ -1,9 +1,9 @@
 """Actions on their way in: one vectorised write into shared memory, or, for anything else Gymnasium accepts, the values.
 
 An environment gets what ``gymnasium.vector.utils.iterate`` would give it: the type, dtype and shape that the caller passed.
-Only a batch whose containers, dtypes and shapes are the action space's to the letter can take the fast way without changing
-that; lists, generators, other dtypes, ``Text`` and the like go by pickle. Either way everything is checked before anything is
-sent.
+Only a batch whose containers, dtypes and shapes are the action space's to the letter can take the fast way without
+changing that; lists, generators, other dtypes, ``Text`` and the like go by pickle. Either way everything is checked before
+anything is sent.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _check_counts(space: Space[Any], actions: Any, count: int, name: str) -> Non
         raise ValueError(f"{name}: got {len(actions)}, wanted {count}, one an environment; nothing was sent")
 
 
-def _is_structure(space: spaces.Tuple, count: int) -> bool:
+def _is_structure(space: spaces.Tuple[Any], count: int) -> bool:
     """A batched ``Tuple`` space has a batch a part; a batch of custom or dynamic spaces is a tuple of environments."""
     return not (
         len(space.spaces) == count

@@ -44,12 +44,20 @@ class _Parser(argparse.ArgumentParser):
     """Names close matches for a mistyped option or command."""
 
     def error(self, message: str) -> NoReturn:
-        known = [name for action in self._actions for name in action.option_strings]
-        for action in self._actions:
-            known += list(action.choices or ())
+        known = self._known()
         for word in re.findall(r"(?:arguments|choice):\s*'?([\w-]+)", message):
             message += _did_you_mean(word, known)
         super().error(message)
+
+    def _known(self) -> list[str]:
+        """Options and commands, those of the commands included: a stray option is reported by the outer parser."""
+        known: list[str] = []
+        for action in self._actions:
+            known += action.option_strings
+            if isinstance(action, argparse._SubParsersAction):
+                for name, parser in action.choices.items():
+                    known += [name, *parser._known()]
+        return list(dict.fromkeys(known))
 
 
 def _did_you_mean(word: str, known: Sequence[str]) -> str:
@@ -64,9 +72,7 @@ def _positive(kind: type[Any]) -> Callable[[str], Any]:
         except ValueError:
             value = 0
         if not 0 < value < float("inf"):
-            raise argparse.ArgumentTypeError(
-                f"wants a positive {'number' if kind is float else 'integer'}, got {text!r}"
-            )
+            raise argparse.ArgumentTypeError(f"wants a positive {'number' if kind is float else 'integer'}, got {text!r}")
         return value
 
     return parse
@@ -99,24 +105,12 @@ def _build_parser() -> _Parser:
         help="a registered id, module:Env-v0 (the module registers it), module:Class; default: CartPole-v1",
     )
     bench.add_argument("--num-envs", type=count, default=64, metavar="N", help="environments (default: 64)")
-    bench.add_argument(
-        "--workers", type=count, metavar="W", help="worker processes (default: the usable cores)"
-    )
-    bench.add_argument(
-        "--seconds", type=number, metavar="S", help="length of one sample (default: 1; with --scale 0.4)"
-    )
-    bench.add_argument(
-        "--repeats", type=count, metavar="R", help="interleaved rounds (default: 7; with --scale 3)"
-    )
-    bench.add_argument(
-        "--engines", metavar="NAMES", help="only these rows, separated by commas (default: all)"
-    )
-    bench.add_argument(
-        "--scale", action="store_true", help="throughput over the number of environments and workers, drawn"
-    )
-    bench.add_argument(
-        "--out", type=Path, default=Path("bench-results"), metavar="DIR", help="default: bench-results"
-    )
+    bench.add_argument("--workers", type=count, metavar="W", help="worker processes (default: the usable cores)")
+    bench.add_argument("--seconds", type=number, metavar="S", help="length of one sample (default: 1; with --scale 0.4)")
+    bench.add_argument("--repeats", type=count, metavar="R", help="interleaved rounds (default: 7; with --scale 3)")
+    bench.add_argument("--engines", metavar="NAMES", help="only these rows, separated by commas (default: all)")
+    bench.add_argument("--scale", action="store_true", help="throughput over the number of environments and workers, drawn")
+    bench.add_argument("--out", type=Path, default=Path("bench-results"), metavar="DIR", help="default: bench-results")
     bench.add_argument("--json", action="store_true", help="print the results as JSON instead of a table")
     bench.add_argument(
         "--suite",
@@ -126,15 +120,11 @@ def _build_parser() -> _Parser:
     )
     bench.set_defaults(run=_bench)
 
-    doctor = commands.add_parser(
-        "doctor", help="look at this machine: what works, what is missing, what to do about it"
-    )
+    doctor = commands.add_parser("doctor", help="look at this machine: what works, what is missing, what to do about it")
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
     doctor.set_defaults(run=_doctor)
 
-    plan = commands.add_parser(
-        "plan", help="how many workers? steps one real environment for a moment and says why"
-    )
+    plan = commands.add_parser("plan", help="how many workers? steps one real environment for a moment and says why")
     plan.add_argument("env_id", metavar="ENV_ID", help="as for bench")
     plan.add_argument("--num-envs", type=count, default=64, metavar="N", help="environments (default: 64)")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
@@ -227,9 +217,7 @@ def _choose(candidates: list[Candidate], names: str | None) -> list[Candidate]:
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     for name in wanted:
         if name not in known:
-            raise CliError(
-                f"no engine {name!r}{_did_you_mean(name, list(known))} There are: {', '.join(known)}"
-            )
+            raise CliError(f"no engine {name!r}{_did_you_mean(name, list(known)) or '.'} There are: {', '.join(known)}")
     if not wanted:
         raise CliError(f"--engines names no engine. There are: {', '.join(known)}")
     return [candidate for candidate in candidates if candidate.name in wanted]

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-try:
+if sys.platform != "win32":
     import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
 
 __all__ = ["SPIN_SECONDS", "Patience", "Seat", "seats", "usable_cores"]
 
@@ -131,6 +130,6 @@ class Patience:
 
 def _preemptions() -> int:
     """How often the kernel took the core away from this thread."""
-    if resource is None:
+    if sys.platform == "win32":
         return 0
     return resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)).ru_nivcsw

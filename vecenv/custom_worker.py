@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import gymnasium.vector.async_vector_env as gymnasium_async
+from gymnasium.vector import VectorEnv
 
 from vecenv.vector_env import AsyncVectorEnv
 
@@ -21,14 +22,31 @@ _OURS = (
 )  # fmt: skip
 
 
-class _WithCustomWorker(gymnasium_async.AsyncVectorEnv, AsyncVectorEnv):  # type: ignore[type-arg, misc]
+class _Attribute:
+    """A plain attribute again, where our class has a property of that name."""
+
+    def __set_name__(self, owner: type[Any], name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type[Any]) -> Any:
+        try:
+            return instance.__dict__[self._name]
+        except KeyError:
+            raise AttributeError(self._name) from None
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        instance.__dict__[self._name] = value
+
+
+class _WithCustomWorker(gymnasium_async.AsyncVectorEnv, AsyncVectorEnv):  # type: ignore[misc]
     """Gymnasium's class, which is also ours for ``isinstance``."""
 
-    observations = None  # type: ignore[assignment]  # plain attributes there, properties in ours
-    processes = None  # type: ignore[assignment]
-    parent_pipes = None  # type: ignore[assignment]
-    error_queue = None  # type: ignore[assignment]
-    _state = None  # type: ignore[assignment]
+    observations = _Attribute()
+    processes = _Attribute()
+    parent_pipes = _Attribute()
+    error_queue = _Attribute()
+    _state = _Attribute()
+    close = VectorEnv.close
 
     def __repr__(self) -> str:
         return gymnasium_async.AsyncVectorEnv.__repr__(self)
@@ -38,7 +56,7 @@ _WithCustomWorker.__name__ = _WithCustomWorker.__qualname__ = "AsyncVectorEnv"
 
 
 def with_custom_worker(cls: type[Any], options: Mapping[str, Any]) -> Any:
-    """A new object for ``AsyncVectorEnv.__new__`` to return; Python then calls its ``__init__`` with Gymnasium's arguments."""
+    """A new object for ``AsyncVectorEnv.__new__`` to return; Python then calls its ``__init__``, which is Gymnasium's."""
     refused = [name for name in _OURS if name in options]
     if refused:
         raise ValueError(

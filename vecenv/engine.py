@@ -11,6 +11,7 @@ info, its last good observation as ``final_obs``, and then what the autoreset mo
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +25,7 @@ from gymnasium.vector import AutoresetMode
 
 from vecenv.cores import seats
 from vecenv.errors import EnvFailed, ErrorRecord, StepTimeout, WorkerDied
-from vecenv.failure import PackedError, RestartBudget
+from vecenv.failure import PackedError, RestartBudget, summary
 from vecenv.infos import NO_INFO, InfoReader
 from vecenv.observations import Store
 from vecenv.pool import Answer, AnyWorker, CallerWorker, PoolOptions, ProcessWorker, Request, WorkerPool, raise_ready
@@ -82,7 +83,7 @@ class Result:
 def shares(num_envs: int, parts: int, first: int = 0) -> list[range]:
     """``num_envs`` rows from ``first`` on in ``parts`` contiguous ranges whose lengths differ by one at most."""
     bounds = [first + num_envs * part // parts for part in range(parts + 1)]
-    return [range(low, high) for low, high in zip(bounds, bounds[1:], strict=False)]
+    return [range(low, high) for low, high in itertools.pairwise(bounds)]
 
 
 class Engine:
@@ -285,7 +286,9 @@ class Engine:
             if isinstance(worker, ProcessWorker):
                 stack = worker.stack()
                 worker.signal(9)
-                worker.bury(f"it hung for more than {limit} seconds and was killed" + (f"; it was at:\n{stack}" if stack else ""))
+                worker.bury(
+                    f"it hung for more than {limit} seconds and was killed" + (f"; it was at:\n{stack}" if stack else "")
+                )
 
     def _timeout(self, late: Sequence[AnyWorker], command: str, limit: float | None) -> StepTimeout:
         text = f"The call to `{_wait_name(command)}` has timed out after {limit} second(s)."
@@ -329,12 +332,14 @@ class Engine:
         packed = failure.error
         text = packed.text if isinstance(packed, PackedError) else ""
         error = raise_ready(packed, f"env {failure.env}, {who}, during {command}")
+        if "daemonic processes are not allowed" in summary(error):
+            error.add_note("environments that start processes of their own need AsyncVectorEnv(..., daemon=False)")
         record = ErrorRecord(
             failure.env, -1 if worker.local else worker.index, worker.pid, command, error, text, time.monotonic()
         )
         self.errors.append(record)
         if failure.fatal:
-            self.failed[failure.env] = f"{type(error).__name__}: {error}"
+            self.failed[failure.env] = summary(error)
         return error
 
     def _record_death(self, death: WorkerDied) -> None:
@@ -360,14 +365,13 @@ class Engine:
         errors: list[Exception] = [error for *_, error in raised]
         if command in ("step", "reset"):
             self._log(raised)
-        first = _one_death(list(deaths.values()), command) if deaths and not raised else None
-        if first is None:
-            first = errors[0]
-            for env, _, _, error in raised[1:]:
-                first.add_note(f"also failed: env {env}: {type(error).__name__}: {error}")
-            for death in deaths.values():
-                first.add_note(f"also: {death}")
-        raise first
+        if not errors:
+            raise _one_death(list(deaths.values()))
+        for env, _, _, error in raised[1:]:
+            errors[0].add_note(f"also failed: env {env}: {summary(error)}")
+        for death in deaths.values():
+            errors[0].add_note(f"also: {death}")
+        raise errors[0]
 
     def _log(self, raised: Sequence[tuple[int, Failure, AnyWorker, Exception]]) -> None:
         """Gymnasium's own messages, once an environment and once for all."""
@@ -628,15 +632,19 @@ class Engine:
         }
 
     def close(self, timeout: float, *, terminate: bool) -> None:
-        """End the workers."""
+        """End the workers; what environments raised in their own ``close`` is said as warnings."""
         self.pool.close(timeout, terminate=terminate)
+        for failure, _ in self.pool.failures_in_close:
+            packed = failure.error
+            said = packed.summary if isinstance(packed, PackedError) else summary(packed)
+            logger.warn(f"env {failure.env} raised in close(): {said}")
 
 
 def _wait_name(command: str) -> str:
     return {"set_attr": "set_attr", "exec_func": "exec_func_fetch", "recv": "recv"}.get(command, f"{command}_wait")
 
 
-def _one_death(deaths: Sequence[WorkerDied], command: str) -> WorkerDied:
+def _one_death(deaths: Sequence[WorkerDied]) -> WorkerDied:
     """One error for all workers that died in one call."""
     if len(deaths) == 1:
         return deaths[0]
@@ -649,7 +657,7 @@ def _one_death(deaths: Sequence[WorkerDied], command: str) -> WorkerDied:
 
 
 def _traceback(error: BaseException) -> str:
-    import traceback  # noqa: PLC0415 - only when something failed in the caller's own share
+    import traceback
 
     return "".join(traceback.format_exception(error))
 

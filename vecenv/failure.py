@@ -46,6 +46,7 @@ __all__ = [
     "RestartBudget",
     "describe_exit",
     "pack",
+    "summary",
     "unpack",
 ]
 
@@ -101,7 +102,7 @@ def _attach_lifeline(handle: Any) -> Lifeline:
 
 
 def _watch_in_a_thread(descriptor: int) -> None:
-    import threading  # noqa: PLC0415 - only where the kernel cannot do it
+    import threading
 
     def watch() -> None:
         while os.read(descriptor, 1):
@@ -256,16 +257,20 @@ class PackedError:
     text: str
 
 
+def summary(error: BaseException) -> str:
+    """``Type: text``, also of an exception whose own ``__str__`` raises."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except BaseException:
+        return f"{type(error).__name__} (it could not be printed)"
+
+
 def pack(error: BaseException) -> PackedError:
     """Make an exception ready to travel. Runs where it was raised; never raises itself."""
     try:
         text = "".join(traceback.format_exception(error))
     except BaseException:
         text = f"{type(error).__name__} (its traceback could not be formatted)\n"
-    try:
-        summary = f"{type(error).__name__}: {error}"
-    except BaseException:
-        summary = f"{type(error).__name__} (it could not be printed)"
     blob: bytes | None = None
     if isinstance(error, Exception):
         try:
@@ -274,7 +279,7 @@ def pack(error: BaseException) -> PackedError:
                 blob = None
         except BaseException:  # evil at pickle or at unpickle, SystemExit included: it is tried here, not in the caller
             blob = None
-    return PackedError(blob, summary, text)
+    return PackedError(blob, summary(error), text)
 
 
 def unpack(packed: PackedError, note: str) -> Exception:

@@ -140,12 +140,19 @@ class Schema:
 
 
 def _type_of(spec: Any) -> type:
-    return {"s": lambda: _BY_NAME[spec[1]], "a": lambda: np.ndarray, "d": lambda: dict}[spec[0]]()  # type: ignore[no-any-return]
+    if spec[0] == "s":
+        return _BY_NAME[spec[1]]
+    return np.ndarray if spec[0] == "a" else dict
+
+
+def _is_of(value: Any, spec: Any) -> bool:
+    return type(value) is _type_of(spec)
 
 
 def _collect(info: Mapping[Any, Any], definition: Definition, values: list[Any]) -> bool:
-    for (key, spec), (name, value) in zip(definition, info.items(), strict=True):
-        if key != name or type(value) is not _type_of(spec):
+    for (key, spec), name in zip(definition, info, strict=True):
+        value: Any = info[name]
+        if key != name or not _is_of(value, spec):
             return False
         if spec[0] == "s":
             values.append(value)
@@ -262,7 +269,8 @@ class InfoReader:
         if pickled:
             return self._one_by_one(rows, count, pickled, final_obs)
         first = int(numbers[0])
-        if (numbers == numbers[0]).all():
+        alike = bool((numbers == numbers[0]).all())
+        if alike:
             present = frozenset((first,)) if first else frozenset()
         else:
             present = frozenset(np.unique(numbers).tolist()) - {NO_INFO}
@@ -273,7 +281,7 @@ class InfoReader:
             plan = self._plans[present]
             if plan is None:
                 return self._one_by_one(rows, count, pickled, final_obs)
-            self._build(plan, infos, rows, count, numbers, len(present) == 1 and first != NO_INFO)
+            self._build(plan, infos, rows, count, numbers, alike)
         _add_final_obs(infos, final_obs, count)
         return infos
 
@@ -307,9 +315,7 @@ class InfoReader:
         name = (offset, dtype.str, shape)
         view = self._views.get(name)
         if view is None:
-            record = np.dtype(
-                {"names": ["v"], "formats": [(dtype, shape)], "offsets": [offset], "itemsize": INFO_BYTES}
-            )
+            record = np.dtype({"names": ["v"], "formats": [(dtype, shape)], "offsets": [offset], "itemsize": INFO_BYTES})
             view = self._views[name] = self._records.reshape(-1).view(record)["v"]
         return view
 
@@ -372,7 +378,7 @@ def _add_final_obs(infos: dict[Any, Any], final_obs: Mapping[int, Any], count: i
         add_info(infos, {"final_obs": observation}, position, count, position)
 
 
-def add_info(infos: dict[Any, Any], info: Mapping[Any, Any], position: int, count: int, env: int) -> None:
+def add_info(infos: dict[Any, Any], info: Any, position: int, count: int, env: int) -> None:
     """Merge one environment's info into ``infos`` in place, as ``gymnasium.vector.VectorEnv._add_info`` does.
 
     Args:
@@ -386,7 +392,7 @@ def add_info(infos: dict[Any, Any], info: Mapping[Any, Any], position: int, coun
         Whatever numpy raises for a value that does not fit the column that an earlier environment began; a note names the
         environment and the key.
     """
-    if not isinstance(info, Mapping):
+    if not isinstance(info, Mapping):  # environments return what they like
         error = AttributeError(f"{type(info).__name__!r} object has no attribute 'items'")
         error.add_note(f"env {env} returned an info that is no dict but {info!r}")
         raise error
@@ -429,5 +435,3 @@ def _new_column(value: Any, count: int) -> Array:
     if isinstance(value, np.ndarray):
         return np.zeros((count, *value.shape), dtype=value.dtype)
     return np.full(count, None, dtype=object)
-
-

@@ -1,8 +1,8 @@
 """Where observations are kept: three stores with one interface, each with a worker's side and the caller's side.
 
-* :class:`SharedStore`: spaces of fixed size lie in shared memory; the worker writes every leaf once, in place, after checking
-  its shape, and the caller copies a leaf at a time or hands out the views themselves;
-* :class:`PickledStore`: everything else (``Text``, ``OneOf``, ``Graph``, ``Sequence``, custom spaces) and
+* :class:`SharedStore`: spaces of fixed size lie in shared memory; the worker writes every leaf once, in place, after
+  checking its shape, and the caller copies a leaf at a time or hands out the views themselves;
+* :class:`PickledStore`: everything else (``Text``, ``OneOf``, ``Graph``, ``Sequence``, custom spaces), and all spaces under
   ``shared_memory=False``: the reply carries the value, Gymnasium's ``concatenate`` makes the batch;
 * :class:`RegisteredStore`: custom spaces whose author registered shared-memory functions with Gymnasium: those are used.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 from gymnasium import Space, spaces
@@ -27,10 +27,21 @@ from vecenv.errors import ObservationError
 from vecenv.shm import Tree
 from vecenv.shm.layout import Array, Leaf
 
-__all__ = ["PickledStore", "Put", "RegisteredStore", "SharedStore", "Store", "has_dynamic_part", "tree_writer"]
+__all__ = [
+    "KEPT",
+    "PickledStore",
+    "Put",
+    "RegisteredStore",
+    "SharedStore",
+    "Store",
+    "checked_value",
+    "has_dynamic_part",
+    "tree_writer",
+]
 
-Put: TypeAlias = Callable[[int, Any], bool]
-"""``put(k, observation)`` keeps the observation of a worker's k-th row; ``False``: it has to travel in the reply."""
+KEPT: Final = object()
+Put: TypeAlias = Callable[[int, Any], Any]
+"""``put(k, observation)`` keeps the observation of a worker's k-th row and returns :data:`KEPT`, or what has to travel."""
 
 
 class Store(Protocol):
@@ -123,7 +134,7 @@ class PickledStore:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             for row, item in zip(rows, items, strict=True):
                 try:
-                    concatenate(self._space, [item], create_empty_array(self._space, n=1, fn=np.zeros))
+                    concatenate(self._space, [item], create_empty_array(self._space, n=1, fn=np.zeros))  # type: ignore[arg-type]
                 except Exception as reason:
                     raise ObservationError(
                         f"env {row}: observation does not fit its space: got {_brief(item)}, wanted {self._space} ({reason})"
@@ -176,21 +187,32 @@ def tree_writer(tree: Tree, leaves: Sequence[Array], first: int, warn: Callable[
         first: Index of the environment in row 0, for error texts.
         warn: Called with (field, text) when a value had to be changed to fit the dtype of its space.
 
-    The returned function raises :class:`~vecenv.errors.ObservationError` for a wrong structure or shape. Values are cast to
-    the dtype of the space as Gymnasium does; one that does not survive the cast is reported through ``warn``.
+    The returned function raises :class:`~vecenv.errors.ObservationError` for a wrong structure or shape, and for a value
+    that the dtype of the space cannot hold (2.7 for an int, 300 for a uint8), as SyncVectorEnv does. A float that overflows
+    to infinity in a smaller float is reported through ``warn``.
     """
     write = _writer(tree, iter(leaves), first, warn, "observation")
 
-    def put(k: int, observation: Any) -> bool:
+    def put(k: int, observation: Any) -> Any:
         write(k, observation)
-        return True
+        return KEPT
 
     return put
 
 
-def _writer(
-    tree: Tree, leaves: Any, first: int, warn: Callable[[str, str], None], name: str
-) -> Callable[[int, Any], None]:
+def checked_value(tree: Tree, first: int, warn: Callable[[str, str], None], count: int) -> Put:
+    """As :func:`tree_writer`, but the observation travels: checked and cast in memory of the worker's own."""
+    leaves = [np.zeros((count, *leaf.shape), leaf.dtype) for leaf in tree.leaves()]
+    write = _writer(tree, iter(leaves), first, warn, "observation")
+
+    def put(k: int, observation: Any) -> Any:
+        write(k, observation)
+        return tree.build(iter([leaf[k].copy() for leaf in leaves]))
+
+    return put
+
+
+def _writer(tree: Tree, leaves: Any, first: int, warn: Callable[[str, str], None], name: str) -> Callable[[int, Any], None]:
     if tree.leaf is not None:
         return _leaf_writer(tree.leaf, next(leaves), first, warn)
     parts = [
@@ -216,9 +238,7 @@ def _writer(
     return write_dict if tree.keyed else write_tuple
 
 
-def _leaf_writer(
-    leaf: Leaf, array: Array, first: int, warn: Callable[[str, str], None]
-) -> Callable[[int, Any], None]:
+def _leaf_writer(leaf: Leaf, array: Array, first: int, warn: Callable[[str, str], None]) -> Callable[[int, Any], None]:
     dtype, shape = leaf.dtype, leaf.shape
     rows = [array[k : k + 1].reshape(shape) for k in range(len(array))]
 
@@ -238,11 +258,14 @@ def _leaf_writer(
             )
         with np.errstate(all="ignore"):
             rows[k][...] = given if given.dtype == dtype else given.astype(dtype)
-        if given.dtype != dtype and not _survives(given, rows[k]):
-            warn(
-                leaf.name,
-                f"env {first + k}: {leaf.name}: values of {given.dtype} were changed by the cast to {dtype} of the space",
+        if given.dtype == dtype or _survives(given, rows[k]):
+            return
+        if given.dtype.kind != "f" or dtype.kind != "f":
+            raise ObservationError(
+                f"env {first + k}: {leaf.name}: got {_brief(value)}, whose values the {dtype} of the space cannot hold"
             )
+        text = f"env {first + k}: {leaf.name}: {given.dtype} values became infinite in the cast to the {dtype} of the space"
+        warn(leaf.name, text)
 
     if shape == ():
         native = {"i": int, "u": int, "f": float, "b": bool}.get(dtype.kind)

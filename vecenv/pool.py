@@ -23,16 +23,17 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import cloudpickle
 from gymnasium.vector.utils import clear_mpi_env_vars
 
-from vecenv.channel import Channel, ChannelClosed
+from vecenv.channel import Channel, ChannelClosed, Message
 from vecenv.cores import SPIN_SECONDS, Patience, Seat
 from vecenv.errors import EnvError, StartupTimeout, WorkerDied
-from vecenv.failure import BlackBox, DeathWatch, Lifeline, describe_exit, end_group, innermost, unpack
+from vecenv.failure import BlackBox, DeathWatch, Lifeline, describe_exit, end_group, innermost, summary, unpack
 from vecenv.protocol import Op, Reply
 from vecenv.rows import EnvRows, Failure, Outcome
 from vecenv.shm import Arena, Batch
@@ -43,6 +44,7 @@ if sys.platform != "win32":
 
 __all__ = ["Answer", "AnyWorker", "CallerWorker", "ProcessWorker", "Request", "WorkerPool"]
 
+_CLOSING: Final = 0  # the sequence number of the last message; all others are above 0
 _TERM_GRACE: Final = 0.25  # between SIGTERM and SIGKILL
 _REAP: Final = 0.5  # for the exit code of a process that has ended
 _COMMANDS: Final = {
@@ -94,7 +96,7 @@ class _Interrupted(EnvError):
 class CallerWorker(_Desk):
     """The caller's own share: its environments live in this process and step when somebody waits for them."""
 
-    local: Final = True
+    local: Literal[True] = True
     exitcode: int | None = None
 
     def __init__(self, index: int, rows: range, env_rows: EnvRows) -> None:
@@ -107,6 +109,8 @@ class CallerWorker(_Desk):
         return f"CallerWorker(envs={_span(self.rows)}, asked={len(self.asked)})"
 
     def post(self, request: Request) -> None:
+        if request.op in (Op.STEP, Op.STEP_SOME):  # an environment may keep its action and write into it
+            request.payload = deepcopy(request.payload)
         self.asked.append(request)
 
     def receive(self) -> bool:
@@ -124,14 +128,14 @@ class CallerWorker(_Desk):
         self.replies.append(Answer(request, outcome.columns or not plain, None if plain else outcome))
         return True
 
-    def close(self) -> None:
-        self._rows.close()
+    def close(self) -> Outcome:
+        return self._rows.close()
 
 
 class ProcessWorker(_Desk):
     """A worker process, seen from the caller."""
 
-    local: Final = False
+    local: Literal[False] = False
 
     def __init__(
         self, index: int, rows: range, process: Any, channel: Channel, black_box: BlackBox, watch: DeathWatch
@@ -203,10 +207,9 @@ class ProcessWorker(_Desk):
         events = self._poll.poll(None if timeout is None else max(timeout, 0.0) * 1000)
         if not events:
             return False
-        if all(descriptor == self.descriptor for descriptor, _ in events):
-            # ended, and nothing in the pipe: what it wrote before it ended has been taken in
-            if not self.receive():
-                self.bury()
+        ended = all(descriptor == self.descriptor for descriptor, _ in events)
+        if ended and not self.receive():  # and nothing in the pipe: what it wrote before it ended has been taken in
+            self.bury()
         return True
 
     def bury(self, reason: str = "") -> None:
@@ -266,9 +269,8 @@ class ProcessWorker(_Desk):
 
     def is_stopped(self) -> bool:
         """Whether somebody stopped the process (SIGSTOP); only known on Linux."""
-        with contextlib.suppress(OSError, IndexError):
-            with open(f"/proc/{self.pid}/stat") as stat:
-                return stat.read().rpartition(")")[2].split()[0] in ("T", "t")
+        with contextlib.suppress(OSError, IndexError), open(f"/proc/{self.pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] in ("T", "t")
         return False
 
     def release(self) -> None:
@@ -335,6 +337,7 @@ class WorkerPool:
     def __init__(self, plan: Plan, arena: Arena, batch: Batch, options: PoolOptions) -> None:
         self.workers: list[AnyWorker] = []
         self.abandoned = False
+        self.failures_in_close: list[tuple[Failure, AnyWorker]] = []
         self.time_waiting = 0.0
         self._plan = plan
         self._arena = arena
@@ -361,10 +364,11 @@ class WorkerPool:
         Raises:
             StartupTimeout, WorkerDied, OSError: And nothing is left running.
         """
+        _preload(self._options.context)
         started: list[ProcessWorker] = []
         deadline = time.monotonic() + self._options.start_timeout
         try:
-            with clear_mpi_env_vars():  # type: ignore[no-untyped-call]
+            with clear_mpi_env_vars():
                 for index, (rows, env_fns) in enumerate(shares, first_index):
                     self._env_fns[index] = env_fns
                     started.append(self._launch(index, rows, len(shares)))
@@ -442,7 +446,7 @@ class WorkerPool:
         self._drop_from_any(worker)
         worker.release()
         rows = worker.rows
-        with clear_mpi_env_vars():  # type: ignore[no-untyped-call]
+        with clear_mpi_env_vars():
             new = self._launch(worker.index, rows, 1)
         try:
             ready = self._await_ready(new, time.monotonic() + self._options.start_timeout)
@@ -463,7 +467,7 @@ class WorkerPool:
 
     def post(self, worker: AnyWorker, request: Request) -> None:
         """Ask a worker, now or, when enough workers are busy, as soon as one of them has answered."""
-        if not worker.local and self._options.max_busy is not None and request.op <= Op.REBUILD_SOME:
+        if isinstance(worker, ProcessWorker) and self._options.max_busy is not None and request.op <= Op.REBUILD_SOME:
             busy = sum(1 for other in self.workers if not other.local and other.owes)
             if busy >= self._options.max_busy:
                 self._queue.append((worker, request))
@@ -489,7 +493,7 @@ class WorkerPool:
             if self._queue:
                 return self._gather_in_turns(workers, deadline)
             for worker in reversed(workers):
-                while worker.asked and not worker.local:
+                while isinstance(worker, ProcessWorker) and worker.asked:
                     if not self._wait_for(worker, deadline):
                         return [late for late in workers if late.owes and not late.receive()]
         finally:
@@ -561,11 +565,11 @@ class WorkerPool:
         return True
 
     def _add_to_any(self, worker: AnyWorker) -> None:
-        if self._any is not None and not worker.local and worker.death is None:
+        if self._any is not None and isinstance(worker, ProcessWorker) and worker.death is None:
             self._any.register(worker.channel.fd, select.POLLIN)
 
     def _drop_from_any(self, worker: AnyWorker) -> None:
-        if self._any is not None and not worker.local:
+        if self._any is not None and isinstance(worker, ProcessWorker):
             with contextlib.suppress(KeyError, OSError, ValueError):
                 self._any.unregister(worker.channel.fd)
 
@@ -579,8 +583,8 @@ class WorkerPool:
         processes = [worker for worker in self.workers if isinstance(worker, ProcessWorker)]
         self._end(processes, timeout, terminate)
         for worker in self.workers:
-            if worker.local:
-                worker.close()
+            if isinstance(worker, CallerWorker):
+                self.failures_in_close += [(failure, worker) for failure in worker.close().failures]
         self._watch.close()
         self._lifeline.close()
         self._arena.close()
@@ -598,7 +602,7 @@ class WorkerPool:
             for worker in alive:
                 if not worker.owes:
                     with contextlib.suppress(ChannelClosed):
-                        worker.channel.send(Op.CLOSE, 0)
+                        worker.channel.send(Op.CLOSE, _CLOSING)
         patient = [worker for worker in alive if not worker.is_stopped()]
         self._wait_for_ends(patient, deadline)
         if not terminate:
@@ -623,16 +627,22 @@ class WorkerPool:
                 for descriptor, _ in poll.poll(left * 1000):
                     if descriptor == worker.channel.fd:  # drain, or a worker with a large answer could not end
                         try:
-                            while worker.channel.receive() is not None:
-                                pass
+                            while (message := worker.channel.receive()) is not None:
+                                self._hear_of_closing(worker, message)
                         except ChannelClosed:
                             poll.unregister(worker.channel.fd)
+
+    def _hear_of_closing(self, worker: ProcessWorker, message: Message) -> None:
+        word, seq, payload = message
+        if word == Reply.FULL and seq == _CLOSING and payload is not None:
+            outcome: Outcome = pickle.loads(payload)
+            self.failures_in_close += [(failure, worker) for failure in outcome.failures]
 
     def abandon(self) -> None:
         """In a forked child: close the copies of what is the caller's alone."""
         self.abandoned = True
         for worker in self.workers:
-            if not worker.local:
+            if isinstance(worker, ProcessWorker):
                 worker.channel.close()
         self._lifeline.let_go()
 
@@ -646,9 +656,22 @@ def _ended(worker: ProcessWorker) -> bool:
     return bool(poll.poll(0))
 
 
+def _preload(context: Any) -> None:
+    """Let a fork server that is not running yet import the engine once, and not every worker anew."""
+    if context.get_start_method() != "forkserver":
+        return
+    from multiprocessing import forkserver
+
+    server: Any = forkserver._forkserver
+    with contextlib.suppress(AttributeError):  # private names: without them it only starts more slowly
+        if server._forkserver_pid is None and server._preload_modules == ["__main__"]:
+            context.set_forkserver_preload(["__main__", "vecenv.worker"])
+
+
 def _dump_env_fn(env: int, env_fn: Callable[[], Any]) -> bytes:
     try:
-        return cloudpickle.dumps(env_fn)
+        blob: bytes = cloudpickle.dumps(env_fn)
+        return blob
     except Exception as error:
         error.add_note(f"env_fns[{env}] ({env_fn!r}) cannot be pickled, which the start method of its worker needs")
         raise
@@ -688,7 +711,7 @@ def refuse_to_start_while_importing_main() -> None:
 
 
 def _advice_for_fork(context: Any) -> str:
-    import threading  # noqa: PLC0415 - only when something went wrong
+    import threading
 
     if context.get_start_method() != "fork" or threading.active_count() < 2:
         return ""
@@ -708,6 +731,6 @@ def raise_ready(error: Any, note: str) -> Exception:
     if isinstance(error, Exception):
         error.add_note(note)
         return error
-    stand_in = EnvError(f"{note}: {type(error).__name__}: {error}")
+    stand_in = EnvError(f"{note}: {summary(error)}")
     stand_in.__cause__ = error
     return stand_in

@@ -12,9 +12,7 @@ only there.
 
 from __future__ import annotations
 
-import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -27,7 +25,7 @@ from gymnasium.vector import AutoresetMode
 
 from vecenv.errors import EnvFailed, ObservationError
 from vecenv.infos import BY_PICKLE, NO_INFO, Definition, InfoWriter
-from vecenv.observations import Put
+from vecenv.observations import KEPT, Put
 from vecenv.shm.layout import Array, Batch, Tree
 
 __all__ = ["EnvRows", "Expected", "Failure", "Outcome"]
@@ -71,13 +69,7 @@ class Outcome:
     def is_plain(self) -> bool:
         """Nothing here that would have to travel."""
         return not (
-            self.infos
-            or self.observations
-            or self.finals
-            or self.failures
-            or self.results
-            or self.schemas
-            or self.warnings
+            self.infos or self.observations or self.finals or self.failures or self.results or self.schemas or self.warnings
         )
 
 
@@ -100,8 +92,6 @@ class Expected:
         if env.action_space != self.action_space:
             return "action", repr(env.action_space)
         return None
-
-
 
 
 class EnvRows:
@@ -196,11 +186,11 @@ class EnvRows:
         self._envs[k] = env
         self._steps[k] = env.step
         self._pending[k] = self._used[k] = False
-        if self._observation_leaves and self._observation_tree is not None:
-            # looked up on the class so that an environment's __getattr__ cannot pretend to have one
-            if callable(getattr(type(env.unwrapped), "observation_buffer", None)):
-                views = [leaf[k : k + 1].reshape(leaf.shape[1:]) for leaf in self._observation_leaves]
-                env.unwrapped.observation_buffer(self._observation_tree.build(iter(views)))  # type: ignore[attr-defined]
+        # looked up on the class so that an environment's __getattr__ cannot pretend to have one
+        offered = getattr(type(env.unwrapped), "observation_buffer", None)
+        if callable(offered) and self._observation_tree is not None:
+            views = [leaf[k : k + 1].reshape(leaf.shape[1:]) for leaf in self._observation_leaves]
+            offered(env.unwrapped, self._observation_tree.build(iter(views)))
         return env
 
     def _env(self, k: int) -> gymnasium.Env[Any, Any]:
@@ -223,7 +213,7 @@ class EnvRows:
 
     def chosen(self, seq: int) -> list[int]:
         """The rows that message ``seq`` is about."""
-        return np.flatnonzero(self._requested == seq).tolist()  # type: ignore[no-any-return]
+        return np.flatnonzero(self._requested == seq).tolist()
 
     def actions(self, ks: Sequence[int] | None) -> Sequence[Any]:
         """The rows' actions out of shared memory, each the environment's own: a scalar or a writeable array."""
@@ -256,8 +246,8 @@ class EnvRows:
                     observation, reward, terminated, truncated, info = steps[k](action)
                     if terminated or truncated:
                         observation, info = at_end(k, observation, info, out)
-                if not put(k, observation):
-                    out.observations[self.first + k] = observation
+                if (travels := put(k, observation)) is not KEPT:
+                    out.observations[self.first + k] = travels
                 if info or info.__class__ is not dict:
                     note(k, info, out)
             except BaseException as error:
@@ -279,7 +269,12 @@ class EnvRows:
         return out
 
     def _write_one_by_one(
-        self, ks: Sequence[int] | None, rewards: list[Any], terminations: list[Any], truncations: list[Any], out: Outcome
+        self,
+        ks: Sequence[int] | None,
+        rewards: list[Any],
+        terminations: list[Any],
+        truncations: list[Any],
+        out: Outcome,
     ) -> None:
         """Rewards and flags that are no plain numbers: convert as Gymnasium does, squeeze arrays of one, name the rest."""
         for k, *values in zip(range(self.count) if ks is None else ks, rewards, terminations, truncations, strict=True):
@@ -363,8 +358,8 @@ class EnvRows:
                 observation, info = env.reset(seed=seed, options=None if options is None else dict(options))
                 self._pending[k] = pending
                 self._used[k] = True
-                if not self._put(k, observation):
-                    out.observations[self.first + k] = observation
+                if (travels := self._put(k, observation)) is not KEPT:
+                    out.observations[self.first + k] = travels
                 if info or info.__class__ is not dict:
                     self._note(k, info, out)
             except BaseException as error:
@@ -414,9 +409,9 @@ class EnvRows:
                 out.failures.append(Failure(self.first + k, error, fatal=False))
         return out
 
-    def close(self) -> bool:
-        """Close all environments; what they raise is printed. True if none raised."""
-        clean = True
+    def close(self) -> Outcome:
+        """Close all environments, whatever any of them raises."""
+        out = Outcome()
         for k, env in enumerate(self._envs):
             self._envs[k] = None
             if env is None:
@@ -425,10 +420,8 @@ class EnvRows:
                 env.close()
             except BaseException as error:
                 self._let_through(error)
-                clean = False
-                print(f"vecenv: env {self.first + k} raised in close():", file=sys.stderr)
-                traceback.print_exception(error)
-        return clean
+                out.failures.append(Failure(self.first + k, error))
+        return out
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import cloudpickle
 import numpy as np
@@ -49,13 +49,11 @@ _PATIENCE = 60.0  # close() without a timeout waits this long for environments t
 _LITTLE_PATIENCE = 1.0  # the same, when a worker was already late or the caller was interrupted
 
 
-def _one_at_a_time(
-    method: Callable[Concatenate[AsyncVectorEnv[Any, Any], P], R],
-) -> Callable[Concatenate[AsyncVectorEnv[Any, Any], P], R]:
+def _one_at_a_time(method: Callable[P, R]) -> Callable[P, R]:
     """Refuse a second thread, and a process forked from the one that owns the workers."""
 
     @functools.wraps(method)
-    def guarded(self: AsyncVectorEnv[Any, Any], *args: P.args, **kwargs: P.kwargs) -> R:
+    def guarded(self: AsyncVectorEnv[Any, Any], *args: Any, **kwargs: Any) -> R:
         if not self._lock.acquire(blocking=False):
             raise BusyError(f"another thread is in a call on this {type(self).__name__}; `{method.__name__}` was refused")
         try:
@@ -64,11 +62,11 @@ def _one_at_a_time(
                     f"this {type(self).__name__} belongs to another process (pid {self._owner}); a forked child cannot use "
                     "its workers: build a new one in the child"
                 )
-            return method(self, *args, **kwargs)
+            return method(self, *args, **kwargs)  # type: ignore[arg-type]
         finally:
             self._lock.release()
 
-    return guarded
+    return guarded  # type: ignore[return-value]
 
 
 class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, ActType]):
@@ -123,9 +121,9 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         **kwargs: Any,
     ) -> AsyncVectorEnv[ObsType, ActType]:
         if worker is not None:
-            from vecenv.custom_worker import with_custom_worker  # noqa: PLC0415 - it subclasses this class
+            from vecenv.custom_worker import with_custom_worker
 
-            return with_custom_worker(cls, kwargs)
+            return with_custom_worker(cls, kwargs)  # type: ignore[no-any-return]
         return super().__new__(cls)
 
     def __init__(
@@ -161,9 +159,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         self.daemon = daemon
         self.worker = worker
         self.observation_mode = observation_mode
-        self.autoreset_mode = (
-            autoreset_mode if isinstance(autoreset_mode, AutoresetMode) else AutoresetMode(autoreset_mode)
-        )
+        self.autoreset_mode = autoreset_mode if isinstance(autoreset_mode, AutoresetMode) else AutoresetMode(autoreset_mode)
         if max_concurrency is not None:
             if not isinstance(max_concurrency, (int, np.integer)):
                 raise ValueError(f"`max_concurrency` must be an integer or None, got {type(max_concurrency)}.")
@@ -297,9 +293,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         return self.reset_wait()
 
     @_one_at_a_time
-    def reset_async(
-        self, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
-    ) -> None:
+    def reset_async(self, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None) -> None:
         """Begin a reset. The answer is fetched by :meth:`reset_wait` for everybody or by :meth:`recv` as it comes.
 
         Args:
@@ -342,8 +336,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
             raise TypeError(f"`options['reset_mask']` must have `dtype=np.bool_`, got {mask.dtype}")
         if not mask.any():
             raise ValueError(
-                "`options['reset_mask']` must contain a boolean array with at least one True value, got "
-                f"reset_mask={mask}"
+                f"`options['reset_mask']` must contain a boolean array with at least one True value, got reset_mask={mask}"
             )
         return mask.copy()
 
@@ -452,7 +445,9 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         waiting = [row for row in rows.tolist() if engine.in_flight[row]]
         waiting += [row for row in rows.tolist() if row in engine.ready]
         if waiting:
-            raise AlreadyPendingCallError(f"Calling `send` for envs {waiting}, which are still in flight: `recv` them first.", "send")
+            raise AlreadyPendingCallError(
+                f"Calling `send` for envs {waiting}, which are still in flight: `recv` them first.", "send"
+            )
         failed = {row: engine.failed[row] for row in rows.tolist() if row in engine.failed}
         if failed:
             engine.refuse(failed)
@@ -598,7 +593,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         """The environments' seeds."""
         return self.get_attr("np_random_seed")
 
-    @property
+    @property  # type: ignore[misc]
     def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]
         """Copies of the environments' generators."""
         return self.get_attr("np_random")
@@ -754,10 +749,10 @@ def _check_options(
     threads_per_worker: Any,
 ) -> None:
     def whole(value: Any, low: int) -> bool:
-        return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value >= low
+        return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= low)
 
     def seconds(value: Any) -> bool:
-        return isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and value > 0
+        return isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and bool(value > 0)
 
     checks = [
         ("num_workers", num_workers, num_workers is None or num_workers == "auto" or whole(num_workers, 0),

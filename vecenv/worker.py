@@ -25,10 +25,10 @@ from gymnasium.vector import AutoresetMode
 from vecenv.channel import Channel, ChannelClosed
 from vecenv.cores import Patience, Seat
 from vecenv.failure import BlackBox, Lifeline, PackedError, pack
-from vecenv.observations import Put, tree_writer
+from vecenv.observations import KEPT, Put, checked_value, tree_writer
 from vecenv.protocol import Op, Reply
 from vecenv.rows import EnvRows, Expected, Failure, Outcome
-from vecenv.shm import Arena, Batch, Layout
+from vecenv.shm import Arena, Batch, Layout, fixed_tree
 
 __all__ = ["Plan", "Ready", "Start", "answer", "main", "make_rows"]
 
@@ -87,27 +87,29 @@ def make_rows(
     mine = slice(first, first + len(env_fns))
     warnings: list[tuple[str, str]] = []
     put_final: Put | None = None
+
+    def warn(field: str, text: str) -> None:
+        warnings.append((field, text))
+
     if tree is not None and batch.observations is not None:
-
-        def warn(field: str, text: str) -> None:
-            warnings.append((field, text))
-
         put = tree_writer(tree, [leaf[mine] for leaf in batch.observations], first, warn)
         if batch.final_observations is not None:
             put_final = tree_writer(tree, [leaf[mine] for leaf in batch.final_observations], first, warn)
     elif plan.registered is not None:
-        from gymnasium.vector.utils import write_to_shared_memory  # noqa: PLC0415 - only for such spaces
+        from gymnasium.vector.utils import write_to_shared_memory
 
         space, memory = plan.registered
 
-        def put(k: int, observation: Any) -> bool:
+        def put(k: int, observation: Any) -> Any:
             write_to_shared_memory(space, first + k, observation, memory)
-            return True
+            return KEPT
 
+    elif (fixed := fixed_tree(plan.expected.observation_space)) is not None:
+        put = checked_value(fixed, first, warn, len(env_fns))
     else:
 
-        def put(k: int, observation: Any) -> bool:
-            return False
+        def put(k: int, observation: Any) -> Any:
+            return observation
 
     rows = EnvRows(
         env_fns, first, worker, batch, put, put_final, tree, plan.layout.actions, plan.autoreset_mode,
@@ -177,12 +179,12 @@ def serve(channel: Channel, rows: EnvRows, patience: Patience) -> bool:
         try:
             op, seq, payload = channel.wait(patience)
         except ChannelClosed:
-            return rows.close()
+            return not rows.close().failures
         if op == Op.CLOSE:
-            clean = rows.close()
+            outcome = rows.close()
             with contextlib.suppress(ChannelClosed):
-                channel.send(Reply.PLAIN, seq)
-            return clean
+                channel.send(Reply.FULL, seq, dump(outcome))
+            return not outcome.failures
         outcome = answer(rows, op, seq, _loader(payload))
         if os.getpid() != pid:  # a child that an environment forked has come back from step(): it is not the worker
             os._exit(0)
@@ -208,11 +210,13 @@ def main(start: Start) -> None:
     _limit_threads(start.plan.threads)
     channel = Channel(start.connection)
     try:
-        env_fns = [_load_env_fn(start.first + k, blob) for k, blob in enumerate(start.env_fns)] if start.pickled else start.env_fns
+        env_fns = (
+            [_load_env_fn(start.first + k, blob) for k, blob in enumerate(start.env_fns)] if start.pickled else start.env_fns
+        )
         rows = make_rows(env_fns, start.first, start.index, start.plan, start.plan.layout.view(start.arena.buffer))
         failures, mismatches = rows.build()
     except BaseException as error:
-        rows, failures, mismatches = None, [Failure(getattr(error, "env", start.first), error)], []  # type: ignore[assignment]
+        rows, failures, mismatches = None, [Failure(getattr(error, "env", start.first), error)], []
     for failure in failures:
         failure.error = pack(failure.error)
     clean = False
@@ -232,7 +236,8 @@ def main(start: Start) -> None:
 
 def _load_env_fn(env: int, blob: bytes) -> Callable[[], Any]:
     try:
-        return cloudpickle.loads(blob)  # type: ignore[no-any-return]
+        env_fn: Callable[[], Any] = cloudpickle.loads(blob)
+        return env_fn
     except BaseException as error:
         wrapped = RuntimeError(f"env_fns[{env}] could not be unpickled in its worker: {type(error).__name__}: {error}")
         wrapped.env = env  # type: ignore[attr-defined]
@@ -249,6 +254,6 @@ def _limit_threads(threads: int | None) -> None:
     if torch is not None:
         torch.set_num_threads(threads)
     with contextlib.suppress(ImportError):
-        import threadpoolctl  # noqa: PLC0415 - optional, and only here
+        import threadpoolctl
 
         threadpoolctl.threadpool_limits(threads)

@@ -52,10 +52,8 @@ def _cgroup_free() -> int | None:
 
 def available_memory() -> int | None:
     """Bytes that can be allocated without driving the machine or its cgroup out of memory; ``None`` if unknown."""
-    found = []
-    for line in _read("/proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            found.append(int(line.split()[1]) * 1024)
+    lines = [line.split() for line in _read("/proc/meminfo").splitlines()]
+    found = [int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:"]
     cgroup = _cgroup_free()
     if cgroup is not None:
         found.append(cgroup)

@@ -74,10 +74,10 @@ class Tree:
         With ``rows`` the value is a batch of that many rows; without, it is one environment's, where a leaf of shape
         ``()`` is a numpy scalar of the very dtype.
         """
-        found: list[Array] = []
+        found: list[Any] = []
         return found if self._exact(value, rows, found) else None
 
-    def _exact(self, value: Any, rows: int | None, found: list[Array]) -> bool:
+    def _exact(self, value: Any, rows: int | None, found: list[Any]) -> bool:
         leaf = self.leaf
         if leaf is not None:
             shape = leaf.shape if rows is None else (rows, *leaf.shape)
@@ -105,14 +105,11 @@ def fixed_tree(space: Space[Any], name: str = "observation") -> Tree | None:
     spaces have no fixed size.
     """
     if isinstance(space, spaces.Dict):
-        children = [(key, fixed_tree(sub, f"{name}[{key!r}]")) for key, sub in space.spaces.items()]
-        return _branch(children, keyed=True)
+        return _branch([(key, fixed_tree(sub, f"{name}[{key!r}]")) for key, sub in space.spaces.items()], keyed=True)
     if isinstance(space, spaces.Tuple):
-        children = [(i, fixed_tree(sub, f"{name}[{i}]")) for i, sub in enumerate(space.spaces)]
-        return _branch(children, keyed=False)
+        return _branch([(i, fixed_tree(sub, f"{name}[{i}]")) for i, sub in enumerate(space.spaces)], keyed=False)
     if isinstance(space, _FIXED) and create_shared_memory.dispatch(type(space)) in _GYMNASIUM_OWN:
-        assert space.dtype is not None and space.shape is not None
-        return Tree(leaf=Leaf(name, np.dtype(space.dtype), tuple(space.shape)))
+        return Tree(leaf=Leaf(name, np.dtype(space.dtype), tuple(space.shape or ())))
     return None
 
 
@@ -189,9 +186,7 @@ class Layout:
     size: int = 0
 
     @classmethod
-    def of(
-        cls, observations: Tree | None, actions: Tree | None, num_envs: int, num_workers: int, *, final: bool
-    ) -> Layout:
+    def of(cls, observations: Tree | None, actions: Tree | None, num_envs: int, num_workers: int, *, final: bool) -> Layout:
         """Lay out one batch of ``num_envs`` rows."""
         layout = cls(num_envs, observations, actions, final and observations is not None)
         for index, leaf in enumerate(actions.leaves() if actions else ()):

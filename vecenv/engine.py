@@ -65,7 +65,8 @@ class Pending:
     workers: list[AnyWorker]
     mask: Array | None = None
     lost: list[int] = field(default_factory=list)
-    results: dict[int, Any] = field(default_factory=dict)
+    seeds: Sequence[Any] | None = None
+    options: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)
@@ -127,6 +128,7 @@ class Engine:
         self._budget = RestartBudget(policy.restart_limit, policy.restart_period)
         self._seeds = np.random.SeedSequence()
         self._last_good: Any = None
+        self._latest_death: WorkerDied | None = None
 
         arena = Arena(layout.size)
         self.batch = layout.view(arena.buffer)
@@ -207,7 +209,7 @@ class Engine:
             self.batch.final[~mask] = False
         self.resets += len(chosen)
         seq = self.pool.next_seq()
-        pending = Pending("reset", [], mask)
+        pending = Pending("reset", [], mask, seeds=seeds, options=options)
         for worker in self.pool.workers:
             rows = worker.rows if mask is None else [row for row in worker.rows if mask[row]]
             if not rows:
@@ -344,6 +346,7 @@ class Engine:
 
     def _record_death(self, death: WorkerDied) -> None:
         text = str(death)
+        self._latest_death = death
         self.errors.append(ErrorRecord(None, death.worker, death.pid or 0, death.command, death, text, time.monotonic()))
         for row in death.envs:
             self.failed[row] = text.partition("\n")[0]
@@ -360,7 +363,7 @@ class Engine:
         )
         if self.policy.restart and command in ("step", "reset"):
             lost = sorted(set(pending.lost) | set(self.failed))
-            self._restart(lost, result, command)
+            self._restart(lost, result, pending)
             return
         errors: list[Exception] = [error for *_, error in raised]
         if command in ("step", "reset"):
@@ -383,9 +386,10 @@ class Engine:
             logger.error(packed.text if isinstance(packed, PackedError) else _traceback(error))
         logger.error("Raising the last exception back to the main process.")
 
-    def _restart(self, lost: list[int], result: Result, command: str) -> None:
+    def _restart(self, lost: list[int], result: Result, pending: Pending) -> None:
         """Rebuild the rows in ``lost``, and write what the caller is to see of them."""
-        lost = self._rebuild(lost, pending=command == "step" and self.mode is AutoresetMode.NEXT_STEP)
+        command = pending.command
+        lost = self._rebuild(lost, pending)
         result.columns = True
         rebuilt = result.infos
         for row in lost:
@@ -406,7 +410,7 @@ class Engine:
                     if self.mode is not AutoresetMode.SAME_STEP:
                         self.store.put_row(row, last)
 
-    def _rebuild(self, lost: list[int], *, pending: bool) -> list[int]:
+    def _rebuild(self, lost: list[int], pending: Pending) -> list[int]:
         """New environments for the rows in ``lost``, within the budget; returns the rows that were rebuilt."""
         rebuilt: set[int] = set()
         todo = set(lost)
@@ -433,15 +437,22 @@ class Engine:
             self.failed.pop(row, None)
         return sorted(rebuilt)
 
-    def _ask_rebuild(self, rows: list[int], pending: bool) -> set[int]:
-        """Ask for new environments; returns the rows that failed again."""
+    def _ask_rebuild(self, rows: list[int], pending: Pending) -> set[int]:
+        """Ask for new environments; returns the rows that failed again.
+
+        Those that failed in a reset get the seed and the options of that reset again, all others a fresh seed.
+        """
+        reset_next = pending.command == "step" and self.mode is AutoresetMode.NEXT_STEP
         seq = self.pool.next_seq()
         self.batch.requested[rows] = seq
         asked: list[AnyWorker] = []
         for worker in {id(self.worker_of[row]): self.worker_of[row] for row in rows}.values():
             mine = [row for row in rows if self.worker_of[row] is worker]
-            seeds = [int(child.generate_state(1)[0]) for child in self._seeds.spawn(len(mine))]
-            self.pool.post(worker, Request(seq, Op.REBUILD_SOME, mine, (seeds, pending)))
+            seeds: list[Any] = [int(child.generate_state(1)[0]) for child in self._seeds.spawn(len(mine))]
+            if pending.seeds is not None:
+                asked_for = [row for row in mine if pending.mask is None or pending.mask[row]]
+                seeds = [pending.seeds[row] if row in asked_for else fresh for row, fresh in zip(mine, seeds, strict=True)]
+            self.pool.post(worker, Request(seq, Op.REBUILD_SOME, mine, (seeds, pending.options, reset_next)))
             asked.append(worker)
         # other answers of these workers (first-ready batches) come before this one, and stay in their queues
         limit = self.policy.start_timeout + (self.policy.step_timeout or 0.0)
@@ -464,8 +475,12 @@ class Engine:
 
     def _give_up(self) -> None:
         causes = "\n".join(f"- {cause}" for cause in self._budget.causes)
+        last = self._latest_death
         raise WorkerDied(
             f"more than {self._budget.limit} restarts within {self._budget.period} seconds; the last causes:\n{causes}",
+            worker=last.worker if last else self.worker_of[min(self.failed)].index,
+            pid=last.pid if last else self.worker_of[min(self.failed)].pid,
+            exitcode=last.exitcode if last else None,
             envs=sorted(self.failed), command="restart",
         )  # fmt: skip
 

@@ -37,6 +37,7 @@ from vecenv.failure import BlackBox, DeathWatch, Lifeline, describe_exit, end_gr
 from vecenv.protocol import Op, Reply
 from vecenv.rows import EnvRows, Failure, Outcome
 from vecenv.shm import Arena, Batch
+from vecenv.wire import load
 from vecenv.worker import Plan, Ready, Start, answer, main
 
 if sys.platform != "win32":
@@ -46,6 +47,8 @@ __all__ = ["Answer", "AnyWorker", "CallerWorker", "ProcessWorker", "Request", "W
 
 _CLOSING: Final = 0  # the sequence number of the last message; all others are above 0
 _TERM_GRACE: Final = 0.25  # between SIGTERM and SIGKILL
+_DESCRIPTORS: Final = 5  # a worker costs the caller: socket, black box, pidfd, sentinel and, under fork, one more pipe
+_SPARE_DESCRIPTORS: Final = 16  # for the length of a start
 _REAP: Final = 0.5  # for the exit code of a process that has ended
 _COMMANDS: Final = {
     Op.STEP: "step", Op.STEP_SOME: "step", Op.RESET: "reset", Op.RESET_SOME: "reset", Op.REBUILD_SOME: "reset",
@@ -194,12 +197,7 @@ class ProcessWorker(_Desk):
         if not self.asked or self.asked[0].seq != seq:
             return  # the answer to a question that was given up; never given to another one
         request = self.asked.popleft()
-        outcome = None
-        if payload is not None:
-            try:
-                outcome = pickle.loads(payload)
-            except Exception as error:
-                outcome = Outcome(failures=[Failure(self.rows[0], error, fatal=False)])
+        outcome = None if payload is None else load(payload)
         self.replies.append(Answer(request, word != Reply.PLAIN, outcome))
 
     def wait(self, timeout: float | None) -> bool:
@@ -364,6 +362,7 @@ class WorkerPool:
         Raises:
             StartupTimeout, WorkerDied, OSError: And nothing is left running.
         """
+        _require_descriptors(len(shares))
         _preload(self._options.context)
         started: list[ProcessWorker] = []
         deadline = time.monotonic() + self._options.start_timeout
@@ -625,18 +624,23 @@ class WorkerPool:
             poll.register(worker.channel.fd, select.POLLIN)
             while not _ended(worker) and (left := deadline - time.monotonic()) > 0:
                 for descriptor, _ in poll.poll(left * 1000):
-                    if descriptor == worker.channel.fd:  # drain, or a worker with a large answer could not end
-                        try:
-                            while (message := worker.channel.receive()) is not None:
-                                self._hear_of_closing(worker, message)
-                        except ChannelClosed:
-                            poll.unregister(worker.channel.fd)
+                    if descriptor == worker.channel.fd and not self._drain(worker):
+                        poll.unregister(worker.channel.fd)
+            self._drain(worker)
+
+    def _drain(self, worker: ProcessWorker) -> bool:
+        """Take in what a worker that is ending still says: with a large answer in the pipe it could not end."""
+        try:
+            while (message := worker.channel.receive()) is not None:
+                self._hear_of_closing(worker, message)
+        except ChannelClosed:
+            return False
+        return True
 
     def _hear_of_closing(self, worker: ProcessWorker, message: Message) -> None:
         word, seq, payload = message
         if word == Reply.FULL and seq == _CLOSING and payload is not None:
-            outcome: Outcome = pickle.loads(payload)
-            self.failures_in_close += [(failure, worker) for failure in outcome.failures]
+            self.failures_in_close += [(failure, worker) for failure in load(payload).failures]
 
     def abandon(self) -> None:
         """In a forked child: close the copies of what is the caller's alone."""
@@ -677,12 +681,20 @@ def _dump_env_fn(env: int, env_fn: Callable[[], Any]) -> bytes:
         raise
 
 
+def _require_descriptors(workers: int) -> None:
+    """Refuse at once what would fail half-way: CPython itself loses descriptors when it meets the limit in a start."""
+    with contextlib.suppress(FileNotFoundError):
+        free = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
+        if free < _DESCRIPTORS * workers + _SPARE_DESCRIPTORS:
+            raise _too_few_descriptors(OSError(errno.EMFILE, ""), workers)
+
+
 def _too_few_descriptors(error: OSError, workers: int) -> OSError:
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    need = 4 * workers + 32
+    need = _DESCRIPTORS * workers + _SPARE_DESCRIPTORS
     return OSError(
         error.errno,
-        f"{os.strerror(error.errno or 0)}: {workers} workers need about {need} open files, and RLIMIT_NOFILE is {soft}; "
+        f"{os.strerror(error.errno or 0)}: {workers} workers need {need} more open files, and RLIMIT_NOFILE is {soft}; "
         "raise it (ulimit -n), or use fewer workers (num_workers=)",
     )
 

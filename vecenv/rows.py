@@ -367,12 +367,14 @@ class EnvRows:
         self._finish(out)
         return out
 
-    def rebuild(self, ks: list[int] | None, seeds: Sequence[Any], *, pending: bool) -> Outcome:
+    def rebuild(
+        self, ks: list[int] | None, seeds: Sequence[Any], options: dict[str, Any] | None, *, pending: bool
+    ) -> Outcome:
         """Replace the environments of rows ``ks`` by new ones (unless they are new already) and reset those."""
         for k in range(self.count) if ks is None else ks:
             if self._used[k]:
                 self._drop(k)
-        return self.reset(ks, seeds, None, pending=pending)
+        return self.reset(ks, seeds, options, pending=pending)
 
     # -- calls ------------------------------------------------------------------------------------------------------
 

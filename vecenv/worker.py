@@ -24,11 +24,12 @@ from gymnasium.vector import AutoresetMode
 
 from vecenv.channel import Channel, ChannelClosed
 from vecenv.cores import Patience, Seat
-from vecenv.failure import BlackBox, Lifeline, PackedError, pack
+from vecenv.failure import BlackBox, Lifeline, pack
 from vecenv.observations import KEPT, Put, checked_value, tree_writer
 from vecenv.protocol import Op, Reply
 from vecenv.rows import EnvRows, Expected, Failure, Outcome
 from vecenv.shm import Arena, Batch, Layout, fixed_tree
+from vecenv.wire import dump
 
 __all__ = ["Plan", "Ready", "Start", "answer", "main", "make_rows"]
 
@@ -131,8 +132,8 @@ def answer(rows: EnvRows, op: int, seq: int, load: Callable[[], Any]) -> Outcome
         return rows.reset(ks, seeds, options)
     payload = load()
     if op == Op.REBUILD_SOME:
-        seeds, pending = payload
-        return rows.rebuild(rows.chosen(seq), seeds, pending=pending)
+        seeds, options, pending = payload
+        return rows.rebuild(rows.chosen(seq), seeds, options, pending=pending)
     if op == Op.CALL:
         return rows.call(*payload)
     if op == Op.SET_ATTR:
@@ -140,36 +141,6 @@ def answer(rows: EnvRows, op: int, seq: int, load: Callable[[], Any]) -> Outcome
     if op == Op.EXEC:
         return rows.execute(*payload)
     raise AssertionError(f"unknown message {op}")
-
-
-def dump(outcome: Outcome) -> bytes:
-    """Pickle an outcome; what in it cannot be pickled becomes a failure that names environment and key."""
-    for failure in outcome.failures:
-        if not isinstance(failure.error, PackedError):
-            failure.error = pack(failure.error)
-    try:
-        return pickle.dumps(outcome, pickle.HIGHEST_PROTOCOL)
-    except Exception:
-        for row, info in list(outcome.infos.items()):
-            for key, value in list(info.items()) if isinstance(info, dict) else []:
-                _check(outcome, row, f"info key {key!r}", value)
-        for row, result in list(outcome.results.items()):
-            _check(outcome, row, "result", result)
-        for row, value in [*outcome.observations.items(), *outcome.finals.items()]:
-            _check(outcome, row, "observation", value)
-        broken = {failure.env for failure in outcome.failures}
-        for table in (outcome.infos, outcome.results, outcome.observations, outcome.finals):
-            for row in broken & set(table):
-                del table[row]
-        return pickle.dumps(outcome, pickle.HIGHEST_PROTOCOL)
-
-
-def _check(outcome: Outcome, row: int, what: str, value: Any) -> None:
-    try:
-        pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    except Exception as error:
-        error.add_note(f"env {row}: its {what} cannot be pickled: {type(value).__name__}")
-        outcome.failures.append(Failure(row, pack(error), fatal=False))
 
 
 def serve(channel: Channel, rows: EnvRows, patience: Patience) -> bool:

@@ -10,17 +10,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from vecenv import errors
+from vecenv.plan import Plan, plan
 from vecenv.vector_env import AsyncVectorEnv
 
 if TYPE_CHECKING:
+    from vecenv import backends as backends
     from vecenv import testing as testing
+    from vecenv.make import make_vec as make_vec
+    from vecenv.make import register as register
 
 __version__ = "0.1.0"
 
-__all__ = ["AsyncVectorEnv", "__version__", "errors"]
+__all__ = ["AsyncVectorEnv", "Plan", "__version__", "errors", "make_vec", "plan", "register"]
 
 _LAZY: dict[str, str] = {
     # public name -> module that holds it ("" after the colon: the module itself)
+    "make_vec": "vecenv.make:make_vec",
+    "register": "vecenv.make:register",
     "testing": "vecenv.testing:",
     "backends": "vecenv.backends:",
 }

@@ -40,6 +40,9 @@ class ActionStage:
         self._num_envs = num_envs
         self._tree = tree
         self._leaves = leaves or []
+        leaf = tree.leaf if tree is not None else None  # an action space of one array: the common case
+        self._dtype = leaf.dtype if leaf is not None else None
+        self._shape = (num_envs, *leaf.shape) if leaf is not None else None
 
     def put(self, actions: Any) -> list[Any] | None:
         """Stage one action for every environment; ``None`` if they are in shared memory, else the actions themselves.
@@ -47,6 +50,9 @@ class ActionStage:
         Raises:
             TypeError, ValueError: The structure is wrong, or there are too few or too many. Nothing was written.
         """
+        if actions.__class__ is np.ndarray and actions.dtype is self._dtype and actions.shape == self._shape:
+            self._leaves[0][...] = actions
+            return None
         if self._tree is not None:
             exact = self._tree.exact(actions, self._num_envs)
             if exact is not None:

@@ -1,8 +1,9 @@
 """``vecenv doctor``: what decides reliability on this machine, and what to do about what is not right.
 
-Every fact is one :class:`Finding`, made by one small function that looks at one thing and changes nothing. Nothing is
-imported to find out whether it is installed, no start method is fixed by asking for it, and whatever a system does not
-have (no ``/proc``, no control groups, no ``resource``) is a finding too, not an error.
+Every fact is one :class:`Finding`, made by one small function that looks at one thing and changes nothing.
+Nothing is imported to find out whether it is installed, no start method is fixed by asking for it, and
+whatever a system does not have (no ``/proc``, no control groups, no ``resource``) is a finding too, not an
+error.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Finding:
     Attributes:
         name: What was looked at.
         value: What was found.
-        verdict: ``"ok"``; ``"warn"``: works, but will hurt somebody; ``"bad"``: vecenv will not work well here.
+        verdict: ``"ok"``; ``"warn"``: works, but will hurt somebody; ``"bad"``: vecenv will not work well
+            here.
         advice: What to do about it; empty if nothing.
     """
 

@@ -118,6 +118,7 @@ class Engine:
         self.errors: deque[ErrorRecord] = deque(maxlen=_KEPT_ERRORS)
         self.failed: dict[int, str] = {}
         self.in_flight = np.zeros(self.num_envs, np.bool_)
+        self.underway = 0  # how many rows are in flight
         self.ready: deque[int] = deque()
         self.restarts = 0
         self.resets = 0
@@ -321,7 +322,7 @@ class Engine:
                 for name, text in out.warnings:
                     if name not in self._said:
                         self._said.add(name)
-                        logger.warn(text)
+                        logger.warn("%s", text)
             if answer.death is not None:
                 result.deaths.append(answer.death)
         return result
@@ -383,7 +384,7 @@ class Engine:
         for env, failure, _, error in raised:
             packed = failure.error
             logger.error(f"Received the following error from Worker-{env} - Shutting it down")
-            logger.error(packed.text if isinstance(packed, PackedError) else _traceback(error))
+            logger.error("%s", packed.text if isinstance(packed, PackedError) else _traceback(error))
         logger.error("Raising the last exception back to the main process.")
 
     def _restart(self, lost: list[int], result: Result, pending: Pending) -> None:
@@ -509,6 +510,7 @@ class Engine:
         seq = self.pool.next_seq()
         self.batch.requested[rows] = seq
         self.in_flight[rows] = True
+        self.underway += len(rows)
         by_worker: dict[int, tuple[AnyWorker, list[int]]] = {}
         for position in order.tolist():
             worker = self.worker_of[int(rows[position])]
@@ -522,17 +524,17 @@ class Engine:
         """Turn a request to everybody into rows in flight, to be received as they come."""
         rows = np.arange(self.num_envs) if pending.mask is None else np.flatnonzero(pending.mask)
         self.in_flight[rows] = True
+        self.underway += len(rows)
 
     def receive(self, count: int, timeout: float | None) -> tuple[Array, Result]:
         """The next ``count`` rows, in the order in which they became ready, and what came with them."""
         limit = self.policy.step_timeout if timeout is None else timeout
         deadline = None if limit is None else time.monotonic() + limit
         while len(self.ready) < count:
-            underway = int(self.in_flight.sum())
-            if len(self.ready) + underway < count:
+            if len(self.ready) + self.underway < count:
                 raise NoAsyncCallError(
-                    f"Calling `recv` for {count} environments, but only {underway} are in flight and {len(self.ready)} are "
-                    "ready: send() more first.",
+                    f"Calling `recv` for {count} environments, but only {self.underway} are in flight and "
+                    f"{len(self.ready)} are ready: send() more first.",
                     "recv",
                 )
             if not self.pool.gather_any(deadline):
@@ -560,7 +562,7 @@ class Engine:
 
     def _collect_one(self, worker: AnyWorker, answer: Answer) -> None:
         rows = list(answer.request.rows)
-        self.in_flight[rows] = False
+        self._landed(rows)
         result = self._absorb([(worker, answer)])
         command = "reset" if answer.request.op in (Op.RESET, Op.RESET_SOME) else "step"
         if command == "reset":
@@ -584,6 +586,10 @@ class Engine:
                 self._row_results.infos.update(result.infos)
                 self._row_results.finals.update(result.finals)
 
+    def _landed(self, rows: list[int]) -> None:
+        self.in_flight[rows] = False
+        self.underway -= len(rows)
+
     def infos_of(self, rows: Array, result: Result) -> dict[Any, Any]:
         """The infos of some rows, compact."""
         listed = rows.tolist()
@@ -599,13 +605,13 @@ class Engine:
     def drain(self, timeout: float | None) -> None:
         """Wait for everything in flight and forget it, before a reset of everybody."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        while self.in_flight.any():
+        while self.underway:
             if not self.pool.gather_any(deadline):
                 raise self._timeout([worker for worker in self.pool.workers if worker.owes], "recv", timeout)
             for worker in self.pool.workers:
                 while worker.replies:
                     answer = worker.replies.popleft()
-                    self.in_flight[list(answer.request.rows)] = False
+                    self._landed(list(answer.request.rows))
                     result = self._absorb([(worker, answer)])
                     for death in result.deaths:
                         self._record_death(death)
@@ -616,9 +622,9 @@ class Engine:
 
     def require_nothing_in_flight(self, method: str) -> None:
         """First-ready batches and calls to everybody do not mix."""
-        if self.in_flight.any() or self.ready:
+        if self.underway or self.ready:
             raise AlreadyPendingCallError(
-                f"Calling `{method}` while {int(self.in_flight.sum())} environments are in flight by `send` and "
+                f"Calling `{method}` while {self.underway} environments are in flight by `send` and "
                 f"{len(self.ready)} are ready for `recv`.",
                 "send",
             )
@@ -652,7 +658,7 @@ class Engine:
         for failure, _ in self.pool.failures_in_close:
             packed = failure.error
             said = packed.summary if isinstance(packed, PackedError) else summary(packed)
-            logger.warn(f"env {failure.env} raised in close(): {said}")
+            logger.warn("%s", f"env {failure.env} raised in close(): {said}")
 
 
 def _wait_name(command: str) -> str:

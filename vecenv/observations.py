@@ -77,7 +77,11 @@ class SharedStore:
         raise AssertionError("observations of fixed size never travel in a reply")
 
     def batch(self, copy: bool) -> Any:
-        return self._tree.build(iter([leaf.copy() for leaf in self._leaves])) if copy else self.observations
+        if not copy:
+            return self.observations
+        if self._tree.leaf is not None:
+            return self.observations.copy()
+        return self._tree.build(iter([leaf.copy() for leaf in self._leaves]))
 
     def take(self, rows: Array) -> Any:
         return self._tree.build(iter([leaf[rows] for leaf in self._leaves]))

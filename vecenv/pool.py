@@ -599,9 +599,8 @@ class WorkerPool:
             deadline = time.monotonic() + _TERM_GRACE
         else:
             for worker in alive:
-                if not worker.owes:
-                    with contextlib.suppress(ChannelClosed):
-                        worker.channel.send(Op.CLOSE, _CLOSING)
+                with contextlib.suppress(ChannelClosed):
+                    worker.channel.send(Op.CLOSE, _CLOSING)  # heard after what it is busy with
         patient = [worker for worker in alive if not worker.is_stopped()]
         self._wait_for_ends(patient, deadline)
         if not terminate:

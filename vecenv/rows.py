@@ -13,7 +13,7 @@ only there.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -140,7 +140,6 @@ class EnvRows:
         self._action_tree = action_tree
         self._envs: list[gymnasium.Env[Any, Any] | None] = [None] * count
         self._steps: list[Callable[[Any], Any]] = [self._step_failed(k) for k in range(count)]
-        self._pending = [False] * count
         self._used = [False] * count
         self._mode = autoreset_mode
         self._at_end = {
@@ -150,9 +149,10 @@ class EnvRows:
         }[autoreset_mode]
         self._actions = [leaf[mine] for leaf in batch.actions] if batch.actions is not None else []
         self._observation_leaves = [leaf[mine] for leaf in batch.observations] if batch.observations is not None else []
-        self._rewards = batch.rewards[mine]
-        self._terminations = batch.terminations[mine]
-        self._truncations = batch.truncations[mine]
+        # memoryviews: setting one cell is faster than appending to a list and converting that
+        self._reward_cells = memoryview(batch.rewards[mine])
+        self._termination_cells = memoryview(batch.terminations[mine])
+        self._truncation_cells = memoryview(batch.truncations[mine])
         self._requested = batch.requested[mine]
         self._schemas = batch.info_schemas[mine]
         self._final = batch.final[mine]
@@ -160,8 +160,18 @@ class EnvRows:
         self._worker_time = batch.worker_time[worker : worker + 1]
         self._worker_steps = batch.worker_steps[worker : worker + 1]
         self._infos = InfoWriter(self._schemas, batch.infos[mine])
+        self._direct, self._direct_rows = self._direct_writes(observation_tree)
+        self._out = Outcome()
         self._dirty = False  # some row's info columns or final flag are set
         self._messages = 0
+
+    def _direct_writes(self, tree: Tree | None) -> tuple[tuple[Any, Any, Any], list[Any]]:
+        """(class, dtype, shape) that the step loop writes by itself, and the rows: a space of one array, the common case."""
+        leaf = tree.leaf if tree is not None else None
+        if leaf is None or leaf.shape == () or not self._observation_leaves:
+            return (KEPT, None, None), [None] * self.count  # no observation has this class
+        array = self._observation_leaves[0]
+        return (np.ndarray, leaf.dtype, leaf.shape), [array[k : k + 1].reshape(leaf.shape) for k in range(self.count)]
 
     # -- building ---------------------------------------------------------------------------------------------------
 
@@ -185,7 +195,7 @@ class EnvRows:
         env = self._env_fns[k]()
         self._envs[k] = env
         self._steps[k] = env.step
-        self._pending[k] = self._used[k] = False
+        self._used[k] = False
         # looked up on the class so that an environment's __getattr__ cannot pretend to have one
         offered = getattr(type(env.unwrapped), "observation_buffer", None)
         if callable(offered) and self._observation_tree is not None:
@@ -199,9 +209,22 @@ class EnvRows:
             raise EnvFailed(f"env {self.first + k} failed earlier; reset() builds it anew")
         return env
 
+    # What stands in for a row's `env.step` when the row is not to be stepped.
+
     def _step_failed(self, k: int) -> Callable[[Any], Any]:
         def step(_: Any) -> Any:
             return self._env(k)
+
+        return step
+
+    def _step_by_reset(self, k: int) -> Callable[[Any], Any]:
+        """The step after an episode's end in next-step mode: ignores its action and resets."""
+
+        def step(_: Any) -> Any:
+            env = self._env(k)
+            self._steps[k] = env.step
+            observation, info = env.reset()
+            return observation, 0.0, False, False, info
 
         return step
 
@@ -226,72 +249,59 @@ class EnvRows:
 
     def step(self, ks: list[int] | None, actions: Sequence[Any]) -> Outcome:
         """Step the environments of rows ``ks`` (``None``: all of them), in order."""
-        out = Outcome()
         if self._dirty:
             self._clean(ks)
         self._messages += 1
         steps = self._steps if self._messages % _SAMPLE_EVERY else [self._timed(k) for k in range(self.count)]
-        pending, at_end, put, note = self._pending, self._at_end, self._put, self._note
-        rewards: list[Any] = []
-        terminations: list[Any] = []
-        truncations: list[Any] = []
+        rows = self._direct_rows
+        where: Iterable[int] = range(self.count)
+        if ks is not None:
+            where, steps, rows = ks, [steps[k] for k in ks], [rows[k] for k in ks]
+        out, at_end, put, note = self._out, self._at_end, self._put, self._note
+        array, dtype, shape = self._direct
+        rewards, terminations, truncations = self._reward_cells, self._termination_cells, self._truncation_cells
         began = time.perf_counter()
-        for k, action in zip(range(self.count) if ks is None else ks, actions, strict=True):
+        for k, step, row, action in zip(where, steps, rows, actions, strict=True):
             try:
-                if pending[k]:
-                    pending[k] = False
-                    observation, info = self._env(k).reset()
-                    reward, terminated, truncated = 0.0, False, False
-                else:
-                    observation, reward, terminated, truncated, info = steps[k](action)
-                    if terminated or truncated:
-                        observation, info = at_end(k, observation, info, out)
-                if (travels := put(k, observation)) is not KEPT:
+                observation, reward, terminated, truncated, info = step(action)
+                if terminated or truncated:
+                    observation, info = at_end(k, observation, info, out)
+                if observation.__class__ is array and observation.dtype is dtype and observation.shape == shape:
+                    if observation is not row:  # an environment with an observation_buffer wrote it in place
+                        row[...] = observation
+                elif (travels := put(k, observation)) is not KEPT:
                     out.observations[self.first + k] = travels
                 if info or info.__class__ is not dict:
                     note(k, info, out)
+                if reward.__class__ is not float:
+                    reward = self._number(k, "reward", reward, np.float64)
+                rewards[k] = reward
+                if terminated.__class__ is not bool or truncated.__class__ is not bool:
+                    terminated = self._number(k, "terminated", terminated, np.bool_)
+                    truncated = self._number(k, "truncated", truncated, np.bool_)
+                terminations[k] = terminated
+                truncations[k] = truncated
             except BaseException as error:
                 self._fail(k, error, out)
-                reward, terminated, truncated = 0.0, False, False
-            rewards.append(reward)
-            terminations.append(terminated)
-            truncations.append(truncated)
+                rewards[k], terminations[k], truncations[k] = 0.0, False, False
         self._worker_time[0] += time.perf_counter() - began
-        self._worker_steps[0] += len(rewards)
-        where: Any = slice(None) if ks is None else ks
-        try:
-            self._rewards[where] = rewards
-            self._terminations[where] = terminations
-            self._truncations[where] = truncations
-        except (ValueError, TypeError):
-            self._write_one_by_one(ks, rewards, terminations, truncations, out)
-        self._finish(out)
-        return out
+        self._worker_steps[0] += len(steps)
+        return self._finish()
 
-    def _write_one_by_one(
-        self,
-        ks: Sequence[int] | None,
-        rewards: list[Any],
-        terminations: list[Any],
-        truncations: list[Any],
-        out: Outcome,
-    ) -> None:
-        """Rewards and flags that are no plain numbers: convert as Gymnasium does, squeeze arrays of one, name the rest."""
-        for k, *values in zip(range(self.count) if ks is None else ks, rewards, terminations, truncations, strict=True):
-            fields = (("reward", self._rewards), ("terminated", self._terminations), ("truncated", self._truncations))
-            for (name, column), value in zip(fields, values, strict=True):
-                try:
-                    array = np.array(value, dtype=column.dtype)
-                    if array.size != 1:
-                        raise ValueError(f"an array of shape {array.shape}")
-                    column[k] = array.reshape(())
-                except (ValueError, TypeError) as error:
-                    problem = ObservationError(
-                        f"env {self.first + k}: {name}: got {type(value).__name__} {value!r}, wanted one {column.dtype}"
-                    )
-                    problem.__cause__ = error
-                    self._fail(k, problem, out)
-                    break
+    def _number(self, k: int, name: str, value: Any, kind: type[np.float64] | type[np.bool_]) -> Any:
+        """A reward or flag that is no plain Python one: converted as Gymnasium does, an array of one squeezed."""
+        if isinstance(value, (np.bool_, np.floating, np.integer, int)):
+            return kind(value)
+        try:
+            array = np.array(value, dtype=kind)
+            if array.size == 1:
+                return kind(array.reshape(())[()])
+            problem: Exception | None = None
+        except (ValueError, TypeError) as error:
+            problem = error
+        raise ObservationError(
+            f"env {self.first + k}: {name}: got {type(value).__name__} {value!r}, wanted one {np.dtype(kind)}"
+        ) from problem
 
     def _timed(self, k: int) -> Callable[[Any], Any]:
         step, clock, times = self._steps[k], time.perf_counter, self._step_time
@@ -307,7 +317,7 @@ class EnvRows:
     # What happens when an episode ends, one function a mode: takes and returns (observation, info).
 
     def _reset_next_step(self, k: int, observation: Any, info: Any, out: Outcome) -> tuple[Any, Any]:
-        self._pending[k] = True
+        self._steps[k] = self._step_by_reset(k)
         return observation, info
 
     def _reset_never(self, k: int, observation: Any, info: Any, out: Outcome) -> tuple[Any, Any]:
@@ -349,14 +359,14 @@ class EnvRows:
             options: Handed to every environment, each its own dict.
             pending: Let the next step begin with an automatic reset (after a restart in next-step mode).
         """
-        out = Outcome()
+        out = self._out
         if self._dirty:
             self._clean(ks)
         for k, seed in zip(range(self.count) if ks is None else ks, seeds, strict=True):
             try:
                 env = self._envs[k] or self._build(k)
                 observation, info = env.reset(seed=seed, options=None if options is None else dict(options))
-                self._pending[k] = pending
+                self._steps[k] = self._step_by_reset(k) if pending else env.step
                 self._used[k] = True
                 if (travels := self._put(k, observation)) is not KEPT:
                     out.observations[self.first + k] = travels
@@ -364,8 +374,7 @@ class EnvRows:
                     self._note(k, info, out)
             except BaseException as error:
                 self._fail(k, error, out)
-        self._finish(out)
-        return out
+        return self._finish()
 
     def rebuild(
         self, ks: list[int] | None, seeds: Sequence[Any], options: dict[str, Any] | None, *, pending: bool
@@ -442,11 +451,16 @@ class EnvRows:
         self._final[where] = False
         self._dirty = bool(self._schemas.any() or self._final.any())
 
-    def _finish(self, out: Outcome) -> None:
+    def _finish(self) -> Outcome:
+        """The outcome of this message; a plain one is the same object every time."""
+        out = self._out
         if out.columns:
             out.schemas = self._infos.news()
         if self.warnings:
-            out.warnings, self.warnings = self.warnings, []
+            out.warnings, self.warnings[:] = list(self.warnings), []
+        if out.columns or not out.is_plain():
+            self._out = Outcome()
+        return out
 
     def _fail(self, k: int, error: BaseException, out: Outcome) -> None:
         self._let_through(error)
@@ -460,7 +474,6 @@ class EnvRows:
         """Close an environment that is not to be used any more."""
         env, self._envs[k] = self._envs[k], None
         self._steps[k] = self._step_failed(k)
-        self._pending[k] = False
         self._schemas[k] = NO_INFO
         self._final[k] = False
         if env is not None:

@@ -46,8 +46,8 @@ class _Slot:
 class TorchState:
     """The state of a differentiable environment: the fields of :class:`vecenv.jax.EnvState` as torch tensors.
 
-    ``obs``, ``reward``, ``next_obs``, ``episode_return``, ``info`` and the other floating-point fields are differentiable with
-    respect to all actions before them; flags and counters are plain tensors. Do not write into them.
+    ``obs``, ``reward``, ``next_obs``, ``episode_return``, ``info`` and the other floating-point fields are differentiable
+    with respect to all actions before them; flags and counters are plain tensors. Do not write into them.
 
     Attributes:
         packed: All floating-point leaves, ``[num_envs, D]``.
@@ -109,7 +109,7 @@ class DifferentiableEnv:
             ValueError: An action of the wrong shape. ``TypeError``: of the wrong kind of dtype.
         """
         self.functional.check_action(action.detach().cpu().numpy() if action.device.type == "cpu" else _borrow(action))
-        packed, rest = _Step.apply(self, state._rest, state.packed, action)  # type: ignore[no-untyped-call]
+        packed, rest = _Step.apply(self, state._rest, state.packed, action)
         return TorchState(self, packed, rest.value)
 
     # -- packing ---------------------------------------------------------------------------------------------------
@@ -173,22 +173,30 @@ class _Opaque:
     value: tuple[Any, ...]
 
 
-class _Step(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, env: DifferentiableEnv, rest: tuple[Any, ...], packed: Tensor, action: Tensor) -> Any:
-        given = (_borrow(packed), _owned(action), rest)
-        ctx.env = env
-        if ctx.needs_input_grad[2] or ctx.needs_input_grad[3]:
-            after, others, ctx.pull = env._forward(*given)
-        else:
-            after, others = env._plain(*given)
-        return torch.from_dlpack(after), _Opaque(others)
+def _step_forward(ctx: Any, env: DifferentiableEnv, rest: tuple[Any, ...], packed: Tensor, action: Tensor) -> Any:
+    given = (_borrow(packed), _owned(action), rest)
+    ctx.env = env
+    if ctx.needs_input_grad[2] or ctx.needs_input_grad[3]:
+        after, others, ctx.pull = env._forward(*given)
+    else:
+        after, others = env._plain(*given)
+    return torch.from_dlpack(after), _Opaque(others)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, cotangent: Tensor, _: Any) -> Any:
-        state, action = ctx.env._backward(ctx.pull, _borrow(cotangent))
-        return None, None, torch.from_dlpack(state), torch.from_dlpack(action)
+
+def _step_backward(ctx: Any, cotangent: Tensor, _: Any) -> Any:
+    state, action = ctx.env._backward(ctx.pull, _borrow(cotangent))
+    return None, None, torch.from_dlpack(state), torch.from_dlpack(action)
+
+
+_autograd: Any = torch.autograd
+_Step: Any = type(
+    "_Step",
+    (_autograd.Function,),
+    {
+        "forward": staticmethod(_step_forward),
+        "backward": staticmethod(_autograd.function.once_differentiable(_step_backward)),
+    },
+)
 
 
 def differentiable(env: Any, num_envs: int = 1, **options: Any) -> DifferentiableEnv:

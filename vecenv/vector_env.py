@@ -33,6 +33,8 @@ from vecenv.cores import usable_cores
 from vecenv.engine import Engine, Pending, Policy
 from vecenv.errors import BusyError, ErrorRecord, ForkedError, StepTimeout
 from vecenv.observations import PickledStore, RegisteredStore, SharedStore, Store, has_dynamic_part
+from vecenv.plan import Plan as WorkerPlan
+from vecenv.plan import caller_share, choose, probe
 from vecenv.pool import AnyWorker, PoolOptions, ProcessWorker, WorkerPool, refuse_to_start_while_importing_main
 from vecenv.protocol import Op, Phase, advance
 from vecenv.rows import Expected
@@ -177,10 +179,10 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         self._pending: Pending | None = None
         self._interrupted = False
         self._closing = False
-        processes, share = _workers_and_share(num_workers, use_caller, self.num_envs)
-        self.num_workers = processes
-
         mp = multiprocessing.get_context(context)
+        isolate = on_failure == "restart" or step_timeout is not None
+        processes, share, self.plan = _workers_and_share(env_fns, num_workers, use_caller, isolate, mp, start_timeout)
+        self.num_workers = processes
         observations = fixed_tree(self.single_observation_space) if shared_memory else None
         actions = fixed_tree(self.single_action_space, "action")
         registered = self._registered_store(mp) if shared_memory and observations is None else None
@@ -311,7 +313,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         mask = None
         if options is not None and "reset_mask" in options:
             mask = self._reset_mask(options.pop("reset_mask"))
-        if self._engine.in_flight.any() or self._engine.ready:
+        if self._engine.underway or self._engine.ready:
             self._engine.drain(None)
         self._pending = self._engine.ask_reset(seeds, options, mask)
         self._phase = after
@@ -374,7 +376,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         """
         after = advance(self._phase, "step_async", type(self).__name__)
         engine = self._engine
-        if engine.ready or engine.in_flight.any():
+        if engine.ready or engine.underway:
             engine.require_nothing_in_flight("step_async")
         if engine.failed and not engine.policy.restart:
             engine.refuse(engine.failed)
@@ -624,6 +626,9 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         """The caller's ends of the workers' pipes."""
         return [worker.channel.connection for worker in self._pool.workers if isinstance(worker, ProcessWorker)]
 
+    plan: WorkerPlan | None = None
+    """Why ``num_workers="auto"`` chose what it chose."""
+
     @property
     def errors(self) -> deque[ErrorRecord]:
         """What failed so far, oldest first, at most 1,000 records."""
@@ -719,22 +724,32 @@ def _require_picklable(payload: Any, num_workers: int) -> None:
         cloudpickle.dumps(payload)
 
 
-def _workers_and_share(num_workers: int | str | None, use_caller: bool, num_envs: int) -> tuple[int, int]:
-    """How many worker processes, and how many environments the caller steps itself."""
+def _workers_and_share(
+    env_fns: Sequence[Callable[[], Any]],
+    num_workers: int | str | None,
+    use_caller: bool,
+    isolate: bool,
+    context: Any,
+    start_timeout: float,
+) -> tuple[int, int, WorkerPlan | None]:
+    """How many worker processes, how many environments the caller steps itself, and the plan if one was made."""
+    num_envs = len(env_fns)
     cores = usable_cores()
-    if num_workers == "auto":
-        processes = cores - 1 if use_caller else cores
-    elif num_workers is None:
+    if num_workers == "auto" and not use_caller:
+        chosen = choose(probe(env_fns[0], context, start_timeout), num_envs, cores, isolate=isolate)
+        share = num_envs if chosen.num_workers == 0 else chosen.caller_share
+        return chosen.num_workers, share, chosen
+    if num_workers is None or num_workers == "auto":
         processes = max(cores - 1, 1) if use_caller else num_envs
     else:
         processes = int(num_workers)
-    processes = min(processes, num_envs)
+    processes = min(processes, num_envs - 1 if use_caller else num_envs)
     if processes == 0:
-        return 0, num_envs
+        return 0, num_envs, None
     if not use_caller:
-        return processes, 0
-    share = min(max(round(num_envs / (processes + 1)), 1), num_envs - 1) if num_envs > 1 else num_envs
-    return min(processes, num_envs - share), share
+        return processes, 0, None
+    measured = probe(env_fns[0], context, start_timeout)
+    return processes, caller_share(num_envs, processes, measured.step), None
 
 
 def _check_options(

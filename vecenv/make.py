@@ -1,0 +1,375 @@
+"""One door to every engine: :func:`make_vec`, with Gymnasium's ``make_vec`` as its model, and :func:`register`.
+
+A backend is one row of a table: what builds it, which libraries it needs and which extra installs them. Whatever can be
+wrong in the arguments (an id, a backend, a name of an option, a library that is missing) is found here, before anything is
+built, and the error names what is right.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import functools
+import importlib.util
+import inspect
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeAlias
+
+import gymnasium
+from gymnasium.envs.registration import EnvSpec, _find_spec, load_env_creator, registry
+from gymnasium.vector import VectorEnv
+
+from vecenv.vector_env import AsyncVectorEnv
+
+__all__ = ["make_vec", "register"]
+
+AnyVectorEnv: TypeAlias = VectorEnv[Any, Any, Any]
+EnvFn: TypeAlias = Callable[..., gymnasium.Env[Any, Any]]
+Wrappers: TypeAlias = Sequence[Callable[[Any], Any]]
+
+
+def make_vec(
+    id_or_env_fn: str | EnvSpec | EnvFn,
+    num_envs: int = 1,
+    backend: str = "process",
+    *,
+    vector_kwargs: Mapping[str, Any] | None = None,
+    wrappers: Wrappers | None = None,
+    **env_kwargs: Any,
+) -> AnyVectorEnv:
+    """Build a vector environment, by the id of its environments and the name of what steps them.
+
+    Args:
+        id_or_env_fn: An id of Gymnasium's registry (``"CartPole-v1"``, ``"module:Env-v0"``) or an ``EnvSpec``; a function
+            that builds one environment; for the other backends, the name that their library knows.
+        num_envs: Number of environments.
+        backend: ``"process"``: worker processes, :class:`vecenv.AsyncVectorEnv`; as many as are fastest unless
+            ``vector_kwargs`` says ``num_workers``, and started by ``"forkserver"`` where JAX or torch are imported, because
+            their threads do not survive a fork. ``"serial"``: the same class in this process. ``"envpool"``: EnvPool's C++ threads,
+            :class:`vecenv.backends.EnvPoolVectorEnv`. ``"brax"`` and ``"playground"``: on the accelerator.
+        vector_kwargs: Options of the vector environment, as ``{"autoreset_mode": ..., "batch_size": 16}``.
+        wrappers: Functions that wrap each environment. For ``"process"`` and ``"serial"``.
+        **env_kwargs: For the environment, as ``render_mode=`` or ``max_episode_steps=``.
+
+    Returns:
+        The vector environment, its ``spec`` set.
+
+    Raises:
+        gymnasium.error.UnregisteredEnv: No such environment; names close ones.
+        ValueError: No such backend; lists them. Wrappers where there are no Python environments to wrap.
+        TypeError: An option that does not exist; lists those that do.
+        ImportError: A library is missing; says what to install.
+    """
+    row = _BACKENDS.get(backend)
+    if row is None:
+        _unknown_backend(backend)
+    row.require(backend)
+    given = dict(vector_kwargs or {})
+    kwargs = dict(env_kwargs)
+    if isinstance(id_or_env_fn, EnvSpec):
+        # as Gymnasium has it: the spec of a vector environment says how it was made
+        recorded = copy.deepcopy(id_or_env_fn.kwargs)
+        num_envs = recorded.pop("num_envs", num_envs)
+        given = dict(recorded.pop("vector_kwargs", given))
+        wrappers = recorded.pop("wrappers", wrappers)
+        recorded.pop("vectorization_mode", None)
+        kwargs = {**recorded, **kwargs}
+    request = Request(id_or_env_fn, num_envs, given, tuple(wrappers or ()), kwargs)
+    envs = row.build(request)
+    if (spec := request.result_spec(row.mode, envs.unwrapped.spec)) is not None:
+        envs.unwrapped.spec = spec
+    return envs
+
+
+def register(
+    id: str, *, backend: str = "process", vector_kwargs: Mapping[str, Any] | None = None, **env_kwargs: Any
+) -> str:
+    """Give an environment a second name under which ``gymnasium.make_vec`` builds it by vecenv.
+
+    ``vecenv.register("CartPole-v1")`` makes ``gymnasium.make_vec("vecenv/CartPole-v1", num_envs=8)`` the same as
+    ``vecenv.make_vec("CartPole-v1", num_envs=8)``.
+
+    Args:
+        id: As for :func:`make_vec`. A slash becomes a hyphen: ``"ALE/Pong-v5"`` is ``"vecenv/ALE-Pong-v5"``.
+        backend: What steps it; may be overridden in ``gymnasium.make_vec(..., backend=...)``.
+        vector_kwargs: Options of the vector environment.
+        **env_kwargs: Options of the environment, as defaults for those in ``gymnasium.make_vec``.
+
+    Returns:
+        The new name. A second registration replaces the first.
+
+    Raises:
+        As :func:`make_vec` for what can be told without building an environment.
+    """
+    row = _BACKENDS.get(backend)
+    if row is None:
+        _unknown_backend(backend)
+    row.require(backend)
+    row.find(id)
+    name = f"vecenv/{id.rpartition(':')[2].replace('/', '-')}"
+    kwargs = {**env_kwargs, "id": id, "backend": backend, "options": dict(vector_kwargs or {})}
+    registry.pop(name, None)
+    gymnasium.register(name, vector_entry_point="vecenv.make:_make_registered", kwargs=kwargs)
+    return name
+
+
+def _make_registered(
+    num_envs: int, *, id: str, backend: str, options: dict[str, Any], **env_kwargs: Any
+) -> AnyVectorEnv:
+    """What Gymnasium calls for a name of :func:`register`."""
+    return make_vec(id, num_envs, backend, vector_kwargs=options, **env_kwargs)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What :func:`make_vec` was asked for."""
+
+    what: str | EnvSpec | EnvFn
+    num_envs: int
+    vector_kwargs: dict[str, Any]
+    wrappers: tuple[Callable[[Any], Any], ...]
+    env_kwargs: dict[str, Any]
+
+    def name(self, backend: str) -> str:
+        """The environment's name, for backends that do not step Python environments.
+
+        Raises:
+            TypeError: It was given as a function.
+            ValueError: There are wrappers.
+        """
+        if self.wrappers:
+            raise ValueError(
+                f"wrappers are for Python environments, of which backend {backend!r} has none: wrap the result with those "
+                "of gymnasium.wrappers.vector"
+            )
+        if isinstance(self.what, EnvSpec):
+            return self.what.id
+        if not isinstance(self.what, str):
+            raise TypeError(f"backend {backend!r} wants the name of an environment, got {self.what!r}")
+        return self.what
+
+    def result_spec(self, mode: str, spec: EnvSpec | None) -> EnvSpec | None:
+        """The spec of the vector environment, from which it can be made again; ``None`` for a function's."""
+        if isinstance(self.what, EnvSpec):
+            spec = self.what
+        elif isinstance(self.what, str) and mode in ("async", "sync"):
+            spec = find_spec(self.what)
+        if spec is None:
+            return None
+        result = copy.deepcopy(spec)
+        result.kwargs = {**({} if isinstance(self.what, EnvSpec) else result.kwargs), **self.env_kwargs}
+        if self.num_envs != 1:
+            result.kwargs["num_envs"] = self.num_envs
+        result.kwargs["vectorization_mode"] = mode
+        if self.vector_kwargs:
+            result.kwargs["vector_kwargs"] = self.vector_kwargs
+        if self.wrappers:
+            result.kwargs["wrappers"] = self.wrappers
+        return result
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One row of the table.
+
+    Attributes:
+        build: Builds the vector environment.
+        find: Raises if there is no environment of this name.
+        needs: Modules that must be there.
+        extra: What installs them: ``pip install 'vecenv[extra]'``.
+        mode: Gymnasium's name for the way it is vectorized, recorded in the spec.
+    """
+
+    build: Callable[[Request], AnyVectorEnv]
+    find: Callable[[str], Any]
+    needs: tuple[str, ...] = ()
+    extra: str = ""
+    mode: str = "vector_entry_point"
+
+    def missing(self) -> list[str]:
+        """The needed modules that are not installed."""
+        return [name for name in self.needs if name not in sys.modules and importlib.util.find_spec(name) is None]
+
+    def require(self, name: str) -> None:
+        """Raise ImportError if something is missing."""
+        if missing := self.missing():
+            raise ImportError(
+                f"backend {name!r} needs {' and '.join(missing)}, not installed here: pip install 'vecenv[{self.extra}]'"
+            )
+
+
+# --- ids ----------------------------------------------------------------------------------------
+
+
+def find_spec(env_id: str) -> EnvSpec:
+    """A spec of Gymnasium's registry.
+
+    Raises:
+        gymnasium.error.UnregisteredEnv: There is none (in one of its subclasses); names close ones, and where else there
+            is one of this name.
+        ModuleNotFoundError: The module of a ``module:Env`` id cannot be imported.
+    """
+    try:
+        return _find_spec(env_id)  # unlike gymnasium.spec, it knows modules and the newest version
+    except gymnasium.error.Error as error:
+        kind = type(error) if isinstance(error, gymnasium.error.UnregisteredEnv) else gymnasium.error.UnregisteredEnv
+        raise kind(f"{error} {_other_places(env_id)}".rstrip()) from None
+
+
+def _other_places(env_id: str) -> str:
+    """Where an environment that Gymnasium does not know may be found."""
+    name = env_id.rpartition(":")[2]
+    hints = []
+    close = difflib.get_close_matches(name, registry, n=3, cutoff=0.7)
+    if close:
+        hints.append(f"Registered ids like it: {', '.join(close)}.")
+    library, package = _LIBRARIES.get(name.partition("/")[0], ("", ""))
+    if library:
+        hints.append(f"Ids of this kind are registered by `import {library}` (pip install {package}).")
+    if not _BACKENDS["envpool"].missing():
+        from vecenv.backends.envpool.task import task_ids
+
+        if name.rpartition("/")[2] in task_ids():
+            hints.append(f"EnvPool has {name.rpartition('/')[2]!r}: backend='envpool'.")
+    return " ".join(hints)
+
+
+_LIBRARIES = {
+    # namespace of an id -> the module that registers it, and its package
+    "ALE": ("ale_py", "ale-py"),
+    "MiniGrid": ("minigrid", "minigrid"),
+    "dm_control": ("shimmy", "'shimmy[dm-control]'"),
+}
+
+
+def _unknown_backend(backend: str) -> NoReturn:
+    close = difflib.get_close_matches(str(backend), _BACKENDS, n=1)
+    hint = f", did you mean {close[0]!r}?" if close else "."
+    known = ", ".join(
+        f"{name!r}" + (f" (needs pip install 'vecenv[{row.extra}]')" if row.missing() else "")
+        for name, row in _BACKENDS.items()
+    )
+    raise ValueError(f"there is no backend {backend!r}{hint} Backends: {known}")
+
+
+# --- option names -------------------------------------------------------------------------------
+
+
+def _check_names(given: Iterable[str], accepted: Iterable[str], whose: str, *, elsewhere: Iterable[str] = ()) -> None:
+    accepted = list(accepted)
+    for name in given:
+        if name in accepted:
+            continue
+        close = difflib.get_close_matches(name, accepted, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        if name in elsewhere:
+            hint = f" It is an option of the vector environment: vector_kwargs={{{name!r}: ...}}."
+        raise TypeError(f"{whose} has no option {name!r}.{hint} Options: {', '.join(accepted)}")
+
+
+@functools.cache
+def _engine_options() -> tuple[str, ...]:
+    parameters = inspect.signature(AsyncVectorEnv.__init__).parameters
+    return tuple(name for name in parameters if name not in ("self", "env_fns"))
+
+
+def _check_env_options(spec: EnvSpec, env_kwargs: Mapping[str, Any]) -> None:
+    """Raise for options that the environment's constructor does not have, where its signature tells."""
+    if spec.entry_point is None:
+        raise gymnasium.error.Error(f"{spec.id!r} has no entry point, so there is no single environment to build")
+    creator = load_env_creator(spec.entry_point) if isinstance(spec.entry_point, str) else spec.entry_point
+    try:
+        parameters = inspect.signature(creator).parameters
+    except (TypeError, ValueError):
+        return
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    accepted = {*parameters, "render_mode", "max_episode_steps", "disable_env_checker"}
+    _check_names(env_kwargs, sorted(accepted), repr(spec.id), elsewhere=_engine_options())
+
+
+# --- the rows -----------------------------------------------------------------------------------
+
+
+def _process(request: Request) -> AnyVectorEnv:
+    options = dict(request.vector_kwargs)
+    options.setdefault("num_workers", "auto")
+    if options.get("context") is None and _threads_do_not_survive_a_fork():
+        options["context"] = "forkserver"
+    return _engine(request, options)
+
+
+def _serial(request: Request) -> AnyVectorEnv:
+    if request.vector_kwargs.get("num_workers", 0) != 0:
+        raise ValueError("backend 'serial' steps environments in this process; num_workers is for backend='process'")
+    return _engine(request, {**request.vector_kwargs, "num_workers": 0})
+
+
+def _engine(request: Request, options: dict[str, Any]) -> AnyVectorEnv:
+    _check_names(options, _engine_options(), "AsyncVectorEnv")
+    env_fn = _env_fn(request)
+    return AsyncVectorEnv([env_fn] * request.num_envs, **options)
+
+
+def _threads_do_not_survive_a_fork() -> bool:
+    loaded = any(name in sys.modules for name in ("jax", "torch"))
+    return loaded and "forkserver" in multiprocessing.get_all_start_methods()
+
+
+def _env_fn(request: Request) -> EnvFn:
+    if isinstance(request.what, str | EnvSpec):
+        spec = copy.deepcopy(find_spec(request.what) if isinstance(request.what, str) else request.what)
+        # Gymnasium's make() wants the arguments in its call, not in the spec
+        kwargs = request.env_kwargs if isinstance(request.what, EnvSpec) else {**spec.kwargs, **request.env_kwargs}
+        _check_env_options(spec, kwargs)
+        spec.kwargs = {}
+        return functools.partial(_make_one, spec, request.wrappers, kwargs)
+    if not callable(request.what):
+        raise TypeError(f"make_vec wants an id, an EnvSpec or a function that builds an env, got {request.what!r}")
+    return functools.partial(_build_one, request.what, request.wrappers, request.env_kwargs)
+
+
+def _make_one(spec: EnvSpec, wrappers: Wrappers, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
+    return _wrapped(gymnasium.make(spec, **kwargs), wrappers)
+
+
+def _build_one(env_fn: EnvFn, wrappers: Wrappers, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
+    return _wrapped(env_fn(**kwargs), wrappers)
+
+
+def _wrapped(env: gymnasium.Env[Any, Any], wrappers: Wrappers) -> gymnasium.Env[Any, Any]:
+    for wrapper in wrappers:
+        env = wrapper(env)
+    return env
+
+
+def _envpool(request: Request) -> AnyVectorEnv:
+    from vecenv.backends import EnvPoolVectorEnv
+
+    name = request.name("envpool")
+    return EnvPoolVectorEnv(name, request.num_envs, **request.vector_kwargs, **request.env_kwargs)
+
+
+def _find_envpool(name: str) -> str:
+    from vecenv.backends.envpool.task import family_of
+
+    return family_of(name)
+
+
+def _jax_native(library: str, request: Request) -> AnyVectorEnv:
+    from vecenv.backends.jax_native import make_jax_vec
+
+    options = {**request.vector_kwargs, **request.env_kwargs}
+    return make_jax_vec(request.name(library), request.num_envs, library=library, **options)
+
+
+_BACKENDS: dict[str, Backend] = {
+    "process": Backend(_process, find_spec, mode="async"),
+    "serial": Backend(_serial, find_spec, mode="sync"),
+    "envpool": Backend(_envpool, _find_envpool, ("envpool",), "envpool"),
+    "brax": Backend(functools.partial(_jax_native, "brax"), str, ("jax", "brax"), "brax"),
+    "playground": Backend(functools.partial(_jax_native, "playground"), str, ("jax", "mujoco_playground"), "playground"),
+}

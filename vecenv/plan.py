@@ -1,0 +1,244 @@
+"""How many workers? Step one real environment for a moment, in a process of its own, and count.
+
+What matters is how long a step takes and how much of that is waiting (for a simulator elsewhere, a socket, a sleep). A step
+that computes wants as many processes as there are cores, one of which may be the caller itself; a step that waits wants more
+processes than cores; and a step that is over before another process could be woken wants no other process at all. The costs
+of handing a batch over that the choice rests on are the constants below, measured with ``python -m bench micro``.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Final
+
+import cloudpickle
+
+from vecenv.cores import usable_cores
+from vecenv.errors import StartupTimeout, WorkerDied
+from vecenv.failure import PackedError, describe_exit, pack, unpack
+
+__all__ = ["Plan", "Probe", "choose", "plan", "probe"]
+
+_PROBE_SECONDS: Final = 0.15
+_PROBE_STEPS: Final = 3000
+
+# Seconds. What a batch costs apart from the environments' own steps.
+PER_ENV: Final = 0.5e-6  # action in, observation, reward and flags out
+IN_PROCESS: Final = 10e-6  # a batch in this process
+WITH_CALLER: Final = 16e-6  # the caller's share, and workers that spin on cores of their own
+BY_WORKERS: Final = 28e-6  # as many workers as cores
+WAKE: Final = 12e-6  # each worker more than cores: a sleep and a wake-up
+
+_WAITS: Final = 0.3  # from this share of waiting on, more processes than cores are considered
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What one environment did for a moment.
+
+    Attributes:
+        steps: How many steps (automatic resets included) were timed.
+        step: Seconds a step, mean, resets included, without the time in which other processes had the core.
+        cpu: Seconds a step spent computing.
+        slowest: The longest step in seconds.
+    """
+
+    steps: int
+    step: float
+    cpu: float
+    slowest: float
+
+    @property
+    def waits(self) -> float:
+        """Share of a step that is waiting, 0 to 1."""
+        return min(max(1.0 - self.cpu / self.step, 0.0), 1.0) if self.step > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A choice of workers, with its reasons; ``print`` it.
+
+    Attributes:
+        num_envs: For how many environments.
+        num_workers: Worker processes; 0: none.
+        use_caller: The calling process steps a share itself.
+        caller_share: How many environments that share is.
+        reason: Why, in a sentence.
+        probe: What was measured.
+        cores: Usable cores.
+        estimates: Expected seconds a batch of every choice that was weighed.
+    """
+
+    num_envs: int
+    num_workers: int
+    use_caller: bool
+    caller_share: int
+    reason: str
+    probe: Probe
+    cores: int
+    estimates: dict[str, float]
+
+    def __str__(self) -> str:
+        probed = self.probe
+        lines = [
+            f"Plan for {self.num_envs} environments on {self.cores} usable cores:",
+            f"  a step takes {probed.step * 1e6:.1f} us, {probed.waits:.0%} of it waiting ({probed.steps} steps measured)",
+        ]
+        for name, seconds in sorted(self.estimates.items(), key=lambda entry: entry[1]):
+            lines.append(f"  {name:<28} {self.num_envs / seconds:>12,.0f} steps per second expected")
+        share = f" (the caller steps {self.caller_share} environments itself)" if self.use_caller else ""
+        lines.append(f"num_workers={self.num_workers}, use_caller={self.use_caller}{share}: {self.reason}")
+        return "\n".join(lines)
+
+
+def probe(env_fn: Callable[[], Any], context: Any = None, timeout: float = 60.0) -> Probe:
+    """Build one environment in a process of its own and step it with random actions for a moment.
+
+    Raises:
+        StartupTimeout: Nothing came back within ``timeout`` seconds; the process was killed.
+        WorkerDied: The process ended.
+        Exception: What the environment raised.
+    """
+    mp = context if context is not None else multiprocessing.get_context()
+    blob = env_fn if mp.get_start_method() == "fork" else cloudpickle.dumps(env_fn)
+    ours, theirs = mp.Pipe()
+    process = mp.Process(target=_probe_main, args=(blob, theirs), daemon=True, name="vecenv-probe")
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(timeout):
+            raise StartupTimeout(f"an environment could not be built and stepped for a moment within {timeout} seconds")
+        try:
+            result: Probe | PackedError = pickle.loads(ours.recv_bytes())
+        except EOFError:
+            process.join(5.0)
+            text = f"the environment that was tried to plan with {describe_exit(process.exitcode)}"
+            raise WorkerDied(text, pid=process.pid, exitcode=process.exitcode, command="plan") from None
+        if isinstance(result, PackedError):
+            raise unpack(result, f"one environment, pid {process.pid}, tried to plan with")
+        return result
+    finally:
+        ours.close()
+        if process.is_alive():
+            process.join(1.0)
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+        process.close()
+
+
+def _probe_main(blob: Any, connection: Connection[Any, Any]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        env = (cloudpickle.loads(blob) if isinstance(blob, bytes) else blob)()
+        env.action_space.seed(0)
+        env.reset(seed=0)
+        result: Any = _step_for_a_moment(env)
+    except BaseException as error:
+        result = pack(error)
+    connection.send_bytes(pickle.dumps(result))
+    connection.close()
+    os._exit(0)  # nothing of the environment's is waited for
+
+
+def _step_for_a_moment(env: Any) -> Probe:
+    actions = [env.action_space.sample() for _ in range(64)]
+    for action in actions[:3]:  # first steps compile, allocate and load
+        if _step(env, action):
+            env.reset()
+    count, slowest = 0, 0.0
+    cpu, queued, began = time.process_time(), _queued(), time.perf_counter()
+    until = began + _PROBE_SECONDS
+    last = began
+    while count < _PROBE_STEPS and (last < until or count < 3):
+        if _step(env, actions[count % 64]):
+            env.reset()
+        now = time.perf_counter()
+        slowest, last = max(slowest, now - last), now
+        count += 1
+    computing = (time.process_time() - cpu) / count
+    elapsed = (last - began - (_queued() - queued)) / count
+    return Probe(count, max(elapsed, computing), computing, slowest)
+
+
+def _queued() -> float:
+    """Seconds this process was ready and had no core: what a busy machine takes away is no waiting of the environment's."""
+    try:
+        return int(Path("/proc/self/schedstat").read_text().split()[1]) * 1e-9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
+def _step(env: Any, action: Any) -> bool:
+    _, _, terminated, truncated, _ = env.step(action)
+    return bool(terminated or truncated)
+
+
+def caller_share(num_envs: int, workers: int, step: float) -> int:
+    """How many environments the caller steps so that it and its workers are done at the same time.
+
+    The caller also hands out actions and collects the batch, so its share is smaller by as many steps as that takes.
+    """
+    even = num_envs / (workers + 1)
+    less = WITH_CALLER * 0.75 / max(step + PER_ENV, 1e-9) * workers / (workers + 1)
+    return min(max(round(even - less), 1), max(num_envs - workers, 1))
+
+
+def choose(probed: Probe, num_envs: int, cores: int, *, isolate: bool = False) -> Plan:
+    """The fastest way to step ``num_envs`` such environments.
+
+    Args:
+        probed: What was measured.
+        num_envs: How many environments.
+        cores: Usable cores.
+        isolate: Only worker processes will do: restarts and timeouts need something that can be killed.
+    """
+    step = probed.step + PER_ENV
+    choices: dict[str, tuple[float, int, int]] = {}  # name -> seconds a batch, processes, the caller's share
+    if not isolate:
+        choices["in this process"] = (IN_PROCESS + num_envs * step, 0, num_envs)
+        if cores > 1 and num_envs > 1:
+            workers = min(cores - 1, num_envs - 1)
+            share = caller_share(num_envs, workers, probed.step)
+            slower = max(WITH_CALLER * 0.75 + share * step, -(-(num_envs - share) // workers) * step)
+            choices[f"{workers} + caller"] = (WITH_CALLER * 0.25 + slower, workers, share)
+    workers = min(cores, num_envs)
+    choices[f"{workers} workers"] = (BY_WORKERS + -(-num_envs // workers) * step, workers, 0)
+    if probed.waits > _WAITS:
+        for processes in sorted({min(num_envs, cores * 2**power) for power in range(1, 6)}):
+            waiting = -(-num_envs // processes) * step
+            computing = num_envs * (probed.cpu + PER_ENV) / cores + processes * WAKE / cores
+            choices[f"{processes} workers"] = (BY_WORKERS + max(waiting, computing) + processes * WAKE / 4, processes, 0)
+    _, processes, share = min(choices.values())
+    reason = "it steps on every usable core"
+    if processes == 0:
+        reason = f"a batch of {num_envs} such steps is over before another process pays"
+    elif processes > cores:
+        reason = f"steps that wait {probed.waits:.0%} of their time overlap in more processes than cores"
+    elif isolate:
+        reason = "restarts and timeouts need processes, one a usable core"
+    estimates = {key: value[0] for key, value in choices.items()}
+    use_caller = share > 0 and processes > 0
+    return Plan(num_envs, processes, use_caller, share if use_caller else 0, reason, probed, cores, estimates)
+
+
+def plan(env_fn: Callable[[], Any], num_envs: int, *, context: str | None = None, isolate: bool = False) -> Plan:
+    """Measure one environment and say how to run ``num_envs`` of them here.
+
+    Args:
+        env_fn: Builds the environment; it is called in a process of its own.
+        num_envs: How many there will be.
+        context: Start method of that process.
+        isolate: Leave out the choices in which the calling process steps environments itself.
+    """
+    if num_envs < 1:
+        raise ValueError(f"`num_envs` must be an int from 1 on, got {num_envs!r}.")
+    return choose(probe(env_fn, multiprocessing.get_context(context)), num_envs, usable_cores(), isolate=isolate)

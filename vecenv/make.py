@@ -48,8 +48,8 @@ def make_vec(
         num_envs: Number of environments.
         backend: ``"process"``: worker processes, :class:`vecenv.AsyncVectorEnv`; as many as are fastest unless
             ``vector_kwargs`` says ``num_workers``, and started by ``"forkserver"`` where JAX or torch are imported, because
-            their threads do not survive a fork. ``"serial"``: the same class in this process. ``"envpool"``: EnvPool's C++ threads,
-            :class:`vecenv.backends.EnvPoolVectorEnv`. ``"brax"`` and ``"playground"``: on the accelerator.
+            their threads do not survive a fork. ``"serial"``: the same class in this process. ``"envpool"``: EnvPool's C++
+            threads, :class:`vecenv.backends.EnvPoolVectorEnv`. ``"brax"`` and ``"playground"``: on the accelerator.
         vector_kwargs: Options of the vector environment, as ``{"autoreset_mode": ..., "batch_size": 16}``.
         wrappers: Functions that wrap each environment. For ``"process"`` and ``"serial"``.
         **env_kwargs: For the environment, as ``render_mode=`` or ``max_episode_steps=``.

@@ -1,0 +1,364 @@
+"""First-ready batches: `reset_async`, `recv`, `send`. Every environment's own stream must be what it is in a plain loop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
+from gymnasium.vector import AutoresetMode
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import vecenv
+from vecenv.errors import EnvFailed, StepTimeout, WorkerDied
+
+
+class Ticker(gymnasium.Env[Any, Any]):
+    """Observation (env, episode, step); reward is the action plus the step; infos of changing keys."""
+
+    observation_space = spaces.Box(-1, 1e6, (3,), np.float64)
+    action_space = spaces.Discrete(1000)
+
+    def __init__(self, env: int, length: int, pause: float = 0.0, raise_at: int = -1) -> None:
+        self.env, self.length, self.pause, self.raise_at = env, length, pause, raise_at
+        self.episode, self.t, self.total = -1, 0, 0
+
+    def _observation(self) -> np.ndarray[Any, Any]:
+        return np.array([self.env, self.episode, self.t], np.float64)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.episode, self.t = self.episode + 1, 0
+        return self._observation(), {"seed": -1 if seed is None else seed}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if self.pause:
+            time.sleep(self.pause)
+        self.t += 1
+        self.total += 1
+        if self.total == self.raise_at:
+            raise ArithmeticError(f"env {self.env} was told to")
+        info: dict[str, Any] = {"t": self.t}
+        if self.t % 3 == 0:
+            info = {"t": self.t, "name": f"env{self.env}", "x": np.arange(2.0) + self.t}
+        return self._observation(), float(action) + self.t, self.t >= self.length, False, info
+
+
+def makers(lengths: list[int], **kwargs: Any) -> list[Callable[[], Ticker]]:
+    return [lambda i=i, n=n: Ticker(i, n, **kwargs) for i, n in enumerate(lengths)]  # type: ignore[misc]
+
+
+class Loop:
+    """One environment, alone, with the autoreset mode done by hand: what its rows must be."""
+
+    def __init__(self, env: Ticker, mode: AutoresetMode) -> None:
+        self.env, self.mode, self.pending = env, mode, False
+
+    def reset(self, seed: int | None) -> tuple[Any, ...]:
+        observation, info = self.env.reset(seed=seed)
+        return observation, 0.0, False, False, info
+
+    def step(self, action: int) -> tuple[Any, ...]:
+        if self.pending:
+            self.pending = False
+            observation, info = self.env.reset()
+            return observation, 0.0, False, False, info
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        if terminated or truncated:
+            if self.mode is AutoresetMode.NEXT_STEP:
+                self.pending = True
+            elif self.mode is AutoresetMode.SAME_STEP:
+                fresh, reset_info = self.env.reset()
+                info = {"final_info": info, "final_obs": observation, **reset_info}
+                observation = fresh
+        return observation, reward, terminated, truncated, info
+
+
+def unbatched(infos: dict[str, Any], position: int) -> dict[str, Any]:
+    """One row's info out of a dict of arrays with masks."""
+    found = {}
+    for key, value in infos.items():
+        if key.startswith("_") or not infos[f"_{key}"][position]:
+            continue
+        found[key] = unbatched(value, position) if isinstance(value, dict) else value[position]
+    return found
+
+
+def assert_same_info(got: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert set(got) == set(wanted)
+    for key, value in wanted.items():
+        if isinstance(value, dict):
+            assert_same_info(got[key], value)
+        else:
+            np.testing.assert_array_equal(got[key], value)
+
+
+@pytest.mark.parametrize("engine", [{"num_workers": None}, {"num_workers": 2}, {"num_workers": 0}, {"use_caller": True}])
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+@settings(max_examples=4, deadline=None)
+@given(data=st.data())
+def test_every_env_has_the_stream_of_a_plain_loop(engine: dict[str, Any], mode: AutoresetMode, data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
+    batch_size = data.draw(st.integers(1, len(lengths)))
+    fns = makers(lengths)
+    loops = [Loop(fn(), mode) for fn in fns]
+    envs = vecenv.AsyncVectorEnv(fns, autoreset_mode=mode, batch_size=batch_size, **engine)
+    try:
+        envs.reset_async(seed=5)
+        wanted = {i: loop.reset(5 + i) for i, loop in enumerate(loops)}
+        for turn in range(12):
+            observations, rewards, terminations, truncations, infos = envs.recv(timeout=20)
+            ids = infos["env_id"].tolist()
+            assert observations.shape == (batch_size, 3)
+            assert rewards.dtype == np.float64
+            assert len(set(ids)) == batch_size
+            for position, env in enumerate(ids):
+                observation, reward, terminated, truncated, info = wanted.pop(env)
+                np.testing.assert_array_equal(observations[position], observation)
+                assert rewards[position] == reward
+                assert (terminations[position], truncations[position]) == (terminated, truncated)
+                row = unbatched(infos, position)
+                assert row.pop("env_id") == env
+                assert_same_info(row, info)
+            alive = [i for p, i in enumerate(ids) if mode is not AutoresetMode.DISABLED or not terminations[p]]
+            if len(alive) < len(ids):  # an episode is over and nobody resets: that is enough for this mode
+                break
+            actions = np.array([turn + i for i in ids])
+            envs.send(actions, infos["env_id"] if turn % 2 else None)
+            for env, action in zip(ids, actions, strict=True):
+                wanted[env] = loops[env].step(int(action))
+    finally:
+        envs.close()
+
+
+def test_any_idle_subset_may_be_sent_in_any_order() -> None:
+    envs = vecenv.AsyncVectorEnv(makers([50] * 6), num_workers=2, batch_size=1)
+    try:
+        envs.reset_async()
+        for _ in range(6):
+            envs.recv(timeout=20)
+        envs.send(np.array([10, 20, 30]), [5, 0, 3])
+        found = {}
+        for _ in range(3):
+            _, rewards, _, _, infos = envs.recv(timeout=20)
+            found[int(infos["env_id"][0])] = rewards[0]
+        assert found == {5: 11.0, 0: 21.0, 3: 31.0}
+        envs.send([7], [4])  # a list goes by pickle
+        assert envs.recv(timeout=20)[1] == [8.0]
+    finally:
+        envs.close()
+
+
+def test_no_env_is_starved() -> None:
+    envs = vecenv.AsyncVectorEnv(makers([9] * 8), num_workers=3, batch_size=3)
+    seen: Counter[int] = Counter()
+    gaps: dict[int, int] = defaultdict(int)
+    last: dict[int, int] = dict.fromkeys(range(8), 0)
+    try:
+        envs.reset_async()
+        for turn in range(300):
+            *_, infos = envs.recv(timeout=20)
+            for env in infos["env_id"].tolist():
+                seen[env] += 1
+                gaps[env] = max(gaps[env], turn - last[env])
+                last[env] = turn
+            envs.send(np.zeros(3, np.int64))
+    finally:
+        envs.close()
+    assert set(seen) == set(range(8))
+    assert max(gaps.values()) < 100, gaps
+
+
+def test_double_buffering_keeps_both_halves_apart() -> None:
+    envs = vecenv.AsyncVectorEnv(makers([1000] * 4, pause=0.002), batch_size=2)
+    steps: Counter[int] = Counter()
+    try:
+        envs.reset_async()
+        halves: deque[Any] = deque()
+        for _ in range(2):
+            halves.append(envs.recv(timeout=20)[4]["env_id"])
+        for _ in range(2):
+            envs.send(np.zeros(2, np.int64), halves.popleft())
+        for _ in range(40):
+            observations, *_, infos = envs.recv(timeout=20)
+            for row, env in zip(observations, infos["env_id"].tolist(), strict=True):
+                steps[env] += 1
+                assert row.tolist() == [env, 0, steps[env]]
+            envs.send(np.zeros(2, np.int64), infos["env_id"])
+    finally:
+        envs.close()
+
+
+def test_the_fast_are_not_kept_waiting_by_the_slow() -> None:
+    fns = [*makers([1000] * 3), lambda: Ticker(3, 1000, pause=2.0)]
+    envs = vecenv.AsyncVectorEnv(fns, batch_size=1)
+    try:
+        envs.reset_async()
+        for _ in range(4):
+            envs.recv(timeout=20)
+        envs.send(np.zeros(4, np.int64), [0, 1, 2, 3])
+        for _ in range(30):  # 30 batches, while one environment is inside one step
+            *_, infos = envs.recv(timeout=1)
+            assert infos["env_id"][0] != 3
+            envs.send(np.zeros(1, np.int64), infos["env_id"])
+    finally:
+        envs.close(terminate=True)
+
+
+def test_mistakes_are_refused_and_nothing_is_lost() -> None:
+    envs = vecenv.AsyncVectorEnv(makers([50] * 4), num_workers=2, batch_size=2)
+    try:
+        with pytest.raises(NoAsyncCallError, match="only 0 are in flight"):
+            envs.recv()
+        envs.reset_async()
+        *_, infos = envs.recv(timeout=20)
+        first = infos["env_id"].tolist()
+        others = [env for env in range(4) if env not in first]
+        zeros = np.zeros(2, np.int64)
+        with pytest.raises(AlreadyPendingCallError, match="in flight"):
+            envs.send(zeros, others)
+        for bad in ([0, 4], [-1, 0], [first[0], first[0]], [[0, 1]], [0.5, 1.0], []):
+            with pytest.raises(ValueError, match="env_id"):
+                envs.send(zeros, bad)
+        with pytest.raises(ValueError, match="got 3, wanted 2"):
+            envs.send(np.zeros(3, np.int64), first)
+        for call in (lambda: envs.step(np.zeros(4, np.int64)), lambda: envs.call("length"), lambda: envs.set_attr("x", 1)):
+            with pytest.raises(AlreadyPendingCallError):
+                call()
+        envs.recv(timeout=20)
+        with pytest.raises(NoAsyncCallError, match="only 0 are in flight"):
+            envs.recv()
+        envs.send(zeros, first)
+        observations, *_, infos = envs.recv(timeout=20)
+        assert infos["env_id"].tolist() == sorted(first)
+        assert (observations[:, 2] == 1).all()
+    finally:
+        envs.close()
+
+
+@pytest.mark.parametrize("value", [0, -1, 4, 1.5, "2", True])
+def test_batch_size_has_to_lie_within_the_number_of_envs(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"`batch_size` must be None or an int within 1\.\.3"):
+        vecenv.AsyncVectorEnv(makers([3] * 3), batch_size=value)
+
+
+def test_a_reset_of_everybody_forgets_what_was_in_flight() -> None:
+    envs = vecenv.AsyncVectorEnv(makers([50] * 4), num_workers=2, batch_size=2)
+    try:
+        envs.reset_async(seed=1)
+        envs.recv(timeout=20)
+        envs.send(np.zeros(2, np.int64))
+        observations, infos = envs.reset(seed=9)
+        assert observations[:, 2].tolist() == [0, 0, 0, 0]
+        assert infos["seed"].tolist() == [9, 10, 11, 12]
+        assert envs.step(np.zeros(4, np.int64))[0][:, 2].tolist() == [1, 1, 1, 1]
+    finally:
+        envs.close()
+
+
+def test_a_timeout_loses_nothing() -> None:
+    envs = vecenv.AsyncVectorEnv(makers([50] * 2, pause=0.3), batch_size=2)
+    try:
+        envs.reset_async()
+        envs.recv(timeout=20)
+        envs.send(np.array([1, 2]))
+        with pytest.raises(StepTimeout):
+            envs.recv(timeout=0.05)
+        assert sorted(envs.recv(timeout=20)[1].tolist()) == [2.0, 3.0]
+    finally:
+        envs.close()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_env_that_raises_does_not_take_the_others_along() -> None:
+    fns = makers([50] * 3)
+    fns[1] = lambda: Ticker(1, 50, raise_at=2)
+    envs = vecenv.AsyncVectorEnv(fns, batch_size=1)
+    try:
+        envs.reset_async()
+        rows: Counter[int] = Counter()
+        raised = 0
+        while min(rows[0], rows[2]) < 5:
+            try:
+                *_, infos = envs.recv(timeout=20)
+            except ArithmeticError as error:
+                raised += 1
+                assert any("env 1" in note for note in error.__notes__)
+                with pytest.raises(EnvFailed, match=r"\[1\]"):
+                    envs.send([0], [1])
+                continue
+            rows[int(infos["env_id"][0])] += 1
+            envs.send([0], infos["env_id"])
+        assert raised == 1
+        assert rows[1] == 2
+        assert envs.reset()[0][:, 2].tolist() == [0, 0, 0]
+    finally:
+        envs.close()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_a_killed_worker_comes_back_truncated_under_restart(mode: AutoresetMode) -> None:
+    envs = vecenv.AsyncVectorEnv(makers([100] * 4), num_workers=2, batch_size=2, on_failure="restart", autoreset_mode=mode)
+    try:
+        envs.reset_async(seed=3)
+        for _ in range(2):
+            envs.recv(timeout=20)
+        envs.send(np.zeros(4, np.int64), [0, 1, 2, 3])
+        for _ in range(2):
+            envs.recv(timeout=20)
+        os.kill(envs._pool.workers[0].pid, signal.SIGKILL)
+        envs.send(np.zeros(4, np.int64), [0, 1, 2, 3])
+        seen: dict[int, tuple[Any, ...]] = {}
+        for _ in range(2):
+            observations, rewards, terminations, truncations, infos = envs.recv(timeout=20)
+            for position, env in enumerate(infos["env_id"].tolist()):
+                info = unbatched(infos, position)
+                seen[env] = (observations[position], rewards[position], terminations[position], truncations[position], info)
+        for env in (0, 1):
+            observation, reward, terminated, truncated, info = seen[env]
+            assert (reward, terminated, truncated, info["restarted"]) == (0.0, False, True, True)
+            assert info["final_obs"].tolist() == [env, 0, 1]
+            assert observation.tolist() == ([env, 0, 0] if mode is AutoresetMode.SAME_STEP else [env, 0, 1])
+        for env in (2, 3):
+            assert seen[env][0].tolist() == [env, 0, 2]
+            assert "restarted" not in seen[env][4]
+        if mode is not AutoresetMode.DISABLED:
+            envs.send(np.zeros(4, np.int64), [0, 1, 2, 3])
+            for _ in range(2):
+                envs.recv(timeout=20)
+    finally:
+        envs.close()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_killed_worker_is_an_error_without_restart() -> None:
+    envs = vecenv.AsyncVectorEnv(makers([100] * 4), num_workers=2, batch_size=2)
+    try:
+        envs.reset_async()
+        for _ in range(2):
+            envs.recv(timeout=20)
+        os.kill(envs._pool.workers[1].pid, signal.SIGKILL)
+        envs.send(np.zeros(4, np.int64), [0, 1, 2, 3])
+        died = 0
+        got: list[int] = []
+        for _ in range(2):
+            try:
+                got += envs.recv(timeout=20)[4]["env_id"].tolist()
+            except WorkerDied as error:
+                died += 1
+                assert error.envs == (2, 3)
+        assert died == 1
+        assert sorted(got) == [0, 1]
+        assert envs.reset()[0].shape == (4, 3)
+    finally:
+        envs.close()

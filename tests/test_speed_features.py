@@ -1,0 +1,303 @@
+"""What makes the engine fast must not change what it says: columns of infos, buffers, the caller's share, plans, seats."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+import vecenv
+from vecenv import cores
+from vecenv.plan import Plan, Probe, caller_share, choose
+from vecenv.testing.contract import assert_identical
+
+
+class Numbers(gymnasium.Env[Any, Any]):
+    """Numeric infos of every kind, the same keys in every step (``style="regular"``) or not."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    action_space = spaces.Box(-1, 1, (2,), np.float32)
+
+    def __init__(self, env: int, style: str = "regular") -> None:
+        self.env, self.style, self.t = env, style, 0
+
+    def _info(self) -> dict[str, Any]:
+        info: dict[str, Any] = {
+            "int": self.t,
+            "float": self.t / 7,
+            "bool": self.t % 2 == 0,
+            "np32": np.float32(self.t / 3),
+            "u8": np.uint8(self.t),
+            "vector": np.arange(3, dtype=np.float32) * self.t,
+            "matrix": np.full((2, 2), self.t, np.int16),
+            "nested": {"deep": {"x": float(self.env)}, "empty": {}, "y": np.int64(self.t)},
+        }
+        if self.style == "by env":
+            return {f"only{self.env % 2}": self.env, "shared": float(self.t)}
+        if self.style == "over time":
+            return [{}, {"a": 1.5}, {"a": 2, "b": True}, {"e": np.ones(2)}, {"c": {"d": self.t}}][(self.t + self.env) % 5]
+        if self.style == "mixed" and self.t % 2:
+            info["text"] = f"env {self.env}"
+        return info
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.t = 0
+        return self.np_random.random(2, np.float32), {"start": self.env} if self.style == "regular" else {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.t += 1
+        return self.np_random.random(2, np.float32), float(action[0]), self.t >= 3 + self.env, False, self._info()
+
+
+def numbers(count: int, style: str = "regular") -> list[Callable[[], Numbers]]:
+    return [lambda i=i: Numbers(i, style) for i in range(count)]  # type: ignore[misc]
+
+
+ENGINES = [{"num_workers": 2}, {"num_workers": 0}, {"use_caller": True}, {"use_caller": True, "num_workers": 2}]
+
+
+def assert_same_streams(fns: list[Any], mode: AutoresetMode, steps: int = 14, **engine: Any) -> None:
+    sync = SyncVectorEnv(fns, autoreset_mode=mode)
+    envs: Any = vecenv.AsyncVectorEnv(fns, autoreset_mode=mode, **engine)
+    try:
+        assert_identical(envs.reset(seed=11), sync.reset(seed=11))
+        envs.action_space.seed(3)
+        for step in range(steps):
+            actions = envs.action_space.sample()
+            assert_identical(envs.step(actions), sync.step(actions), f"step {step}")
+    finally:
+        envs.close()
+        sync.close()
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP], ids=str)
+@pytest.mark.parametrize("style", ["regular", "by env", "mixed"])
+def test_infos_are_those_of_sync_vector_env(engine: dict[str, Any], mode: AutoresetMode, style: str) -> None:
+    assert_same_streams(numbers(4, style), mode, **engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES[:2], ids=str)
+def test_infos_that_change_over_time_are_those_of_gymnasium(engine: dict[str, Any]) -> None:
+    assert_same_streams(numbers(3, "over time"), AutoresetMode.NEXT_STEP, **engine)
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP], ids=str)
+def test_infos_that_repeat_are_not_pickled(mode: AutoresetMode) -> None:
+    envs = vecenv.AsyncVectorEnv(numbers(4), num_workers=2, autoreset_mode=mode)
+    try:
+        envs.reset(seed=1)
+        actions = np.zeros((4, 2), np.float32)
+        for _ in range(20):  # every shape of info occurs once: steps, ends of episodes, resets
+            envs.step(actions)
+        before = envs.stats()["bytes_pickled"]
+        for _ in range(40):
+            envs.step(actions)
+        assert envs.stats()["bytes_pickled"] == before
+    finally:
+        envs.close()
+
+
+class Painter(gymnasium.Env[Any, Any]):
+    """Writes its observation straight into the array it is given."""
+
+    observation_space = spaces.Box(0, 255, (8, 8), np.uint8)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        self.canvas = np.zeros((8, 8), np.uint8)
+        self.given = False
+        self.t = 0
+
+    def observation_buffer(self, views: Any) -> None:
+        self.canvas, self.given = views, True
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self.t = 0
+        self.canvas[...] = 0
+        return self.canvas, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.t += 1
+        self.canvas[...] = self.t
+        return self.canvas, 0.0, self.t == 3, False, {}
+
+
+@pytest.mark.parametrize("engine", ENGINES[:2], ids=str)
+def test_an_env_may_write_into_its_row(engine: dict[str, Any]) -> None:
+    envs: Any = vecenv.AsyncVectorEnv([Painter] * 3, autoreset_mode=AutoresetMode.SAME_STEP, **engine)
+    try:
+        envs.reset()
+        assert envs.get_attr("given") == (True,) * 3
+        for t in (1, 2):
+            assert (envs.step(np.zeros(3, np.int64))[0] == t).all()
+        observations, _, terminations, _, infos = envs.step(np.zeros(3, np.int64))
+        assert terminations.all()
+        assert (observations == 0).all()
+        assert all((final == 3).all() for final in infos["final_obs"])
+    finally:
+        envs.close()
+
+
+def test_without_copy_the_batch_is_the_shared_memory_itself() -> None:
+    envs: Any = vecenv.AsyncVectorEnv([Painter] * 2, num_workers=1, copy=False)
+    try:
+        first, _ = envs.reset()
+        second = envs.step(np.zeros(2, np.int64))[0]
+        assert first is second
+        assert first is envs.observations
+        assert not first.flags.owndata
+        copied = envs.observations.copy()
+    finally:
+        envs.close()
+    np.testing.assert_array_equal(first, copied)  # views outlive the workers
+
+
+# -- plans ----------------------------------------------------------------------------------------------------------
+
+
+class Sleeper(Painter):
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        time.sleep(0.004)
+        return super().step(action)
+
+
+def test_a_plan_for_envs_that_wait_has_more_processes_than_cores() -> None:
+    plan = vecenv.plan(Sleeper, 32)
+    assert isinstance(plan, Plan)
+    assert plan.probe.waits > 0.8
+    assert plan.num_workers > plan.cores
+    assert "wait" in str(plan)
+
+
+def test_a_plan_says_what_it_measured_and_why() -> None:
+    plan = vecenv.plan(lambda: Numbers(0), 8)
+    text = str(plan)
+    assert "8 environments" in text
+    assert f"num_workers={plan.num_workers}" in text
+    assert plan.reason in text
+
+
+@pytest.mark.parametrize("cores", [1, 2, 8])
+@pytest.mark.parametrize("step", [1e-6, 1e-4, 1e-2])
+@pytest.mark.parametrize("num_envs", [1, 2, 64])
+def test_a_choice_is_always_possible(cores: int, step: float, num_envs: int) -> None:
+    for waits in (0.0, 0.9):
+        probe = Probe(100, step, step * (1 - waits), step * 2)
+        for isolate in (False, True):
+            plan = choose(probe, num_envs, cores, isolate=isolate)
+            assert 0 <= plan.num_workers <= num_envs
+            assert plan.num_workers > 0 or not isolate
+            if plan.use_caller:
+                assert 1 <= plan.caller_share <= num_envs - plan.num_workers
+
+
+def test_slow_steps_are_shared_by_all_cores_and_quick_ones_are_not_shared_at_all() -> None:
+    slow = choose(Probe(100, 0.01, 0.01, 0.02), 8, 2)
+    assert slow.num_workers + slow.use_caller == 2
+    assert choose(Probe(100, 1e-6, 1e-6, 2e-6), 2, 2).num_workers == 0
+
+
+def test_the_callers_share_is_smaller_by_the_work_of_handing_out() -> None:
+    assert caller_share(64, 1, 0.01) == 32
+    assert caller_share(64, 1, 5e-6) in (30, 31)
+    assert caller_share(2, 1, 1e-6) == 1
+
+
+def test_auto_is_said_in_the_repr_and_isolates_where_restarts_ask_for_it() -> None:
+    with_auto = vecenv.AsyncVectorEnv(numbers(4), num_workers="auto")
+    try:
+        assert with_auto.plan is not None
+        assert f"workers={with_auto.plan.num_workers}" in repr(with_auto)
+        with_auto.reset()
+    finally:
+        with_auto.close()
+    isolated = vecenv.AsyncVectorEnv(numbers(2), num_workers="auto", on_failure="restart")
+    try:
+        assert isolated.num_workers >= 1
+        assert "caller" not in repr(isolated)
+    finally:
+        isolated.close()
+
+
+@pytest.mark.parametrize("fault", ["raises", "exits"])
+def test_an_env_that_cannot_be_planned_with_says_why(fault: str) -> None:
+    def make() -> Any:
+        if fault == "exits":
+            os._exit(5)
+        raise LookupError("no such thing")
+
+    with pytest.raises(LookupError if fault == "raises" else vecenv.errors.WorkerDied, match=r"no such thing|exit code 5"):
+        vecenv.plan(make, 4)
+
+
+# -- seats and patience ---------------------------------------------------------------------------------------------
+
+
+def test_seats_leave_the_caller_a_core_and_spin_only_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    monkeypatch.setattr(cores, "_cgroup_quota", lambda: None)
+    alone, caller_spins = cores.seats(2)
+    assert caller_spins
+    assert [seat.cpus for seat in alone] == [frozenset({1}), frozenset({2})]
+    full, caller_spins = cores.seats(4)
+    assert caller_spins
+    assert full[0] == cores.Seat()
+    assert len({seat.cpus for seat in full}) == 4
+    crowd, caller_spins = cores.seats(5)
+    assert not caller_spins
+    assert crowd == [cores.Seat()] * 5
+    monkeypatch.setattr(cores, "_cgroup_quota", lambda: 2.0)
+    assert cores.seats(2) == ([cores.Seat()] * 2, False)  # a quota is no core of one's own
+
+
+def test_the_callers_own_affinity_is_never_touched() -> None:
+    before = os.sched_getaffinity(0)
+    envs = vecenv.AsyncVectorEnv(numbers(2), num_workers=1)
+    try:
+        envs.reset()
+        for _ in range(200):
+            envs.step(np.zeros((2, 2), np.float32))
+        assert os.sched_getaffinity(0) == before
+    finally:
+        envs.close()
+    assert os.sched_getaffinity(0) == before
+
+
+def test_patience_ends_when_the_core_is_taken_away_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = iter(range(0, 100_000, 40))
+    monkeypatch.setattr(cores, "_preemptions", lambda: next(taken))
+    patience = cores.Patience(1e-4)
+    for _ in range(64):
+        patience.budget()
+    assert patience.budget() == 0.0
+    assert patience.rests == 1
+    monkeypatch.setattr(cores, "_preemptions", lambda: 0)
+    time.sleep(0.3)
+    for _ in range(64):
+        patience.budget()
+    assert patience.budget() == 1e-4
+
+
+def test_stats_are_floats_and_count_what_happened() -> None:
+    envs = vecenv.AsyncVectorEnv(numbers(4), num_workers=2)
+    try:
+        envs.reset()
+        for _ in range(10):
+            envs.step(np.zeros((4, 2), np.float32))
+        stats = envs.stats()
+    finally:
+        envs.close()
+    assert all(type(value) is float for value in stats.values()), stats
+    assert stats["steps"] == 40
+    assert stats["resets"] == 4
+    assert 0 < stats["step_time_mean"] < 1
+    assert 0 <= stats["wait_fraction"] <= 1

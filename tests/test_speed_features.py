@@ -208,7 +208,7 @@ def test_slow_steps_are_shared_by_all_cores_and_quick_ones_are_not_shared_at_all
 
 def test_the_callers_share_is_smaller_by_the_work_of_handing_out() -> None:
     assert caller_share(64, 1, 0.01) == 32
-    assert caller_share(64, 1, 5e-6) in (30, 31)
+    assert caller_share(64, 1, 5e-7) == 31
     assert caller_share(2, 1, 1e-6) == 1
 
 
@@ -250,7 +250,7 @@ def test_seats_leave_the_caller_a_core_and_spin_only_where_they_fit(monkeypatch:
     assert [seat.cpus for seat in alone] == [frozenset({1}), frozenset({2})]
     full, caller_spins = cores.seats(4)
     assert caller_spins
-    assert full[0] == cores.Seat()
+    assert full[0] == cores.Seat(frozenset({0}), 0.0, with_caller=True)
     assert len({seat.cpus for seat in full}) == 4
     crowd, caller_spins = cores.seats(5)
     assert not caller_spins
@@ -273,18 +273,34 @@ def test_the_callers_own_affinity_is_never_touched() -> None:
 
 
 def test_patience_ends_when_the_core_is_taken_away_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = iter(range(0, 100_000, 40))
-    monkeypatch.setattr(cores, "_preemptions", lambda: next(taken))
-    patience = cores.Patience(1e-4)
+    class Clock:
+        now = 0.0
+        gap = 1e-3  # somebody else had the core for a millisecond between two looks at the clock
+
+        def __call__(self) -> float:
+            self.now += self.gap
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(cores.time, "perf_counter", clock)
+    patience = cores.Patience(1e-2)
+    looks = iter([0, 0, 1] * 1000)
     for _ in range(64):
-        patience.budget()
-    assert patience.budget() == 0.0
+        assert patience.spin(lambda timeout: next(looks))
     assert patience.rests == 1
-    monkeypatch.setattr(cores, "_preemptions", lambda: 0)
-    time.sleep(0.3)
-    for _ in range(64):
-        patience.budget()
-    assert patience.budget() == 1e-4
+    assert not patience.spin(lambda timeout: pytest.fail("it must not look while it rests"))
+    clock.now += 1.0
+    clock.gap = 1e-6
+    for _ in range(200):
+        assert patience.spin(lambda timeout: next(looks))
+    assert patience.rests == 1
+
+
+def test_patience_gives_up_after_its_time() -> None:
+    began = time.perf_counter()
+    assert not cores.Patience(2e-3).spin(lambda timeout: 0)
+    assert 2e-3 <= time.perf_counter() - began < 0.5
+    assert not cores.Patience(0.0).spin(lambda timeout: pytest.fail("it must not look at all"))
 
 
 def test_stats_are_floats_and_count_what_happened() -> None:

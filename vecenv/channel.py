@@ -1,6 +1,7 @@
-"""One end of the byte stream between the caller and one worker.
+"""One end of the two byte streams between the caller and one worker.
 
-A socket pair per worker, never shared, so that order and end-of-file mean something. :meth:`Channel.receive` never blocks
+Two pipes a worker, one each way, never shared, so that order and end-of-file mean something. Pipes and not a socket pair,
+because they cost half as much a round trip (5 against 9 us on one core here). :meth:`Channel.receive` never blocks
 and keeps a half-read message for the next call, so that a deadline, a Ctrl-C or a large payload that arrives piece by piece
 loses nothing. Sending from the caller's side never blocks either while the worker has something to say: it drains first.
 
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import os
 import select
-import time
 from collections import deque
 from multiprocessing.connection import Connection
 from typing import Any
@@ -35,22 +35,29 @@ class ChannelClosed(Exception):
 
 
 class Channel:
-    """A framed, non-blocking message stream over one end of a socket pair.
+    """A framed message stream over the near ends of two pipes.
+
+    In the caller it never blocks. In a worker it may, which saves system calls: the caller drains while it sends, so that
+    a worker's blocking write always ends.
 
     Args:
-        connection: A duplex ``multiprocessing`` connection. It stays owned by the channel; it is what travels to a worker
-            at its start, because it can be pickled while a process is being spawned.
+        reader, writer: One-way ``multiprocessing`` connections. They stay owned by the channel; they are what travels to a
+            worker at its start, because they can be pickled while a process is being spawned.
     """
 
-    def __init__(self, connection: Connection[Any, Any]) -> None:
-        self.connection = connection
-        self.fd = connection.fileno()
-        os.set_blocking(self.fd, False)
+    def __init__(self, reader: Connection[Any, Any], writer: Connection[Any, Any], blocks: bool = False) -> None:
+        self.reader, self.writer = reader, writer
+        self.blocks = blocks
+        self.fd = reader.fileno()
+        self._out = writer.fileno()
+        os.set_blocking(self.fd, blocks)
+        os.set_blocking(self._out, blocks)
         self.bytes_pickled = 0
         self._partial = bytearray()
         self._inbox: deque[Message] = deque()
-        self._poll = select.poll()
-        self._poll.register(self.fd, select.POLLIN)
+        poll = select.poll()
+        poll.register(self.fd, select.POLLIN)
+        self.poll = poll.poll
 
     def receive(self) -> Message | None:
         """The next whole message, or ``None`` if it is not there yet. Raises :class:`ChannelClosed` at end of file."""
@@ -105,12 +112,16 @@ class Channel:
         return _FULL_HEAD + int(length) - have
 
     def send(self, word: int, seq: int, payload: bytes | None = None) -> None:
-        """Send one message. While the stream is full, take in what the other side sends, so that two writers never lock."""
+        """Send one message. While the pipe is full, take in what the other side sends, so that two writers never lock."""
         data = encode(word, seq, payload)
         if payload is not None:
             self.bytes_pickled += len(data)
+        self.ring(data)
+
+    def ring(self, data: bytes) -> None:
+        """Send a message that is encoded already."""
         try:
-            sent = os.write(self.fd, data)
+            sent = os.write(self._out, data)
         except BlockingIOError:
             sent = 0
         except OSError as error:
@@ -120,37 +131,34 @@ class Channel:
 
     def _send_rest(self, rest: memoryview) -> None:
         both = select.poll()
-        both.register(self.fd, select.POLLIN | select.POLLOUT)
+        both.register(self.fd, select.POLLIN)
+        both.register(self._out, select.POLLOUT)
         while rest:
-            ready = both.poll(_STALLED_MS)
+            ready = dict(both.poll(_STALLED_MS))
             if not ready:
                 raise ChannelClosed("the other side has read nothing for a minute")
-            events = ready[0][1]
-            if events & select.POLLIN and (message := self._read()) is not None:
+            if self.fd in ready and (message := self._read()) is not None:
                 self._inbox.append(message)
-            if events & select.POLLOUT:
+            if self._out in ready:
                 try:
-                    rest = rest[os.write(self.fd, rest) :]
+                    rest = rest[os.write(self._out, rest) :]
                 except BlockingIOError:
                     continue
                 except OSError as error:
                     raise ChannelClosed from error
-            elif events & (select.POLLERR | select.POLLHUP):
-                raise ChannelClosed
 
     def wait(self, patience: Patience) -> Message:
         """Block until a message is there; ``patience`` says how long to poll without sleeping first."""
+        if not self.blocks and not patience.spin(self.poll):
+            self.poll()
         message = self.receive()
-        if message is None and (spin := patience.budget()):
-            deadline = time.perf_counter() + spin
-            while message is None and time.perf_counter() < deadline:
-                message = self.receive()
         while message is None:
-            self._poll.poll()
+            self.poll()
             message = self.receive()
         return message
 
     def close(self) -> None:
-        """Close this end. Idempotent."""
-        if not self.connection.closed:
-            self.connection.close()
+        """Close both near ends. Idempotent."""
+        for connection in (self.reader, self.writer):
+            if not connection.closed:
+                connection.close()

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
-
-if sys.platform != "win32":
-    import resource
 
 __all__ = ["SPIN_SECONDS", "Patience", "Seat", "seats", "usable_cores"]
 
@@ -25,6 +22,7 @@ SPIN_SECONDS: Final = 150e-6
 """Longest spin before a process goes to sleep: a few wake-ups' worth."""
 
 _REVIEW_EVERY: Final = 64
+_TAKEN: Final = 40e-6  # two looks at the clock that are so far apart had somebody else in between
 _REST: Final = 0.25  # seconds without spinning after the core was taken away
 
 
@@ -51,10 +49,14 @@ def _cgroup_quota() -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Where a worker sits: the cores it is bound to (``None``: any) and whether it may spin there."""
+    """Where a worker sits: the cores it is bound to (``None``: any), how long it may spin, and whether the caller is there.
+
+    A worker that shares the caller's core runs when the caller sleeps, and so must be waited for by sleeping.
+    """
 
     cpus: frozenset[int] | None = None
     spin: float = 0.0
+    with_caller: bool = False
 
 
 def seats(workers: int) -> tuple[list[Seat], bool]:
@@ -75,61 +77,61 @@ def seats(workers: int) -> tuple[list[Seat], bool]:
     spinning = [Seat(frozenset({cpu}), SPIN_SECONDS) for cpu in cpus[1:]]
     if workers < cores:
         return spinning[:workers], True
-    return [Seat(), *spinning], True
+    return [Seat(frozenset({cpus[0]}), with_caller=True), *spinning], True
 
 
 class Patience:
-    """How long to spin now. Ask :meth:`budget` before a wait.
+    """How long to poll before going to sleep, here and now.
 
     Args:
         spin: Seconds, when all is well.
-        cpus: Cores this process is bound to while it spins; let go of while it does not.
+        cpus: Cores this process is bound to; let go of while it does not spin because the machine is busy.
     """
 
     def __init__(self, spin: float, cpus: frozenset[int] | None = None) -> None:
-        self.spin = spin
         self.rests = 0
+        self._seconds = spin
         self._cpus = cpus
         self._free = os.sched_getaffinity(0) if cpus else None
-        self._count = 0
-        self._preempted = _preemptions()
+        self._spins = 0
+        self._taken = 0  # how often, in this review, the core was taken away in the middle of a spin
         self._resting_until = 0.0
-        if cpus and spin:
-            self._bind(True)
+        self._bind(True)
 
-    def budget(self) -> float:
-        """Seconds to spin in the wait that is about to begin."""
-        if not self.spin:
-            return 0.0
-        self._count += 1
-        if self._count % _REVIEW_EVERY == 0:
-            self._review()
-        return 0.0 if self._resting_until else self.spin
-
-    def _review(self) -> None:
-        now = time.monotonic()
+    def spin(self, poll: Callable[[int], object]) -> bool:
+        """Call ``poll(0)`` until it finds something, for as long as it pays; false if it found nothing."""
+        if not self._seconds:
+            return False
+        clock = time.perf_counter
+        last = clock()
         if self._resting_until:
-            if now < self._resting_until:
-                return
+            if last < self._resting_until:
+                return False
             self._resting_until = 0.0
             self._bind(True)
-            self._preempted = _preemptions()
-            return
-        preempted = _preemptions()
-        taken, self._preempted = preempted - self._preempted, preempted
-        if taken * 8 > _REVIEW_EVERY:
-            self._resting_until = now + _REST
+        until = last + self._seconds
+        found = True
+        while not poll(0):
+            now = clock()
+            if now - last > _TAKEN:
+                self._taken += 1
+            if now > until:
+                found = False
+                break
+            last = now
+        self._spins += 1
+        if self._spins == _REVIEW_EVERY:
+            self._review()
+        return found
+
+    def _review(self) -> None:
+        if self._taken * 8 > self._spins:
+            self._resting_until = time.perf_counter() + _REST
             self.rests += 1
             self._bind(False)
+        self._spins = self._taken = 0
 
     def _bind(self, bound: bool) -> None:
         if self._cpus and self._free:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, self._cpus if bound else self._free)
-
-
-def _preemptions() -> int:
-    """How often the kernel took the core away from this thread."""
-    if sys.platform == "win32":
-        return 0
-    return resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)).ru_nivcsw

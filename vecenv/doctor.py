@@ -48,6 +48,7 @@ _BACKENDS: Final = {
     "stable-baselines3": ("stable-baselines3", "the SB3 adapter"),
     "pettingzoo": ("pettingzoo", "multi-agent environments"),
 }
+_THREADED: Final = ("jax", "torch", "tensorflow")  # start threads that do not survive a fork
 _NEEDED: Final = ("gymnasium", "numpy", "cloudpickle")
 
 
@@ -120,12 +121,14 @@ def _start_methods() -> Iterator[Finding]:
     methods = multiprocessing.get_all_start_methods()
     default = multiprocessing.get_start_method(allow_none=True) or methods[0]  # asking must not decide
     yield Finding("start methods", f"{', '.join(sorted(methods))}; default {default}")
-    threads = _thread_count()
-    others = sorted(name for thread in threading.enumerate() if (name := thread.name) != "MainThread")
-    value = f"{threads}" + (f" ({', '.join(others)})" if others else "")
-    if threads > 1 and default == "fork":
+    others = sorted(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
+    libraries = sorted(name for name in _THREADED if name in sys.modules)
+    value = f"{_thread_count()}; of Python: {', '.join(others) or 'only the main one'}"
+    if libraries:
+        value += f"; loaded: {', '.join(libraries)}"
+    if default == "fork" and (others or libraries):
         advice = (
-            "a fork copies locks that other threads hold, and they stay locked in the worker; "
+            "a fork copies the locks that other threads hold, and in a worker they stay locked for ever; "
             'use context="forkserver", or make the vector environment before whatever starts threads'
         )
         yield Finding("threads here", value, "warn", advice)
@@ -135,7 +138,7 @@ def _start_methods() -> Iterator[Finding]:
 
 def _thread_count() -> int:
     with contextlib.suppress(OSError):
-        return len(os.listdir("/proc/self/task"))
+        return len(os.listdir("/proc/self/task"))  # those of C libraries included; numpy's own survive a fork
     return threading.active_count()
 
 

@@ -183,6 +183,9 @@ class Engine:
         if self.failed and not self.policy.restart:
             self.refuse(self.failed)
         seq = self.pool.next_seq()
+        if actions is None and not self.failed:
+            self.pool.ring(seq)
+            return Pending("step", self.pool.workers)
         pending = Pending("step", [])
         for worker in self.pool.workers:
             rows = worker.rows

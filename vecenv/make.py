@@ -84,9 +84,7 @@ def make_vec(
     return envs
 
 
-def register(
-    id: str, *, backend: str = "process", vector_kwargs: Mapping[str, Any] | None = None, **env_kwargs: Any
-) -> str:
+def register(id: str, *, backend: str = "process", vector_kwargs: Mapping[str, Any] | None = None, **env_kwargs: Any) -> str:
     """Give an environment a second name under which ``gymnasium.make_vec`` builds it by vecenv.
 
     ``vecenv.register("CartPole-v1")`` makes ``gymnasium.make_vec("vecenv/CartPole-v1", num_envs=8)`` the same as
@@ -116,9 +114,7 @@ def register(
     return name
 
 
-def _make_registered(
-    num_envs: int, *, id: str, backend: str, options: dict[str, Any], **env_kwargs: Any
-) -> AnyVectorEnv:
+def _make_registered(num_envs: int, *, id: str, backend: str, options: dict[str, Any], **env_kwargs: Any) -> AnyVectorEnv:
     """What Gymnasium calls for a name of :func:`register`."""
     return make_vec(id, num_envs, backend, vector_kwargs=options, **env_kwargs)
 

@@ -33,7 +33,8 @@ _PROBE_STEPS: Final = 3000
 # Seconds. What a batch costs apart from the environments' own steps.
 PER_ENV: Final = 0.5e-6  # action in, observation, reward and flags out
 IN_PROCESS: Final = 10e-6  # a batch in this process
-WITH_CALLER: Final = 16e-6  # the caller's share, and workers that spin on cores of their own
+WITH_CALLER: Final = 12e-6  # the caller's share, and workers that spin on cores of their own
+HANDING_OUT: Final = 1.5e-6  # of which the caller is busy while its workers step already
 BY_WORKERS: Final = 28e-6  # as many workers as cores
 WAKE: Final = 12e-6  # each worker more than cores: a sleep and a wake-up
 
@@ -185,10 +186,11 @@ def _step(env: Any, action: Any) -> bool:
 def caller_share(num_envs: int, workers: int, step: float) -> int:
     """How many environments the caller steps so that it and its workers are done at the same time.
 
-    The caller also hands out actions and collects the batch, so its share is smaller by as many steps as that takes.
+    Most of the caller's work, handing out actions and collecting the batch, is done while nobody steps; its share is smaller
+    by as many steps as the rest takes.
     """
     even = num_envs / (workers + 1)
-    less = WITH_CALLER * 0.75 / max(step + PER_ENV, 1e-9) * workers / (workers + 1)
+    less = HANDING_OUT / max(step + PER_ENV, 1e-9) * workers / (workers + 1)
     return min(max(round(even - less), 1), max(num_envs - workers, 1))
 
 
@@ -208,8 +210,8 @@ def choose(probed: Probe, num_envs: int, cores: int, *, isolate: bool = False) -
         if cores > 1 and num_envs > 1:
             workers = min(cores - 1, num_envs - 1)
             share = caller_share(num_envs, workers, probed.step)
-            slower = max(WITH_CALLER * 0.75 + share * step, -(-(num_envs - share) // workers) * step)
-            choices[f"{workers} + caller"] = (WITH_CALLER * 0.25 + slower, workers, share)
+            slower = max(HANDING_OUT + share * step, -(-(num_envs - share) // workers) * step)
+            choices[f"{workers} + caller"] = (WITH_CALLER + slower, workers, share)
     workers = min(cores, num_envs)
     choices[f"{workers} workers"] = (BY_WORKERS + -(-num_envs // workers) * step, workers, 0)
     if probed.waits > _WAITS:

@@ -34,7 +34,7 @@ from vecenv.channel import Channel, ChannelClosed, Message
 from vecenv.cores import SPIN_SECONDS, Patience, Seat
 from vecenv.errors import EnvError, StartupTimeout, WorkerDied
 from vecenv.failure import BlackBox, DeathWatch, Lifeline, describe_exit, end_group, innermost, summary, unpack
-from vecenv.protocol import Op, Reply
+from vecenv.protocol import Op, Reply, encode
 from vecenv.rows import EnvRows, Failure, Outcome
 from vecenv.shm import Arena, Batch
 from vecenv.wire import load
@@ -46,8 +46,9 @@ if sys.platform != "win32":
 __all__ = ["Answer", "AnyWorker", "CallerWorker", "ProcessWorker", "Request", "WorkerPool"]
 
 _CLOSING: Final = 0  # the sequence number of the last message; all others are above 0
+_PLAIN: Final = int(Reply.PLAIN)
 _TERM_GRACE: Final = 0.25  # between SIGTERM and SIGKILL
-_DESCRIPTORS: Final = 5  # a worker costs the caller: socket, black box, pidfd, sentinel and, under fork, one more pipe
+_DESCRIPTORS: Final = 6  # a worker costs the caller: two pipes, black box, pidfd, sentinel and, under fork, one more
 _SPARE_DESCRIPTORS: Final = 16  # for the length of a start
 _REAP: Final = 0.5  # for the exit code of a process that has ended
 _COMMANDS: Final = {
@@ -141,7 +142,14 @@ class ProcessWorker(_Desk):
     local: Literal[False] = False
 
     def __init__(
-        self, index: int, rows: range, process: Any, channel: Channel, black_box: BlackBox, watch: DeathWatch
+        self,
+        index: int,
+        rows: range,
+        process: Any,
+        channel: Channel,
+        black_box: BlackBox,
+        watch: DeathWatch,
+        with_caller: bool = False,
     ) -> None:
         super().__init__(index, rows)
         self.process = process
@@ -150,6 +158,8 @@ class ProcessWorker(_Desk):
         self.pid: int = process.pid
         self.exitcode: int | None = None
         self.overdue = False  # an answer did not come in time; close() is less patient then
+        self.with_caller = with_caller
+        self._step = Answer(Request(0, Op.STEP, rows))  # the plain step and its plain answer, used again and again
         self._watch = watch
         self.descriptor = watch.add(self.pid, process.sentinel, self)
         self._poll = select.poll()
@@ -178,6 +188,18 @@ class ProcessWorker(_Desk):
         if self.death is not None:
             self._lose_all()
 
+    def ring(self, data: bytes, seq: int) -> None:
+        """Ask for a step of all rows with actions in shared memory: nothing but ``data``, the encoded message."""
+        if self.death is None:
+            self._step.request.seq = seq
+            try:
+                self.channel.ring(data)
+                self.asked.append(self._step.request)
+            except ChannelClosed:
+                self.bury()
+        if self.death is not None:
+            self.replies.append(Answer(self._step.request, death=self.death))
+
     def receive(self) -> bool:
         """Take in one reply if it is there; true if there was one, or if the worker turned out to be dead."""
         if self.death is not None:
@@ -192,11 +214,14 @@ class ProcessWorker(_Desk):
         self._take(message)
         return True
 
-    def _take(self, message: tuple[int, int, bytes | None]) -> None:
+    def _take(self, message: Message) -> None:
         word, seq, payload = message
         if not self.asked or self.asked[0].seq != seq:
             return  # the answer to a question that was given up; never given to another one
         request = self.asked.popleft()
+        if word == _PLAIN and request is self._step.request:
+            self.replies.append(self._step)
+            return
         outcome = None if payload is None else load(payload)
         self.replies.append(Answer(request, word != Reply.PLAIN, outcome))
 
@@ -344,6 +369,7 @@ class WorkerPool:
         self._lifeline = Lifeline()
         self._watch = DeathWatch()
         self._env_fns: dict[int, Sequence[Any]] = {}
+        self._channels: weakref.WeakSet[Channel] = weakref.WeakSet()
         self._queue: deque[tuple[ProcessWorker, Request]] = deque()
         self._patience = Patience(SPIN_SECONDS if options.caller_spins else 0.0)
         self._seq = 0
@@ -384,33 +410,37 @@ class WorkerPool:
         env_fns = self._env_fns[index]
         blobs = env_fns if forks else [_dump_env_fn(row, fn) for row, fn in zip(rows, env_fns, strict=True)]
         seats = self._options.seats
-        mine = theirs = black_box = None
+        ours: list[Any] = []  # to be closed if the start fails
+        theirs: list[Any] = []  # to be closed here in any case
         try:
-            mine, theirs = context.Pipe()
+            up, their_writer = context.Pipe(duplex=False)
+            ours.append(up)
+            theirs.append(their_writer)
+            their_reader, down = context.Pipe(duplex=False)
+            ours.append(down)
+            theirs.append(their_reader)
             black_box = BlackBox()
-            process = context.Process(
-                target=main,
-                name=f"Worker<{self._options.name}>-{index}",
-                args=(
-                    Start(
-                        index, rows[0], blobs, not forks, self._plan, self._arena, theirs, self._lifeline, black_box,
-                        seats[index] if index < len(seats) else Seat(),
-                    ),
-                ),
+            ours.append(black_box)
+            channel = Channel(up, down)
+            self._channels.add(channel)
+            seat = seats[index] if index < len(seats) else Seat()
+            start = Start(
+                index, rows[0], blobs, not forks, self._plan, self._arena, their_reader, their_writer, self._lifeline,
+                black_box, seat,
             )  # fmt: skip
+            process = context.Process(target=main, name=f"Worker<{self._options.name}>-{index}", args=(start,))
             process.daemon = self._options.daemon
             process.start()
-            worker = ProcessWorker(index, rows, process, Channel(mine), black_box, self._watch)
-        except OSError as error:
-            for thing in (mine, black_box):
-                if thing is not None:
-                    thing.close()
-            if error.errno in (errno.EMFILE, errno.ENFILE):
+            worker = ProcessWorker(index, rows, process, channel, black_box, self._watch, seat.with_caller)
+        except BaseException as error:
+            for end in ours:
+                end.close()
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
                 raise _too_few_descriptors(error, workers) from error
             raise
         finally:
-            if theirs is not None:
-                theirs.close()
+            for end in theirs:
+                end.close()
         worker.asked.append(Request(0, Op.RESET, rows))
         return worker
 
@@ -473,6 +503,19 @@ class WorkerPool:
                 return
         worker.post(request)
 
+    def ring(self, seq: int) -> None:
+        """Post a step of all rows, with actions in shared memory, to every worker."""
+        if self._options.max_busy is not None:
+            for worker in self.workers:
+                self.post(worker, Request(seq, Op.STEP, worker.rows))
+            return
+        data = encode(Op.STEP, seq)
+        for worker in self.workers:
+            if isinstance(worker, ProcessWorker):
+                worker.ring(data, seq)
+            else:
+                worker.post(Request(seq, Op.STEP, worker.rows))
+
     def _post_queued(self) -> None:
         while self._queue:
             busy = sum(1 for other in self.workers if not other.local and other.owes)
@@ -491,8 +534,15 @@ class WorkerPool:
         try:
             if self._queue:
                 return self._gather_in_turns(workers, deadline)
+            # whoever shares our core first: it runs when we sleep, and never while we spin
+            first = workers[0]
+            if isinstance(first, ProcessWorker) and first.with_caller and not self._sleep_for(first, deadline):
+                return [late for late in workers if late.owes and not late.receive()]
+            last = workers[-1]
+            if isinstance(last, ProcessWorker) and not self._options.caller_spins:
+                last.wait(None if deadline is None else deadline - time.monotonic())
             for worker in reversed(workers):
-                while isinstance(worker, ProcessWorker) and worker.asked:
+                while worker.asked and not worker.local:
                     if not self._wait_for(worker, deadline):
                         return [late for late in workers if late.owes and not late.receive()]
         finally:
@@ -500,48 +550,48 @@ class WorkerPool:
         return []
 
     def _wait_for(self, worker: ProcessWorker, deadline: float | None) -> bool:
-        if worker.receive():
-            return True
-        if spin := self._patience.budget():
-            clock = time.perf_counter
-            until = clock() + spin
-            while clock() < until:
-                if worker.receive():
-                    return True
-        return worker.wait(None if deadline is None else deadline - time.monotonic())
+        """One attempt at an answer; false when the time was up."""
+        self._patience.spin(worker.channel.poll)
+        return worker.receive() or worker.wait(None if deadline is None else deadline - time.monotonic())
+
+    def _sleep_for(self, worker: ProcessWorker, deadline: float | None) -> bool:
+        while worker.asked:
+            if not worker.wait(None if deadline is None else deadline - time.monotonic()):
+                return False
+            worker.receive()
+        return True
 
     def _gather_in_turns(self, workers: Sequence[AnyWorker], deadline: float | None) -> list[AnyWorker]:
-        waiting = {id(worker) for worker, _ in self._queue}
+        """As :meth:`gather`, when some of ``workers`` may be asked only after others have answered."""
         while self._queue or any(worker.owes for worker in workers):
-            if not self.gather_any(deadline):
+            owed = sum(len(worker.asked) for worker in workers)
+            self._take_in_all()
+            progress = sum(len(worker.asked) for worker in workers) < owed
+            self._post_queued()
+            if not progress and not self._sleep_for_any(None if deadline is None else deadline - time.monotonic()):
                 waiting = {id(worker) for worker, _ in self._queue}
                 return [late for late in workers if late.owes or id(late) in waiting]
-            self._post_queued()
         return []
 
     def gather_any(self, deadline: float | None) -> bool:
         """Take in whatever has been answered, waiting for at least one answer; false when the time was up."""
-        if any(worker.replies for worker in self.workers):
+        while True:
             self._take_in_all()
-            return True
-        while not self._take_in_all():
-            local = next((w for w in self.workers if w.local and w.owes), None)
+            if any(worker.replies for worker in self.workers):
+                return True
+            local = next((worker for worker in self.workers if worker.local and worker.owes), None)
             if local is not None:
                 local.receive()
                 return True
             if not any(worker.owes for worker in self.workers):
                 return False
-            left = None if deadline is None else deadline - time.monotonic()
-            if not self._sleep_for_any(left):
+            if not self._sleep_for_any(None if deadline is None else deadline - time.monotonic()):
                 return False
-        return True
 
-    def _take_in_all(self) -> bool:
-        found = False
+    def _take_in_all(self) -> None:
         for worker in self.workers:
             while worker.asked and not worker.local and worker.receive():
-                found = True
-        return found
+                pass
 
     def _sleep_for_any(self, timeout: float | None) -> bool:
         if self._any is None:
@@ -644,9 +694,8 @@ class WorkerPool:
     def abandon(self) -> None:
         """In a forked child: close the copies of what is the caller's alone."""
         self.abandoned = True
-        for worker in self.workers:
-            if isinstance(worker, ProcessWorker):
-                worker.channel.close()
+        for channel in list(self._channels):
+            channel.close()
         self._lifeline.let_go()
 
     def __repr__(self) -> str:

@@ -623,8 +623,8 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
 
     @property
     def parent_pipes(self) -> list[Any]:
-        """The caller's ends of the workers' pipes."""
-        return [worker.channel.connection for worker in self._pool.workers if isinstance(worker, ProcessWorker)]
+        """The caller's reading ends of the workers' pipes."""
+        return [worker.channel.reader for worker in self._pool.workers if isinstance(worker, ProcessWorker)]
 
     plan: WorkerPlan | None = None
     """Why ``num_workers="auto"`` chose what it chose."""

@@ -50,6 +50,7 @@ _PLAIN: Final = int(Reply.PLAIN)
 _TERM_GRACE: Final = 0.25  # between SIGTERM and SIGKILL
 _DESCRIPTORS: Final = 6  # a worker costs the caller: two pipes, black box, pidfd, sentinel and, under fork, one more
 _SPARE_DESCRIPTORS: Final = 16  # for the length of a start
+_LAST_MOMENTS: Final = 0.5  # between the end of a worker's pipe and the end of its process
 _REAP: Final = 0.5  # for the exit code of a process that has ended
 _COMMANDS: Final = {
     Op.STEP: "step", Op.STEP_SOME: "step", Op.RESET: "reset", Op.RESET_SOME: "reset", Op.REBUILD_SOME: "reset",
@@ -240,8 +241,9 @@ class ProcessWorker(_Desk):
         if self.death is not None:
             return
         command = _COMMANDS[self.asked[0].op] if self.asked else "idle"
-        if not self._watch_says_dead():
-            self.signal(signal.SIGKILL)  # its end of the pipe is gone; whatever it is, it is no worker any more
+        if not self._watch_says_dead():  # whatever it is that has no pipe any more, it is no worker
+            self.signal(signal.SIGKILL)
+            reason = reason or "it closed its pipe, and was ended for that"
         self.exitcode = self._reap()
         stack = innermost(self.black_box.read()) if (self.exitcode or 0) < 0 else ""
         where = f"worker {self.index} (pid {self.pid}, {_envs(self.rows)})"
@@ -260,7 +262,7 @@ class ProcessWorker(_Desk):
     def _watch_says_dead(self) -> bool:
         poll = select.poll()
         poll.register(self.descriptor, select.POLLIN)
-        return bool(poll.poll(20))
+        return bool(poll.poll(_LAST_MOMENTS * 1000))
 
     def _lose_all(self) -> None:
         while self.asked:
@@ -535,11 +537,11 @@ class WorkerPool:
             if self._queue:
                 return self._gather_in_turns(workers, deadline)
             # whoever shares our core first: it runs when we sleep, and never while we spin
-            first = workers[0]
+            first = workers[0] if workers else None
             if isinstance(first, ProcessWorker) and first.with_caller and not self._sleep_for(first, deadline):
                 return [late for late in workers if late.owes and not late.receive()]
-            last = workers[-1]
-            if isinstance(last, ProcessWorker) and not self._options.caller_spins:
+            last = workers[-1] if workers else None
+            if isinstance(last, ProcessWorker) and last.asked and not self._options.caller_spins:
                 last.wait(None if deadline is None else deadline - time.monotonic())
             for worker in reversed(workers):
                 while worker.asked and not worker.local:

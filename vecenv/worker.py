@@ -24,7 +24,7 @@ from gymnasium.vector import AutoresetMode
 
 from vecenv.channel import Channel, ChannelClosed
 from vecenv.cores import Patience, Seat
-from vecenv.failure import BlackBox, Lifeline, pack
+from vecenv.failure import BlackBox, Lifeline, end_own_group, pack
 from vecenv.observations import KEPT, Put, checked_value, tree_writer
 from vecenv.protocol import Op, Reply
 from vecenv.rows import EnvRows, Expected, Failure, Outcome
@@ -145,16 +145,17 @@ def answer(rows: EnvRows, op: int, seq: int, load: Callable[[], Any]) -> Outcome
 
 
 def serve(channel: Channel, rows: EnvRows, patience: Patience) -> bool:
-    """Answer messages until told to close, or until the caller is gone; true if every environment closed cleanly."""
+    """Answer messages until told to close; true if every environment closed cleanly.
+
+    Raises:
+        ChannelClosed: The caller is gone.
+    """
     pid = os.getpid()
     wait, send, step, actions = channel.wait, channel.send, rows.step, rows.actions
     plain_step = int(Op.STEP), None
     plain = int(Reply.PLAIN)
     while True:
-        try:
-            op, seq, payload = wait(patience)
-        except ChannelClosed:
-            return not rows.close().failures
+        op, seq, payload = wait(patience)
         if (op, payload) == plain_step:  # all rows, actions in shared memory: nearly always
             outcome = step(None, actions(None))
             if not outcome.columns and outcome.is_plain() and os.getpid() == pid:
@@ -201,16 +202,21 @@ def main(start: Start) -> None:
     for failure in failures:
         failure.error = pack(failure.error)
     clean = False
+    abandoned = False
     try:
         channel.send(Reply.READY, 0, pickle.dumps(Ready(os.getpid(), failures, mismatches)))
         if rows is not None:
             clean = serve(channel, rows, Patience(start.seat.spin, start.seat.cpus))
     except ChannelClosed:  # the caller closed or died; there is nobody to tell
-        clean = True
+        clean = abandoned = True
+        if rows is not None:
+            rows.close()
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
+    if abandoned:  # nobody is left to see to the helpers that environments started
+        end_own_group()
     if not clean:
         raise SystemExit(1)
 

@@ -78,6 +78,23 @@ class Channel:
             self._partial += data
         return self._receive_rest()
 
+    def take(self, expected: bytes) -> bool:
+        """Take in the next message if it is this one, a few bytes without a payload; any other stays to be received."""
+        if self._partial or self._inbox:
+            return False
+        try:
+            data = os.read(self.fd, _HEAD)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise ChannelClosed from error
+        if data == expected:
+            return True
+        if not data:
+            raise ChannelClosed
+        self._partial += data
+        return False
+
     def _receive_rest(self) -> Message | None:
         while True:
             missing = self._missing()
@@ -149,9 +166,12 @@ class Channel:
 
     def wait(self, patience: Patience) -> Message:
         """Block until a message is there; ``patience`` says how long to poll without sleeping first."""
-        if not self.blocks and not patience.spin(self.poll):
-            self.poll()
-        message = self.receive()
+        if self.blocks:
+            message = self._inbox.popleft() if self._inbox else self._read()
+        else:
+            if not patience.spin(self.poll):
+                self.poll()
+            message = self.receive()
         while message is None:
             self.poll()
             message = self.receive()

@@ -89,6 +89,11 @@ class _Desk:
         self.death: WorkerDied | None = None
 
     @property
+    def rung(self) -> bool:
+        """Whether all that is asked is one plain step."""
+        return False
+
+    @property
     def owes(self) -> bool:
         """Whether an answer is still to come."""
         return bool(self.asked)
@@ -188,6 +193,19 @@ class ProcessWorker(_Desk):
         self.asked.append(request)
         if self.death is not None:
             self._lose_all()
+
+    @property
+    def rung(self) -> bool:
+        return len(self.asked) == 1 and self.asked[0] is self._step.request
+
+    def take_plain(self, expected: bytes) -> None:
+        """Take in the plain answer to :meth:`ring` if it is there; anything else is left to :meth:`receive`."""
+        try:
+            if self.channel.take(expected):
+                self.asked.clear()
+                self.replies.append(self._step)
+        except ChannelClosed:
+            self.bury()
 
     def ring(self, data: bytes, seq: int) -> None:
         """Ask for a step of all rows with actions in shared memory: nothing but ``data``, the encoded message."""
@@ -543,6 +561,10 @@ class WorkerPool:
             last = workers[-1] if workers else None
             if isinstance(last, ProcessWorker) and last.asked and not self._options.caller_spins:
                 last.wait(None if deadline is None else deadline - time.monotonic())
+                expected = encode(_PLAIN, last.asked[-1].seq) if last.asked else b""
+                for worker in reversed(workers):
+                    if worker.rung and not worker.local:
+                        worker.take_plain(expected)
             for worker in reversed(workers):
                 while worker.asked and not worker.local:
                     if not self._wait_for(worker, deadline):

@@ -157,8 +157,8 @@ class EnvRows:
         self._schemas = batch.info_schemas[mine]
         self._final = batch.final[mine]
         self._step_time = batch.step_time[mine]
-        self._worker_time = batch.worker_time[worker : worker + 1]
-        self._worker_steps = batch.worker_steps[worker : worker + 1]
+        self._worker_time = memoryview(batch.worker_time[worker : worker + 1])
+        self._worker_steps = memoryview(batch.worker_steps[worker : worker + 1])
         self._infos = InfoWriter(self._schemas, batch.infos[mine])
         self._direct, self._direct_rows = self._direct_writes(observation_tree)
         self._out = Outcome()

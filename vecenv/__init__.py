@@ -25,6 +25,8 @@ __all__ = ["AsyncVectorEnv", "Plan", "__version__", "errors", "make_vec", "plan"
 
 _LAZY: dict[str, str] = {
     # public name -> module that holds it ("" after the colon: the module itself)
+    "MultiAgentVecEnv": "vecenv.multi_agent:MultiAgentVecEnv",
+    "jax": "vecenv.jax:",
     "make_vec": "vecenv.make:make_vec",
     "register": "vecenv.make:register",
     "testing": "vecenv.testing:",

@@ -1,9 +1,8 @@
 """The engine: rows of environments that are asked and answer, whatever they look like from outside.
 
-It owns the shared block, the store of observations, the reader of infos and the pool of workers, and three tables that say
-how each row is: ``failed`` (what happened to a row that has to be rebuilt), ``in_flight`` (which rows were sent and not yet
-received) and the queue of rows that are ready. Which calls are legal, what an action space is and what a caller sees is the
-business of the classes on top (:mod:`vecenv.vector_env`).
+It owns the shared block, the store of observations, the reader of infos, the pool of workers, the ledger of failures
+(:mod:`vecenv.ledger`) and the table of rows that are on their way (:mod:`vecenv.first_ready`). Which calls are legal, what
+an action space is and what a caller sees is the business of the classes on top (:mod:`vecenv.vector_env`).
 
 Under ``on_failure="restart"`` a row that was lost comes back in the same step: truncated, reward 0, ``restarted`` in its
 info, its last good observation as ``final_obs``, and then what the autoreset mode has to say.
@@ -13,31 +12,31 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from gymnasium import logger
-from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode
 
 from vecenv.cores import seats
-from vecenv.errors import EnvFailed, ErrorRecord, StepTimeout, WorkerDied
+from vecenv.errors import StepTimeout, WorkerDied
 from vecenv.failure import PackedError, RestartBudget, summary
+from vecenv.first_ready import FirstReady
 from vecenv.infos import NO_INFO, InfoReader
+from vecenv.ledger import Ledger
 from vecenv.observations import Store
-from vecenv.pool import Answer, AnyWorker, CallerWorker, PoolOptions, ProcessWorker, Request, WorkerPool, raise_ready
+from vecenv.pool import PoolOptions, WorkerPool
 from vecenv.protocol import Op
+from vecenv.requests import Pending, Result
 from vecenv.rows import Failure
 from vecenv.shm import Arena, Batch, Layout
 from vecenv.shm.layout import Array
 from vecenv.worker import Plan, Ready, make_rows
+from vecenv.workers import Answer, AnyWorker, CallerWorker, ProcessWorker, Request
 
-__all__ = ["Engine", "Pending", "Policy", "Result", "shares"]
-
-_KEPT_ERRORS: Final = 1000
+__all__ = ["Engine", "Policy", "shares"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,30 +54,6 @@ class Policy:
     restart_period: float = 60.0
     step_timeout: float | None = None
     start_timeout: float = 60.0
-
-
-@dataclass(slots=True)
-class Pending:
-    """A request to (nearly) everybody whose answers are owed."""
-
-    command: str
-    workers: list[AnyWorker]
-    mask: Array | None = None
-    lost: list[int] = field(default_factory=list)
-    seeds: Sequence[Any] | None = None
-    options: dict[str, Any] | None = None
-
-
-@dataclass(slots=True)
-class Result:
-    """What a round of answers amounts to, apart from what lies in shared memory."""
-
-    columns: bool = False
-    infos: dict[int, Any] = field(default_factory=dict)
-    finals: dict[int, Any] = field(default_factory=dict)
-    results: dict[int, Any] = field(default_factory=dict)
-    failures: list[tuple[Failure, AnyWorker]] = field(default_factory=list)
-    deaths: list[WorkerDied] = field(default_factory=list)
 
 
 def shares(num_envs: int, parts: int, first: int = 0) -> list[range]:
@@ -115,21 +90,16 @@ class Engine:
         self.num_envs = len(env_fns)
         self.policy = policy
         self.mode = plan.autoreset_mode
-        self.errors: deque[ErrorRecord] = deque(maxlen=_KEPT_ERRORS)
-        self.failed: dict[int, str] = {}
-        self.in_flight = np.zeros(self.num_envs, np.bool_)
-        self.underway = 0  # how many rows are in flight
-        self.ready: deque[int] = deque()
+        self.ledger = Ledger()
+        self.failed = self.ledger.failed
         self.restarts = 0
         self.resets = 0
         self.env_steps = 0
         self.began = time.monotonic()
-        self._row_results = Result()
         self._said: set[str] = set()
         self._budget = RestartBudget(policy.restart_limit, policy.restart_period)
         self._seeds = np.random.SeedSequence()
         self._last_good: Any = None
-        self._latest_death: WorkerDied | None = None
 
         arena = Arena(layout.size)
         self.batch = layout.view(arena.buffer)
@@ -145,6 +115,7 @@ class Engine:
             raise
         self.worker_of: list[AnyWorker] = []
         self._index_workers()
+        self.first_ready = FirstReady(self)
 
     def _start(self, env_fns: Sequence[Callable[[], Any]], plan: Plan, num_workers: int, caller_share: int) -> None:
         rows = shares(self.num_envs - caller_share, num_workers, caller_share) if num_workers else []
@@ -167,7 +138,7 @@ class Engine:
 
     def _raise_start(self, failures: Sequence[Failure], worker: AnyWorker) -> None:
         if failures:
-            raise self._record(failures[0], worker, "start")
+            raise self.ledger.record(failures[0], worker, "start")
 
     def _index_workers(self) -> None:
         table: list[Any] = [None] * self.num_envs
@@ -181,7 +152,7 @@ class Engine:
     def ask_step(self, actions: list[Any] | None) -> Pending:
         """Step every row. ``actions``: one a row, or ``None`` if they are in shared memory."""
         if self.failed and not self.policy.restart:
-            self.refuse(self.failed)
+            self.ledger.refuse(self.failed)
         seq = self.pool.next_seq()
         if actions is None and not self.failed:
             self.pool.ring(seq)
@@ -231,7 +202,7 @@ class Engine:
         """``CALL``, ``SET_ATTR`` or ``EXEC``; workers for which ``payload_of`` gives ``None`` are left out."""
         dead = [row for row, worker in enumerate(self.worker_of) if worker.death is not None]
         if dead:
-            self.refuse({row: self.failed.get(row, "its worker died") for row in dead})
+            self.ledger.refuse({row: self.failed.get(row, "its worker died") for row in dead})
         payloads = [(worker, payload_of(worker)) for worker in self.pool.workers]
         seq = self.pool.next_seq()
         pending = Pending(command, [worker for worker, payload in payloads if payload is not None])
@@ -239,14 +210,6 @@ class Engine:
             if payload is not None:
                 self.pool.post(worker, Request(seq, op, worker.rows, payload))
         return pending
-
-    def refuse(self, failed: dict[int, str]) -> None:
-        """Say which rows need a reset first."""
-        rows = sorted(failed)
-        raise EnvFailed(
-            f"envs {rows} failed earlier and have to be rebuilt by reset() (or a reset_mask that includes them) first: "
-            f"env {rows[0]}: {failed[rows[0]]}"
-        )
 
     def _revive(self, workers: Iterable[AnyWorker]) -> None:
         for worker in list(workers):
@@ -275,19 +238,19 @@ class Engine:
         late = self.pool.gather(pending.workers, None if limit is None else time.monotonic() + limit)
         if late:
             if not (hang and self.policy.restart):
-                raise self._timeout(late, pending.command, limit)
-            self._end_hanging(late, limit)
+                raise self.timeout_error(late, pending.command, limit)
+            self.end_hanging(late, limit)
         answers = [(worker, worker.replies.popleft()) for worker in pending.workers]
-        result = self._absorb(answers)
+        result = self.absorb(answers)
         if pending.command == "step":
             self.env_steps += self.num_envs
         if result.failures or result.deaths or pending.lost:
-            self._settle(result, pending)
+            self.settle(result, pending)
         if self.policy.restart and pending.command in ("step", "reset"):
             self._last_good = self.store.batch(copy=True)
         return result
 
-    def _end_hanging(self, late: Sequence[AnyWorker], limit: float | None) -> None:
+    def end_hanging(self, late: Sequence[AnyWorker], limit: float | None) -> None:
         for worker in late:
             if isinstance(worker, ProcessWorker):
                 stack = worker.stack()
@@ -296,7 +259,7 @@ class Engine:
                     f"it hung for more than {limit} seconds and was killed" + (f"; it was at:\n{stack}" if stack else "")
                 )
 
-    def _timeout(self, late: Sequence[AnyWorker], command: str, limit: float | None) -> StepTimeout:
+    def timeout_error(self, late: Sequence[AnyWorker], command: str, limit: float | None) -> StepTimeout:
         text = f"The call to `{_wait_name(command)}` has timed out after {limit} second(s)."
         for worker in late[:4]:
             worker.overdue = True
@@ -308,7 +271,7 @@ class Engine:
                 text += f"\n{stack}" if stack else ""
         return StepTimeout(text + "\nThe answer is still owed: wait again, or close().")
 
-    def _absorb(self, answers: Iterable[tuple[AnyWorker, Answer]]) -> Result:
+    def absorb(self, answers: Iterable[tuple[AnyWorker, Answer]]) -> Result:
         result = Result()
         for worker, answer in answers:
             if answer.columns:
@@ -332,68 +295,29 @@ class Engine:
 
     # -- failures ---------------------------------------------------------------------------------------------------
 
-    def _record(self, failure: Failure, worker: AnyWorker, command: str) -> Exception:
-        """The exception of a failure, and its entry in ``errors`` and ``failed``."""
-        who = f"stepped by the caller, pid {worker.pid}" if worker.local else f"worker {worker.index}, pid {worker.pid}"
-        packed = failure.error
-        text = packed.text if isinstance(packed, PackedError) else ""
-        error = raise_ready(packed, f"env {failure.env}, {who}, during {command}")
-        if "daemonic processes are not allowed" in summary(error):
-            error.add_note("environments that start processes of their own need AsyncVectorEnv(..., daemon=False)")
-        record = ErrorRecord(
-            failure.env, -1 if worker.local else worker.index, worker.pid, command, error, text, time.monotonic()
-        )
-        self.errors.append(record)
-        if failure.fatal:
-            self.failed[failure.env] = summary(error)
-        return error
-
-    def _record_death(self, death: WorkerDied) -> None:
-        text = str(death)
-        self._latest_death = death
-        self.errors.append(ErrorRecord(None, death.worker, death.pid or 0, death.command, death, text, time.monotonic()))
-        for row in death.envs:
-            self.failed[row] = text.partition("\n")[0]
-
-    def _settle(self, result: Result, pending: Pending) -> None:
+    def settle(self, result: Result, pending: Pending) -> None:
         """Raise what went wrong, or rebuild it."""
         command = pending.command
         deaths = {death.worker: death for death in result.deaths}
         for death in deaths.values():
-            self._record_death(death)
+            self.ledger.record_death(death)
         raised = sorted(
-            [(failure.env, failure, worker, self._record(failure, worker, command)) for failure, worker in result.failures],
+            [
+                (failure.env, failure, worker, self.ledger.record(failure, worker, command))
+                for failure, worker in result.failures
+            ],
             key=lambda entry: entry[0],
         )
         if self.policy.restart and command in ("step", "reset"):
             lost = sorted(set(pending.lost) | set(self.failed))
             self._restart(lost, result, pending)
             return
-        errors: list[Exception] = [error for *_, error in raised]
-        if command in ("step", "reset"):
-            self._log(raised)
-        if not errors:
-            raise _one_death(list(deaths.values()))
-        for env, _, _, error in raised[1:]:
-            errors[0].add_note(f"also failed: env {env}: {summary(error)}")
-        for death in deaths.values():
-            errors[0].add_note(f"also: {death}")
-        raise errors[0]
-
-    def _log(self, raised: Sequence[tuple[int, Failure, AnyWorker, Exception]]) -> None:
-        """Gymnasium's own messages, once an environment and once for all."""
-        if not raised:
-            return
-        for env, failure, _, error in raised:
-            packed = failure.error
-            logger.error(f"Received the following error from Worker-{env} - Shutting it down")
-            logger.error("%s", packed.text if isinstance(packed, PackedError) else _traceback(error))
-        logger.error("Raising the last exception back to the main process.")
+        self.ledger.raise_all(raised, list(deaths.values()), log=command in ("step", "reset"))
 
     def _restart(self, lost: list[int], result: Result, pending: Pending) -> None:
         """Rebuild the rows in ``lost``, and write what the caller is to see of them."""
         command = pending.command
-        lost = self._rebuild(lost, pending)
+        lost = self._rebuild(lost, pending, result)
         result.columns = True
         rebuilt = result.infos
         for row in lost:
@@ -414,7 +338,7 @@ class Engine:
                     if self.mode is not AutoresetMode.SAME_STEP:
                         self.store.put_row(row, last)
 
-    def _rebuild(self, lost: list[int], pending: Pending) -> list[int]:
+    def _rebuild(self, lost: list[int], pending: Pending, result: Result) -> list[int]:
         """New environments for the rows in ``lost``, within the budget; returns the rows that were rebuilt."""
         rebuilt: set[int] = set()
         todo = set(lost)
@@ -434,14 +358,14 @@ class Engine:
                     self.failed.update(dict.fromkeys(worker.rows, str(error).partition("\n")[0]))
             if any(self.worker_of[row].death is not None for row in todo):
                 continue
-            failed = self._ask_rebuild(sorted(todo), pending)
+            failed = self._ask_rebuild(sorted(todo), pending, result)
             rebuilt |= todo
             todo = failed
         for row in rebuilt:
             self.failed.pop(row, None)
         return sorted(rebuilt)
 
-    def _ask_rebuild(self, rows: list[int], pending: Pending) -> set[int]:
+    def _ask_rebuild(self, rows: list[int], pending: Pending, result: Result) -> set[int]:
         """Ask for new environments; returns the rows that failed again.
 
         Those that failed in a reset get the seed and the options of that reset again, all others a fresh seed.
@@ -462,24 +386,24 @@ class Engine:
         limit = self.policy.start_timeout + (self.policy.step_timeout or 0.0)
         late = self.pool.gather(asked, time.monotonic() + limit)
         if late:
-            self._end_hanging(late, limit)
+            self.end_hanging(late, limit)
         answers = []
         for worker in asked:
             own = next(reply for reply in worker.replies if reply.request.seq == seq)
             worker.replies.remove(own)
             answers.append((worker, own))
-        again = self._absorb(answers)
+        again = self.absorb(answers)
         for death in again.deaths:
-            self._record_death(death)
+            self.ledger.record_death(death)
         for failure, worker in again.failures:
-            self._record(failure, worker, "reset")
-        self._row_results.infos.update(again.infos)
+            self.ledger.record(failure, worker, "reset")
+        result.infos.update(again.infos)
         lost = {row for death in again.deaths for row in death.envs} | {failure.env for failure, _ in again.failures}
         return lost
 
     def _give_up(self) -> None:
         causes = "\n".join(f"- {cause}" for cause in self._budget.causes)
-        last = self._latest_death
+        last = self.ledger.latest_death
         raise WorkerDied(
             f"more than {self._budget.limit} restarts within {self._budget.period} seconds; the last causes:\n{causes}",
             worker=last.worker if last else self.worker_of[min(self.failed)].index,
@@ -487,6 +411,12 @@ class Engine:
             exitcode=last.exitcode if last else None,
             envs=sorted(self.failed), command="restart",
         )  # fmt: skip
+
+    def remember(self, rows: list[int]) -> None:
+        """Keep the observations of some rows as their last good ones."""
+        if self._last_good is None:
+            self._last_good = self.store.batch(copy=True)
+        _copy_rows(self._last_good, self.store, rows, self._layout)
 
     # -- what the caller gets ---------------------------------------------------------------------------------------
 
@@ -505,94 +435,6 @@ class Engine:
         flags = self.batch.final
         return {row: tree.build(iter([leaf[row].copy() for leaf in leaves])) for row in rows if flags[row]}
 
-    # -- first-ready batches ----------------------------------------------------------------------------------------
-
-    def send(self, rows: Array, actions: list[Any] | None) -> None:
-        """Step some idle rows; ``actions`` in the order of ``rows``, or ``None`` if they are in shared memory."""
-        order = np.argsort(rows, kind="stable")
-        seq = self.pool.next_seq()
-        self.batch.requested[rows] = seq
-        self.in_flight[rows] = True
-        self.underway += len(rows)
-        by_worker: dict[int, tuple[AnyWorker, list[int]]] = {}
-        for position in order.tolist():
-            worker = self.worker_of[int(rows[position])]
-            by_worker.setdefault(id(worker), (worker, []))[1].append(position)
-        for worker, positions in by_worker.values():
-            mine = [int(rows[position]) for position in positions]
-            payload = None if actions is None else [actions[position] for position in positions]
-            self.pool.post(worker, Request(seq, Op.STEP_SOME, mine, payload))
-
-    def launch(self, pending: Pending) -> None:
-        """Turn a request to everybody into rows in flight, to be received as they come."""
-        rows = np.arange(self.num_envs) if pending.mask is None else np.flatnonzero(pending.mask)
-        self.in_flight[rows] = True
-        self.underway += len(rows)
-
-    def receive(self, count: int, timeout: float | None) -> tuple[Array, Result]:
-        """The next ``count`` rows, in the order in which they became ready, and what came with them."""
-        limit = self.policy.step_timeout if timeout is None else timeout
-        deadline = None if limit is None else time.monotonic() + limit
-        while len(self.ready) < count:
-            if len(self.ready) + self.underway < count:
-                raise NoAsyncCallError(
-                    f"Calling `recv` for {count} environments, but only {self.underway} are in flight and "
-                    f"{len(self.ready)} are ready: send() more first.",
-                    "recv",
-                )
-            if not self.pool.gather_any(deadline):
-                late = [worker for worker in self.pool.workers if worker.owes]
-                if timeout is not None or not self.policy.restart:
-                    raise self._timeout(late, "recv", limit)
-                self._end_hanging(late, limit)
-            self._collect()
-        rows = np.array([self.ready.popleft() for _ in range(count)], np.intp)
-        kept = self._row_results
-        mine = Result(columns=True)
-        for row in rows.tolist():
-            if row in kept.infos:
-                mine.infos[row] = kept.infos.pop(row)
-            if row in kept.finals:
-                mine.finals[row] = kept.finals.pop(row)
-        self.env_steps += count
-        return rows, mine
-
-    def _collect(self) -> None:
-        """Move every answer that has come from the workers' queues to the queue of ready rows."""
-        for worker in self.pool.workers:
-            while worker.replies:
-                self._collect_one(worker, worker.replies.popleft())
-
-    def _collect_one(self, worker: AnyWorker, answer: Answer) -> None:
-        rows = list(answer.request.rows)
-        self._landed(rows)
-        result = self._absorb([(worker, answer)])
-        command = "reset" if answer.request.op in (Op.RESET, Op.RESET_SOME) else "step"
-        if command == "reset":
-            self.batch.rewards[rows] = 0.0
-            self.batch.terminations[rows] = False
-            self.batch.truncations[rows] = False
-        if not answer.columns:
-            self.batch.info_schemas[rows] = NO_INFO
-        bad = {failure.env for failure, _ in result.failures if failure.fatal} | (set(rows) if answer.death else set())
-        if self.policy.restart:
-            if self._last_good is None:
-                self._last_good = self.store.batch(copy=True)
-            _copy_rows(self._last_good, self.store, [row for row in rows if row not in bad], self._layout)
-        self.ready.extend(row for row in rows if row not in bad or self.policy.restart)
-        self._row_results.infos.update(result.infos)
-        self._row_results.finals.update(result.finals)
-        if result.failures or result.deaths:
-            try:
-                self._settle(result, Pending(command, [worker], lost=sorted(bad)))
-            finally:
-                self._row_results.infos.update(result.infos)
-                self._row_results.finals.update(result.finals)
-
-    def _landed(self, rows: list[int]) -> None:
-        self.in_flight[rows] = False
-        self.underway -= len(rows)
-
     def infos_of(self, rows: Array, result: Result) -> dict[Any, Any]:
         """The infos of some rows, compact."""
         listed = rows.tolist()
@@ -604,33 +446,6 @@ class Engine:
             {positions[row]: info for row, info in result.infos.items()},
             {positions[row]: observation for row, observation in finals.items()},
         )
-
-    def drain(self, timeout: float | None) -> None:
-        """Wait for everything in flight and forget it, before a reset of everybody."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while self.underway:
-            if not self.pool.gather_any(deadline):
-                raise self._timeout([worker for worker in self.pool.workers if worker.owes], "recv", timeout)
-            for worker in self.pool.workers:
-                while worker.replies:
-                    answer = worker.replies.popleft()
-                    self._landed(list(answer.request.rows))
-                    result = self._absorb([(worker, answer)])
-                    for death in result.deaths:
-                        self._record_death(death)
-                    for failure, _ in result.failures:
-                        self._record(failure, worker, "step")
-        self.ready.clear()
-        self._row_results = Result()
-
-    def require_nothing_in_flight(self, method: str) -> None:
-        """First-ready batches and calls to everybody do not mix."""
-        if self.underway or self.ready:
-            raise AlreadyPendingCallError(
-                f"Calling `{method}` while {self.underway} environments are in flight by `send` and "
-                f"{len(self.ready)} are ready for `recv`.",
-                "send",
-            )
 
     # -- figures and end --------------------------------------------------------------------------------------------
 
@@ -651,7 +466,7 @@ class Engine:
             "straggler_share": 1.0 - spent / (busiest * len(self.batch.worker_time)) if busiest > 0 else 0.0,
             "resets": float(self.resets),
             "restarts": float(self.restarts),
-            "errors": float(len(self.errors)),
+            "errors": float(len(self.ledger.errors)),
             "bytes_pickled": float(sum(w.channel.bytes_pickled for w in self.pool.workers if isinstance(w, ProcessWorker))),
         }
 
@@ -666,24 +481,6 @@ class Engine:
 
 def _wait_name(command: str) -> str:
     return {"set_attr": "set_attr", "exec_func": "exec_func_fetch", "recv": "recv"}.get(command, f"{command}_wait")
-
-
-def _one_death(deaths: Sequence[WorkerDied]) -> WorkerDied:
-    """One error for all workers that died in one call."""
-    if len(deaths) == 1:
-        return deaths[0]
-    first = deaths[0]
-    text = f"{len(deaths)} workers died:\n" + "\n".join(str(death) for death in deaths)
-    return WorkerDied(
-        text, worker=first.worker, envs=sorted(row for death in deaths for row in death.envs), pid=first.pid,
-        exitcode=first.exitcode, command=first.command,
-    )  # fmt: skip
-
-
-def _traceback(error: BaseException) -> str:
-    import traceback
-
-    return "".join(traceback.format_exception(error))
 
 
 def _pick(batch: Any, row: int, layout: Layout) -> Any:

@@ -30,16 +30,18 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
 from vecenv.actions import ActionStage
 from vecenv.cores import usable_cores
-from vecenv.engine import Engine, Pending, Policy
+from vecenv.engine import Engine, Policy
 from vecenv.errors import BusyError, ErrorRecord, ForkedError, StepTimeout
 from vecenv.observations import PickledStore, RegisteredStore, SharedStore, Store, has_dynamic_part
 from vecenv.plan import Plan as WorkerPlan
 from vecenv.plan import caller_share, choose, probe
-from vecenv.pool import AnyWorker, PoolOptions, ProcessWorker, WorkerPool, refuse_to_start_while_importing_main
+from vecenv.pool import PoolOptions, WorkerPool, refuse_to_start_while_importing_main
 from vecenv.protocol import Op, Phase, advance
+from vecenv.requests import Pending
 from vecenv.rows import Expected
 from vecenv.shm import Batch, Layout, fixed_tree
 from vecenv.worker import Plan
+from vecenv.workers import AnyWorker, ProcessWorker
 
 __all__ = ["AsyncVectorEnv"]
 
@@ -312,9 +314,12 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         after = advance(self._phase, "reset_async", type(self).__name__)
         mask = None
         if options is not None and "reset_mask" in options:
-            mask = self._reset_mask(options.pop("reset_mask"))
-        if self._engine.underway or self._engine.ready:
-            self._engine.drain(None)
+            # The caller's dict stays as it is. Gymnasium pops the mask out of it, so that its own RecordEpisodeStatistics,
+            # which looks for the mask after the reset, clears the statistics of everybody.
+            mask = self._reset_mask(options["reset_mask"])
+            options = {key: value for key, value in options.items() if key != "reset_mask"}
+        if not self._engine.first_ready.idle:
+            self._engine.first_ready.drain(None)
         self._pending = self._engine.ask_reset(seeds, options, mask)
         self._phase = after
 
@@ -376,10 +381,9 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         """
         after = advance(self._phase, "step_async", type(self).__name__)
         engine = self._engine
-        if engine.ready or engine.underway:
-            engine.require_nothing_in_flight("step_async")
+        engine.first_ready.require_nothing("step_async")
         if engine.failed and not engine.policy.restart:
-            engine.refuse(engine.failed)
+            engine.ledger.refuse(engine.failed)
         self._pending = engine.ask_step(self._stage.put(actions))
         self._phase = after
 
@@ -444,16 +448,16 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
             advance(self._phase, "step_async", type(self).__name__)
         engine = self._engine
         rows = self._latest if env_id is None else self._env_ids(env_id)
-        waiting = [row for row in rows.tolist() if engine.in_flight[row]]
-        waiting += [row for row in rows.tolist() if row in engine.ready]
+        flow = engine.first_ready
+        waiting = [row for row in rows.tolist() if flow.in_flight[row] or row in flow.ready]
         if waiting:
             raise AlreadyPendingCallError(
                 f"Calling `send` for envs {waiting}, which are still in flight: `recv` them first.", "send"
             )
         failed = {row: engine.failed[row] for row in rows.tolist() if row in engine.failed}
         if failed:
-            engine.refuse(failed)
-        engine.send(rows, self._stage.put_some(actions, rows))
+            engine.ledger.refuse(failed)
+        flow.send(rows, self._stage.put_some(actions, rows))
 
     def _env_ids(self, env_id: Any) -> npt.NDArray[np.intp]:
         rows = np.asarray(env_id)
@@ -485,12 +489,12 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         """
         engine = self._engine
         if self._phase is Phase.WAITING_RESET and self._pending is not None:
-            engine.launch(self._pending)
+            engine.first_ready.launch(self._pending)
             self._pending = None
             self._phase = Phase.DEFAULT
         elif self._phase is not Phase.DEFAULT:
             advance(self._phase, "reset_async", type(self).__name__)
-        rows, result = engine.receive(self.batch_size, timeout)
+        rows, result = engine.first_ready.receive(self.batch_size, timeout)
         infos = engine.infos_of(rows, result)
         infos["env_id"], infos["_env_id"] = rows.copy(), np.ones(len(rows), np.bool_)
         self._latest = rows
@@ -508,7 +512,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
     def call_async(self, name: str, /, *args: object, **kwargs: object) -> None:
         """Begin a :meth:`call`."""
         after = advance(self._phase, "call_async", type(self).__name__)
-        self._engine.require_nothing_in_flight("call_async")
+        self._engine.first_ready.require_nothing("call_async")
         if name in _RESERVED:
             raise ValueError(f"Trying to call function `{name}` with `call`, use `{name}` directly instead.")
         payload = (name, args, kwargs)
@@ -543,7 +547,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
     ) -> None:
         """Begin an :meth:`exec_func`."""
         after = advance(self._phase, "call_async", type(self).__name__)
-        self._engine.require_nothing_in_flight("exec_func")
+        self._engine.first_ready.require_nothing("exec_func")
         if not callable(func):
             raise TypeError(f"exec_func wants a function of an environment, got {func!r}")
         if indices is None:
@@ -580,7 +584,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
                 f"Got `{len(values)}` values for {self.num_envs} environments."
             )
         advance(self._phase, "set_attr", type(self).__name__)
-        self._engine.require_nothing_in_flight("set_attr")
+        self._engine.first_ready.require_nothing("set_attr")
         each = values
         _require_picklable(each, self.num_workers)
         pending = self._engine.ask_call(Op.SET_ATTR, lambda worker: (name, [each[row] for row in worker.rows]), "set_attr")
@@ -632,12 +636,12 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
     @property
     def errors(self) -> deque[ErrorRecord]:
         """What failed so far, oldest first, at most 1,000 records."""
-        return self._engine.errors
+        return self._engine.ledger.errors
 
     @property
     def error_queue(self) -> deque[ErrorRecord]:
         """Gymnasium's name for :attr:`errors`."""
-        return self._engine.errors
+        return self._engine.ledger.errors
 
     @property
     def _state(self) -> AsyncState:

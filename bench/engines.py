@@ -1,0 +1,178 @@
+"""Everybody else's engines behind the same three methods, each optional.
+
+A missing library leaves its row out with a word. Libraries that reset within the step, or leave resetting
+to the caller, do more than ``num_envs`` units of work in a step when episodes end; each reset is to their
+credit. All of them start their processes by fork here: it changes nothing about stepping, and saves minutes
+of importing torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from vecenv.benchmark import (
+    Candidate,
+    EnvFn,
+    Runner,
+    Sample,
+    Unavailable,
+    default_candidates,
+    run_for,
+    sample_actions,
+)
+
+
+def _need(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise Unavailable(f"{package} is not installed ({error})") from None
+
+
+class StableBaselines3:
+    """``SubprocVecEnv``: one process an environment; resets within the step."""
+
+    def __init__(self, env_fn: EnvFn, num_envs: int, workers: int) -> None:
+        module = _need("stable_baselines3.common.vec_env", "stable-baselines3")
+        self.envs = module.SubprocVecEnv([env_fn] * num_envs, start_method="fork")
+        self._next = itertools.cycle(sample_actions(self.envs.action_space, num_envs)).__next__
+        self.envs.reset()
+
+    def _step(self) -> int:
+        dones = self.envs.step(self._next())[2]
+        return len(dones) + int(np.count_nonzero(dones))
+
+    def run(self, seconds: float) -> Sample:
+        return run_for(self._step, seconds)
+
+    def close(self) -> None:
+        self.envs.close()
+
+
+class Tianshou:
+    """``ShmemVectorEnv``: one process an environment, observations in shared memory; the caller resets."""
+
+    def __init__(self, env_fn: EnvFn, num_envs: int, workers: int) -> None:
+        module = _need("tianshou.env", "tianshou")
+        self.envs = module.ShmemVectorEnv([env_fn] * num_envs)
+        self._next = itertools.cycle(sample_actions(self.envs.action_space[0], num_envs)).__next__
+        self.envs.reset()
+
+    def _step(self) -> int:
+        _, _, terminated, truncated, _ = self.envs.step(self._next())
+        ended = np.flatnonzero(terminated | truncated)
+        if len(ended):
+            self.envs.reset(ended)
+        return len(terminated) + len(ended)
+
+    def run(self, seconds: float) -> Sample:
+        return run_for(self._step, seconds)
+
+    def close(self) -> None:
+        self.envs.close()
+
+
+def _torchrl_env(env_fn: EnvFn) -> Any:
+    from torchrl.envs import GymWrapper
+
+    return GymWrapper(env_fn(), categorical_action_encoding=True)
+
+
+class TorchRL:
+    """``ParallelEnv``: one process an environment, everything in shared tensors; resets after the step."""
+
+    def __init__(self, env_fn: EnvFn, num_envs: int, workers: int) -> None:
+        module = _need("torchrl.envs", "torchrl")
+        importlib.import_module("torch").set_num_threads(1)
+        self.envs = module.ParallelEnv(num_envs, partial(_torchrl_env, env_fn), mp_start_method="fork")
+        self._state = self.envs.reset()
+        self._next = itertools.cycle([self.envs.action_spec.rand() for _ in range(64)]).__next__
+
+    def _step(self) -> int:
+        self._state.set("action", self._next())
+        stepped, self._state = self.envs.step_and_maybe_reset(self._state)
+        done = stepped.get(("next", "done"))
+        return int(done.numel()) + int(done.sum())
+
+    def run(self, seconds: float) -> Sample:
+        return run_for(self._step, seconds)
+
+    def close(self) -> None:
+        self.envs.close()
+
+
+def _puffer_env(env_fn: EnvFn, buf: Any = None, seed: int = 0) -> Any:
+    from pufferlib.emulation import GymnasiumPufferEnv
+
+    return GymnasiumPufferEnv(env_fn(), buf=buf, seed=seed)
+
+
+class PufferLib:
+    """``vector.Multiprocessing``: a process a core, all spinning on shared flags; resets in the next step."""
+
+    def __init__(self, env_fn: EnvFn, num_envs: int, workers: int) -> None:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            contextlib.chdir(folder),
+        ):  # its import leaves a link behind
+            module = _need("pufferlib.vector", "pufferlib")
+        if num_envs % workers:
+            raise Unavailable(f"wants a multiple of {workers} environments")
+        self.envs = module.make(
+            partial(_puffer_env, env_fn),
+            backend=module.Multiprocessing,
+            num_envs=num_envs,
+            num_workers=workers,
+            batch_size=num_envs,
+        )
+        self._next = itertools.cycle([self.envs.action_space.sample() for _ in range(64)]).__next__
+        self.envs.reset(0)
+        self._num_envs = num_envs
+
+    def _step(self) -> int:
+        self.envs.step(self._next())
+        return self._num_envs
+
+    def run(self, seconds: float) -> Sample:
+        return run_for(self._step, seconds)
+
+    def close(self) -> None:
+        self.envs.close()
+
+
+class PufferLibFewer(PufferLib):
+    """With a core left for the trainer."""
+
+    def __init__(self, env_fn: EnvFn, num_envs: int, workers: int) -> None:
+        if workers == 1:
+            raise Unavailable("there is only one core")
+        super().__init__(env_fn, num_envs, workers - 1)
+
+
+OTHERS: dict[str, tuple[str, Callable[[EnvFn, int, int], Runner], float]] = {
+    "sb3": ("Stable-Baselines3 SubprocVecEnv", StableBaselines3, 0.0),
+    "tianshou": ("Tianshou ShmemVectorEnv", Tianshou, 0.0),
+    "torchrl": ("TorchRL ParallelEnv", TorchRL, 0.0),
+    # PufferLib's idle workers spin for another half second, and its trainer spins too: one worker fewer may do better.
+    "pufferlib": ("PufferLib, a worker a core", PufferLib, 0.8),
+    "pufferlib-fewer": ("PufferLib, one worker fewer", PufferLibFewer, 0.8),
+}
+
+
+def candidates(env_fn: EnvFn, num_envs: int, workers: int) -> list[Candidate]:
+    """The rows of ``vecenv bench``, then everybody else's."""
+    workers = min(workers, num_envs)
+    others = [
+        Candidate(name, label, (partial(build, env_fn, num_envs, workers),), kind="other", settle=settle)
+        for name, (label, build, settle) in OTHERS.items()
+    ]
+    rows = default_candidates(env_fn, num_envs, workers)
+    return [*rows[:-1], *others, rows[-1]]

@@ -1,0 +1,268 @@
+"""One cost at a time: a round trip, a reset, a call, infos, copies, starting up.
+
+Each measurement sets the engine beside the barest thing that does the same job in the same run: a pipe
+between two processes, ``memcpy``, the same environment without its infos.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from bench.workloads import DropInfos, EmptyEnv, KeepInfos, wrapped
+from vecenv.benchmark import (
+    Candidate,
+    EnvFn,
+    Report,
+    Sample,
+    Summary,
+    VectorRunner,
+    compare,
+    gymnasium_candidate,
+    make_env,
+    run_for,
+    vecenv_candidate,
+)
+
+MESSAGE = b"12345"
+
+
+class PingPong:
+    """Five bytes to another process and five bytes back, over a socket pair, blocking or spinning."""
+
+    def __init__(self, spin: bool) -> None:
+        self._ours, theirs = socket.socketpair()
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._ours.close()
+            self._serve(theirs, spin)
+        theirs.close()
+        self._ours.setblocking(not spin)
+        self._receive = _spin_receive if spin else _receive
+
+    @staticmethod
+    def _serve(theirs: socket.socket, spin: bool) -> None:
+        theirs.setblocking(not spin)
+        receive = _spin_receive if spin else _receive
+        while message := receive(theirs):
+            theirs.send(message)
+        os._exit(0)
+
+    def _step(self) -> int:
+        self._ours.send(MESSAGE)
+        self._receive(self._ours)
+        return 1
+
+    def run(self, seconds: float) -> Sample:
+        return run_for(self._step, seconds)
+
+    def close(self) -> None:
+        self._ours.close()
+        os.waitpid(self._pid, 0)
+
+
+def _receive(end: socket.socket) -> bytes:
+    return end.recv(16)
+
+
+def _spin_receive(end: socket.socket) -> bytes:
+    while True:
+        try:
+            return end.recv(16)
+        except BlockingIOError:
+            pass
+
+
+class Copier:
+    """Copies as many bytes as a batch of observations has, in one of the ways an engine could; the unit is a row."""
+
+    def __init__(self, shape: Sequence[int], how: str) -> None:
+        self._row = np.ones(shape[1:], np.uint8)
+        self._batch = np.zeros(shape, np.uint8)
+        self._rows = list(self._batch)
+        ways: dict[str, Callable[[], object]] = {"rows": self._copy_rows, "fresh": self._batch.copy}
+        self._copy = ways[how]
+
+    def _copy_rows(self) -> None:
+        """Into the same memory again, row by row, as a worker must."""
+        copy, row = np.copyto, self._row
+        for target in self._rows:
+            copy(target, row)
+
+    def _step(self) -> int:
+        self._copy()
+        return len(self._rows)
+
+    def run(self, seconds: float) -> Sample:
+        return run_for(self._step, seconds)
+
+    def close(self) -> None:
+        pass
+
+
+class Resetter(VectorRunner):
+    """Resets all environments, over and over."""
+
+    def _step(self) -> float:
+        self.envs.reset()
+        return self.num_envs
+
+
+class Caller(VectorRunner):
+    """Reads an attribute of all environments, over and over."""
+
+    def _step(self) -> float:
+        self.envs.get_attr("render_mode")
+        return self.num_envs
+
+
+def _gymnasium(kind: str, env_fn: EnvFn, num_envs: int) -> Any:
+    return getattr(gymnasium.vector, kind)([env_fn] * num_envs)
+
+
+def _vecenv(env_fn: EnvFn, num_envs: int, **options: Any) -> Any:
+    from vecenv import AsyncVectorEnv
+
+    return AsyncVectorEnv([env_fn] * num_envs, **options)
+
+
+Pace = dict[str, Any]  # seconds, repeats and progress of a comparison
+
+
+def round_trip(pace: Pace) -> Report:
+    """One environment, one worker, an empty step, against five bytes there and back."""
+    rows = [
+        vecenv_candidate("workers", "vecenv, 1 worker, empty step", EmptyEnv, 1, num_workers=1),
+        gymnasium_candidate("gym-async", "AsyncVectorEnv", EmptyEnv, 1),
+        Candidate("pipe", "bare ping-pong, blocking", (partial(PingPong, False),)),
+        Candidate("spinning-pipe", "bare ping-pong, spinning", (partial(PingPong, True),)),
+    ]
+    return compare("round trip, empty step", EmptyEnv, 1, rows, **pace)
+
+
+def _repeated_call(title: str, unit: str, runner: type[VectorRunner], num_envs: int, workers: int, pace: Pace) -> Report:
+    ours = partial(_vecenv, EmptyEnv, num_envs)
+    rows = [
+        Candidate(
+            "workers",
+            f"vecenv, {workers} workers",
+            (partial(runner, partial(ours, num_workers=workers)),),
+            "vecenv",
+        ),
+        Candidate("per-env", "vecenv, one process per env", (partial(runner, ours),), "vecenv"),
+    ]
+    for name, kind in (("gym-sync", "SyncVectorEnv"), ("gym-async", "AsyncVectorEnv")):
+        make = partial(_gymnasium, kind, EmptyEnv, num_envs)
+        rows.append(Candidate(name, f"Gymnasium {kind}", (partial(runner, make),), "gymnasium"))
+    return compare(title, EmptyEnv, num_envs, rows, check=False, unit=unit, **pace)
+
+
+def reset(pace: Pace, num_envs: int = 64, workers: int = 2) -> Report:
+    """``reset()`` of a whole batch."""
+    return _repeated_call("reset", "resets/s", Resetter, num_envs, workers, pace)
+
+
+def call(pace: Pace, num_envs: int = 64, workers: int = 2) -> Report:
+    """``get_attr`` over a whole batch."""
+    return _repeated_call("get_attr", "calls/s", Caller, num_envs, workers, pace)
+
+
+def infos(pace: Pace, num_envs: int = 32, workers: int = 2) -> Report:
+    """Ant-v5 with its infos against the same computation without them, for three engines."""
+    rows = []
+    for suffix, wrapper in (("", KeepInfos), ("-without", DropInfos)):
+        env_fn = partial(wrapped, wrapper, "Ant-v5")
+        text = "without infos" if suffix else "with infos"
+        rows += [
+            vecenv_candidate(
+                f"workers{suffix}",
+                f"vecenv, {workers} workers, {text}",
+                env_fn,
+                num_envs,
+                num_workers=workers,
+            ),
+        ]
+        for name, kind in (("gym-sync", "SyncVectorEnv"), ("gym-async", "AsyncVectorEnv")):
+            stock = gymnasium_candidate(f"{name}{suffix}", kind, env_fn, num_envs)
+            rows.append(replace(stock, label=f"{stock.label}, {text}"))
+    return compare("Ant-v5, infos", partial(wrapped, KeepInfos, "Ant-v5"), num_envs, rows, check=False, **pace)
+
+
+def copies(pace: Pace, num_envs: int = 64) -> Report:
+    """What a step with (84, 84, 4) uint8 observations costs over one with small ones, beside ``memcpy``.
+
+    One worker, so that its copies are not divided by the number of cores.
+    """
+    shape = (84, 84, 4)
+    images = partial(EmptyEnv, shape, "uint8")
+    rows = [
+        vecenv_candidate("small", "small observations", EmptyEnv, num_envs, num_workers=1, copy=False),
+        vecenv_candidate("view", "images, copy=False", images, num_envs, num_workers=1, copy=False),
+        vecenv_candidate("copy", "images, copy=True", images, num_envs, num_workers=1, copy=True),
+        Candidate("memcpy", "memcpy, row by row", (partial(Copier, (num_envs, *shape), "rows"),)),
+        Candidate("memcpy-small", "memcpy, small rows", (partial(Copier, (num_envs, 16), "rows"),)),
+        Candidate("fresh", "memcpy into new memory", (partial(Copier, (num_envs, *shape), "fresh"),)),
+    ]
+    return compare("copies", images, num_envs, rows, check=False, **pace)
+
+
+def start_once(engine: str, num_envs: int, workers: int) -> None:
+    """Print the seconds from the constructor to the end of the first reset; for a process of its own."""
+    import time
+
+    env_fns: list[EnvFn] = [partial(make_env, "CartPole-v1")] * num_envs
+    gymnasium.make("CartPole-v1").close()  # the import is the environment's cost, not the engine's
+    start = time.perf_counter()
+    if engine == "gym-async":
+        envs: Any = gymnasium.vector.AsyncVectorEnv(env_fns, context="forkserver")
+    else:
+        from vecenv import AsyncVectorEnv
+
+        envs = AsyncVectorEnv(env_fns, context="forkserver", num_workers=workers if engine == "workers" else None)
+    envs.reset(seed=0)
+    print(time.perf_counter() - start, flush=True)
+    envs.close()
+
+
+def startup(repeats: int, num_envs: int = 64, workers: int = 2) -> dict[str, list[float]]:
+    """Seconds to start, each in a new interpreter with a cold fork server, engines in turns."""
+    seconds: dict[str, list[float]] = {"workers": [], "per-env": [], "gym-async": []}
+    for _ in range(repeats):
+        for engine, taken in seconds.items():
+            code = f"from bench.micro import start_once; start_once({engine!r}, {num_envs}, {workers})"
+            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
+            if done.returncode:
+                raise RuntimeError(f"{engine} did not start: {done.stderr.strip().splitlines()[-1:]}")
+            taken.append(float(done.stdout.split()[-1]))
+    return seconds
+
+
+def copied_bytes(report: Report) -> dict[str, Summary | None]:
+    """How many times the bytes of the observations are copied, from the rounds of :func:`copies`.
+
+    The time that a step with large observations takes beyond one with small ones, over the time that ``memcpy`` takes
+    for large rows beyond small ones; for ``copy=True`` also the time beyond ``copy=False`` over one copy into new memory.
+    """
+    rounds = [
+        {row.name: 1.0 / rate for row, rate in zip(report.rows, rates, strict=True)}
+        for rates in zip(*(row.rates for row in report.rows), strict=True)
+    ]
+    inner = [(t["view"] - t["small"]) / (t["memcpy"] - t["memcpy-small"]) for t in rounds]
+    outer = [(t["copy"] - t["view"]) / t["fresh"] for t in rounds]
+    both = [a + b for a, b in zip(inner, outer, strict=True)]
+    return {"copy=False": Summary.of(inner), "copy=True": Summary.of(both)}
+
+
+def middle(samples: Sequence[float]) -> str:
+    """Median and range, for people."""
+    return f"{statistics.median(samples):.3g} ({min(samples):.3g} - {max(samples):.3g})"

@@ -1,0 +1,212 @@
+"""Comparisons beyond the main job: all workloads, many sizes, memory, a busy machine."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import psutil
+
+from bench import engines
+from bench.workloads import WORKLOADS, SleepingEnv
+from vecenv.benchmark import (
+    Candidate,
+    EnvFn,
+    FirstReadyRunner,
+    Live,
+    Report,
+    Row,
+    Runner,
+    VectorRunner,
+    compare,
+    default_candidates,
+    vecenv_candidate,
+)
+
+PROCESS_EACH = {"per-env", "gym-async", "sb3", "tianshou", "torchrl"}
+TOGETHER = 600  # processes that may be alive at once before such engines are measured one by one
+PROCESS_BYTES = {"torchrl": 60 << 20, "sb3": 20 << 20, "tianshou": 20 << 20}  # of its own, after a fork
+OTHER_PROCESS_BYTES = 12 << 20
+
+Pace = dict[str, Any]
+
+
+@dataclass
+class Memory:
+    """Proportional set size in bytes: shared pages are divided among those who share them."""
+
+    trainer: int
+    workers: int
+    processes: int
+
+
+def _memory(live: Live) -> Memory:
+    found = Memory(0, 0, 0)
+    for host in live.hosts:
+        process = psutil.Process(host.process.pid)
+        found.trainer += process.memory_full_info().pss
+        for child in process.children(recursive=True):
+            found.workers += child.memory_full_info().pss
+            found.processes += 1
+    return found
+
+
+def _groups(candidates: list[Candidate], num_envs: int) -> list[list[Candidate]]:
+    """All at once where they fit; otherwise each engine with a process per env alone with two baselines."""
+    heavy = [c for c in candidates if c.name in PROCESS_EACH]
+    if len(heavy) * num_envs <= TOGETHER:
+        return [candidates]
+    light = [c for c in candidates if c.name not in PROCESS_EACH]
+    baselines = [c for c in light if c.name in ("gym-sync", "limit")]
+    return [light, *([c, *baselines] for c in heavy)]
+
+
+def side_by_side(
+    workload: str,
+    num_envs: int,
+    workers: int,
+    pace: Pace,
+    names: Iterable[str] | None = None,
+    memory: dict[str, Memory] | None = None,
+) -> list[Report]:
+    """Every engine on one workload: one report, or several where not all engines fit at once, each with the baselines.
+
+    With ``memory``, what they occupy goes in there.
+    """
+    env_fn = WORKLOADS[workload].prepare()
+    candidates = engines.candidates(env_fn, num_envs, workers)
+    if names is not None:
+        candidates = [c for c in candidates if c.name in set(names)]
+
+    def look(lives: list[Live]) -> None:
+        if memory is not None:
+            memory.update((live.candidate.name, _memory(live)) for live in lives if live.usable)
+
+    reports = []
+    for group in _groups(candidates, num_envs):
+        heavy = [c for c in group if c.name in PROCESS_EACH]
+        needed = sum(PROCESS_BYTES.get(c.name, OTHER_PROCESS_BYTES) for c in heavy) * num_envs
+        too_much = [] if needed < psutil.virtual_memory().available else heavy
+        part = compare(workload, env_fn, num_envs, [c for c in group if c not in too_much], inspect_live=look, **pace)
+        reason = f"{num_envs} processes would need about {needed / 2**30:.0f} GiB"
+        part.rows += [Row(c.name, c.label, c.kind, [math.nan] * part.repeats, missing=reason) for c in too_much]
+        reports.append(part)
+    return reports
+
+
+def merged(reports: list[Report]) -> Report:
+    """One report with everybody's rates. Its ratios mean nothing where rows come from different runs."""
+    rows: dict[str, Row] = {}
+    for report in reports:
+        for row in report.rows:
+            rows.setdefault(row.name, row)
+    return replace(reports[0], rows=list(rows.values()))
+
+
+def auto(workload: str, num_envs: int, workers: int, pace: Pace) -> Report:
+    """``num_workers="auto"`` beside every fixed choice and ``SyncVectorEnv``."""
+    env_fn = WORKLOADS[workload].prepare()
+    rows = [c for c in default_candidates(env_fn, num_envs, workers) if c.name not in ("first-ready", "gym-async", "limit")]
+    more = {0: "in-process", 1: "1 worker", 2 * workers: f"{2 * workers} workers"}
+    rows += [
+        vecenv_candidate(f"workers-{count}", f"vecenv, {text}", env_fn, num_envs, num_workers=count)
+        for count, text in more.items()
+        if count <= num_envs
+    ]
+    return compare(workload, env_fn, num_envs, rows, **pace)
+
+
+class Sleepers(VectorRunner):
+    """Counts in units of the ideal: the sleeping done, divided by the number of environments.
+
+    One that never let a finished environment wait would reach a rate of 1.
+    """
+
+    def _step(self) -> float:
+        return float(self.envs.step(self._next())[0].sum()) / self.num_envs
+
+
+class FirstReadySleepers(FirstReadyRunner):
+    """As :class:`Sleepers`, taking whichever environments have woken up."""
+
+    def _step(self) -> float:
+        observations, _, _, _, infos = self.envs.recv()
+        self.envs.send(self._next(), infos["env_id"])
+        return float(observations.sum()) / self.num_envs
+
+
+def first_ready(pace: Pace, num_envs: int = 64) -> Report:
+    """Sleeping environments, one process each: the share of the rate that only the mean sleep bounds."""
+
+    def row(name: str, label: str, runner: Callable[..., Runner], *arguments: Any, **options: Any) -> Candidate:
+        source = vecenv_candidate(name, label, SleepingEnv, num_envs, **options)
+        make_envs = source.builds[0].args[0]  # type: ignore[attr-defined]
+        return replace(source, builds=(partial(runner, make_envs, *arguments),), checked=False)
+
+    rows = [
+        row(f"first-{b}", f"vecenv, first {b} ready", FirstReadySleepers, b, batch_size=b)
+        for b in sorted({1, num_envs // 8, num_envs // 4, num_envs // 2} - {0})
+    ]
+    rows.append(row("all", "vecenv, waiting for all", Sleepers))
+    return compare("sleeping, share of the ideal", SleepingEnv, num_envs, rows, check=False, unit="of the ideal", **pace)
+
+
+class _NoSpin:
+    """Builds a runner in a process where nobody spins."""
+
+    def __init__(self, build: Callable[[], Runner]) -> None:
+        self._build = build
+
+    def __call__(self) -> Runner:
+        from vecenv import cores
+
+        cores.SPIN_SECONDS = 0.0  # type: ignore[misc]
+        return self._build()
+
+
+def _burn() -> None:
+    while True:
+        pass
+
+
+@contextmanager
+def burner() -> Iterator[None]:
+    """One core taken by another process."""
+    process = multiprocessing.get_context("spawn").Process(target=_burn, daemon=True)
+    process.start()
+    try:
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+def busy(workload: str, num_envs: int, workers: int, pace: Pace) -> tuple[Report, Report]:
+    """Quiet, then with one core burning: spinning must gain in the first and not lose in the second."""
+    env_fn: EnvFn = WORKLOADS[workload].prepare()
+    rows = default_candidates(env_fn, num_envs, workers)
+    still = [
+        replace(c, name=f"{c.name}-still", label=f"{c.label}, no spinning", builds=(_NoSpin(c.builds[0]),))
+        for c in rows
+        if c.name in ("workers", "use-caller", "per-env")
+    ]
+    chosen = [c for c in rows if c.name not in ("first-ready", "auto")] + still
+    quiet = compare(f"{workload}, quiet", env_fn, num_envs, chosen, **pace)
+    with burner():
+        disturbed = compare(f"{workload}, one core taken", env_fn, num_envs, chosen, check=False, **pace)
+    return quiet, disturbed
+
+
+def raise_descriptor_limit() -> None:
+    """A thousand processes need a few thousand descriptors; the soft limit is usually 1,024."""
+    if os.name == "posix":
+        import resource
+
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

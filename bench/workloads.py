@@ -1,0 +1,168 @@
+"""The environments everything is measured on: real ones, and synthetic ones that isolate one cost each.
+
+An empty step shows the engine's own cost, large observations show the copies, nested ones the bookkeeping,
+busy ones the balance between cores, sleeping ones what waiting for the slowest costs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from vecenv.benchmark import EnvFn, make_env
+
+
+class EmptyEnv(gymnasium.Env[np.ndarray, np.int64]):
+    """A step that does nothing; always the same observation, episodes never end."""
+
+    def __init__(self, shape: tuple[int, ...] = (4,), dtype: str = "float32") -> None:
+        high = 255 if dtype == "uint8" else 1
+        self.observation_space = spaces.Box(0, high, shape, np.dtype(dtype).type)
+        self.action_space = spaces.Discrete(2)
+        self._observation = np.ones(shape, dtype)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        return self._observation, {}
+
+    def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        return self._observation, 0.0, False, False, {}
+
+
+class BusyEnv(EmptyEnv):
+    """A step that takes ``loops`` turns of a loop: the same work however many processes share a core."""
+
+    def __init__(self, loops: int) -> None:
+        super().__init__()
+        self._loops = loops
+
+    def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        for _ in range(self._loops):
+            pass
+        return super().step(action)
+
+
+class SleepingEnv(gymnasium.Env[np.ndarray, np.int64]):
+    """A step that waits for a log-normal time; the observation is the number of seconds it really took."""
+
+    def __init__(self, mean: float = 0.01, sigma: float = 1.0) -> None:
+        self.observation_space = spaces.Box(0, np.inf, (1,), np.float32)
+        self.action_space = spaces.Discrete(2)
+        self._mu, self._sigma = np.log(mean) - sigma**2 / 2, sigma
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        start = time.perf_counter()
+        time.sleep(self.np_random.lognormal(self._mu, self._sigma))
+        return np.array([time.perf_counter() - start], np.float32), 0.0, False, False, {}
+
+
+class NestedEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
+    """Six leaves on three levels, as robots have them."""
+
+    def __init__(self) -> None:
+        box = partial(spaces.Box, -1, 1, dtype=np.float32)
+        self.observation_space = spaces.Dict(
+            camera=spaces.Box(0, 255, (32, 32, 3), np.uint8),
+            body=spaces.Dict(position=box((3,)), velocity=box((3,)), joints=spaces.Dict(angle=box((8,)), torque=box((8,)))),
+            goal=spaces.Discrete(10),
+        )
+        self.action_space = box((8,))
+        self.observation_space.seed(0)
+        self._observation: dict[str, Any] = self.observation_space.sample()
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        super().reset(seed=seed)
+        return self._observation, {}
+
+    def step(self, action: np.ndarray) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        return self._observation, 0.0, False, False, {}
+
+
+class KeepInfos(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Passes everything on: what :class:`DropInfos` is compared with."""
+
+    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
+        observation, info = self.env.reset(**options)
+        return observation, info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        return observation, reward, terminated, truncated, info
+
+
+class DropInfos(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """The same environment, which computes its infos and then hands over none."""
+
+    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
+        observation, _ = self.env.reset(**options)
+        return observation, {}
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, _ = self.env.step(action)
+        return observation, reward, terminated, truncated, {}
+
+
+def wrapped(wrapper: Callable[[Any], Any], env_id: str) -> Any:
+    return wrapper(make_env(env_id))
+
+
+@cache
+def busy_loops(microseconds: float) -> int:
+    """Turns of an empty loop in that time on an undisturbed core: the fastest of many tries counts."""
+    turns = 20_000
+
+    def once() -> float:
+        start = time.perf_counter()
+        for _ in range(turns):
+            pass
+        return time.perf_counter() - start
+
+    return max(1, round(turns * microseconds * 1e-6 / min(once() for _ in range(50))))
+
+
+def _busy(microseconds: float) -> EnvFn:
+    return partial(BusyEnv, busy_loops(microseconds))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A named environment; ``prepare`` returns the function that makes one."""
+
+    name: str
+    prepare: Callable[[], EnvFn]
+    text: str
+
+
+def _real(env_id: str, text: str) -> Workload:
+    return Workload(env_id, lambda: partial(make_env, env_id), text)
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        _real("CartPole-v1", "classic control, short episodes, a few microseconds a step"),
+        _real("Pendulum-v1", "classic control, continuous actions"),
+        _real("Ant-v5", "MuJoCo, ten numeric info keys a step"),
+        _real("ALE/Pong-v5", "Atari, observations (210, 160, 3) uint8"),
+        Workload("empty", lambda: EmptyEnv, "an empty step, observations (4,) float32"),
+        Workload("images", lambda: partial(EmptyEnv, (84, 84, 4), "uint8"), "an empty step, (84, 84, 4) uint8"),
+        Workload("nested", lambda: NestedEnv, "an empty step, nested Dict observations with six leaves"),
+        Workload("busy-10us", lambda: _busy(10), "10 microseconds of computing"),
+        Workload("busy-100us", lambda: _busy(100), "100 microseconds of computing"),
+        Workload("busy-1000us", lambda: _busy(1000), "1 millisecond of computing"),
+        Workload("sleeping", lambda: SleepingEnv, "sleeps, log-normal times, mean 10 ms, sigma 1"),
+    )
+}

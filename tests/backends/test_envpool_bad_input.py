@@ -1,0 +1,404 @@
+"""Every call that ends the interpreter, or reads wrong memory, when made on raw EnvPool is an exception here.
+
+Each runs in a process of its own, so that one that crashes after all cannot take the tests along. Those processes are forked
+from one that has imported EnvPool and built nothing, because the import is what takes time.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+pytest.importorskip("envpool")
+
+from gymnasium.error import UnregisteredEnv
+from gymnasium.spaces import Box, Dict, Discrete
+
+from vecenv.backends import EnvPoolVectorEnv
+from vecenv.backends.envpool.actions import ActionChecker
+
+RUNNER = """
+import sys
+sys.modules["jax"] = None  # EnvPool imports it if it is there, which takes a second
+
+import json, os, tempfile
+import envpool
+import numpy as np
+from vecenv.backends import EnvPoolVectorEnv
+
+def refused(call, *errors, says=""):
+    try:
+        call()
+    except errors as error:
+        assert says in str(error), str(error)
+    else:
+        raise AssertionError("accepted")
+
+def make(task_id="CartPole-v1", num_envs=4, **options):
+    options = dict(num_threads=2, seed=0) | options
+    envs = EnvPoolVectorEnv(task_id, num_envs, **options)
+    if envs.batch_size == num_envs:
+        envs.reset()
+    return envs
+
+def run(lines):
+    names = dict(globals())
+    exec(lines, names)
+    envs = names.get("envs")
+    if envs is not None and not envs.closed and envs.batch_size == envs.num_envs:
+        envs.reset()  # whatever was refused, the environments go on
+        envs.step(envs.action_space.sample())
+        envs.close()
+    print("survived")
+
+results = {}
+for case, lines in json.load(sys.stdin).items():
+    with tempfile.TemporaryFile("w+") as said:
+        if (pid := os.fork()) == 0:
+            os.dup2(said.fileno(), 1)
+            os.dup2(said.fileno(), 2)
+            import signal
+            signal.alarm(30)
+            try:
+                run(lines)
+                sys.stdout.flush()
+            except BaseException:
+                import traceback
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(1)
+            if "end of the interpreter" in case:
+                raise SystemExit(0)
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        said.seek(0)
+        results[case] = [code, said.read()]
+print(json.dumps(results))
+"""
+
+# what was tried -> the lines that try it
+CRASHES = {
+    "fewer actions than envs at the first step": """
+        envs = make()
+        refused(lambda: envs.step(np.zeros(3, int)), ValueError, says="(4,)")
+    """,
+    "fewer actions than envs later": """
+        envs = make()
+        envs.step(np.zeros(4, int))
+        refused(lambda: envs.step(np.zeros(3, int)), ValueError, says="(4,)")
+    """,
+    "more actions than envs": """
+        envs = make()
+        refused(lambda: envs.step(np.zeros(5, int)), ValueError)
+    """,
+    "env_id longer than actions": """
+        envs = make()
+        refused(lambda: envs.send(np.zeros(2, int), np.arange(3)), ValueError)
+    """,
+    "env_id shorter than actions": """
+        envs = make()
+        refused(lambda: envs.send(np.zeros(3, int), np.arange(2)), ValueError)
+    """,
+    "a scalar action": """
+        envs = make()
+        for _ in range(3):
+            refused(lambda: envs.step(0), ValueError)
+            refused(lambda: envs.step(np.int64(0)), ValueError)
+    """,
+    "env_id out of range": """
+        envs = make()
+        for wrong in ([4], [-1], [0, 99], np.array([2**31], np.int64), np.array([2**32], np.uint64)):
+            refused(lambda: envs.send(np.zeros(len(wrong), int), wrong), ValueError, says="0..3")
+            refused(lambda: envs.reset_async(env_id=wrong), ValueError, says="0..3")
+    """,
+    "env_id twice": """
+        envs = make()
+        refused(lambda: envs.send(np.zeros(2, int), [0, 0]), ValueError, says="twice")
+        envs = make(batch_size=2)
+        envs.reset()
+        refused(lambda: envs.send(np.zeros(2, int), np.zeros(2, np.int32)), ValueError, says="twice")
+    """,
+    "env_id that is no list of integers": """
+        envs = make()
+        for wrong in (0, [0.0], [], [[0]], "0", [True, False]):
+            refused(lambda: envs.send(np.zeros(1, int), wrong), ValueError)
+    """,
+    "wrong trailing shape after a good step": """
+        envs = make("Pendulum-v1")
+        envs.step(np.zeros((4, 1), np.float32))
+        refused(lambda: envs.step(np.zeros((4, 3), np.float32)), ValueError, says="(4, 1)")
+        envs.close()
+        envs = make("Ant-v4", 2)
+        envs.step(np.zeros((2, 8)))
+        refused(lambda: envs.step(np.zeros(2)), ValueError, says="(2, 8)")
+    """,
+    "MiniGrid action 99": """
+        envs = make("MiniGrid-Empty-5x5-v0")
+        refused(lambda: envs.step([0, 99, 0, 99]), ValueError, says="envs [1, 3]")
+    """,
+    "Atari action 99": """
+        envs = make("Pong-v5", 1)
+        refused(lambda: envs.step([99]), ValueError, says="from 0 to 5")
+    """,
+    "discrete actions out of range": """
+        for task, wrong in (("CartPole-v1", 7), ("CartPole-v1", -1), ("Taxi-v3", 99), ("FrozenLake-v1", 9)):
+            envs = make(task, 2)
+            for dtype in (np.int8, np.int16, np.int32, np.int64):
+                refused(lambda: envs.step(np.array([0, wrong], dtype)), ValueError, says="envs [1]")
+            envs.close()
+        envs = make("HighwayFast-v0", 2)
+        refused(lambda: envs.step(np.array([2**32, 0], np.uint64)), ValueError, says="envs [0]")
+        refused(lambda: envs.step(np.array([2**32, 0])), ValueError, says="envs [0]")
+        refused(lambda: envs.step(np.array([2**64 - 1, 0], np.uint64)), ValueError, says="envs [0]")
+    """,
+    "integers of a Box out of range": """
+        envs = make("BinPack-v2", 2)
+        high = envs.action_space.high
+        refused(lambda: envs.step(high + 1), ValueError, says="envs [0, 1]")
+        refused(lambda: envs.step(high - high - 1), ValueError, says="envs [0, 1]")
+        refused(lambda: envs.step(high * 0.5), TypeError, says="integers")
+    """,
+    "floats, strings and objects as actions": """
+        envs = make()
+        for wrong in (np.zeros(4), np.array(["a"] * 4), [None] * 4, [object()] * 4, np.zeros(4, bool), np.zeros(4, complex)):
+            refused(lambda: envs.step(wrong), TypeError)
+        refused(lambda: envs.step([[0], [0, 1], [0], [0]]), ValueError)
+        refused(lambda: envs.step(None), ValueError, TypeError)
+        refused(lambda: envs.step({"action": 0}), ValueError, TypeError)
+    """,
+    "infinite and huge actions with validate='full'": """
+        envs = make("Pendulum-v1", 3, validate="full")
+        for wrong in (np.nan, np.inf, 1e6, -2.1):
+            refused(lambda: envs.step([[0.0], [wrong], [0.0]]), ValueError, says="envs [1]")
+        envs.step(np.full((3, 1), 2.0))
+    """,
+    "many sends without a recv": """
+        from gymnasium.error import AlreadyPendingCallError
+        for batch_size in (4, 2):
+            envs = make(batch_size=batch_size)
+            envs.reset()
+            envs.send(np.zeros(4, int))
+            for _ in range(20):
+                refused(lambda: envs.send(np.zeros(4, int), np.arange(4)), AlreadyPendingCallError)
+            while envs.stats()["in_flight"]:
+                envs.recv()
+    """,
+    "reset_async twice": """
+        from gymnasium.error import AlreadyPendingCallError
+        envs = make(batch_size=2)
+        envs.reset_async()
+        for _ in range(20):
+            refused(envs.reset_async, AlreadyPendingCallError)
+        envs.reset_wait()
+    """,
+    "reset, then reset_async, with small batches": """
+        envs = make(batch_size=2)
+        for _ in range(5):
+            envs.reset()
+            envs.reset_async()
+            envs.recv()
+            envs.reset_async()
+            envs.reset_wait()
+            envs.reset_async(env_id=[0])
+    """,
+    "a step and a reset at once": """
+        from gymnasium.error import AlreadyPendingCallError
+        envs = make()
+        envs.send(np.zeros(4, int))
+        refused(lambda: envs.reset_async(), AlreadyPendingCallError)
+        refused(lambda: envs.reset(), AlreadyPendingCallError)
+        refused(lambda: envs.reset_async(env_id=[0]), AlreadyPendingCallError)
+        envs.recv()
+    """,
+    "no threads, or fewer": """
+        for wrong in (-1, 0):
+            refused(lambda: make(num_threads=wrong), ValueError, says="num_threads")
+        refused(lambda: make(num_threads=1.5), TypeError, says="num_threads")
+    """,
+    "lists as actions and env_id": """
+        envs = make(batch_size=2)
+        envs.reset()
+        envs.send([0, 1], [3, 1])
+        assert sorted(envs.recv()[4]["env_id"].tolist()) == [1, 3]
+        envs.send((0, 1), (3, 1))
+        envs.recv()
+    """,
+    "close while environments are in flight": """
+        for batch_size in (4, 2):
+            envs = make("Ant-v4", batch_size=batch_size)
+            envs.reset()
+            envs.send(np.zeros((4, 8)), np.arange(4))
+            envs.close()
+    """,
+    "the end of the interpreter while a helper waits": """
+        import time
+        from vecenv.errors import StepTimeout
+        envs = make(batch_size=2)
+        envs.reset()
+        recv = envs._driver.receiver._recv
+        envs._driver.receiver._recv = lambda: (time.sleep(0.5), recv())[1]
+        envs.send(np.zeros(4, int))
+        refused(lambda: envs.recv(timeout=0.01), StepTimeout)
+    """,
+    "arrays that are read only, strided or of the other byte order": """
+        envs = make("Pendulum-v1")
+        wide = np.zeros((8, 3), np.float32)
+        wide.flags.writeable = False
+        envs.step(wide[::2, 1:2])
+        envs.step(np.zeros((4, 1), ">f8"))
+        envs.close()
+        envs = make()
+        envs.step(np.zeros(8, np.int64)[::2])
+        envs.step(np.zeros(4, ">i4"))
+        refused(lambda: envs.step(np.full(8, 9, np.int32)[::2]), ValueError)
+        refused(lambda: envs.step(np.full(4, 9, ">i4")), ValueError)
+    """,
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, tuple[int, str]]:
+    """Case -> exit code (negative for a signal) and what was printed."""
+    cases = {case: textwrap.dedent(lines) for case, lines in CRASHES.items()}
+    done = subprocess.run(
+        [sys.executable, "-c", RUNNER], input=json.dumps(cases), capture_output=True, text=True, timeout=110, check=True
+    )
+    return {case: (code, said) for case, (code, said) in json.loads(done.stdout).items()}
+
+
+@pytest.mark.parametrize("case", CRASHES)
+def test_what_crashes_raw_envpool_is_an_exception(case: str, outcomes: dict[str, tuple[int, str]]) -> None:
+    code, said = outcomes[case]
+    assert (code, said.splitlines()[-1:]) == (0, ["survived"]), said
+
+
+def test_a_crash_would_be_seen() -> None:
+    """The runner tells what happens when the same is done to raw EnvPool."""
+    lines = """
+        pool = envpool.make_gymnasium("CartPole-v1", num_envs=4, num_threads=1)
+        pool.reset()
+        pool.step(np.zeros(3, dtype=np.int32))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", RUNNER],
+        input=json.dumps({"raw": textwrap.dedent(lines)}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert json.loads(done.stdout)["raw"][0] < 0
+
+
+# --- what is refused at construction ------------------------------------------------------------
+
+
+def test_an_unknown_task_names_close_ones() -> None:
+    with pytest.raises(UnregisteredEnv, match=r"no task 'CartPole-v9': did you mean .*'CartPole-v1'"):
+        EnvPoolVectorEnv("CartPole-v9")
+    with pytest.raises(UnregisteredEnv, match="task_ids"):
+        EnvPoolVectorEnv("qqqq")
+    with pytest.raises(TypeError, match="string"):
+        EnvPoolVectorEnv(7)  # type: ignore[arg-type]
+
+
+def test_an_unknown_option_names_the_right_ones() -> None:
+    with pytest.raises(TypeError, match=r"no option 'frameskip'. Did you mean 'frame_skip'\? Accepted keys:.*episodic_life"):
+        EnvPoolVectorEnv("Pong-v5", frameskip=4)
+    with pytest.raises(TypeError, match=r"'env_seed' cannot be set here: pass seed="):
+        EnvPoolVectorEnv("Pong-v5", env_seed=[1])
+
+
+def test_a_value_of_the_wrong_type_names_the_task() -> None:
+    with pytest.raises(TypeError, match="'Pong-v5'"):
+        EnvPoolVectorEnv("Pong-v5", frame_skip="four")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"num_envs": 0}, ValueError, "num_envs must be from 1"),
+        ({"num_envs": 2.0}, TypeError, "num_envs must be an integer"),
+        ({"num_envs": 6, "batch_size": 4}, ValueError, r"must divide num_envs=6 \(one of \[1, 2, 3, 6\]\), got 4"),
+        ({"num_envs": 6, "batch_size": 12}, ValueError, "must divide"),
+        ({"num_envs": 6, "batch_size": 0}, ValueError, "batch_size"),
+        ({"max_episode_steps": 0}, ValueError, "max_episode_steps must be from 1"),
+        ({"max_episode_steps": -1}, ValueError, "max_episode_steps must be from 1"),
+        ({"validate": "off"}, ValueError, "'safe' or 'full'"),
+        ({"render_mode": "human"}, ValueError, "'rgb_array' or None"),
+        ({"autoreset_mode": "x"}, ValueError, "not a valid AutoresetMode"),
+        ({"num_envs": 4, "batch_size": 2, "autoreset_mode": "SameStep"}, ValueError, "one batch"),
+        ({"num_envs": 2, "seed": [1]}, ValueError, "num_envs=2 but got length=1"),
+        ({"seed": -1}, ValueError, "must not be negative"),
+        ({"seed": 1.5}, TypeError, "seed must be an integer"),
+        ({"num_envs": 2, "seed": [1, "a"]}, TypeError, "seed of env 1"),
+        ({"info_keys": "ram"}, TypeError, "collection"),
+    ],
+    ids=str,
+)
+def test_options_without_a_meaning_are_refused(options: dict[str, object], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        EnvPoolVectorEnv("CartPole-v1", **options)  # type: ignore[arg-type]
+
+
+def test_reset_options_that_envpool_does_not_have_are_refused() -> None:
+    envs = EnvPoolVectorEnv("CartPole-v1", 2)
+    with pytest.raises(ValueError, match=r"no reset options, got \['low'\]"):
+        envs.reset(options={"low": 0.0})
+
+
+def test_without_envpool_the_error_says_what_to_install() -> None:
+    program = """
+import sys
+sys.modules["envpool"] = None
+from vecenv.backends import EnvPoolVectorEnv
+try:
+    EnvPoolVectorEnv("CartPole-v1")
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert "pip install 'vecenv[envpool]'" in done.stdout
+    assert "Python 3.11 to 3.14" in done.stdout
+
+
+def test_importing_the_backend_does_not_import_envpool() -> None:
+    program = "import sys, vecenv.backends.envpool; print('envpool' in sys.modules, 'jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+def test_task_ids_are_listed_by_family() -> None:
+    assert "CartPole-v1" in EnvPoolVectorEnv.task_ids()
+    assert "Pong-v5" in EnvPoolVectorEnv.task_ids("atari")
+    assert set(EnvPoolVectorEnv.task_ids("mujoco.dmc")) < set(EnvPoolVectorEnv.task_ids("mujoco"))
+    with pytest.raises(ValueError, match=r"no family 'mario'; it has atari, box2d"):
+        EnvPoolVectorEnv.task_ids("mario")
+
+
+# --- actions of spaces that no task of EnvPool 1.2.5 has -----------------------------------------
+
+
+def test_dict_actions_are_checked_leaf_by_leaf() -> None:
+    space = Dict({"go": Discrete(3, start=1), "arm": Dict({"push": Box(-1, 1, (2,), np.float32)})})
+    check = ActionChecker(space, ["action.go", "action.arm.push"], [np.int32, np.float32], full=False)
+    ids = np.arange(2, dtype=np.int32)
+    actions = {"go": [1, 3], "arm": {"push": np.zeros((2, 2))}}
+    go, push = check(actions, ids)
+    assert (go.dtype, push.dtype) == (np.int32, np.float32)
+    assert go.tolist() == [1, 3]
+    with pytest.raises(ValueError, match=r"actions\['go'\] must be from 1 to 3; got \[0\] for envs \[1\]"):
+        check({**actions, "go": [1, 0]}, ids)
+    with pytest.raises(ValueError, match=r"actions\['arm.push'\] must have shape \(2, 2\)"):
+        check({**actions, "arm": {"push": np.zeros(2)}}, ids)
+    with pytest.raises(TypeError, match="no 'go'; they have"):
+        check({"arm": actions["arm"]}, ids)
+    with pytest.raises(TypeError, match="must be a dict"):
+        check([1, 2], ids)
+    assert [array.shape for array in check.dummy(3)] == [(3,), (3, 2)]
+    assert check.dummy(1)[0].tolist() == [1]

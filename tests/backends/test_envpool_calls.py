@@ -1,0 +1,642 @@
+"""Calls in and out of order: first-ready batches, timeouts, interrupts, forks, the end."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.error import (
+    AlreadyPendingCallError,
+    ClosedEnvironmentError,
+    NoAsyncCallError,
+    ResetNeeded,
+)
+from gymnasium.vector import AutoresetMode
+
+pytest.importorskip("envpool")
+
+from vecenv.backends import EnvPoolVectorEnv
+from vecenv.errors import BusyError, ForkedError, StepTimeout
+from vecenv.testing import assert_identical
+
+Make = Callable[..., EnvPoolVectorEnv]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """CartPole unless said otherwise; closed at the end."""
+    made: list[EnvPoolVectorEnv] = []
+
+    def build(num_envs: int = 4, task_id: str = "CartPole-v1", **options: Any) -> EnvPoolVectorEnv:
+        made.append(EnvPoolVectorEnv(task_id, num_envs, **{"num_threads": 1, "seed": 0, **options}))
+        return made[-1]
+
+    yield build
+    for envs in made:
+        envs.close()
+
+
+def zeros(n: int) -> np.ndarray:
+    return np.zeros(n, dtype=np.int64)
+
+
+class SlowPool:
+    """Stands between a driver and its pool: every answer takes ``delay`` seconds longer."""
+
+    def __init__(self, envs: EnvPoolVectorEnv, delay: float) -> None:
+        driver = envs._driver
+        assert driver is not None
+        recv = driver.receiver._recv
+
+        def late() -> Any:
+            time.sleep(delay)
+            return recv()
+
+        driver.receiver._recv = late
+
+
+# --- first-ready batches ------------------------------------------------------------------------
+
+
+def test_rows_come_with_their_environments_and_each_stream_is_that_of_lockstep(make: Make) -> None:
+    """Whatever the order of arrival, environment i sees the same episode."""
+    lockstep = make(8)
+    stream = [lockstep.reset()[0], *(lockstep.step(zeros(8))[0] for _ in range(40))]
+    envs = make(8, batch_size=2, num_threads=2)
+    envs.reset_async()
+    seen = [0] * 8
+    while min(seen) < 40:
+        observations, rewards, terminations, truncations, infos = envs.recv()
+        ids = infos["env_id"]
+        assert len(ids) == len(rewards) == len(terminations) == len(truncations) == 2
+        for row, i in enumerate(ids.tolist()):
+            if seen[i] <= 40:
+                np.testing.assert_array_equal(observations[row], stream[seen[i]][i])
+            seen[i] += 1
+        assert_identical(infos["reset"], infos["elapsed_step"] == 0)
+        envs.send(zeros(2))  # to those of the latest recv
+
+
+def test_any_numbers_may_be_sent_at_a_time(make: Make) -> None:
+    envs = make(6, batch_size=3, num_threads=2)
+    rng = np.random.default_rng(0)
+    envs.reset_async()
+    idle: set[int] = set()
+    counts = np.zeros(6, dtype=int)
+    for _ in range(300):
+        flying = 6 - len(idle)
+        if flying >= 3 and (not idle or rng.random() < 0.5):
+            ids = envs.recv()[4]["env_id"].tolist()
+            counts[ids] += 1
+            idle |= set(ids)
+        else:
+            chosen = rng.permutation(sorted(idle))[: rng.integers(1, len(idle) + 1)]
+            envs.send(zeros(len(chosen)), chosen)
+            idle -= set(chosen.tolist())
+        assert envs.stats()["in_flight"] == 6 - len(idle)
+    assert (counts > 10).all()
+
+
+def test_an_environment_in_flight_cannot_be_sent_to(make: Make) -> None:
+    envs = make(4, batch_size=2)
+    envs.reset_async()
+    with pytest.raises(AlreadyPendingCallError, match=r"envs \[0, 1, 2, 3\]"):
+        envs.send(zeros(4), np.arange(4))
+    ids = envs.recv()[4]["env_id"]
+    others = sorted(set(range(4)) - set(ids.tolist()))
+    with pytest.raises(AlreadyPendingCallError, match=str(others[0])):
+        envs.send(zeros(2), [int(ids[0]), others[0]])
+    envs.send(zeros(1), ids[:1])
+    with pytest.raises(AlreadyPendingCallError, match=str(int(ids[0]))):
+        envs.send(zeros(2), ids)
+    assert envs.stats()["in_flight"] == 3
+
+
+def test_recv_with_too_few_in_flight_says_so_instead_of_waiting_for_ever(make: Make) -> None:
+    envs = make(4, batch_size=2)
+    with pytest.raises(ResetNeeded):
+        envs.recv()
+    envs.reset()
+    for timeout in (None, 1.0):
+        with pytest.raises(NoAsyncCallError, match="0 environments in flight"):
+            envs.recv(timeout)
+    envs.send(zeros(1), [3])
+    with pytest.raises(NoAsyncCallError, match="1 environments in flight"):
+        envs.recv()
+    envs.send(zeros(1), [1])
+    assert set(envs.recv()[4]["env_id"].tolist()) == {1, 3}
+
+
+def test_a_second_reset_async_is_refused(make: Make) -> None:
+    envs = make(4, batch_size=2)
+    envs.reset_async()
+    with pytest.raises(AlreadyPendingCallError):
+        envs.reset_async()
+    with pytest.raises(AlreadyPendingCallError):
+        envs.reset()
+    assert len(envs.reset_wait()[0]) == 4
+
+
+@pytest.mark.parametrize("received", range(4))
+@pytest.mark.parametrize("sent", range(3))
+def test_a_reset_of_all_lets_everything_in_flight_finish_first(make: Make, received: int, sent: int) -> None:
+    envs = make(6, batch_size=2, num_threads=2)
+    envs.reset_async()
+    ids: list[int] = []
+    for _ in range(received):
+        ids += envs.recv()[4]["env_id"].tolist()
+    if chosen := ids[:sent]:
+        envs.send(zeros(len(chosen)), chosen)
+    if not received:
+        envs.reset_wait()
+    observations, infos = envs.reset()
+    assert observations.shape == (6, 4)
+    assert infos["env_id"].tolist() == list(range(6))
+    assert (infos["elapsed_step"] == 0).all()
+    assert envs.stats()["in_flight"] == 0
+    assert (envs.step(zeros(6))[4]["elapsed_step"] == 1).all()
+
+
+def test_some_environments_can_be_reset_without_waiting(make: Make) -> None:
+    envs = make(4, batch_size=2)
+    with pytest.raises(ResetNeeded, match="all environments"):
+        envs.reset_async(env_id=[0])
+    envs.reset()
+    envs.step(zeros(4))
+    envs.reset_async(env_id=[1])
+    envs.send(zeros(1), [2])
+    infos = envs.recv()[4]
+    assert {(int(i), bool(r)) for i, r in zip(infos["env_id"], infos["reset"], strict=True)} == {
+        (1, True),
+        (2, False),
+    }
+
+
+def test_exact_time_limits_hold_in_first_ready_batches(make: Make) -> None:
+    envs = make(4, batch_size=2, num_threads=2, max_episode_steps=7, exact_time_limit=True)
+    envs.reset_async()
+    ended = np.zeros(4, dtype=bool)
+    for _ in range(200):
+        _, rewards, terminations, truncations, infos = envs.recv()
+        ids = infos["env_id"]
+        assert_identical(infos["reset"] & ended[ids], ended[ids], "a row after the last is the first")
+        assert (rewards[infos["reset"]] == 0).all()
+        assert (truncations == (infos["elapsed_step"] == 7)).all()
+        ended[ids] = terminations | truncations
+        envs.send(zeros(2), ids)
+
+
+def test_lockstep_takes_one_call_at_a_time_of_any_environments(make: Make) -> None:
+    envs = make(4)
+    envs.reset()
+    envs.send(zeros(2), [3, 1])
+    with pytest.raises(AlreadyPendingCallError, match="recv"):
+        envs.send(zeros(1), [0])
+    with pytest.raises(AlreadyPendingCallError):
+        envs.step(zeros(4))
+    with pytest.raises(NoAsyncCallError, match="recv"):
+        envs.step_wait()
+    observations, _, _, _, infos = envs.recv()
+    assert infos["env_id"].tolist() == [3, 1]
+    assert infos["elapsed_step"].tolist() == [1, 1]
+    with pytest.raises(NoAsyncCallError):
+        envs.recv()
+    kept, _ = envs.reset(options={"reset_mask": np.array([True, False, False, False])})
+    np.testing.assert_array_equal(kept[[3, 1]], observations)
+
+
+def test_same_step_resets_work_through_recv_too(make: Make) -> None:
+    envs = make(3, autoreset_mode="SameStep", max_episode_steps=2)
+    envs.reset()
+    for _ in range(2):
+        envs.send(zeros(2), [2, 0])
+        infos = envs.recv()[4]
+    assert infos["_final_obs"].tolist() == [True, True]
+    assert infos["elapsed_step"].tolist() == [0, 0]
+    assert infos["final_info"]["elapsed_step"].tolist() == [2, 2]
+
+
+def test_actions_and_indices_are_copied_before_send_returns(make: Make) -> None:
+    """EnvPool reads them in its own threads, later."""
+    envs, same = make(64, batch_size=32), make(64, batch_size=32)
+    for one in (envs, same):
+        one.reset()
+    actions, ids = zeros(64), np.arange(64, dtype=np.int32)
+    envs.send(actions, ids)
+    actions[:], ids[:] = 1, 0
+    same.send(zeros(64))
+    rows = [{}, {}]
+    for found, one in zip(rows, (envs, same), strict=True):
+        for _ in range(2):
+            observations, *_, infos = one.recv()
+            found |= dict(zip(infos["env_id"].tolist(), observations.tolist(), strict=True))
+    assert rows[0] == rows[1]
+
+
+# --- phases -------------------------------------------------------------------------------------
+
+
+def test_gymnasiums_two_halves_of_reset_and_step(make: Make) -> None:
+    for envs in (make(4), make(4, batch_size=2)):
+        whole = make(4)
+        with pytest.raises(ResetNeeded):
+            envs.step(zeros(4))
+        envs.reset_async(seed=5)
+        for illegal in (envs.reset_async, envs.reset, lambda e=envs: e.step_async(zeros(4))):
+            with pytest.raises(AlreadyPendingCallError):
+                illegal()
+        with pytest.raises(NoAsyncCallError):
+            envs.step_wait()
+        assert_identical(envs.reset_wait(timeout=10), whole.reset(seed=5))
+        with pytest.raises(NoAsyncCallError):
+            envs.reset_wait()
+        envs.step_async(zeros(4))
+        with pytest.raises(AlreadyPendingCallError):
+            envs.step(zeros(4))
+        assert_identical(envs.step_wait(timeout=10), whole.step(zeros(4)))
+        with pytest.raises(NoAsyncCallError):
+            envs.step_wait()
+
+
+def test_without_autoreset_an_episode_that_is_over_is_not_stepped(make: Make) -> None:
+    envs = make(2, autoreset_mode=AutoresetMode.DISABLED, max_episode_steps=1)
+    envs.reset()
+    envs.step(zeros(2))
+    envs.reset(options={"reset_mask": np.array([True, False])})
+    with pytest.raises(ResetNeeded, match=r"envs \[1\]"):
+        envs.step(zeros(2))
+    envs.send(zeros(1), [0])
+    envs.recv()
+    envs.reset()
+    envs.step(zeros(2))
+
+
+# --- timeouts and interrupts --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_size", [4, 2])
+def test_a_batch_that_came_too_late_is_the_next_one(make: Make, batch_size: int) -> None:
+    envs, same = make(4, batch_size=batch_size), make(4)
+    envs.reset()
+    same.reset()
+    SlowPool(envs, 0.2)
+    envs.send(zeros(4), np.arange(4))
+    began = time.monotonic()
+    with pytest.raises(StepTimeout, match="still owed"):
+        envs.recv(timeout=0.05)
+    assert time.monotonic() - began < 0.15
+    wanted = same.step(zeros(4))[0]
+    for _ in range(4 // batch_size):
+        observations, *_, infos = envs.recv(timeout=5.0)
+        np.testing.assert_array_equal(observations, wanted[infos["env_id"]])
+    with pytest.raises(NoAsyncCallError):
+        envs.recv(timeout=0.0)
+
+
+def test_step_wait_can_be_called_again_after_a_timeout(make: Make) -> None:
+    envs, same = make(4, autoreset_mode="SameStep", max_episode_steps=1), make(4, max_episode_steps=1)
+    envs.reset()
+    same.reset()
+    SlowPool(envs, 0.1)  # the step takes two round trips
+    envs.step_async(zeros(4))
+    timeouts = 0
+    while True:
+        try:
+            result = envs.step_wait(timeout=0.03)
+            break
+        except StepTimeout:
+            timeouts += 1
+    assert timeouts >= 3
+    np.testing.assert_array_equal(np.stack(result[4]["final_obs"]), same.step(zeros(4))[0])
+    np.testing.assert_array_equal(result[0], same.step(zeros(4))[0])
+
+
+def test_a_timeout_that_is_not_needed_costs_nothing(make: Make) -> None:
+    envs, same = make(4, batch_size=2), make(4, batch_size=2)
+    for one in (envs, same):
+        one.reset()
+    for _ in range(50):
+        for one in (envs, same):
+            one.send(zeros(4), np.arange(4))
+        mine = [envs.recv(timeout=10.0) for _ in range(2)]
+        theirs = [same.recv() for _ in range(2)]
+        order = [np.argsort(np.concatenate([r[4]["env_id"] for r in both])) for both in (mine, theirs)]
+        for field in range(4):
+            both = [np.concatenate([r[field] for r in rs])[o] for rs, o in zip((mine, theirs), order, strict=True)]
+            assert_identical(*both)
+
+
+@pytest.mark.parametrize("timeout", [None, 30.0])
+@pytest.mark.parametrize("batch_size", [4, 2])
+def test_ctrl_c_loses_nothing(make: Make, batch_size: int, timeout: float | None) -> None:
+    """The signal arrives while the answer is waited for; whatever it interrupts, the rows come afterwards."""
+    envs, same = make(4, batch_size=batch_size), make(4)
+    envs.reset()
+    same.reset()
+    SlowPool(envs, 0.1)
+    for _ in range(3):
+        envs.send(zeros(4), np.arange(4))
+        rows: dict[int, list[float]] = {}
+        interrupts = 0
+        timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        while len(rows) < 4:
+            try:
+                observations, *_, infos = envs.recv(timeout)
+                rows |= dict(zip(infos["env_id"].tolist(), observations.tolist(), strict=True))
+            except KeyboardInterrupt:
+                interrupts += 1
+        timer.join()
+        assert interrupts == 1
+        wanted = same.step(zeros(4))[0]
+        assert [rows[i] for i in range(4)] == wanted.tolist()
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, time
+import numpy as np
+from vecenv.backends import EnvPoolVectorEnv
+from vecenv.testing import assert_identical
+
+options = dict(autoreset_mode={mode!r}, max_episode_steps=9, exact_time_limit=True, seed=0, num_threads=1)
+envs, same = EnvPoolVectorEnv("CartPole-v1", 8, **options), EnvPoolVectorEnv("CartPole-v1", 8, **options)
+envs.reset()
+same.reset()
+sys.unraisablehook = lambda *_: None  # a handler may run inside a finalizer
+armed, raised, lost, t = False, 0, 0, 0
+stop = threading.Event()
+
+def handler(signum, frame):
+    if armed:
+        raise KeyboardInterrupt
+
+def disturb():
+    rng = np.random.default_rng(0)
+    while not stop.wait(rng.uniform(0.0002, 0.002)):
+        os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, handler)
+thread = threading.Thread(target=disturb)
+thread.start()
+deadline = time.monotonic() + 1.0
+while time.monotonic() < deadline:
+    wanted = same.step(np.full(8, t % 2))
+    result = None
+    while result is None:
+        before = envs.stats()["steps"]
+        pending = envs.stats()["in_flight"] > 0
+        try:
+            armed = True
+            result = envs.step_wait() if pending else envs.step(np.full(8, t % 2))
+            armed = False
+        except KeyboardInterrupt:
+            armed = False
+            raised += 1
+            if (pending or envs.stats()["steps"] > before) and not envs.stats()["in_flight"]:
+                lost += 1  # on its way out of step(), after everything was done
+                break
+    if result is not None:
+        assert_identical(result, wanted, f"step {{t}}")
+    t += 1
+stop.set()
+thread.join()
+envs.close()
+same.close()
+print(f"{{t}} steps, {{raised}} interrupts, {{lost}} lost while returning")
+assert t > 100 and raised > 20 and lost <= 2 + raised // 20
+"""
+
+
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+def test_interrupts_at_any_moment_lose_no_step(mode: str) -> None:
+    """Many signals at random moments; an interrupted step is finished by step_wait if it was begun."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED.format(mode=mode)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# --- threads, forks, the end --------------------------------------------------------------------
+
+
+def test_two_threads_at_once_are_told_so(make: Make) -> None:
+    envs = make(4)
+    envs.reset()
+    SlowPool(envs, 0.3)
+    thread = threading.Thread(target=envs.step, args=(zeros(4),))
+    thread.start()
+    time.sleep(0.1)
+    with pytest.raises(BusyError, match="another thread"):
+        envs.step(zeros(4))
+    thread.join()
+    assert (envs.step(zeros(4))[4]["elapsed_step"] == 2).all()
+
+
+def in_a_fork(check: Callable[[], None]) -> int:
+    """Exit code of a forked child that runs ``check``; negative for a signal. Killed after 20 seconds."""
+    pid = os.fork()
+    if pid == 0:
+        code = 3
+        try:
+            signal.alarm(20)
+            check()
+            gc.collect()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*fork.*:RuntimeWarning")
+def test_in_a_forked_child_everything_says_that_it_was_forked(make: Make) -> None:
+    envs = make(4, batch_size=2)
+    envs.reset()
+    envs.send(zeros(2), [0, 1])
+
+    def check() -> None:
+        for call in (envs.reset, envs.recv, envs.render, lambda: envs.step(zeros(4)), lambda: envs.send(zeros(4))):
+            with pytest.raises(ForkedError, match="build a new one in the child"):
+                call()
+        envs.close()  # the pool's destructor would crash here
+        with EnvPool("CartPole-v1", 2) as mine:
+            mine.reset()
+
+    assert in_a_fork(check) == 0
+    assert len(envs.recv()[0]) == 2
+
+
+class EnvPool(EnvPoolVectorEnv):
+    def __enter__(self) -> EnvPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*fork.*:RuntimeWarning")
+def test_a_forked_child_that_never_touches_it_ends_well() -> None:
+    program = """
+    import os, sys
+    from vecenv.backends import EnvPoolVectorEnv
+    envs = EnvPoolVectorEnv("CartPole-v1", 4, num_threads=2)
+    envs.reset()
+    pid = os.fork()
+    if pid == 0:
+        sys.exit(0)  # runs all destructors
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    envs.step([0, 0, 0, 0])
+    envs.close()
+    sys.exit(code)
+    """
+    assert subprocess.run([sys.executable, "-c", textwrap.dedent(program)], timeout=60, check=False).returncode == 0
+
+
+def test_it_cannot_be_copied_or_pickled(make: Make) -> None:
+    envs = make(2)
+    for copied in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="build one where it is to be used"):
+            copied(envs)
+
+
+def native_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
+@pytest.mark.parametrize("batch_size", [8, 4])
+def test_close_ends_all_threads(make: Make, batch_size: int) -> None:
+    make(8).reset()
+    before = native_threads()
+    envs = make(8, batch_size=batch_size, num_threads=3)
+    assert native_threads() == before, "nothing is built before the first reset"
+    envs.reset()
+    envs.send(zeros(8), np.arange(8))
+    envs.recv(timeout=10.0)
+    assert native_threads() >= before + 4, "three of the pool's, and one helper"
+    envs.reset(seed=3) if batch_size == 8 else envs.reset()
+    envs.close()
+    assert native_threads() == before
+    envs.close()
+    for call in (envs.reset, envs.recv, lambda: envs.step(zeros(8)), envs.render, envs.xla, envs.step_wait):
+        with pytest.raises(ClosedEnvironmentError, match="after a call to `close"):
+            call()
+
+
+def test_a_failed_construction_leaves_nothing_to_close() -> None:
+    with pytest.raises(ValueError, match="batch_size"):
+        EnvPoolVectorEnv("CartPole-v1", 4, batch_size=3)
+    gc.collect()
+
+
+@pytest.mark.parametrize("name", ["call", "get_attr", "set_attr"])
+def test_what_cannot_be_had_says_why(make: Make, name: str) -> None:
+    with pytest.raises(AttributeError, match="C\\+\\+ objects"):
+        getattr(make(2), name)
+
+
+def test_the_repr_states_the_state(make: Make) -> None:
+    envs = make(4, batch_size=2)
+    assert repr(envs) == "EnvPoolVectorEnv(CartPole-v1, num_envs=4, batch_size=2, phase=DEFAULT)"
+    envs.reset_async()
+    assert "phase=WAITING_RESET" in repr(envs)
+    envs.close()
+    assert "phase=CLOSED" in repr(envs)
+
+
+def test_stats_count_steps_resets_and_pools(make: Make) -> None:
+    envs = make(4)
+    envs.reset()
+    for _ in range(10):
+        envs.step(zeros(4))
+    envs.reset(options={"reset_mask": np.array([True, False, False, False])})
+    stats = envs.stats()
+    assert {key: stats[key] for key in ("steps", "resets", "pools", "in_flight", "num_threads")} == {
+        "steps": 40,
+        "resets": 5,
+        "pools": 1,
+        "in_flight": 0,
+        "num_threads": 1,
+    }
+    assert 0 < stats["wait_fraction"] < 1
+    assert stats["steps_per_second"] > 0
+
+
+# --- pictures and compiled code -----------------------------------------------------------------
+
+
+def test_render_gives_one_frame_an_environment(make: Make) -> None:
+    envs = make(3, render_mode="rgb_array")
+    with pytest.raises(ResetNeeded):
+        envs.render()
+    envs.reset()
+    frames = envs.render()
+    assert isinstance(frames, tuple)
+    assert len(frames) == 3
+    assert all(frame.dtype == np.uint8 and frame.ndim == 3 and frame.shape[2] == 3 for frame in frames)
+    envs.send(zeros(3), np.arange(3))
+    with pytest.raises(RuntimeError, match="3 environments are in flight"):
+        envs.render()
+    plain = make(3)
+    plain.reset()
+    assert plain.render() is None
+
+
+def test_a_task_that_cannot_be_drawn_says_so(make: Make) -> None:
+    envs = make(2, "FrozenLake-v1", render_mode="rgb_array")
+    envs.reset()
+    with pytest.raises(RuntimeError, match="EnvPool cannot draw 'FrozenLake-v1'"):
+        envs.render()
+
+
+@pytest.mark.parametrize("options", [{"render_mode": "rgb_array"}, {"from_pixels": True}], ids=["frames", "pixels"])
+def test_mujoco_is_drawn_or_refused_but_never_ends_the_interpreter(make: Make, options: dict[str, Any]) -> None:
+    envs = make(2, "InvertedPendulum-v4", **options)
+    refusal = ""
+    try:
+        pixels = envs.reset()[0]
+        pixels = envs.render() or pixels
+    except RuntimeError as error:
+        refusal = str(error)
+    assert "libegl1" in refusal or (not refusal and len(pixels) == 2)
+
+
+def test_xla_steps_inside_jit_and_the_pool_is_taken_back_by_reset(make: Make) -> None:
+    pytest.importorskip("jax.numpy")
+    import jax
+
+    envs, same = make(4), make(4)
+    with pytest.raises(ResetNeeded):
+        envs.xla()
+    envs.reset()
+    same.reset()
+    handle, _, _, step = envs.xla()
+    actions = jax.numpy.zeros(4, dtype=jax.numpy.int32)
+    try:
+        _, (observations, *_) = jax.jit(step)(handle, actions)
+    except Exception as error:
+        pytest.skip(f"EnvPool's own XLA functions do not run here: {type(error).__name__}")
+    np.testing.assert_array_equal(observations, same.step(zeros(4))[0])
+    for call in (envs.recv, lambda: envs.step(zeros(4)), lambda: envs.send(zeros(4))):
+        with pytest.raises(RuntimeError, match="reset"):
+            call()
+    assert envs.reset()[0].shape == (4, 4)
+    envs.step(zeros(4))
+
+
+def test_record_video_and_dict_info_wrappers_work_on_top(make: Make) -> None:
+    wrapped = gymnasium.wrappers.vector.DictInfoToList(make(2))
+    _, infos = wrapped.reset(seed=1)
+    assert [info["env_id"] for info in infos] == [0, 1]

@@ -1,0 +1,442 @@
+"""What comes out: the same numbers as raw EnvPool's, in three autoreset modes, with the time limit told right."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode
+
+pytest.importorskip("envpool")
+
+import envpool
+
+from vecenv.backends import EnvPoolVectorEnv
+from vecenv.testing import assert_identical
+
+# family -> a task of it, options that end episodes soon
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "classic_control": ("CartPole-v1", {}),
+    "toy_text": ("FrozenLake-v1", {}),
+    "atari": ("Breakout-v5", {"max_episode_steps": 25}),
+    "mujoco.gym": ("Ant-v4", {"max_episode_steps": 20}),
+    "mujoco.dmc": ("CheetahRun-v1", {"max_episode_steps": 20}),
+    "mujoco.robotics": ("FetchReach-v4", {"max_episode_steps": 20}),
+    "minigrid": ("MiniGrid-Empty-5x5-v0", {"max_episode_steps": 20}),
+    "box2d": ("LunarLander-v3", {"max_episode_steps": 30}),
+    "pgx": ("Play2048-v1", {}),
+    "jumanji": ("Maze-v0", {}),
+    "highway": ("HighwayFast-v0", {}),
+}
+SLOW_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mujoco.playground": ("AeroCubeRotateZAxis-v1", {"max_episode_steps": 20}),
+    "mujoco.metaworld": ("MetaWorld/Assembly-v3", {"max_episode_steps": 20}),
+    "mujoco.myosuite": ("MyoHandAirplaneFixed-v0", {}),
+    "gfootball": ("gfootball/11_vs_11_competition-v1", {"max_episode_steps": 20}),
+    "vizdoom": ("Basic-v1", {"max_episode_steps": 40}),
+}
+ANY_FAMILY = [
+    *(pytest.param(family, *case, id=family) for family, case in FAMILIES.items()),
+    *(pytest.param(family, *case, id=family, marks=pytest.mark.slow) for family, case in SLOW_FAMILIES.items()),
+]
+SEEDS = [11, 5, 8]
+STEPS = 110
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vizdoom writes a file into the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+
+def make_raw(task_id: str, seeds: list[int], **options: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return envpool.make_gymnasium(task_id, num_envs=len(seeds), num_threads=1, seed=seeds, **options)
+
+
+def actions_for(envs: EnvPoolVectorEnv, steps: int = STEPS) -> Iterator[Any]:
+    envs.action_space.seed(1)
+    for _ in range(steps):
+        action = envs.action_space.sample()
+        # vizdoom's unbounded actions are button presses
+        yield np.clip(action, -1, 1) if isinstance(envs.single_action_space, gymnasium.spaces.Box) else action
+
+
+def leaves(tree: Any) -> list[Any]:
+    return [leaf for inner in tree.values() for leaf in leaves(inner)] if isinstance(tree, dict) else [tree]
+
+
+def assert_same_observations(mine: Any, raw: Any) -> None:
+    """Equal in everything but the dtype of Discrete and MultiBinary, which is that of the space here."""
+    if isinstance(raw, dict):
+        assert list(mine) == sorted(raw)
+        for key, value in raw.items():
+            assert_same_observations(mine[key], value)
+    else:
+        np.testing.assert_array_equal(mine, raw)
+
+
+def assert_same_infos(mine: dict[str, Any], raw: dict[str, Any]) -> None:
+    assert {key for key in mine if not key.startswith("_")} == {key for key in raw if key != "players"}
+    for key, value in raw.items():
+        if key != "players":
+            assert_identical(mine[key], value, key)
+            assert mine[f"_{key}"].all()
+
+
+@pytest.mark.parametrize(("family", "task_id", "options"), ANY_FAMILY)
+def test_the_stream_is_raw_envpools(family: str, task_id: str, options: dict[str, Any]) -> None:
+    assert task_id in EnvPoolVectorEnv.task_ids(family)
+    raw = make_raw(task_id, SEEDS, **options)
+    with_seeds = EnvPoolVectorEnv(task_id, len(SEEDS), num_threads=2, seed=SEEDS, **options)
+    dtype = raw.spec._action_spec[-1][0]
+    ended = 0
+    try:
+        observations, infos = with_seeds.reset()
+        raw_observations, raw_infos = raw.reset()
+        assert_same_observations(observations, raw_observations)
+        assert_same_infos(infos, raw_infos)
+        assert observations in with_seeds.observation_space
+        for action in actions_for(with_seeds):
+            mine, theirs = with_seeds.step(action), raw.step(action.astype(dtype))
+            assert_same_observations(mine[0], theirs[0])
+            assert mine[0] in with_seeds.observation_space
+            assert_identical(mine[1], theirs[1].astype(np.float64), "rewards")
+            np.testing.assert_array_equal(mine[2] | mine[3], theirs[2] | theirs[3])
+            assert (mine[2] >= theirs[2]).all(), "a termination of the pool's was lost"
+            assert_identical(mine[3], theirs[3], "truncations")
+            assert_same_infos(mine[4], theirs[4])
+            ended += (mine[2] | mine[3]).sum()
+    finally:
+        with_seeds.close()
+    assert ended, f"{task_id} ended no episode: the test shows nothing of autoreset"
+
+
+@pytest.mark.slow
+def test_every_installed_family_is_compared() -> None:
+    known = {where.removeprefix("envpool.") for where, _, _ in envpool.registration.registry.specs.values()}
+    assert known - {"procgen"} == set(FAMILIES) | set(SLOW_FAMILIES)  # procgen needs a system library, Qt 5
+
+
+@pytest.mark.parametrize(("family", "task_id", "options"), ANY_FAMILY)
+def test_same_step_is_next_step_with_the_reset_rows_folded_in(family: str, task_id: str, options: dict[str, Any]) -> None:
+    """Row by row: a done row of the one is the final observation and the next row of the other."""
+    mode = AutoresetMode.SAME_STEP
+    folded = EnvPoolVectorEnv(task_id, 1, num_threads=1, seed=3, autoreset_mode=mode, **options)
+    unfolded = EnvPoolVectorEnv(task_id, 1, num_threads=1, seed=3, **options)
+    ended = 0
+    try:
+        assert_identical(folded.reset(), unfolded.reset(), "reset")
+        for action in actions_for(folded, 3 * STEPS):
+            mine, theirs = folded.step(action), unfolded.step(action)
+            assert_identical(mine[1:4], theirs[1:4], "rewards and flags")
+            if not (theirs[2] | theirs[3]).any():
+                assert_identical(mine[0], theirs[0], "observations")
+                assert_identical(mine[4], theirs[4], "infos")
+                continue
+            ended += 1
+            infos = mine[4]
+            final_obs = unfolded._reader.row(unfolded._driver._last, 0)  # type: ignore[union-attr]
+            assert_identical(infos.pop("final_obs")[0], final_obs, "final_obs")
+            assert_identical(infos.pop("final_info"), theirs[4], "final_info")
+            assert infos.pop("_final_obs").tolist() == infos.pop("_final_info").tolist() == [True]
+            after = unfolded.step(action)
+            assert_identical(mine[0], after[0], "the first observation of the new episode")
+            assert_identical(infos, after[4], "the infos of the new episode")
+    finally:
+        folded.close()
+        unfolded.close()
+    assert ended
+
+
+def test_same_step_infos_have_gymnasiums_layout() -> None:
+    """Keys, dtypes, shapes and masks as SyncVectorEnv has them; the numbers are another simulator's."""
+    mode = AutoresetMode.SAME_STEP
+    stock = gymnasium.vector.SyncVectorEnv(
+        [lambda: gymnasium.make("CartPole-v1", max_episode_steps=5)] * 3, autoreset_mode=mode
+    )
+    mine = EnvPoolVectorEnv("CartPole-v1", 3, max_episode_steps=5, autoreset_mode=mode, info_keys=(), num_threads=1)
+    try:
+        for envs in (stock, mine):
+            envs.reset(seed=0)
+        for step in range(11):
+            actions = np.arange(3) % 2
+            results = {"stock": stock.step(actions), "mine": mine.step(actions)}
+            for theirs, ours in zip(results["stock"][:4], results["mine"][:4], strict=True):
+                assert ours.dtype == theirs.dtype
+                assert ours.shape == theirs.shape
+            infos = {who: result[4] for who, result in results.items()}
+            assert set(infos["mine"]) == set(infos["stock"])
+            if step % 5 == 4:
+                for key in ("_final_obs", "_final_info", "final_info"):
+                    assert_identical(infos["mine"][key], infos["stock"][key], key)
+                for ours, theirs in zip(infos["mine"]["final_obs"], infos["stock"]["final_obs"], strict=True):
+                    assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+    finally:
+        stock.close()
+        mine.close()
+
+
+def test_final_observations_do_not_keep_whole_batches_in_memory() -> None:
+    envs = EnvPoolVectorEnv("Pong-v5", 2, max_episode_steps=2, autoreset_mode="SameStep", num_threads=1)
+    try:
+        envs.reset(seed=0)
+        envs.step([0, 0])
+        final_obs = envs.step([0, 0])[4]["final_obs"]
+        assert all(row.base is None for row in final_obs)
+    finally:
+        envs.close()
+
+
+# --- episodic life ------------------------------------------------------------------------------
+
+
+def lives_at_resets(mode: AutoresetMode, steps: int = 400) -> list[int]:
+    """Lives left whenever a new episode begins, over several lives of one game of Breakout."""
+    envs = EnvPoolVectorEnv(
+        "Breakout-v5", 1, episodic_life=True, use_fire_reset=True, autoreset_mode=mode, seed=0, num_threads=1
+    )
+    found = []
+    try:
+        envs.reset()
+        for _ in range(steps):
+            _, _, terminations, truncations, infos = envs.step([1])
+            if not (terminations | truncations).any():
+                continue
+            if mode is AutoresetMode.NEXT_STEP:
+                infos = envs.step([1])[4]
+            elif mode is AutoresetMode.DISABLED:
+                infos = envs.reset(options={"reset_mask": np.array([True])})[1]
+            found.append(int(infos["lives"][0]))
+        return found
+    finally:
+        envs.close()
+
+
+def test_a_lost_life_goes_on_with_the_same_game_in_every_mode() -> None:
+    natural = lives_at_resets(AutoresetMode.NEXT_STEP)
+    assert natural[:5] == [4, 3, 2, 1, 5], "five lives a game, and a new one only after the last"
+    assert lives_at_resets(AutoresetMode.SAME_STEP) == natural
+    assert lives_at_resets(AutoresetMode.DISABLED) == natural
+
+
+def test_a_masked_reset_of_a_running_game_is_a_new_game() -> None:
+    envs = EnvPoolVectorEnv("Breakout-v5", 2, episodic_life=True, use_fire_reset=True, seed=0, num_threads=1)
+    try:
+        envs.reset()
+        over = np.zeros(2, dtype=np.bool_)
+        while not over[0]:
+            _, _, terminations, truncations, infos = envs.step([1, 1])
+            over = terminations | truncations
+        while infos["lives"].tolist() != [4, 4] or (terminations | truncations).any():
+            _, _, terminations, truncations, infos = envs.step([1, 1])
+        while not (terminations | truncations)[0]:
+            _, _, terminations, truncations, infos = envs.step([1, 0])
+        # env 0 has just lost a life, which is to be a natural reset; env 1 may or may not run
+        running = not (terminations | truncations)[1]
+        lives = infos["lives"].tolist()
+        after = envs.reset(options={"reset_mask": np.ones(2, dtype=np.bool_)})[1]["lives"].tolist()
+        assert after == [lives[0], 5 if running else lives[1]]
+        assert envs.reset()[1]["lives"].tolist() == [5, 5], "a reset of all begins new games"
+    finally:
+        envs.close()
+
+
+# --- the time limit -----------------------------------------------------------------------------
+
+
+def test_an_episode_that_ends_on_its_last_allowed_step_is_terminated_and_truncated() -> None:
+    """EnvPool alone reports it as truncated only, so that one would bootstrap from a terminal state."""
+    probe = EnvPoolVectorEnv("CartPole-v1", 1, seed=4, num_threads=1)
+    probe.reset()
+    length = 0
+    terminated = np.array([False])
+    while not terminated[0]:
+        length += 1
+        _, _, terminated, truncated, _ = probe.step([1])
+    assert not truncated[0]
+    probe.close()
+    flags = {}
+    for exact in (False, True):
+        envs = EnvPoolVectorEnv("CartPole-v1", 1, seed=4, max_episode_steps=length, exact_time_limit=exact, num_threads=1)
+        envs.reset()
+        for _ in range(length):
+            result = envs.step([1])
+        flags[exact] = (bool(result[2][0]), bool(result[3][0]))
+        envs.close()
+    assert flags[True] == (True, True)
+    assert flags[False][1]
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+@pytest.mark.parametrize("task_id", ["CartPole-v1", "FrozenLake-v1", "LunarLander-v3", "Ant-v4"])
+def test_the_exact_time_limit_changes_nothing_but_terminations(task_id: str, mode: AutoresetMode) -> None:
+    options: dict[str, Any] = {
+        "max_episode_steps": 15,
+        "autoreset_mode": mode,
+        "seed": SEEDS,
+        "num_threads": 1,
+    }
+    exact = EnvPoolVectorEnv(task_id, len(SEEDS), exact_time_limit=True, **options)
+    pools = EnvPoolVectorEnv(task_id, len(SEEDS), **options)
+    try:
+        assert_identical(exact.reset(), pools.reset(), "reset")
+        both = 0
+        for action in actions_for(exact, 300):
+            mine, theirs = exact.step(action), pools.step(action)
+            assert_identical(mine[:2], theirs[:2], "observations and rewards")
+            assert_identical(mine[3:], theirs[3:], "truncations and infos")
+            np.testing.assert_array_equal(mine[2] | mine[3], theirs[2] | theirs[3])
+            both += (mine[2] & mine[3]).sum()
+        if task_id == "CartPole-v1":
+            assert both, "some episode of random CartPole ends on its fifteenth step"
+    finally:
+        exact.close()
+        pools.close()
+
+
+def test_the_exact_time_limit_is_refused_where_it_would_change_the_task() -> None:
+    with pytest.raises(ValueError, match=r"MiniGrid-Empty-5x5-v0.*offered for .*classic_control"):
+        EnvPoolVectorEnv("MiniGrid-Empty-5x5-v0", exact_time_limit=True)
+
+
+def test_the_limit_asked_for_is_the_one_that_is_shown() -> None:
+    envs = EnvPoolVectorEnv("CartPole-v1", exact_time_limit=True, max_episode_steps=30)
+    assert envs.config["max_episode_steps"] == 30
+    assert envs.spec is not None
+    assert envs.spec.max_episode_steps == 30
+
+
+# --- seeds and masks ----------------------------------------------------------------------------
+
+
+def test_an_integer_seed_is_envpools_integer_seed() -> None:
+    raw = make_raw("CartPole-v1", [7, 8, 9])
+    envs = EnvPoolVectorEnv("CartPole-v1", 3, num_threads=1)
+    try:
+        np.testing.assert_array_equal(envs.reset(seed=7)[0], raw.reset()[0])
+        assert envs.np_random_seed == (7, 8, 9)
+        first = envs.reset(seed=np.int64(2**40))[0]
+        assert all(0 <= seed < 2**31 for seed in envs.np_random_seed)
+        again = envs.reset(seed=list(envs.np_random_seed))[0]
+        np.testing.assert_array_equal(first, again)
+        envs.reset(seed=[1, None, 3])
+        assert envs.np_random_seed[0] == 1
+        assert envs.np_random_seed[2] == 3
+    finally:
+        envs.close()
+
+
+def test_without_a_seed_no_two_are_alike() -> None:
+    """EnvPool's own default seed is 42, for everybody."""
+    one, other = EnvPoolVectorEnv("CartPole-v1", 2), EnvPoolVectorEnv("CartPole-v1", 2)
+    assert one.np_random_seed != other.np_random_seed
+    assert one.np_random_seed != (42, 43)
+
+
+def test_a_reset_without_a_seed_goes_on_with_the_random_numbers() -> None:
+    envs = EnvPoolVectorEnv("CartPole-v1", 2, seed=1, num_threads=1)
+    try:
+        first = envs.reset()[0]
+        assert envs.stats()["pools"] == 1
+        assert (envs.reset()[0] != first).any()
+        assert envs.stats()["pools"] == 1
+        np.testing.assert_array_equal(envs.reset(seed=1)[0], first)
+        assert envs.stats()["pools"] == 2
+    finally:
+        envs.close()
+
+
+def test_threads_and_batches_do_not_change_trajectories() -> None:
+    found = []
+    for threads, batch in ((1, 6), (2, 6), (2, 3), (2, 1)):
+        envs = EnvPoolVectorEnv("Acrobot-v1", 6, num_threads=threads, batch_size=batch, seed=0)
+        envs.reset()
+        found.append([envs.step(action)[:4] for action in actions_for(envs, 30)])
+        envs.close()
+    for other in found[1:]:
+        assert_identical(other, found[0])
+
+
+def test_a_masked_reset_before_the_first_is_refused() -> None:
+    envs = EnvPoolVectorEnv("CartPole-v1", 2)
+    with pytest.raises(gymnasium.error.ResetNeeded, match="all environments"):
+        envs.reset(options={"reset_mask": np.array([True, False])})
+    envs.close()
+
+
+# --- spaces, dtypes, infos ----------------------------------------------------------------------
+
+
+def test_bounds_that_mean_infinity_are_infinite() -> None:
+    """EnvPool's lower bound for dm_control is the smallest positive number."""
+    envs = EnvPoolVectorEnv("CheetahRun-v1", 2)
+    space = envs.single_observation_space["position"]  # type: ignore[index]
+    assert np.isneginf(space.low).all()
+    assert np.isposinf(space.high).all()
+    cartpole = EnvPoolVectorEnv("CartPole-v1").single_observation_space
+    assert isinstance(cartpole, gymnasium.spaces.Box)
+    assert cartpole.high[0] == np.float32(4.8)
+
+
+def test_discrete_observations_have_the_dtype_of_their_space() -> None:
+    envs = EnvPoolVectorEnv("FrozenLake-v1", 2, num_threads=1)
+    observations, _ = envs.reset(seed=0)
+    assert observations.dtype == envs.observation_space.dtype == np.int64
+    envs.close()
+    maze = EnvPoolVectorEnv("Maze-v0", 2, num_threads=1)
+    mask = maze.reset(seed=0)[0]["action_mask"]
+    assert mask.dtype == maze.observation_space["action_mask"].dtype == np.int8  # type: ignore[index]
+    maze.close()
+
+
+def test_rewards_can_stay_float32() -> None:
+    envs = EnvPoolVectorEnv("CartPole-v1", 2, reward_dtype=None, num_threads=1)
+    envs.reset(seed=0)
+    assert envs.step([0, 1])[1].dtype == np.float32
+    envs.close()
+
+
+def test_actions_can_be_declared_float32() -> None:
+    envs = EnvPoolVectorEnv("Ant-v4", 2, action_dtype=np.float32, num_threads=1)
+    assert envs.single_action_space.dtype == np.float32
+    assert envs.action_space.dtype == np.float32
+    envs.reset(seed=0)
+    envs.step(envs.action_space.sample())
+    envs.close()
+    with pytest.raises(ValueError, match="floating-point"):
+        EnvPoolVectorEnv("Ant-v4", action_dtype=np.int32)
+
+
+def test_info_keys_choose_infos() -> None:
+    envs = EnvPoolVectorEnv("Pong-v5", 1, info_keys=("lives",), num_threads=1)
+    assert set(envs.reset(seed=0)[1]) == {"lives", "_lives"}
+    envs.close()
+    with pytest.raises(ValueError, match=r"no infos \['score'\].*lives"):
+        EnvPoolVectorEnv("Pong-v5", 1, info_keys=("score",))
+
+
+def test_every_mask_may_be_written_to_by_itself() -> None:
+    envs = EnvPoolVectorEnv("CartPole-v1", 2, num_threads=1)
+    infos = envs.reset(seed=0)[1]
+    infos["_env_id"][:] = False
+    assert infos["_elapsed_step"].all()
+    assert envs.step([0, 0])[4]["_env_id"].all()
+    envs.close()
+
+
+def test_gymnasiums_observation_wrappers_work_on_top() -> None:
+    """NormalizeObservation needs next-step autoreset and batched spaces."""
+    envs = EnvPoolVectorEnv("Ant-v4", 2, num_threads=1)
+    wrapped = gymnasium.wrappers.vector.NormalizeObservation(gymnasium.wrappers.vector.RecordEpisodeStatistics(envs))
+    observations, _ = wrapped.reset(seed=0)
+    assert observations.shape == (2, 27)
+    wrapped.step(wrapped.action_space.sample())
+    wrapped.close()
+    assert envs.closed

@@ -1,0 +1,318 @@
+"""Every test of the suite must leave the machine as it found it.
+
+``nothing_left_behind`` compares four things before and after each test: processes, open descriptors, threads
+and entries of ``/dev/shm``. A process whose parent died would be adopted by init and look like anybody's; so
+this process declares itself the adopter of all its descendants (``PR_SET_CHILD_SUBREAPER``), and "descended
+from this process" stays true for grandchildren that were left behind, in whatever session they run.
+
+What is tolerated is listed in one place, :func:`_tolerated`, each with its reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.process
+import multiprocessing.resource_tracker
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+SETTLE_SECONDS = 2.0
+KINDS = ("processes", "descriptors", "threads", "shared_memory")
+_FAILED = pytest.StashKey[bool]()
+_LINUX = sys.platform == "linux"
+_PR_SET_CHILD_SUBREAPER = 36
+_NATIVE_POOLS = ("jaxlib", "torch", "tensorflow")
+
+
+# Suites that run in a process of their own (test_suites_apart.py starts it), because importing JAX, as EnvPool does too,
+# starts threads that make every later fork in this process unsafe, and says so in a warning each time.
+APART = ("backends", "jax")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave a suite of :data:`APART` out, unless it was named on the command line."""
+    here = Path(__file__).parent
+    for name in APART:
+        suite = here / name
+        asked_for = [Path(config.invocation_params.dir, argument.partition("::")[0]).resolve() for argument in config.args]
+        if collection_path == suite and not any(path.is_relative_to(suite) for path in asked_for):
+            return True
+    return None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if _LINUX:
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked ``slow`` or ``soak``, unless ``-m`` says what to run."""
+    if config.getoption("markexpr"):
+        return
+    chosen = [item for item in items if not {"slow", "soak"} & {mark.name for mark in item.iter_markers()}]
+    if len(chosen) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+        items[:] = chosen
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """Remember whether the test itself failed, for the fixture below."""
+    report = yield
+    if report.when == "call":
+        item.stash[_FAILED] = report.failed
+    return report
+
+
+# --- what there is ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Belongings:
+    """What this process has at one moment; each maps something unique to a description for people."""
+
+    processes: dict[tuple[int, float], str] = field(default_factory=dict)
+    descriptors: dict[tuple[int, str], str] = field(default_factory=dict)
+    threads: dict[int, str] = field(default_factory=dict)
+    shared_memory: dict[str, str] = field(default_factory=dict)
+
+    def beyond(self, before: Belongings, kinds: Sequence[str] = KINDS) -> dict[str, list[str]]:
+        """What is here and was not there, without what is tolerated."""
+        tolerated = _tolerated()
+        return {
+            kind: new
+            for kind in kinds
+            if (
+                new := [
+                    text
+                    for key, text in getattr(self, kind).items()
+                    if key not in getattr(before, kind) and not _excused(kind, key, tolerated)
+                ]
+            )
+        }
+
+
+def _take_stock() -> Belongings:
+    return Belongings(_processes(), _descriptors(), _threads(), _shared_memory())
+
+
+def _processes() -> dict[tuple[int, float], str]:
+    """All descendants. Zombies count only where somebody of this process forgot to wait for them."""
+    found = {}
+    waited_for = {process.pid for process in multiprocessing.process._children}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() == psutil.STATUS_ZOMBIE and process.pid not in waited_for:
+                _reap_if_adopted(process)
+                continue
+            if process.status() == psutil.STATUS_ZOMBIE:
+                command = "(a multiprocessing child that ended and was never joined)"
+            else:
+                command = " ".join(process.cmdline()) or process.name()
+            found[process.pid, process.create_time()] = f"pid {process.pid}: {command[:200]}"
+    return found
+
+
+def _reap_if_adopted(process: psutil.Process) -> None:
+    """Init's duty towards orphans falls to their adopter. ``forkserver`` and ``resource_tracker`` are waited
+    for by multiprocessing itself, and a zombie with another parent is that parent's."""
+    if process.ppid() != os.getpid() or process.pid in (_forkserver_pid(), _tracker_pid()):
+        return
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(process.pid, os.WNOHANG)
+
+
+def _descriptors() -> dict[tuple[int, str], str]:
+    found = {}
+    if not _LINUX:
+        return found
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if not re.fullmatch(r"/proc/\d+/fd", target):  # the one that reads this list
+                found[int(name), target] = f"fd {name}: {target}"
+    return found
+
+
+def _threads() -> dict[int, str]:
+    ours = {thread.native_id: thread.name for thread in threading.enumerate()}
+    if not _LINUX:
+        return {tid: name for tid, name in ours.items() if tid is not None}
+    found = {}
+    for tid in map(int, os.listdir("/proc/self/task")):
+        with contextlib.suppress(OSError):
+            name = ours.get(tid) or f"native {Path(f'/proc/self/task/{tid}/comm').read_text().strip()}"
+            found[tid] = f"thread {tid}: {name}"
+    return found
+
+
+def _shared_memory() -> dict[str, str]:
+    if not os.path.isdir("/dev/shm"):
+        return {}
+    return {name: f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
+
+
+# --- what is tolerated --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tolerated:
+    pids: set[int | None]
+    descriptors: set[int | None]
+    files: set[str]
+    native_threads: bool
+    ray: bool
+
+
+def _tolerated() -> Tolerated:
+    """The whole list.
+
+    1. multiprocessing starts one fork server and one resource tracker a process and keeps them, with one
+    descriptor each
+       (two for the fork server in later versions), until the interpreter exits. They are known by pid and
+       number.
+    2. JAX, PyTorch and TensorFlow start pools of C++ threads with their first operation, and never end them.
+    Only threads
+       that Python knows nothing of are excused, and only once one of these libraries is loaded.
+    3. A running Ray keeps starting processes, threads and sockets as it likes; while
+    ``ray.is_initialized()``, whatever
+       descends from Ray's own processes is Ray's.
+    4. multiprocessing's heap, which Gymnasium's own AsyncVectorEnv takes its shared memory from, keeps its
+    (unlinked) files
+       for later use. They are known from the heap itself.
+    5. An entry of /dev/shm that a process outside this one's family has mapped is that process's
+    (:func:`_is_foreign`).
+    """
+    server = multiprocessing.forkserver._forkserver
+    ray = sys.modules.get("ray")
+    return Tolerated(
+        pids={_forkserver_pid(), _tracker_pid()},
+        descriptors={
+            getattr(server, "_forkserver_fd", None),
+            getattr(server, "_forkserver_alive_fd", None),
+            getattr(multiprocessing.resource_tracker._resource_tracker, "_fd", None),
+        },
+        files=_heap_files(),
+        native_threads=any(name in sys.modules for name in _NATIVE_POOLS),
+        ray=ray is not None and ray.is_initialized(),
+    )
+
+
+def _heap_files() -> set[str]:
+    heap = getattr(sys.modules.get("multiprocessing.heap"), "BufferWrapper", None)
+    files = set()
+    for arena in getattr(getattr(heap, "_heap", None), "_arenas", ()):
+        with contextlib.suppress(OSError):
+            files.add(os.readlink(f"/proc/self/fd/{getattr(arena, 'fd', -1)}"))
+    return files
+
+
+def _forkserver_pid() -> int | None:
+    return getattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None)
+
+
+def _tracker_pid() -> int | None:
+    return getattr(multiprocessing.resource_tracker._resource_tracker, "_pid", None)
+
+
+def _excused(kind: str, key: object, tolerated: Tolerated) -> bool:
+    if kind == "processes":
+        return key[0] in tolerated.pids or (tolerated.ray and _is_rays(key[0]))
+    if kind == "descriptors":
+        return key[0] in tolerated.descriptors or key[1] in tolerated.files or tolerated.ray
+    if kind == "threads":
+        native = key not in {thread.native_id for thread in threading.enumerate()}
+        return native and (tolerated.native_threads or tolerated.ray)
+    return _is_foreign(key)
+
+
+def _is_rays(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        return any(
+            name.startswith(("ray::", "raylet", "gcs_server")) or "/ray/" in name
+            for relative in (process, *process.parents())
+            if relative.pid != os.getpid()
+            for name in relative.cmdline()[:2]
+        )
+    return True
+
+
+def _is_foreign(name: str) -> bool:
+    """Whether a process that is not of this family has this entry of /dev/shm mapped or open."""
+    path = f"/dev/shm/{name}"
+    if not os.path.exists(path):
+        return True
+    family = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    for pid in psutil.pids():
+        if pid not in family:
+            with contextlib.suppress(OSError):
+                if path in Path(f"/proc/{pid}/maps").read_text(errors="replace"):
+                    return True
+                if any(os.readlink(fd) == path for fd in Path(f"/proc/{pid}/fd").iterdir()):
+                    return True
+    return False
+
+
+# --- the fixture --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def take_stock() -> Callable[[], Belongings]:
+    """What the fixture below compares, for tests that compare more often."""
+    return _take_stock
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves a process, a descriptor, a thread or an entry of /dev/shm behind.
+
+    It is the first fixture of a test and the last to end; what the others gave the test is let go of before
+    anything is compared, because an array that is kept alive keeps its mapping, and a mapping its descriptor.
+    For the same reason only processes are held against a test that failed: its traceback keeps everything it
+    had. Whatever is new gets :data:`SETTLE_SECONDS` to go away, and a garbage collection: an object that
+    nobody refers to any more is allowed to be cleaned up by its finalizer.
+    """
+    before = _take_stock()
+    yield
+    request.node.funcargs.clear()
+    kinds = ("processes",) if request.node.stash.get(_FAILED, False) else KINDS
+    deadline = time.monotonic() + SETTLE_SECONDS
+    pause = 0.005
+    while left := _take_stock().beyond(before, kinds):
+        if time.monotonic() >= deadline:
+            break
+        if "descriptors" in left or pause > 0.02:  # it is slow, and most of what is left only needs a moment
+            gc.collect()
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
+    if left:
+        _clean_up(before)
+        lines = [f"{kind.replace('_', ' ')}: {text}" for kind, texts in left.items() for text in texts]
+        pytest.fail(f"left behind, {SETTLE_SECONDS:g} s after the test:\n  " + "\n  ".join(lines), pytrace=False)
+
+
+def _clean_up(before: Belongings) -> None:
+    """Kill the processes that this test left, by pid, so that the next test starts clean."""
+    tolerated = _tolerated()
+    for pid, created in set(_processes()) - set(before.processes):
+        if not _excused("processes", (pid, created), tolerated):
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                if process.create_time() == created:
+                    process.send_signal(signal.SIGKILL)

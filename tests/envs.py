@@ -1,0 +1,478 @@
+"""Small environments whose every output can be predicted, and the few helpers that all contract tests share.
+
+Each environment shows one thing: what it was asked (:class:`CounterEnv`), what it was given
+(:class:`EchoEnv`), what it was told to return (:class:`ScriptedEnv`). They are importable, so that they
+reach a worker by name under every start method.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.spaces import GraphInstance
+
+import vecenv
+
+EnvFn = Callable[[], gymnasium.Env]
+
+# How an AsyncVectorEnv may run three environments. What depends on processes is tested in all of these
+# ways; what depends on values in the first two, because a process takes long to start.
+ENGINES: dict[str, dict[str, Any]] = {
+    "in-process": {"num_workers": 0},
+    "two-workers": {"num_workers": 2},
+    "process-per-env": {"num_workers": None},
+}
+PROCESS_ENGINES = {name: options for name, options in ENGINES.items() if name != "in-process"}
+VALUE_ENGINES = {name: options for name, options in ENGINES.items() if name != "process-per-env"}
+
+
+@contextmanager
+def opened(env_fns: Sequence[EnvFn], **kwargs: Any) -> Iterator[vecenv.AsyncVectorEnv]:
+    """An AsyncVectorEnv, closed at the end; by force when the test failed, so that a failure never hangs."""
+    envs: Any = vecenv.AsyncVectorEnv(env_fns, **kwargs)
+    try:
+        yield envs
+    except BaseException:
+        envs.close(terminate=True)
+        raise
+    envs.close()
+
+
+@contextmanager
+def raises_logged(
+    error: type[BaseException] | tuple[type[BaseException], ...], match: str | None = None, failures: int = 1
+) -> Iterator[tuple[pytest.ExceptionInfo[BaseException], list[str]]]:
+    """``pytest.raises``, and the warnings of so many failed environments: two for each and one at the end.
+
+    Gives the exception, and the texts of the warnings once the block is over.
+    """
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(error, match=match) as info:
+            yield info, texts
+    texts += [str(warning.message) for warning in caught]
+    assert len(texts) == 2 * failures + 1, texts
+
+
+def describe(value: Any) -> str:
+    """Type, dtype, shape and content of a value, so that two descriptions agree only for identical values."""
+    if isinstance(value, np.ndarray):
+        return f"ndarray:{value.dtype}:{value.shape}:{value.tobytes().hex()}"
+    if isinstance(value, np.generic):
+        return f"{type(value).__name__}:{value.tobytes().hex()}"
+    if isinstance(value, GraphInstance):
+        return "Graph(" + ", ".join(map(describe, value)) + ")"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {describe(part)}" for key, part in value.items()) + "}"
+    if isinstance(value, tuple | list):
+        return f"{type(value).__name__}({', '.join(map(describe, value))})"
+    return f"{type(value).__name__}:{value!r}"
+
+
+class CounterEnv(gymnasium.Env):
+    """Counts; its observation is ``[env_id, steps, episodes, seed]`` (int64), seed -1 where none was given.
+
+    Episode ``k`` lasts ``lengths[k % len(lengths)]`` steps and ends by truncation where ``truncates`` says
+    so, else by termination. The reward is ``env_id + steps / 1000``. Reset infos hold what reset was given,
+    step infos the step counter.
+    """
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 30}  # noqa: RUF012
+
+    def __init__(
+        self,
+        env_id: int = 0,
+        lengths: Sequence[int] = (3,),
+        truncates: bool = False,
+        render_mode: str | None = None,
+        infos: bool = True,
+    ) -> None:
+        self.env_id = env_id
+        self.lengths = tuple(lengths)
+        self.truncates = truncates
+        self.render_mode = render_mode
+        self.infos = infos
+        self.observation_space = spaces.Box(-1, 2**40, (4,), np.int64)
+        self.action_space = spaces.Discrete(5)
+        self.steps = 0
+        self.episodes = 0
+        self.seed = -1
+        self.note = "unset"
+        self.closed_file: Path | None = None
+
+    def _observe(self) -> np.ndarray:
+        return np.array([self.env_id, self.steps, self.episodes, self.seed], dtype=np.int64)
+
+    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=kwargs.get("seed"))
+        given = kwargs.get("seed")
+        self.seed = -1 if given is None else int(given)
+        self.steps = 0
+        self.episodes += 1
+        return self._observe(), {"reset_kwargs": describe(kwargs)} if self.infos else {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.steps += 1
+        over = self.steps >= self.lengths[(self.episodes - 1) % len(self.lengths)]
+        reward = self.env_id + self.steps / 1000
+        info = {"steps": self.steps} if self.infos else {}
+        return self._observe(), reward, over and not self.truncates, over and self.truncates, info
+
+    def render(self) -> np.ndarray:
+        return np.full((2, 2, 3), self.env_id * 10 + self.steps, dtype=np.uint8)
+
+    def add(self, number: int, *, scale: int = 1) -> int:
+        return self.env_id + number * scale
+
+    def fail(self, error: Exception) -> None:
+        raise error
+
+    def sleep(self, seconds: float) -> int:
+        time.sleep(seconds)
+        return self.env_id
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def close(self) -> None:
+        if self.closed_file is not None:
+            with self.closed_file.open("a") as file:
+                file.write(f"{self.env_id}\n")
+
+
+def counters(n: int, **kwargs: Any) -> list[EnvFn]:
+    """``n`` functions that make a :class:`CounterEnv` each, with env ids from 0."""
+    return [functools.partial(CounterEnv, env_id=index, **kwargs) for index in range(n)]
+
+
+class EchoEnv(gymnasium.Env):
+    """Tells what each action was (``infos["action"]``, a :func:`describe` string) and keeps all of them."""
+
+    def __init__(self, action_space: spaces.Space, mutate: bool = False) -> None:
+        self.action_space = copy.deepcopy(action_space)
+        self.observation_space = spaces.Discrete(1000)
+        self.mutate = mutate
+        self.kept: list[Any] = []
+
+    def reset(self, **kwargs: Any) -> tuple[int, dict[str, Any]]:
+        super().reset(seed=kwargs.get("seed"))
+        return 0, {}
+
+    def step(self, action: Any) -> tuple[int, float, bool, bool, dict[str, Any]]:
+        info: dict[str, Any] = {"action": describe(action)}
+        if isinstance(action, np.ndarray):
+            info |= {"writeable": action.flags.writeable, "owns": action.flags.owndata}
+        self.kept.append(action)
+        if self.mutate:
+            action[...] = 0
+        return len(self.kept), 0.0, False, False, info
+
+    def history(self) -> list[str]:
+        return [describe(action) for action in self.kept]
+
+
+class SpaceEnv(gymnasium.Env):
+    """Observations are samples of any space; the seed (or ``env_id`` where there is none) decides which."""
+
+    def __init__(
+        self,
+        observation_space: spaces.Space,
+        action_space: spaces.Space | None = None,
+        env_id: int = 0,
+        lengths: Sequence[int] = (3,),
+    ) -> None:
+        self.observation_space = copy.deepcopy(observation_space)
+        self.action_space = copy.deepcopy(action_space) if action_space is not None else spaces.Discrete(2)
+        self.lengths = tuple(lengths)
+        self.observation_space.seed(env_id)
+        self.steps = 0
+        self.episodes = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        if seed is not None:
+            self.observation_space.seed(seed)
+            self.episodes = 0
+        self.steps = 0
+        self.episodes += 1
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.steps += 1
+        over = self.steps >= self.lengths[(self.episodes - 1) % len(self.lengths)]
+        return self.observation_space.sample(), float(self.steps), over, False, {"action": describe(action)}
+
+
+class ScriptedEnv(SpaceEnv):
+    """A :class:`SpaceEnv` that also takes its rewards, flags and infos from lists, each repeated without end.
+
+    Args:
+        truncates: Whether episode ``k`` ends by truncation, else by termination.
+        rewards: Rewards of the steps, over all episodes.
+        reset_infos: Infos of the resets.
+        step_infos: Infos of the steps, over all episodes.
+    """
+
+    def __init__(
+        self,
+        observation_space: spaces.Space,
+        action_space: spaces.Space | None = None,
+        env_id: int = 0,
+        lengths: Sequence[int] = (3,),
+        truncates: Sequence[bool] = (False,),
+        rewards: Sequence[Any] = (1.0,),
+        reset_infos: Sequence[dict[str, Any]] = ({},),
+        step_infos: Sequence[dict[str, Any]] = ({},),
+    ) -> None:
+        super().__init__(observation_space, action_space, env_id, lengths)
+        self.truncates = truncates
+        self.rewards = rewards
+        self.reset_infos = reset_infos
+        self.step_infos = step_infos
+        self.total = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        if seed is not None:
+            self.total = 0
+        observation, _ = super().reset(seed=seed, options=options)
+        return observation, copy.deepcopy(self.reset_infos[(self.episodes - 1) % len(self.reset_infos)])
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        observation, _, over, _, echo = super().step(action)
+        truncates = self.truncates[(self.episodes - 1) % len(self.truncates)]
+        info = copy.deepcopy(self.step_infos[self.total % len(self.step_infos)]) | echo
+        reward = self.rewards[self.total % len(self.rewards)]
+        self.total += 1
+        return observation, reward, over and not truncates, over and truncates, info
+
+
+class ReturningEnv(gymnasium.Env):
+    """Returns what it is given: ``resets[k]`` from reset ``k``, ``steps[t]`` from step ``t``."""
+
+    def __init__(
+        self,
+        resets: Sequence[Any],
+        steps: Sequence[Any],
+        observation_space: spaces.Space | None = None,
+        action_space: spaces.Space | None = None,
+    ) -> None:
+        default = spaces.Box(-np.inf, np.inf, (4,), np.float32)
+        self.observation_space = default if observation_space is None else copy.deepcopy(observation_space)
+        self.action_space = spaces.Discrete(5) if action_space is None else copy.deepcopy(action_space)
+        self.resets, self.steps = resets, steps
+        self.reset_count = self.step_count = 0
+
+    def reset(self, **kwargs: Any) -> Any:
+        super().reset(seed=kwargs.get("seed"))
+        self.reset_count += 1
+        return self.resets[min(self.reset_count, len(self.resets)) - 1]
+
+    def step(self, action: Any) -> Any:
+        self.step_count += 1
+        return self.steps[min(self.step_count, len(self.steps)) - 1]
+
+
+def info_env(step_infos: Sequence[Any], reset_infos: Sequence[Any] = ({},)) -> EnvFn:
+    """A function that makes an environment with these infos and constant everything else."""
+    zeros = np.zeros(4, dtype=np.float32)
+    return functools.partial(
+        ReturningEnv,
+        resets=[(zeros, info) for info in reset_infos],
+        steps=[(zeros, 1.0, False, False, info) for info in step_infos],
+    )
+
+
+class RaisingEnv(CounterEnv):
+    """A :class:`CounterEnv` that raises ``error`` on the ``at``-th call of ``method`` ("reset" or "step")."""
+
+    def __init__(self, env_id: int = 0, error: BaseException | None = None, method: str = "step", at: int = 1) -> None:
+        super().__init__(env_id, lengths=(1000,))
+        self.error, self.method, self.at = error, method, at
+        self.calls = 0
+
+    def _maybe_raise(self, method: str) -> None:
+        if method == self.method and self.error is not None:
+            self.calls += 1
+            if self.calls == self.at:
+                raise self.error
+
+    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        self._maybe_raise("reset")
+        return super().reset(**kwargs)
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self._maybe_raise("step")
+        return super().step(action)
+
+
+class SleepingEnv(CounterEnv):
+    """Its action is the number of seconds a step takes; ``options["seconds"]`` those of a reset."""
+
+    def __init__(self, env_id: int = 0) -> None:
+        super().__init__(env_id, lengths=(1000,))
+        self.action_space = spaces.Box(0.0, 100.0, (), np.float64)
+
+    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        time.sleep((kwargs.get("options") or {}).get("seconds", 0.0))
+        return super().reset(**kwargs)
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        time.sleep(float(action))
+        return super().step(action)
+
+
+class OverlapEnv(SleepingEnv):
+    """Tells how many environments were inside ``reset`` or ``step`` at once; each keeps a file there."""
+
+    def __init__(self, folder: Path, env_id: int = 0) -> None:
+        super().__init__(env_id)
+        self.folder = folder
+
+    @contextmanager
+    def _inside(self) -> Iterator[int]:
+        mark = self.folder / str(self.env_id)
+        mark.touch()
+        try:
+            yield len(list(self.folder.iterdir()))
+        finally:
+            mark.unlink()
+
+    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        with self._inside() as inside:
+            time.sleep(0.02)
+            observation, info = super().reset(**kwargs)
+        return observation, info | {"inside": inside}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        with self._inside() as inside:
+            time.sleep(0.02)
+            observation, reward, terminated, truncated, info = super().step(action)
+        return observation, reward, terminated, truncated, info | {"inside": inside}
+
+
+class ReusingEnv(CounterEnv):
+    """Returns the same observation array and the same info dict from every call, changed in place."""
+
+    def __init__(self, env_id: int = 0, lengths: Sequence[int] = (2,)) -> None:
+        super().__init__(env_id, lengths)
+        self.array = np.zeros(4, dtype=np.int64)
+        self.info: dict[str, Any] = {}
+
+    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        self.array[:] = super().reset(**kwargs)[0]
+        self.info.clear()
+        self.info["steps"] = self.steps
+        return self.array, self.info
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, info = super().step(action)
+        self.array[:] = observation
+        self.info.update(info)
+        return self.array, reward, terminated, truncated, self.info
+
+
+class NestedDictEnv(SpaceEnv):
+    """A robot-like environment: nested Dict observations and nested Dict actions."""
+
+    def __init__(self, env_id: int = 0) -> None:
+        observation_space = spaces.Dict(
+            {
+                "camera": spaces.Box(0, 255, (4, 4, 3), np.uint8),
+                "joints": spaces.Dict(
+                    {
+                        "position": spaces.Box(-1, 1, (3,), np.float32),
+                        "velocity": spaces.Box(-10, 10, (3,), np.float64),
+                    }
+                ),
+                "mode": spaces.Tuple((spaces.Discrete(3, start=-1), spaces.MultiBinary(4))),
+            }
+        )
+        action_space = spaces.Dict(
+            {
+                "gripper": spaces.Discrete(2),
+                "arm": spaces.Dict({"torque": spaces.Box(-1, 1, (3,), np.float32), "gear": spaces.MultiDiscrete([3, 2])}),
+            }
+        )
+        super().__init__(observation_space, action_space, env_id, lengths=(4 + env_id, 2))
+
+
+class CustomSpace(spaces.Space):
+    """A space that Gymnasium does not know."""
+
+    def __init__(self) -> None:
+        super().__init__(None, None)
+
+    def sample(self, mask: Any = None, probability: Any = None) -> str:
+        return f"sample {self.np_random.integers(10)}"
+
+    def contains(self, x: Any) -> bool:
+        return isinstance(x, str)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CustomSpace)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+# Spaces of a fixed size, which shared memory can hold.
+FIXED_SPACES: dict[str, spaces.Space] = {
+    "box-float16": spaces.Box(-1, 1, (3,), np.float16),
+    "box-float32": spaces.Box(-1, 1, (2, 3), np.float32),
+    "box-float64": spaces.Box(-np.inf, np.inf, (2,), np.float64),
+    "box-0d": spaces.Box(0, 1, (), np.float32),
+    "box-empty": spaces.Box(0, 1, (0,), np.float32),
+    "box-image": spaces.Box(0, 255, (4, 5, 3), np.uint8),
+    "box-int8": spaces.Box(-128, 127, (3,), np.int8),
+    "box-int16": spaces.Box(-5, 5, (3,), np.int16),
+    "box-int32": spaces.Box(-5, 5, (3,), np.int32),
+    "box-int64": spaces.Box(-(2**40), 2**40, (3,), np.int64),
+    "box-uint16": spaces.Box(0, 60000, (3,), np.uint16),
+    "box-uint32": spaces.Box(0, 10, (3,), np.uint32),
+    "box-bounds": spaces.Box(np.array([-1, 0], np.float32), np.array([1, 5], np.float32)),
+    "discrete": spaces.Discrete(5),
+    "discrete-start": spaces.Discrete(5, start=-2),
+    "multi-discrete": spaces.MultiDiscrete([2, 3, 4]),
+    "multi-discrete-2d": spaces.MultiDiscrete(np.array([[2, 3], [4, 5]])),
+    "multi-discrete-start": spaces.MultiDiscrete([2, 3], start=[5, -5]),
+    "multi-binary": spaces.MultiBinary(4),
+    "multi-binary-2d": spaces.MultiBinary((2, 3)),
+    "tuple": spaces.Tuple((spaces.Discrete(3), spaces.Box(-1, 1, (2,), np.float32))),
+    "tuple-nested": spaces.Tuple((spaces.Tuple((spaces.MultiBinary(2), spaces.Discrete(2))), spaces.Discrete(4))),
+    "dict": spaces.Dict({"position": spaces.Box(-1, 1, (2,), np.float32), "key": spaces.Discrete(3)}),
+    "dict-nested": spaces.Dict(
+        {
+            "outer": spaces.Dict({"inner": spaces.Tuple((spaces.Discrete(2), spaces.Box(0, 1, (3,), np.float64)))}),
+            "flag": spaces.MultiBinary(2),
+        }
+    ),
+}
+# Spaces whose values vary in size, or whose kind is chosen at each sample.
+VARYING_SPACES: dict[str, spaces.Space] = {
+    "text": spaces.Text(8, min_length=1),
+    "text-charset": spaces.Text(5, charset="äöü€"),
+    "one-of": spaces.OneOf((spaces.Discrete(3), spaces.Box(-1, 1, (2,), np.float32))),
+    "sequence": spaces.Sequence(spaces.Box(-1, 1, (2,), np.float32)),
+    "sequence-stacked": spaces.Sequence(spaces.Discrete(5), stack=True),
+    "graph": spaces.Graph(spaces.Box(-1, 1, (2,), np.float32), spaces.Discrete(3)),
+    "graph-without-edges": spaces.Graph(spaces.Discrete(4), None),
+    "dict-with-text": spaces.Dict({"word": spaces.Text(6), "number": spaces.Box(-1, 1, (2,), np.float32)}),
+    "tuple-with-one-of": spaces.Tuple((spaces.Discrete(3), spaces.OneOf((spaces.Discrete(2), spaces.Text(3))))),
+    "dict-with-sequence": spaces.Dict({"items": spaces.Sequence(spaces.Discrete(3)), "n": spaces.Discrete(4)}),
+    "dict-with-graph": spaces.Dict(
+        {"map": spaces.Graph(spaces.Box(-1, 1, (1,), np.float32), None), "at": spaces.Discrete(4)}
+    ),
+}
+ALL_SPACES = FIXED_SPACES | VARYING_SPACES

@@ -1,0 +1,116 @@
+"""Watching from outside: processes, reports, and a trainer that runs as a program of its own."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import vecenv
+
+METHODS = [name for name in ("fork", "spawn", "forkserver") if name in multiprocessing.get_all_start_methods()]
+CHEAP = pytest.mark.parametrize("method", [name for name in METHODS if name != "spawn"], indirect=True)
+"""For what goes beyond the table, and does not depend on how a worker was started: not once more with new interpreters."""
+TRAINER = Path(__file__).with_name("trainer.py")
+PACKAGE = Path(vecenv.__file__).parents[1]
+FAULTS = [
+    pytest.mark.timeout(20, method="signal"),
+    # what Gymnasium logs about an environment that raised, and about a close with a call pending
+    pytest.mark.filterwarnings("ignore:.*Received the following error"),
+    pytest.mark.filterwarnings(r"ignore:[\s\S]*Traceback"),
+    pytest.mark.filterwarnings("ignore:.*Raising the last exception"),
+    pytest.mark.filterwarnings("ignore:.*while waiting for a pending call"),
+]
+"""Marks of every test in this folder: a bound of its own, and silence about what it provokes."""
+
+
+def report(error: BaseException) -> str:
+    """All that a person reads when this error ends a program: causes and notes included."""
+    return "".join(traceback.format_exception(error))
+
+
+def names(error: BaseException, *, env: int, worker: int, pid: int, command: str) -> None:
+    """Assert that the report of an error says where it happened."""
+    text = report(error)
+    assert re.search(rf"\benvs?\b[^\n]*\b{env}\b", text), f"env {env} is not named in:\n{text}"
+    assert re.search(rf"\bworkers?\b[^\n]*\b{worker}\b", text), f"worker {worker} is not named in:\n{text}"
+    assert re.search(rf"\bpid\b[^\n]*\b{pid}\b", text), f"pid {pid} is not named in:\n{text}"
+    assert re.search(rf"\b{command}\b", text), f"{command} is not named in:\n{text}"
+
+
+def alive(pid: int) -> bool:
+    """Whether a process still runs; one that ended and waits to be reaped does not."""
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def remaining(pids: Iterable[int], within: float) -> list[int]:
+    """Which of these processes still run after at most ``within`` seconds."""
+    deadline = time.monotonic() + within
+    left = list(pids)
+    while (left := [pid for pid in left if alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return left
+
+
+def wait_for(path: Path, within: float = 10.0) -> None:
+    """Wait until a file is there."""
+    deadline = time.monotonic() + within
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not appear within {within:g} s"
+        time.sleep(0.005)
+
+
+class Trainer:
+    """A program of its own that uses the engine; see ``trainer.py`` for its scenarios.
+
+    Its standard output is a line of JSON whenever it has something to say; :meth:`hear` returns the next one.
+    """
+
+    def __init__(self, scenario: str, method: str, folder: Path, *, prefix: list[str], terminal: int | None) -> None:
+        path = [str(PACKAGE), str(TRAINER.parent), os.environ.get("PYTHONPATH", "")]
+        self.errors = (folder / "stderr").open("w+")
+        self.process = subprocess.Popen(
+            [*prefix, sys.executable, str(TRAINER), scenario, method, str(folder)],
+            stdin=subprocess.DEVNULL if terminal is None else terminal,
+            stdout=subprocess.PIPE,
+            stderr=self.errors if terminal is None else terminal,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+            start_new_session=True,
+        )
+
+    def hear(self, within: float = 15.0) -> dict[str, Any]:
+        """The trainer's next message."""
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], within)
+        line = self.process.stdout.readline() if ready else b""
+        assert line, f"the trainer said nothing within {within:g} s; stderr: {self.complaints()}"
+        return json.loads(line)
+
+    def complaints(self) -> str:
+        """Everything it wrote to stderr so far."""
+        return Path(self.errors.name).read_text()
+
+    def end(self) -> None:
+        """Kill it if it runs, and let go of everything."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(5)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self.errors.close()

@@ -1,0 +1,30 @@
+"""``docs/faults.md`` names a test for every row, and the tests exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+PAGE = HERE.parents[1] / "docs" / "faults.md"
+ROW = re.compile(r"^\| (\d+)? ?\|(.*)\|(.*)\|(.*)\|(.*)\|$", re.MULTILINE)
+
+
+def defined() -> set[str]:
+    sources = [*HERE.glob("test_*.py"), *HERE.parent.glob("test_s*.py")]
+    return {name for path in sources for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)}
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="an installed package has no docs folder")
+def test_every_row_has_its_tests() -> None:
+    """All 49, each with what Gymnasium does, what vecenv does, and tests that there are."""
+    rows = ROW.findall(PAGE.read_text())
+    assert sorted(int(number) for number, *_ in rows if number) == list(range(1, 50))
+    tests = defined()
+    for number, *cells in rows:
+        assert all(cell.strip() for cell in cells), f"row {number} has an empty cell"
+        names = re.findall(r"`(test_\w+)", cells[-1])
+        assert names, f"row {number} names no test"
+        assert set(names) <= tests, f"row {number}: {set(names) - tests}"

@@ -1,0 +1,205 @@
+"""Faults between ``send`` and ``recv``: what holds for ``step`` holds for batches of whoever was first."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from observe import CHEAP, FAULTS, names, remaining, report
+from vandals import Chain, Pause, crew, vandal
+
+from vecenv.errors import EnvFailed, StepTimeout, WorkerDied
+from vecenv.testing.faulty import WitnessEnv
+
+pytestmark = FAULTS
+
+Launch = Callable[..., Any]
+
+
+class Counts:
+    """What each environment must say next, by index: rows come in any order, and each environment counts for itself."""
+
+    def __init__(self, envs: Any, batch: int) -> None:
+        self.envs = envs
+        self.batch = batch
+        self.last: dict[int, dict[str, int]] = {}
+        self.restarted: list[int] = []
+        envs.reset_async(seed=1)
+        for _ in range(envs.num_envs // batch):
+            for env, row, reward, *_ in self.receive():
+                assert (row["tick"], row["seed"], reward) == (0, 1 + env, 0.0)
+                self.last[env] = row
+
+    def receive(self, timeout: float | None = None) -> list[tuple[int, dict[str, int], float, bool, bool]]:
+        observations, rewards, terminations, truncations, infos = self.envs.recv(timeout)
+        ids = infos["env_id"].tolist()
+        assert len(set(ids)) == self.batch
+        rows = [WitnessEnv.read(row) for row in observations]
+        assert [row["witness_id"] for row in rows] == ids
+        self.restarted = [env for env, new in zip(ids, infos.get("_restarted", [False] * self.batch), strict=True) if new]
+        return list(zip(ids, rows, rewards.tolist(), terminations.tolist(), truncations.tolist(), strict=True))
+
+    def check(self, received: list[tuple[int, dict[str, int], float, bool, bool]]) -> list[int]:
+        """Every row is the successor of that environment's last; which environments they were."""
+        for env, row, reward, terminated, truncated in received:
+            last = self.last[env]
+            if env in self.restarted:
+                assert (reward, terminated, truncated) == (0.0, False, True)
+                assert row == last
+                self.last[env] = {"reborn": last["life"]}
+                continue
+            if "reborn" in last:
+                assert row["life"] != last["reborn"]
+                assert (row["tick"], row["steps"]) == (0, 0)
+            else:
+                assert row["life"] == last["life"]
+                assert (row["tick"], row["steps"]) == (last["tick"] + 1, last["steps"] + 1), f"env {env}"
+                assert reward == row["tick"] + row["actions"] / 1024
+            self.last[env] = row
+        return [env for env, *_ in received]
+
+    def go_on(self, rounds: int, ids: list[int] | None = None) -> None:
+        for _ in range(rounds):
+            self.envs.send([1] * self.batch, ids)
+            ids = self.check(self.receive())
+
+
+@CHEAP
+def test_rows_are_never_shifted(launch: Launch) -> None:
+    """Fast and slow environments, timeouts in between: every row belongs to the environment that it says."""
+    slow = {env: vandal(env, Pause(0.05), {"length": 10**6}, step=range(1, 4 + env)) for env in range(3)}
+    counts = Counts(launch(crew(4, slow, length=10**6), batch_size=2), batch=2)
+    counts.envs.send([1] * 4, [0, 1, 2, 3])
+    late = 0
+    for _ in range(30):
+        try:
+            received = counts.receive(timeout=0.01)
+        except StepTimeout:
+            late += 1
+            continue
+        counts.envs.send([1, 1], counts.check(received))
+    assert late
+
+
+@pytest.mark.parametrize("fault", ["raises", "kill"])
+def test_a_failure_is_told_and_the_others_are_kept(launch: Launch, fault: str, tmp_path: Path) -> None:
+    """``recv`` raises what the environment raised; the rows of the others are not lost with it."""
+    faulty = vandal(3, fault, {"length": 10**6}, step=2, once=tmp_path / "once")
+    counts = Counts(launch(crew(4, {3: faulty}, length=10**6), batch_size=1), batch=1)
+    pid = counts.envs._pool.workers[3].pid
+    counts.envs.send([1] * 4, [0, 1, 2, 3])
+    for _ in range(4):
+        counts.check(counts.receive())
+    counts.envs.send([1] * 4, [0, 1, 2, 3])
+    seen: list[int] = []
+
+    def receive_until(enough: int) -> None:
+        while len(seen) < enough:
+            seen.extend(counts.check(counts.receive()))
+
+    with pytest.raises((ValueError, WorkerDied)) as caught:
+        receive_until(4)
+    names(caught.value, env=3, worker=3, pid=pid, command="step")
+    receive_until(3)
+    assert sorted(seen) == [0, 1, 2]
+    with pytest.raises(EnvFailed, match=r"\b3\b"):
+        counts.envs.send([1], [3])
+    counts.go_on(5, [1])
+    counts.envs.reset(seed=5)
+
+
+@CHEAP
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_the_last_one_in_flight_dies(launch: Launch, on_failure: str, tmp_path: Path) -> None:
+    """Nobody else owes anything: the death is the answer, and no timeout."""
+    faulty = vandal(3, Chain(Pause(0.1), "kill"), {"length": 10**6}, step=1, once=tmp_path / "once")
+    counts = Counts(launch(crew(4, {3: faulty}, length=10**6), batch_size=1, on_failure=on_failure), batch=1)
+    counts.envs.send([1], [3])
+    if on_failure == "restart":
+        assert counts.check(counts.receive()) == [3]
+        assert counts.restarted == [3]
+    else:
+        with pytest.raises(WorkerDied, match="SIGKILL"):
+            counts.receive()
+    counts.go_on(3, [1])
+
+
+@pytest.mark.parametrize("fault", ["raises", "segfault", "sleep"])
+def test_restarts(launch: Launch, fault: str, tmp_path: Path) -> None:
+    """The lost row comes like any other, marked; a hang counts as lost when ``step_timeout`` is over."""
+    faulty = vandal(3, fault, {"length": 10**6}, step=3, once=tmp_path / "once")
+    timeout = {"step_timeout": 1.0} if fault == "sleep" else {}
+    envs = launch(crew(4, {3: faulty}, length=10**6), batch_size=4, on_failure="restart", **timeout)
+    counts = Counts(envs, batch=4)
+    lost = []
+    ids = [0, 1, 2, 3]
+    for _ in range(8):
+        envs.send([1] * 4, ids)
+        ids = counts.check(counts.receive())
+        lost += counts.restarted
+    assert lost == [3]
+    assert len(envs.errors) == 1
+    if fault == "sleep":
+        assert "in sleep" in report(envs.errors[0].error)
+
+
+@CHEAP
+def test_killed_from_outside(launch: Launch) -> None:
+    """A death between ``send`` and ``recv``, and one between ``recv`` and ``send``."""
+    envs = launch(crew(4, length=10**6), batch_size=4, num_workers=2, on_failure="restart")
+    counts = Counts(envs, batch=4)
+    for moment in ("idle", "in flight"):
+        pid = envs._pool.workers[1].pid
+        if moment == "in flight":
+            os.kill(pid, signal.SIGSTOP)
+            envs.send([1] * 4, [0, 1, 2, 3])
+        os.kill(pid, signal.SIGKILL)
+        assert not remaining([pid], 2)
+        if moment == "idle":
+            envs.send([1] * 4, [0, 1, 2, 3])
+        assert sorted(counts.check(counts.receive())) == [0, 1, 2, 3]
+        assert sorted(counts.restarted) == [2, 3]
+        counts.go_on(3, [0, 1, 2, 3])
+
+
+def test_timeout_names_who_is_late(launch: Launch) -> None:
+    """As for ``step``: where it hangs, and nothing is lost."""
+    envs = launch(crew(2, {1: vandal(1, "sleep", step=1)}), batch_size=2)
+    counts = Counts(envs, batch=2)
+    envs.send([1, 1], [0, 1])
+    begun = time.monotonic()
+    with pytest.raises(StepTimeout) as caught:
+        counts.receive(timeout=0.3)
+    assert time.monotonic() - begun < 2
+    names(caught.value, env=1, worker=1, pid=envs._pool.workers[1].pid, command="recv|step")
+    assert re.search("in sleep", report(caught.value))
+    begun = time.monotonic()
+    envs.close(timeout=0.3)
+    assert time.monotonic() - begun < 2
+
+
+@CHEAP
+def test_two_workers_of_two_batches(launch: Launch) -> None:
+    """Sending and receiving halves in turns, a hundred times: each half is stepped once a round."""
+    counts = Counts(launch(crew(4, length=10**6), num_workers=2, batch_size=2), batch=2)
+    halves = [[0, 1], [2, 3]]
+    for half in halves:
+        counts.envs.send([1, 1], half)
+    for _ in range(100):
+        ids = counts.check(counts.receive())
+        assert sorted(ids) in halves
+        counts.envs.send([1, 1], ids)
+    for _ in halves:
+        counts.check(counts.receive())
+    steps = {env: row["steps"] for env, row in counts.last.items()}
+    assert sum(steps.values()) == 2 * 102
+    assert steps[0] == steps[1]
+    assert steps[2] == steps[3]
+    assert np.min(list(steps.values())) > 0

@@ -1,0 +1,102 @@
+"""The fixture around every test sees what it is there to see."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from observe import FAULTS, METHODS, remaining
+
+pytestmark = FAULTS
+
+Stock = Callable[[], Any]
+
+
+def test_a_process(take_stock: Stock) -> None:
+    before = take_stock()
+    child = subprocess.Popen(["sleep", "30"])
+    assert any(f"pid {child.pid}: sleep 30" in text for text in take_stock().beyond(before)["processes"])
+    child.kill()
+    child.wait()
+    assert not take_stock().beyond(before)
+
+
+def test_a_grandchild_in_a_session_of_its_own(take_stock: Stock) -> None:
+    """Its parent is gone, its session is another: it would be nobody's, if this process did not adopt it."""
+    before = take_stock()
+    subprocess.run(["sh", "-c", "setsid sleep 30 & exit 0"], check=True)
+    (text,) = take_stock().beyond(before)["processes"]
+    pid = int(text.removeprefix("pid ").partition(":")[0])
+    os.kill(pid, signal.SIGKILL)
+    assert not remaining([pid], 2)
+    assert not take_stock().beyond(before)
+
+
+def test_a_child_that_nobody_waited_for(take_stock: Stock) -> None:
+    before = take_stock()
+    child = multiprocessing.get_context("fork").Process(target=os.getpid)
+    child.start()
+    assert not remaining([child.pid], 5)
+    assert any("never joined" in text for text in take_stock().beyond(before)["processes"])
+    child.join()
+    child.close()
+    assert not take_stock().beyond(before)
+
+
+def test_a_descriptor(take_stock: Stock) -> None:
+    before = take_stock()
+    ends = os.pipe()
+    assert len(take_stock().beyond(before)["descriptors"]) == 2
+    for end in ends:
+        os.close(end)
+    assert not take_stock().beyond(before)
+
+
+def test_a_thread(take_stock: Stock) -> None:
+    before = take_stock()
+    enough = threading.Event()
+    thread = threading.Thread(target=enough.wait, name="forgotten")
+    thread.start()
+    assert any("forgotten" in text for text in take_stock().beyond(before)["threads"])
+    enough.set()
+    thread.join()
+    deadline = time.monotonic() + 2
+    while take_stock().beyond(before) and time.monotonic() < deadline:
+        time.sleep(0.001)  # the kernel's thread ends a little after Python's
+    assert not take_stock().beyond(before)
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no /dev/shm on this system")
+def test_an_entry_of_shared_memory(take_stock: Stock) -> None:
+    before = take_stock()
+    path = Path(f"/dev/shm/vecenv-test-{os.getpid()}")
+    path.touch()
+    try:
+        assert take_stock().beyond(before)["shared_memory"] == [str(path)]
+    finally:
+        path.unlink()
+    assert "shared_memory" not in take_stock().beyond(before)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_multiprocessing_itself_is_tolerated(method: str, take_stock: Stock) -> None:
+    """Its fork server and its resource tracker stay, by design, and so do their descriptors."""
+    before = take_stock()
+    context = multiprocessing.get_context(method)
+    child = context.Process(target=os.getpid)
+    child.start()
+    child.join()
+    child.close()
+    context.Lock()
+    deadline = time.monotonic() + 2
+    while take_stock().beyond(before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not take_stock().beyond(before)

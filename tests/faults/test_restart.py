@@ -1,0 +1,286 @@
+"""``on_failure="restart"``: what is lost, what comes instead, and when it is enough.
+
+Rows 47 and 48 of the table in ``docs/faults.md``.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from observe import CHEAP, FAULTS, alive, report
+from vandals import Chain, Ledger, Obedient, crew, vandal, witness
+
+from vecenv.errors import StepTimeout, WorkerDied
+from vecenv.failure import RestartBudget
+from vecenv.testing.faulty import FaultyConstructor, FaultyEnv, WitnessEnv
+
+pytestmark = FAULTS
+
+Launch = Callable[..., Any]
+ACTIONS = [1, 2, 3, 4]
+MODES = list(AutoresetMode)
+
+
+def worker_pids(envs: Any) -> list[int]:
+    return [worker.pid for worker in envs._pool.workers]
+
+
+LOST = {  # fault -> the environments that come back new: a raise costs one, a death all of the worker
+    "raises": {3},
+    "evil_elsewhere_error": {3},
+    "sys_exit": {3},
+    "segfault": {2, 3},
+    "kill": {2, 3},
+    "exit_now": {2, 3},
+    "sleep": {2, 3},
+}
+
+
+def step(envs: Any, count: int) -> None:
+    for _ in range(count):
+        envs.step([1] * envs.num_envs)
+
+
+@pytest.mark.parametrize("fault", LOST)
+def test_a_lost_step_is_a_truncated_episode(launch: Launch, fault: str, tmp_path: Path) -> None:
+    """Rows that are lost come back truncated, new and marked; everybody else's are what they should be."""
+    faulty = vandal(3, fault, step=3, once=tmp_path / "once")
+    timeout = {"step_timeout": 1.0} if fault == "sleep" else {}
+    envs = launch(crew(4, {3: faulty}), num_workers=2, on_failure="restart", **timeout)
+    ledger = Ledger(4, length=10)
+    ledger.reset(envs.reset(seed=7), seeds=[7, 8, 9, 10])
+    for _ in range(2):
+        ledger.step(ACTIONS, envs.step(ACTIONS))
+    pids = worker_pids(envs)
+    answer = envs.step(ACTIONS)
+    assert set(np.flatnonzero(answer[-1]["_restarted"])) == LOST[fault]
+    ledger.step(ACTIONS, answer)
+    assert (worker_pids(envs)[1] != pids[1]) == (LOST[fault] == {2, 3})
+    assert worker_pids(envs)[0] == pids[0]
+    for _ in range(25):
+        answer = envs.step(ACTIONS)
+        assert "restarted" not in answer[-1]
+        ledger.step(ACTIONS, answer)
+    assert len(envs.errors) >= 1
+    assert envs.errors[-1].worker == 1
+    ledger.reset(envs.reset(seed=50), seeds=[50, 51, 52, 53])
+    envs.close()
+    assert not any(map(alive, pids))
+
+
+@CHEAP
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+@pytest.mark.parametrize("fault", ["raises", "kill"])
+def test_restart_in_all_autoreset_modes(launch: Launch, fault: str, mode: AutoresetMode, tmp_path: Path) -> None:
+    """A restart in the middle of an episode, at its end, and during the automatic reset."""
+    faulty = {
+        0: vandal(0, fault, {"length": 4}, step=2, once=tmp_path / "middle"),
+        1: vandal(1, fault, {"length": 4}, step=4, once=tmp_path / "end"),
+        2: vandal(2, fault, {"length": 4}, reset=2, once=tmp_path / "reset"),
+    }
+    envs = launch(crew(4, faulty, length=4), on_failure="restart", autoreset_mode=mode)
+    ledger = Ledger(4, length=4, mode=mode)
+    ledger.reset(envs.reset(seed=7), seeds=[7, 8, 9, 10])
+    restarts = np.zeros(4, dtype=int)
+    for _ in range(14):
+        answer = envs.step(ACTIONS)
+        ledger.step(ACTIONS, answer)
+        restarts += answer[-1].get("_restarted", np.zeros(4, dtype=bool))
+        ended = np.logical_or(answer[2], answer[3])
+        if mode is AutoresetMode.DISABLED and ended.any():
+            # a restarted row is new already; resetting it once more is what a program in this mode will do
+            answer = envs.reset(options={"reset_mask": ended})
+            ledger.reset(answer, mask=ended)
+            restarts += answer[-1].get("_restarted", np.zeros(4, dtype=bool))
+    assert restarts.tolist() == [1, 1, 1, 0]
+
+
+def test_restart_during_reset(launch: Launch, tmp_path: Path) -> None:
+    """A worker that dies in ``reset`` is replaced, and the reset's answer is that of the new one, with its seed."""
+    faulty = vandal(1, "kill", reset=2, once=tmp_path / "once")
+    envs = launch(crew(2, {1: faulty}), on_failure="restart")
+    ledger = Ledger(2, length=10)
+    ledger.reset(envs.reset(seed=1), seeds=[1, 2])
+    answer = envs.reset(seed=5)
+    assert answer[-1]["_restarted"].tolist() == [False, True]
+    ledger.reset(answer, seeds=[5, 6], rebuilt={1})
+    ledger.step([1, 1], envs.step([1, 1]))
+
+
+@CHEAP
+def test_restart_during_reset_keeps_seeds_and_options(launch: Launch, tmp_path: Path) -> None:
+    """What the caller asked of the reset is asked of the new environments, siblings of the culprit included."""
+    faulty = vandal(3, "kill", reset=2, once=tmp_path / "once")
+    envs = launch(crew(4, {3: faulty}), num_workers=2, on_failure="restart")
+    ledger = Ledger(4, length=10)
+    ledger.reset(envs.reset(seed=1), seeds=[1, 2, 3, 4])
+    answer = envs.reset(seed=[50, 60, 70, 80], options={"level": 7})
+    assert set(np.flatnonzero(answer[-1]["_restarted"])) == {2, 3}
+    ledger.reset(answer, seeds=[50, 60, 70, 80], rebuilt={2, 3})
+    assert envs.get_attr("options") == ({"level": 7},) * 4
+
+
+def test_killed_while_idle_is_restarted(launch: Launch) -> None:
+    """The OOM killer came between two steps."""
+    envs = launch(crew(4), num_workers=2, on_failure="restart")
+    ledger = Ledger(4, length=10)
+    ledger.reset(envs.reset(seed=1))
+    ledger.step(ACTIONS, envs.step(ACTIONS))
+    for victim in (1, 0, 1):
+        os.kill(worker_pids(envs)[victim], signal.SIGKILL)
+        restarted: set[int] = set()
+        for _ in range(3):
+            answer = envs.step(ACTIONS)
+            ledger.step(ACTIONS, answer)
+            restarted |= set(np.flatnonzero(answer[-1].get("_restarted", [])).tolist())
+        assert restarted == {2 * victim, 2 * victim + 1}
+
+
+def test_restart_budget(launch: Launch) -> None:
+    """A worker that dies again and again: so many restarts and no more; the causes are listed."""
+    envs = launch(crew(2, {1: vandal(1, "segfault", step=range(2, 10**6))}), on_failure="restart", restart_limit=3)
+    ledger = Ledger(2, length=10)
+    ledger.reset(envs.reset(seed=1))
+    restarts: list[bool] = []
+
+    def go_on() -> None:
+        while len(restarts) < 50:
+            answer = envs.step([1, 1])
+            ledger.step([1, 1], answer)
+            restarts.append(bool(answer[-1].get("_restarted", np.zeros(2))[1]))
+
+    with pytest.raises(WorkerDied) as caught:
+        go_on()
+    assert sum(restarts) == 3
+    text = report(caught.value)
+    assert text.count("SIGSEGV") >= 3, text
+    assert re.search(r"\b3\b", str(caught.value))
+    assert re.search(r"\b60(\.0)? ?s", str(caught.value)), "the period belongs in the message"
+    assert (caught.value.worker, tuple(caught.value.envs)) == (1, (1,))
+    envs.close()
+
+
+@CHEAP
+def test_restart_limit_of_zero(launch: Launch) -> None:
+    """No restart at all is a budget too."""
+    envs = launch(crew(2, {1: vandal(1, "kill", step=1)}), on_failure="restart", restart_limit=0)
+    envs.reset(seed=1)
+    with pytest.raises(WorkerDied, match="SIGKILL"):
+        envs.step([1, 1])
+
+
+def test_the_budget_is_intensity_and_period() -> None:
+    """So many in so many seconds, by a clock that only goes forward."""
+    now = 100.0
+    budget = RestartBudget(limit=3, period=10.0, clock=lambda: now)
+    assert [budget.spend(f"cause {index}") for index in range(4)] == [True, True, True, False]
+    now = 109.0
+    assert not budget.spend("cause 4")
+    now = 110.1
+    assert [budget.spend(f"cause {index}") for index in range(5, 9)] == [True, True, True, False]
+    assert list(budget.causes) == [f"cause {index}" for index in range(4, 9)]
+
+
+@CHEAP
+def test_a_constructor_that_fails_at_the_restart(launch: Launch, tmp_path: Path) -> None:
+    """The environment cannot be built again: that, too, is an end with a cause, and not an endless loop."""
+    env_fn = functools.partial(_only_once, os.fspath(tmp_path / "built"))
+    envs = launch(crew(2, {1: env_fn}), on_failure="restart", restart_limit=2)
+    envs.reset(seed=1)
+    with pytest.raises(Exception, match=r".") as caught:
+        step(envs, 10)
+    assert "out of order" in report(caught.value)
+    envs.close()
+
+
+def _only_once(path: str) -> gym.Env:
+    if os.path.exists(path):
+        return FaultyConstructor(witness(1), "raises")()
+    Path(path).touch()
+    return FaultyEnv(Obedient(1), "kill", step=2)
+
+
+@CHEAP
+def test_a_timeout_given_to_wait_restarts_nothing(launch: Launch, tmp_path: Path) -> None:
+    """``step_timeout`` is the engine's limit; a ``timeout`` in a call is the caller's patience; the answer stays owed."""
+    faulty = vandal(1, Chain("raises"), step=10**9)
+    envs = launch(crew(2, {1: faulty}, delay=0.3), on_failure="restart")
+    ledger = Ledger(2, length=10)
+    ledger.reset(envs.reset(seed=1))
+    pids = worker_pids(envs)
+    envs.step_async([1, 1])
+    with pytest.raises(StepTimeout):
+        envs.step_wait(timeout=0.05)
+    ledger.step([1, 1], envs.step_wait())
+    assert worker_pids(envs) == pids
+
+
+# --- determinism --------------------------------------------------------------------------------
+
+
+def trajectory(envs: Any, actions: np.ndarray) -> list[np.ndarray]:
+    """Everything that comes back, as bytes would see it."""
+    seen = [envs.reset(seed=[3, 1, 4, 1])[0].copy()]
+    for row in actions:
+        observations, rewards, terminations, truncations, _ = envs.step(row)
+        seen += [observations.copy(), rewards.copy(), terminations.copy(), truncations.copy()]
+    return seen
+
+
+def cart_poles() -> list[Callable[[], gym.Env]]:
+    return [functools.partial(gym.make, "CartPole-v1")] * 4
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, None])
+def test_determinism(launch: Launch, workers: int | None) -> None:
+    """The same seeds give the same trajectories for any number of workers and every start method, bit for bit."""
+    actions = np.random.default_rng(0).integers(0, 2, (60, 4))
+    reference = SyncVectorEnv(cart_poles())
+    wanted = trajectory(reference, actions)
+    reference.close()
+    got = trajectory(launch(cart_poles(), num_workers=workers), actions)
+    assert all(np.array_equal(one, other) for one, other in zip(wanted, got, strict=True))
+
+
+def test_determinism_of_restarts(launch: Launch, tmp_path: Path) -> None:
+    """A restart takes its seed from the engine's own sequence: the same run, faults included, twice gives the same twice."""
+    actions = np.random.default_rng(0).integers(0, 2, (40, 4))
+    runs = []
+    for run in range(2):
+        env_fns = cart_poles()
+        env_fns[2] = functools.partial(_crashing_cart_pole, os.fspath(tmp_path / f"once-{run}"))
+        envs = launch(env_fns, num_workers=2, on_failure="restart")
+        runs.append(trajectory(envs, actions))
+        assert len(envs.errors) == 1
+        envs.close()
+    assert all(np.array_equal(one, other) for one, other in zip(*runs, strict=True))
+
+
+def _crashing_cart_pole(once: str) -> gym.Env:
+    return FaultyEnv(gym.make("CartPole-v1"), "kill", step=7, once=once)
+
+
+@CHEAP
+def test_fresh_seeds_are_fresh(launch: Launch) -> None:
+    """Every restart has a seed of its own, and no environment shares one."""
+    crashing = {index: vandal(index, "raises", step=2) for index in range(3)}
+    envs = launch(crew(3, crashing), on_failure="restart", restart_limit=100)
+    envs.reset(seed=1)
+    seeds = {1, 2, 3}
+    for count in range(1, 5):
+        envs.step([0] * 3)
+        *_, infos = envs.step([0] * 3)
+        assert infos["_restarted"].all()
+        observations = envs.step([0] * 3)[0]  # the automatic reset
+        seeds |= {WitnessEnv.read(row)["seed"] for row in observations}
+        assert len(seeds) == 3 + 3 * count

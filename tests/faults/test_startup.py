@@ -1,0 +1,205 @@
+"""Engines that cannot start: rows 21 to 24, 36 and 42 of the table in ``docs/faults.md``."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import re
+import resource
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from observe import FAULTS, METHODS, PACKAGE, report
+from vandals import crew, witness
+
+import vecenv
+from vecenv.errors import EnvError, StartupTimeout, WorkerDied
+from vecenv.testing.faulty import (
+    FaultyConstructor,
+    NestedEnv,
+    UnloadableConstructor,
+    UnpicklableConstructor,
+    WitnessEnv,
+)
+
+pytestmark = FAULTS
+
+Launch = Callable[..., Any]
+
+
+def patience(method: str) -> float:
+    """A start-up timeout that a healthy worker meets with ease: spawn loads an interpreter and numpy first."""
+    return 5.0 if method == "spawn" else 1.5
+
+
+STARTS = {
+    "raises": ("raises", ValueError, ("out of order", "in raises")),
+    "unpicklable": ("unpicklable_error", EnvError, ("UnpicklableError", "holds a lock")),
+    "sys_exit": ("sys_exit", EnvError, ("SystemExit",)),
+    "exit": ("exit_now", WorkerDied, (r"exit code 0\b",)),
+    "segfault": ("segfault", WorkerDied, ("SIGSEGV", "in segfault")),
+    "hang": ("sleep", StartupTimeout, ("in sleep",)),
+    "hang_gil": ("hold_gil", StartupTimeout, ("in hold_gil",)),
+}
+
+
+@pytest.mark.parametrize("kind", STARTS)
+def test_startup(launch: Launch, method: str, kind: str) -> None:
+    """The constructor says which environment, and why; nothing of the others stays."""
+    fault, expected, patterns = STARTS[kind]
+    env_fns = crew(4, {3: FaultyConstructor(witness(3), fault)})
+    begun = time.monotonic()
+    with pytest.raises(expected) as caught:
+        launch(env_fns, num_workers=2, start_timeout=patience(method))
+    assert time.monotonic() - begun < patience(method) + 4
+    text = report(caught.value)
+    assert type(caught.value) is expected
+    assert re.search(r"\benvs?\b[^\n]*\b3\b", text), text
+    assert re.search(r"\bworkers?\b[^\n]*\b1\b", text), text
+    for pattern in patterns:
+        assert re.search(pattern, text), f"{pattern!r} is not in:\n{text}"
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "fork"], indirect=True)
+@pytest.mark.parametrize("kind", ["pickle", "unpickle"])
+def test_startup_of_what_cannot_travel(launch: Launch, method: str, kind: str) -> None:
+    """An ``env_fn`` that cannot be pickled, or not unpickled, is named in the caller."""
+    constructor = {"pickle": UnpicklableConstructor, "unpickle": UnloadableConstructor}[kind]
+    with pytest.raises(Exception, match=r".") as caught:
+        launch(crew(4, {3: constructor(witness(3))}), num_workers=2, start_timeout=10)
+    text = report(caught.value)
+    assert not isinstance(caught.value, (StartupTimeout, WorkerDied)), text
+    assert re.search(r"\benv(_fns?)?\b[^\n]{0,3}\b3\b", text), text
+    assert {"pickle": "stays where it is", "unpickle": "cannot be loaded here"}[kind] in text
+
+
+@pytest.mark.parametrize("method", ["fork"], indirect=True)
+def test_startup_by_fork_needs_no_pickle(launch: Launch) -> None:
+    """A fork inherits its ``env_fn``; refusing what cannot be pickled would be refusing what works."""
+    envs = launch(crew(2, {1: UnpicklableConstructor(witness(1))}))
+    envs.reset(seed=1)
+    envs.step([0, 0])
+
+
+@pytest.mark.parametrize("method", ["fork"], indirect=True)
+def test_a_fork_that_hangs_beside_threads_is_told_about_forkserver(launch: Launch) -> None:
+    """A lock that another thread held during the fork is held for ever in the child; the remedy is in the message."""
+    enough = threading.Event()
+    other = threading.Thread(target=enough.wait)
+    other.start()
+    try:
+        with pytest.raises(StartupTimeout, match=r"(?s)thread.*forkserver"):
+            launch(crew(2, {1: FaultyConstructor(witness(1), "sleep")}), start_timeout=1.0)
+    finally:
+        enough.set()
+        other.join()
+
+
+def test_raises_in_the_parent_unchanged(launch: Launch) -> None:
+    """The environment that is built to learn the spaces raises: exactly that exception, nothing started."""
+    with pytest.raises(ValueError, match="out of order"):
+        launch([FaultyConstructor(witness(0), "raises", everywhere=True)] * 2)
+
+
+@pytest.mark.parametrize("kind", ["observation", "action"])
+def test_spaces_differ(launch: Launch, kind: str) -> None:
+    """Which environment, and both spaces."""
+    odd = {"observation": witness(3, width=32), "action": witness(3, num_actions=5)}[kind]
+    with pytest.raises(RuntimeError) as caught:
+        launch(crew(4, {3: odd}), num_workers=2)
+    text = report(caught.value)
+    assert re.search(r"(?i)\benvs?\b[^\n]*\b3\b", text), text
+    wanted, got = {"observation": (r"\(64,\)", r"\(32,\)"), "action": (r"Discrete\(16\)", r"Discrete\(5\)")}[kind]
+    assert re.search(wanted, text), text
+    assert re.search(got, text), text
+
+
+@contextmanager
+def descriptors_left(count: int) -> Iterator[None]:
+    """Let this process open about so many more files."""
+    old = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = {int(name) for name in os.listdir("/proc/self/fd")}
+    free = itertools.islice((number for number in itertools.count() if number not in taken), count)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(free) + 1, old[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, old)
+
+
+@pytest.mark.parametrize("left", [8, 25])
+def test_fd_limit(launch: Launch, method: str, left: int) -> None:
+    """Too few descriptors for so many workers: the limit is named, with what is needed; nothing of the start remains."""
+    launch([witness(0)]).close()  # fork server and resource tracker run, so that they do not matter
+    with descriptors_left(left), pytest.raises((OSError, vecenv.errors.VecEnvError)) as caught:
+        launch([witness(index) for index in range(32)], start_timeout=10)
+    text = str(caught.value)
+    assert "RLIMIT_NOFILE" in text
+    numbers = [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", text)]
+    assert any(number >= 64 for number in numbers), f"what 32 workers need is not said: {text}"
+
+
+def nested(inner: str) -> list[Callable[[], gym.Env]]:
+    inner_class = {"vecenv": vecenv.AsyncVectorEnv, "gymnasium": gym.vector.AsyncVectorEnv}[inner]
+    return [functools.partial(NestedEnv, functools.partial(inner_class, crew(2), context="fork"))] * 2
+
+
+@pytest.mark.parametrize("inner", ["vecenv", "gymnasium"])
+def test_nested(launch: Launch, inner: str) -> None:
+    """An environment may itself be a vector environment with workers of its own."""
+    envs = launch(nested(inner), daemon=False)
+    observations, _ = envs.reset(seed=[10, 20])
+    assert observations.shape == (2, 2, 64)
+    for step in range(1, 4):
+        observations, rewards, *_ = envs.step(np.ones((2, 2), dtype=np.int64))
+        ticks = [[WitnessEnv.read(row)["tick"] for row in pair] for pair in observations]
+        assert ticks == [[step, step], [step, step]]
+        assert rewards.tolist() == [2 * (step + step / 1024)] * 2
+    envs.close()
+
+
+@pytest.mark.parametrize("inner", ["vecenv", "gymnasium"])
+def test_nested_in_daemons(launch: Launch, inner: str) -> None:
+    """Python allows daemonic processes no children; where that is in the way, the error says what would help."""
+    try:
+        envs = launch(nested(inner))
+    except Exception as error:
+        text = report(error)
+        assert "daemonic" in text
+        assert "daemon=False" in text
+        assert re.search(r"\benv 0\b", text)
+    else:
+        envs.reset(seed=1)
+        envs.step(np.ones((2, 2), dtype=np.int64))
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "fork"], indirect=True)
+def test_a_program_without_a_main_guard_gets_one_sentence(method: str, tmp_path: Path) -> None:
+    """Starting workers imports the main program again; without the guard that would start workers without end."""
+    program = tmp_path / "unguarded.py"
+    program.write_text(
+        textwrap.dedent(f"""
+        import gymnasium, vecenv
+        envs = vecenv.AsyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2, context={method!r}, start_timeout=10)
+        envs.reset(seed=1)
+        envs.close()
+        """)
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, env=environment, timeout=18, check=False
+    )
+    assert done.returncode != 0
+    assert '__name__ == "__main__"' in done.stderr.replace("'", '"'), done.stderr
+    assert len(done.stderr.splitlines()) < 40, done.stderr

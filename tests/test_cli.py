@@ -1,0 +1,173 @@
+"""The command line: what it prints, what it writes, how it fails."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+from gymnasium.vector import SyncVectorEnv
+
+from vecenv import benchmark, cli
+
+TINY = ["--num-envs", "2", "--seconds", "0.05", "--repeats", "2"]
+
+
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "vecenv", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_bench_prints_json_and_writes_json_and_picture(tmp_path: Path) -> None:
+    done = run("bench", "CartPole-v1", *TINY, "--json", "--engines", "workers,gym-async,limit", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = json.loads(done.stdout)
+    assert json.loads((tmp_path / "bench-results" / "CartPole-v1-2.json").read_text()) == printed
+    assert (tmp_path / "bench-results" / "CartPole-v1-2.png").read_bytes().startswith(b"\x89PNG")
+    assert "equal SyncVectorEnv over 256 steps" in printed["check"]
+    by_name = {row["name"]: row for row in printed["rows"]}
+    assert list(by_name) == ["workers", "gym-async", "limit"]
+    assert by_name["workers"]["ratios"]["gym-async"]["count"] == 2
+    assert by_name["limit"]["ratios"]["limit"]["median"] == 1.0
+    assert "Traceback" not in done.stderr
+
+
+TINY_ENV = """
+import gymnasium
+import numpy as np
+
+class Tiny(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(0, 1, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        print("chatter")
+        return np.ones(2, np.float32), 1.0, bool(self.np_random.random() < 0.1), False, {}
+
+class Broken(Tiny):
+    def step(self, action):
+        raise ZeroDivisionError("broken on purpose")
+
+gymnasium.register("Tiny-v0", Tiny)
+"""
+
+
+def test_bench_takes_environments_from_modules_in_the_current_folder(tmp_path: Path) -> None:
+    (tmp_path / "tiny_envs.py").write_text(TINY_ENV)
+    for name, engines in (("Tiny-v0", "workers"), ("Tiny", "limit")):
+        done = run("bench", f"tiny_envs:{name}", *TINY, "--engines", engines, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "chatter" not in done.stdout
+        assert "tiny_envs:Tiny" in done.stdout
+    assert (tmp_path / "bench-results" / "tiny_envs_Tiny-v0-2.json").exists()
+
+
+def test_bench_of_a_broken_environment_names_its_error(tmp_path: Path) -> None:
+    (tmp_path / "tiny_envs.py").write_text(TINY_ENV)
+    done = run("bench", "tiny_envs:Broken", *TINY, "--engines", "workers", cwd=tmp_path)
+    assert done.returncode == cli.USAGE
+    assert done.stderr.strip().endswith(
+        "SyncVectorEnv itself fails on this environment: ZeroDivisionError: broken on purpose"
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_scale_draws_sizes_and_worker_counts(tmp_path: Path) -> None:
+    done = run("bench", *TINY, "--workers", "2", "--scale", "--engines", "workers-1,limit", "--out", "o", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "vecenv, 1 worker" in done.stdout
+    reports = json.loads((tmp_path / "o" / "CartPole-v1-2-scale.json").read_text())
+    assert [report["num_envs"] for report in reports] == [1, 2]
+    assert (tmp_path / "o" / "CartPole-v1-2-scale.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_wrong_trajectories_end_with_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    longer = partial(benchmark.make_env, "CartPole-v0")  # ends after 200 steps, and rewards and observations are the same
+    build = partial(benchmark.VectorRunner, partial(SyncVectorEnv, [longer] * 2))
+    wrong = benchmark.Candidate("wrong", "a wrong engine", (build,), "vecenv", checked=True)
+    monkeypatch.setattr(benchmark, "default_candidates", lambda *_: [wrong])
+    assert cli.main(["bench", "Acrobot-v1", *TINY, "--out", str(tmp_path)]) == cli.WRONG
+    error = capsys.readouterr().err
+    assert "WRONG RESULTS, nothing was timed: a wrong engine differs from SyncVectorEnv at the reset" in error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["bench", "CartPol-v1"], "no environment 'CartPol-v1' is registered; did you mean CartPole-v1"),
+        (["bench", "ALE/Pongo-v5"], "did you mean ALE/Pong-v5"),
+        (["bench", "nosuch_module:Env-v0"], "cannot import 'nosuch_module'"),
+        (["bench", "json:Env-v0"], "no environment 'json:Env-v0' is registered"),
+        (["bench", "--engines", "worker"], "no engine 'worker'; did you mean workers? There are: auto,"),
+        (["bench", "--engines", ","], "--engines names no engine"),
+        (["plan", "CartPol-v1"], "CartPol-v1"),
+    ],
+)
+def test_wrong_names_say_which_names_there_are(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if arguments[0] == "plan":
+        pytest.importorskip("vecenv.plan")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert cli.main(arguments) == cli.USAGE
+    error = capsys.readouterr().err
+    assert error.startswith("vecenv: ")
+    assert text in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["bench", "--num-envs", "0"], "wants a positive integer, got '0'"),
+        (["bench", "--seconds", "inf"], "wants a positive number, got 'inf'"),
+        (["bench", "--num_envs=3"], "did you mean --num-envs"),
+        (["benhc"], "did you mean bench?"),
+        ([], "required: COMMAND"),
+    ],
+)
+def test_wrong_usage_ends_with_code_2(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == cli.USAGE
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [[], ["bench"], ["doctor"], ["plan"]])
+def test_help_ends_well(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command, "--help"])
+    assert ended.value.code == 0
+    assert "--help" in capsys.readouterr().out
+
+
+def test_results_that_cannot_be_written_are_known_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert cli.main(["bench", *TINY, "--out", str(tmp_path / "file")]) == cli.USAGE
+    assert "cannot write the results" in capsys.readouterr().err
+
+
+def test_suite_is_passed_on_to_the_checkout(tmp_path: Path) -> None:
+    if not (Path(cli.__file__).parent.parent / "bench" / "__main__.py").exists():
+        pytest.skip("not a source checkout")
+    done = run("bench", "--suite", "list", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "workload CartPole-v1" in done.stdout
+
+
+def test_doctor_speaks_json(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("vecenv.doctor")
+    assert cli.main(["doctor", "--json"]) in (0, 1)
+    assert json.loads(capsys.readouterr().out)

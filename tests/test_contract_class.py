@@ -1,0 +1,132 @@
+"""Section 1.1: what the class is, and what every wrapper of Gymnasium takes for granted about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from envs import ENGINES, CounterEnv, counters, opened
+from gymnasium.vector import AutoresetMode, VectorEnv
+
+import vecenv
+
+
+def test_the_class_is_a_gymnasium_vector_env() -> None:
+    assert issubclass(vecenv.AsyncVectorEnv, VectorEnv)
+    assert vecenv.AsyncVectorEnv.__name__ == "AsyncVectorEnv"
+
+
+def test_the_class_takes_type_arguments() -> None:
+    assert vecenv.AsyncVectorEnv[np.ndarray, np.ndarray] is not None
+
+
+def test_a_generic_subclass_can_be_written_and_run() -> None:
+    class Mine(vecenv.AsyncVectorEnv[np.ndarray, np.ndarray]):
+        pass
+
+    envs: Any = Mine(counters(2), num_workers=0)
+    assert envs.reset(seed=1)[0].shape == (2, 4)
+    assert "Mine" in repr(envs)
+    envs.close()
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=list(ENGINES))
+def test_every_wrapper_accepts_it(engine: dict[str, Any]) -> None:
+    with opened(counters(2), **engine) as envs:
+        assert isinstance(envs, VectorEnv)
+        assert gymnasium.vector.VectorWrapper(envs).unwrapped is envs
+
+
+def test_attributes_of_the_base_class_have_their_defaults() -> None:
+    with opened(counters(2), num_workers=0) as envs:
+        assert envs.spec is None
+        assert envs.render_mode is None
+        assert envs.closed is False
+        assert envs.num_envs == 2
+        assert envs.unwrapped is envs
+        assert envs._np_random is None
+        assert envs._np_random_seed is None
+        assert callable(envs._add_info)
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=list(ENGINES))
+def test_the_spaces_are_the_environments_and_their_batches(engine: dict[str, Any]) -> None:
+    single = CounterEnv()
+    with opened(counters(3), **engine) as envs:
+        assert envs.single_observation_space == single.observation_space
+        assert envs.single_action_space == single.action_space
+        assert envs.observation_space == gymnasium.vector.utils.batch_space(single.observation_space, 3)
+        assert envs.action_space == gymnasium.vector.utils.batch_space(single.action_space, 3)
+
+
+def test_a_seeded_action_space_samples_what_sync_vector_env_samples() -> None:
+    oracle = gymnasium.vector.SyncVectorEnv(counters(3))
+    with opened(counters(3), num_workers=0) as envs:
+        envs.action_space.seed(5)
+        oracle.action_space.seed(5)
+        for _ in range(5):
+            np.testing.assert_array_equal(envs.action_space.sample(), oracle.action_space.sample())
+    oracle.close()
+
+
+def test_metadata_is_a_copy_with_the_autoreset_mode() -> None:
+    with opened(counters(2), num_workers=0, autoreset_mode="SameStep") as envs:
+        assert envs.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
+        assert envs.metadata["render_modes"] == ["rgb_array"]
+        assert envs.metadata["render_fps"] == 30
+    assert "autoreset_mode" not in CounterEnv.metadata
+
+
+def test_the_repr_names_class_environments_and_spec() -> None:
+    with opened(counters(2), num_workers=0) as envs:
+        assert repr(envs).startswith("AsyncVectorEnv(")
+        assert "num_envs=2" in repr(envs)
+        envs.spec = gymnasium.spec("CartPole-v1")
+        assert repr(envs).startswith("AsyncVectorEnv(CartPole-v1, num_envs=2")
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=list(ENGINES))
+def test_every_attribute_of_the_constructor_is_kept_as_given(engine: dict[str, Any]) -> None:
+    env_fns = counters(3)
+    with opened(env_fns, shared_memory=False, copy=False, daemon=False, max_concurrency=2, **engine) as envs:
+        assert envs.env_fns is env_fns
+        assert envs.shared_memory is False
+        assert envs.copy is False
+        assert envs.context is None
+        assert envs.daemon is False
+        assert envs.worker is None
+        assert envs.observation_mode == "same"
+        assert envs.autoreset_mode is AutoresetMode.NEXT_STEP
+        assert envs.max_concurrency == 2
+
+
+@pytest.mark.parametrize("name", ["observations", "processes", "parent_pipes", "error_queue", "_state"])
+def test_the_attributes_that_programs_look_at_are_there(name: str) -> None:
+    with opened(counters(2)) as envs:
+        assert hasattr(envs, name)
+
+
+def test_the_state_is_one_of_gymnasiums_async_states() -> None:
+    with opened(counters(2)) as envs:
+        assert envs._state.value == "default"
+        envs.reset_async()
+        assert envs._state.value == "reset"
+        envs.reset_wait()
+        envs.step_async([0, 0])
+        assert envs._state.value == "step"
+        envs.step_wait()
+        envs.call_async("env_id")
+        assert envs._state.value == "call"
+        envs.call_wait()
+        assert envs._state.value == "default"
+
+
+def test_there_is_one_named_process_for_each_environment_unless_asked_otherwise() -> None:
+    with opened(counters(3)) as envs:
+        assert len(envs.processes) == 3
+        assert len(set(envs.call("pid"))) == 3
+        names = [process.name for process in envs.processes]
+        assert all("AsyncVectorEnv" in name for name in names)
+        assert [name.rsplit("-", 1)[1] for name in names] == ["0", "1", "2"]

@@ -1,0 +1,158 @@
+"""Section 1.12: closing, once, twice, late, by force, and by nobody."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import psutil
+import pytest
+from envs import ENGINES, PROCESS_ENGINES, CounterEnv, SleepingEnv, counters, opened
+
+engines = pytest.mark.parametrize("engine", ENGINES.values(), ids=list(ENGINES))
+process_engines = pytest.mark.parametrize("engine", PROCESS_ENGINES.values(), ids=list(PROCESS_ENGINES))
+
+
+class TellsWhenClosed(CounterEnv):
+    def __init__(self, file: Path, env_id: int = 0) -> None:
+        super().__init__(env_id)
+        self.closed_file = file
+
+
+class RaisesInClose(CounterEnv):
+    def close(self) -> None:
+        raise RuntimeError("close failed")
+
+
+def telling(file: Path, n: int) -> list[Any]:
+    return [functools.partial(TellsWhenClosed, file, index) for index in range(n)]
+
+
+@engines
+def test_close_closes_every_environment_once(engine: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "closed"
+    with opened(telling(file, 3), **engine) as envs:
+        envs.reset(seed=1)
+        file.unlink(missing_ok=True)  # the one that was built to be asked
+        envs.close()
+        assert envs.closed is True
+        envs.close()
+        envs.close(timeout=1)
+        envs.close(terminate=True)
+    assert sorted(file.read_text().split()) == ["0", "1", "2"]
+
+
+@process_engines
+def test_close_by_force_does_not_wait_for_environments(engine: dict[str, Any], tmp_path: Path) -> None:
+    with opened([SleepingEnv] * 2, **engine) as envs:
+        envs.reset(seed=1)
+        envs.step_async([30.0, 30.0])
+        begin = time.monotonic()
+        with pytest.warns(UserWarning, match="Calling `close` while waiting for a pending call to `step` to complete"):
+            envs.close(terminate=True)
+        assert time.monotonic() - begin < 10
+        assert envs.closed is True
+
+
+@engines
+@pytest.mark.parametrize("pending", ["reset", "step", "call"])
+def test_closing_during_a_pending_call_warns_and_waits_for_it(engine: dict[str, Any], pending: str) -> None:
+    begin = {
+        "reset": lambda envs: envs.reset_async(seed=1),
+        "step": lambda envs: envs.step_async([0.05, 0.05]),
+        "call": lambda envs: envs.call_async("sleep", 0.05),
+    }
+    with opened([SleepingEnv] * 2, **engine) as envs:
+        envs.reset(seed=1)
+        begin[pending](envs)
+        text = f"Calling `close` while waiting for a pending call to `{pending}` to complete."
+        with pytest.warns(UserWarning, match=text):
+            envs.close()
+        assert envs.closed is True
+
+
+@process_engines
+def test_a_timeout_of_close_is_a_bound(engine: dict[str, Any]) -> None:
+    with opened([SleepingEnv] * 2, **engine) as envs:
+        envs.reset(seed=1)
+        envs.step_async([30.0, 0.0])
+        begin = time.monotonic()
+        with pytest.warns(UserWarning, match="Calling `close`"):
+            envs.close(timeout=0.2)
+        assert time.monotonic() - begin < 10
+        assert envs.closed is True
+
+
+@process_engines
+def test_an_error_in_the_pending_call_does_not_come_out_of_close(engine: dict[str, Any]) -> None:
+    with opened(counters(2), **engine) as envs:
+        envs.reset(seed=1)
+        envs.call_async("fail", ValueError("x"))
+        with pytest.warns(UserWarning):  # noqa: PT030 - the failure may be logged as well
+            envs.close()
+        assert envs.closed is True
+
+
+@pytest.mark.filterwarnings("ignore")
+@process_engines
+def test_an_error_in_an_environments_close_does_not_come_out_of_close(
+    engine: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "closed"
+    with opened([*telling(file, 2), RaisesInClose], **engine) as envs:
+        envs.reset(seed=1)
+        file.unlink(missing_ok=True)
+        envs.close()
+        assert envs.closed is True
+    assert sorted(file.read_text().split()) == ["0", "1"]
+    capfd.readouterr()
+
+
+@engines
+def test_a_wrapper_forwards_what_close_is_told(engine: dict[str, Any]) -> None:
+    with opened(counters(2), **engine) as envs:
+        wrapped = gymnasium.vector.VectorWrapper(envs)
+        wrapped.reset(seed=1)
+        wrapped.close(timeout=5, terminate=False)
+        assert envs.closed is True
+        assert wrapped.closed is True
+
+
+@engines
+def test_close_extras_takes_the_same_arguments(engine: dict[str, Any]) -> None:
+    with opened(counters(2), **engine) as envs:
+        envs.reset(seed=1)
+        envs.close_extras(timeout=5, terminate=False)
+        envs.close()
+
+
+@engines
+def test_one_that_nobody_refers_to_any_more_is_closed(engine: dict[str, Any]) -> None:
+    import vecenv
+
+    envs: Any = vecenv.AsyncVectorEnv(counters(2), **engine)
+    envs.reset(seed=1)
+    pids = [process.pid for process in envs.processes]
+    gone = weakref.ref(envs)
+    del envs
+    gc.collect()
+    assert gone() is None
+    deadline = time.monotonic() + 5
+    while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(psutil.pid_exists, pids))
+
+
+def test_a_constructor_that_failed_leaves_an_object_that_can_be_deleted() -> None:
+    import vecenv
+
+    envs: Any = vecenv.AsyncVectorEnv.__new__(vecenv.AsyncVectorEnv)
+    with pytest.raises(ValueError, match="AutoresetMode"):
+        envs.__init__(counters(1), autoreset_mode="x")
+    del envs
+    gc.collect()

@@ -1,0 +1,119 @@
+"""Section 1.15: at most ``max_concurrency`` environments are inside ``reset`` or ``step`` at once."""
+
+from __future__ import annotations
+
+import functools
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from envs import ENGINES, CounterEnv, OverlapEnv, SleepingEnv, counters, opened
+from gymnasium import spaces
+from gymnasium.vector import SyncVectorEnv
+
+from vecenv.testing import assert_identical
+
+engines = pytest.mark.parametrize("engine", ENGINES.values(), ids=list(ENGINES))
+
+
+@engines
+@pytest.mark.parametrize("limit", [1, 2])
+def test_no_more_than_the_limit_are_inside_at_once(engine: dict[str, Any], limit: int, tmp_path: Path) -> None:
+    fns = [functools.partial(OverlapEnv, tmp_path, index) for index in range(4)]
+    with opened(fns, max_concurrency=limit, **engine) as envs:
+        _, infos = envs.reset(seed=1)
+        assert infos["inside"].max() <= limit
+        for _ in range(2):
+            infos = envs.step(np.zeros(4))[4]
+            assert infos["inside"].max() <= limit
+
+
+def test_without_a_limit_environments_do_overlap(tmp_path: Path) -> None:
+    fns = [functools.partial(OverlapEnv, tmp_path, index) for index in range(3)]
+    with opened(fns) as envs:
+        envs.reset(seed=1)
+        assert max(envs.step(np.zeros(3))[4]["inside"].max() for _ in range(5)) > 1
+
+
+def test_calls_are_not_limited() -> None:
+    with opened([SleepingEnv] * 3, max_concurrency=1) as envs:
+        envs.reset(seed=1)
+        begin = time.monotonic()
+        envs.call("sleep", 0.3)
+        assert time.monotonic() - begin < 0.8
+
+
+@engines
+def test_the_limit_changes_nothing_about_the_answers(engine: dict[str, Any]) -> None:
+    fns = counters(4, lengths=(2, 3))
+    oracle = SyncVectorEnv(fns)
+    with opened(fns, max_concurrency=1, **engine) as envs:
+        assert_identical(envs.reset(seed=1), oracle.reset(seed=1))
+        for _ in range(5):
+            assert_identical(envs.step([0] * 4), oracle.step([0] * 4))
+        mask = np.array([True, False, True, False])
+        both = [one.reset(seed=3, options={"reset_mask": mask.copy()}) for one in (envs, oracle)]
+        assert_identical(*both)
+    oracle.close()
+
+
+def test_an_error_inside_the_limit_lets_the_others_in() -> None:
+    from envs import RaisingEnv, raises_logged
+
+    fns = [functools.partial(RaisingEnv, 0, ValueError("x"), "step", 1), *counters(3)[1:]]
+    with opened(fns, max_concurrency=1) as envs:
+        envs.reset(seed=1)
+        with raises_logged(ValueError):
+            envs.step([0, 0, 0])
+        envs.reset(seed=1)
+        assert envs.call("steps") == (0, 0, 0)
+
+
+class WaitsForAnother(OverlapEnv):
+    """Stays in ``step`` until a second environment is inside as well, or for half a second; tells how
+    many there were.
+    """
+
+    def step(self, action: Any) -> Any:
+        with self._inside():
+            deadline = time.monotonic() + 0.5
+            most = 0
+            while most < 2 and time.monotonic() < deadline:
+                time.sleep(0.001)
+                most = max(most, len(list(self.folder.iterdir())))
+            time.sleep(0.01)
+            observation, reward, terminated, truncated, info = CounterEnv.step(self, action)
+        return observation, reward, terminated, truncated, info | {"most": most}
+
+
+def test_as_many_as_the_limit_are_let_in_at_once(tmp_path: Path) -> None:
+    fns = [functools.partial(WaitsForAnother, tmp_path, index) for index in range(4)]
+    with opened(fns, max_concurrency=2) as envs:
+        envs.reset(seed=1)
+        assert envs.step(np.zeros(4))[4]["most"].max() == 2
+
+
+@pytest.mark.parametrize("limit", [4, 100])
+def test_a_limit_above_the_number_of_environments_is_no_limit(limit: int) -> None:
+    with opened(counters(2), max_concurrency=limit) as envs:
+        assert envs.reset(seed=1)[0][:, 0].tolist() == [0, 1]
+        assert envs.step([0, 0])[0][:, 1].tolist() == [1, 1]
+
+
+def test_a_large_answer_by_pickle_does_not_hold_the_others_up() -> None:
+    """A worker that waits until its answer is read must have let the next one in before."""
+
+    class Large(CounterEnv):
+        def __init__(self) -> None:
+            super().__init__()
+            self.observation_space = spaces.Box(0, 255, (256, 256, 3), np.uint8)
+
+        def _observe(self) -> np.ndarray:
+            return np.full((256, 256, 3), self.steps, np.uint8)
+
+    with opened([Large] * 4, max_concurrency=1, shared_memory=False) as envs:
+        envs.reset_async(seed=1)
+        assert envs.reset_wait(timeout=20)[0].shape == (4, 256, 256, 3)
+        assert (envs.step([0] * 4)[0] == 1).all()

@@ -1,0 +1,57 @@
+"""Section 1.14: a custom ``worker`` speaks Gymnasium's pipe protocol, so it gets Gymnasium's class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from envs import counters
+from gymnasium.vector import VectorEnv
+from gymnasium.vector.async_vector_env import _async_worker
+
+import vecenv
+
+
+def counting_worker(
+    index: int, env_fn: Any, pipe: Any, parent_pipe: Any, memory: Any, errors: Any, mode: Any, semaphore: Any
+) -> None:
+    """Gymnasium's own worker over an environment that pays a hundred times as much."""
+
+    def build() -> gymnasium.Env:
+        return gymnasium.wrappers.TransformReward(env_fn(), lambda reward: reward * 100)
+
+    _async_worker(index, build, pipe, parent_pipe, memory, errors, mode, semaphore)
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_custom_worker_runs_and_decides(shared_memory: bool) -> None:
+    envs: Any = vecenv.AsyncVectorEnv(counters(2), shared_memory=shared_memory, worker=counting_worker)
+    try:
+        assert isinstance(envs, VectorEnv)
+        assert isinstance(envs, gymnasium.vector.AsyncVectorEnv)
+        assert envs.worker is counting_worker
+        observations, _ = envs.reset(seed=4)
+        assert observations[:, 3].tolist() == [4, 5]
+        np.testing.assert_allclose(envs.step([0, 0])[1], [0.1, 100.1])
+        assert envs.call("env_id") == (0, 1)
+    finally:
+        envs.close()
+
+
+def test_a_custom_worker_may_be_given_by_position() -> None:
+    envs: Any = vecenv.AsyncVectorEnv(counters(2), True, True, None, True, counting_worker)
+    envs.reset(seed=1)
+    envs.close()
+
+
+def test_a_custom_worker_gets_eight_arguments() -> None:
+    with pytest.raises(ValueError, match="must accept 8 arguments"):
+        vecenv.AsyncVectorEnv(counters(2), worker=lambda a, b, c: None)
+
+
+@pytest.mark.parametrize("option", [{"num_workers": 1}, {"use_caller": True}, {"on_failure": "restart"}])
+def test_what_only_our_own_workers_can_do_is_refused_beside_a_custom_one(option: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        vecenv.AsyncVectorEnv(counters(2), worker=counting_worker, **option)

@@ -1,0 +1,256 @@
+"""Section 1.7: infos of single environments become one dict of arrays, by the rules of
+``VectorEnv._add_info``.
+
+The rules have quirks (the first environment that has a key decides its dtype). They are Gymnasium's,
+programs live with them, and the tests take the answers from Gymnasium's own function.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import numpy as np
+import pytest
+from envs import VALUE_ENGINES, counters, info_env, opened
+from gymnasium.vector import SyncVectorEnv, VectorEnv
+
+from vecenv.testing import assert_identical
+
+engines = pytest.mark.parametrize("engine", VALUE_ENGINES.values(), ids=list(VALUE_ENGINES))
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+def merged(infos: list[dict[Any, Any]]) -> dict[Any, Any]:
+    """What Gymnasium makes of these infos, one for each environment."""
+    reference: Any = VectorEnv()
+    reference.num_envs = len(infos)
+    result: dict[Any, Any] = {}
+    for index, info in enumerate(infos):
+        result = reference._add_info(result, info, index)
+    return result
+
+
+CASES: dict[str, list[dict[Any, Any]]] = {
+    "nothing": [{}, {}, {}],
+    "int": [{"a": 1}, {"a": 2}, {"a": 3}],
+    "float": [{"a": 0.5}, {"a": float("nan")}, {"a": float("inf")}],
+    "bool": [{"a": True}, {"a": False}, {"a": True}],
+    "numpy numbers": [{"a": np.float32(1), "b": np.int8(2), "c": np.uint64(3)}] * 3,
+    "float16 and longdouble": [{"a": np.float16(1), "b": np.longdouble(2)}] * 3,
+    "complex number of numpy": [{"a": np.complex64(1 + 2j)}] * 3,
+    "np.bool_ becomes an object": [{"a": np.True_}] * 3,
+    "np.str_ becomes an object": [{"a": np.str_("x")}] * 3,
+    "IntEnum becomes an object": [{"a": Colour.RED}] * 3,
+    "str": [{"a": "x"}, {"a": "a longer one"}, {"a": ""}],
+    "None": [{"a": None}, {"a": None}, {}],
+    "list and tuple": [{"a": [1, 2], "b": (1,)}, {"a": [], "b": ()}, {"a": [3], "b": (4, 5)}],
+    "complex": [{"a": 1j}, {}, {"a": 2j}],
+    "bytes": [{"a": b"x"}] * 3,
+    "array": [{"a": np.arange(3)}, {"a": np.arange(3) + 1}, {"a": np.arange(3) + 2}],
+    "array float32": [{"a": np.ones((2, 2), np.float32)}, {}, {"a": np.zeros((2, 2), np.float32)}],
+    "array 0-d": [{"a": np.array(1.5)}, {"a": np.array(2.5)}, {}],
+    "array empty": [{"a": np.zeros((0, 3))}] * 3,
+    "array of objects": [{"a": np.array([None, "x"], dtype=object)}] * 3,
+    "array of strings": [{"a": np.array(["ab", "c"])}, {"a": np.array(["de", "fghi"])}, {}],
+    "array of bools": [{"a": np.array([True, False])}] * 3,
+    "structured array": [{"a": np.zeros(2, dtype=[("x", "f4"), ("y", "i8")])}] * 3,
+    "datetime array": [{"a": np.array(["2020-01-01"], dtype="M8[D]")}] * 3,
+    "some only": [{}, {"a": 1}, {}],
+    "different keys": [{"a": 1}, {"b": 2.5}, {"c": "x"}],
+    "keys that are not strings": [{3: 1, (1, 2): 2.0, None: "x"}, {3: 2}, {}],
+    "dict": [{"d": {"a": 1, "b": 2.0}}, {"d": {"a": 2}}, {}],
+    "dict in dict": [{"d": {"e": {"f": 1}}}, {"d": {"e": {"g": np.ones(2)}}}, {"d": {}}],
+    "empty dict": [{"d": {}}, {}, {"d": {}}],
+    "empty dict first": [{"d": {}}, {"d": {"a": 1}}, {}],
+    "episode as RecordEpisodeStatistics gives it": [{"episode": {"r": 1.5, "l": 10, "t": 0.25}}, {}, {}],
+    "final_obs from an environment": [{"final_obs": np.ones(2)}, {}, {"final_obs": "anything"}],
+    "final_obs inside a dict": [{"d": {"final_obs": 1}}, {"d": {"final_obs": {"x": 2}}}, {}],
+    "order of first appearance": [{"z": 1, "a": 2}, {"m": 3, "z": 4}, {"a": 5}],
+    "int then float is cut off": [{"a": 1}, {"a": 2.7}, {"a": -2.7}],
+    "bool then int": [{"a": True}, {"a": 5}, {"a": 0}],
+    "int then bool": [{"a": 5}, {"a": True}, {"a": False}],
+    "float then int": [{"a": 0.5}, {"a": 5}, {"a": True}],
+    "None then int": [{"a": None}, {"a": 5}, {"a": 2.5}],
+    "int then text that is a number": [{"a": 1}, {"a": "2"}, {}],
+    "short strings then long": [{"a": np.array(["ab"])}, {"a": np.array(["abcdef"])}, {}],
+    "int array then float array": [{"a": np.array([1, 2])}, {"a": np.array([1.7, 2.7])}, {}],
+    "array then scalar": [{"a": np.zeros(3)}, {"a": 5}, {}],
+    "array then smaller that broadcasts": [{"a": np.zeros(3)}, {"a": np.array([7.0])}, {}],
+    "str then array": [{"a": "x"}, {"a": np.ones(2)}, {}],
+    "number column then array of one": [{"a": 1.0}, {"a": np.array(2.0)}, {}],
+    "dict then int": [{"d": {"a": 1}}, {"d": 5}, {}],
+    "key that looks like a mask": [{"a": 1, "_a": 7}, {"a": 2}, {}],
+    "mask name first": [{"_a": 7, "a": 1}, {}, {}],
+    "big unsigned": [{"a": np.uint64(2**63 + 1)}] * 3,
+    "int32 then int": [{"a": np.int32(1)}, {"a": 2**31 - 1}, {}],
+}
+
+
+@engines
+@pytest.mark.parametrize("name", CASES)
+def test_infos_are_batched_as_gymnasium_does(engine: dict[str, Any], name: str) -> None:
+    infos = CASES[name]
+    wanted = merged(infos)
+    with opened([info_env([info], [info]) for info in infos], **engine) as envs:
+        for _ in range(2):
+            assert_identical(envs.reset(seed=1)[1], wanted, "reset")
+            assert_identical(envs.step([0, 0, 0])[4], wanted, "step")
+
+
+BAD_CASES: dict[str, list[Any]] = {
+    "int then None": [{"a": 1}, {"a": None}, {}],
+    "int then text": [{"a": 1}, {"a": "x"}, {}],
+    "int too big": [{"a": 2**70}, {}, {}],
+    "int too big for the column": [{"a": np.int8(1)}, {"a": 300}, {}],
+    "array shapes differ": [{"a": np.zeros(3)}, {"a": np.zeros(4)}, {}],
+    "int then dict": [{"a": 1}, {"a": {"b": 1}}, {}],
+    "array then dict": [{"a": np.zeros(2)}, {"a": {"b": 1}}, {}],
+    "number then array": [{"a": 1.0}, {"a": np.zeros(2)}, {}],
+    "nested": [{"d": {"a": 1}}, {"d": {"a": None}}, {}],
+    "None instead of a dict": [{}, None, {}],
+    "a list instead of a dict": [{}, [1, 2], {}],
+}
+
+
+@engines
+@pytest.mark.parametrize("name", BAD_CASES)
+def test_what_gymnasium_cannot_batch_raises_the_same_and_the_engine_goes_on(engine: dict[str, Any], name: str) -> None:
+    infos = BAD_CASES[name]
+    with pytest.raises(Exception) as wanted:
+        merged(infos)
+    fns = [info_env([{}, info, {}]) for info in infos]
+    with opened(fns, **engine) as envs:
+        envs.reset(seed=1)
+        envs.step([0, 0, 0])
+        with pytest.raises(type(wanted.value)):
+            envs.step([0, 0, 0])
+        assert envs._state.value == "default"
+        assert envs.step([0, 0, 0])[4] == {}
+        assert envs.reset(seed=1)[1] == {}
+
+
+@engines
+@pytest.mark.parametrize("name", ["int then None", "array shapes differ", "int then dict", "nested"])
+def test_an_error_in_batching_names_the_environment_and_the_key(engine: dict[str, Any], name: str) -> None:
+    with opened([info_env([info]) for info in BAD_CASES[name]], **engine) as envs:
+        envs.reset(seed=1)
+        with pytest.raises(Exception) as caught:
+            envs.step([0, 0, 0])
+        text = str(caught.value) + "\n".join(getattr(caught.value, "__notes__", []))
+        assert "env 1" in text or "environment 1" in text
+        assert "'a'" in text or "`a`" in text
+
+
+@engines
+def test_infos_without_any_key_are_an_empty_dict(engine: dict[str, Any]) -> None:
+    with opened([info_env([{}])] * 3, **engine) as envs:
+        assert envs.reset(seed=1)[1] == {}
+        assert envs.step([0, 0, 0])[4] == {}
+
+
+@engines
+def test_infos_are_fresh_and_writeable_at_every_step(engine: dict[str, Any]) -> None:
+    info = {"a": 1, "b": np.ones(2), "d": {"e": 2.0}, "o": "x"}
+    with opened([info_env([info], [info])] * 3, **engine) as envs:
+        envs.reset(seed=1)
+        first = envs.step([0, 0, 0])[4]
+        wanted = merged([info] * 3)
+        first["new"] = 1
+        for array in (first["a"], first["_a"], first["b"], first["o"], first["d"]["e"], first["d"]["_e"]):
+            assert array.flags.writeable
+            array[...] = 0
+        second = envs.step([0, 0, 0])[4]
+        assert_identical(second, wanted)
+        third = envs.step([0, 0, 0])[4]
+        for key in ("a", "_a", "b", "o"):
+            assert not np.shares_memory(second[key], third[key])
+
+
+@engines
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+def test_infos_that_come_and_go_over_time_equal_those_of_sync_vector_env(engine: dict[str, Any], mode: str) -> None:
+    """Columns of numbers that were there ten times must not be invented when they are absent once."""
+    rng = np.random.default_rng(0)
+
+    def random_info() -> dict[str, Any]:
+        every: dict[str, Any] = {
+            "x": float(rng.random()),
+            "n": int(rng.integers(9)),
+            "flag": bool(rng.random() < 0.5),
+            "v": rng.random(3).astype(np.float32),
+            "word": str(rng.random()),
+            "d": {"y": float(rng.random()), "z": int(rng.integers(9))},
+        }
+        steady = rng.random() < 0.7
+        return every if steady else {key: value for key, value in every.items() if rng.random() < 0.5}
+
+    fns = [info_env([random_info() for _ in range(30)], [random_info() for _ in range(3)]) for _ in range(4)]
+    oracle = SyncVectorEnv(fns, autoreset_mode=mode)
+    with opened(fns, autoreset_mode=mode, **engine) as envs:
+        assert_identical(envs.reset(seed=1), oracle.reset(seed=1))
+        for t in range(30):
+            mine, theirs = envs.step([0] * 4), oracle.step([0] * 4)
+            assert_identical(mine, theirs, f"step {t}")
+            # The order of keys is that of their first appearance, as wrappers that print infos show it.
+            assert list(mine[4]) == list(theirs[4])
+            if t == 15:
+                assert_identical(envs.reset(seed=1), oracle.reset(seed=1))
+    oracle.close()
+
+
+@engines
+def test_numbers_keep_every_bit(engine: dict[str, Any]) -> None:
+    values: list[Any] = [
+        0.1,
+        -0.0,
+        5e-324,
+        1.7976931348623157e308,
+        2**53 + 1,
+        -(2**63),
+        2**63 - 1,
+        np.float32(0.1),
+    ]
+    info = {str(index): value for index, value in enumerate(values)}
+    with opened([info_env([info])] * 2, **engine) as envs:
+        envs.reset(seed=1)
+        for _ in range(3):
+            assert_identical(envs.step([0, 0])[4], merged([info] * 2))
+
+
+@engines
+def test_a_float_column_that_later_holds_an_int_follows_gymnasium_step_by_step(
+    engine: dict[str, Any],
+) -> None:
+    steps: list[dict[str, Any]] = [
+        {"a": 1.5},
+        {"a": 2},
+        {"a": True},
+        {"a": np.float32(0.1)},
+        {"a": "x"},
+        {"a": 1.5},
+        {},
+    ]
+    with opened([info_env(steps)] * 2, **engine) as envs:
+        envs.reset(seed=1)
+        for info in steps:
+            assert_identical(envs.step([0, 0])[4], merged([info] * 2))
+
+
+@engines
+def test_hundreds_of_keys_and_a_large_array_arrive_whole(engine: dict[str, Any]) -> None:
+    info = {f"key {index}": float(index) for index in range(300)} | {"big": np.arange(300_000, dtype=np.float64)}
+    with opened([info_env([info])] * 2, **engine) as envs:
+        envs.reset(seed=1)
+        assert_identical(envs.step([0, 0])[4], merged([info] * 2))
+
+
+@engines
+def test_two_environments_with_different_keys_never_mix(engine: dict[str, Any]) -> None:
+    with opened(counters(3, lengths=(2,)), **engine) as envs:
+        _, infos = envs.reset(seed=1)
+        assert set(infos) == {"reset_kwargs", "_reset_kwargs"}
+        assert set(envs.step([0, 0, 0])[4]) == {"steps", "_steps"}

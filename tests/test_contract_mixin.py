@@ -1,0 +1,316 @@
+"""The mixin that users inherit, over several configurations of the engine, and over vector environments
+with a fault.
+
+A contract that a broken vector environment passes is worth nothing. So each test of the second half breaks
+one promise and names the test of the mixin that must notice.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any, ClassVar
+
+import gymnasium
+import numpy as np
+import pytest
+from envs import NestedDictEnv, ScriptedEnv, counters
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+
+import vecenv
+from vecenv.testing import VectorEnvContract, assert_identical, assert_same_trajectory
+
+
+def scripted(n: int) -> list[Any]:
+    """Short episodes of different lengths, with infos that come and go."""
+    space = spaces.Dict({"x": spaces.Box(-1, 1, (2,), np.float32), "n": spaces.Discrete(5)})
+    infos = ({"a": 1.5, "d": {"b": 2}}, {}, {"a": 2.5, "word": "x"})
+    return [
+        functools.partial(
+            ScriptedEnv,
+            space,
+            spaces.Box(-1, 1, (2,), np.float32),
+            env_id=index,
+            lengths=(4 + index, 3),
+            truncates=(False, True),
+            reset_infos=({"level": index},),
+            step_infos=infos,
+        )
+        for index in range(n)
+    ]
+
+
+class _Contract(VectorEnvContract):
+    options: ClassVar[dict[str, Any]] = {}
+
+    def make(self, num_envs: int = 3, autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP, **kwargs: Any) -> VectorEnv:
+        options = {"autoreset_mode": autoreset_mode, **self.options, **kwargs}
+        return vecenv.AsyncVectorEnv(scripted(num_envs), **options)
+
+
+class TestProcessPerEnv(_Contract):
+    pass
+
+
+class TestInProcess(_Contract):
+    options: ClassVar[dict[str, Any]] = {"num_workers": 0}
+
+
+class TestWithoutSharedMemory(_Contract):
+    options: ClassVar[dict[str, Any]] = {"num_workers": 2, "shared_memory": False}
+
+
+class TestNestedObservationsAndActionsInTwoWorkers(VectorEnvContract):
+    def make(self, num_envs: int = 3, autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP, **kwargs: Any) -> VectorEnv:
+        fns = [functools.partial(NestedDictEnv, index) for index in range(num_envs)]
+        return vecenv.AsyncVectorEnv(fns, autoreset_mode=autoreset_mode, num_workers=2, **kwargs)
+
+
+# -- the contract notices ------------------------------------------------------------------------------------
+
+
+class Broken(gymnasium.vector.VectorWrapper):
+    """A vector environment with a fault: ``spoil`` changes what ``step`` (and, where it wants,
+    ``reset``) returns.
+    """
+
+    def __init__(self, envs: Any, spoil: Any) -> None:
+        super().__init__(envs)
+        self.spoil = spoil
+
+    def step(self, actions: Any) -> Any:
+        return self.spoil(self, "step", list(self.env.step(actions)))
+
+    def reset(self, **kwargs: Any) -> Any:
+        return self.spoil(self, "reset", list(self.env.reset(**kwargs)))
+
+
+def on_step(change: Any) -> Any:
+    def spoil(self: Any, kind: str, result: list[Any]) -> tuple[Any, ...]:
+        if kind == "step":
+            change(self, result)
+        return tuple(result)
+
+    return spoil
+
+
+def _float32_rewards(self: Any, result: list[Any]) -> None:
+    result[1] = result[1].astype(np.float32)
+
+
+def _integer_flags(self: Any, result: list[Any]) -> None:
+    result[2] = result[2].astype(np.int64)
+
+
+def _same_reward_array(self: Any, result: list[Any]) -> None:
+    self.kept = getattr(self, "kept", result[1])
+    self.kept[:] = result[1]
+    result[1] = self.kept
+
+
+def _same_observation_array(self: Any, result: list[Any]) -> None:
+    self.kept = getattr(self, "kept", result[0])
+    self.kept["x"][:] = result[0]["x"]
+    result[0] = self.kept
+
+
+def _two_dimensional_rewards(self: Any, result: list[Any]) -> None:
+    result[1] = result[1][:, None]
+
+
+def _no_masks(self: Any, result: list[Any]) -> None:
+    for key in [key for key in result[4] if key.startswith("_")]:
+        del result[4][key]
+
+
+def _infos_in_a_list(self: Any, result: list[Any]) -> None:
+    result[4] = [{}] * self.num_envs
+
+
+def _noise(self: Any, result: list[Any]) -> None:
+    result[0]["x"] = np.random.default_rng().random(result[0]["x"].shape, dtype=np.float32)
+
+
+def _pays_for_the_reset(self: Any, result: list[Any]) -> None:
+    result[1] = np.ones_like(result[1])
+
+
+def _no_final_observation(self: Any, result: list[Any]) -> None:
+    result[4].pop("final_obs", None)
+
+
+def _final_observation_for_all(self: Any, result: list[Any]) -> None:
+    if "final_obs" in result[4]:
+        result[4]["final_obs"][:] = [self.single_observation_space.sample() for _ in range(self.num_envs)]
+        result[4]["_final_obs"][:] = True
+
+
+FAULTS: list[tuple[Any, str, dict[str, Any]]] = [
+    (
+        _float32_rewards,
+        "test_step_returns_five_values_of_the_right_shapes_and_dtypes",
+        {"mode": AutoresetMode.NEXT_STEP, "num_envs": 3},
+    ),
+    (
+        _integer_flags,
+        "test_step_returns_five_values_of_the_right_shapes_and_dtypes",
+        {"mode": AutoresetMode.DISABLED, "num_envs": 1},
+    ),
+    (
+        _two_dimensional_rewards,
+        "test_step_returns_five_values_of_the_right_shapes_and_dtypes",
+        {"mode": AutoresetMode.SAME_STEP, "num_envs": 3},
+    ),
+    (
+        _infos_in_a_list,
+        "test_step_returns_five_values_of_the_right_shapes_and_dtypes",
+        {"mode": AutoresetMode.NEXT_STEP, "num_envs": 3},
+    ),
+    (_same_reward_array, "test_rewards_and_flags_are_fresh_arrays_at_every_step", {}),
+    (_same_observation_array, "test_observations_of_an_earlier_step_stay_as_they_were", {}),
+    (_no_masks, "test_every_info_has_a_mask_with_one_flag_for_each_environment", {"mode": AutoresetMode.NEXT_STEP}),
+    (_noise, "test_the_same_seed_gives_the_same_trajectory", {"mode": AutoresetMode.NEXT_STEP}),
+    (_noise, "test_seeding_again_starts_the_same_trajectory_again", {}),
+    (_pays_for_the_reset, "test_next_step_autoreset_ignores_one_action_and_pays_nothing_for_it", {}),
+    (_no_final_observation, "test_same_step_autoreset_reports_the_final_observation_and_info", {}),
+    (_final_observation_for_all, "test_same_step_autoreset_reports_the_final_observation_and_info", {}),
+]
+
+
+@pytest.mark.parametrize(("change", "test", "arguments"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
+def test_a_broken_promise_is_noticed(change: Any, test: str, arguments: dict[str, Any]) -> None:
+    class Contract(VectorEnvContract):
+        def make(self, num_envs: int = 3, autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP, **kwargs: Any) -> Any:
+            inner = vecenv.AsyncVectorEnv(scripted(num_envs), autoreset_mode=autoreset_mode, num_workers=0)
+            return Broken(inner, on_step(change))
+
+    with pytest.raises((AssertionError, KeyError)):
+        getattr(Contract(), test)(**arguments)
+
+
+def test_a_seed_that_is_ignored_is_noticed() -> None:
+    class Ignores(gymnasium.vector.VectorWrapper):
+        count = 0
+
+        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            Ignores.count += 100
+            return self.env.reset(seed=Ignores.count, options=options)
+
+    class Contract(VectorEnvContract):
+        def make(self, num_envs: int = 3, autoreset_mode: Any = AutoresetMode.NEXT_STEP, **kwargs: Any) -> Any:
+            return Ignores(vecenv.AsyncVectorEnv(scripted(num_envs), autoreset_mode=autoreset_mode, num_workers=0))
+
+    for test in (
+        "test_an_integer_seed_is_that_seed_and_the_next_ones",
+        "test_a_masked_reset_gives_the_chosen_rows_their_own_seeds",
+    ):
+        with pytest.raises(AssertionError):
+            getattr(Contract(), test)()
+
+
+def test_a_mask_that_is_ignored_is_noticed() -> None:
+    class Ignores(gymnasium.vector.VectorWrapper):
+        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            return self.env.reset(seed=seed)
+
+    class Contract(VectorEnvContract):
+        def make(self, num_envs: int = 3, autoreset_mode: Any = AutoresetMode.NEXT_STEP, **kwargs: Any) -> Any:
+            return Ignores(vecenv.AsyncVectorEnv(scripted(num_envs), autoreset_mode=autoreset_mode, num_workers=0))
+
+    with pytest.raises(AssertionError):
+        Contract().test_a_masked_reset_leaves_the_other_rows_as_they_are(AutoresetMode.NEXT_STEP)
+
+
+def test_actions_taken_before_they_are_counted_are_noticed() -> None:
+    class StepsFirst(gymnasium.vector.VectorWrapper):
+        def step(self, actions: Any) -> Any:
+            result = self.env.step(np.resize(actions, (self.num_envs, 2)))
+            if len(actions) != self.num_envs:
+                raise ValueError("too late")
+            return result
+
+    class Contract(VectorEnvContract):
+        def make(self, num_envs: int = 3, autoreset_mode: Any = AutoresetMode.NEXT_STEP, **kwargs: Any) -> Any:
+            return StepsFirst(vecenv.AsyncVectorEnv(scripted(num_envs), autoreset_mode=autoreset_mode, num_workers=0))
+
+    with pytest.raises(AssertionError):
+        Contract().test_the_wrong_number_of_actions_is_refused_before_anything_happens(2)
+
+
+def test_use_after_close_that_works_is_noticed() -> None:
+    class Contract(VectorEnvContract):
+        def make(self, num_envs: int = 3, autoreset_mode: Any = AutoresetMode.NEXT_STEP, **kwargs: Any) -> Any:
+            return SyncVectorEnv(scripted(num_envs), autoreset_mode=autoreset_mode)
+
+    with pytest.raises(pytest.fail.Exception):
+        Contract().test_use_after_close_says_so()
+
+
+def test_what_a_backend_cannot_do_is_skipped_with_a_reason() -> None:
+    class Contract(_Contract):
+        options: ClassVar[dict[str, Any]] = {"num_workers": 0}
+        autoreset_modes: ClassVar[tuple[AutoresetMode, ...]] = (AutoresetMode.NEXT_STEP,)
+        honours_seeds: ClassVar[bool] = False
+
+    with pytest.raises(pytest.skip.Exception, match="SAME_STEP"):
+        Contract().test_same_step_autoreset_reports_the_final_observation_and_info()
+    with pytest.raises(pytest.skip.Exception, match="honours_seeds"):
+        Contract().test_seeding_again_starts_the_same_trajectory_again()
+
+
+def test_a_class_without_a_factory_says_what_to_override() -> None:
+    with pytest.raises(NotImplementedError, match="make"):
+        VectorEnvContract().make()
+
+
+# -- the functions beside it ---------------------------------------------------------------------------------
+
+SAME: list[Any] = [
+    np.array([1.0, np.nan, -0.0]),
+    {"a": (1, "x"), "b": np.array([None, {"c": 1}], dtype=object)},
+    float("nan"),
+    np.float32("nan"),
+    None,
+]
+DIFFERENT: list[tuple[Any, Any]] = [
+    (np.zeros(2), np.zeros(3)),
+    (np.zeros(2), np.zeros(2, np.float32)),
+    (np.array([0.0]), np.array([-0.0])),
+    (np.float32(1), np.float64(1)),
+    (1, True),
+    (1, 1.0),
+    ((1,), [1]),
+    ({"a": 1}, {"b": 1}),
+    ({"a": 1}, {"a": 1, "b": 1}),
+    ((1,), (1, 2)),
+    (np.array([None], dtype=object), np.array([1], dtype=object)),
+    ("x", "y"),
+]
+
+
+@pytest.mark.parametrize("value", SAME, ids=repr)
+def test_identical_values_are_identical(value: Any) -> None:
+    assert_identical(value, copy.deepcopy(value))
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT, ids=repr)
+def test_different_values_are_told_apart_both_ways(one: Any, other: Any) -> None:
+    with pytest.raises(AssertionError):
+        assert_identical(one, other)
+    with pytest.raises(AssertionError):
+        assert_identical(other, one)
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_same_trajectories_are_told_from_different_ones(mode: AutoresetMode) -> None:
+    fns = counters(2, lengths=(3,))
+    oracle = SyncVectorEnv(fns, autoreset_mode=mode)
+    envs: Any = vecenv.AsyncVectorEnv(fns, autoreset_mode=mode, num_workers=0)
+    other: Any = vecenv.AsyncVectorEnv(counters(2, lengths=(4,)), autoreset_mode=mode, num_workers=0)
+    assert_same_trajectory(envs, oracle, 20, seed=3)
+    fresh = SyncVectorEnv(fns, autoreset_mode=mode)
+    with pytest.raises(AssertionError, match="step 2"):
+        assert_same_trajectory(other, fresh, 20, seed=[1, 2])
+    for one in (envs, other, oracle, fresh):
+        one.close()

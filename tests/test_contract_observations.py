@@ -1,0 +1,413 @@
+"""Sections 1.8 and 1.9: observations in both copy modes, both memory modes and every space."""
+
+from __future__ import annotations
+
+import copy
+import mmap
+from typing import Any
+
+import numpy as np
+import pytest
+from envs import (
+    ALL_SPACES,
+    FIXED_SPACES,
+    VALUE_ENGINES,
+    VARYING_SPACES,
+    CustomSpace,
+    ReturningEnv,
+    SpaceEnv,
+    counters,
+    opened,
+    raises_logged,
+)
+from gymnasium import spaces
+from gymnasium.vector import SyncVectorEnv
+
+from vecenv.testing import assert_identical
+
+engines = pytest.mark.parametrize("engine", VALUE_ENGINES.values(), ids=list(VALUE_ENGINES))
+memories = pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "pickled"])
+
+
+ONE_OF_EACH = ["box-float32", "box-0d", "box-empty", "discrete-start", "multi-discrete-2d", "multi-binary", "dict-nested"]
+
+
+def leaves(tree: Any) -> list[np.ndarray]:
+    if isinstance(tree, dict):
+        return [leaf for value in tree.values() for leaf in leaves(value)]
+    if isinstance(tree, tuple):
+        return [leaf for value in tree for leaf in leaves(value)]
+    return [tree]
+
+
+def space_envs(space: spaces.Space, n: int = 3) -> list[Any]:
+    return [lambda i=i: SpaceEnv(space, env_id=i, lengths=(2 + i,)) for i in range(n)]
+
+
+def returning(space: spaces.Space, observation: Any, good: Any = None) -> list[Any]:
+    """Two environments; the second returns ``observation`` from its first step, and ``good`` otherwise."""
+    good = space.sample() if good is None else good
+    steps = [(observation, 1.0, False, False, {}), (good, 1.0, False, False, {})]
+    return [
+        lambda: ReturningEnv([(good, {})], steps[1:], space),
+        lambda: ReturningEnv([(good, {})], steps, space),
+    ]
+
+
+@engines
+@memories
+@pytest.mark.parametrize("name", ALL_SPACES)
+def test_observations_of_every_space_equal_those_of_sync_vector_env(
+    engine: dict[str, Any], shared_memory: bool, name: str
+) -> None:
+    fns = space_envs(ALL_SPACES[name])
+    oracle = SyncVectorEnv(fns)
+    with opened(fns, shared_memory=shared_memory, **engine) as envs:
+        assert envs.single_observation_space == oracle.single_observation_space
+        assert envs.observation_space == oracle.observation_space
+        assert_identical(envs.reset(seed=1)[0], oracle.reset(seed=1)[0], "reset")
+        for t in range(6):
+            observations = envs.step([0, 1, 0])[0]
+            assert observations in envs.observation_space
+            assert_identical(observations, oracle.step([0, 1, 0])[0], f"step {t}")
+    oracle.close()
+
+
+@pytest.mark.parametrize("name", VARYING_SPACES)
+def test_values_that_vary_in_size_are_real_in_shared_memory_mode(name: str) -> None:
+    """Gymnasium's own class gives the value of the constructor for ever, or refuses the space."""
+    with opened(space_envs(VARYING_SPACES[name])) as envs:
+        first = copy.deepcopy(envs.reset(seed=1)[0])
+        assert any(repr(envs.step([0, 0, 0])[0]) != repr(first) for _ in range(5))
+
+
+@memories
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_with_copy_every_observation_is_its_own_array(shared_memory: bool, name: str) -> None:
+    with opened(space_envs(FIXED_SPACES[name]), shared_memory=shared_memory, num_workers=2) as envs:
+        first = envs.reset(seed=1)[0]
+        kept = copy.deepcopy(first)
+        second = envs.step([0, 0, 0])[0]
+        assert_identical(first, kept)
+        for one, two, inner in zip(leaves(first), leaves(second), leaves(envs.observations), strict=True):
+            assert one.flags.writeable
+            assert not np.shares_memory(one, two)
+            assert not np.shares_memory(one, inner)
+
+
+@engines
+@memories
+def test_with_copy_every_observation_owns_its_data(engine: dict[str, Any], shared_memory: bool) -> None:
+    with opened(counters(3), shared_memory=shared_memory, **engine) as envs:
+        assert envs.reset(seed=1)[0].flags.owndata
+        assert envs.step([0, 0, 0])[0].flags.owndata
+
+
+@engines
+def test_without_copy_in_shared_memory_it_is_always_the_same_object(engine: dict[str, Any]) -> None:
+    with opened(space_envs(FIXED_SPACES["dict-nested"]), copy=False, **engine) as envs:
+        first = envs.reset(seed=1)[0]
+        assert first is envs.observations
+        before = copy.deepcopy(first)
+        assert envs.step([0, 0, 0])[0] is first
+        assert any((a != b).any() for a, b in zip(leaves(before), leaves(first), strict=True))
+
+
+@engines
+def test_without_copy_and_without_shared_memory_the_arrays_are_the_same(engine: dict[str, Any]) -> None:
+    with opened(counters(3), copy=False, shared_memory=False, **engine) as envs:
+        first = envs.reset(seed=1)[0]
+        assert envs.step([0, 0, 0])[0] is first
+        assert first.flags.writeable
+    with opened(space_envs(FIXED_SPACES["dict-nested"]), copy=False, shared_memory=False, **engine) as envs:
+        kept = leaves(envs.reset(seed=1)[0])
+        for one, two in zip(kept, leaves(envs.step([0, 0, 0])[0]), strict=True):
+            assert one is two or np.shares_memory(one, two)
+
+
+@memories
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_without_copy_the_observations_are_those_of_sync_vector_env(shared_memory: bool, name: str) -> None:
+    fns = space_envs(FIXED_SPACES[name])
+    oracle = SyncVectorEnv(fns)
+    with opened(fns, copy=False, shared_memory=shared_memory, num_workers=2) as envs:
+        assert_identical(envs.reset(seed=1)[0], oracle.reset(seed=1)[0])
+        for t in range(5):
+            assert_identical(envs.step([0, 1, 0])[0], oracle.step([0, 1, 0])[0], f"step {t}")
+    oracle.close()
+
+
+def test_an_array_taken_without_copy_may_be_read_after_close() -> None:
+    with opened(counters(3), copy=False) as envs:
+        view = envs.reset(seed=1)[0]
+    assert view[:, 0].tolist() == [0, 1, 2]
+
+
+@memories
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_observations_are_zeros_of_the_batched_space_before_the_first_reset(shared_memory: bool, name: str) -> None:
+    with opened(space_envs(FIXED_SPACES[name]), shared_memory=shared_memory, num_workers=0) as envs:
+        assert type(envs.observations) is type(envs.observation_space.sample())
+        wanted = leaves(envs.observation_space.sample())
+        for leaf, sample in zip(leaves(envs.observations), wanted, strict=True):
+            assert leaf.dtype == sample.dtype
+            assert leaf.shape == sample.shape
+            assert not leaf.any()
+
+
+@engines
+@memories
+def test_dict_observations_have_the_order_of_the_space(engine: dict[str, Any], shared_memory: bool) -> None:
+    space = spaces.Dict({"z": spaces.Discrete(2), "a": spaces.Discrete(3), "m": spaces.Box(0, 1, (1,))})
+    with opened(space_envs(space), shared_memory=shared_memory, **engine) as envs:
+        assert list(envs.reset(seed=1)[0]) == list(envs.single_observation_space.spaces)
+        assert type(envs.step([0, 0, 0])[0]) is dict
+
+
+@engines
+@pytest.mark.parametrize("copied", [True, False], ids=["copy", "no-copy"])
+def test_a_custom_space_works_without_shared_memory(engine: dict[str, Any], copied: bool) -> None:
+    fns = space_envs(CustomSpace(), 2)
+    oracle = SyncVectorEnv(fns)
+    with opened(fns, shared_memory=False, copy=copied, **engine) as envs:
+        assert envs.observations is None
+        assert envs.observation_space == oracle.observation_space
+        assert isinstance(envs.observation_space, spaces.Tuple)
+        assert envs.reset(seed=1)[0] == oracle.reset(seed=1)[0]
+        observations = envs.step([0, 0])[0]
+        assert observations == oracle.step([0, 0])[0]
+        assert isinstance(observations, tuple)
+    oracle.close()
+
+
+@engines
+@pytest.mark.parametrize("nesting", ["dict", "tuple"])
+def test_a_custom_space_inside_others_works_without_shared_memory(engine: dict[str, Any], nesting: str) -> None:
+    parts = {"custom": CustomSpace(), "box": spaces.Box(0, 1, (2,))}
+    space = spaces.Dict(parts) if nesting == "dict" else spaces.Tuple(tuple(parts.values()))
+    fns = space_envs(space, 2)
+    oracle = SyncVectorEnv(fns)
+    with opened(fns, shared_memory=False, **engine) as envs:
+        assert_identical(envs.reset(seed=1)[0], oracle.reset(seed=1)[0])
+        assert_identical(envs.step([0, 0])[0], oracle.step([0, 0])[0])
+    oracle.close()
+
+
+@engines
+def test_a_custom_action_space_takes_one_action_for_each_environment(engine: dict[str, Any]) -> None:
+    fns = [lambda i=i: SpaceEnv(spaces.Discrete(5), CustomSpace(), env_id=i) for i in range(3)]
+    with opened(fns, **engine) as envs:
+        assert isinstance(envs.action_space, spaces.Tuple)
+        envs.reset(seed=1)
+        assert envs.step(("up", "down", "left"))[4]["action"].tolist() == ["str:'up'", "str:'down'", "str:'left'"]
+        assert envs.step(envs.action_space.sample())[0] in envs.observation_space
+
+
+class Wide(spaces.Box):
+    """A Box by inheritance: what holds for Box holds for it."""
+
+
+@engines
+@memories
+def test_subclasses_of_gymnasiums_spaces_are_what_they_inherit_from(engine: dict[str, Any], shared_memory: bool) -> None:
+    fns = space_envs(Wide(-1, 1, (3,), np.float32), 2)
+    oracle = SyncVectorEnv(fns)
+    with opened(fns, shared_memory=shared_memory, **engine) as envs:
+        assert_identical(envs.reset(seed=1)[0], oracle.reset(seed=1)[0])
+    oracle.close()
+
+
+class Point(spaces.Space):
+    """A custom space whose owner taught Gymnasium's shared memory how to hold it: two float64."""
+
+    def __init__(self) -> None:
+        super().__init__((2,), np.float64)
+
+    def sample(self, mask: Any = None, probability: Any = None) -> np.ndarray:
+        return self.np_random.random(2)
+
+    def contains(self, x: Any) -> bool:
+        return isinstance(x, np.ndarray) and x.shape == (2,)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Point)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_a_custom_space_that_is_registered_with_gymnasium_works_in_shared_memory() -> None:
+    from gymnasium.vector.utils import (
+        batch_space,
+        concatenate,
+        create_empty_array,
+        create_shared_memory,
+        read_from_shared_memory,
+        write_to_shared_memory,
+    )
+
+    class Registered(Point):
+        pass
+
+    @create_shared_memory.register(Registered)
+    def _(space: Any, n: int = 1, ctx: Any = None) -> Any:
+        return mmap.mmap(-1, 16 * n)
+
+    @read_from_shared_memory.register(Registered)
+    def _(space: Any, shared_memory: Any, n: int = 1) -> Any:
+        return np.frombuffer(shared_memory, dtype=np.float64).reshape(n, 2)
+
+    @write_to_shared_memory.register(Registered)
+    def _(space: Any, index: int, value: Any, shared_memory: Any) -> None:
+        np.frombuffer(shared_memory, dtype=np.float64).reshape(-1, 2)[index] = value
+
+    @batch_space.register(Registered)
+    def _(space: Any, n: int = 1) -> Any:
+        return spaces.Box(0, 1, (n, 2), np.float64)
+
+    @concatenate.register(Registered)
+    def _(space: Any, items: Any, out: Any) -> Any:
+        return np.stack(list(items), out=out)
+
+    @create_empty_array.register(Registered)
+    def _(space: Any, n: int = 1, fn: Any = np.zeros) -> Any:
+        return fn((n, 2), dtype=np.float64)
+
+    fns = space_envs(Registered(), 2)
+    oracle = SyncVectorEnv(fns)
+    with opened(fns, context="fork") as envs:
+        assert_identical(np.array(envs.reset(seed=1)[0]), oracle.reset(seed=1)[0])
+        assert_identical(np.array(envs.step([0, 0])[0]), oracle.step([0, 0])[0])
+    oracle.close()
+
+
+# -- what environments return --------------------------------------------------------------------------------
+
+BOX4 = spaces.Box(-10, 10, (4,), np.float32)
+CASTS: dict[str, tuple[spaces.Space, Any]] = {
+    "float64 into float32": (BOX4, np.arange(4, dtype=np.float64) / 3),
+    "int64 into float32": (BOX4, np.arange(4)),
+    "a list": (BOX4, [0.5, 1.5, 2.5, 3.5]),
+    "not contiguous": (BOX4, np.arange(8, dtype=np.float32)[::2]),
+    "big-endian": (BOX4, np.arange(4, dtype=">f4")),
+    "read-only": (BOX4, np.broadcast_to(np.float32(1), (4,))),
+    "int into Discrete": (spaces.Discrete(5), 3),
+    "int32 into Discrete": (spaces.Discrete(5), np.int32(3)),
+    "0-d array into Discrete": (spaces.Discrete(5), np.array(3)),
+    "float into Box of shape ()": (spaces.Box(0, 1, (), np.float32), 0.5),
+    "bools into MultiBinary": (spaces.MultiBinary(3), np.array([1, 0, 1], np.int8)),
+    "list into MultiDiscrete": (spaces.MultiDiscrete([3, 3]), [2, 1]),
+    "int32 into int64": (spaces.Box(-9, 9, (2,), np.int64), np.array([1, -2], np.int32)),
+    "int64 into int32": (spaces.Box(-9, 9, (2,), np.int32), np.array([1, -2])),
+    "fortran order": (spaces.Box(-9, 9, (2, 3), np.float32), np.asfortranarray(np.arange(6.0).reshape(2, 3))),
+    "nan and infinities": (BOX4, np.array([np.nan, np.inf, -np.inf, -0.0], np.float32)),
+    "out of bounds": (BOX4, np.full(4, 99, np.float32)),
+}
+
+
+@engines
+@memories
+@pytest.mark.parametrize("name", CASTS)
+def test_what_fits_the_space_is_cast_as_sync_vector_env_does(engine: dict[str, Any], shared_memory: bool, name: str) -> None:
+    space, observation = CASTS[name]
+    fns = returning(space, observation, observation)
+    oracle = SyncVectorEnv(fns)
+    with opened(fns, shared_memory=shared_memory, **engine) as envs:
+        assert_identical(envs.reset(seed=1)[0], oracle.reset(seed=1)[0])
+        assert_identical(envs.step([0, 0])[0], oracle.step([0, 0])[0])
+    oracle.close()
+
+
+@engines
+@memories
+def test_more_keys_than_the_space_has_are_ignored(engine: dict[str, Any], shared_memory: bool) -> None:
+    space = spaces.Dict({"a": spaces.Discrete(3)})
+    with opened(returning(space, {"a": 2, "b": 1}, {"a": 1}), shared_memory=shared_memory, **engine) as envs:
+        envs.reset(seed=1)
+        assert envs.step([0, 0])[0]["a"].tolist() == [1, 2]
+
+
+DICT = spaces.Dict({"a": BOX4, "b": spaces.Tuple((spaces.Discrete(3), spaces.MultiBinary(2)))})
+GOOD = {"a": np.ones(4, np.float32), "b": (1, np.ones(2, np.int8))}
+WRONG: dict[str, tuple[spaces.Space, Any, Any, tuple[str, ...]]] = {
+    "too long": (BOX4, np.zeros(5, np.float32), None, ("(5,)", "(4,)")),
+    "too short": (BOX4, np.zeros(3, np.float32), None, ("(3,)", "(4,)")),
+    "one for all": (BOX4, np.zeros(1, np.float32), None, ("(1,)", "(4,)")),
+    "a number": (BOX4, 1.0, None, ("()", "(4,)")),
+    "same size, other shape": (BOX4, np.zeros((2, 2), np.float32), None, ("(2, 2)", "(4,)")),
+    "one dimension more": (BOX4, np.zeros((1, 4), np.float32), None, ("(1, 4)", "(4,)")),
+    "an array for a Discrete": (spaces.Discrete(5), np.array([2]), None, ("(1,)", "()")),
+    "in a dict": (DICT, GOOD | {"a": np.zeros(5, np.float32)}, GOOD, ("a", "(5,)", "(4,)")),
+    "in a tuple in a dict": (DICT, GOOD | {"b": (1, np.ones(3, np.int8))}, GOOD, ("b", "(3,)", "(2,)")),
+    "a key is missing": (DICT, {"a": np.ones(4, np.float32)}, GOOD, ("b",)),
+    "an array for a dict": (DICT, np.ones(4), GOOD, ()),
+    "a tuple too short": (DICT, GOOD | {"b": (1,)}, GOOD, ("b",)),
+    "a tuple too long": (DICT, GOOD | {"b": (1, np.ones(2, np.int8), 3)}, GOOD, ("b",)),
+    "None": (BOX4, None, None, ()),
+    "text for numbers": (BOX4, "text", None, ()),
+}
+
+
+@engines
+@memories
+@pytest.mark.parametrize("name", WRONG)
+def test_an_observation_that_does_not_fit_its_space_is_an_error_that_says_where(
+    engine: dict[str, Any], shared_memory: bool, name: str
+) -> None:
+    space, observation, good, parts = WRONG[name]
+    with opened(returning(space, observation, good), shared_memory=shared_memory, **engine) as envs:
+        envs.reset(seed=1)
+        with raises_logged((ValueError, TypeError, KeyError)) as (caught, _):
+            envs.step([0, 0])
+        text = str(caught.value) + "\n".join(getattr(caught.value, "__notes__", []))
+        for part in ("env 1", *parts):
+            assert part in text
+        assert_identical(envs.reset(seed=1)[0], envs.observations if shared_memory else envs.reset(seed=1)[0])
+
+
+@engines
+@memories
+@pytest.mark.parametrize(
+    ("space", "observation"),
+    [
+        (spaces.Box(0, 9, (2,), np.int64), np.array([2.7, 1.2])),
+        (spaces.Box(0, 255, (2,), np.uint8), np.array([300, 1])),
+        (spaces.Box(0, 255, (2,), np.uint8), [300, 1]),
+        (spaces.Discrete(5), 2.7),
+    ],
+    ids=["float-into-int", "int-array-into-uint8", "int-list-into-uint8", "float-into-discrete"],
+)
+def test_numbers_that_would_be_mangled_are_an_error_where_sync_vector_env_raises(
+    engine: dict[str, Any], shared_memory: bool, space: spaces.Space, observation: Any
+) -> None:
+    fns = returning(space, observation)
+    oracle = SyncVectorEnv(fns)
+    oracle.reset(seed=1)
+    with pytest.raises((ValueError, TypeError, OverflowError)):
+        oracle.step([0, 0])
+    with opened(fns, shared_memory=shared_memory, **engine) as envs:
+        envs.reset(seed=1)
+        with raises_logged((ValueError, TypeError, OverflowError)):
+            envs.step([0, 0])
+    oracle.close()
+
+
+@engines
+@memories
+def test_an_observation_of_reset_is_checked_too(engine: dict[str, Any], shared_memory: bool) -> None:
+    fns = returning(BOX4, np.zeros(4, np.float32))
+    bad = [lambda: ReturningEnv([(np.zeros(5, np.float32), {})], [], BOX4)]
+    with opened(fns[:1] + bad, shared_memory=shared_memory, **engine) as envs, raises_logged(ValueError):
+        envs.reset(seed=1)
+
+
+@engines
+@pytest.mark.parametrize(
+    "result",
+    [np.zeros(4, np.float32), (np.zeros(4, np.float32),), None, 3],
+    ids=["array", "one", "None", "int"],
+)
+def test_a_reset_that_returns_other_than_two_values_is_an_error(engine: dict[str, Any], result: Any) -> None:
+    good = (np.zeros(4, np.float32), {})
+    fns = [lambda: ReturningEnv([good], []), lambda: ReturningEnv([result, good], [])]
+    with opened(fns, **engine) as envs, raises_logged((ValueError, TypeError)):
+        envs.reset(seed=1)

@@ -1,0 +1,325 @@
+"""Section 1.5: how actions reach the environments, and what a step returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from envs import ALL_SPACES, VALUE_ENGINES, EchoEnv, ReturningEnv, counters, describe, opened, raises_logged
+from gymnasium import spaces
+from gymnasium.error import ResetNeeded
+from gymnasium.vector.utils import batch_space, iterate
+
+engines = pytest.mark.parametrize("engine", VALUE_ENGINES.values(), ids=list(VALUE_ENGINES))
+ZEROS = np.zeros(4, dtype=np.float32)
+
+
+def echo(space: spaces.Space, mutate: bool = False) -> Any:
+    return lambda: EchoEnv(space, mutate)
+
+
+def returning(*steps: Any) -> Any:
+    return lambda: ReturningEnv([(ZEROS, {})], steps)
+
+
+@engines
+@pytest.mark.parametrize("name", ALL_SPACES)
+def test_a_sample_of_any_action_space_reaches_each_environment_as_it_is(engine: dict[str, Any], name: str) -> None:
+    space = ALL_SPACES[name]
+    with opened([echo(space)] * 3, **engine) as envs:
+        envs.reset(seed=1)
+        envs.action_space.seed(3)
+        for _ in range(2):
+            actions = envs.action_space.sample()
+            infos = envs.step(actions)[4]
+            assert infos["action"].tolist() == [describe(a) for a in iterate(envs.action_space, actions)]
+
+
+BOX = spaces.Box(-1, 1, (2,), np.float32)
+ARM = spaces.Dict({"arm": spaces.Box(-1, 1, (2,), np.float32), "gear": spaces.Discrete(3)})
+
+
+@engines
+@pytest.mark.parametrize(
+    ("space", "actions", "wanted"),
+    [
+        (spaces.Discrete(5), np.array([1, 2]), [np.int64(1), np.int64(2)]),
+        (spaces.Discrete(5), np.array([1, 2], np.int32), [np.int32(1), np.int32(2)]),
+        (spaces.Discrete(5), np.array([1, 2], np.uint8), [np.uint8(1), np.uint8(2)]),
+        (spaces.Discrete(5), np.array([1.5, 2.0]), [np.float64(1.5), np.float64(2.0)]),
+        (spaces.Discrete(5), np.array([True, False]), [np.True_, np.False_]),
+        (spaces.Discrete(5), [1, 2], [1, 2]),
+        (spaces.Discrete(5), (1, 2), [1, 2]),
+        (spaces.Discrete(5), {1: "x", 2: "y"}, [1, 2]),
+        (spaces.Discrete(5), "ab", ["a", "b"]),
+        (spaces.Discrete(5), [np.int64(1), 2], [np.int64(1), 2]),
+        (spaces.Discrete(5), np.array([99, -7]), [np.int64(99), np.int64(-7)]),
+        (spaces.Discrete(5), np.array([[1], [2]]), [np.array([1]), np.array([2])]),
+        (BOX, np.ones((2, 2), np.float32), [np.ones(2, np.float32)] * 2),
+        (BOX, np.ones((2, 2), np.float64), [np.ones(2, np.float64)] * 2),
+        (BOX, np.ones((2, 2), np.int64), [np.ones(2, np.int64)] * 2),
+        (BOX, np.full((2, 2), 50, np.float32), [np.full(2, 50, np.float32)] * 2),
+        (BOX, np.ones((2, 3), np.float32), [np.ones(3, np.float32)] * 2),
+        (BOX, [[0.5, 1.0], [2, 3]], [[0.5, 1.0], [2, 3]]),
+        (BOX, [np.ones(2, np.float32), [1.0, 2.0]], [np.ones(2, np.float32), [1.0, 2.0]]),
+        (BOX, np.asfortranarray(np.arange(4, dtype=np.float32).reshape(2, 2)), None),
+        (BOX, np.arange(8, dtype=np.float32).reshape(2, 4)[:, ::2], None),
+        (BOX, np.ones((2, 2), ">f4"), None),
+        (
+            spaces.Box(0, 1, (), np.float32),
+            np.array([0.25, 0.5], np.float32),
+            [np.float32(0.25), np.float32(0.5)],
+        ),
+        (spaces.Box(0, 1, (), np.float32), [0.25, 0.5], [0.25, 0.5]),
+        (spaces.MultiDiscrete([3, 3]), np.array([[1, 2], [0, 1]]), [np.array([1, 2]), np.array([0, 1])]),
+        (spaces.MultiDiscrete([3, 3]), np.array([[1, 2], [0, 1]], np.int16), None),
+        (spaces.MultiBinary(2), np.array([[1, 0], [0, 1]], np.int8), None),
+        (spaces.MultiBinary(2), [[1, 0], [0, 1]], [[1, 0], [0, 1]]),
+        (spaces.Text(3), ("ab", "c"), ["ab", "c"]),
+        (spaces.Text(3), ["ab", "c"], ["ab", "c"]),
+        (ARM, {"gear": np.array([1, 2]), "arm": np.ones((2, 2), np.float32)}, None),
+        (ARM, {"arm": np.ones((2, 2), np.float64), "gear": [1, 2]}, None),
+        (spaces.Tuple((spaces.Discrete(3), BOX)), (np.array([1, 2]), np.ones((2, 2), np.float32)), None),
+        (
+            spaces.Tuple((spaces.Discrete(3), BOX)),
+            (np.array([1, 2], np.int8), [[1.0, 2.0], [3.0, 4.0]]),
+            None,
+        ),
+    ],
+)
+def test_actions_reach_the_environments_uncast(
+    engine: dict[str, Any], space: spaces.Space, actions: Any, wanted: Any
+) -> None:
+    if wanted is None:
+        wanted = list(iterate(batch_space(space, 2), actions))
+    with opened([echo(space)] * 2, **engine) as envs:
+        envs.reset(seed=1)
+        assert envs.step(actions)[4]["action"].tolist() == [describe(action) for action in wanted]
+
+
+@engines
+def test_a_generator_of_actions_works(engine: dict[str, Any]) -> None:
+    with opened([echo(spaces.Discrete(5))] * 2, **engine) as envs:
+        envs.reset(seed=1)
+        assert envs.step(number for number in (3, 4))[4]["action"].tolist() == [describe(3), describe(4)]
+
+
+@engines
+def test_dict_actions_arrive_in_the_order_of_the_space(engine: dict[str, Any]) -> None:
+    with opened([echo(ARM)] * 2, **engine) as envs:
+        envs.reset(seed=1)
+        infos = envs.step({"gear": np.array([1, 2]), "arm": np.ones((2, 2), np.float32)})[4]
+        assert infos["action"][0].startswith("{'arm'")
+
+
+@engines
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_an_action_is_the_environments_own_array(engine: dict[str, Any], dtype: Any) -> None:
+    with opened([echo(BOX)] * 3, **engine) as envs:
+        envs.reset(seed=1)
+        sent = [np.full((3, 2), t, dtype) for t in range(4)]
+        for actions in sent:
+            infos = envs.step(actions)[4]
+            assert infos["writeable"].all()
+        assert envs.call("history") == tuple([[describe(actions[i]) for actions in sent] for i in range(3)])
+
+
+@engines
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_an_environment_may_write_into_its_action(engine: dict[str, Any], dtype: Any) -> None:
+    with opened([echo(BOX, mutate=True)] * 3, **engine) as envs:
+        envs.reset(seed=1)
+        actions = np.ones((3, 2), dtype)
+        for _ in range(3):
+            infos = envs.step(actions)[4]
+            assert infos["action"].tolist() == [describe(np.ones(2, dtype))] * 3
+            np.testing.assert_array_equal(actions, np.ones((3, 2)))
+
+
+@engines
+@pytest.mark.parametrize("name", ["discrete", "box-float32", "dict", "tuple-nested", "text", "graph"])
+@pytest.mark.parametrize("count", [0, 2, 4])
+def test_the_wrong_number_of_actions_is_refused_before_any_environment_moves(
+    engine: dict[str, Any], name: str, count: int
+) -> None:
+    space = ALL_SPACES[name]
+    with opened([echo(space)] * 3, **engine) as envs:
+        envs.reset(seed=1)
+        wrong = list(iterate(batch_space(space, 7), batch_space(space, 7).sample()))[:count]
+        if name in ("dict", "tuple-nested"):
+            wrong = batch_space(space, max(count, 1)).sample()
+        with pytest.raises((ValueError, TypeError)):
+            envs.step(wrong)
+        assert envs.call("history") == ([], [], [])
+        assert envs.step(envs.action_space.sample())[0].tolist() == [1, 1, 1]
+
+
+@engines
+@pytest.mark.parametrize("actions", [[0], [0, 0], [0, 0, 0, 0], []], ids=len)
+def test_a_wrong_number_of_actions_is_a_value_error(engine: dict[str, Any], actions: list[int]) -> None:
+    with opened(counters(3), **engine) as envs:
+        envs.reset(seed=1)
+        with pytest.raises(ValueError):
+            envs.step(actions)
+        with pytest.raises(ValueError):
+            envs.step(np.array(actions, dtype=np.int64))
+        assert envs.step([0, 0, 0])[0][:, 1].tolist() == [1, 1, 1]
+
+
+@engines
+@pytest.mark.parametrize("actions", [3, None, 1.5, np.int64(3), np.array(3)], ids=str)
+def test_one_action_for_all_is_a_type_error(engine: dict[str, Any], actions: Any) -> None:
+    with opened(counters(3), **engine) as envs:
+        envs.reset(seed=1)
+        with pytest.raises(TypeError):
+            envs.step(actions)
+        assert envs.step([0, 0, 0])[0][:, 1].tolist() == [1, 1, 1]
+
+
+@engines
+@pytest.mark.parametrize(
+    "actions",
+    [
+        {"arm": np.ones((3, 2), np.float32)},
+        {"gear": np.ones(3, np.int64)},
+        {"arm": np.ones((3, 2), np.float32), "gear": np.ones(2, np.int64)},
+        {"arm": np.ones((3, 2), np.float32), "gear": 1},
+        np.ones((3, 3)),
+        7,
+    ],
+    ids=["missing-gear", "missing-arm", "short-gear", "scalar-gear", "array", "int"],
+)
+def test_actions_of_the_wrong_structure_are_refused_before_any_environment_moves(
+    engine: dict[str, Any], actions: Any
+) -> None:
+    with opened([echo(ARM)] * 3, **engine) as envs:
+        envs.reset(seed=1)
+        with pytest.raises(Exception):  # noqa: B017 - Gymnasium's own depends on the structure
+            envs.step(actions)
+        assert envs.call("history") == ([], [], [])
+        assert envs.step(envs.action_space.sample())[0].tolist() == [1, 1, 1]
+
+
+@engines
+def test_a_step_returns_five_values_of_gymnasiums_types(engine: dict[str, Any]) -> None:
+    with opened(counters(3, lengths=(2,)), **engine) as envs:
+        envs.reset(seed=1)
+        envs.step([0, 0, 0])
+        result = envs.step([0, 0, 0])
+        assert isinstance(result, tuple)
+        observations, rewards, terminations, truncations, infos = result
+        assert observations.shape == (3, 4)
+        assert observations.dtype == np.int64
+        assert (rewards.dtype, rewards.shape) == (np.float64, (3,))
+        assert (terminations.dtype, terminations.shape) == (np.bool_, (3,))
+        assert (truncations.dtype, truncations.shape) == (np.bool_, (3,))
+        assert rewards.tolist() == [0.002, 1.002, 2.002]
+        assert terminations.all()
+        assert not truncations.any()
+        assert infos["steps"].tolist() == [2, 2, 2]
+
+
+@engines
+@pytest.mark.parametrize("copied", [True, False], ids=["copy", "no-copy"])
+def test_rewards_and_flags_are_fresh_writeable_arrays_whatever_the_copy_mode(engine: dict[str, Any], copied: bool) -> None:
+    with opened(counters(3), copy=copied, **engine) as envs:
+        envs.reset(seed=1)
+        first = envs.step([0, 0, 0])[1:4]
+        kept = [array.copy() for array in first]
+        second = envs.step([0, 0, 0])[1:4]
+        for one, two, before in zip(first, second, kept, strict=True):
+            assert one.flags.writeable
+            assert not np.shares_memory(one, two)
+            np.testing.assert_array_equal(one, before)
+            one[:] = 1
+        assert envs.step([0, 0, 0])[1].tolist() == [0.003, 1.003, 2.003]
+
+
+@engines
+@pytest.mark.parametrize(
+    ("reward", "wanted"),
+    [
+        (1, 1.0),
+        (-2.5, -2.5),
+        (True, 1.0),
+        (np.float32(0.1), float(np.float32(0.1))),
+        (np.int64(3), 3.0),
+        (np.array(2.5), 2.5),
+        ("2.5", 2.5),
+        (None, np.nan),
+        (float("inf"), np.inf),
+        (float("nan"), np.nan),
+    ],
+)
+def test_a_reward_becomes_a_float64(engine: dict[str, Any], reward: Any, wanted: float) -> None:
+    with opened([returning((ZEROS, reward, False, False, {}))] * 2, **engine) as envs:
+        envs.reset(seed=1)
+        rewards = envs.step([0, 0])[1]
+        assert rewards.dtype == np.float64
+        np.testing.assert_array_equal(rewards, [wanted, wanted])
+
+
+@engines
+@pytest.mark.parametrize("flag", [np.True_, 1, np.array(True)], ids=["np.True_", "1", "array"])
+def test_a_flag_becomes_a_bool_and_ends_the_episode(engine: dict[str, Any], flag: Any) -> None:
+    fns = [returning((ZEROS, 1.0, flag, False, {})), returning((ZEROS, 1.0, False, flag, {}))]
+    with opened(fns, **engine) as envs:
+        envs.reset(seed=1)
+        _, _, terminations, truncations, _ = envs.step([0, 0])
+        assert terminations.dtype == truncations.dtype == np.bool_
+        assert terminations.tolist() == [True, False]
+        assert truncations.tolist() == [False, True]
+        assert envs.step([0, 0])[1].tolist() == [0.0, 0.0]
+
+
+@engines
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "pickled"])
+@pytest.mark.parametrize(
+    "step",
+    [
+        (ZEROS, np.array([1.0]), False, False, {}),
+        (ZEROS, 1.0, np.array([True]), False, {}),
+        (ZEROS, np.array([1.0, 2.0]), False, False, {}),
+    ],
+    ids=["reward-of-one", "flag-of-one", "reward-of-two"],
+)
+def test_a_reward_or_flag_that_is_an_array_is_squeezed_or_refused_never_mis_stored(
+    engine: dict[str, Any], shared_memory: bool, step: tuple[Any, ...]
+) -> None:
+    good = (ZEROS, 1.0, True, False, {})
+    fns = [returning(good), returning(step)]
+    with opened(fns, shared_memory=shared_memory, **engine) as envs:
+        envs.reset(seed=1)
+        try:
+            _, rewards, terminations, _, _ = envs.step([0, 0])
+        except (ValueError, TypeError):
+            return
+        assert rewards.tolist() == [1.0, 1.0]
+        assert terminations.tolist() == [True, bool(np.all(step[2]))]
+
+
+@engines
+@pytest.mark.parametrize(
+    "step",
+    [(ZEROS, 1.0, False, {}), (ZEROS,), (ZEROS, 1.0, False, False, {}, 6), None, 3],
+    ids=["4", "1", "6", "None", "3"],
+)
+def test_a_step_that_returns_other_than_five_values_is_an_error(engine: dict[str, Any], step: Any) -> None:
+    with opened([returning((ZEROS, 1.0, False, False, {})), returning(step)], **engine) as envs:
+        envs.reset(seed=1)
+        with raises_logged((ValueError, TypeError)):
+            envs.step([0, 0])
+        envs.reset(seed=1)
+
+
+@engines
+def test_a_step_before_the_first_reset_is_the_environments_affair(engine: dict[str, Any]) -> None:
+    import gymnasium
+
+    with opened([lambda: gymnasium.make("CartPole-v1")] * 2, **engine) as envs:
+        with raises_logged(ResetNeeded, failures=2):
+            envs.step([0, 0])
+        assert envs.reset(seed=1)[0].shape == (2, 4)
+    with opened(counters(2), **engine) as envs:
+        assert envs.step([0, 0])[0][:, 1].tolist() == [1, 1]

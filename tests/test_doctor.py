@@ -1,0 +1,252 @@
+"""``vecenv doctor`` on this machine, and on machines that are worse."""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import json
+import multiprocessing
+import os
+import resource
+import sys
+import threading
+from typing import Any, NamedTuple
+
+import pytest
+
+from vecenv import doctor
+from vecenv.doctor import Finding, examine, main
+
+GIB = 2**30
+
+
+def finding(name: str) -> Finding:
+    """The one finding of this name."""
+    (one,) = [found for found in examine() if found.name == name]
+    return one
+
+
+class Disk(NamedTuple):
+    f_blocks: int
+    f_bavail: int
+    f_frsize: int = 4096
+
+
+@pytest.fixture
+def files(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What files say; what is not in here does not exist."""
+    contents: dict[str, str] = {}
+    monkeypatch.setattr(doctor, "_read", lambda path: contents.get(str(path), ""))
+    return contents
+
+
+def test_a_finding_is_a_value() -> None:
+    one = Finding("name", "value", "warn", "advice")
+    assert dataclasses.astuple(one) == ("name", "value", "warn", "advice")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.value = "other"
+
+
+def test_examine_covers_what_decides_reliability() -> None:
+    findings = examine()
+    names = [one.name for one in findings]
+    assert len(names) == len(set(names))
+    needed = ("python", "start methods", "threads here", "memfd", "pidfd", "/dev/shm", "memory")
+    assert {*needed, "open files", "processes", "cores", "gymnasium", "numpy"} <= set(names)
+    assert {"envpool", "jax", "brax", "ray", "torch"} <= set(names)
+    assert all(one.verdict in ("ok", "warn", "bad") for one in findings)
+    assert all(one.value for one in findings)
+    assert all(one.advice for one in findings if one.verdict != "ok"), "whatever is not right comes with what to do"
+
+
+def test_examining_changes_nothing() -> None:
+    """No start method is fixed, nothing heavy is imported."""
+    program = (
+        "import multiprocessing, sys; from vecenv.doctor import examine; examine();"
+        "assert multiprocessing.get_start_method(allow_none=True) is None;"
+        "assert not {'torch', 'jax', 'ray', 'brax', 'envpool', 'rich'} & set(sys.modules)"
+    )
+    import subprocess
+
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_json_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(as_json=True)
+    report = json.loads(capsys.readouterr().out)
+    assert [one["name"] for one in report["findings"]] == [one.name for one in examine()]
+    assert set(report["findings"][0]) == {"name", "value", "verdict", "advice"}
+    assert (report["verdict"] == "bad") == (code == 1)
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_print_with_and_without_rich(
+    rich: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_import = builtins.__import__
+
+    def without_rich(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("rich"):
+            raise ImportError(name)
+        return real_import(name, *args, **kwargs)
+
+    if not rich:
+        monkeypatch.setattr(builtins, "__import__", without_rich)
+    monkeypatch.setenv("COLUMNS", "200")
+    code = main()
+    shown = capsys.readouterr().out
+    assert code in (0, 1)
+    for one in examine():
+        assert one.name in shown
+    assert "[/" not in shown
+
+
+def test_the_exit_code_is_1_only_for_bad(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda: [Finding("a", "b", "warn", "c")])
+    assert main() == 0
+    monkeypatch.setattr(doctor, "examine", lambda: [Finding("a", "b", "warn", "c"), Finding("d", "e", "bad", "f")])
+    assert main() == 1
+    assert main(as_json=True) == 1
+    monkeypatch.setattr(doctor, "examine", lambda: [Finding("a", "b")])
+    assert main() == 0
+    assert "Everything" in capsys.readouterr().out
+
+
+def test_fork_beside_threads_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none=False: "fork")
+    enough = threading.Event()
+    other = threading.Thread(target=enough.wait, name="somebody else")
+    other.start()
+    try:
+        one = finding("threads here")
+        assert one.verdict == "warn"
+        assert "somebody else" in one.value
+        assert "forkserver" in one.advice
+        monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none=False: "spawn")
+        assert finding("threads here").verdict == "ok"
+    finally:
+        enough.set()
+        other.join()
+
+
+def test_libraries_with_threads_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none=False: "fork")
+    monkeypatch.setattr(threading, "enumerate", lambda: [threading.main_thread()])  # without the test runner's own
+    for name in ("jax", "torch", "tensorflow"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert finding("threads here").verdict == "ok"
+    monkeypatch.setitem(sys.modules, "torch", sys)
+    assert finding("threads here").verdict == "warn"
+    assert "torch" in finding("threads here").value
+
+
+@pytest.mark.parametrize("name", ["memfd", "pidfd"])
+def test_missing_and_forbidden_system_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = {"memfd": "memfd_create", "pidfd": "pidfd_open"}[name]
+
+    def refuse(*args: Any) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    assert finding(name).verdict == "ok"
+    monkeypatch.setattr(os, call, refuse)
+    assert finding(name).verdict == {"memfd": "bad", "pidfd": "warn"}[name]
+    assert "not permitted" in finding(name).value
+    monkeypatch.delattr(os, call)
+    assert finding(name).verdict == "warn"
+
+
+@pytest.mark.parametrize(("memfd", "free", "verdict"), [(True, 1, "ok"), (False, 1, "warn"), (False, 2**20, "ok")])
+def test_dev_shm_matters_only_without_memfd(memfd: bool, free: int, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda path: Disk(2**21, free))
+    if not memfd:
+        monkeypatch.delattr(os, "memfd_create")
+    one = finding("/dev/shm")
+    assert one.verdict == verdict
+    assert one.value.startswith("8.0 GiB")
+    assert ("--shm-size" in one.advice) == (verdict == "warn")
+
+
+@pytest.mark.parametrize(("available", "verdict"), [(8 * GIB, "ok"), (GIB // 2, "warn"), (GIB // 8, "bad"), (None, "ok")])
+def test_memory(available: int | None, verdict: str, files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "available_memory", lambda: available)
+    one = finding("memory")
+    assert one.verdict == verdict
+    assert bool(one.advice) == (verdict != "ok")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_limit_of_any_control_group_around_counts(
+    version: int, files: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group's own limit is none; its parent's is tight."""
+    monkeypatch.setattr(doctor, "available_memory", lambda: 8 * GIB)
+    if version == 2:
+        base, limit, usage = "/sys/fs/cgroup", "memory.max", "memory.current"
+        files["/proc/self/cgroup"] = "0::/batch/job7\n"
+        files[f"{base}/batch/job7/{limit}"] = "max\n"
+    else:
+        base, limit, usage = "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        files["/proc/self/cgroup"] = "5:cpu,cpuacct:/x\n3:memory:/batch/job7\n"
+        files[f"{base}/batch/job7/{limit}"] = "9223372036854771712\n"
+    files[f"{base}/batch/job7/{usage}"] = "1000\n"
+    files[f"{base}/batch/{limit}"] = f"{GIB}\n"
+    files[f"{base}/batch/{usage}"] = f"{GIB // 2}\n"
+    one = finding("memory")
+    assert one.verdict == "warn"
+    assert one.value == "512 MiB available; control group /batch leaves 512 MiB of 1.0 GiB"
+    assert "limit" in one.advice
+
+
+@pytest.mark.parametrize(("soft", "verdict"), [(64, "bad"), (1024, "warn"), (100_000, "ok"), (-1, "ok")])
+def test_open_files(soft: int, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, 200_000))
+    one = finding("open files")
+    assert one.verdict == verdict
+    assert ("ulimit -n" in one.advice) == (verdict != "ok")
+    assert soft == -1 or "1024 need" in one.value
+
+
+@pytest.mark.parametrize(("limit", "verdict"), [("32", "bad"), ("100", "warn"), ("4096", "ok"), ("max", "ok")])
+def test_processes(limit: str, verdict: str, files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (-1, -1))
+    files["/sys/fs/cgroup/pids.max"] = f"{limit}\n"
+    assert finding("processes").verdict == verdict
+
+
+@pytest.mark.parametrize(("usable", "verdict"), [(1, "warn"), (2, "ok"), (8, "ok")])
+def test_cores(usable: int, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "usable_cores", lambda: usable)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    one = finding("cores")
+    assert one.verdict == verdict
+    assert one.value.startswith(f"{usable} of 8")
+    assert bool(one.advice) == (usable < 8)
+
+
+def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name in ("ray", "numpy") else "1.2.3")
+    assert finding("jax").value.startswith("1.2.3")
+    assert (finding("ray").verdict, finding("ray").value) == ("ok", "not installed")
+    assert "pip install" in finding("ray").advice
+    assert finding("numpy").verdict == "bad"
+
+
+def test_one_broken_look_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Any:
+        raise RuntimeError("no such thing here")
+
+    monkeypatch.setattr(doctor, "usable_cores", broken)
+    (odd,) = [one for one in examine() if "no such thing here" in one.value]
+    assert (odd.name, odd.verdict) == ("cores", "warn")
+    assert finding("memfd").verdict == "ok"
+
+
+def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    from vecenv.cli import main as command_line
+
+    try:
+        code = command_line(["doctor", "--json"])
+    except SystemExit as ended:
+        code = ended.code
+    assert code in (0, 1)
+    assert json.loads(capsys.readouterr().out)["findings"]

@@ -1,0 +1,308 @@
+"""One door to every engine: ids, specs, functions, backends, and what is said when a name is wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.envs.registration import EnvSpec, registry
+from gymnasium.vector import AutoresetMode
+
+import vecenv.make
+from vecenv import AsyncVectorEnv
+from vecenv.make import make_vec, register
+from vecenv.testing import assert_identical
+
+needs_envpool = pytest.mark.skipif(importlib.util.find_spec("envpool") is None, reason="needs envpool")
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Any]]:
+    made: list[Any] = []
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        made.append(make_vec(*args, **kwargs))
+        return made[-1]
+
+    yield build
+    for envs in made:
+        envs.close()
+
+
+def cartpole(**kwargs: Any) -> gymnasium.Env[Any, Any]:
+    return gymnasium.make("CartPole-v1", **kwargs)
+
+
+def streams(envs: Any, steps: int = 30) -> list[Any]:
+    envs.action_space.seed(0)
+    return [envs.reset(seed=3), *(envs.step(envs.action_space.sample()) for _ in range(steps))]
+
+
+# --- backends -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["process", "serial"])
+@pytest.mark.parametrize("what", ["CartPole-v1", gymnasium.spec("CartPole-v1"), cartpole], ids=["id", "spec", "fn"])
+def test_the_engine_gives_gymnasiums_trajectories(make: Callable[..., Any], backend: str, what: Any) -> None:
+    envs = make(what, 3, backend, vector_kwargs={"num_workers": 1} if backend == "process" else None)
+    stock = gymnasium.make_vec("CartPole-v1", num_envs=3, vectorization_mode="sync")
+    assert isinstance(envs, AsyncVectorEnv)
+    assert_identical(streams(envs), streams(stock))
+    stock.close()
+
+
+def test_serial_starts_no_process(make: Callable[..., Any]) -> None:
+    assert make("CartPole-v1", 2, "serial").num_workers == 0
+    with pytest.raises(ValueError, match="num_workers is for backend='process'"):
+        make("CartPole-v1", 2, "serial", vector_kwargs={"num_workers": 2})
+
+
+def test_processes_are_as_many_as_is_fastest_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(vecenv.make, "AsyncVectorEnv", lambda env_fns, **options: seen.append(options) or _Nothing())
+    vecenv.make._engine_options.cache_clear()
+    monkeypatch.setattr(vecenv.make, "_engine_options", lambda: ("num_workers", "context"))
+    make_vec("CartPole-v1", 2)
+    make_vec("CartPole-v1", 2, vector_kwargs={"num_workers": None})
+    assert [options["num_workers"] for options in seen] == ["auto", None]
+
+
+@pytest.mark.parametrize(("modules", "context"), [((), None), (("jax",), "forkserver"), (("torch",), "forkserver")])
+def test_forkserver_is_used_where_threads_do_not_survive_a_fork(
+    monkeypatch: pytest.MonkeyPatch, modules: tuple[str, ...], context: str | None
+) -> None:
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(vecenv.make, "AsyncVectorEnv", lambda env_fns, **options: seen.append(options) or _Nothing())
+    monkeypatch.setattr(vecenv.make, "_engine_options", lambda: ("num_workers", "context"))
+    for name in ("jax", "torch"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in modules:
+        monkeypatch.setitem(sys.modules, name, object())  # type: ignore[arg-type]
+    make_vec("CartPole-v1", 2)
+    make_vec("CartPole-v1", 2, vector_kwargs={"context": "spawn"})
+    assert seen[0].get("context") == context
+    assert seen[1]["context"] == "spawn"
+
+
+class _Nothing:
+    """Stands for a vector environment that was not built."""
+
+    spec = None
+    unwrapped = property(lambda self: self)
+
+
+@needs_envpool
+def test_envpool_is_one_argument_away(make: Callable[..., Any]) -> None:
+    envs = make("CartPole-v1", 3, "envpool", vector_kwargs={"num_threads": 1}, max_episode_steps=7)
+    wrapped = gymnasium.wrappers.vector.RecordEpisodeStatistics(envs)
+    wrapped.reset(seed=0)
+    for _ in range(7):
+        truncated = wrapped.step(wrapped.action_space.sample())[3]
+    assert truncated.all()
+    assert envs.spec.id == "CartPole-v1"
+    assert envs.spec.max_episode_steps == 7
+
+
+@needs_envpool
+def test_envpool_wants_names_and_no_wrappers() -> None:
+    with pytest.raises(ValueError, match=r"gymnasium\.wrappers\.vector"):
+        make_vec("CartPole-v1", 2, "envpool", wrappers=[gymnasium.wrappers.FlattenObservation])
+    with pytest.raises(TypeError, match="name of an environment"):
+        make_vec(cartpole, 2, "envpool")
+
+
+# --- what Gymnasium's make_vec does --------------------------------------------------------------
+
+
+def test_the_spec_is_gymnasiums(make: Callable[..., Any]) -> None:
+    options: dict[str, Any] = {"autoreset_mode": AutoresetMode.SAME_STEP}
+    arguments: dict[str, Any] = {"vector_kwargs": options, "max_episode_steps": 9, "render_mode": "rgb_array"}
+    mine = make("CartPole-v1", 3, "serial", **arguments)
+    stock = gymnasium.make_vec("CartPole-v1", 3, vectorization_mode="sync", **arguments)
+    assert mine.spec == stock.spec
+    assert mine.render_mode == "rgb_array"
+    assert "CartPole-v1" in repr(mine)
+    again = make(mine.spec, backend="serial")
+    assert again.num_envs == 3
+    assert again.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
+    assert_identical(streams(again), streams(mine))
+    assert streams(mine)[9][3].all(), "max_episode_steps=9"
+    stock.close()
+
+
+def test_wrappers_wrap_every_environment(make: Callable[..., Any]) -> None:
+    envs = make("CartPole-v1", 2, "serial", wrappers=[lambda env: gymnasium.wrappers.TransformReward(env, lambda r: r * 7)])
+    envs.reset(seed=0)
+    assert envs.step(np.zeros(2, int))[1].tolist() == [7.0, 7.0]
+
+
+def test_a_function_gets_the_environments_options(make: Callable[..., Any]) -> None:
+    envs = make(cartpole, 2, "serial", max_episode_steps=1)
+    envs.reset(seed=0)
+    assert envs.step(np.zeros(2, int))[3].all()
+
+
+def test_a_module_can_be_named_before_the_id(make: Callable[..., Any], tmp_path: Any, monkeypatch: Any) -> None:
+    (tmp_path / "vecenv_made_up_module.py").write_text(
+        "import gymnasium\n"
+        "gymnasium.register('MadeUp-v0', entry_point='gymnasium.envs.classic_control:CartPoleEnv', max_episode_steps=3)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        envs = make("vecenv_made_up_module:MadeUp-v0", 2, "serial")
+        assert envs.spec.id == "MadeUp-v0"
+        assert streams(envs)[3][3].all()
+    finally:
+        registry.pop("MadeUp-v0", None)
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        make_vec("no_such_module:CartPole-v1")
+
+
+def test_kwargs_of_the_registration_reach_the_environment(make: Callable[..., Any]) -> None:
+    gymnasium.register("FromKwargs-v0", entry_point=cartpole, kwargs={"max_episode_steps": 2})  # type: ignore[arg-type]
+    try:
+        assert streams(make("FromKwargs-v0", 2, "serial"))[2][3].all()
+        assert streams(make("FromKwargs-v0", 2, "serial", max_episode_steps=4))[4][3].all()
+    finally:
+        registry.pop("FromKwargs-v0", None)
+
+
+# --- register ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def forget() -> Iterator[None]:
+    yield
+    for name in [name for name in registry if name.startswith("vecenv/")]:
+        registry.pop(name)
+
+
+@pytest.mark.usefixtures("forget")
+def test_a_registered_name_gives_this_engine_through_gymnasium() -> None:
+    assert register("CartPole-v1", backend="serial") == "vecenv/CartPole-v1"
+    assert register("CartPole-v1", backend="serial", vector_kwargs={"copy": False}, max_episode_steps=6)
+    envs = gymnasium.make_vec("vecenv/CartPole-v1", num_envs=8)
+    try:
+        assert isinstance(envs, AsyncVectorEnv)
+        assert envs.num_envs == 8
+        assert envs.copy is False
+        assert envs.spec is not None
+        assert envs.spec.id == "vecenv/CartPole-v1"
+        assert streams(envs)[6][3].all()
+    finally:
+        envs.close()
+    longer = gymnasium.make_vec("vecenv/CartPole-v1", num_envs=2, max_episode_steps=8)
+    assert streams(longer)[8][3].all()
+    longer.close()
+
+
+@needs_envpool
+@pytest.mark.usefixtures("forget")
+def test_a_backend_can_be_registered_or_chosen_later() -> None:
+    from vecenv.backends import EnvPoolVectorEnv
+
+    register("CartPole-v1", backend="envpool", vector_kwargs={"num_threads": 1})
+    envs = gymnasium.make_vec("vecenv/CartPole-v1", num_envs=2)
+    assert isinstance(envs, EnvPoolVectorEnv)
+    envs.reset(seed=0)
+    envs.close()
+    register("CartPole-v1", backend="serial")
+    envs = gymnasium.make_vec("vecenv/CartPole-v1", num_envs=2, backend="envpool")
+    assert isinstance(envs, EnvPoolVectorEnv)
+    envs.close()
+
+
+@pytest.mark.usefixtures("forget")
+def test_what_does_not_exist_cannot_be_registered() -> None:
+    with pytest.raises(gymnasium.error.UnregisteredEnv):
+        register("CartPole-v7")
+    with pytest.raises(ValueError, match="no backend 'proces'"):
+        register("CartPole-v1", backend="proces")
+
+
+# --- wrong names ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("env_id", "says"),
+    [
+        ("CartPool-v1", "CartPole-v1"),
+        ("CartPole-v9", "CartPole-v1"),
+        ("Nothing/CartPole-v1", "Nothing"),
+        pytest.param("Pong-v5", "backend='envpool'", marks=needs_envpool),
+    ],
+)
+def test_an_unknown_id_names_close_ones(env_id: str, says: str) -> None:
+    with pytest.raises(gymnasium.error.UnregisteredEnv, match=says):
+        make_vec(env_id)
+
+
+def test_an_id_of_a_library_names_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in registry if name.startswith("ALE/")]:
+        monkeypatch.delitem(registry, name)
+    with pytest.raises(gymnasium.error.UnregisteredEnv, match="pip install ale-py"):
+        make_vec("ALE/Pong-v5")
+
+
+def test_an_unknown_backend_names_the_close_one_and_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vecenv.make.Backend, "missing", lambda self: list(self.needs))
+    with pytest.raises(ValueError, match=r"no backend 'env_pool', did you mean 'envpool'\?.*'envpool' \(needs pip install"):
+        make_vec("CartPole-v1", backend="env_pool")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"vector_kwargs": {"num_worker": 2}}, r"no option 'num_worker'. Did you mean 'num_workers'\? Options: .*copy"),
+        ({"sutton_barto": True}, r"'CartPole-v1' has no option 'sutton_barto'. Did you mean 'sutton_barto_reward'\?"),
+        ({"num_workers": 2}, r"vector_kwargs=\{'num_workers': ...\}"),
+    ],
+    ids=["vector", "env", "env-meant-vector"],
+)
+def test_a_wrong_option_lists_the_right_ones(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        make_vec("CartPole-v1", 2, **arguments)
+
+
+@needs_envpool
+def test_a_wrong_option_for_envpool_lists_the_right_ones() -> None:
+    with pytest.raises(TypeError, match=r"Did you mean 'frame_skip'\?"):
+        make_vec("Pong-v5", 2, "envpool", frameskip=4)
+    with pytest.raises(gymnasium.error.UnregisteredEnv, match="Pong-v5"):
+        make_vec("Pong-v4", 2, "envpool")
+
+
+def test_neither_id_nor_function_is_refused() -> None:
+    with pytest.raises(TypeError, match="an id, an EnvSpec or a function"):
+        make_vec(7)  # type: ignore[arg-type]
+
+
+def test_an_environment_without_an_entry_point_is_refused() -> None:
+    with pytest.raises(gymnasium.error.Error, match="no entry point"):
+        make_vec(EnvSpec("OnlyVector-v0", vector_entry_point="x:y"))
+
+
+@pytest.mark.parametrize(
+    ("backend", "module", "extra"),
+    [("envpool", "envpool", "envpool"), ("brax", "jax", "brax"), ("playground", "mujoco_playground", "playground")],
+)
+def test_a_missing_library_says_what_to_install(backend: str, module: str, extra: str) -> None:
+    program = f"""
+import importlib.util
+real = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == {module!r} else real(name, *rest)
+from vecenv.make import make_vec
+try:
+    make_vec("ant", 2, {backend!r})
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert module in done.stdout
+    assert f"pip install 'vecenv[{extra}]'" in done.stdout

@@ -1,0 +1,101 @@
+"""fork, spawn and forkserver: the same answers, the same errors, and functions that exist only here
+travel all the same.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from envs import CounterEnv, counters, opened, raises_logged
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+import vecenv
+from vecenv.testing import assert_identical, assert_same_trajectory
+
+methods = pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+
+
+@methods
+def test_one_environment_through_its_whole_life(context: str) -> None:
+    """One start for many questions, because a start by spawn takes long."""
+
+    class OnlyHere(CounterEnv):
+        def step(self, action: Any) -> Any:
+            if action == 4:
+                raise ValueError("four")
+            return super().step(action)
+
+    offset = 5
+    fns = [lambda i=i: OnlyHere(i + offset - 5, lengths=(2 + i,), render_mode="rgb_array") for i in range(3)]
+    oracle = SyncVectorEnv(fns)
+    with opened(fns, context=context, num_workers=2) as envs:
+        assert envs.context == context
+        assert os.getpid() not in envs.call("pid")
+        assert_same_trajectory_of_legal_actions(envs, oracle)
+        assert envs.call("add", 2) == (2, 3, 4)
+        assert envs.exec_func(lambda env: env.env_id + offset, [2]) == (None, None, 7)
+        envs.set_attr("note", ["a", "b", "c"])
+        assert envs.get_attr("note") == ("a", "b", "c")
+        assert len(envs.render()) == 3
+        envs.reset(seed=1)
+        with raises_logged(ValueError, match="four"):
+            envs.step([0, 4, 0])
+        assert envs.reset(seed=3)[0][:, 3].tolist() == [3, 4, 5]
+    oracle.close()
+
+
+def assert_same_trajectory_of_legal_actions(envs: Any, oracle: Any) -> None:
+    rng = np.random.default_rng(0)
+    assert_identical(envs.reset(seed=1), oracle.reset(seed=1))
+    for t in range(8):
+        actions = rng.integers(4, size=3)
+        assert_identical(envs.step(actions), oracle.step(actions), f"step {t}")
+    mask = np.array([True, False, True])
+    assert_identical(*[one.reset(seed=3, options={"reset_mask": mask.copy()}) for one in (envs, oracle)])
+
+
+@methods
+def test_real_environments_give_the_trajectories_of_sync_vector_env(context: str) -> None:
+    fns = [lambda: gymnasium.make("CartPole-v1", max_episode_steps=9)] * 3
+    oracle = SyncVectorEnv(fns, autoreset_mode=AutoresetMode.SAME_STEP)
+    options = {"autoreset_mode": "SameStep", "num_workers": 2}
+    with opened(fns, context=context, copy=False, **options) as envs:
+        assert_same_trajectory(envs, oracle, 30, seed=3)
+    oracle.close()
+
+
+@methods
+def test_an_env_fn_that_raises_in_a_worker_is_reported_and_nothing_is_left(context: str) -> None:
+    here = os.getpid()
+
+    def build() -> gymnasium.Env:
+        if os.getpid() != here:
+            raise RuntimeError("no display")
+        return CounterEnv()
+
+    with pytest.raises(RuntimeError, match="no display") as caught:
+        vecenv.AsyncVectorEnv([build], context=context)
+    assert "env 0" in "\n".join(caught.value.__notes__)
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+def test_an_env_fn_that_cannot_be_pickled_is_named_before_anything_starts(context: str) -> None:
+    import threading
+
+    lock = threading.Lock()
+
+    def build() -> gymnasium.Env:
+        lock.acquire(blocking=False)
+        return CounterEnv()
+
+    with pytest.raises(Exception, match="lock") as caught:
+        vecenv.AsyncVectorEnv([*counters(1), build], context=context)
+    text = str(caught.value) + "\n".join(getattr(caught.value, "__notes__", []))
+    assert "1" in text
+    assert multiprocessing.active_children() == []

@@ -1,0 +1,36 @@
+"""Vector environments that are not stepped by worker processes of ours.
+
+Each needs an optional library, so each loads when it is first touched.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vecenv.backends.envpool import EnvPoolVectorEnv
+    from vecenv.backends.jax_native import JaxVectorEnv
+
+__all__ = ["EnvPoolVectorEnv", "JaxVectorEnv"]
+
+_LAZY: dict[str, str] = {
+    # public name -> module that defines it
+    "EnvPoolVectorEnv": "vecenv.backends.envpool",
+    "JaxVectorEnv": "vecenv.backends.jax_native",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name on first use (PEP 562)."""
+    try:
+        module = _LAZY[name]
+    except KeyError:
+        raise AttributeError(f"module 'vecenv.backends' has no attribute {name!r}") from None
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

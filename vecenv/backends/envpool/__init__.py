@@ -1,0 +1,27 @@
+"""EnvPool's C++ threads behind Gymnasium's vector interface.
+
+EnvPool steps environments written in C++ in its own threads, and its pools come close to a Gymnasium vector environment
+without being one: spaces are not batched, ``reset(seed=...)`` is ignored, infos have no masks, an episode that ends on its
+last allowed step loses its termination, and a short action ends the interpreter. :class:`EnvPoolVectorEnv` puts that
+right with checks that cost a few microseconds a step, and adds same-step resets, first-ready batches with a timeout, and
+errors in place of crashes.
+
+=========== ==========================================================================================
+task        which task: finding EnvPool, task ids, configuration, spaces
+options     checks of arguments
+seeds       any seed Gymnasium takes, as EnvPool wants it
+actions     every action checked and copied before it may reach C++
+rows        what the pool returns, as Gymnasium's observations, rewards, flags and infos
+wire        talking to a pool so that neither Ctrl-C nor a timeout loses an answer
+driver      one pool, its outstanding calls and its episodes; driven in ``lockstep`` or ``first_ready``
+vector_env  the class itself
+players     rows of pools with several players an environment, for the multi-agent class
+rendering   whether this machine can draw a task, asked of a process that may die of it
+=========== ==========================================================================================
+"""
+
+from __future__ import annotations
+
+from vecenv.backends.envpool.vector_env import EnvPoolVectorEnv
+
+__all__ = ["EnvPoolVectorEnv"]

@@ -1,0 +1,232 @@
+"""What a pool returns, as Gymnasium's observations, rewards, flags and infos.
+
+A pool answers with a list of arrays, one a state key, whose first axis is the environments of that batch. The arrays are
+fresh and belong to whoever holds them, so most of them are handed on as they are; what has to be computed (float64
+rewards, the two flags, the masks of infos) is computed with as few numpy calls as it takes, because at a hundred thousand
+batches a second those calls are all there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import gymnasium
+import numpy as np
+import numpy.typing as npt
+from gymnasium import spaces
+
+__all__ = ["Array", "Infos", "RowReader", "States"]
+
+Array: TypeAlias = npt.NDArray[Any]
+States: TypeAlias = list[Array]
+Infos: TypeAlias = dict[str, Any]
+
+
+class RowReader:
+    """Reads the answers of one kind of pool.
+
+    Args:
+        state_keys: Names of the arrays in an answer.
+        observation_space: Of one environment.
+        info_keys: The infos to keep; ``None``: all.
+        reward_dtype: Of the rewards; ``None``: as the pool has them (float32).
+        limit: Steps after which an episode is truncated here, ``None`` where the pool does it.
+
+    Raises:
+        ValueError: ``info_keys`` has one that this task does not give; lists those it gives.
+    """
+
+    def __init__(
+        self,
+        state_keys: Sequence[str],
+        observation_space: gymnasium.Space[Any],
+        *,
+        info_keys: Collection[str] | None = None,
+        reward_dtype: npt.DTypeLike | None = np.float64,
+        limit: int | None = None,
+    ) -> None:
+        index = {key: i for i, key in enumerate(state_keys)}
+        self._env_id = index["info:env_id"]
+        self._reward, self._done, self._trunc = index["reward"], index["done"], index["trunc"]
+        self._elapsed, self._step_type = index["elapsed_step"], index["step_type"]
+        self._terminated = index.get("terminated")
+        self._game_over = index.get("info:terminated")
+        self._reward_dtype = None if reward_dtype is None else np.dtype(reward_dtype)
+        self._limit = limit
+        self._template, self._leaves = _observation_plan(index, observation_space)
+        self._infos = _info_plan(index, info_keys)
+        self._flat_infos = [(key, f"_{key}", i) for key, i in self._infos.items() if isinstance(i, int)]
+        self._nested_infos = {key: plan for key, plan in self._infos.items() if not isinstance(plan, int)}
+        self._ones = np.ones(0, dtype=np.bool_)
+        # indices of what makes observations and infos; the rest are rewards and flags
+        self.visible = [i for i, key in enumerate(state_keys) if key.partition(":")[0] in ("obs", "info", "elapsed_step")]
+
+    # -- flags and rewards -----------------------------------------------------------------------------------
+
+    def env_ids(self, states: States) -> Array:
+        """Which environments these rows are of, int32 of shape ``(b,)``."""
+        return states[self._env_id]
+
+    def rewards(self, states: States) -> Array:
+        """Rewards of shape ``(b,)``."""
+        rewards = states[self._reward]
+        return rewards if self._reward_dtype is None else rewards.astype(self._reward_dtype)
+
+    def flags(self, states: States) -> tuple[Array, Array, Array]:
+        """``(terminated, truncated, over)``, bool of shape ``(b,)``; the first two are the caller's own.
+
+        The pool reports an episode that ends on its last allowed step as truncated only. Where it says more (a state key
+        ``terminated`` in EnvPool 1.2.7, an info ``terminated`` in Atari, or because the limit is kept here), both flags
+        can be True, as with Gymnasium's ``TimeLimit``.
+        """
+        done = states[self._done]
+        if self._limit is not None:
+            truncated = states[self._elapsed] >= self._limit
+            return done.copy(), truncated, done | truncated
+        truncated = states[self._trunc]
+        if self._terminated is not None:
+            return states[self._terminated].astype(np.bool_), truncated, done
+        terminated = done > truncated
+        if self._game_over is not None:
+            terminated |= done & (states[self._game_over] != 0)
+        return terminated, truncated, done
+
+    # -- observations ----------------------------------------------------------------------------------------
+
+    def leaves(self, states: States) -> list[Array]:
+        """The arrays of an observation, in the order of the space; each of shape ``(b, *leaf_shape)``."""
+        return [states[i] if cast is None else cast(states[i]) for i, cast in self._leaves]
+
+    def build(self, leaves: Sequence[Any]) -> Any:
+        """The observation that consists of these leaves: an array, or nested dicts of them."""
+        return leaves[0] if self._template is None else _fill(self._template, iter(leaves))
+
+    def row(self, leaves: Sequence[Array], i: int) -> Any:
+        """One environment's observation, copied: a view of one row would keep the whole batch in memory."""
+        return self.build([leaf[i].copy() for leaf in leaves])
+
+    # -- infos -----------------------------------------------------------------------------------------------
+
+    def infos(self, states: States) -> Infos:
+        """All infos of a batch, each with its mask; every row has every key. All masks are the caller's own."""
+        if len(self._ones) != len(states[self._env_id]):
+            self._ones = np.ones(len(states[self._env_id]), dtype=np.bool_)
+        mask = self._ones.copy
+        infos: Infos = {}
+        for key, mask_key, i in self._flat_infos:
+            infos[key] = states[i]
+            infos[mask_key] = mask()
+        for key, plan in self._nested_infos.items():
+            infos[key] = _nested(plan, states, len(self._ones))
+            infos[f"_{key}"] = mask()
+        return infos
+
+    def infos_of_rows(self, states: States) -> Infos:
+        """The same for rows that are not one an environment: with ``env_id``, and ``reset``, which rows begin an episode."""
+        infos = self.infos(states)
+        if "env_id" not in infos:
+            infos["env_id"], infos["_env_id"] = states[self._env_id], self._ones.copy()
+        # step_type is 0 in the first row of an episode
+        infos["reset"], infos["_reset"] = np.logical_not(states[self._step_type]), self._ones.copy()
+        return infos
+
+    def scattered_infos(self, states: States, rows: Array, num_rows: int) -> Infos:
+        """Infos of some rows in arrays for ``num_rows``; the others are zero, and False in the masks.
+
+        Args:
+            states: An answer, or a selection of it, with ``len(rows)`` rows.
+            rows: Where these go.
+            num_rows: Length of the result.
+        """
+        return _scatter(self._infos, states, rows, num_rows)
+
+
+def _observation_plan(
+    index: dict[str, int], space: gymnasium.Space[Any]
+) -> tuple[dict[str, Any] | None, list[tuple[int, Callable[[Array], Array] | None]]]:
+    """The nesting of an observation (``None`` for a single array), and where its leaves come from."""
+    tree: dict[str, Any] = {}
+    for key, i in index.items():
+        if key == "obs" or key.startswith("obs:"):
+            *path, last = key.replace(":", ".").split(".")
+            at = tree
+            for part in path:
+                at = at.setdefault(part, {})
+            at[last] = i
+    leaves: list[tuple[int, Callable[[Array], Array] | None]] = []
+    found: Any = tree["obs"]
+    if not isinstance(space, spaces.Dict):
+        while isinstance(found, dict):
+            (found,) = found.values()
+        leaves.append((found, _caster(space)))
+        return None, leaves
+
+    def walk(at: dict[str, Any], within: spaces.Dict) -> dict[str, Any]:
+        template: dict[str, Any] = {}
+        for key, inner in within.spaces.items():
+            if isinstance(inner, spaces.Dict):
+                template[key] = walk(at[key], inner)
+            else:
+                template[key] = None
+                leaves.append((at[key], _caster(inner)))
+        return template
+
+    return walk(found, space), leaves
+
+
+def _caster(space: gymnasium.Space[Any]) -> Callable[[Array], Array] | None:
+    """What makes a leaf's dtype that of the batched space: int64 for Discrete, int8 for MultiBinary."""
+    if isinstance(space, spaces.Discrete):
+        dtype = space.dtype
+        return lambda array: array.astype(dtype)
+    if isinstance(space, spaces.MultiBinary):
+        return lambda array: array.view(np.int8)
+    return None
+
+
+def _fill(template: dict[str, Any], leaves: Iterator[Any]) -> dict[str, Any]:
+    return {key: next(leaves) if inner is None else _fill(inner, leaves) for key, inner in template.items()}
+
+
+def _info_plan(index: dict[str, int], info_keys: Collection[str] | None) -> dict[str, Any]:
+    """Info name -> where it is, or a plan of the same form for a dict; without the rows of players."""
+    plan: dict[str, Any] = {}
+    for key, i in index.items():
+        if key.startswith("info:") and not key.startswith("info:players."):
+            *path, last = key.removeprefix("info:").split(".")
+            at = plan
+            for part in path:
+                at = at.setdefault(part, {})
+            at[last] = i
+    plan["elapsed_step"] = index["elapsed_step"]
+    if info_keys is None:
+        return plan
+    if isinstance(info_keys, str):
+        raise TypeError(f"info_keys must be a collection of names, not the string {info_keys!r}")
+    unknown = [key for key in info_keys if key not in plan]
+    if unknown:
+        raise ValueError(f"this task has no infos {unknown}; it has {', '.join(map(str, plan))}")
+    return {key: where for key, where in plan.items() if key in info_keys}
+
+
+def _nested(plan: dict[str, Any], states: States, n: int) -> Infos:
+    infos: Infos = {}
+    for key, where in plan.items():
+        infos[key] = states[where] if isinstance(where, int) else _nested(where, states, n)
+        infos[f"_{key}"] = np.ones(n, dtype=np.bool_)
+    return infos
+
+
+def _scatter(plan: dict[str, Any], states: States, rows: Array, num_rows: int) -> Infos:
+    infos: Infos = {}
+    for key, where in plan.items():
+        if isinstance(where, int):
+            values = states[where]
+            infos[key] = np.zeros((num_rows, *values.shape[1:]), dtype=values.dtype)
+            infos[key][rows] = values
+        else:
+            infos[key] = _scatter(where, states, rows, num_rows)
+        infos[f"_{key}"] = mask = np.zeros(num_rows, dtype=np.bool_)
+        mask[rows] = True
+    return infos

@@ -1,0 +1,60 @@
+"""Any seed that Gymnasium takes, as one int32 for each environment, which is what EnvPool takes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+__all__ = ["Seed", "spread"]
+
+Seed: TypeAlias = int | Sequence[int | None] | None
+
+_END = 2**31
+
+
+def spread(seed: Any, num_envs: int, rng: np.random.Generator) -> list[int]:
+    """One seed for each environment.
+
+    Args:
+        seed: An integer gives environment i the seed ``seed + i``; a sequence of ``num_envs`` gives each its own, where
+            ``None`` means a random one; ``None`` is random for all. Seeds of 2**31 and more, which EnvPool cannot take,
+            are hashed into its range by :class:`numpy.random.SeedSequence`.
+        num_envs: Number of environments.
+        rng: Where random seeds come from.
+
+    Returns:
+        ``num_envs`` integers from 0 to 2**31 - 1.
+
+    Raises:
+        TypeError: Not an integer where one is needed.
+        ValueError: A negative seed, or a sequence of the wrong length.
+    """
+    each: list[Any]
+    if seed is None:
+        each = [None] * num_envs
+    elif isinstance(seed, int | np.integer):
+        each = [int(seed) + i for i in range(num_envs)]
+    elif isinstance(seed, str | bytes) or not hasattr(seed, "__len__"):
+        raise TypeError(f"seed must be an integer, a sequence of {num_envs} of them, or None; got {type(seed).__name__}")
+    else:
+        each = list(seed)
+        if len(each) != num_envs:
+            raise ValueError(
+                f"If seeds are passed as a list the length must match num_envs={num_envs} but got length={len(each)}."
+            )
+    return [_int32(entry, i, rng) for i, entry in enumerate(each)]
+
+
+def _int32(seed: Any, env: int, rng: np.random.Generator) -> int:
+    if seed is None:
+        return int(rng.integers(_END))
+    try:
+        value = operator.index(seed)
+    except TypeError:
+        raise TypeError(f"the seed of env {env} must be an integer or None, got {type(seed).__name__}") from None
+    if value < 0:
+        raise ValueError(f"the seed of env {env} is {value}; seeds must not be negative")
+    return value if value < _END else int(np.random.SeedSequence(value).generate_state(1)[0] >> 1)

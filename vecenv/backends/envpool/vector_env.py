@@ -1,0 +1,574 @@
+"""``EnvPoolVectorEnv``: what a program written for Gymnasium's vector environments sees of a pool.
+
+This file is the outside: arguments, phases and their errors, seeds and masks, and the order in which things are said. A pool
+cannot be seeded again, so ``reset(seed=...)`` builds a new one; everything that belongs to one pool is in its driver, and
+replaced with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from gymnasium import spaces
+from gymnasium.error import ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+
+from vecenv.backends.envpool import rendering
+from vecenv.backends.envpool.actions import ActionChecker
+from vecenv.backends.envpool.driver import Driver, Kit, Rows
+from vecenv.backends.envpool.first_ready import FirstReady
+from vecenv.backends.envpool.lockstep import Lockstep
+from vecenv.backends.envpool.options import check_options, env_ids, reset_ids
+from vecenv.backends.envpool.rows import Array, Infos, RowReader
+from vecenv.backends.envpool.seeds import Seed, spread
+from vecenv.backends.envpool.task import Task, task_ids
+from vecenv.errors import BusyError, ForkedError
+from vecenv.protocol import Phase, advance
+
+__all__ = ["EnvPoolVectorEnv"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+StepResult = tuple[Any, Array, npt.NDArray[np.bool_], npt.NDArray[np.bool_], Infos]
+
+
+def _one_at_a_time(
+    method: Callable[Concatenate[EnvPoolVectorEnv, P], R],
+) -> Callable[Concatenate[EnvPoolVectorEnv, P], R]:
+    """Refuse a second thread: two calls at once on a pool overwrite each other's rows."""
+
+    @functools.wraps(method)
+    def guarded(self: EnvPoolVectorEnv, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if not self._lock.acquire(blocking=False):
+            self._refuse_second_thread(method.__name__)
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self._lock.release()
+
+    return guarded
+
+
+class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
+    """Environments in EnvPool's C++ threads, behind Gymnasium's vector interface.
+
+    No environment is built until the first ``reset``, so that ``reset(seed=...)`` right after construction costs nothing.
+
+    Args:
+        task_id: EnvPool's, as ``"Pong-v5"``; see :meth:`task_ids`.
+        num_envs: Number of environments.
+        batch_size: Rows that :meth:`recv` returns, of whoever finished first; must divide ``num_envs``. ``None``: all.
+        num_threads: Threads that step; ``None``: as many as the machine has, at most ``batch_size``.
+        thread_affinity_offset: Pin the threads to cores from this one on (Linux). -1: do not.
+        seed: Of the first reset, see :meth:`reset`. ``None``: random (EnvPool's own default is 42 for everybody).
+        autoreset_mode: ``AutoresetMode`` or its value. Same-step resets need ``batch_size=None``.
+        max_episode_steps: The time limit; ``None``: the task's own.
+        exact_time_limit: Keep the time limit here instead of in the pool, so that an episode that ends on its last allowed
+            step is reported as terminated *and* truncated. EnvPool says truncated only. Costs one more round trip in
+            steps that begin a truncated environment's next episode; only for families whose dynamics and rewards do not
+            depend on the limit (classic control, toy text, Box2D, MuJoCo of Gymnasium and Gymnasium-Robotics).
+        reward_dtype: float64 is Gymnasium's; ``None`` leaves EnvPool's float32.
+        action_dtype: A floating-point dtype for ``action_space``, where EnvPool's float64 is not wanted. Actions of any
+            such dtype are accepted in any case.
+        validate: ``"safe"`` checks shape, dtype and integer range of actions; ``"full"`` also that floats are finite and
+            within the bounds of the space.
+        info_keys: Infos to return, for instance without Atari's ``ram``; ``None``: all.
+        render_mode: ``"rgb_array"`` or ``None``.
+        **env_config: Options of the task, as ``frame_skip=4`` or ``episodic_life=True``.
+
+    Raises:
+        ImportError: EnvPool is not installed.
+        UnregisteredEnv: No such task; names close ones.
+        TypeError: An unknown option; lists the right ones.
+        ValueError: An option has no meaning; several players an environment.
+
+    Attributes:
+        observation_space: ``single_observation_space`` batched, with infinite bounds where EnvPool says the extremes of
+            the floating-point type.
+        task: Everything that is known of the task; see :class:`vecenv.backends.envpool.task.Task`.
+        batch_size: Rows that :meth:`recv` returns.
+
+    ``step`` returns ``(observations, rewards, terminations, truncations, infos)``: an array or nested dicts of arrays of
+    ``observation_space``; rewards float64, flags bool, all of shape ``(num_envs,)``; infos a dict of arrays with a mask
+    ``_key`` for every key, always with ``env_id`` and ``elapsed_step``. All arrays are fresh and the caller's own, except
+    that a later masked reset returns the rows of environments that it did not reset as the latest observations then are.
+    """
+
+    def __init__(
+        self,
+        task_id: str,
+        num_envs: int = 1,
+        *,
+        batch_size: int | None = None,
+        num_threads: int | None = None,
+        thread_affinity_offset: int = -1,
+        seed: Seed = None,
+        autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
+        max_episode_steps: int | None = None,
+        exact_time_limit: bool = False,
+        reward_dtype: npt.DTypeLike | None = np.float64,
+        action_dtype: npt.DTypeLike | None = None,
+        validate: str = "safe",
+        info_keys: Collection[str] | None = None,
+        render_mode: str | None = None,
+        **env_config: Any,
+    ) -> None:
+        self.closed = True  # until there is something to close
+        mode = AutoresetMode(autoreset_mode)
+        num_envs, batch_size = check_options(
+            num_envs, batch_size, num_threads, max_episode_steps, validate, render_mode, mode
+        )
+        self.task = Task.of(
+            task_id,
+            num_envs=num_envs,
+            batch_size=batch_size,
+            num_threads=num_threads or 0,
+            thread_affinity_offset=thread_affinity_offset,
+            max_episode_steps=max_episode_steps,
+            exact_time_limit=exact_time_limit,
+            render_mode=render_mode,
+            env_config=env_config,
+        )
+        if self.task.max_num_players > 1:
+            raise ValueError(
+                f"{task_id!r} has up to {self.task.max_num_players} players an environment, and a Gymnasium vector "
+                "environment has one: use vecenv.MultiAgentVecEnv"
+            )
+        self.num_envs = num_envs
+        self.batch_size = batch_size
+        self.autoreset_mode = mode
+        self.render_mode = render_mode
+        self.metadata = {"autoreset_mode": mode, "render_modes": ["rgb_array"]}
+        self.spec = self.task.env_spec
+        self.single_observation_space = self.task.observation_space
+        self.single_action_space = _with_dtype(self.task.action_space, action_dtype)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self._reader = RowReader(
+            self.task.state_keys,
+            self.single_observation_space,
+            info_keys=info_keys,
+            reward_dtype=reward_dtype,
+            limit=self.task.limit,
+        )
+        self._checker = ActionChecker(
+            self.task.action_space,
+            self.task.action_keys[2:],
+            self.task.action_dtypes[2:],
+            full=validate == "full",
+        )
+        limited_here = self.task.limit is not None
+        self._kit = Kit(self._reader, self._checker, mode, num_envs, batch_size, limited_here)
+        self._seeds = spread(seed, num_envs, self.np_random)
+        self._driver: Driver | None = None
+        self._lent: Any = None  # a pool that compiled code steps; see xla()
+        self._owner = os.getpid()
+        self._forked = False
+        self._lock = threading.RLock()
+        self._began = time.monotonic()
+        self._steps = self._resets = self._pools = 0
+        self.closed = False
+        _LIVE.add(self)
+
+    task_ids = staticmethod(task_ids)
+
+    # -- reset -----------------------------------------------------------------------------------------------
+
+    @_one_at_a_time
+    def reset(self, *, seed: Seed = None, options: dict[str, Any] | None = None) -> tuple[Any, Infos]:
+        """Reset all environments, or those of ``options["reset_mask"]``.
+
+        With ``batch_size`` smaller than ``num_envs``, everything in flight is waited for and dropped first.
+
+        Args:
+            seed: An integer gives environment i ``seed + i``; a sequence of ``num_envs`` gives each its own, where
+                ``None`` means a random one. Building a new pool is how EnvPool is seeded: about a millisecond for classic
+                control, 50 ms an environment for Atari. Seeds of 2**31 and more are hashed into EnvPool's range.
+                ``None`` goes on with the random numbers there are.
+            options: ``{"reset_mask": mask}``, a bool array of shape ``(num_envs,)``, not changed: only these
+                environments are reset. Episodes that are over are reset as autoreset would do it (Atari with
+                ``episodic_life`` goes on with the same game), running ones by force.
+
+        Returns:
+            Observations of all environments; infos, whose masks are False for environments that were not reset.
+
+        Raises:
+            AlreadyPendingCallError: The answer to ``step_async`` or ``reset_async`` is owed.
+            TypeError, ValueError: Seeds, mask or options of the wrong kind; seed and mask together. Nothing was sent.
+            ResetNeeded: The first reset must be of all environments.
+        """
+        return self._reset_result(self._begin_reset(seed, options, None), None)
+
+    @_one_at_a_time
+    def reset_async(self, seed: Seed = None, options: dict[str, Any] | None = None, *, env_id: Any = None) -> None:
+        """Begin a reset; :meth:`reset_wait` fetches it for everybody, :meth:`recv` as it comes.
+
+        Args:
+            seed, options: As for :meth:`reset`.
+            env_id: Only these environments, which must not be in flight; as with a mask. For :meth:`recv` only.
+        """
+        self._begin_reset(seed, options, env_id)
+
+    @_one_at_a_time
+    def reset_wait(self, timeout: float | None = None) -> tuple[Any, Infos]:
+        """Fetch the answer to :meth:`reset_async`; as :meth:`reset`.
+
+        Raises:
+            StepTimeout: Not within ``timeout`` seconds; the answer is still owed, call again.
+        """
+        driver = self._pool_driver("reset_wait")
+        advance(driver.phase, "reset_wait", type(self).__name__)
+        return self._reset_result(driver, timeout)
+
+    def _begin_reset(self, seed: Any, options: Any, env_id: Any) -> Driver:
+        self._require_open("reset")
+        seeds = None if seed is None else spread(seed, self.num_envs, self.np_random)
+        driver = self._driver
+        if driver is not None:
+            advance(driver.phase, "reset_async", type(self).__name__)
+        some = reset_ids(options, self.num_envs) if env_id is None else env_ids(env_id, self.num_envs)
+        if some is not None:
+            return self._begin_partial_reset(driver, seeds, some, env_id is not None)
+        if seeds is not None or driver is None:
+            if seeds is None:
+                seeds = self._seeds if self._lent is None else spread(None, self.num_envs, self.np_random)
+            driver = self._new_pool(seeds)
+        self._resets += self.num_envs
+        driver.begin_reset(driver.all_ids, force=True)
+        return driver
+
+    def _begin_partial_reset(self, driver: Driver | None, seeds: list[int] | None, ids: Array, by_id: bool) -> Driver:
+        if seeds is not None:
+            raise ValueError(
+                "seed and reset_mask cannot go together: EnvPool seeds its environments when it builds them, all at once"
+            )
+        if driver is None or not driver.begun:
+            raise ResetNeeded("the first reset must be of all environments")
+        if self.batch_size < self.num_envs and not by_id:
+            raise ValueError(
+                "reset_mask is for batch_size=num_envs; with first-ready batches use reset_async(env_id=...) and recv()"
+            )
+        self._resets += len(ids)
+        driver.begin_reset(ids, force=False)
+        return driver
+
+    def _reset_result(self, driver: Driver, timeout: float | None) -> tuple[Any, Infos]:
+        ids, states, leaves, *_ = driver.finish(_deadline(timeout))
+        reader = self._reader
+        if ids is driver.all_ids:
+            result = reader.build(leaves), reader.infos(states)
+        else:
+            assert isinstance(driver, Lockstep)
+            result = reader.build(driver.whole()), reader.scattered_infos(states, ids, self.num_envs)
+        driver.settle()
+        return result
+
+    def _new_pool(self, seeds: list[int]) -> Driver:
+        if self.task.pool_config.get("from_pixels"):
+            rendering.require(self.task)
+        self._drop_pool()
+        pool = self.task.build(seeds)
+        missing = [name for name in ("_send", "_recv", "_reset", "_state_keys") if not hasattr(pool, name)]
+        if missing:
+            raise RuntimeError(f"this version of EnvPool is not supported: its pools have no {', '.join(missing)}")
+        _POOLS.add(pool)
+        self._pools += 1
+        self._seeds = seeds
+        kind = Lockstep if self.batch_size == self.num_envs else FirstReady
+        self._driver = kind(pool, self._kit)
+        return self._driver
+
+    def _drop_pool(self) -> None:
+        driver, self._driver, self._lent = self._driver, None, None
+        if driver is not None:
+            driver.close()
+
+    # -- step ------------------------------------------------------------------------------------------------
+
+    @_one_at_a_time
+    def step(self, actions: Any) -> StepResult:
+        """Step all environments.
+
+        Args:
+            actions: A batch of ``action_space``. For Box any number dtype (cast), and ``(num_envs,)`` where each action is
+                one number; for Discrete any integer dtype.
+
+        Returns:
+            ``(observations, rewards, terminations, truncations, infos)``, see the class. In same-step mode,
+            ``infos["final_obs"]``, an object array with the last observations of the episodes that ended (copies), and
+            ``infos["final_info"]``, each with its mask.
+
+        Raises:
+            ValueError, TypeError: Actions of the wrong shape, dtype or range; nothing was sent.
+            ResetNeeded: Before the first reset; without autoreset, where an episode is over.
+            AlreadyPendingCallError: An answer is owed, or an environment is in flight.
+        """
+        driver = self._driver
+        if driver is None or driver.wire:
+            driver = self._pool_driver("step_async")
+        driver.begin_step("step", self._checker(actions, driver.all_ids), driver.all_ids)
+        self._steps += self.num_envs
+        return self._step_result(driver, None)
+
+    @_one_at_a_time
+    def step_async(self, actions: Any) -> None:
+        """Begin a step; see :meth:`step` and :meth:`step_wait`."""
+        driver = self._pool_driver("step_async")
+        driver.begin_step("step", self._checker(actions, driver.all_ids), driver.all_ids)
+        self._steps += self.num_envs
+
+    @_one_at_a_time
+    def step_wait(self, timeout: float | None = None) -> StepResult:
+        """Fetch the answer to :meth:`step_async`; as :meth:`step`.
+
+        Raises:
+            StepTimeout: Not within ``timeout`` seconds; the answer is still owed, call again.
+        """
+        driver = self._pool_driver("step_wait")
+        advance(driver.phase, "step_wait", type(self).__name__)
+        if driver.call != "step":
+            raise NoAsyncCallError("Calling `step_wait` after `send`: `recv` its rows.", "step")
+        return self._step_result(driver, timeout)
+
+    def _step_result(self, driver: Driver, timeout: float | None) -> StepResult:
+        rows = driver.finish(_deadline(timeout))
+        result = self._dressed(rows, self._reader.infos(rows[1]))
+        driver.settle()
+        return result
+
+    def _dressed(self, rows: Rows, infos: Infos) -> StepResult:
+        _, states, leaves, terminated, truncated, final = rows
+        if final is not None:
+            infos |= final
+        return self._reader.build(leaves), self._reader.rewards(states), terminated, truncated, infos
+
+    # -- first-ready batches ---------------------------------------------------------------------------------
+    # (The lock is taken in place here: in small batches even the decorator counts.)
+
+    def send(self, actions: Any, env_id: Any = None) -> None:
+        """Step some environments that are not in flight, without waiting.
+
+        Args:
+            actions: As many as there are in ``env_id``, in its order; copied.
+            env_id: Distinct indices; ``None``: those of the latest :meth:`recv`, or all after a reset.
+
+        Raises:
+            ValueError, TypeError: Actions, or indices, that are wrong; nothing was sent.
+            AlreadyPendingCallError: One of them is in flight. With ``batch_size=num_envs`` there can be only one
+                outstanding call, of any environments.
+            ResetNeeded: Before the first reset; without autoreset, where an episode is over.
+        """
+        if not self._lock.acquire(blocking=False):
+            self._refuse_second_thread("send")
+        try:
+            driver = self._driver or self._pool_driver("send")
+            ids = driver.choose(env_id)
+            driver.begin_step("send", self._checker(actions, ids), ids)
+            self._steps += len(ids)
+        finally:
+            self._lock.release()
+
+    def recv(self, timeout: float | None = None) -> StepResult:
+        """The next ``batch_size`` environments that are done, whoever was first.
+
+        With ``batch_size=num_envs``, exactly the environments of the outstanding call, in its order.
+
+        Returns:
+            As :meth:`step`, with so many rows. ``infos["env_id"]``, int32, tells which environments they are, and
+            ``infos["reset"]``, bool, which rows begin an episode: their reward is 0 and their flags are False.
+
+        Raises:
+            NoAsyncCallError: Fewer than ``batch_size`` environments are in flight.
+            StepTimeout: Not within ``timeout`` seconds; nothing is lost, call again.
+        """
+        if not self._lock.acquire(blocking=False):
+            self._refuse_second_thread("recv")
+        try:
+            driver = self._driver or self._pool_driver("recv")
+            rows = driver.recv(None if timeout is None else _deadline(timeout))
+            result = self._dressed(rows, self._reader.infos_of_rows(rows[1]))
+            driver.taken()
+            return result
+        finally:
+            self._lock.release()
+
+    reset_send = reset_async
+    reset_fetch = reset_wait
+    step_send = step_async
+    step_fetch = step_wait
+
+    # -- pictures and compiled code --------------------------------------------------------------------------
+
+    @_one_at_a_time
+    def render(self) -> tuple[npt.NDArray[np.uint8], ...] | None:
+        """One frame an environment, uint8 of shape ``(height, width, 3)``; ``None`` without a render mode.
+
+        Raises:
+            RuntimeError: Environments are in flight; this task cannot be drawn on this machine.
+            ResetNeeded: Before the first reset.
+        """
+        driver = self._pool_driver("render")
+        if self.render_mode is None:
+            return None
+        if driver.flying():
+            raise RuntimeError(f"{driver.flying()} environments are in flight: recv() or *_wait() before render()")
+        rendering.require(self.task)
+        return tuple(rendering.frames(driver.pool, driver.all_ids, self.task))
+
+    @_one_at_a_time
+    def xla(self) -> tuple[Any, Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+        """EnvPool's ``(handle, recv, send, step)`` for use inside ``jax.jit``.
+
+        What these functions take and return is EnvPool's own: float32 rewards, no masks, and *no checks of actions*. From
+        here on the pool is stepped by compiled code behind this object's back, so ``step``, ``send`` and ``recv`` refuse;
+        ``reset()`` takes leave of that pool and builds a new one.
+
+        Raises:
+            ResetNeeded: Before the first reset (``reset_async`` with first-ready batches).
+            RuntimeError: JAX is missing, or EnvPool does not offer this on the platform.
+        """
+        driver = self._pool_driver("xla")
+        pool = driver.pool
+        try:
+            functions: tuple[Any, Any, Any, Any] = pool.xla()
+        except Exception as error:
+            raise RuntimeError(f"EnvPool cannot compile {self.task.id!r} into JAX programs: {error}") from error
+        driver.close()
+        self._driver, self._lent = None, pool
+        return functions
+
+    # -- what can be looked at -------------------------------------------------------------------------------
+
+    @property
+    def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The seeds of the pool, one for each environment: ``reset(seed=...)`` with them repeats what it did."""
+        return tuple(self._seeds)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The task's whole configuration, as EnvPool completed it (with the time limit asked for)."""
+        return dict(self.task.config)
+
+    def stats(self) -> dict[str, float]:
+        """Figures since construction.
+
+        ``steps`` of environments; ``steps_per_second``; ``wait_fraction`` (of the time, spent waiting for the pool);
+        ``resets`` asked for; ``pools`` built; ``in_flight`` now; ``num_threads`` of the pool.
+        """
+        elapsed = max(time.monotonic() - self._began, 1e-9)
+        driver = self._driver
+        threads = int(self.task.config["num_threads"]) or min(self.batch_size, os.cpu_count() or 1)
+        return {
+            "steps": float(self._steps),
+            "steps_per_second": self._steps / elapsed,
+            "wait_fraction": (driver.receiver.waited if driver is not None else 0.0) / elapsed,
+            "resets": float(self._resets),
+            "pools": float(self._pools),
+            "in_flight": float(driver.flying() if driver is not None else 0),
+            "num_threads": float(threads),
+        }
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "_pools"):
+            return f"{type(self).__name__}(closed)"
+        name = self.spec.id if self.spec is not None else self.task.id
+        batch = f", batch_size={self.batch_size}" if self.batch_size < self.num_envs else ""
+        if self.closed:
+            phase = Phase.CLOSED
+        else:
+            phase = Phase.DEFAULT if self._driver is None else self._driver.phase
+        return f"{type(self).__name__}({name}, num_envs={self.num_envs}{batch}, phase={phase.name})"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in ("call", "call_async", "call_wait", "get_attr", "set_attr", "exec_func"):
+            raise AttributeError(
+                f"{type(self).__name__} has no {name!r}: its environments are C++ objects without Python attributes"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} owns threads and cannot be copied or pickled: build one where it is to be used"
+        )
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def close_extras(self, **kwargs: Any) -> None:
+        """Let go of the pool: its environments and threads are gone when this returns.
+
+        Args:
+            **kwargs: ``timeout`` and ``terminate`` of other vector environments; without meaning here.
+        """
+        self._drop_pool()
+
+    def _pool_driver(self, method: str) -> Driver:
+        """The driver of the pool; raises for whatever keeps ``method`` from being used now."""
+        self._require_open(method)
+        driver = self._driver
+        if driver is None:
+            if self._lent is not None:
+                raise RuntimeError(
+                    f"the pool was handed over to compiled code by xla(), so `{method}` cannot be used: reset() builds a "
+                    "new one"
+                )
+            raise ResetNeeded(f"Cannot call `{method}` before calling `reset`")
+        if method == "step_async" and driver.phase is not Phase.DEFAULT:
+            advance(driver.phase, method, type(self).__name__)
+        return driver
+
+    def _refuse_second_thread(self, method: str) -> NoReturn:
+        raise BusyError(f"another thread is in a call on this {type(self).__name__}; `{method}` was refused")
+
+    def _require_open(self, method: str) -> None:
+        if self._forked:
+            raise ForkedError(
+                f"this {type(self).__name__} belongs to another process (pid {self._owner}); a forked child has none of "
+                f"its threads, so `{method}` would never return: build a new one in the child"
+            )
+        if self.closed:
+            raise ClosedEnvironmentError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
+
+
+def _deadline(timeout: float | None) -> float | None:
+    return None if timeout is None else time.monotonic() + timeout
+
+
+def _with_dtype(space: Any, dtype: npt.DTypeLike | None) -> Any:
+    """``space`` with floats of another dtype."""
+    if dtype is None:
+        return space
+    wanted = np.dtype(dtype)
+    if wanted.kind != "f":
+        raise ValueError(f"action_dtype must be a floating-point dtype, got {wanted}")
+    if isinstance(space, spaces.Dict):
+        return spaces.Dict({key: _with_dtype(inner, wanted) for key, inner in space.spaces.items()})
+    if isinstance(space, spaces.Box) and space.dtype.kind == "f":
+        low, high = space.low.astype(wanted), space.high.astype(wanted)
+        return spaces.Box(low, high, space.shape, dtype=wanted.type)
+    return space
+
+
+_LIVE: weakref.WeakSet[EnvPoolVectorEnv] = weakref.WeakSet()
+_POOLS: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    """The threads of all pools do not exist here: nothing may call a pool, and no pool's destructor may ever run."""
+    for pool in list(_POOLS):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
+    for envs in list(_LIVE):
+        envs._driver, envs._lent, envs._forked = None, None, True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,282 @@
+"""What lives in a host and is measured there: an engine driven with random actions, or the bare loop.
+
+Every runner of a batch draws the same actions and the same seeds, so that any two do the same work; a
+:class:`Stream` is what lets two of them be compared step by step without shipping the observations.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import gymnasium
+import numpy as np
+from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
+
+EnvFn = Callable[[], gymnasium.Env[Any, Any]]
+
+SEED = 20_240_917
+
+
+def make_env(env_id: str) -> gymnasium.Env[Any, Any]:
+    """``gymnasium.make``, which also takes ``module:Class`` and knows which package registers ``ALE/`` ids.
+
+    Gymnasium's own warnings are silenced: 64 workers would each print them over the progress bar.
+    """
+    gymnasium.logger.min_level = logging.ERROR
+    module, _, name = env_id.rpartition(":")
+    if env_id.startswith("ALE/"):
+        import ale_py
+
+        gymnasium.register_envs(ale_py)
+    if module:
+        value = getattr(__import__(module, fromlist=["_"]), name, None)
+        if callable(value) and name not in gymnasium.registry:
+            made: gymnasium.Env[Any, Any] = value()
+            return made
+    return gymnasium.make(env_id)
+
+
+class Sample(NamedTuple):
+    """Units of work done and the seconds they took."""
+
+    units: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        return self.units / self.seconds
+
+
+def run_for(step: Callable[[], float], seconds: float) -> Sample:
+    """Call ``step``, which returns the units it did, until ``seconds`` are over.
+
+    The clock is looked at about once a millisecond, so that looking at it does not count.
+    """
+    calls, units = 1, 0.0
+    start = before = time.perf_counter()
+    while True:
+        for _ in range(calls):
+            units += step()
+        now = time.perf_counter()
+        if now - start >= seconds:
+            return Sample(units, now - start)
+        if now - before < 0.001:
+            calls *= 2
+        before = now
+
+
+def sample_actions(space: gymnasium.Space[Any], num_envs: int, seed: int = SEED) -> list[Any]:
+    """Batches of random actions for ``num_envs`` environments, the same for every candidate that asks."""
+    batched = batch_space(space, num_envs)
+    batched.seed(seed)
+    return [batched.sample() for _ in range(64)]
+
+
+@dataclass
+class Stream:
+    """What an engine returned for a reset and some steps; observations and infos only as digests.
+
+    Attributes:
+        observations: ``[step][env]``; step 0 is the reset.
+        rewards: Shape (steps + 1, num_envs), float64; likewise ``terminations`` and ``truncations`` (bool).
+        infos: ``[step]``, or ``None`` where rows arrive in another order, so that infos cannot be compared.
+    """
+
+    observations: list[list[bytes]]
+    rewards: np.ndarray
+    terminations: np.ndarray
+    truncations: np.ndarray
+    infos: list[bytes] | None
+
+
+def digest(value: Any) -> bytes:
+    """Sixteen bytes that are equal exactly if two values are, bit for bit, type for type."""
+    seen = hashlib.blake2b(digest_size=16)
+    _feed(seen, value)
+    return seen.digest()
+
+
+def _feed(seen: Any, value: Any) -> None:
+    if isinstance(value, np.ndarray):
+        seen.update(f"{value.dtype.str}{value.shape}".encode())
+        if value.dtype == object:
+            for item in value.flat:
+                _feed(seen, item)
+        else:
+            seen.update(np.ascontiguousarray(value).tobytes())
+    elif isinstance(value, Mapping):
+        seen.update(b"{%d" % len(value))
+        for key in sorted(value, key=repr):
+            seen.update(repr(key).encode())
+            _feed(seen, value[key])
+    elif isinstance(value, list | tuple):
+        seen.update(b"[%d" % len(value))
+        for item in value:
+            _feed(seen, item)
+    else:
+        seen.update(f"{type(value).__name__}:{value!r}".encode())
+
+
+def first_difference(reference: Stream, other: Stream) -> str | None:
+    """Where two streams part, in words; ``None`` if they never do."""
+    for step, rows in enumerate(reference.observations):
+        what = "the reset" if step == 0 else f"step {step}"
+        for name in ("rewards", "terminations", "truncations"):
+            want, got = getattr(reference, name)[step], getattr(other, name)[step]
+            for env in range(len(rows)):
+                if want[env].tobytes() != got[env].tobytes():
+                    return f"at {what}, env {env}: {name[:-1]} {got[env]} instead of {want[env]}"
+        for env, row in enumerate(rows):
+            if row != other.observations[step][env]:
+                return f"at {what}, env {env}: another observation"
+        if reference.infos and other.infos and reference.infos[step] != other.infos[step]:
+            return f"at {what}: other infos"
+    return None
+
+
+class Runner(Protocol):
+    """What a host asks of the engine it holds."""
+
+    def run(self, seconds: float) -> Sample: ...
+    def close(self) -> None: ...
+
+
+class VectorRunner:
+    """Steps a ``gymnasium.vector.VectorEnv`` with random actions, all environments at once."""
+
+    def __init__(self, make_envs: Callable[[], Any]) -> None:
+        self.envs = make_envs()
+        self.num_envs: int = self.envs.num_envs
+        self.actions = sample_actions(self.envs.single_action_space, self.num_envs)
+        self._next = itertools.cycle(self.actions).__next__
+        self._fresh = True
+
+    def describe(self) -> str:
+        return str(self.envs)
+
+    def _step(self) -> float:
+        self.envs.step(self._next())
+        return self.num_envs
+
+    def run(self, seconds: float) -> Sample:
+        if self._fresh:
+            self.envs.reset(seed=SEED)
+            self._fresh = False
+        return run_for(self._step, seconds)
+
+    def trajectory(self, steps: int, seconds: float = math.inf) -> Stream:
+        """Reset with the seed, then take ``steps`` steps, or as many as ``seconds`` allow."""
+        self._fresh = False
+        observation, info = self.envs.reset(seed=SEED)
+        zeros = np.zeros(self.num_envs)
+        returned = [(self._rows(observation), zeros, zeros.astype(bool), zeros.astype(bool), digest(info))]
+        end = time.perf_counter() + seconds
+        for actions in itertools.islice(itertools.cycle(self.actions), steps):
+            observation, rewards, terminations, truncations, info = self.envs.step(actions)
+            returned.append((self._rows(observation), rewards, terminations, truncations, digest(info)))
+            if time.perf_counter() > end:
+                break
+        observations, rewards, terminations, truncations, infos = zip(*returned, strict=True)
+        return Stream(list(observations), np.stack(rewards), np.stack(terminations), np.stack(truncations), list(infos))
+
+    def _rows(self, observation: Any) -> list[bytes]:
+        return [digest(row) for row in iterate(self.envs.observation_space, observation)]
+
+    def close(self) -> None:
+        self.envs.close()
+
+
+class FirstReadyRunner(VectorRunner):
+    """Steps whichever environments have finished, ``batch_size`` at a time, through ``recv`` and ``send``."""
+
+    def __init__(self, make_envs: Callable[[], Any], batch_size: int) -> None:
+        super().__init__(make_envs)
+        self.batch_size = batch_size
+        self._next = itertools.cycle(sample_actions(self.envs.single_action_space, batch_size)).__next__
+
+    def _step(self) -> float:
+        infos = self.envs.recv()[4]
+        self.envs.send(self._next(), infos["env_id"])
+        return self.batch_size
+
+    def run(self, seconds: float) -> Sample:
+        if self._fresh:
+            self.envs.reset_async(seed=SEED)
+            self._fresh = False
+        for _ in range(-(-self.num_envs // self.batch_size)):
+            self._step()  # rows that finished while nobody was looking are nobody's merit
+        return run_for(self._step, seconds)
+
+    def trajectory(self, steps: int, seconds: float = math.inf) -> Stream:
+        """As in the base class; environment ``i`` gets its own ``t``-th action whenever its turn comes."""
+        self._fresh = False
+        space = self.envs.single_action_space
+        actions = [list(iterate(batch_space(space, self.num_envs), batch)) for batch in self.actions]
+        out: Any = create_empty_array(space, self.batch_size)
+        batched = batch_space(self.envs.single_observation_space, self.batch_size)
+        rows: list[list[tuple[bytes, Any, Any, Any]]] = [[] for _ in range(self.num_envs)]
+        self.envs.reset_async(seed=SEED)
+        while any(len(of_env) <= steps for of_env in rows):
+            observation, rewards, terminations, truncations, infos = self.envs.recv()
+            chosen = []
+            for k, row in enumerate(iterate(batched, observation)):
+                env = int(infos["env_id"][k])
+                chosen.append(actions[len(rows[env]) % len(actions)][env])
+                rows[env].append((digest(row), rewards[k], terminations[k], truncations[k]))
+            self.envs.send(concatenate(space, chosen, out), infos["env_id"])
+        columns = [[of_env[: steps + 1][t] for of_env in rows] for t in range(steps + 1)]
+        return Stream(
+            [[row[0] for row in column] for column in columns],
+            np.array([[row[1] for row in column] for column in columns], dtype=np.float64),
+            np.array([[row[2] for row in column] for column in columns], dtype=bool),
+            np.array([[row[3] for row in column] for column in columns], dtype=bool),
+            None,
+        )
+
+
+class BareLoop:
+    """The loop nobody can beat: ``env.step``, and ``env.reset`` where an episode has ended, and nothing else.
+
+    Runs environments ``first`` to ``first + count`` of a batch of ``num_envs``, with that batch's seeds and
+    actions.
+    """
+
+    def __init__(self, env_fn: EnvFn, first: int, count: int, num_envs: int) -> None:
+        self.envs = [env_fn() for _ in range(count)]
+        space = self.envs[0].action_space
+        batched = batch_space(space, num_envs)
+        batches = [list(iterate(batched, batch)) for batch in sample_actions(space, num_envs)]
+        self._next = itertools.cycle([rows[first : first + count] for rows in batches]).__next__
+        self._passes = max(1, 64 // count)
+        self._done = [False] * count
+        for i, env in enumerate(self.envs):
+            env.reset(seed=SEED + first + i)
+
+    def describe(self) -> str:
+        return f"bare loop over {len(self.envs)} environments"
+
+    def _step(self) -> int:
+        done = self._done
+        for _ in range(self._passes):
+            for i, (env, action) in enumerate(zip(self.envs, self._next(), strict=True)):
+                if done[i]:
+                    env.reset()
+                    done[i] = False
+                else:
+                    result = env.step(action)
+                    done[i] = result[2] or result[3]
+        return self._passes * len(self.envs)
+
+    def run(self, seconds: float) -> Sample:
+        return run_for(self._step, seconds)
+
+    def close(self) -> None:
+        for env in self.envs:
+            env.close()

@@ -1,4 +1,4 @@
-"""The suites that need a process of their own; see ``APART`` in conftest.py. Each can also be run by itself by its folder."""
+"""The suites that need a process of their own; see ``APART`` in conftest.py. Each can also be run alone, by its folder."""
 
 from __future__ import annotations
 

@@ -128,17 +128,20 @@ class Engine:
         readies = self.pool.start([(part, env_fns[part.start : part.stop]) for part in rows])
         workers.extend(self.pool.workers)
         self.pool.workers[:] = workers
+        failed: list[tuple[Failure, AnyWorker]] = []
         if caller_share:
             failures, mismatches = own.build()
-            self._raise_start(failures, caller)
+            failed += [(failure, caller) for failure in failures]
             self.mismatches.extend(mismatches)
         for worker, ready in zip([w for w in workers if not w.local], readies, strict=True):
-            self._raise_start(ready.failures, worker)
+            failed += [(failure, worker) for failure in ready.failures]
             self.mismatches.extend(ready.mismatches)
+        self._raise_start(failed)
 
-    def _raise_start(self, failures: Sequence[Failure], worker: AnyWorker) -> None:
-        if failures:
-            raise self.ledger.record(failures[0], worker, "start")
+    def _raise_start(self, failed: Sequence[tuple[Failure, AnyWorker]]) -> None:
+        if failed:
+            raised = [(fail.env, fail, worker, self.ledger.record(fail, worker, "start")) for fail, worker in failed]
+            self.ledger.raise_all(raised, [], log=False)
 
     def _index_workers(self) -> None:
         table: list[Any] = [None] * self.num_envs
@@ -222,7 +225,7 @@ class Engine:
         new = self.worker_of[worker.rows[0]]
         for row in worker.rows:
             self.failed.setdefault(row, "its worker died")
-        self._raise_start(ready.failures, new)
+        self._raise_start([(failure, new) for failure in ready.failures])
 
     # -- answering --------------------------------------------------------------------------------------------------
 

@@ -131,7 +131,7 @@ def probe(env_fn: Callable[[], Any], context: Any = None, timeout: float = 60.0)
         if process.is_alive():
             process.join(1.0)
         if process.is_alive():
-            os.kill(process.pid, signal.SIGKILL)
+            process.kill()
             process.join()
         process.close()
 

@@ -30,6 +30,7 @@ _LAZY: dict[str, str] = {
     "make_vec": "vecenv.make:make_vec",
     "register": "vecenv.make:register",
     "testing": "vecenv.testing:",
+    "torch": "vecenv.torch:",
     "backends": "vecenv.backends:",
 }
 

@@ -1,0 +1,79 @@
+"""Skip the whole folder, with a word, where JAX is missing; keep compiled programs on disk from one run to the next."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Asked of jaxlib: this very folder could pass for a package called jax.
+HAS_JAX = importlib.util.find_spec("jaxlib") is not None
+
+if HAS_JAX:
+    import jax
+
+    # Physics programs take seconds to compile, and are the same in every run.
+    _CACHE = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / "vecenv-test-jax-cache"))
+    jax.config.update("jax_compilation_cache_dir", _CACHE)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+class WithoutJax(pytest.Module):
+    """A test module that is not even imported."""
+
+    def collect(self) -> Any:
+        pytest.skip("needs JAX: pip install 'vecenv[jax]'", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> Any:
+    return None if HAS_JAX else WithoutJax.from_parent(parent, path=module_path)
+
+
+@pytest.fixture(scope="session")
+def pendulum() -> Any:
+    """Brax's inverted_pendulum on the spring backend, adapted: the cheapest real physics."""
+    pytest.importorskip("brax", reason="needs Brax: pip install 'vecenv[brax]'")
+    from vecenv.jax import adapt
+
+    return adapt("inverted_pendulum", backend="spring")
+
+
+@pytest.fixture(scope="session")
+def counters() -> Any:
+    """``counters(**options)``: a vector of five :class:`Counter` environments, one for each set of options."""
+    from jax_envs import Counter
+
+    from vecenv.jax import FunctionalVectorEnv
+
+    made: dict[Any, FunctionalVectorEnv] = {}
+
+    def make(num_envs: int = 5, **options: Any) -> FunctionalVectorEnv:
+        key = (num_envs, *sorted(options.items()))
+        if key not in made:
+            made[key] = FunctionalVectorEnv(Counter(), num_envs, **options)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def asymmetric() -> Any:
+    """A Playground environment with dict observations.
+
+    Those that come with Playground need model files from elsewhere, so this is its cart-pole with an observation for the
+    actor and one for the critic, in the form that Playground's locomotion environments use.
+    """
+    playground = pytest.importorskip("mujoco_playground", reason="needs MuJoCo Playground")
+    env = playground.registry.load("CartpoleBalance", config_overrides={"impl": "jax"})
+
+    class Asymmetric(type(env)):  # type: ignore[misc]
+        def _get_obs(self, data: Any, info: Any) -> Any:
+            state = super()._get_obs(data, info)
+            return {"state": state[:2], "privileged_state": state}
+
+    env.__class__ = Asymmetric
+    return env

@@ -1,0 +1,308 @@
+"""``adapt``: each library's meaning of spaces, ends, limits and names, and what is refused."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+from typing import Any
+
+import gymnasium as gym
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax_envs import Counter, Jumanji, NewGymnax, OldGymnax
+
+from vecenv.jax import FunctionalVectorEnv, JaxEnv, adapt, available_envs, differentiability, make_env, require_gradient
+
+KEY = jax.random.key(0)
+
+
+@pytest.fixture
+def brax() -> Any:
+    return pytest.importorskip("brax.envs", reason="needs Brax: pip install 'vecenv[brax]'")
+
+
+@pytest.fixture
+def playground() -> Any:
+    return pytest.importorskip("mujoco_playground", reason="needs MuJoCo Playground")
+
+
+# -- Brax ----------------------------------------------------------------------------------------------------------
+
+
+_BRAX_ENVS = (
+    "ant",
+    "halfcheetah",
+    "hopper",
+    "humanoid",
+    "humanoidstandup",
+    "inverted_pendulum",
+    "pusher",
+    "reacher",
+    "walker2d",
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in ("ant", "inverted_pendulum") else pytest.param(n, marks=pytest.mark.slow) for n in _BRAX_ENVS],
+)
+def test_brax_actions_are_between_minus_one_and_one(brax: Any, name: str) -> None:
+    """Where the actuators' range is another, the environment rescales by itself: its range must not be advertised."""
+    env = brax.get_environment(name, backend="spring")
+    assert adapt(env).single_action_space == gym.spaces.Box(-1, 1, (env.action_size,), np.float32)
+    limits = np.abs(np.asarray(env.sys.actuator.ctrl_range))
+    assert (limits == 1).all() == (name not in {"humanoid", "humanoidstandup", "inverted_pendulum", "pusher"})
+
+
+def test_brax_adapter_steps_as_brax_does(brax: Any, pendulum: Any) -> None:
+    env = pendulum.env
+    state, obs = jax.jit(pendulum.init)(jax.random.PRNGKey(3))
+    theirs = jax.jit(env.reset)(jax.random.PRNGKey(3))
+    np.testing.assert_array_equal(obs, theirs.obs)
+    action = jnp.array([0.5])
+    ours = jax.jit(pendulum.step)(state, action, KEY)
+    theirs = jax.jit(env.step)(theirs, action)
+    np.testing.assert_array_equal(ours[1], theirs.obs)
+    assert float(ours[2]) == float(theirs.reward)
+    assert bool(ours[3]) == bool(theirs.done)
+    assert not ours[4]
+    assert set(ours[5]) == {"time_out"}
+    assert isinstance(pendulum, JaxEnv)
+    assert adapt(pendulum) is pendulum
+
+
+def test_actions_can_be_rescaled(brax: Any, pendulum: Any) -> None:
+    actuator = adapt(pendulum, rescale="actuator")
+    assert actuator.single_action_space == gym.spaces.Box(-3, 3, (1,), np.float32)
+    halved = adapt(pendulum, rescale=(0.0, [0.5]))
+    assert halved.single_action_space == gym.spaces.Box(0, 0.5, (1,), np.float32)
+    state, _ = pendulum.init(jax.random.PRNGKey(0))
+    step = jax.jit(pendulum.step)
+    same = [step(state, jnp.array([0.5]), KEY), actuator.step(state, jnp.array([1.5]), KEY)]
+    same.append(halved.step(state, jnp.array([0.375]), KEY))
+    for other in same[1:]:
+        np.testing.assert_allclose(other[1], same[0][1], atol=1e-6)
+    with pytest.raises(ValueError, match="bounded"):
+        adapt(adapt(pendulum, action_space=gym.spaces.Box(-np.inf, np.inf, (1,))), rescale=(0, 1))
+
+
+def test_training_wrappers_are_taken_off(brax: Any) -> None:
+    wrapped = brax.create("inverted_pendulum", episode_length=90, action_repeat=3, backend="spring")
+    env = adapt(wrapped)
+    assert env.max_episode_steps == 30
+    assert "FrameSkip" in type(env.env).__name__  # type: ignore[attr-defined]
+    assert adapt(brax.get_environment("inverted_pendulum", backend="spring")).max_episode_steps == 1000
+    assert adapt(wrapped, max_episode_steps=-1).max_episode_steps is None
+    for refused in (
+        brax.create("inverted_pendulum", batch_size=4, backend="spring"),
+        brax.Wrapper(wrapped),
+    ):
+        with pytest.raises(ValueError, match="without it"):
+            adapt(refused)
+
+
+def test_fast_has_a_gradient_of_nothing(brax: Any) -> None:
+    env = adapt("fast")
+    assert env.differentiable == "none"
+    with pytest.raises(ValueError, match="no derivative"):
+        require_gradient(env)
+
+
+def test_brax_dict_observations_make_a_dict_space(brax: Any) -> None:
+    env = adapt("fast", asymmetric_obs=True, obs_mode="dict_state")
+    assert set(env.single_observation_space) == {"state", "privileged_state"}  # type: ignore[call-overload]
+    state = FunctionalVectorEnv(env, 3).reset(KEY)
+    assert state.obs["privileged_state"].shape == (3, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("backend", ["generalized", "positional", "spring", "mjx"])
+def test_all_brax_backends_step(brax: Any, backend: str) -> None:
+    env = FunctionalVectorEnv(adapt("inverted_pendulum", backend=backend), 4, "SameStep", max_episode_steps=5)
+    state = env.reset(KEY)
+    for _ in range(12):
+        state = env.step(state, np.zeros((4, 1), np.float32))
+    assert state.last_length.tolist() == [5] * 4
+    assert np.isfinite(state.obs).all()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_mjx_says_how_to_get_a_gradient(brax: Any) -> None:
+    env = adapt("inverted_pendulum", backend="mjx")
+    assert differentiability(env) == "forward"
+    require_gradient(env, "forward")
+    with pytest.raises(ValueError, match=r"'opt\.iterations': 1"):
+        require_gradient(env)
+    cured = brax.get_environment("inverted_pendulum", backend="mjx")
+    cured.sys = cured.sys.tree_replace({"opt.iterations": 1, "opt.ls_iterations": 4})
+    assert differentiability(cured) == "reverse"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_models_can_be_randomised(brax: Any) -> None:
+    def randomize(sys: Any, keys: Any) -> Any:
+        gear = jax.vmap(lambda key: jax.random.uniform(key, sys.actuator.gear.shape, minval=0.5, maxval=1.5))(keys)
+        axes = jax.tree.map(lambda _: None, sys).tree_replace({"actuator.gear": 0})
+        return sys.tree_replace({"actuator.gear": gear * sys.actuator.gear}), axes
+
+    adapted = adapt("inverted_pendulum", backend="spring")
+    env = FunctionalVectorEnv(adapted, 4, max_episode_steps=5, randomize=randomize)
+    plain = FunctionalVectorEnv(adapted, 4, max_episode_steps=5)
+    keys = jnp.broadcast_to(jax.random.key(1), (4,))
+    state, other = env.reset(KEY), plain.reset(KEY)
+    assert len(set(np.asarray(state.inner.model[0]).ravel().tolist())) == 4
+    for _ in range(3):
+        state, other = (e.step(s, np.ones((4, 1), np.float32)) for e, s in ((env, state), (plain, other)))
+    assert not np.allclose(state.obs, other.obs, rtol=1e-3)
+    alike = env.reset(keys).inner.model[0]
+    np.testing.assert_array_equal(alike[0], alike[3])
+    with pytest.raises(ValueError, match="no physics model"):
+        FunctionalVectorEnv(Counter(), 2, randomize=randomize)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_rendering_says_what_is_missing_or_draws(brax: Any, pendulum: Any) -> None:
+    state, _ = pendulum.init(jax.random.PRNGKey(0))
+    try:
+        frame = pendulum.render(state)
+    except RuntimeError as error:
+        assert "MUJOCO_GL" in str(error)
+        pytest.skip("no OpenGL here: the message was checked, the picture was not")
+    assert frame.dtype == np.uint8
+    assert frame.shape[2] == 3
+
+
+# -- Playground ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_playground_steps_as_playground_does(playground: Any, asymmetric: Any) -> None:
+    env = adapt(asymmetric)
+    assert env.max_episode_steps == 1000
+    assert set(env.single_observation_space) == {"state", "privileged_state"}  # type: ignore[call-overload]
+    state, obs = jax.jit(env.init)(jax.random.PRNGKey(3))
+    theirs = jax.jit(asymmetric.reset)(jax.random.PRNGKey(3))
+    np.testing.assert_array_equal(obs["privileged_state"], theirs.obs["privileged_state"])
+    ours = jax.jit(env.step)(state, jnp.array([0.5]), KEY)
+    theirs = jax.jit(asymmetric.step)(theirs, jnp.array([0.5]))
+    np.testing.assert_array_equal(ours[1]["state"], theirs.obs["state"])
+    assert "reward/upright" in ours[5]
+    assert "rng" not in ours[5]
+
+
+def test_playground_runs_on_jax_unless_told_otherwise(playground: Any) -> None:
+    assert make_env("CartpoleBalance")._config.impl == "jax"
+    with pytest.raises(TypeError, match=r"config_overrides.*not \['impl'\]"):
+        make_env("CartpoleBalance", impl="jax")
+    with pytest.raises(ValueError, match="speed"):
+        make_env("CartpoleBalance", config_overrides={"speed": 3})
+
+
+def test_playground_models_that_cannot_be_fetched_are_explained(
+    playground: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    source = importlib.import_module("mujoco_playground._src.mjx_env")
+
+    def offline(*_: Any) -> None:
+        raise subprocess.CalledProcessError(128, ["git", "clone"])
+
+    monkeypatch.setattr(source, "_clone_with_progress", offline)
+    monkeypatch.setattr(source, "MENAGERIE_PATH", tmp_path / "menagerie")
+    monkeypatch.setattr(source, "EXTERNAL_DEPS_PATH", tmp_path)
+    with pytest.raises(FileNotFoundError, match="mujoco_menagerie, commit"):
+        make_env("Go1JoystickFlatTerrain")
+
+
+# -- names ---------------------------------------------------------------------------------------------------------
+
+
+def test_unknown_names_come_with_close_matches(brax: Any, playground: Any) -> None:
+    for wrong, right in (
+        ("antt", "ant"),
+        ("inverted-pendulum", "inverted_pendulum"),
+        ("cartpolebalance", "CartpoleBalance"),
+    ):
+        with pytest.raises(gym.error.NameNotFound, match=f"Did you mean.*{right}"):
+            adapt(wrong)
+    with pytest.raises(gym.error.NameNotFound, match="in playground"):
+        make_env("ant", "playground")
+    with pytest.raises(ValueError, match="Unknown library 'gymnax'"):
+        available_envs("gymnax")
+    assert set(available_envs()) == {"brax", "playground"}
+    assert len(available_envs("playground")["playground"]) > 50
+
+
+def test_arguments_that_brax_refuses_are_named(brax: Any) -> None:
+    with pytest.raises(TypeError, match="ant refuses gravity=3"):
+        adapt("ant", gravity=3)
+    with pytest.raises(ValueError, match="refuses backend='bullet'"):
+        adapt("ant", backend="bullet")
+    with pytest.raises(TypeError, match="together with a name"):
+        adapt(Counter(), backend="spring")
+
+
+@pytest.mark.parametrize("thing", [object(), 3, gym.spaces.Discrete(2), None])
+def test_what_is_no_environment_is_refused(thing: Any) -> None:
+    with pytest.raises(TypeError, match="Known are Brax"):
+        adapt(thing)
+
+
+# -- gymnax, jumanji, FuncEnv --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("env", [OldGymnax(), NewGymnax(), (NewGymnax(), NewGymnax.default_params)])
+def test_gymnax_time_limits_are_truncation(env: Any) -> None:
+    vector = FunctionalVectorEnv(env, 4, "SameStep")
+    assert vector.single_action_space == gym.spaces.Discrete(2)
+    state = vector.reset(KEY)
+    for _ in range(6):
+        state = vector.step(state, np.array([0, 0, 1, 1]))
+    assert state.truncated.tolist() == [True, True, False, False]
+    assert state.last_length.tolist()[:2] == [6, 6]
+    assert state.last_length[2] < 6
+
+
+def test_jumanji_last_is_split_by_the_discount() -> None:
+    vector = FunctionalVectorEnv(Jumanji(), 3, "Disabled")
+    assert vector.single_action_space == gym.spaces.Discrete(3)
+    assert set(vector.single_observation_space) == {"grid", "action_mask"}  # type: ignore[call-overload]
+    state = vector.reset(KEY)
+    for _ in range(6):
+        state = vector.step(state, np.array([0, 2, 1]))
+    assert state.terminated.tolist()[:2] == [False, True]
+    assert state.truncated.tolist()[:2] == [True, False]
+    assert state.obs["grid"].shape == (3, 2, 2)
+    assert "moves" in state.info
+
+
+def test_rewards_of_several_agents_are_refused() -> None:
+    class Several(Jumanji):
+        def step(self, state: Any, action: Any) -> Any:
+            state, timestep = super().step(state, action)
+            return state, timestep._replace(reward=jnp.zeros(2))
+
+    env = FunctionalVectorEnv(Several(), 2)
+    with pytest.raises(ValueError, match="MultiToSingleWrapper"):
+        env.step(env.reset(KEY), np.zeros(2, int))
+
+
+def test_gymnasium_func_env_keeps_every_transition() -> None:
+    """Gymnasium's own vector of these loses the transition of every other row when one row resets."""
+    cartpole = pytest.importorskip("gymnasium.envs.phys2d.cartpole", reason="needs Gymnasium's JAX environments")
+    env = FunctionalVectorEnv(cartpole.CartPoleFunctional(), 4, max_episode_steps=30)
+    assert env.single_action_space == gym.spaces.Discrete(2)
+    state = env.reset(KEY)
+    for t in range(40):
+        before = state
+        state = env.step(state, np.array([0, 1, t % 2, 1]))
+        moved = np.abs(np.asarray(state.next_obs) - np.asarray(before.obs)).max(1) > 0
+        assert moved.all()
+        assert (state.reward[~state.valid] == 0).all()
+    assert int(state.inner.episode.sum()) > 4

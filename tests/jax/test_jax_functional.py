@@ -1,0 +1,372 @@
+"""``FunctionalVectorEnv``: modes, limits, fresh starts, batch shapes, devices; against what :class:`Counter` must do."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode
+from jax_envs import Counter
+
+from vecenv.jax import FunctionalVectorEnv
+from vecenv.jax.state import EnvState
+
+KEY = jax.random.key(0)
+PUSH = np.full((5, 1), 0.6, np.float32)
+
+
+def run(env: FunctionalVectorEnv, steps: int, key: Any = KEY, action: Any = PUSH) -> list[EnvState]:
+    """The state after a reset and after each of ``steps`` equal steps, in numpy."""
+    state = env.reset(key)
+    states = [state]
+    for _ in range(steps):
+        state = env.step(state, action)
+        states.append(state)
+    return [jax.tree.map(np.asarray, each) for each in states]
+
+
+# -- what a state says ---------------------------------------------------------------------------------------------
+
+
+def test_a_reset_state_has_done_nothing_yet(counters: Any) -> None:
+    state = run(counters(), 0)[0]
+    assert state.first.all()
+    assert not (state.valid | state.done).any()
+    for zero in (state.reward, state.steps, state.episode_return, state.last_return, state.last_length):
+        assert not zero.any()
+    np.testing.assert_array_equal(state.next_obs["place"], state.obs["place"])
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_next_obs_is_always_what_followed_the_action(counters: Any, mode: AutoresetMode) -> None:
+    states = run(counters(autoreset_mode=mode), 25)
+    ended = 0
+    for before, after in itertools.pairwise(states):
+        moved = after.next_obs["place"][:, 0] - before.obs["place"][:, 0]
+        assert ((moved > 0.59) & (moved < 0.62) | ~after.valid).all()
+        done = after.done & after.valid
+        ended += done.sum()
+        # What pays is where the action led to, so an end is never paid by the start of the next episode.
+        np.testing.assert_array_equal(after.reward[after.valid], after.next_obs["place"][after.valid, 0])
+        assert (after.next_obs["step"][done] == after.last_length[done]).all()
+    assert ended >= 5
+
+
+def test_same_step_and_next_step_play_the_same_episodes(counters: Any) -> None:
+    def episodes(mode: str, row: int) -> list[Any]:
+        states = run(counters(autoreset_mode=mode), 40)[1:]
+        return [(s.last_return[row], s.last_length[row], s.next_obs["place"][row, 0]) for s in states if s.done[row]]
+
+    for row in range(5):
+        same, following = episodes("SameStep", row), episodes("NextStep", row)
+        assert len(following) >= 4
+        assert same[: len(following)] == following
+
+
+def test_statistics_are_sums_over_episodes(counters: Any) -> None:
+    states = run(counters(discount=0.5), 40)
+    total, discounted, length = np.zeros(5, np.float32), np.zeros(5, np.float32), np.zeros(5, np.int32)
+    for state in states[1:]:
+        begins = ~state.valid
+        discounted += np.float32(0.5) ** length * state.reward
+        total, length = total + state.reward, length + 1
+        for sums in (total, discounted, length):
+            sums[begins] = 0
+        np.testing.assert_allclose(state.episode_return, total, rtol=1e-6)
+        np.testing.assert_allclose(state.discounted_return, discounted, rtol=1e-6)
+        np.testing.assert_array_equal(state.steps, length)
+        np.testing.assert_array_equal(state.first, begins)
+        np.testing.assert_allclose(state.last_return[state.done], total[state.done], rtol=1e-6)
+        np.testing.assert_array_equal(state.last_length[state.done], length[state.done])
+
+
+def test_termination_and_truncation_may_come_together() -> None:
+    env = FunctionalVectorEnv(Counter(), 3, "Disabled", max_episode_steps=2)
+    state = env.step(env.reset(KEY), np.array([[0.0], [2.0], [2.0]], np.float32))
+    assert state.truncated.tolist() == [False, False, False]
+    state = env.step(state, np.array([[0.0], [0.0], [2.0]], np.float32))
+    assert state.truncated.tolist() == [True, True, True]
+    assert state.terminated.tolist() == [False, False, True]
+
+
+def test_disabled_rows_stay_as_they_ended(counters: Any) -> None:
+    states = run(counters(autoreset_mode="Disabled"), 12)
+    over = next(s for s in states if s.done.all())
+    last = states[-1]
+    for name in ("terminated", "truncated", "steps", "episode_return", "last_return", "last_length"):
+        np.testing.assert_array_equal(getattr(last, name), getattr(over, name))
+    np.testing.assert_array_equal(last.obs["place"], over.obs["place"])
+    jax.tree.map(np.testing.assert_array_equal, last.inner, over.inner)
+    assert not last.valid.any()
+    assert not last.reward.any()
+
+
+def test_no_limit_is_minus_one() -> None:
+    env = FunctionalVectorEnv(Counter(), 5, max_episode_steps=-1)
+    assert env.max_episode_steps is None
+    assert not any(state.truncated.any() for state in run(env, 12, action=np.zeros((5, 1), np.float32)))
+
+
+# -- starts --------------------------------------------------------------------------------------------------------
+
+
+def starts(env: FunctionalVectorEnv, steps: int, key: Any = KEY) -> list[list[float]]:
+    """For each row, where each of its episodes began."""
+
+    def one(state: Any, _: Any) -> Any:
+        state = env.step(state, PUSH[:1].repeat(env.num_envs, 0))
+        return state, (state.first, state.obs["place"][..., 0])
+
+    state = env.reset(key)
+    _, (first, place) = jax.jit(lambda s: jax.lax.scan(one, s, None, length=steps))(state)
+    first, place = np.asarray(first), np.asarray(place)
+    begun = np.asarray(state.obs["place"])[:, 0]
+    return [[float(begun[row]), *place[first[:, row], row].tolist()] for row in range(env.num_envs)]
+
+
+def test_a_thousand_fresh_episodes_all_begin_differently() -> None:
+    env = FunctionalVectorEnv(Counter(), 50)
+    all_starts = [start for row in starts(env, 120) for start in row]
+    assert len(all_starts) > 1000
+    assert len(set(all_starts)) == len(all_starts)
+
+
+def test_cached_episodes_all_begin_alike(counters: Any) -> None:
+    for row in starts(counters(reset="cached"), 40):
+        assert len(row) > 4
+        assert len(set(row)) == 1
+
+
+def test_pooled_episodes_begin_in_one_of_so_many_ways(counters: Any) -> None:
+    rows = starts(counters(reset="pool", pool_size=3), 200)
+    assert all(len(set(row)) == 3 for row in rows)
+    assert len({start for row in rows for start in row}) == 15
+
+
+@pytest.mark.parametrize("reset", ["fresh", "cached", "pool"])
+def test_a_rows_stream_depends_neither_on_their_number_nor_on_the_others(reset: str) -> None:
+    few = FunctionalVectorEnv(Counter(), 3, reset=reset)
+    many = FunctionalVectorEnv(Counter(), 20, reset=reset)
+    assert starts(few, 40) == starts(many, 40)[:3]
+
+
+def test_restarts_are_the_same_however_many_are_made_at_once() -> None:
+    rows = [starts(FunctionalVectorEnv(Counter(), 20, reset_chunk=chunk), 40) for chunk in (1, 3, 20)]
+    assert rows[0] == rows[1] == rows[2]
+
+
+def test_another_key_gives_other_episodes(counters: Any) -> None:
+    env = counters()
+    same, again, other = (starts(env, 20, jax.random.key(seed)) for seed in (1, 1, 2))
+    assert same == again
+    assert not set(itertools.chain(*same)) & set(itertools.chain(*other))
+
+
+def test_raw_typed_and_foreign_keys_are_taken(counters: Any) -> None:
+    env = counters()
+    typed = env.reset(jax.random.key(3)).obs["place"]
+    np.testing.assert_array_equal(env.reset(jax.random.PRNGKey(3)).obs["place"], typed)
+    assert env.reset(jax.random.key(3, impl="rbg")).obs["place"].shape == typed.shape
+    rows = jax.vmap(jax.random.key)(jnp.arange(5))
+    np.testing.assert_array_equal(env.reset(rows).inner.key, jax.random.key_data(rows))
+    with pytest.raises(ValueError, match="one key or"):
+        env.reset(rows[:4])
+
+
+def test_stagger_spreads_the_first_time_out() -> None:
+    env = FunctionalVectorEnv(Counter(), 64, max_episode_steps=20, stagger=True)
+    still = np.zeros((64, 1), np.float32)
+    states = run(env, 21, action=still)
+    first_out = np.argmax([state.truncated for state in states], axis=0)
+    assert len(set(first_out.tolist())) > 10
+    assert first_out.max() <= 20
+    at = {i: states[t] for i, t in enumerate(first_out)}
+    assert all(state.last_length[i] == first_out[i] for i, state in at.items())
+    with pytest.raises(ValueError, match="stagger"):
+        FunctionalVectorEnv(Counter(), 2, max_episode_steps=-1, stagger=True)
+
+
+def test_masked_resets_go_on_or_begin_anew(counters: Any) -> None:
+    env = counters()
+    state = env.step(env.reset(KEY), PUSH)
+    mask = np.array([True, False, True, False, False])
+    after = env.reset_mask(state, mask)
+    assert after.inner.episode.tolist() == [1, 0, 1, 0, 0]
+    assert after.first.tolist() == [True, False, True, False, False]
+    assert after.steps.tolist() == [0, 1, 0, 1, 1]
+    np.testing.assert_array_equal(after.obs["place"][~mask], state.obs["place"][~mask])
+    anew = env.reset_mask(state, mask, KEY)
+    np.testing.assert_array_equal(anew.obs["place"][mask], env.reset(KEY).obs["place"][mask])
+    np.testing.assert_array_equal(anew.reward[~mask], state.reward[~mask])
+    for wrong in (np.ones(4, bool), np.ones(5)):
+        with pytest.raises(ValueError, match="bool"):
+            env.reset_mask(state, wrong)
+
+
+# -- options -------------------------------------------------------------------------------------------------------
+
+
+def test_frame_skip_sums_rewards_and_stops_at_the_end() -> None:
+    one = FunctionalVectorEnv(Counter(), 1, "Disabled", max_episode_steps=-1)
+    many = FunctionalVectorEnv(Counter(), 1, "Disabled", max_episode_steps=-1, frame_skip=4)
+    push = np.ones((1, 1), np.float32)
+    state = many.step(many.reset(KEY), push)
+    places = [float(s.reward[0]) for s in run(one, 4, action=push)[1:]]
+    assert state.terminated.tolist() == [True]
+    frames = int(state.obs["step"][0])
+    assert frames == 3  # from below 1, three pushes go beyond 3, and the fourth must not happen
+    assert abs(float(state.reward[0]) - sum(places[:frames])) < 0.1
+    assert state.steps.tolist() == [1]
+
+
+def test_micro_batches_give_the_same() -> None:
+    whole, parts = FunctionalVectorEnv(Counter(), 7), FunctionalVectorEnv(Counter(), 7, micro_batch=3)
+    action = np.full((7, 1), 0.6, np.float32)
+    for one, other in zip(run(whole, 20, action=action), run(parts, 20, action=action), strict=True):
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), one, other)
+
+
+@pytest.mark.parametrize("shape", [(), (2, 3), (1, 2, 3)])
+def test_batches_of_any_shape(shape: tuple[int, ...]) -> None:
+    env = FunctionalVectorEnv(Counter(), shape)
+    flat = FunctionalVectorEnv(Counter(), int(np.prod(shape)))
+    state, reference = env.reset(KEY), flat.reset(KEY)
+    for _ in range(10):
+        state = env.step(state, np.full((*shape, 1), 0.6, np.float32))
+        reference = flat.step(reference, np.full((flat.num_envs, 1), 0.6, np.float32))
+    assert state.reward.shape == shape
+    assert state.obs["place"].shape == (*shape, 2)
+    np.testing.assert_allclose(state.obs["place"].reshape(-1, 2), reference.obs["place"], rtol=1e-6)
+
+
+def test_one_step_may_be_mapped_over_a_population(counters: Any) -> None:
+    env = counters()
+    keys = jax.random.split(KEY, 2)
+    state = jax.vmap(env.reset)(keys)
+    for _ in range(9):
+        state = jax.vmap(env.step, (0, None))(state, PUSH)
+    alone = run(env, 9, keys[1])[-1]
+    np.testing.assert_allclose(state.obs["place"][1], alone.obs["place"], rtol=1e-6)
+
+
+def test_states_can_be_branched_and_returned_to(counters: Any) -> None:
+    env = counters()
+    state = env.step(env.reset(KEY), PUSH)
+    left, right, again = env.step(state, PUSH), env.step(state, -PUSH), env.step(state, PUSH)
+    np.testing.assert_array_equal(left.obs["place"], again.obs["place"])
+    assert (left.obs["place"] != right.obs["place"]).all()
+
+
+_SHARDED = """
+    import jax, numpy as np
+    from jax_envs import Counter
+    from vecenv.jax import FunctionalVectorEnv
+    action = np.full((6, 1), 0.6, np.float32)
+    one, two = FunctionalVectorEnv(Counter(), 6), FunctionalVectorEnv(Counter(), 6, devices=jax.devices()[:2])
+    a, b = one.reset(jax.random.key(0)), two.reset(jax.random.key(0))
+    for _ in range(12):
+        a, b = one.step(a, action), two.step(b, action)
+    assert len(b.reward.sharding.device_set) == 2, b.reward.sharding
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), a, b)
+    b = two.reset_mask(b, np.arange(6) % 2 == 0)
+    try:
+        FunctionalVectorEnv(Counter(), 5, devices=jax.devices()[:2])
+    except ValueError as error:
+        assert "shared equally" in str(error)
+    print("equal on", len(jax.devices()), "devices")
+"""
+
+
+def test_rows_are_spread_over_devices() -> None:
+    here = os.path.dirname(__file__)
+    environ = dict(os.environ, XLA_FLAGS="--xla_force_host_platform_device_count=2", JAX_PLATFORMS="cpu")
+    environ["PYTHONPATH"] = os.pathsep.join([here, *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(_SHARDED)],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.stdout.strip() == "equal on 2 devices", done.stderr[-2000:]
+
+
+def test_memory_does_not_grow_over_a_thousand_episodes(counters: Any) -> None:
+    env = counters(autoreset_mode="SameStep")
+    state = env.reset(KEY)
+    for _ in range(20):
+        state = env.step(state, PUSH)
+    compiled = env._step._cache_size()
+    gc.collect()
+    arrays = len(jax.live_arrays())
+    for _ in range(1200):  # of at most 7 steps each, five at a time
+        state = env.step(state, PUSH)
+    gc.collect()
+    assert int(state.inner.episode.sum()) > 1000
+    assert env._step._cache_size() == compiled
+    assert len(jax.live_arrays()) <= arrays
+
+
+# -- bad input -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_envs": 0}, "num_envs"),
+        ({"reset": "stale"}, "'fresh', 'cached', 'pool'"),
+        ({"pool_size": 0}, "pool_size"),
+        ({"micro_batch": 0}, "micro_batch"),
+        ({"max_episode_steps": 0}, "max_episode_steps"),
+        ({"frame_skip": 0}, "frame_skip"),
+        ({"autoreset_mode": "Never"}, "AutoresetMode"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        FunctionalVectorEnv(Counter(), **options)
+
+
+def test_what_is_no_state_is_refused(counters: Any) -> None:
+    env = counters()
+    state = env.reset(KEY)
+    for wrong in (None, state.obs, state.replace(inner=None)):
+        with pytest.raises(TypeError, match="EnvState"):
+            env.step(wrong, PUSH)
+    with pytest.raises(ValueError, match=r"\(3,\)"):
+        env.step(counters(3).reset(KEY), PUSH)
+
+
+class Faulty(Counter):
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def step(self, state: Any, action: Any, key: Any) -> Any:
+        state, obs, reward, terminated, truncated, info = super().step(state, action, key)
+        if self.fault == "structure":
+            state = {**state, "more": 1}
+        elif self.fault == "shape":
+            obs = {**obs, "place": jnp.zeros(3)}
+        elif self.fault == "reward":
+            reward = jnp.zeros(2)
+        return state, obs, reward, terminated, truncated, info
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [("structure", "another structure"), ("shape", r"\['place'\] of shape \(3,\)"), ("reward", r"reward of shape \(2,\)")],
+)
+def test_environments_that_break_the_protocol_are_named(fault: str, words: str) -> None:
+    env = FunctionalVectorEnv(Faulty(fault), 5)
+    with pytest.raises(ValueError, match=words):
+        env.step(env.reset(KEY), PUSH)

@@ -1,0 +1,133 @@
+"""``vecenv.torch``: gradients equal to JAX's over several steps; tensors that may be written to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax_envs import Switch
+
+torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
+
+import vecenv.torch  # noqa: E402
+from vecenv.backends.jax_native import JaxVectorEnv  # noqa: E402
+from vecenv.jax import FunctionalVectorEnv, adapt  # noqa: E402
+
+
+def jax_gradient(env: Any, actions: Any, measure: Any) -> Any:
+    from vecenv.jax.seeding import seed_keys
+
+    def loss(actions: Any) -> Any:
+        state = env.begin(jnp.asarray(seed_keys(range(env.num_envs))))
+        for action in actions:
+            state = env.step(state, action)
+        return measure(state)
+
+    return jax.jit(jax.value_and_grad(loss))(jnp.asarray(actions))
+
+
+def torch_gradient(env: Any, actions: Any, measure: Any) -> Any:
+    tensor = torch.tensor(actions, requires_grad=True)
+    differentiable = vecenv.torch.differentiable(env)
+    state = differentiable.reset(seed=0)
+    for t in range(len(actions)):
+        state = differentiable.step(state, tensor[t])
+    value = measure(state)
+    value.backward()
+    return value.detach().numpy(), tensor.grad.numpy(), state
+
+
+def random_actions(env: Any, steps: int) -> Any:
+    return np.random.default_rng(0).uniform(-0.5, 0.5, (steps, *env.action_space.shape)).astype(np.float32)
+
+
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
+def test_gradients_over_many_steps_and_restarts_equal_those_of_jax(counters: Any, mode: str) -> None:
+    env = counters(autoreset_mode=mode)
+    actions = random_actions(env, 12)
+    wanted = jax_gradient(env, actions, lambda s: jnp.mean(s.obs["place"] ** 2) + s.episode_return.sum())
+    found = torch_gradient(env, actions, lambda s: (s.obs["place"] ** 2).mean() + s.episode_return.sum())
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-6)
+    np.testing.assert_allclose(found[1], wanted[1], rtol=1e-5, atol=1e-7)
+    assert np.abs(found[1]).max() > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ant_every_action_has_its_gradient() -> None:
+    """Only the last of three is what one gets where nested parts of the state lose their cotangents."""
+    pytest.importorskip("brax", reason="needs Brax")
+    env = FunctionalVectorEnv(adapt("ant", backend="spring"), 3, "SameStep")
+    actions = random_actions(env, 3)
+    wanted = jax_gradient(env, actions, lambda s: s.reward.sum())
+    found = torch_gradient(env, actions, lambda s: s.reward.sum())
+    np.testing.assert_allclose(found[1], wanted[1], rtol=1e-4, atol=1e-6)
+    assert (np.abs(found[1]).max((1, 2)) > 1e-2).all()
+
+
+def test_metrics_are_differentiable_and_flags_are_not(counters: Any) -> None:
+    env = counters()
+    _, grad, state = torch_gradient(env, random_actions(env, 2), lambda s: s.info["place"].sum())
+    np.testing.assert_allclose(grad, 1.0)
+    assert state.terminated.dtype == torch.bool
+    assert state.steps.tolist() == [2] * 5
+    assert state.obs["step"].tolist() == [2] * 5
+    assert not state.detach().packed.requires_grad
+    with pytest.raises(AttributeError, match="speed"):
+        state.speed  # noqa: B018
+
+
+def test_backward_may_run_twice_and_actions_may_be_overwritten(counters: Any) -> None:
+    env = vecenv.torch.differentiable(counters())
+    start = torch.full((5, 1), 0.3, requires_grad=True)
+    action = start * 1.0
+    state = env.step(env.reset(0), action)
+    action.data.fill_(9.0)
+    loss = (state.reward**2).sum()
+    loss.backward(retain_graph=True)
+    once = start.grad.clone()
+    loss.backward()
+    assert torch.equal(start.grad, 2 * once)
+    assert torch.allclose(once, 2 * state.reward.detach()[:, None])
+
+
+def test_states_go_to_jax_and_back(counters: Any) -> None:
+    functional = counters()
+    env = vecenv.torch.differentiable(JaxVectorEnv(functional))
+    state = functional.reset(jax.random.key(0))
+    back = env.unwrap(env.wrap(state))
+    jax.tree.map(np.testing.assert_array_equal, state, back)
+    a, b = env.step(env.wrap(state), torch.zeros(5, 1)), functional.step(state, np.zeros((5, 1), np.float32))
+    np.testing.assert_allclose(a.obs["place"], b.obs["place"])
+
+
+def test_what_has_no_gradient_is_refused(counters: Any) -> None:
+    with pytest.raises(ValueError, match="no derivative"):
+        vecenv.torch.differentiable(Switch(), 2)
+    with pytest.raises(ValueError, match="options already"):
+        vecenv.torch.differentiable(counters(), 3)
+    env = vecenv.torch.differentiable(counters())
+    with pytest.raises(ValueError, match="shape"):
+        env.step(env.reset(0), torch.zeros(4, 1))
+
+
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
+def test_torch_results_hold_what_numpy_results_hold_and_may_be_written_to(counters: Any, mode: str) -> None:
+    host, device = JaxVectorEnv(counters(autoreset_mode=mode)), JaxVectorEnv(counters(autoreset_mode=mode), to="torch")
+    host.reset(seed=0)
+    observations, _ = device.reset(seed=0)
+    observations["place"].fill_(7.0)
+    for _ in range(10):
+        actions = torch.full((5, 1), 0.6)
+        mine, theirs = host.step(actions.numpy()), device.step(actions)
+        actions.fill_(-5.0)
+        for one, other in zip(mine[:4], theirs[:4], strict=True):
+            jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y.numpy()), one, other)
+        for tensor in (theirs[0]["place"], theirs[1]):
+            tensor.fill_(7.0)
+    assert theirs[2].dtype == torch.bool
+    chunk = device.step_chunk(torch.zeros(3, 5, 1))
+    assert chunk[0]["place"].shape == (3, 5, 2)

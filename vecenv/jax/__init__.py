@@ -1,0 +1,71 @@
+"""Environments inside JAX: pure functions, compiled whole, differentiable where the physics is.
+
+The names are loaded when they are first touched; ``import vecenv.jax`` does not import JAX.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__all__ = [
+    "EnvState",
+    "EpisodeMetrics",
+    "FunctionalVectorEnv",
+    "GymEnv",
+    "JaxEnv",
+    "NativeState",
+    "Trajectory",
+    "adapt",
+    "available_envs",
+    "differentiability",
+    "eval_rollout_episode",
+    "fast_eval_rollout_episode",
+    "make_env",
+    "require_gradient",
+    "reset_carry",
+    "rollout",
+    "stateless",
+    "truncated_bptt",
+]
+
+# Public name -> module that holds it. No module here may be called as a public function is: importing a submodule binds its
+# name in the package, and would hide the function.
+_LAZY: dict[str, str] = {
+    "EnvState": "state",
+    "EpisodeMetrics": "rollouts",
+    "FunctionalVectorEnv": "native",
+    "GymEnv": "single",
+    "JaxEnv": "env",
+    "NativeState": "state",
+    "Trajectory": "rollouts",
+    "adapt": "adapters",
+    "available_envs": "catalog",
+    "differentiability": "adapters",
+    "eval_rollout_episode": "rollouts",
+    "fast_eval_rollout_episode": "rollouts",
+    "make_env": "catalog",
+    "require_gradient": "adapters",
+    "reset_carry": "rollouts",
+    "rollout": "rollouts",
+    "stateless": "rollouts",
+    "truncated_bptt": "bptt",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name on first use (PEP 562)."""
+    if name not in _LAZY:
+        raise AttributeError(f"module 'vecenv.jax' has no attribute {name!r}")
+    try:
+        module = importlib.import_module(f"vecenv.jax.{_LAZY[name]}")
+    except ModuleNotFoundError as error:
+        if error.name not in ("jax", "jaxlib"):
+            raise
+        raise ImportError("vecenv.jax needs JAX: pip install 'vecenv[jax]'") from error
+    globals()[name] = getattr(module, name)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,103 @@
+"""``EnvState``: everything a functional environment knows, in one immutable pytree.
+
+Bridged process environments and JAX-native ones share this class, so one set of rollouts serves both. What an algorithm
+reads has the same name and the same meaning in every autoreset mode; above all ``next_obs`` is always the true successor
+of the observation that was acted on, never the first observation of the episode after it. What only the implementation
+needs sits in two fields that are opaque to everybody else: ``token`` (the bridge's order of calls) and ``inner`` (the
+physics of a JAX-native environment).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeAlias
+
+import jax
+
+__all__ = ["Array", "EnvState", "NativeState", "PyTree"]
+
+Array: TypeAlias = jax.Array
+PyTree: TypeAlias = Any
+
+
+def _register(cls: Any) -> Any:
+    """Make a dataclass a pytree whose children are all its fields, in the order they are written."""
+    names = [field.name for field in dataclasses.fields(cls)]
+    return jax.tree_util.register_dataclass(cls, data_fields=names, meta_fields=[])
+
+
+@_register
+@dataclasses.dataclass(frozen=True)
+class EnvState:
+    """The state of ``num_envs`` environments after a reset or a step. ``B`` is the batch shape, usually ``(num_envs,)``.
+
+    Attributes:
+        obs: What to act on next. Leaves ``[*B, ...]`` in the dtypes of the observation space.
+        reward: ``float[*B]`` of the last step; 0 after a reset, on the reset step of NEXT_STEP, and on finished rows of
+            DISABLED.
+        terminated: ``bool[*B]``: the episode ended in a terminal state of the task.
+        truncated: ``bool[*B]``: the episode was cut, by a time limit for instance. Both may be true at once.
+        next_obs: The observation that followed the action, also where the episode ended. Leaves as ``obs``.
+        valid: ``bool[*B]``: a real transition happened. False after a reset, on NEXT_STEP's reset steps, and on finished
+            rows of DISABLED. Learn only from valid transitions.
+        first: ``bool[*B]``: ``obs`` is the first of its episode; recurrent policies reset their carry here.
+        steps: ``int32[*B]``: steps taken in the episode that ``obs`` belongs to.
+        episode_return: ``float[*B]``: sum of rewards of that episode so far.
+        discounted_return: ``float[*B]``: the same, discounted by the environment's ``discount``.
+        last_return: ``float[*B]``: return of the last episode that ended; 0 before there was one.
+        last_length: ``int32[*B]``: its length in steps.
+        info: A dict of arrays ``[*B, ...]`` of fixed structure, reported by the last step; meaningful where ``valid``.
+        token: Of the bridge. ``None`` elsewhere.
+        inner: Of JAX-native environments: a :class:`NativeState`. ``None`` elsewhere.
+    """
+
+    obs: PyTree
+    reward: Array
+    terminated: Array
+    truncated: Array
+    next_obs: PyTree
+    valid: Array
+    first: Array
+    steps: Array
+    episode_return: Array
+    discounted_return: Array
+    last_return: Array
+    last_length: Array
+    info: dict[str, Any]
+    token: Any = None
+    inner: Any = None
+
+    @property
+    def done(self) -> Array:
+        """``bool[*B]``: terminated or truncated."""
+        return self.terminated | self.truncated
+
+    def replace(self, **changes: Any) -> EnvState:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+
+@_register
+@dataclasses.dataclass(frozen=True)
+class NativeState:
+    """What a JAX-native environment carries besides what algorithms read. All leaves ``[*B, ...]``.
+
+    Attributes:
+        env: The states of the single environments, stacked.
+        key: ``uint32[*B, k]``: each row's own random key; with ``episode`` it decides every start state and every noise.
+        episode: ``int32[*B]``: how many episodes of this key came before.
+        elapsed: ``int32[*B]``: steps counted against the time limit (``steps``, and more in a staggered first episode).
+        pool: Stored start states ``[*B, pool_size, ...]`` with their observations, for ``reset="cached"`` and ``"pool"``.
+        model: The leaves of the physics model that domain randomisation made different from row to row.
+    """
+
+    env: PyTree
+    key: Array
+    episode: Array
+    elapsed: Array
+    pool: PyTree = None
+    model: PyTree = None
+
+    def replace(self, **changes: Any) -> NativeState:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)

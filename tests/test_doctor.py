@@ -16,6 +16,7 @@ import pytest
 
 from vecenv import doctor
 from vecenv.doctor import Finding, examine, main
+from vecenv.shm import arena
 
 GIB = 2**30
 
@@ -36,7 +37,8 @@ class Disk(NamedTuple):
 def files(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """What files say; what is not in here does not exist."""
     contents: dict[str, str] = {}
-    monkeypatch.setattr(doctor, "_read", lambda path: contents.get(str(path), ""))
+    for module in (doctor, arena):
+        monkeypatch.setattr(module, "_read", lambda path: contents.get(str(path), ""))
     return contents
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from vecenv.cores import usable_cores
-from vecenv.shm.arena import available_memory
+from vecenv.shm.arena import available_memory, memory_limits
 
 if sys.platform != "win32":
     import resource
@@ -187,7 +187,7 @@ def _dev_shm() -> Iterator[Finding]:
 
 def _memory() -> Iterator[Finding]:
     available = available_memory()
-    limits = list(_cgroup_limits())
+    limits = list(memory_limits())
     if available is None and not limits:
         yield Finding("memory", "not known on this system")
         return
@@ -202,25 +202,6 @@ def _memory() -> Iterator[Finding]:
     if verdict != "ok" and not advice:
         advice = "a worker process needs 50 to 300 MB of its own; the kernel kills somebody when memory runs out"
     yield Finding("memory", value, verdict, advice if verdict != "ok" else "")
-
-
-def _cgroup_limits() -> Iterator[tuple[str, int, int]]:
-    """(group, bytes left, limit) for every control group around this process that has a limit."""
-    for line in _read("/proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, limit_name, usage_name = "/sys/fs/cgroup", "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            base, limit_name, usage_name = "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        group = Path(path.lstrip("/"))
-        for parent in (group, *group.parents):
-            limit = _read(str(Path(base) / parent / limit_name)).strip()
-            usage = _read(str(Path(base) / parent / usage_name)).strip()
-            if limit.isdigit() and usage.isdigit() and int(limit) < 2**60:
-                name = "/" if parent == Path() else f"/{parent}"
-                yield name, max(int(limit) - int(usage), 0), int(limit)
 
 
 def _open_files() -> Iterator[Finding]:

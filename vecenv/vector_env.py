@@ -171,6 +171,11 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
                 raise ValueError(f"`max_concurrency` must be a positive or None, got {max_concurrency}.")
         self.max_concurrency = max_concurrency
         self.num_envs = len(env_fns)
+        if step_timeout is not None and (use_caller or num_workers == 0):
+            raise ValueError(
+                "`step_timeout` needs worker processes, which can be killed: it cannot be combined with `use_caller=True` "
+                "or `num_workers=0`"
+            )
         _check_options(
             self.num_envs, num_workers, batch_size, on_failure, restart_limit, restart_period, step_timeout, start_timeout,
             threads_per_worker,

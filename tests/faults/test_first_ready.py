@@ -88,6 +88,7 @@ def test_rows_are_never_shifted(launch: Launch) -> None:
     assert late
 
 
+@CHEAP
 @pytest.mark.parametrize("fault", ["raises", "kill"])
 def test_a_failure_is_told_and_the_others_are_kept(launch: Launch, fault: str, tmp_path: Path) -> None:
     """``recv`` raises what the environment raised; the rows of the others are not lost with it."""
@@ -131,6 +132,7 @@ def test_the_last_one_in_flight_dies(launch: Launch, on_failure: str, tmp_path: 
     counts.go_on(3, [1])
 
 
+@CHEAP
 @pytest.mark.parametrize("fault", ["raises", "segfault", "sleep"])
 def test_restarts(launch: Launch, fault: str, tmp_path: Path) -> None:
     """The lost row comes like any other, marked; a hang counts as lost when ``step_timeout`` is over."""
@@ -169,6 +171,7 @@ def test_killed_from_outside(launch: Launch) -> None:
         counts.go_on(3, [0, 1, 2, 3])
 
 
+@CHEAP
 def test_timeout_names_who_is_late(launch: Launch) -> None:
     """As for ``step``: where it hangs, and nothing is lost."""
     envs = launch(crew(2, {1: vandal(1, "sleep", step=1)}), batch_size=2)

@@ -41,11 +41,13 @@ LITTLE = {
     "machine": {"/proc/meminfo": "MemTotal:  9000 kB\nMemAvailable:    5000 kB\n"},
     "cgroup v2": {
         "/proc/meminfo": "MemAvailable:    5000000 kB\n",
+        "/proc/self/cgroup": "0::/\n",
         "/sys/fs/cgroup/memory.max": "9000000\n",
         "/sys/fs/cgroup/memory.current": "3880000\n",
     },
     "cgroup v1": {
         "/proc/meminfo": "MemAvailable:    5000000 kB\n",
+        "/proc/self/cgroup": "5:memory:/\n",
         "/sys/fs/cgroup/memory/memory.limit_in_bytes": "9000000\n",
         "/sys/fs/cgroup/memory/memory.usage_in_bytes": "3880000\n",
     },

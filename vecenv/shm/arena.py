@@ -15,7 +15,7 @@ import mmap
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from vecenv.errors import ArenaError
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["Arena", "available_memory"]
+__all__ = ["Arena", "available_memory", "memory_limits"]
 
 _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a huge number
 
@@ -37,26 +37,30 @@ def _read(path: str) -> str:
         return ""
 
 
-def _cgroup_free() -> int | None:
-    """Bytes left in this process's control group, or ``None`` without a limit."""
-    pairs = [
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ]
-    for limit_path, usage_path in pairs:
-        limit, usage = _read(limit_path).strip(), _read(usage_path).strip()
-        if limit.isdigit() and usage.isdigit() and int(limit) < _UNLIMITED:
-            return max(int(limit) - int(usage), 0)
-    return None
+def memory_limits() -> Iterator[tuple[str, int, int]]:
+    """(group, bytes left, limit) for every control group around this process that has a limit."""
+    for line in _read("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, limit_name, usage_name = "/sys/fs/cgroup", "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            base, limit_name, usage_name = "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        group = Path(path.lstrip("/"))
+        for parent in (group, *group.parents):
+            limit = _read(str(Path(base) / parent / limit_name)).strip()
+            usage = _read(str(Path(base) / parent / usage_name)).strip()
+            if limit.isdigit() and usage.isdigit() and int(limit) < _UNLIMITED:
+                name = "/" if parent == Path() else f"/{parent}"
+                yield name, max(int(limit) - int(usage), 0), int(limit)
 
 
 def available_memory() -> int | None:
     """Bytes that can be allocated without driving the machine or its cgroup out of memory; ``None`` if unknown."""
     lines = [line.split() for line in _read("/proc/meminfo").splitlines()]
     found = [int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:"]
-    cgroup = _cgroup_free()
-    if cgroup is not None:
-        found.append(cgroup)
+    found += [free for _, free, _ in memory_limits()]
     return min(found) if found else None
 
 

@@ -1,0 +1,220 @@
+"""Agent steps per second of ``MultiAgentVecEnv`` against SuperSuit's ``concat_vec_envs_v1`` on the same game, side by side.
+
+Turns of both alternate, so that whatever else the machine does hits both; a repeat is one turn each, and the ratio of a
+repeat is what counts. Both run in the fastest of their modes, by a short trial: SuperSuit in this process or in 2 processes,
+vecenv in this process, with all cores in workers, or with all but one and the caller's share. ``pursuit`` is a game that
+costs next to nothing, so its row shows the cost of the vectors; in the rows of real games (``spread``: MPE with 3 agents)
+the game itself costs most, and no vector of it can be faster than the cores are: ``limit`` is the plain loop over one
+environment, times the cores.
+
+    python bench/multi_agent_rate.py
+    python bench/multi_agent_rate.py --game spread --num-envs 16 --seconds 1 --repeats 7 --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from pettingzoo import ParallelEnv
+
+from vecenv.cores import usable_cores
+from vecenv.multi_agent import MultiAgentVecEnv
+
+
+class Pursuit(ParallelEnv[str, Any, Any]):
+    """Four agents on a line run after a number; 200 steps."""
+
+    metadata = {"name": "pursuit_on_a_line", "is_parallelizable": True}  # noqa: RUF012
+    render_mode = None
+
+    def __init__(self) -> None:
+        self.possible_agents = [f"runner_{index}" for index in range(4)]
+        self.agents: list[str] = []
+        self._observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+        self._action_space = spaces.Discrete(3)
+
+    def observation_space(self, agent: str) -> Any:
+        return self._observation_space
+
+    def action_space(self, agent: str) -> Any:
+        return self._action_space
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        self.agents = self.possible_agents[:]
+        self.places = dict.fromkeys(self.agents, 0)
+        self.time = 0
+        self.seen = {agent: np.zeros(2, np.float32) for agent in self.agents}
+        return self.seen, {agent: {} for agent in self.agents}
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        self.time += 1
+        goal = self.time % 20
+        rewards = {}
+        for agent, action in actions.items():
+            place = self.places[agent] = self.places[agent] + int(action) - 1
+            seen = self.seen[agent]
+            seen[0], seen[1] = place, goal
+            rewards[agent] = -abs(place - goal)
+        over = self.time >= 200
+        agents = self.agents
+        if over:
+            self.agents = []
+        nobody = dict.fromkeys(agents, False)
+        return self.seen, rewards, nobody, dict.fromkeys(agents, over), {agent: {} for agent in agents}
+
+
+def spread() -> Any:
+    """MPE's simple_spread: three agents."""
+    from mpe2 import simple_spread_v3
+
+    return simple_spread_v3.parallel_env(max_cycles=100)
+
+
+GAMES: dict[str, Callable[[], Any]] = {"pursuit": Pursuit, "spread": spread}
+
+
+@dataclass
+class Row:
+    """One game; rates in agent steps per second."""
+
+    game: str
+    num_envs: int
+    agents: int
+    mode: str
+    supersuit_mode: str
+    supersuit_rate: float
+    vecenv_rate: float
+    limit: float
+    ratio: float
+    lowest: float
+    highest: float
+    repeats: int
+
+
+def rate(step: Callable[[], Any], agents: int, seconds: float) -> float:
+    """Agent steps per second over at least ``seconds``."""
+    count = 0
+    begin = time.perf_counter()
+    while True:
+        for _ in range(8):
+            step()
+        count += 8
+        elapsed = time.perf_counter() - begin
+        if elapsed >= seconds:
+            return count * agents / elapsed
+
+
+def plain(game: Callable[[], Any]) -> Callable[[], None]:
+    """The bare loop over one environment."""
+    env = game()
+    env.reset(seed=0)
+    actions = {agent: env.action_space(agent).sample() for agent in env.possible_agents}
+
+    def step() -> None:
+        if not env.agents:
+            env.reset()
+        env.step(actions)
+
+    return step
+
+
+def supersuit(game: Callable[[], Any], num_envs: int, processes: int) -> Any:
+    """SuperSuit's vector; 0 processes is in this one."""
+    import supersuit
+
+    single = supersuit.pettingzoo_env_to_vec_env_v1(game())
+    vector = supersuit.concat_vec_envs_v1(single, num_envs, num_cpus=processes, base_class="gymnasium")
+    vector.reset()
+    return vector
+
+
+def open_both(game: Callable[[], Any], num_envs: int, seconds: float, num_workers: Any) -> tuple[Any, Any, str, str]:
+    """The better of SuperSuit's modes, and of vecenv's where none is given."""
+    vectors = {f"{processes} processes": supersuit(game, num_envs, processes) for processes in (0, 2)}
+    actions = np.zeros(next(iter(vectors.values())).num_envs, np.int64)
+    rates = {mode: rate(functools.partial(vector.step, actions), 1, seconds) for mode, vector in vectors.items()}
+    best = max(rates, key=rates.__getitem__)
+    for mode, vector in vectors.items():
+        if mode != best:
+            vector.close()
+    modes = [{"num_workers": num_workers}] if num_workers is not None else [
+        {"num_workers": usable_cores()}, {"num_workers": usable_cores() - 1, "use_caller": True}, {"num_workers": 0},
+    ]  # fmt: skip
+    found: list[tuple[float, dict[str, Any]]] = []
+    for options in modes:
+        with MultiAgentVecEnv([game] * num_envs, **options) as envs:
+            envs.reset(seed=0)
+            own = np.zeros((num_envs, envs.num_agents), np.int64)
+            found.append((rate(functools.partial(envs.step, own), 1, seconds), options))
+    options = max(found, key=lambda entry: entry[0])[1]
+    mode = ", ".join(f"{key}={value}" for key, value in options.items())
+    return vectors[best], MultiAgentVecEnv([game] * num_envs, **options), best, mode
+
+
+def compare(name: str, num_envs: int, seconds: float, repeats: int, num_workers: Any) -> Row:
+    """Alternate turns of both, in changing order."""
+    game = GAMES[name]
+    theirs, envs, their_mode, mode = open_both(game, num_envs, seconds, num_workers)
+    envs.reset(seed=0)
+    rows = num_envs * envs.num_agents
+    one = plain(game)
+    actions = np.zeros((num_envs, envs.num_agents), np.int64)
+    flat = actions.reshape(-1)
+    turns: dict[str, Callable[[], Any]] = {
+        "supersuit": lambda: theirs.step(flat), "vecenv": lambda: envs.step(actions), "plain": one,
+    }  # fmt: skip
+    counts = {"supersuit": rows, "vecenv": rows, "plain": envs.num_agents}
+    rates: dict[str, list[float]] = {who: [] for who in turns}
+    for repeat in range(repeats):
+        for who in turns if repeat % 2 else reversed(turns):
+            rates[who].append(rate(turns[who], counts[who], seconds))
+    theirs.close()
+    envs.close()
+    ratios = [mine / their for mine, their in zip(rates["vecenv"], rates["supersuit"], strict=True)]
+    return Row(
+        name, num_envs, envs.num_agents, mode, their_mode, statistics.median(rates["supersuit"]),
+        statistics.median(rates["vecenv"]), statistics.median(rates["plain"]) * usable_cores(), statistics.median(ratios),
+        min(ratios), max(ratios), repeats,
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--game", action="append", choices=sorted(GAMES))
+    parser.add_argument("--num-envs", type=int, default=16)
+    parser.add_argument("--num-workers", type=int, help="default: by a short trial")
+    parser.add_argument("--seconds", type=float, default=0.5)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    rows = [
+        compare(game, options.num_envs, options.seconds, options.repeats, options.num_workers)
+        for game in options.game or sorted(GAMES)
+    ]
+    if options.json:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+        return
+    print(
+        f"{'game':8} {'envs':>4} {'agents':>6} {'SuperSuit':>10} {'vecenv':>10} {'limit':>10} {'ratio':>6}  lowest-highest"
+    )
+    for row in rows:
+        print(
+            f"{row.game:8} {row.num_envs:4} {row.agents:6} {row.supersuit_rate:10,.0f} {row.vecenv_rate:10,.0f} "
+            f"{row.limit:10,.0f} {row.ratio:6.2f}  {row.lowest:.2f}-{row.highest:.2f}  "
+            f"(vecenv: {row.mode}; SuperSuit: {row.supersuit_mode})"
+        )
+
+
+if __name__ == "__main__":
+    main()

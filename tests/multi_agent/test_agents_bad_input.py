@@ -1,0 +1,201 @@
+"""What is wrong is said in the parent, with the environment and the agent, for every environment that is wrong."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+from agent_games import Broken, RandomGame, Scripted
+from gymnasium import spaces
+
+import vecenv
+from vecenv.multi_agent import MultiAgentVecEnv
+
+WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
+
+
+@WORKERS
+def test_differing_agents_and_spaces_are_named_for_every_environment(num_workers: int) -> None:
+    def other_space() -> Any:
+        return Scripted(size=5)
+
+    def other_agents() -> Any:
+        return Scripted({"a": (0, 1), "x": (0, 1)})
+
+    def other_order() -> Any:
+        return Scripted({"c": (0, 1), "b": (0, 1), "a": (0, 1)})
+
+    with pytest.raises(ValueError, match="same agents and spaces") as caught:
+        MultiAgentVecEnv([Scripted, other_space, Scripted, other_agents, other_order, object], num_workers=num_workers)
+    text = str(caught.value)
+    for agent in "abc":
+        assert f"env 1: agent '{agent}': observation_space" in text
+    assert "env 3: possible_agents are ['a', 'x'] (without ['b', 'c'], and with ['x'])" in text
+    assert "env 4" in text
+    assert "another order" in text
+    assert "env 5" in text
+    assert "env 2" not in text
+
+
+class NoAgents:
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", [NoAgents, object])
+def test_an_environment_without_agents_says_what_is_needed(kind: Any) -> None:
+    with pytest.raises(TypeError, match=r"possible_agents.*from_aec"):
+        MultiAgentVecEnv([kind], num_workers=0)
+
+
+def step_often(envs: MultiAgentVecEnv, actions: Any, times: int) -> None:
+    for _ in range(times):
+        envs.step(actions)
+
+
+@WORKERS
+@pytest.mark.parametrize(
+    ("fault", "error", "match"),
+    [
+        ("unknown agent", ValueError, r"env 1: unknown agents \['stranger'\].*\['a', 'b'\]"),
+        ("unknown reward", ValueError, r"env 1: unknown agents \['stranger'\]"),
+        ("wrong shape", vecenv.errors.ObservationError, r"env 1, agent 'b'.*shape \(7,\).*wanted shape \(2,\)"),
+        ("blind", vecenv.errors.ObservationError, r"env 1, agent 'b': is alive and has no observation"),
+        ("reward", vecenv.errors.ObservationError, r"env 1, agent 'b': reward: got 'a lot'"),
+        ("raises", ValueError, "out of luck"),
+        ("four values", ValueError, "env 1: step must return five dicts, got a tuple of 4"),
+        ("revival", ValueError, "env 1, agent 'a': came back"),
+    ],
+)
+def test_what_an_environment_does_wrong_is_named(fault: str, error: Any, match: str, num_workers: int) -> None:
+    fns = [
+        functools.partial(Scripted, {"a": (0, 9), "b": (0, 9)}),
+        functools.partial(Broken, fault),
+        functools.partial(Scripted, {"a": (0, 9), "b": (0, 9)}),
+        functools.partial(Broken, fault),
+    ]
+    with MultiAgentVecEnv(fns, num_workers=num_workers) as envs:
+        envs.reset(seed=0)
+        actions = np.zeros((4, 2), np.int64)
+        with pytest.raises(error, match=match) as caught:
+            step_often(envs, actions, 4)
+        notes = "\n".join(caught.value.__notes__)
+        assert "env 1" in notes
+        assert "also failed: env 3" in notes
+        assert {record.env for record in envs.errors} == {1, 3}
+        with pytest.raises(vecenv.errors.EnvFailed, match=r"\[1, 3\]"):
+            envs.step(actions)
+        envs.reset(seed=0)
+        _, rewards, *_ = envs.step(actions)
+        assert rewards.tolist() == [[1, 1]] * 4
+
+
+def test_stack_of_unequal_spaces_says_which_layouts_fit() -> None:
+    game = functools.partial(RandomGame, 4, differ=True)
+    with pytest.raises(ValueError, match="layout='stack' needs equal spaces") as caught:
+        MultiAgentVecEnv([game], layout="stack", num_workers=0)
+    text = str(caught.value)
+    assert "'agent_1'" in text
+    assert "layout='agents'" in text
+    assert "{'group_0': ['agent_0', 'agent_2'], 'group_1': ['agent_1', 'agent_3']}" in text
+
+
+@pytest.mark.parametrize(
+    ("layout", "match"),
+    [
+        ({"g": ["agent_0"]}, "missing"),
+        ({"g": ["agent_0", "agent_1", "agent_2", "agent_3"]}, r"group 'g' needs equal spaces.*'agent_1'"),
+        ({"g": ["agent_0", "agent_0", "agent_2"], "h": ["agent_1", "agent_3"]}, r"named twice \['agent_0'\]"),
+        ({"g": ["agent_0", "agent_2", "who"], "h": ["agent_1", "agent_3"]}, r"unknown \['who'\]"),
+        ("rows", "must be 'auto', 'stack', 'agents'"),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused(layout: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        MultiAgentVecEnv([functools.partial(RandomGame, 4, differ=True)], layout=layout, num_workers=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"episode_end": "some"}, ValueError, "episode_end"),
+        ({"action_mask": "yes"}, ValueError, "action_mask"),
+        ({"reward_dtype": np.int64}, ValueError, "reward_dtype"),
+        ({"seed_stride": 1.5}, ValueError, "seed_stride"),
+        ({"worker": print}, TypeError, "worker"),
+        ({"num_workers": -1}, ValueError, "num_workers"),
+        ({"unknown": 1}, TypeError, "unknown"),
+        ({"state": True}, ValueError, "state_space"),
+    ],
+)
+def test_options_without_a_meaning_are_refused(options: dict[str, Any], error: Any, match: str) -> None:
+    with pytest.raises(error, match=match):
+        MultiAgentVecEnv([Scripted], **{"num_workers": 0, **options})
+
+
+def test_no_environments_and_a_pad_that_does_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        MultiAgentVecEnv([])
+    with pytest.raises(ValueError, match="pad_value -1"):
+        MultiAgentVecEnv([functools.partial(RandomGame, differ=True)], pad_value=-1, num_workers=0)
+
+
+def test_a_space_without_a_fixed_size_is_refused() -> None:
+    class Texts(Scripted):
+        def observation_space(self, agent: Any) -> Any:
+            return spaces.Text(5)
+
+    with pytest.raises(TypeError, match=r"agent 'a': observation space.*no fixed size"):
+        MultiAgentVecEnv([Texts], num_workers=0)
+
+
+@pytest.mark.parametrize(
+    ("actions", "error", "match"),
+    [
+        (np.zeros((2, 2), np.int64), ValueError, r"got shape \(2, 2\), wanted \(2, 3\)"),
+        (np.zeros(6, np.int64), ValueError, r"wanted \(2, 3\)"),
+        (np.zeros((2, 3)), TypeError, "got float64, wanted int64"),
+        ([["a"] * 3] * 2, TypeError, "wanted int64"),
+        ([[1, 2], [3]], ValueError, "actions"),
+    ],
+    ids=["too few", "flat", "float", "text", "ragged"],
+)
+@WORKERS
+def test_wrong_actions_are_refused_before_anything_is_sent(actions: Any, error: Any, match: str, num_workers: int) -> None:
+    with MultiAgentVecEnv([Scripted] * 2, num_workers=num_workers) as envs:
+        envs.reset(seed=0)
+        with pytest.raises(error, match=match):
+            envs.step(actions)
+        obs, *_ = envs.step(np.zeros((2, 3, 1), np.int64))
+        assert obs[:, 0, 0].tolist() == [101, 101]
+
+
+def test_missing_actions_of_live_agents_are_all_named() -> None:
+    with MultiAgentVecEnv([Scripted] * 2, layout="agents", num_workers=0) as envs:
+        envs.reset(seed=0)
+        with pytest.raises(ValueError, match=r"agent 'b' in envs \[0, 1\]; agent 'c' in envs \[0, 1\]"):
+            envs.step({"a": [0, 0]})
+        with pytest.raises(ValueError, match=r"unknown keys \['x'\]"):
+            envs.step({"a": [0, 0], "b": [0, 0], "c": [0, 0], "x": [0, 0]})
+        with pytest.raises(TypeError, match="wanted a dict"):
+            envs.step(np.zeros((2, 3), np.int64))
+        with pytest.raises(ValueError, match=r"actions\['b'\]: got shape \(3,\)"):
+            envs.step({"a": [0, 0], "b": [0, 0, 0], "c": [0, 0]})
+
+
+def test_nobody_there_after_a_reset_is_an_error() -> None:
+    with (
+        MultiAgentVecEnv([functools.partial(Scripted, {"a": (1, 2)})], num_workers=0) as envs,
+        pytest.raises(ValueError, match="env 0: nobody is there"),
+    ):
+        envs.reset(seed=0)
+
+
+def test_wrong_seeds_and_masks_are_refused() -> None:
+    with MultiAgentVecEnv([Scripted] * 2, num_workers=0) as envs:
+        with pytest.raises(ValueError, match="2"):
+            envs.reset(seed=[1, 2, 3])
+        with pytest.raises(TypeError, match="reset_mask"):
+            envs.reset(options={"reset_mask": [True, False]})

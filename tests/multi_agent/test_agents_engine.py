@@ -1,0 +1,193 @@
+"""What the engine can do, with agents: calls, attributes, processes that die or hang, restarts, closing."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from agent_games import RandomGame, Scripted
+from gymnasium.error import ClosedEnvironmentError
+from gymnasium.vector import AutoresetMode
+
+import vecenv
+from vecenv.multi_agent import MultiAgentVecEnv
+
+WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
+
+
+@WORKERS
+def test_calls_and_attributes_are_those_of_the_environment_itself(num_workers: int) -> None:
+    with MultiAgentVecEnv([RandomGame] * 3, num_workers=num_workers) as envs:
+        envs.reset(seed=0)
+        assert [state.tolist() for state in envs.call("state")] == [[0, 3]] * 3
+        assert envs.get_attr("length") == (6, 6, 6)
+        envs.set_attr("length", [3, 4, 5])
+        assert envs.get_attr("length") == (3, 4, 5)
+        factor = 10
+        assert envs.exec_func(lambda env, plus: env.length * factor + plus, [0, 2], 1) == (31, None, 51)
+        envs.call_send("render")
+        assert [frame.shape for frame in envs.call_fetch(timeout=10)] == [(4, 6, 3)] * 3
+        assert len(envs.render()) == 3
+        assert envs.render_mode == "rgb_array"
+        assert envs.metadata["name"] == "random_game_v0"
+        with pytest.raises(TypeError, match="function"):
+            envs.exec_func(3)  # type: ignore[arg-type]
+        assert envs.stats()["resets"] == 3
+        assert "random_game_v0, agents=3, layout='stack', num_envs=3" in repr(envs)
+    with pytest.raises(ClosedEnvironmentError):
+        envs.reset()
+    with pytest.raises(ClosedEnvironmentError):
+        envs.step(np.zeros((3, 3), np.int64))
+
+
+def test_attributes_are_set_on_the_wrapper_that_has_them() -> None:
+    class Wrapper:
+        def __init__(self) -> None:
+            self.env = Scripted()
+            self.own = 1
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.__dict__["env"], name)
+
+    with MultiAgentVecEnv([Wrapper], num_workers=0) as envs:
+        envs.set_attr("own", 2)
+        envs.set_attr("speed", 3.0)
+        envs.set_attr("new", 4)
+        assert envs.exec_func(lambda env: (env.own, env.env.speed, env.env.new, "speed" in vars(env)))[0] == (
+            2,
+            3.0,
+            4,
+            False,
+        )
+
+
+@WORKERS
+def test_options_reach_every_environment(num_workers: int) -> None:
+    with MultiAgentVecEnv([RandomGame] * 2, num_workers=num_workers) as envs:
+        options = {"level": 3}
+        envs.reset(seed=0, options=options)
+        assert envs.get_attr("options") == ({"level": 3},) * 2
+
+
+class Mortal(Scripted):
+    """Ends its process, hangs or raises at the third step of its first life. ``flag`` tells lives apart."""
+
+    def __init__(self, how: str, flag: str) -> None:
+        super().__init__({"a": (0, 2), "b": (0, 9)})
+        self.how, self.flag = how, flag
+
+    def step(self, actions: Any) -> Any:
+        if self.time == 2 and not os.path.exists(self.flag):
+            open(self.flag, "w").close()
+            if self.how == "exit":
+                os._exit(3)
+            if self.how == "hang":
+                time.sleep(60)
+            raise ValueError("out of luck")
+        return super().step(actions)
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+@pytest.mark.parametrize("how", ["exit", "raise"])
+def test_a_restarted_environment_truncates_whoever_was_alive(mode: AutoresetMode, how: str, tmp_path: Any) -> None:
+    fns = [functools.partial(Scripted, {"a": (0, 2), "b": (0, 9)}), functools.partial(Mortal, how, str(tmp_path / "flag"))]
+    with MultiAgentVecEnv(fns, autoreset_mode=mode, on_failure="restart", num_workers=2) as envs:
+        envs.reset(seed=0)
+        actions = np.zeros((2, 2), np.int64)
+        for _ in range(2):
+            envs.step(actions)
+        obs, rewards, terminations, truncations, infos = envs.step(actions)
+        assert rewards.tolist() == [[0, 1], [0, 0]]
+        assert not terminations.any()
+        assert truncations.tolist() == [[False, False], [False, True]]
+        assert infos["transition_mask"].tolist() == [[False, True], [False, True]]
+        assert infos["env_done"].tolist() == [False, True]
+        assert infos["_restarted"].tolist() == [False, True]
+        assert infos["final_obs"][1].tolist() == [[102, 102], [102, 102]]
+        assert infos["agent_mask"][1].all() == (mode is AutoresetMode.SAME_STEP)
+        if mode is AutoresetMode.SAME_STEP:
+            assert obs[1].tolist() == [[100, 100]] * 2
+        if mode is AutoresetMode.DISABLED:
+            envs.reset(options={"reset_mask": infos["env_done"]})
+        obs, _, _, _, infos = envs.step(actions)
+        start = 100 if mode is AutoresetMode.NEXT_STEP else 101
+        assert obs[1].tolist() == [[start, start]] * 2
+        assert infos["agent_mask"][1].all()
+        assert envs.stats()["restarts"] == 1
+
+
+def test_a_dead_process_is_an_error_and_a_reset_brings_it_back(tmp_path: Any) -> None:
+    fns = [
+        functools.partial(Mortal, "exit", str(tmp_path / "flag")),
+        functools.partial(Scripted, {"a": (0, 2), "b": (0, 9)}),
+    ]
+    with MultiAgentVecEnv(fns, num_workers=2) as envs:
+        envs.reset(seed=0)
+        actions = np.zeros((2, 2), np.int64)
+        envs.step(actions)
+        envs.step(actions)
+        with pytest.raises(vecenv.errors.WorkerDied) as caught:
+            envs.step(actions)
+        assert caught.value.envs == (0,)
+        obs, _ = envs.reset(seed=0)
+        assert obs[:, 0, 0].tolist() == [100, 100]
+        assert envs.step(actions)[1].tolist() == [[1, 1]] * 2
+
+
+def test_a_late_answer_is_still_owed(tmp_path: Any) -> None:
+    class Slow(Scripted):
+        def step(self, actions: Any) -> Any:
+            time.sleep(0.3)
+            return super().step(actions)
+
+    with MultiAgentVecEnv([Slow] * 2, num_workers=2) as envs:
+        envs.reset(seed=0)
+        envs.step_send(np.zeros((2, 3), np.int64))
+        with pytest.raises(vecenv.errors.StepTimeout):
+            envs.step_fetch(timeout=0.02)
+        assert envs.step_fetch(timeout=20)[1].tolist() == [[1, 1, 1]] * 2
+
+
+def test_rows_come_back_by_send_and_recv_in_any_order() -> None:
+    with MultiAgentVecEnv([Scripted] * 4, num_workers=2, batch_size=2, layout="agents") as envs:
+        envs.reset(seed=0)
+        envs.send({agent: np.zeros(2, np.int64) for agent in "abc"}, [3, 1])
+        obs, rewards, _, _, infos = envs.recv(timeout=20)
+        assert sorted(infos["env_id"].tolist()) == [1, 3]
+        assert rewards.shape == (2, 3)
+        assert obs["a"][:, 0].tolist() == [101, 101]
+        with pytest.raises(ValueError, match=r"'c' in envs \[0\]"):
+            envs.send({"a": [0], "b": [0]}, [0])
+
+
+def test_layouts_have_the_spaces_of_what_they_give() -> None:
+    game = functools.partial(RandomGame, 4, differ=True)
+    groups = {"x": ["agent_0", "agent_2"], "y": ["agent_3", "agent_1"]}
+    for layout in ("agents", groups):
+        with MultiAgentVecEnv([game] * 2, layout=layout, num_workers=0) as envs:
+            obs, _ = envs.reset(seed=0)
+            assert obs in envs.observation_space
+            obs, *_ = envs.step(envs.action_space.sample())
+            assert obs in envs.observation_space
+            assert list(envs.single_observation_space) == list(envs.single_action_space) == list(obs)
+    with MultiAgentVecEnv([RandomGame] * 2, num_workers=0) as envs:
+        obs, _ = envs.reset(seed=0)
+        assert obs.shape == (2, 3, 3)
+        assert obs in envs.observation_space
+        assert envs.action_space.shape == (2, 3)
+        assert envs.agent_index == {"agent_0": 0, "agent_1": 1, "agent_2": 2}
+        assert envs.num_agents == envs.agent_num == 3
+        assert envs.groups == {}
+
+
+def test_agents_may_be_named_by_numbers() -> None:
+    lives = {7: (0, 3), 2: (0, 3)}
+    for layout in ("stack", "agents"):
+        with MultiAgentVecEnv([functools.partial(Scripted, lives)] * 2, layout=layout, num_workers=0) as envs:
+            envs.reset(seed=0)
+            actions: Any = np.zeros((2, 2), np.int64) if layout == "stack" else {7: [0, 0], 2: [0, 0]}
+            assert envs.step(actions)[1].tolist() == [[1, 1]] * 2

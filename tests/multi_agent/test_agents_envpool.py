@@ -1,0 +1,100 @@
+"""Pools of several players through the same class: masks, turns, seeds, first-ready batches."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gymnasium.error import ClosedEnvironmentError
+
+pytest.importorskip("envpool")
+
+from vecenv.multi_agent import MultiAgentVecEnv
+
+
+def legal(envs: MultiAgentVecEnv, infos: dict[str, np.ndarray]) -> np.ndarray:
+    return infos["action_mask"].argmax(axis=-1)
+
+
+def test_tic_tac_toe_is_played_in_turns_and_pays_both() -> None:
+    with MultiAgentVecEnv.from_envpool("TicTacToe-v1", 4, num_threads=1) as envs:
+        assert envs.possible_agents == ["player_0", "player_1"]
+        obs, infos = envs.reset(seed=0)
+        assert obs.shape == (4, 2, 3, 3, 2)
+        assert obs in envs.observation_space
+        assert infos["board"].shape == (4, 3, 3)
+        episodes = 0
+        over = np.zeros(4, np.bool_)
+        for _ in range(40):
+            before = infos["agent_mask"]
+            assert (before.sum(axis=1) == ~over).all()
+            mask = infos["action_mask"]
+            assert mask.shape == (4, 2, 9)
+            assert mask[~before].all()
+            obs, rewards, terminations, truncations, infos = envs.step(legal(envs, infos))
+            assert np.array_equal(infos["transition_mask"], before)
+            assert not truncations.any()
+            assert np.array_equal(infos["env_done"], terminations.all(axis=1))
+            assert (rewards.sum(axis=1) == 0).all()
+            assert not rewards[over].any()
+            assert not terminations[over].any()
+            over = infos["env_done"]
+            episodes += int(over.sum())
+        assert episodes > 8
+
+
+def test_players_of_one_road_act_at_once_and_the_same_seed_is_the_same_game() -> None:
+    games = []
+    for _ in range(2):
+        with MultiAgentVecEnv.from_envpool("IntersectionMultiAgent-v0", 3, num_threads=1) as envs:
+            envs.reset(seed=5)
+            results = [envs.step(np.full((3, 2), 1)) for _ in range(10)]
+            games.append([result[0] for result in results] + [result[1] for result in results])
+            assert results[0][4]["agent_mask"].all()
+            assert results[0][4]["speed"].shape == (3, 2)
+            assert results[0][4]["crashed"].dtype == np.bool_
+    for one, other in zip(*games, strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_seeding_again_begins_the_same_games_again() -> None:
+    with MultiAgentVecEnv.from_envpool("SparrowMahjong-v1", 2, num_threads=1) as envs:
+        first, _ = envs.reset(seed=[3, 4])
+        envs.step(np.zeros((2, 3), np.int64))
+        other, _ = envs.reset(seed=8)
+        again, _ = envs.reset(seed=[3, 4])
+        assert np.array_equal(first, again)
+        assert not np.array_equal(first, other)
+        envs.reset()
+
+
+def test_whoever_is_first_comes_first() -> None:
+    with MultiAgentVecEnv.from_envpool("TicTacToe-v1", 4, batch_size=2, num_threads=1) as envs:
+        envs.reset_async(seed=0)
+        count = np.zeros(4, int)
+        for _ in range(20):
+            obs, *_, infos = envs.recv()
+            assert obs.shape == (2, 2, 3, 3, 2)
+            count[infos["env_id"]] += 1
+            envs.send(legal(envs, infos), infos["env_id"])
+        assert count.min() > 0
+        with pytest.raises(ValueError, match="recv"):
+            envs.reset_wait()
+
+
+def test_what_a_pool_cannot_do_is_said() -> None:
+    envs = MultiAgentVecEnv.from_envpool("TicTacToe-v1", 2, num_threads=1)
+    with pytest.raises(ValueError, match="reset_mask"):
+        envs.reset(options={"reset_mask": np.ones(2, np.bool_)})
+    with pytest.raises(NotImplementedError, match="get_attr"):
+        envs.get_attr("x")
+    with pytest.raises(NotImplementedError, match="render"):
+        envs.render()
+    assert "TicTacToe-v1" in repr(envs)
+    rows = envs.flatten_agents()
+    obs, _ = rows.reset(seed=0)
+    assert obs.shape == (4, 3, 3, 2)
+    rows.step(np.zeros(4, np.int64))
+    assert envs.stats()["steps"] == 4
+    rows.close()
+    with pytest.raises(ClosedEnvironmentError):
+        envs.reset()

@@ -1,0 +1,147 @@
+"""Bit for bit what a plain loop over the same environments gives."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+from agent_games import RandomGame
+from gymnasium.vector import AutoresetMode
+from plain_loop import PlainLoop, agents_view, assert_seen
+
+from vecenv.multi_agent import MultiAgentVecEnv
+
+NUM_ENVS = 3
+GAMES: dict[str, dict[str, Any]] = {
+    "deaths": {"infos": True},
+    "births": {"births": True, "count": 4},
+    "different spaces": {"differ": True, "count": 4},
+    "masks in observations": {"masks": "obs"},
+    "masks in infos": {"masks": "info", "births": True},
+}
+WORKERS = [0, 1, 2, NUM_ENVS]
+
+
+def functions(game: str, n: int = NUM_ENVS) -> list[Any]:
+    return [functools.partial(RandomGame, **GAMES[game])] * n
+
+
+def random_actions(envs: MultiAgentVecEnv, rng: np.random.Generator, infos: Any) -> tuple[Any, list[dict[Any, Any]]]:
+    """A batch of allowed actions, and the same by environment and agent."""
+    sampled = envs.action_space.sample()
+    masks = infos.get("action_mask")
+    if masks is not None and envs.layout == "stack":
+        for row, column in np.ndindex(sampled.shape):
+            sampled[row, column] = rng.choice(np.flatnonzero(masks[row, column]))
+    each = [
+        {agent: agents_view(envs, sampled, row, agent) for agent in envs.possible_agents} for row in range(envs.num_envs)
+    ]
+    return sampled, each
+
+
+def assert_same_trajectory(envs: MultiAgentVecEnv, env_fns: list[Any], steps: int, seed: int = 7, pad: float = 0) -> Any:
+    """Returns the sums of rewards by agent, of both."""
+    mode = envs.autoreset_mode
+    loop = PlainLoop(env_fns, mode)
+    rng = np.random.default_rng(0)
+    envs.action_space.seed(0)
+    seeds = [seed + index * envs.seed_stride for index in range(envs.num_envs)]
+    result: Any = envs.reset(seed=seed)
+    for row, seen in enumerate(loop.reset(seeds)):
+        assert_seen(envs, row, seen, result, pad)
+    sums, wanted = np.zeros(envs.num_agents), np.zeros(envs.num_agents)
+    episodes = 0
+    for t in range(steps):
+        actions, each = random_actions(envs, rng, result[-1])
+        result = envs.step(actions)
+        told = loop.step(each)
+        for row, seen in enumerate(told):
+            assert_seen(envs, row, seen, result, pad)
+            wanted += [seen.rewards.get(agent, 0.0) for agent in envs.possible_agents]
+        sums += result[1][0]
+        for row in range(1, envs.num_envs):
+            sums += result[1][row]
+        dones = result[-1]["env_done"]
+        episodes += dones.sum()
+        if mode is AutoresetMode.DISABLED and dones.any():
+            obs = envs.reset(seed=t, options={"reset_mask": dones})
+            seeds = [t + index * envs.seed_stride for index in range(envs.num_envs)]
+            for row, seen in enumerate(loop.reset(seeds, dones)):
+                if seen is not None:
+                    assert_seen(envs, row, seen, obs, pad)
+            result = obs
+    assert episodes > 2
+    assert np.array_equal(sums, wanted)
+    loop.close()
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+@pytest.mark.parametrize("mode", AutoresetMode)
+@pytest.mark.parametrize("game", GAMES)
+def test_it_is_what_a_plain_loop_gives(game: str, mode: AutoresetMode, num_workers: int) -> None:
+    with MultiAgentVecEnv(functions(game), autoreset_mode=mode, num_workers=num_workers) as envs:
+        assert envs.layout == ("agents" if game == "different spaces" else "stack")
+        assert_same_trajectory(envs, functions(game), 30)
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_groups_are_what_a_plain_loop_gives(mode: AutoresetMode) -> None:
+    layout = {"odd": ["agent_3", "agent_1"], "even": ["agent_0", "agent_2"]}
+    with MultiAgentVecEnv(functions("different spaces"), layout=layout, autoreset_mode=mode, num_workers=1) as envs:
+        assert_same_trajectory(envs, functions("different spaces"), 30)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shared_memory": False, "num_workers": 1},
+        {"copy": False, "num_workers": 1},
+        {"context": "spawn", "num_workers": 1},
+        {"use_caller": True, "num_workers": 1},
+        {"pad_value": 7, "num_workers": 0},
+        {"seed_stride": 10086, "num_workers": 0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("game", ["deaths", "different spaces"])
+def test_no_option_of_the_engine_changes_a_trajectory(game: str, options: dict[str, Any]) -> None:
+    with MultiAgentVecEnv(functions(game), autoreset_mode=AutoresetMode.SAME_STEP, **options) as envs:
+        assert_same_trajectory(envs, functions(game), 20, pad=options.get("pad_value", 0))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_seeds_are_distinct_whatever_the_processes(num_workers: int) -> None:
+    with MultiAgentVecEnv(functions("deaths", 4), num_workers=num_workers) as envs:
+        obs, _ = envs.reset(seed=0)
+        assert len(np.unique(obs[:, 0, 0])) == 4
+        again, _ = envs.reset(seed=[0, 1, 2, 3])
+        assert np.array_equal(obs, again)
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_first_ready_batches_are_the_same_trajectories(mode: AutoresetMode, num_workers: int) -> None:
+    n = 4
+    fns = functions("deaths", n)
+    loop = PlainLoop(fns, mode)
+    with MultiAgentVecEnv(fns, autoreset_mode=mode, num_workers=num_workers, batch_size=2) as envs:
+        envs.reset_async(seed=3)
+        told: list[Any] = list(loop.reset([3, 4, 5, 6]))
+        for _ in range(40):
+            result = envs.recv(timeout=20)
+            rows = result[-1]["env_id"]
+            for position, row in enumerate(rows):
+                if told[row].rewards or told[row].acted:
+                    assert_seen(envs, position, told[row], result)
+                else:
+                    assert not result[-1]["transition_mask"][position].any()
+            actions = np.zeros((2, envs.num_agents), np.int64) + rows[:, None] % 4
+            for position, row in enumerate(rows):
+                own = dict(zip(envs.possible_agents, actions[position], strict=True))
+                told[row] = loop._step(row, loop.envs[row], own)
+            envs.send(actions)
+        for _ in range(2):
+            envs.recv(timeout=20)
+    loop.close()

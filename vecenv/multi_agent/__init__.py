@@ -1,0 +1,19 @@
+"""Many agents: vectors of PettingZoo parallel environments on the engine. See ``docs/multi_agent.md``."""
+
+from __future__ import annotations
+
+from vecenv.multi_agent.conventions import StackedAgents, TurnBased, from_aec
+from vecenv.multi_agent.flatten import FlattenAgents
+from vecenv.multi_agent.infos import list_of_dicts
+from vecenv.multi_agent.openrl import OpenRLView
+from vecenv.multi_agent.vector_env import MultiAgentVecEnv
+
+__all__ = [
+    "FlattenAgents",
+    "MultiAgentVecEnv",
+    "OpenRLView",
+    "StackedAgents",
+    "TurnBased",
+    "from_aec",
+    "list_of_dicts",
+]

@@ -1,0 +1,508 @@
+"""``MultiAgentVecEnv``: PettingZoo parallel environments on the engine, with an axis of agents and masks.
+
+No engine of its own: every environment is adapted to an ordinary one whose observation is a row of all agents
+(:mod:`vecenv.multi_agent.adapter`), and :class:`~vecenv.AsyncVectorEnv` runs those. This class takes batches of such rows
+apart, and knows of each environment who is alive and whether its episode is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from gymnasium import Space
+from gymnasium.error import ResetNeeded
+from gymnasium.spaces import Dict
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_space
+
+from vecenv.multi_agent.actions import AgentActions
+from vecenv.multi_agent.adapter import PROBLEMS, AgentsEnv, EnvFn
+from vecenv.multi_agent.conventions import as_parallel
+from vecenv.multi_agent.infos import agents_to_axis
+from vecenv.multi_agent.masks import ActionMasks
+from vecenv.multi_agent.roster import FLAGS, Roster, env_name, read_roster, tree_of
+from vecenv.shm.layout import Array
+from vecenv.vector_env import AsyncVectorEnv
+
+if TYPE_CHECKING:
+    from vecenv.multi_agent.flatten import FlattenAgents
+    from vecenv.multi_agent.openrl import OpenRLView
+    from vecenv.multi_agent.player_pool import PlayerPool
+
+__all__ = ["MultiAgentVecEnv"]
+
+Bools: TypeAlias = npt.NDArray[np.bool_]
+Step: TypeAlias = tuple[Any, Array, Bools, Bools, dict[str, Any]]
+
+
+class _Rows(AsyncVectorEnv[Any, Any]):
+    """The engine over adapted environments; spaces come from the roster instead of from one more environment."""
+
+    def __init__(self, env_fns: Sequence[EnvFn], *, template: Any, **options: Any) -> None:
+        self._template = (getattr(template, "metadata", None) or {}, getattr(template, "render_mode", None))
+        super().__init__(env_fns, observation_mode="different", **options)
+
+    def _read_spaces(self, env_fns: Sequence[Any]) -> None:
+        roster: Roster = env_fns[0].roster
+        metadata, self.render_mode = self._template
+        self.metadata = {**metadata, "autoreset_mode": self.autoreset_mode}
+        self.single_observation_space = self.observation_space = roster.observation_space()
+        self.single_action_space = roster.action_space()
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+
+    def rows(self, env_id: Any) -> npt.NDArray[np.intp]:
+        """Which environments a ``send`` is about."""
+        return self._latest if env_id is None else self._env_ids(env_id)
+
+
+_Rows.__name__ = "MultiAgentVecEnv"  # the name in the engine's own messages
+
+
+class MultiAgentVecEnv:
+    """Vectors of PettingZoo parallel environments: arrays ``[num_envs, num_agents, ...]`` with masks.
+
+    With n environments and A agents (an agent's index is its place in ``possible_agents`` of env 0, for life), ``step``
+    returns ``(observations, rewards [n, A], terminations [n, A], truncations [n, A], infos)`` and ``reset`` returns
+    ``(observations, infos)``. Not a ``gymnasium.vector.VectorEnv``, whose rewards are ``(num_envs,)``;
+    :meth:`flatten_agents` gives one.
+
+    Always in ``infos``: ``agent_mask``, bool ``[n, A]``: the agent is there and has to act next; ``transition_mask``, bool
+    ``[n, A]``: the agent acted, so its reward and flags belong to a transition (False after a reset). After a step:
+    ``env_done``, bool ``[n]``, and ``env_terminated``, bool ``[n]``: done, and no agent was truncated. An agent that dies
+    has its last observation, reward and flags in the step of its death; afterwards its row is padding: observation
+    ``pad_value``, reward 0, flags and masks False. ``docs/multi_agent.md`` has the rest.
+
+    Args:
+        env_fns: Functions that build the environments: PettingZoo parallel ones, or ones with ``agent_num``
+            (:class:`vecenv.multi_agent.StackedAgents`).
+        layout: ``"stack"``: observations and actions ``[n, A, ...]``, for equal spaces. ``"agents"``: a dict of agents,
+            ``[n, ...]`` each. A dict ``{group: [agents]}``: a dict of groups, ``[n, k, ...]`` each, equal spaces within a
+            group. ``"auto"``: stack if the spaces are equal, else agents.
+        autoreset_mode: Of whole environments: ``AutoresetMode`` or its string value.
+        reward_dtype: Of the rewards.
+        episode_end: An episode is over when nobody is left (``"all"``), or as soon as one agent ends (``"any"``; the others
+            are truncated).
+        state: Give ``env.state()`` as ``infos["state"]``, ``[n, *state]``.
+        action_mask: ``"auto"``: action masks of observations or infos are given as ``infos["action_mask"]``, bool
+            ``[n, A, k]``, all True for who does not act; a dict of agents if k differs. ``None``: infos are left as they
+            are.
+        pad_value: Observation of agents that are not there.
+        seed_stride: ``reset(seed=s)`` seeds environment i with ``s + i * seed_stride``.
+        **engine: Everything else that :class:`~vecenv.AsyncVectorEnv` takes, by name: ``num_workers``, ``batch_size``,
+            ``on_failure``, ``step_timeout``, ``copy``, ``context`` and so on.
+
+    Raises:
+        TypeError: An environment has no ``possible_agents``, or a space no fixed size.
+        ValueError: Agents or spaces differ between environments (all of them are named), or the layout does not fit.
+        Exception: What an ``env_fn`` raised; and what :class:`~vecenv.AsyncVectorEnv` raises.
+    """
+
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[[], Any]],
+        *,
+        layout: str | Mapping[Any, Sequence[Any]] = "auto",
+        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
+        reward_dtype: npt.DTypeLike = np.float64,
+        episode_end: str = "all",
+        state: bool = False,
+        action_mask: str | None = "auto",
+        pad_value: float = 0,
+        seed_stride: int = 1,
+        **engine: Any,
+    ) -> None:
+        if not len(env_fns):
+            raise ValueError("MultiAgentVecEnv needs at least one env_fn")
+        refused = sorted({"worker", "observation_mode"} & set(engine))
+        if refused:
+            raise TypeError(f"MultiAgentVecEnv has no arguments {refused}")
+        if isinstance(seed_stride, bool) or not isinstance(seed_stride, (int, np.integer)):
+            raise ValueError(f"`seed_stride` must be an int, got {seed_stride!r}")
+        self.reward_dtype = np.dtype(reward_dtype)
+        if self.reward_dtype.kind != "f":
+            raise ValueError(f"`reward_dtype` must be a float type, got {self.reward_dtype}")
+        template = as_parallel(env_fns[0]())
+        try:
+            self.env_name = env_name(template)
+            roster = read_roster(
+                template, layout, state=state, pad_value=pad_value, episode_end=episode_end, action_mask=action_mask
+            )
+        except (TypeError, ValueError) as error:
+            error.add_note("env 0, which the others are compared with")
+            raise
+        finally:
+            if hasattr(template, "close"):
+                template.close()
+        wrapped = [EnvFn(env_fn, index, roster) for index, env_fn in enumerate(env_fns)]
+        self._rows: _Rows | PlayerPool = _Rows(wrapped, template=template, autoreset_mode=autoreset_mode, **engine)
+        try:
+            self._require_alike()
+        except BaseException:
+            self._rows.close(terminate=True)
+            raise
+        self._adopt(roster, int(seed_stride), action_mask is not None)
+
+    @classmethod
+    def from_envpool(
+        cls,
+        task_id: str,
+        num_envs: int,
+        *,
+        reward_dtype: npt.DTypeLike = np.float64,
+        seed_stride: int = 1,
+        batch_size: int | None = None,
+        num_threads: int | None = None,
+        **config: Any,
+    ) -> MultiAgentVecEnv:
+        """A pool of EnvPool's with several players an environment, as ``"TicTacToe-v1"``; players are the agents.
+
+        Always ``layout="stack"`` and next-step autoreset; masks of turn-based games as of
+        :class:`~vecenv.multi_agent.TurnBased`. There are no ``reset_mask``, ``call``, ``exec_func``, attributes and frames.
+
+        Args:
+            task_id: EnvPool's.
+            num_envs: Number of environments.
+            reward_dtype, seed_stride: As of the class.
+            batch_size: Rows of :meth:`recv`, which then is the way to step; ``None``: all.
+            num_threads: Threads that step; ``None``: EnvPool's choice.
+            **config: Options of the task.
+
+        Raises:
+            ImportError: EnvPool is not installed.
+        """
+        from vecenv.multi_agent.player_pool import PlayerPool
+
+        self = cls.__new__(cls)
+        self.reward_dtype = np.dtype(reward_dtype)
+        self.env_name = task_id
+        pool = PlayerPool(task_id, num_envs, batch_size=batch_size, num_threads=num_threads, **config)
+        self._rows = pool
+        self._adopt(pool.roster, seed_stride, True)
+        return self
+
+    def _adopt(self, roster: Roster, seed_stride: int, masks: bool) -> None:
+        """Take over what the rows and their agents look like."""
+        rows = self._rows
+        self._roster = roster
+        self.num_envs = rows.num_envs
+        self.possible_agents = list(roster.agents)
+        self.num_agents = self.agent_num = len(roster.agents)
+        self.agent_index = {agent: index for index, agent in enumerate(roster.agents)}
+        self.layout = roster.layout
+        self.groups = {
+            part.key: [roster.agents[i] for i in part.agents] for part in roster.parts if roster.layout == "groups"
+        }
+        self.state_space = roster.state_space
+        self.seed_stride = seed_stride
+        self.autoreset_mode = rows.autoreset_mode
+        self.metadata = rows.metadata
+        self.render_mode = rows.render_mode
+        self.num_workers = rows.num_workers
+        self.batch_size = rows.batch_size
+        self._actions = AgentActions(roster)
+        self._masks = ActionMasks(roster, masks, self.num_envs)
+        self._tree = tree_of(roster.observation_space(), "observation")
+        self._alive = np.zeros((self.num_envs, self.num_agents), np.bool_)
+        self._over = np.zeros(self.num_envs, np.bool_)
+        self._begun = np.zeros(self.num_envs, np.bool_)
+        self._reset_mask: Bools | None = None  # of the latest reset
+        self._everyone = np.arange(self.num_envs)
+
+    def _require_alike(self) -> None:
+        problems = enumerate(self._rows.call(PROBLEMS))
+        texts = [f"env {index}: {problem}" for index, found in problems for problem in found]
+        if texts:
+            raise ValueError("all environments must have the same agents and spaces:\n" + "\n".join(texts))
+
+    # -- spaces -----------------------------------------------------------------------------------------------------
+
+    @property
+    def single_observation_space(self) -> Any:
+        """Of one agent (stack), or a dict of agents or groups."""
+        return self._single([part.observation_space for part in self._roster.parts])
+
+    @property
+    def single_action_space(self) -> Any:
+        """Of one agent (stack), or a dict of agents or groups."""
+        return self._single([part.action_space for part in self._roster.parts])
+
+    def _single(self, each: Sequence[Space[Any]]) -> Any:
+        if self.layout == "stack":
+            return each[0]
+        return {part.key: space for part, space in zip(self._roster.parts, each, strict=True)}
+
+    @cached_property
+    def observation_space(self) -> Space[Any]:
+        """Of the batch: ``[n, A, ...]``, or a ``Dict`` of agents ``[n, ...]`` or groups ``[n, k, ...]``."""
+        space = self._rows.single_observation_space
+        assert isinstance(space, Dict)
+        return batch_space(space.spaces["obs"], self.num_envs)
+
+    @property
+    def action_space(self) -> Space[Any]:
+        """Of the batch, in the layout of observations."""
+        return self._rows.action_space
+
+    @property
+    def agent_mask(self) -> Bools:
+        """The latest ``infos["agent_mask"]`` of all environments, bool ``[n, A]``."""
+        return self._alive.copy()
+
+    # -- reset ------------------------------------------------------------------------------------------------------
+
+    def reset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Reset all environments, or those of ``options["reset_mask"]`` (bool ``[n]``).
+
+        Args:
+            seed: An int gives environment i ``seed + i * seed_stride``; a sequence of n (ints or ``None``) each its own.
+            options: Handed to every environment, except ``"reset_mask"``.
+
+        Returns:
+            ``(observations, infos)``; rows that were not reset keep their last observation. ``infos["transition_mask"]`` is
+            False everywhere.
+        """
+        self.reset_async(seed=seed, options=options)
+        return self.reset_wait()
+
+    def reset_async(self, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None) -> None:
+        """Begin a reset; its answer is fetched by :meth:`reset_wait`, or as it comes by :meth:`recv`."""
+        seeds: Any = seed
+        if isinstance(seed, (int, np.integer)):
+            seeds = [int(seed) + index * self.seed_stride for index in range(self.num_envs)]
+        own = None if options is None else dict(options)
+        mask = None if own is None else own.get("reset_mask")
+        self._rows.reset_async(seed=seeds, options=own)
+        self._reset_mask = None if mask is None else mask.copy()
+        self._begun[slice(None) if mask is None else mask] = True
+
+    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
+        """Fetch the answer to :meth:`reset_async`; errors as of ``AsyncVectorEnv.reset_wait``."""
+        batch, infos = self._rows.reset_wait(timeout)
+        nothing = np.zeros(self.num_envs, np.bool_)
+        silent = None if self._reset_mask is None else ~self._reset_mask
+        obs, *_, out = self._unpack(batch, nothing, nothing, infos, self._everyone, silent)
+        out["transition_mask"] = np.zeros_like(out["agent_mask"])
+        del out["env_done"], out["env_terminated"]
+        return obs, out
+
+    # -- step -------------------------------------------------------------------------------------------------------
+
+    def step(self, actions: Any) -> Step:
+        """Step all environments.
+
+        Args:
+            actions: In the layout of observations: ``[n, A, *a]`` (``[n, A, 1]`` too for ``Discrete``), or a dict of agents
+                ``[n, *a]`` or groups ``[n, k, *a]``. Only entries of agents with ``agent_mask`` are looked at; an agent that
+                does not act anywhere may be left out of a dict.
+
+        Raises:
+            ResetNeeded: An environment was not reset yet, or is over under ``AutoresetMode.DISABLED``.
+            ValueError, TypeError: Wrong shape or dtype, or the action of a live agent is missing; nothing was sent.
+            Exception: As of ``AsyncVectorEnv.step``.
+        """
+        self.step_async(actions)
+        return self.step_wait()
+
+    def step_async(self, actions: Any) -> None:
+        """Begin a step."""
+        self._require_begun(self._everyone)
+        self._rows.step_async(self._actions.checked(actions, self._everyone, self._alive))
+
+    def step_wait(self, timeout: float | None = None) -> Step:
+        """Fetch the answer to :meth:`step_async`."""
+        batch, _, terminated, truncated, infos = self._rows.step_wait(timeout)
+        return self._unpack(batch, terminated, truncated, infos, self._everyone)
+
+    def send(self, actions: Any, env_id: Any = None) -> None:
+        """Step some environments without waiting; ``actions`` as of :meth:`step`, with a row for each of ``env_id``."""
+        rows = self._rows.rows(env_id)
+        self._require_begun(rows)
+        self._rows.send(self._actions.checked(actions, rows, self._alive), rows)
+
+    def recv(self, timeout: float | None = None) -> Step:
+        """What ``step`` returns, of the next ``batch_size`` environments to finish; ``infos["env_id"]`` says which."""
+        batch, _, terminated, truncated, infos = self._rows.recv(timeout)
+        return self._unpack(batch, terminated, truncated, infos, infos["env_id"])
+
+    def _require_begun(self, rows: Array) -> None:
+        disabled = self.autoreset_mode is AutoresetMode.DISABLED
+        if self._rows.closed or (not disabled and self._begun.all()):
+            return  # what is closed the engine says
+        new = rows[~self._begun[rows]].tolist()
+        if new:
+            raise ResetNeeded(f"envs {new} have to be reset before their first step")
+        if disabled and self._over[rows].any():
+            raise ResetNeeded(
+                f"the episodes of envs {rows[self._over[rows]].tolist()} are over: "
+                "reset(options={'reset_mask': infos['env_done']}) begins new ones"
+            )
+
+    # -- taking rows apart ------------------------------------------------------------------------------------------
+
+    def _unpack(
+        self,
+        batch: Any,
+        terminated: Bools,
+        truncated: Bools,
+        infos: dict[str, Any],
+        rows: Array,
+        silent: Bools | None = None,
+    ) -> Step:
+        """Rows of the engine to what the caller sees; ``silent``: those that a reset left alone."""
+        signals = batch["signals"]
+        rewards = signals[:, 0].astype(self.reward_dtype)
+        flags = {key: signals[:, line] != 0 for line, key in enumerate(FLAGS, 1)}
+        done = terminated | truncated
+        ends = infos.pop("final_obs", None)
+        infos.pop("_final_obs", None)
+        final: dict[str, Any] = {}
+        if ends is not None:
+            final = self._final(ends, rewards, flags)
+        if "restarted" in infos:
+            lost = infos["_restarted"] & truncated
+            self._lose(lost, rewards, flags, self._alive[rows])
+        out = agents_to_axis(infos, self.num_agents, len(rows))
+        mask = flags["agent_mask"]
+        out["agent_mask"], out["transition_mask"] = mask, flags["transition_mask"]
+        out["env_done"], out["env_terminated"] = done, terminated.copy()
+        obs = batch["obs"]
+        self._masks.add(out, obs, mask, rows, silent)
+        if self.state_space is not None:
+            out["state"] = batch["state"]
+        out.update(final)
+        self._alive[rows] = mask
+        self._over[rows] = done if silent is None else silent & self._over
+        return obs, rewards, flags["terminations"], flags["truncations"], out
+
+    def _final(self, ends: Array, rewards: Array, flags: dict[str, Bools]) -> dict[str, Any]:
+        """The last rows of ended episodes: their rewards and flags belong to this step, their observations to the infos."""
+        tree = self._tree
+        ended = np.array([end is not None for end in ends])
+        whole = tree.build(iter([np.zeros((len(ends), *leaf.shape), leaf.dtype) for leaf in tree.leaves()]))
+        for row in np.flatnonzero(ended).tolist():
+            _copy_row(tree, whole, row, ends[row])
+        rewards[ended] = whole["signals"][ended, 0]
+        for line, key in enumerate(FLAGS, 1):
+            if key != "agent_mask":
+                flags[key][ended] = whole["signals"][ended, line] != 0
+        found = {"final_obs": whole["obs"], "_final_obs": ended}
+        if self.state_space is not None:
+            found["final_state"], found["_final_state"] = whole["state"], ended.copy()
+        return found
+
+    def _lose(self, lost: Bools, rewards: Array, flags: dict[str, Bools], before: Bools) -> None:
+        """Environments that were restarted in this step: whoever was alive is truncated."""
+        rewards[lost] = 0.0
+        flags["terminations"][lost] = False
+        flags["truncations"][lost] = flags["transition_mask"][lost] = before[lost]
+        if self.autoreset_mode is not AutoresetMode.SAME_STEP:
+            flags["agent_mask"][lost] = False
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """An attribute of every (PettingZoo) environment, called with the arguments if it can be called."""
+        return self._rows.call(name, *args, **kwargs)
+
+    def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
+        """Begin a :meth:`call`."""
+        self._rows.call_async(name, *args, **kwargs)
+
+    def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
+        """Fetch the answer to :meth:`call_async`: one result an environment."""
+        return self._rows.call_wait(timeout)
+
+    def exec_func(self, func: Callable[..., Any], indices: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """``func(env, *args, **kwargs)`` of the (PettingZoo) environments ``indices``; ``None`` for the others."""
+        self.exec_func_send(func, indices, *args, **kwargs)
+        return self.exec_func_fetch()
+
+    def exec_func_send(self, func: Callable[..., Any], indices: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Begin an :meth:`exec_func`."""
+        if not callable(func):
+            raise TypeError(f"exec_func wants a function of an environment, got {func!r}")
+        self._rows.exec_func_send(_inside, indices, func, args, kwargs)
+
+    def exec_func_fetch(self, timeout: float | None = None) -> tuple[Any, ...]:
+        """Fetch the answer to :meth:`exec_func_send`."""
+        return self._rows.exec_func_fetch(timeout)
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """An attribute of every environment."""
+        return self._rows.get_attr(name)
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Set an attribute of every environment; a list or tuple is one value an environment."""
+        self._rows.set_attr(name, values)
+
+    def render(self) -> tuple[Any, ...] | None:
+        """One frame an environment."""
+        return self._rows.render()
+
+    reset_send = reset_async
+    reset_fetch = reset_wait
+    step_send = step_async
+    step_fetch = step_wait
+    call_send = call_async
+    call_fetch = call_wait
+
+    # -- views ------------------------------------------------------------------------------------------------------
+
+    def flatten_agents(self, *, padding_done: bool = True) -> FlattenAgents:
+        """A ``gymnasium.vector.VectorEnv`` of ``n * A`` rows over this one: :class:`~vecenv.multi_agent.FlattenAgents`."""
+        from vecenv.multi_agent.flatten import FlattenAgents
+
+        return FlattenAgents(self, padding_done=padding_done)
+
+    def to_openrl(self) -> OpenRLView:
+        """A view with the shapes of the ``agent_num`` convention; see :class:`~vecenv.multi_agent.OpenRLView`."""
+        from vecenv.multi_agent.openrl import OpenRLView
+
+        return OpenRLView(self)
+
+    # -- what can be looked at, and the end -------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._rows.closed
+
+    @property
+    def errors(self) -> Any:
+        """What failed so far, as of ``AsyncVectorEnv.errors``."""
+        return self._rows.errors
+
+    def stats(self) -> dict[str, float]:
+        """Figures of the engine (see ``AsyncVectorEnv.stats``); a step is one of an environment, with all its agents."""
+        return self._rows.stats()
+
+    def close(self, **kwargs: Any) -> None:
+        """Close all environments and end all workers; arguments as of ``AsyncVectorEnv.close``."""
+        self._rows.close(**kwargs)
+
+    def __enter__(self) -> MultiAgentVecEnv:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        inside = repr(self._rows).partition("(")[2]
+        return f"MultiAgentVecEnv({self.env_name}, agents={self.num_agents}, layout={self.layout!r}, {inside}"
+
+
+def _inside(env: AgentsEnv, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return func(env.env, *args, **kwargs)
+
+
+def _copy_row(tree: Any, whole: Any, row: int, value: Any) -> None:
+    if tree.leaf is not None:
+        whole[row] = value
+    for key, child in tree.children:
+        _copy_row(child, whole[key], row, value[key])

@@ -104,7 +104,7 @@ class Engine:
         arena = Arena(layout.size)
         self.batch = layout.view(arena.buffer)
         self.store = make_store(self.batch)
-        self._layout = layout
+        self.layout = layout
         self._reader = InfoReader(self.batch.info_schemas, self.batch.infos)
         options.seats, options.caller_spins = seats(num_workers)
         self.pool = WorkerPool(plan, arena, self.batch, options)
@@ -336,7 +336,7 @@ class Engine:
                 self.batch.terminations[row] = False
                 self.batch.truncations[row] = True
                 if self._last_good is not None:
-                    last = _pick(self._last_good, row, self._layout)
+                    last = _pick(self._last_good, row, self.layout)
                     result.finals[row] = last
                     if self.mode is not AutoresetMode.SAME_STEP:
                         self.store.put_row(row, last)
@@ -419,7 +419,7 @@ class Engine:
         """Keep the observations of some rows as their last good ones."""
         if self._last_good is None:
             self._last_good = self.store.batch(copy=True)
-        _copy_rows(self._last_good, self.store, rows, self._layout)
+        _copy_rows(self._last_good, self.store, rows, self.layout)
 
     # -- what the caller gets ---------------------------------------------------------------------------------------
 
@@ -432,7 +432,7 @@ class Engine:
 
     def _finals(self, rows: Sequence[int]) -> dict[int, Any]:
         """Row -> last observation of its episode, for those of ``rows`` that have one in shared memory."""
-        tree, leaves = self._layout.observations, self.batch.final_observations
+        tree, leaves = self.layout.observations, self.batch.final_observations
         if leaves is None or tree is None:
             return {}
         flags = self.batch.final

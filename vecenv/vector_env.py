@@ -33,8 +33,8 @@ from vecenv.cores import usable_cores
 from vecenv.engine import Engine, Policy
 from vecenv.errors import BusyError, ErrorRecord, ForkedError, StepTimeout
 from vecenv.observations import PickledStore, RegisteredStore, SharedStore, Store, has_dynamic_part
+from vecenv.options import check_options, workers_and_share
 from vecenv.plan import Plan as WorkerPlan
-from vecenv.plan import caller_share, choose, probe
 from vecenv.pool import PoolOptions, WorkerPool, refuse_to_start_while_importing_main
 from vecenv.protocol import Op, Phase, advance
 from vecenv.requests import Pending
@@ -171,14 +171,9 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
                 raise ValueError(f"`max_concurrency` must be a positive or None, got {max_concurrency}.")
         self.max_concurrency = max_concurrency
         self.num_envs = len(env_fns)
-        if step_timeout is not None and (use_caller or num_workers == 0):
-            raise ValueError(
-                "`step_timeout` needs worker processes, which can be killed: it cannot be combined with `use_caller=True` "
-                "or `num_workers=0`"
-            )
-        _check_options(
+        check_options(
             self.num_envs, num_workers, batch_size, on_failure, restart_limit, restart_period, step_timeout, start_timeout,
-            threads_per_worker,
+            threads_per_worker, use_caller,
         )  # fmt: skip
         self._read_spaces(env_fns)
         self.batch_size = self.num_envs if batch_size is None else batch_size
@@ -187,14 +182,32 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         self._interrupted = False
         self._closing = False
         mp = multiprocessing.get_context(context)
-        isolate = on_failure == "restart" or step_timeout is not None
-        processes, share, self.plan = _workers_and_share(env_fns, num_workers, use_caller, isolate, mp, start_timeout)
-        self.num_workers = processes
-        observations = fixed_tree(self.single_observation_space) if shared_memory else None
+        policy = Policy(on_failure == "restart", restart_limit, restart_period, step_timeout, start_timeout)
+        isolate = policy.restart or step_timeout is not None
+        self.num_workers, share, self.plan = workers_and_share(env_fns, num_workers, use_caller, isolate, mp, start_timeout)
+        threads = threads_per_worker or max(1, usable_cores() // max(self.num_workers, 1))
+        self._engine = self._start_engine(mp, policy, share, threads)
+        self._pool: WorkerPool = self._engine.pool
+        self._owner = multiprocessing.current_process().pid
+        layout = self._engine.layout
+        self._stage = ActionStage(
+            self.single_action_space, self.action_space, self.num_envs, layout.actions, self._engine.batch.actions
+        )
+        self.closed = False
+        self._phase = Phase.DEFAULT
+        try:
+            self._check_spaces()
+        except BaseException:
+            self.close(terminate=True)
+            raise
+
+    def _start_engine(self, context: Any, policy: Policy, share: int, threads: int) -> Engine:
+        """Lay out the shared memory, choose how observations travel, and start the workers."""
+        observations = fixed_tree(self.single_observation_space) if self.shared_memory else None
         actions = fixed_tree(self.single_action_space, "action")
-        registered = self._registered_store(mp) if shared_memory and observations is None else None
+        registered = self._registered_store(context) if self.shared_memory and observations is None else None
         layout = Layout.of(
-            observations, actions, self.num_envs, processes + 1, final=self.autoreset_mode is AutoresetMode.SAME_STEP
+            observations, actions, self.num_envs, self.num_workers + 1, final=self.autoreset_mode is AutoresetMode.SAME_STEP
         )
 
         def make_store(batch: Batch) -> Store:
@@ -205,25 +218,12 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         plan = Plan(
             layout,
             self.autoreset_mode,
-            Expected(observation_mode, self.single_observation_space, self.single_action_space),
+            Expected(self.observation_mode, self.single_observation_space, self.single_action_space),
             None if registered is None else (self.single_observation_space, registered.memory),
-            threads_per_worker or max(1, usable_cores() // max(processes, 1)),
+            threads,
         )
-        options = PoolOptions(mp, daemon, type(self).__name__, start_timeout, max_concurrency)
-        policy = Policy(on_failure == "restart", restart_limit, restart_period, step_timeout, start_timeout)
-        self._engine = Engine(env_fns, layout, make_store, plan, options, policy, processes, share)
-        self._pool: WorkerPool = self._engine.pool
-        self._owner = multiprocessing.current_process().pid
-        self._stage = ActionStage(
-            self.single_action_space, self.action_space, self.num_envs, actions, self._engine.batch.actions
-        )
-        self.closed = False
-        self._phase = Phase.DEFAULT
-        try:
-            self._check_spaces()
-        except BaseException:
-            self.close(terminate=True)
-            raise
+        options = PoolOptions(context, self.daemon, type(self).__name__, policy.start_timeout, self.max_concurrency)
+        return Engine(self.env_fns, layout, make_store, plan, options, policy, self.num_workers, share)
 
     # -- spaces -----------------------------------------------------------------------------------------------------
 
@@ -731,66 +731,3 @@ def _require_picklable(payload: Any, num_workers: int) -> None:
     """Arguments that cannot travel are the caller's to know, before anything is sent."""
     if num_workers:
         cloudpickle.dumps(payload)
-
-
-def _workers_and_share(
-    env_fns: Sequence[Callable[[], Any]],
-    num_workers: int | str | None,
-    use_caller: bool,
-    isolate: bool,
-    context: Any,
-    start_timeout: float,
-) -> tuple[int, int, WorkerPlan | None]:
-    """How many worker processes, how many environments the caller steps itself, and the plan if one was made."""
-    num_envs = len(env_fns)
-    cores = usable_cores()
-    if num_workers == "auto" and not use_caller:
-        chosen = choose(probe(env_fns[0], context, start_timeout), num_envs, cores, isolate=isolate)
-        share = num_envs if chosen.num_workers == 0 else chosen.caller_share
-        return chosen.num_workers, share, chosen
-    if num_workers is None or num_workers == "auto":
-        processes = max(cores - 1, 1) if use_caller else num_envs
-    else:
-        processes = int(num_workers)
-    processes = min(processes, num_envs - 1 if use_caller else num_envs)
-    if processes == 0:
-        return 0, num_envs, None
-    if not use_caller:
-        return processes, 0, None
-    measured = probe(env_fns[0], context, start_timeout)
-    return processes, caller_share(num_envs, processes, measured.step), None
-
-
-def _check_options(
-    num_envs: int,
-    num_workers: Any,
-    batch_size: Any,
-    on_failure: Any,
-    restart_limit: Any,
-    restart_period: Any,
-    step_timeout: Any,
-    start_timeout: Any,
-    threads_per_worker: Any,
-) -> None:
-    def whole(value: Any, low: int) -> bool:
-        return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= low)
-
-    def seconds(value: Any) -> bool:
-        return isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and bool(value > 0)
-
-    checks = [
-        ("num_workers", num_workers, num_workers is None or num_workers == "auto" or whole(num_workers, 0),
-         "None (one process an environment), 'auto', or an int from 0 on"),
-        ("batch_size", batch_size, batch_size is None or (whole(batch_size, 1) and batch_size <= num_envs),
-         f"None or an int within 1..{num_envs}"),
-        ("on_failure", on_failure, on_failure in ("raise", "restart"), "'raise' or 'restart'"),
-        ("restart_limit", restart_limit, whole(restart_limit, 0), "an int from 0 on"),
-        ("restart_period", restart_period, seconds(restart_period), "a number of seconds above 0"),
-        ("step_timeout", step_timeout, step_timeout is None or seconds(step_timeout), "None or a number of seconds above 0"),
-        ("start_timeout", start_timeout, seconds(start_timeout), "a number of seconds above 0"),
-        ("threads_per_worker", threads_per_worker, threads_per_worker is None or whole(threads_per_worker, 1),
-         "None or an int from 1 on"),
-    ]  # fmt: skip
-    for name, value, good, accepted in checks:
-        if not good:
-            raise ValueError(f"`{name}` must be {accepted}, got {value!r}.")

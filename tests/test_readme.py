@@ -22,7 +22,9 @@ def blocks() -> list[object]:
         text = page.read_text()
         for match in BLOCK.finditer(text):
             line = text.count("\n", 0, match.start()) + 1
-            found.append(pytest.param(match.group(1), id=f"{page.relative_to(ROOT)}:{line}"))
+            compiles = "vecenv.jax" in match.group(1) or "JaxVectorEnv" in match.group(1)  # for 20 s and more
+            marks = [pytest.mark.slow] if compiles else []
+            found.append(pytest.param(match.group(1), id=f"{page.relative_to(ROOT)}:{line}", marks=marks))
     return found
 
 

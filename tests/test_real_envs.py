@@ -152,6 +152,13 @@ def without_times(infos: Any) -> Any:
     return infos
 
 
+class ConsiderateSync(SyncVectorEnv):
+    """Leaves the caller's options as they are, as AsyncVectorEnv does, so that wrappers find the reset_mask afterwards."""
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> Any:
+        return super().reset(seed=seed, options=None if options is None else dict(options))
+
+
 @pytest.mark.parametrize(
     ("name", "mode"),
     [(name, mode) for name, (_, modes, _) in WRAPPERS.items() for mode in modes],
@@ -160,7 +167,7 @@ def without_times(infos: Any) -> Any:
 def test_a_wrapper_sees_what_it_sees_on_sync_vector_env(name: str, mode: AutoresetMode) -> None:
     env, _, wrap = WRAPPERS[name]
     fns = [ENVS[env]] * 3
-    oracle = wrap(SyncVectorEnv(fns, autoreset_mode=mode))
+    oracle = wrap(ConsiderateSync(fns, autoreset_mode=mode))
     with opened(fns, autoreset_mode=mode, num_workers=2) as inner:
         envs = wrap(inner)
         assert envs.observation_space == oracle.observation_space

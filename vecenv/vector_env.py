@@ -717,7 +717,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         self._engine.close(max(deadline - time.monotonic(), 0.0), terminate=terminate)
 
     def __del__(self) -> None:
-        if not getattr(self, "closed", True):
+        if not self.__dict__.get("closed", True):  # the class itself has `closed = False`
             if not self._pool.abandoned:
                 warnings.warn(f"unclosed {type(self).__name__}", ResourceWarning, source=self, stacklevel=2)
             self.close(terminate=True)

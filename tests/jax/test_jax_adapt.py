@@ -46,7 +46,7 @@ _BRAX_ENVS = (
 
 @pytest.mark.parametrize(
     "name",
-    [n if n in ("ant", "inverted_pendulum") else pytest.param(n, marks=pytest.mark.slow) for n in _BRAX_ENVS],
+    [n if n == "inverted_pendulum" else pytest.param(n, marks=pytest.mark.slow) for n in _BRAX_ENVS],
 )
 def test_brax_actions_are_between_minus_one_and_one(brax: Any, name: str) -> None:
     """Where the actuators' range is another, the environment rescales by itself: its range must not be advertised."""

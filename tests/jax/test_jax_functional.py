@@ -286,6 +286,7 @@ _SHARDED = """
 """
 
 
+@pytest.mark.slow
 def test_rows_are_spread_over_devices() -> None:
     here = os.path.dirname(__file__)
     environ = dict(os.environ, XLA_FLAGS="--xla_force_host_platform_device_count=2", JAX_PLATFORMS="cpu")

@@ -73,7 +73,9 @@ def test_small_environments_equal_sync_vector_env(env: Any, mode: AutoresetMode)
     assert_equals_sync(adapt(env), None, 60, mode)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=[pytest.mark.slow] if mode is AutoresetMode.DISABLED else []) for mode in MODES]
+)
 def test_inverted_pendulum_equals_sync_vector_env(pendulum: Any, mode: AutoresetMode) -> None:
     assert_equals_sync(pendulum, 20, 60, mode)
 

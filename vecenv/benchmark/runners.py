@@ -29,7 +29,14 @@ def make_env(env_id: str) -> gymnasium.Env[Any, Any]:
 
     Gymnasium's own warnings are silenced: 64 workers would each print them over the progress bar.
     """
-    gymnasium.logger.min_level = logging.ERROR
+    level, gymnasium.logger.min_level = gymnasium.logger.min_level, logging.ERROR
+    try:
+        return _make_env(env_id)
+    finally:
+        gymnasium.logger.min_level = level
+
+
+def _make_env(env_id: str) -> gymnasium.Env[Any, Any]:
     module, _, name = env_id.rpartition(":")
     if env_id.startswith("ALE/"):
         import ale_py

@@ -240,8 +240,8 @@ CRASHES = {
         from vecenv.errors import StepTimeout
         envs = make(batch_size=2)
         envs.reset()
-        recv = envs._driver.receiver._recv
-        envs._driver.receiver._recv = lambda: (time.sleep(0.5), recv())[1]
+        recv = envs._pools.driver.receiver._recv
+        envs._pools.driver.receiver._recv = lambda: (time.sleep(0.5), recv())[1]
         envs.send(np.zeros(4, int))
         refused(lambda: envs.recv(timeout=0.01), StepTimeout)
     """,

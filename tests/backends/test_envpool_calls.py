@@ -1,4 +1,4 @@
-"""Calls in and out of order: first-ready batches, timeouts, interrupts, forks, the end."""
+"""Calls in and out of order: first-ready batches, timeouts, forks, the end."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ from vecenv.backends import EnvPoolVectorEnv
 from vecenv.errors import BusyError, ForkedError, StepTimeout
 from vecenv.testing import assert_identical
 
+from .pool_doubles import SlowPool
+
 Make = Callable[..., EnvPoolVectorEnv]
 
 
@@ -51,21 +53,6 @@ def make() -> Iterator[Make]:
 
 def zeros(n: int) -> np.ndarray:
     return np.zeros(n, dtype=np.int64)
-
-
-class SlowPool:
-    """Stands between a driver and its pool: every answer takes ``delay`` seconds longer."""
-
-    def __init__(self, envs: EnvPoolVectorEnv, delay: float) -> None:
-        driver = envs._driver
-        assert driver is not None
-        recv = driver.receiver._recv
-
-        def late() -> Any:
-            time.sleep(delay)
-            return recv()
-
-        driver.receiver._recv = late
 
 
 # --- first-ready batches ------------------------------------------------------------------------
@@ -284,7 +271,7 @@ def test_without_autoreset_an_episode_that_is_over_is_not_stepped(make: Make) ->
     envs.step(zeros(2))
 
 
-# --- timeouts and interrupts --------------------------------------------------------------------
+# --- timeouts -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch_size", [4, 2])
@@ -337,96 +324,6 @@ def test_a_timeout_that_is_not_needed_costs_nothing(make: Make) -> None:
         for field in range(4):
             both = [np.concatenate([r[field] for r in rs])[o] for rs, o in zip((mine, theirs), order, strict=True)]
             assert_identical(*both)
-
-
-@pytest.mark.parametrize("timeout", [None, 30.0])
-@pytest.mark.parametrize("batch_size", [4, 2])
-def test_ctrl_c_loses_nothing(make: Make, batch_size: int, timeout: float | None) -> None:
-    """The signal arrives while the answer is waited for; whatever it interrupts, the rows come afterwards."""
-    envs, same = make(4, batch_size=batch_size), make(4)
-    envs.reset()
-    same.reset()
-    SlowPool(envs, 0.1)
-    for _ in range(3):
-        envs.send(zeros(4), np.arange(4))
-        rows: dict[int, list[float]] = {}
-        interrupts = 0
-        timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
-        while len(rows) < 4:
-            try:
-                observations, *_, infos = envs.recv(timeout)
-                rows |= dict(zip(infos["env_id"].tolist(), observations.tolist(), strict=True))
-            except KeyboardInterrupt:
-                interrupts += 1
-        timer.join()
-        assert interrupts == 1
-        wanted = same.step(zeros(4))[0]
-        assert [rows[i] for i in range(4)] == wanted.tolist()
-
-
-INTERRUPTED = """
-import os, signal, sys, threading, time
-import numpy as np
-from vecenv.backends import EnvPoolVectorEnv
-from vecenv.testing import assert_identical
-
-options = dict(autoreset_mode={mode!r}, max_episode_steps=9, exact_time_limit=True, seed=0, num_threads=1)
-envs, same = EnvPoolVectorEnv("CartPole-v1", 8, **options), EnvPoolVectorEnv("CartPole-v1", 8, **options)
-envs.reset()
-same.reset()
-sys.unraisablehook = lambda *_: None  # a handler may run inside a finalizer
-armed, raised, lost, t = False, 0, 0, 0
-stop = threading.Event()
-
-def handler(signum, frame):
-    if armed:
-        raise KeyboardInterrupt
-
-def disturb():
-    rng = np.random.default_rng(0)
-    while not stop.wait(rng.uniform(0.0002, 0.002)):
-        os.kill(os.getpid(), signal.SIGINT)
-
-signal.signal(signal.SIGINT, handler)
-thread = threading.Thread(target=disturb)
-thread.start()
-deadline = time.monotonic() + 1.0
-while time.monotonic() < deadline:
-    wanted = same.step(np.full(8, t % 2))
-    result = None
-    while result is None:
-        before = envs.stats()["steps"]
-        pending = envs.stats()["in_flight"] > 0
-        try:
-            armed = True
-            result = envs.step_wait() if pending else envs.step(np.full(8, t % 2))
-            armed = False
-        except KeyboardInterrupt:
-            armed = False
-            raised += 1
-            if (pending or envs.stats()["steps"] > before) and not envs.stats()["in_flight"]:
-                lost += 1  # on its way out of step(), after everything was done
-                break
-    if result is not None:
-        assert_identical(result, wanted, f"step {{t}}")
-    t += 1
-stop.set()
-thread.join()
-envs.close()
-same.close()
-print(f"{{t}} steps, {{raised}} interrupts, {{lost}} lost while returning")
-assert t > 100 and raised > 20 and lost <= 2 + raised // 20
-"""
-
-
-@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
-def test_interrupts_at_any_moment_lose_no_step(mode: str) -> None:
-    """Many signals at random moments; an interrupted step is finished by step_wait if it was begun."""
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED.format(mode=mode)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 # --- threads, forks, the end --------------------------------------------------------------------

@@ -14,6 +14,9 @@ actions     every action checked and copied before it may reach C++
 rows        what the pool returns, as Gymnasium's observations, rewards, flags and infos
 wire        talking to a pool so that neither Ctrl-C nor a timeout loses an answer
 driver      one pool, its outstanding calls and its episodes; driven in ``lockstep`` or ``first_ready``
+public      a pool whose private functions are missing, driven through its public ones
+pools       which pool there is: building, lending to compiled code, letting go, forks
+calls       one call at a time, and no answer lost on its way out
 vector_env  the class itself
 players     rows of pools with several players an environment, for the multi-agent class
 rendering   whether this machine can draw a task, asked of a process that may die of it

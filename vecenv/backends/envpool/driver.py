@@ -116,6 +116,13 @@ class Driver(ABC):
         """What :meth:`finish` gave has been taken."""
 
     @abstractmethod
+    def give_back(self) -> None:
+        """What :meth:`settle` or :meth:`taken` was just called for has not been taken after all: it is owed again.
+
+        Right also where that call was interrupted, or did not even begin.
+        """
+
+    @abstractmethod
     def recv(self, deadline: float | None) -> Rows:
         """The next rows, as :meth:`finish`, until :meth:`taken`.
 

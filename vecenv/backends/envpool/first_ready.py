@@ -36,6 +36,8 @@ class FirstReady(Driver):
         self.idle = set(range(kit.num_envs))
         self._held: list[Array] = []
         self._latest_bytes = self.latest.tobytes()
+        self._settled: list[States] = []  # what was in the wire
+        self._before_taken = ("", self.latest, b"")
 
     @property
     def phase(self) -> Phase:
@@ -120,6 +122,7 @@ class FirstReady(Driver):
         return self._rows([array[order] for array in states], self.all_ids)
 
     def settle(self) -> None:
+        self._settled = self.wire[:]
         together((self.wire.clear,), (self.idle.update, range(self._num_envs)))
 
     def recv(self, deadline: float | None) -> Rows:
@@ -137,11 +140,18 @@ class FirstReady(Driver):
         return self._rows(self.wire[0], self._reader.env_ids(self.wire[0]))
 
     def taken(self) -> None:
-        self.call = "send"
-        latest = self._reader.env_ids(self.wire[0]).copy()
-        self._latest_bytes = latest.tobytes()
-        self.latest = latest
+        batch = self.wire[0]
+        self._settled, self._before_taken = [batch], (self.call, self.latest, self._latest_bytes)
+        latest = self._reader.env_ids(batch).copy()
         together((self.wire.pop, 0), (self._held.append, latest))
+        self.call, self.latest, self._latest_bytes = "send", latest, latest.tobytes()
+
+    def give_back(self) -> None:
+        if self._held:  # taken: nothing else is held by then
+            self.call, self.latest, self._latest_bytes = self._before_taken
+            together((self._held.clear,), (self.wire.insert, 0, self._settled[0]))
+        elif not self.wire:  # settled
+            together((self.wire.extend, self._settled), (self.idle.clear,))
 
     def _put_away(self) -> None:
         """Make the held environments idle ones like the others."""
@@ -160,14 +170,15 @@ class FirstReady(Driver):
     def _drain(self) -> None:
         """Let everything in flight finish, and drop it.
 
-        A pool answers in whole batches only, so resets of idle environments fill the last one up: there are enough of
-        them, because the batch size divides the number of environments.
+        A pool answers in whole batches only, so some action for idle environments fills the last one up: there are enough
+        of them, because the batch size divides the number of environments.
         """
         missing = -self.owed % self._batch_size
         if missing:
             filler = sorted(self.idle)[:missing]
             ids = np.array(filler, dtype=np.int32)
-            together((self.pool._reset, ids), (self.idle.difference_update, filler))
+            payload = [ids, ids, *self.kit.checker.dummy(missing)]
+            together((self._pool_send, payload), (self.idle.difference_update, filler))
         while self.owed:
             self.receiver.receive(len(self.wire) + 1, None)
         together((self.wire.clear,), (self.idle.update, range(self._num_envs)))

@@ -54,6 +54,7 @@ class Lockstep(Driver):
         self._steps = 0  # how many stages of the plan are the step (or reset) that was asked for
         self._ended: _Ended | None = None
         self._last: list[Array] = []
+        self._settled: list[Any] = []  # what was in the wire
         self._same_step = kit.mode is AutoresetMode.SAME_STEP
 
     @property
@@ -118,7 +119,12 @@ class Lockstep(Driver):
         return ids, states, leaves, terminated, truncated, None
 
     def settle(self) -> None:
+        self._settled = self.wire[:]
         self.wire.clear()
+
+    def give_back(self) -> None:
+        if not self.wire:
+            self.wire.extend(self._settled)
 
     def recv(self, deadline: float | None) -> Rows:
         if not self.wire:
@@ -127,7 +133,7 @@ class Lockstep(Driver):
 
     def taken(self) -> None:
         self.latest = self._ids
-        self.wire.clear()
+        self.settle()
 
     def whole(self) -> list[Array]:
         """The latest observations of all environments, as leaves of shape ``(num_envs, ...)``; the caller's own."""

@@ -21,7 +21,7 @@ from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.error import UnregisteredEnv
 
-__all__ = ["NO_LIMIT", "Task", "family_of", "import_envpool", "task_ids"]
+__all__ = ["NO_LIMIT", "Task", "family_of", "import_envpool", "quietly", "task_ids"]
 
 NO_LIMIT = 2**31 - 1
 """The ``max_episode_steps`` that EnvPool never reaches."""
@@ -191,8 +191,8 @@ class Task:
             state_keys=tuple(spec._state_keys),
             action_keys=tuple(spec._action_keys),
             action_dtypes=tuple(array[0] for array in spec._action_spec),
-            observation_space=_repaired(_quietly(lambda: spec.observation_space)),
-            action_space=_action_space(_quietly(lambda: spec.action_space)),
+            observation_space=_repaired(quietly(lambda: spec.observation_space)),
+            action_space=_action_space(quietly(lambda: spec.action_space)),
             limit=own_limit,
             max_num_players=int(completed.get("max_num_players", 1)),
             env_spec=_gymnasium_spec(task_id, limit, completed.get("reward_threshold"), env_config),
@@ -204,12 +204,12 @@ class Task:
         Args:
             seeds: One for each environment, within int32.
         """
-        return _quietly(lambda: import_envpool().make_gymnasium(self.id, seed=seeds, **self.pool_config))
+        return quietly(lambda: import_envpool().make_gymnasium(self.id, seed=seeds, **self.pool_config))
 
 
 def _make_spec(task_id: str, config: Mapping[str, Any], accepted: list[str]) -> Any:
     try:
-        return _quietly(lambda: import_envpool().make_spec(task_id, **config))
+        return quietly(lambda: import_envpool().make_spec(task_id, **config))
     except ImportError as error:
         raise ImportError(f"EnvPool cannot load the family of {task_id!r}: {error}") from error
     except TypeError as error:
@@ -235,7 +235,7 @@ def _check_keys(task_id: str, env_config: Mapping[str, Any]) -> list[str]:
     return accepted
 
 
-def _quietly(build: Any) -> Any:
+def quietly(build: Any) -> Any:
     """Call ``build`` without Gymnasium's warnings about the bounds that are repaired here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*precision lowered by casting.*")

@@ -1,62 +1,40 @@
 """``EnvPoolVectorEnv``: what a program written for Gymnasium's vector environments sees of a pool.
 
-This file is the outside: arguments, phases and their errors, seeds and masks, and the order in which things are said. A pool
-cannot be seeded again, so ``reset(seed=...)`` builds a new one; everything that belongs to one pool is in its driver, and
-replaced with it.
+This file is the outside: arguments, phases and their errors, seeds and masks, and the order in which things are said. What
+belongs to one pool is in its driver; which pool there is, in ``pools``; that no answer is lost on its way out, in ``calls``.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Collection
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
-from gymnasium import spaces
 from gymnasium.error import ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from vecenv.backends.envpool import rendering
-from vecenv.backends.envpool.actions import ActionChecker
+from vecenv.backends.envpool.actions import ActionChecker, with_dtype
+from vecenv.backends.envpool.calls import answering, one_at_a_time
 from vecenv.backends.envpool.driver import Driver, Kit, Rows
-from vecenv.backends.envpool.first_ready import FirstReady
 from vecenv.backends.envpool.lockstep import Lockstep
 from vecenv.backends.envpool.options import check_options, env_ids, reset_ids
+from vecenv.backends.envpool.pools import Pools
 from vecenv.backends.envpool.rows import Array, Infos, RowReader
 from vecenv.backends.envpool.seeds import Seed, spread
 from vecenv.backends.envpool.task import Task, task_ids
+from vecenv.backends.envpool.wire import deadline_after
 from vecenv.errors import BusyError, ForkedError
 from vecenv.protocol import Phase, advance
 
 __all__ = ["EnvPoolVectorEnv"]
 
-P = ParamSpec("P")
-R = TypeVar("R")
 StepResult = tuple[Any, Array, npt.NDArray[np.bool_], npt.NDArray[np.bool_], Infos]
-
-
-def _one_at_a_time(
-    method: Callable[Concatenate[EnvPoolVectorEnv, P], R],
-) -> Callable[Concatenate[EnvPoolVectorEnv, P], R]:
-    """Refuse a second thread: two calls at once on a pool overwrite each other's rows."""
-
-    @functools.wraps(method)
-    def guarded(self: EnvPoolVectorEnv, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if not self._lock.acquire(blocking=False):
-            self._refuse_second_thread(method.__name__)
-        try:
-            return method(self, *args, **kwargs)
-        finally:
-            self._lock.release()
-
-    return guarded
 
 
 class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
@@ -151,7 +129,7 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
         self.metadata = {"autoreset_mode": mode, "render_modes": ["rgb_array"]}
         self.spec = self.task.env_spec
         self.single_observation_space = self.task.observation_space
-        self.single_action_space = _with_dtype(self.task.action_space, action_dtype)
+        self.single_action_space = with_dtype(self.task.action_space, action_dtype)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
         self._reader = RowReader(
@@ -168,23 +146,18 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
             full=validate == "full",
         )
         limited_here = self.task.limit is not None
-        self._kit = Kit(self._reader, self._checker, mode, num_envs, batch_size, limited_here)
-        self._seeds = spread(seed, num_envs, self.np_random)
-        self._driver: Driver | None = None
-        self._lent: Any = None  # a pool that compiled code steps; see xla()
-        self._owner = os.getpid()
-        self._forked = False
+        kit = Kit(self._reader, self._checker, mode, num_envs, batch_size, limited_here)
+        self._pools = Pools(self.task, kit, spread(seed, num_envs, self.np_random))
         self._lock = threading.RLock()
         self._began = time.monotonic()
-        self._steps = self._resets = self._pools = 0
+        self._steps = self._resets = 0
         self.closed = False
-        _LIVE.add(self)
 
     task_ids = staticmethod(task_ids)
 
     # -- reset -----------------------------------------------------------------------------------------------
 
-    @_one_at_a_time
+    @answering
     def reset(self, *, seed: Seed = None, options: dict[str, Any] | None = None) -> tuple[Any, Infos]:
         """Reset all environments, or those of ``options["reset_mask"]``.
 
@@ -209,7 +182,7 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
         """
         return self._reset_result(self._begin_reset(seed, options, None), None)
 
-    @_one_at_a_time
+    @one_at_a_time
     def reset_async(self, seed: Seed = None, options: dict[str, Any] | None = None, *, env_id: Any = None) -> None:
         """Begin a reset; :meth:`reset_wait` fetches it for everybody, :meth:`recv` as it comes.
 
@@ -219,7 +192,7 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
         """
         self._begin_reset(seed, options, env_id)
 
-    @_one_at_a_time
+    @answering
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, Infos]:
         """Fetch the answer to :meth:`reset_async`; as :meth:`reset`.
 
@@ -233,17 +206,18 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
     def _begin_reset(self, seed: Any, options: Any, env_id: Any) -> Driver:
         self._require_open("reset")
         seeds = None if seed is None else spread(seed, self.num_envs, self.np_random)
-        driver = self._driver
+        driver = self._pools.driver
         if driver is not None:
             advance(driver.phase, "reset_async", type(self).__name__)
         some = reset_ids(options, self.num_envs) if env_id is None else env_ids(env_id, self.num_envs)
         if some is not None:
             return self._begin_partial_reset(driver, seeds, some, env_id is not None)
-        if seeds is not None or driver is None:
-            if seeds is None:
-                seeds = self._seeds if self._lent is None else spread(None, self.num_envs, self.np_random)
-            driver = self._new_pool(seeds)
         self._resets += self.num_envs
+        pools = self._pools
+        if seeds is not None:
+            return pools.renew(seeds)
+        if driver is None:
+            return pools.renew(pools.seeds if pools.lent is None else spread(None, self.num_envs, self.np_random))
         driver.begin_reset(driver.all_ids, force=True)
         return driver
 
@@ -263,39 +237,16 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
         return driver
 
     def _reset_result(self, driver: Driver, timeout: float | None) -> tuple[Any, Infos]:
-        ids, states, leaves, *_ = driver.finish(_deadline(timeout))
+        ids, states, leaves, *_ = driver.finish(deadline_after(timeout))
         reader = self._reader
         if ids is driver.all_ids:
-            result = reader.build(leaves), reader.infos(states)
-        else:
-            assert isinstance(driver, Lockstep)
-            result = reader.build(driver.whole()), reader.scattered_infos(states, ids, self.num_envs)
-        driver.settle()
-        return result
-
-    def _new_pool(self, seeds: list[int]) -> Driver:
-        if self.task.pool_config.get("from_pixels"):
-            rendering.require(self.task)
-        self._drop_pool()
-        pool = self.task.build(seeds)
-        missing = [name for name in ("_send", "_recv", "_reset", "_state_keys") if not hasattr(pool, name)]
-        if missing:
-            raise RuntimeError(f"this version of EnvPool is not supported: its pools have no {', '.join(missing)}")
-        _POOLS.add(pool)
-        self._pools += 1
-        self._seeds = seeds
-        kind = Lockstep if self.batch_size == self.num_envs else FirstReady
-        self._driver = kind(pool, self._kit)
-        return self._driver
-
-    def _drop_pool(self) -> None:
-        driver, self._driver, self._lent = self._driver, None, None
-        if driver is not None:
-            driver.close()
+            return reader.build(leaves), reader.infos(states)
+        assert isinstance(driver, Lockstep)
+        return reader.build(driver.whole()), reader.scattered_infos(states, ids, self.num_envs)
 
     # -- step ------------------------------------------------------------------------------------------------
 
-    @_one_at_a_time
+    @answering
     def step(self, actions: Any) -> StepResult:
         """Step all environments.
 
@@ -313,21 +264,21 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
             ResetNeeded: Before the first reset; without autoreset, where an episode is over.
             AlreadyPendingCallError: An answer is owed, or an environment is in flight.
         """
-        driver = self._driver
+        driver = self._pools.driver
         if driver is None or driver.wire:
             driver = self._pool_driver("step_async")
         driver.begin_step("step", self._checker(actions, driver.all_ids), driver.all_ids)
         self._steps += self.num_envs
         return self._step_result(driver, None)
 
-    @_one_at_a_time
+    @one_at_a_time
     def step_async(self, actions: Any) -> None:
         """Begin a step; see :meth:`step` and :meth:`step_wait`."""
         driver = self._pool_driver("step_async")
         driver.begin_step("step", self._checker(actions, driver.all_ids), driver.all_ids)
         self._steps += self.num_envs
 
-    @_one_at_a_time
+    @answering
     def step_wait(self, timeout: float | None = None) -> StepResult:
         """Fetch the answer to :meth:`step_async`; as :meth:`step`.
 
@@ -341,10 +292,8 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
         return self._step_result(driver, timeout)
 
     def _step_result(self, driver: Driver, timeout: float | None) -> StepResult:
-        rows = driver.finish(_deadline(timeout))
-        result = self._dressed(rows, self._reader.infos(rows[1]))
-        driver.settle()
-        return result
+        rows = driver.finish(deadline_after(timeout))
+        return self._dressed(rows, self._reader.infos(rows[1]))
 
     def _dressed(self, rows: Rows, infos: Infos) -> StepResult:
         _, states, leaves, terminated, truncated, final = rows
@@ -371,7 +320,7 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
         if not self._lock.acquire(blocking=False):
             self._refuse_second_thread("send")
         try:
-            driver = self._driver or self._pool_driver("send")
+            driver = self._pools.driver or self._pool_driver("send")
             ids = driver.choose(env_id)
             driver.begin_step("send", self._checker(actions, ids), ids)
             self._steps += len(ids)
@@ -391,16 +340,23 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
             NoAsyncCallError: Fewer than ``batch_size`` environments are in flight.
             StepTimeout: Not within ``timeout`` seconds; nothing is lost, call again.
         """
+        taking = False  # as in calls.answering
         if not self._lock.acquire(blocking=False):
             self._refuse_second_thread("recv")
         try:
-            driver = self._driver or self._pool_driver("recv")
-            rows = driver.recv(None if timeout is None else _deadline(timeout))
-            result = self._dressed(rows, self._reader.infos_of_rows(rows[1]))
-            driver.taken()
+            try:
+                driver = self._pools.driver or self._pool_driver("recv")
+                rows = driver.recv(None if timeout is None else deadline_after(timeout))
+                result = self._dressed(rows, self._reader.infos_of_rows(rows[1]))
+                taking = True
+                driver.taken()
+            finally:
+                self._lock.release()
             return result
-        finally:
-            self._lock.release()
+        except BaseException:
+            if taking:
+                driver.give_back()
+            raise
 
     reset_send = reset_async
     reset_fetch = reset_wait
@@ -409,7 +365,7 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
 
     # -- pictures and compiled code --------------------------------------------------------------------------
 
-    @_one_at_a_time
+    @one_at_a_time
     def render(self) -> tuple[npt.NDArray[np.uint8], ...] | None:
         """One frame an environment, uint8 of shape ``(height, width, 3)``; ``None`` without a render mode.
 
@@ -425,7 +381,7 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
         rendering.require(self.task)
         return tuple(rendering.frames(driver.pool, driver.all_ids, self.task))
 
-    @_one_at_a_time
+    @one_at_a_time
     def xla(self) -> tuple[Any, Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
         """EnvPool's ``(handle, recv, send, step)`` for use inside ``jax.jit``.
 
@@ -437,22 +393,18 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
             ResetNeeded: Before the first reset (``reset_async`` with first-ready batches).
             RuntimeError: JAX is missing, or EnvPool does not offer this on the platform.
         """
-        driver = self._pool_driver("xla")
-        pool = driver.pool
+        self._pool_driver("xla")
         try:
-            functions: tuple[Any, Any, Any, Any] = pool.xla()
+            return self._pools.lend()
         except Exception as error:
             raise RuntimeError(f"EnvPool cannot compile {self.task.id!r} into JAX programs: {error}") from error
-        driver.close()
-        self._driver, self._lent = None, pool
-        return functions
 
     # -- what can be looked at -------------------------------------------------------------------------------
 
     @property
     def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
         """The seeds of the pool, one for each environment: ``reset(seed=...)`` with them repeats what it did."""
-        return tuple(self._seeds)
+        return tuple(self._pools.seeds)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -466,14 +418,14 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
         ``resets`` asked for; ``pools`` built; ``in_flight`` now; ``num_threads`` of the pool.
         """
         elapsed = max(time.monotonic() - self._began, 1e-9)
-        driver = self._driver
+        driver = self._pools.driver
         threads = int(self.task.config["num_threads"]) or min(self.batch_size, os.cpu_count() or 1)
         return {
             "steps": float(self._steps),
             "steps_per_second": self._steps / elapsed,
             "wait_fraction": (driver.receiver.waited if driver is not None else 0.0) / elapsed,
             "resets": float(self._resets),
-            "pools": float(self._pools),
+            "pools": float(self._pools.built),
             "in_flight": float(driver.flying() if driver is not None else 0),
             "num_threads": float(threads),
         }
@@ -486,7 +438,7 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
         if self.closed:
             phase = Phase.CLOSED
         else:
-            phase = Phase.DEFAULT if self._driver is None else self._driver.phase
+            phase = Phase.DEFAULT if self._pools.driver is None else self._pools.driver.phase
         return f"{type(self).__name__}({name}, num_envs={self.num_envs}{batch}, phase={phase.name})"
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -509,14 +461,14 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
         Args:
             **kwargs: ``timeout`` and ``terminate`` of other vector environments; without meaning here.
         """
-        self._drop_pool()
+        self._pools.drop()
 
     def _pool_driver(self, method: str) -> Driver:
         """The driver of the pool; raises for whatever keeps ``method`` from being used now."""
         self._require_open(method)
-        driver = self._driver
+        driver = self._pools.driver
         if driver is None:
-            if self._lent is not None:
+            if self._pools.lent is not None:
                 raise RuntimeError(
                     f"the pool was handed over to compiled code by xla(), so `{method}` cannot be used: reset() builds a "
                     "new one"
@@ -530,45 +482,10 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
         raise BusyError(f"another thread is in a call on this {type(self).__name__}; `{method}` was refused")
 
     def _require_open(self, method: str) -> None:
-        if self._forked:
+        if self._pools.forked:
             raise ForkedError(
-                f"this {type(self).__name__} belongs to another process (pid {self._owner}); a forked child has none of "
-                f"its threads, so `{method}` would never return: build a new one in the child"
+                f"this {type(self).__name__} belongs to another process (pid {self._pools.owner}); a forked child has none "
+                f"of its threads, so `{method}` would never return: build a new one in the child"
             )
         if self.closed:
             raise ClosedEnvironmentError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
-
-
-def _deadline(timeout: float | None) -> float | None:
-    return None if timeout is None else time.monotonic() + timeout
-
-
-def _with_dtype(space: Any, dtype: npt.DTypeLike | None) -> Any:
-    """``space`` with floats of another dtype."""
-    if dtype is None:
-        return space
-    wanted = np.dtype(dtype)
-    if wanted.kind != "f":
-        raise ValueError(f"action_dtype must be a floating-point dtype, got {wanted}")
-    if isinstance(space, spaces.Dict):
-        return spaces.Dict({key: _with_dtype(inner, wanted) for key, inner in space.spaces.items()})
-    if isinstance(space, spaces.Box) and space.dtype.kind == "f":
-        low, high = space.low.astype(wanted), space.high.astype(wanted)
-        return spaces.Box(low, high, space.shape, dtype=wanted.type)
-    return space
-
-
-_LIVE: weakref.WeakSet[EnvPoolVectorEnv] = weakref.WeakSet()
-_POOLS: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    """The threads of all pools do not exist here: nothing may call a pool, and no pool's destructor may ever run."""
-    for pool in list(_POOLS):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
-    for envs in list(_LIVE):
-        envs._driver, envs._lent, envs._forked = None, None, True
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)

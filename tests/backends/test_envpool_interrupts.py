@@ -1,0 +1,348 @@
+"""Ctrl-C loses nothing, wherever it falls.
+
+Python runs a signal handler before a line, when a function begins, or right after a C function has returned (whose result is
+then gone). :class:`Interruption` raises at the k-th such moment, and the tests let k run through all there are: after each,
+either nothing was sent, or the answer is owed and comes, bit for bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium.error import NoAsyncCallError, ResetNeeded
+
+pytest.importorskip("envpool")
+
+import vecenv
+from vecenv.backends import EnvPoolVectorEnv
+from vecenv.backends.envpool.task import Task
+from vecenv.testing import assert_identical
+
+from .pool_doubles import HiddenPool, SlowPool
+
+PACKAGE = str(Path(vecenv.__file__).parent)
+KINDS = ["line", "call"]
+Make = Callable[..., EnvPoolVectorEnv]
+
+
+class Interruption:
+    """Raises ``KeyboardInterrupt`` in the body, at the ``moment``-th chance (from 0) within this package.
+
+    Args:
+        kind: ``"line"``: before a line; ``"call"``: at the beginning or the end of a function, or right after a C function
+            has returned.
+        moment: Which one.
+    """
+
+    def __init__(self, kind: str, moment: int) -> None:
+        self._kind, self._left = kind, moment
+        self.fired = False
+
+    def __enter__(self) -> Interruption:
+        self._before = sys.gettrace(), sys.getprofile()
+        if self._kind == "line":
+            sys.settrace(self._enter_frame)
+        else:
+            sys.setprofile(self._profile)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, where: TracebackType | None) -> bool:
+        sys.settrace(self._before[0])
+        sys.setprofile(self._before[1])
+        return self.fired and kind is KeyboardInterrupt
+
+    def _enter_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
+        return self._line if frame.f_code.co_filename.startswith(PACKAGE) else None
+
+    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "line":
+            self._chance()
+        return self._line
+
+    def _profile(self, frame: FrameType, event: str, arg: Any) -> None:
+        caller = frame.f_back
+        inside = frame.f_code.co_filename.startswith(PACKAGE)
+        # the outermost return has nothing after it: what was returned is the caller's
+        out = event == "return" and (caller is None or not caller.f_code.co_filename.startswith(PACKAGE))
+        if inside and not out and event in ("call", "return", "c_return"):
+            self._chance()
+
+    def _chance(self) -> None:
+        self._left -= 1
+        if self._left < 0 and not self.fired:
+            self.fired = True
+            raise KeyboardInterrupt
+
+
+def moments(kind: str, least: int = 20) -> Iterator[Interruption]:
+    """One interruption after the other, until three in a row did not come to pass; there must have been ``least``."""
+    unfired = 0
+    for moment in itertools.count():
+        interruption = Interruption(kind, moment)
+        yield interruption
+        unfired = 0 if interruption.fired else unfired + 1
+        if unfired == 3:
+            break
+    assert moment > least, "the path was followed"
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c() -> Iterator[None]:
+    """Python's own handler, also where this was started in the background and SIGINT is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(params=["private", "public"])
+def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """CartPole unless said otherwise, driven by the pool's private functions or by its public ones."""
+    if request.param == "public":
+        build = Task.build
+        monkeypatch.setattr(Task, "build", lambda task, seeds: HiddenPool(build(task, seeds)))
+    made: list[EnvPoolVectorEnv] = []
+
+    def make(num_envs: int = 4, task_id: str = "CartPole-v1", **options: Any) -> EnvPoolVectorEnv:
+        made.append(EnvPoolVectorEnv(task_id, num_envs, **{"num_threads": 1, "seed": 0, **options}))
+        return made[-1]
+
+    yield make
+    for envs in made:
+        envs.close()
+
+
+def zeros(n: int) -> np.ndarray:
+    return np.zeros(n, dtype=np.int64)
+
+
+def in_flight(envs: EnvPoolVectorEnv) -> int:
+    return int(envs.stats()["in_flight"])
+
+
+MODES = {
+    "next step": {},
+    "same step, a reset in every step": {"autoreset_mode": "SameStep", "max_episode_steps": 1},
+    "exact time limit": {"max_episode_steps": 3, "exact_time_limit": True},
+    "same step, exact": {"autoreset_mode": "SameStep", "max_episode_steps": 1, "exact_time_limit": True},
+    "first ready": {"batch_size": 2},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_was_not_sent_or_its_answer_is_owed(make: Make, mode: str, kind: str) -> None:
+    envs, same = make(**MODES[mode]), make(**{**MODES[mode], "batch_size": None})
+    envs.reset()
+    same.reset()
+    for interruption in moments(kind):
+        wanted, found = same.step(zeros(4)), None
+        with interruption:
+            found = envs.step(zeros(4))
+        if found is None and not in_flight(envs):
+            with pytest.raises(NoAsyncCallError):
+                envs.step_wait()
+            found = envs.step(zeros(4))
+        elif found is None:
+            found = envs.step_wait()
+        assert_identical(found, wanted)
+        with pytest.raises(NoAsyncCallError):
+            envs.step_wait()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("timeout", [None, 30.0])
+def test_waiting_for_a_step_can_be_interrupted_anywhere(make: Make, kind: str, timeout: float | None) -> None:
+    envs, same = make(), make()
+    envs.reset()
+    same.reset()
+    for interruption in moments(kind, least=10):
+        wanted, found = same.step(zeros(4)), None
+        envs.step_async(zeros(4))
+        with interruption:
+            found = envs.step_wait(timeout)
+        assert_identical(found or envs.step_wait(timeout), wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("timeout", [None, 30.0])
+@pytest.mark.parametrize("batch_size", [4, 2])
+def test_send_and_recv_can_be_interrupted_anywhere(make: Make, batch_size: int, kind: str, timeout: float | None) -> None:
+    envs, same = make(batch_size=batch_size), make()
+    envs.reset()
+    stream = [same.reset()[0]]
+    seen = [0] * 4
+    envs.send(zeros(4), np.arange(4))
+    for interruption in moments(kind):
+        found = None
+        with interruption:
+            found = envs.recv(timeout)
+        observations, *_, infos = found or envs.recv(timeout)
+        ids = infos["env_id"].tolist()
+        assert len(ids) == batch_size
+        assert infos["reset"].tolist() == (infos["elapsed_step"] == 0).tolist()
+        for row, i in enumerate(ids):
+            seen[i] += 1
+            while len(stream) <= seen[i]:
+                stream.append(same.step(zeros(4))[0])
+            np.testing.assert_array_equal(observations[row], stream[seen[i]][i])
+        again = Interruption(interruption._kind, interruption._left % 40 if interruption.fired else 10**6)
+        with again:
+            envs.send(zeros(batch_size))  # to those of the latest recv
+        if in_flight(envs) < 4:
+            envs.send(zeros(batch_size), infos["env_id"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch_size", [4, 2])
+def test_sending_can_be_interrupted_anywhere(make: Make, batch_size: int, kind: str) -> None:
+    envs, same = make(batch_size=batch_size), make()
+    envs.reset()
+    same.reset()
+    for interruption in moments(kind, least=10):
+        with interruption:
+            envs.send(zeros(4), np.arange(4))
+        if not in_flight(envs):
+            envs.send(zeros(4), np.arange(4))
+        assert in_flight(envs) == 4
+        rows: dict[int, list[float]] = {}
+        while len(rows) < 4:
+            observations, *_, infos = envs.recv()
+            rows |= dict(zip(infos["env_id"].tolist(), observations.tolist(), strict=True))
+        assert [rows[i] for i in range(4)] == same.step(zeros(4))[0].tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch_size", [4, 2])
+def test_a_reset_can_be_interrupted_anywhere(make: Make, batch_size: int, kind: str) -> None:
+    """A seeded one (a new pool) and one that goes on; it is asked for again where it was not begun."""
+    envs, same = make(batch_size=batch_size), make()
+    for seed in (5, None):
+        for interruption in moments(kind):
+            wanted, found = same.reset(seed=seed), None
+            with interruption:
+                found = envs.reset(seed=seed)
+            if found is None and in_flight(envs):
+                found = envs.reset_wait()
+            elif found is None:
+                with pytest.raises((ResetNeeded, NoAsyncCallError)):
+                    envs.reset_wait()
+                found = envs.reset(seed=seed)
+            assert_identical(found, wanted)
+            assert_identical(envs.step(zeros(4)), same.step(zeros(4)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_masked_reset_can_be_interrupted_anywhere(make: Make, kind: str) -> None:
+    options = {"autoreset_mode": "Disabled", "max_episode_steps": 2}
+    envs, same = make(**options), make(**options)
+    envs.reset()
+    same.reset()
+    mask = np.array([True, False, True, False])
+    for interruption in moments(kind):
+        assert_identical(envs.step(zeros(4)), same.step(zeros(4)))
+        wanted, found = same.reset(options={"reset_mask": mask}), None
+        with interruption:
+            found = envs.reset(options={"reset_mask": mask})
+        if found is None:
+            found = envs.reset_wait() if in_flight(envs) else envs.reset(options={"reset_mask": mask})
+        assert_identical(found, wanted)
+        assert_identical(envs.reset(options={"reset_mask": ~mask}), same.reset(options={"reset_mask": ~mask}))
+
+
+# --- real signals -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("timeout", [None, 30.0])
+@pytest.mark.parametrize("batch_size", [4, 2])
+def test_ctrl_c_loses_nothing(make: Make, batch_size: int, timeout: float | None) -> None:
+    """The signal arrives while the answer is waited for; whatever it interrupts, the rows come afterwards."""
+    envs, same = make(4, batch_size=batch_size), make(4)
+    envs.reset()
+    same.reset()
+    SlowPool(envs, 0.1)
+    for _ in range(3):
+        envs.send(zeros(4), np.arange(4))
+        rows: dict[int, list[float]] = {}
+        interrupts = 0
+        timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        while len(rows) < 4:
+            try:
+                observations, *_, infos = envs.recv(timeout)
+                rows |= dict(zip(infos["env_id"].tolist(), observations.tolist(), strict=True))
+            except KeyboardInterrupt:
+                interrupts += 1
+        timer.join()
+        assert interrupts == 1
+        wanted = same.step(zeros(4))[0]
+        assert [rows[i] for i in range(4)] == wanted.tolist()
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, time
+import numpy as np
+from vecenv.backends import EnvPoolVectorEnv
+from vecenv.testing import assert_identical
+
+options = dict(autoreset_mode={mode!r}, max_episode_steps=9, exact_time_limit=True, seed=0, num_threads=1)
+envs, same = EnvPoolVectorEnv("CartPole-v1", 8, **options), EnvPoolVectorEnv("CartPole-v1", 8, **options)
+envs.reset()
+same.reset()
+sys.unraisablehook = lambda *_: None  # a handler may run inside a finalizer
+armed, raised, t = False, 0, 0
+stop = threading.Event()
+
+def handler(signum, frame):
+    if armed:
+        raise KeyboardInterrupt
+
+def disturb():
+    rng = np.random.default_rng(0)
+    while not stop.wait(rng.uniform(0.0002, 0.002)):
+        os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, handler)
+thread = threading.Thread(target=disturb)
+thread.start()
+deadline = time.monotonic() + 1.0
+while time.monotonic() < deadline:
+    wanted = same.step(np.full(8, t % 2))
+    result = None
+    while result is None:
+        pending = envs.stats()["in_flight"] > 0
+        try:
+            armed = True
+            result = envs.step_wait() if pending else envs.step(np.full(8, t % 2))
+            armed = False
+        except KeyboardInterrupt:
+            armed = False
+            raised += 1
+    assert_identical(result, wanted, f"step {{t}}")
+    t += 1
+stop.set()
+thread.join()
+envs.close()
+same.close()
+print(f"{{t}} steps, {{raised}} interrupts")
+assert t > 100 and raised > 20
+"""
+
+
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+def test_interrupts_at_any_moment_lose_no_step(mode: str) -> None:
+    """Many signals at random moments; an interrupted step is finished by step_wait if it was begun."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED.format(mode=mode)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

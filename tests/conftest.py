@@ -20,7 +20,9 @@ import multiprocessing.resource_tracker
 import os
 import re
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -39,9 +41,11 @@ _PR_SET_CHILD_SUBREAPER = 36
 _NATIVE_POOLS = ("jaxlib", "torch", "tensorflow")
 
 
-# Suites that run in a process of their own (test_suites_apart.py starts it), because importing JAX, as EnvPool does too,
-# starts threads that make every later fork in this process unsafe, and says so in a warning each time.
-APART = ("backends", "jax")
+# Suites that run in a process of their own, because importing JAX, as EnvPool does too, starts threads that make every later
+# fork in this process unsafe, and says so in a warning each time. It runs beside this one, which mostly waits.
+APART = ("backends", "distributed", "jax")
+_APART_RUN = pytest.StashKey[tuple["subprocess.Popen[bytes]", Path]]()
+_apart_pid = 0
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -61,7 +65,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked ``slow`` or ``soak``, unless ``-m`` says what to run."""
+    """Leave out what is marked ``slow`` or ``soak``, unless ``-m`` says what to run; wait for the suites apart last."""
+    items.sort(key=_waits_for_the_suites_apart)
     if config.getoption("markexpr"):
         return
     chosen = [item for item in items if not {"slow", "soak"} & {mark.name for mark in item.iter_markers()}]
@@ -70,10 +75,48 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = chosen
 
 
-def pytest_collection_finish() -> None:
+def _waits_for_the_suites_apart(item: pytest.Item) -> bool:
+    return "suites_apart" in getattr(item, "fixturenames", ())
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
     """What there is by now stays; the collections of the fixture below look at what the tests make, which is quick."""
     gc.collect()
     gc.freeze()
+    if session.items and _waits_for_the_suites_apart(session.items[-1]) and not session.config.option.collectonly:
+        _start_the_suites_apart(session.config)
+
+
+def _start_the_suites_apart(config: pytest.Config) -> None:
+    global _apart_pid
+    here = Path(__file__).parent
+    output = Path(tempfile.mkstemp(prefix="suites-apart-")[1])
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(str(here / name) for name in APART)]
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            command, cwd=here.parent, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    _apart_pid = process.pid
+    config.stash[_APART_RUN] = process, output
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    process, output = config.stash.get(_APART_RUN, (None, None))
+    if process is not None and output is not None:
+        if process.poll() is None:  # the session was cut short
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            process.kill()
+            process.wait()
+        output.unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="session")
+def suites_apart(pytestconfig: pytest.Config) -> Callable[[], tuple[int, str]]:
+    """Waits for the suites apart: their exit status and what they printed."""
+    process, output = pytestconfig.stash[_APART_RUN]
+    return lambda: (process.wait(), output.read_text(errors="replace"))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -121,7 +164,7 @@ def _processes() -> dict[tuple[int, float], str]:
     """All descendants. Zombies count only where somebody of this process forgot to wait for them."""
     found = {}
     waited_for = {process.pid for process in multiprocessing.process._children}
-    for process in psutil.Process().children(recursive=True):
+    for process in _family():
         with contextlib.suppress(psutil.NoSuchProcess):
             if process.status() == psutil.STATUS_ZOMBIE and process.pid not in waited_for:
                 _reap_if_adopted(process)
@@ -132,6 +175,24 @@ def _processes() -> dict[tuple[int, float], str]:
                 command = " ".join(process.cmdline()) or process.name()
             found[process.pid, process.create_time()] = f"pid {process.pid}: {command[:200]}"
     return found
+
+
+def _family(pid: int | None = None) -> Iterator[psutil.Process]:
+    """All descendants but the suites apart and theirs, which look after themselves."""
+    for child in _children(os.getpid() if pid is None else pid):
+        if child != _apart_pid:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                yield psutil.Process(child)
+            yield from _family(child)
+
+
+def _children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task")
+    with contextlib.suppress(OSError):  # asking the kernel for the children is far quicker than every process for its parent
+        return [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(pid).children()]
+    return []
 
 
 def _reap_if_adopted(process: psutil.Process) -> None:
@@ -264,7 +325,7 @@ def _is_foreign(name: str) -> bool:
     path = f"/dev/shm/{name}"
     if not os.path.exists(path):
         return True
-    family = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    family = {os.getpid(), *(process.pid for process in _family())}
     for pid in psutil.pids():
         if pid not in family:
             with contextlib.suppress(OSError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from gymnasium.vector import SyncVectorEnv
 
 from vecenv import benchmark
-from vecenv.benchmark import Candidate, Report, Row, Sample, Stream, Summary, VectorRunner
+from vecenv.benchmark import BarePipes, Candidate, Report, Row, Sample, Stream, Summary, VectorRunner
 from vecenv.benchmark.runners import digest
 
 CARTPOLE = partial(benchmark.make_env, "CartPole-v1")
@@ -225,6 +226,33 @@ def test_candidate_that_hangs_is_given_up_and_ended() -> None:
         assert live.ask("run", 0.0, timeout=0.2) == []
         assert live.failed == "gave no answer within 0 s"
         assert math.isnan(live.rate(0.1))
+
+
+def test_a_crowd_lives_only_while_it_is_measured() -> None:
+    candidate = replace(benchmark.bare_pipes_candidate(CARTPOLE, 2), crowd=True)
+    with benchmark.started([candidate]) as (live,):
+        assert live.description == "bare pipes to 2 processes"
+        assert not live.hosts
+        assert live.rate(0.05) > 0
+        assert live.hosts
+        live.rest()
+        assert not live.hosts
+        assert live.usable
+
+
+def test_engines_with_a_process_for_each_of_many_environments_are_crowds() -> None:
+    crowds = [c.name for c in benchmark.default_candidates(CARTPOLE, 64, 2) if c.crowd]
+    assert crowds == ["per-env", "gym-async", "bare-pipes"]
+    assert not any(c.crowd for c in benchmark.default_candidates(CARTPOLE, 8, 2))
+
+
+def test_bare_pipes_step_every_environment_once() -> None:
+    pipes = BarePipes(CARTPOLE, 3)
+    try:
+        assert pipes._step() == 3
+        assert pipes.run(0.05).units % 3 == 0
+    finally:
+        pipes.close()
 
 
 def test_unknown_option_leaves_the_row_out() -> None:

@@ -16,6 +16,7 @@ Before anything is timed, every vecenv candidate replays the trajectories of
 """
 
 from vecenv.benchmark.candidates import (
+    bare_pipes_candidate,
     default_candidates,
     gymnasium_candidate,
     limit_candidate,
@@ -36,6 +37,7 @@ from vecenv.benchmark.plots import draw_bars, draw_scale
 from vecenv.benchmark.runners import (
     SEED,
     BareLoop,
+    BarePipes,
     EnvFn,
     FirstReadyRunner,
     Runner,
@@ -51,6 +53,7 @@ from vecenv.benchmark.runners import (
 __all__ = [
     "SEED",
     "BareLoop",
+    "BarePipes",
     "Candidate",
     "EnvFn",
     "FirstReadyRunner",
@@ -66,6 +69,7 @@ __all__ = [
     "TrajectoryMismatch",
     "Unavailable",
     "VectorRunner",
+    "bare_pipes_candidate",
     "compare",
     "default_candidates",
     "draw_bars",

@@ -11,7 +11,10 @@ from typing import Any
 import gymnasium
 
 from vecenv.benchmark.hosts import Candidate, Unavailable
-from vecenv.benchmark.runners import BareLoop, EnvFn, FirstReadyRunner, Runner, VectorRunner
+from vecenv.benchmark.runners import BareLoop, BarePipes, EnvFn, FirstReadyRunner, Runner, VectorRunner
+
+CROWD = 16
+"""More processes than this, and an engine is alive only while it is measured."""
 
 
 def _build_vecenv(env_fn: EnvFn, num_envs: int, options: Mapping[str, Any]) -> Any:
@@ -26,12 +29,13 @@ def _build_vecenv(env_fn: EnvFn, num_envs: int, options: Mapping[str, Any]) -> A
 def vecenv_candidate(name: str, label: str, env_fn: EnvFn, num_envs: int, **options: Any) -> Candidate:
     """The engine with these options; ``batch_size`` among them makes it run first-ready."""
     make_envs = partial(_build_vecenv, env_fn, num_envs, options)
-    measures = options.get("num_workers") == "auto"
+    workers = options.get("num_workers")
+    crowd = (num_envs if workers is None else 0 if workers == "auto" else workers) > CROWD
     if "batch_size" in options:
         build: Callable[[], Runner] = partial(FirstReadyRunner, make_envs, options["batch_size"])
     else:
         build = partial(VectorRunner, make_envs)
-    return Candidate(name, label, (build,), kind="vecenv", checked=True, alone=measures)
+    return Candidate(name, label, (build,), kind="vecenv", checked=True, alone=workers == "auto", crowd=crowd)
 
 
 def _build_gymnasium(kind: str, env_fn: EnvFn, num_envs: int) -> Any:
@@ -40,7 +44,9 @@ def _build_gymnasium(kind: str, env_fn: EnvFn, num_envs: int) -> Any:
 
 def gymnasium_candidate(name: str, kind: str, env_fn: EnvFn, num_envs: int) -> Candidate:
     build = partial(VectorRunner, partial(_build_gymnasium, kind, env_fn, num_envs))
-    return Candidate(name, f"Gymnasium {kind}", (build,), kind="gymnasium")
+    return Candidate(
+        name, f"Gymnasium {kind}", (build,), kind="gymnasium", crowd=kind == "AsyncVectorEnv" and num_envs > CROWD
+    )
 
 
 def limit_candidate(env_fn: EnvFn, num_envs: int, workers: int) -> Candidate:
@@ -49,6 +55,12 @@ def limit_candidate(env_fn: EnvFn, num_envs: int, workers: int) -> Candidate:
     bounds = [num_envs * i // processes for i in range(processes + 1)]
     builds = tuple(partial(BareLoop, env_fn, a, b - a, num_envs) for a, b in itertools.pairwise(bounds))
     return Candidate("limit", f"the limit: bare loop, {processes} processes", builds, kind="limit")
+
+
+def bare_pipes_candidate(env_fn: EnvFn, num_envs: int) -> Candidate:
+    """What a process per environment costs at least."""
+    build = partial(BarePipes, env_fn, num_envs)
+    return Candidate("bare-pipes", "bare pipes, one process per env", (build,), kind="limit", crowd=num_envs > CROWD)
 
 
 def _workers(count: int) -> str:
@@ -68,6 +80,7 @@ def default_candidates(env_fn: EnvFn, num_envs: int, workers: int) -> list[Candi
         ours("per-env", "vecenv, one process per env"),
         gymnasium_candidate("gym-sync", "SyncVectorEnv", env_fn, num_envs),
         gymnasium_candidate("gym-async", "AsyncVectorEnv", env_fn, num_envs),
+        bare_pipes_candidate(env_fn, num_envs),
         limit_candidate(env_fn, num_envs, workers),
     ]
 

@@ -18,7 +18,7 @@ import gymnasium
 import numpy as np
 
 from vecenv.benchmark.candidates import gymnasium_candidate
-from vecenv.benchmark.hosts import START_TIMEOUT, Candidate, HostFailed, Live, Progress, started
+from vecenv.benchmark.hosts import START_TIMEOUT, WARM_UP, Candidate, HostFailed, Live, Progress, started
 from vecenv.benchmark.runners import SEED, EnvFn, Stream, first_difference
 from vecenv.cores import usable_cores
 
@@ -155,7 +155,7 @@ def _check(lives: list[Live], env_fn: EnvFn, num_envs: int, progress: Progress |
     for i, live in enumerate(suspects):
         if progress:
             progress(f"checking {live.candidate.label}", i, len(suspects))
-        streams = live.ask("trajectory", steps, timeout=START_TIMEOUT) if live.usable else []
+        streams = live.trajectory(steps)
         difference = first_difference(wanted, streams[0]) if streams else None
         if difference is None:
             continue
@@ -202,16 +202,20 @@ def compare(
     with started(candidates, progress) as lives:
         verdict = _check(lives, env_fn, num_envs, progress) if check else "not asked for"
         for live in lives:
-            live.rate(min(seconds, 0.3))  # warm-up: caches, allocators, and the first reset
+            if not live.candidate.crowd:
+                live.rate(min(seconds, WARM_UP))
         rates: dict[str, list[float]] = {live.candidate.name: [] for live in lives}
         for turn in range(repeats):
             for i, live in enumerate(order.sample(lives, len(lives))):
                 if progress:
                     progress(f"round {turn + 1} of {repeats}", turn * len(lives) + i, repeats * len(lives))
                 rates[live.candidate.name].append(live.rate(seconds))
+                live.rest()
         if progress:
             progress("done", 1, 1)
         if inspect_live:
+            for live in lives:
+                live.rate(min(seconds, WARM_UP))
             inspect_live(lives)
         rows = [
             Row(

@@ -27,6 +27,7 @@ from vecenv.benchmark.runners import Runner
 Progress = Callable[[str, int, int], None]  # what is being done, how much of it is done, of how much
 
 START_TIMEOUT = 300.0
+WARM_UP = 0.3  # seconds: caches, allocators, and the first reset
 
 
 class HostFailed(Exception):
@@ -49,6 +50,8 @@ class Candidate:
         kind: ``"vecenv"``, ``"gymnasium"``, ``"other"`` or ``"limit"``: its colour in the plots.
         checked: Its trajectories must equal those of ``SyncVectorEnv``.
         alone: It measures something itself while it starts, and is started before all others for that.
+        crowd: It has many more processes than there are cores, and lives only while it is measured: on a virtual machine
+            the mere existence of so many address spaces slows down whoever runs beside them.
         settle: Seconds to leave the machine alone after its turn, for engines whose idle workers still spin.
         environ: Environment variables that its hosts, and only they, start with.
     """
@@ -59,6 +62,7 @@ class Candidate:
     kind: str = "other"
     checked: bool = False
     alone: bool = False
+    crowd: bool = False
     settle: float = 0.0
     environ: Mapping[str, str] = field(default_factory=dict)
 
@@ -159,11 +163,22 @@ class Live:
         self.failed: str | None = None
         self.missing: str | None = None
         self.description = ""
-        self.hosts = [_Host(build, candidate.environ, self.log) for build in candidate.builds]
+        self.hosts: list[_Host] = []
+        self.start()
 
     @property
     def usable(self) -> bool:
         return self.failed is None and self.missing is None
+
+    def start(self) -> None:
+        """Start its hosts, unless they run."""
+        if not self.hosts:
+            self.hosts = [_Host(build, self.candidate.environ, self.log) for build in self.candidate.builds]
+
+    def rest(self) -> None:
+        """End the hosts of a crowd until they are needed again."""
+        if self.candidate.crowd:
+            self.close()
 
     def _answers(self, timeout: float) -> list[Any]:
         try:
@@ -190,8 +205,24 @@ class Live:
             return []
         return self._answers(timeout)
 
+    def trajectory(self, steps: int) -> list[Any]:
+        """The streams of its hosts; none if it failed."""
+        if not self.usable:
+            return []
+        if not self.hosts:
+            self.start()
+            self.ready()
+        streams = self.ask("trajectory", steps, timeout=START_TIMEOUT) if self.usable else []
+        self.rest()
+        return streams
+
     def rate(self, seconds: float) -> float:
         """Units per second over one sample; NaN if the candidate failed."""
+        if self.usable and not self.hosts:
+            self.start()
+            self.ready()
+            if self.usable:
+                self.ask("run", min(seconds, WARM_UP))
         if not self.usable:
             return math.nan
         samples = self.ask("run", seconds, timeout=60 + 10 * seconds)
@@ -207,7 +238,7 @@ class Live:
 
 @contextmanager
 def started(candidates: Sequence[Candidate], progress: Progress | None = None) -> Iterator[list[Live]]:
-    """All candidates alive at once; nothing of them is left afterwards."""
+    """All candidates alive at once, but for crowds, which were started once and rest; nothing is left afterwards."""
     with tempfile.TemporaryDirectory(prefix="vecenv-bench-") as folder:
         lives: list[Live] = []
         try:
@@ -220,6 +251,7 @@ def started(candidates: Sequence[Candidate], progress: Progress | None = None) -
                     if progress:
                         progress(f"starting {live.candidate.label}", lives.index(live), len(candidates))
                     live.ready()
+                    live.rest()
             order = [candidate.name for candidate in candidates]
             yield sorted(lives, key=lambda live: order.index(live.candidate.name))
         finally:

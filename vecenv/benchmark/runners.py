@@ -10,6 +10,8 @@ import hashlib
 import itertools
 import logging
 import math
+import multiprocessing
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -255,13 +257,13 @@ class BareLoop:
     actions.
     """
 
-    def __init__(self, env_fn: EnvFn, first: int, count: int, num_envs: int) -> None:
+    def __init__(self, env_fn: EnvFn, first: int, count: int, num_envs: int, passes: int | None = None) -> None:
         self.envs = [env_fn() for _ in range(count)]
         space = self.envs[0].action_space
         batched = batch_space(space, num_envs)
         batches = [list(iterate(batched, batch)) for batch in sample_actions(space, num_envs)]
         self._next = itertools.cycle([rows[first : first + count] for rows in batches]).__next__
-        self._passes = max(1, 64 // count)
+        self._passes = passes or max(1, 64 // count)
         self._done = [False] * count
         for i, env in enumerate(self.envs):
             env.reset(seed=SEED + first + i)
@@ -287,3 +289,63 @@ class BareLoop:
     def close(self) -> None:
         for env in self.envs:
             env.close()
+
+
+class BarePipes:
+    """What a process per environment costs at least: two bare pipes and the loop ``read, env.step, write`` in each process.
+
+    No observation, reward or flag comes back; the caller writes five bytes to everybody and reads five from everybody. It
+    stands in the table of the engines to show how much of a step is the machine's switching between processes.
+    """
+
+    def __init__(self, env_fn: EnvFn, num_envs: int) -> None:
+        context = multiprocessing.get_context()
+        self._ends: list[tuple[Any, Any]] = []
+        self._processes = []
+        for env in range(num_envs):
+            theirs_in, ours_out = context.Pipe(duplex=False)
+            ours_in, theirs_out = context.Pipe(duplex=False)
+            others = [end for ends in self._ends for end in ends] if context.get_start_method() == "fork" else []
+            process = context.Process(
+                target=_serve_bare_pipes, args=(env_fn, num_envs, env, theirs_in, theirs_out, [*others, ours_in, ours_out])
+            )
+            process.start()
+            theirs_in.close()
+            theirs_out.close()
+            self._ends.append((ours_in, ours_out))
+            self._processes.append(process)
+        self._readers = [reader.fileno() for reader, _ in self._ends]
+        self._writers = [writer.fileno() for _, writer in self._ends]
+        for reader in self._readers:
+            os.read(reader, 5)
+
+    def describe(self) -> str:
+        return f"bare pipes to {len(self._processes)} processes"
+
+    def _step(self) -> int:
+        for writer in self._writers:
+            os.write(writer, b"step!")
+        for reader in self._readers:
+            os.read(reader, 5)
+        return len(self._readers)
+
+    def run(self, seconds: float) -> Sample:
+        return run_for(self._step, seconds)
+
+    def close(self) -> None:
+        for ends in self._ends:
+            for end in ends:
+                end.close()
+        for process in self._processes:
+            process.join()
+
+
+def _serve_bare_pipes(env_fn: EnvFn, num_envs: int, index: int, reader: Any, writer: Any, others: list[Any]) -> None:
+    for end in others:  # came along with the fork; the end of file would never be seen
+        end.close()
+    step = BareLoop(env_fn, index, 1, num_envs, passes=1)._step
+    source, sink = reader.fileno(), writer.fileno()
+    os.write(sink, b"ready")
+    while os.read(source, 5):
+        step()
+        os.write(sink, b"done!")

@@ -495,5 +495,5 @@ def _cells(array: Array) -> Any:
 
 
 def _own(leaf: Array, ks: Sequence[int] | None) -> Sequence[Any]:
-    rows = leaf if ks is None else leaf[ks]
-    return list(rows) if leaf.ndim == 1 else [row.copy() for row in rows]
+    """Scalars, or rows of a copy made at once: nobody else's, and never the shared block itself."""
+    return list(leaf.copy() if ks is None else leaf[ks])

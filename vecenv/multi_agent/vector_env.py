@@ -209,6 +209,7 @@ class MultiAgentVecEnv:
         self._alive = np.zeros((self.num_envs, self.num_agents), np.bool_)
         self._over = np.zeros(self.num_envs, np.bool_)
         self._begun = np.zeros(self.num_envs, np.bool_)
+        self._all_begun = False
         self._reset_mask: Bools | None = None  # of the latest reset
         self._everyone = np.arange(self.num_envs)
 
@@ -280,6 +281,7 @@ class MultiAgentVecEnv:
         self._rows.reset_async(seed=seeds, options=own)
         self._reset_mask = None if mask is None else mask.copy()
         self._begun[slice(None) if mask is None else mask] = True
+        self._all_begun = bool(self._begun.all())
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """Fetch the answer to :meth:`reset_async`; errors as of ``AsyncVectorEnv.reset_wait``."""
@@ -332,7 +334,7 @@ class MultiAgentVecEnv:
 
     def _require_begun(self, rows: Array) -> None:
         disabled = self.autoreset_mode is AutoresetMode.DISABLED
-        if self._rows.closed or (not disabled and self._begun.all()):
+        if self._rows.closed or (not disabled and self._all_begun):
             return  # what is closed the engine says
         new = rows[~self._begun[rows]].tolist()
         if new:
@@ -357,7 +359,9 @@ class MultiAgentVecEnv:
         """Rows of the engine to what the caller sees; ``silent``: those that a reset left alone."""
         signals = batch["signals"]
         rewards = signals[:, 0].astype(self.reward_dtype)
-        flags = {key: signals[:, line] != 0 for line, key in enumerate(FLAGS, 1)}
+        lines = np.empty((len(FLAGS), *rewards.shape), np.bool_)
+        np.not_equal(signals.swapaxes(0, 1)[1:], 0.0, out=lines)
+        flags = dict(zip(FLAGS, lines, strict=True))
         done = terminated | truncated
         ends = infos.pop("final_obs", None)
         infos.pop("_final_obs", None)
@@ -367,7 +371,7 @@ class MultiAgentVecEnv:
         if "restarted" in infos:
             lost = infos["_restarted"] & truncated
             self._lose(lost, rewards, flags, self._alive[rows])
-        out = agents_to_axis(infos, self.num_agents, len(rows))
+        out = agents_to_axis(infos, self.num_agents, len(rows)) if infos else {}
         mask = flags["agent_mask"]
         out["agent_mask"], out["transition_mask"] = mask, flags["transition_mask"]
         out["env_done"], out["env_terminated"] = done, terminated.copy()
@@ -376,8 +380,9 @@ class MultiAgentVecEnv:
         if self.state_space is not None:
             out["state"] = batch["state"]
         out.update(final)
-        self._alive[rows] = mask
-        self._over[rows] = done if silent is None else silent & self._over
+        where: Any = slice(None) if rows is self._everyone else rows
+        self._alive[where] = mask
+        self._over[where] = done if silent is None else silent & self._over
         return obs, rewards, flags["terminations"], flags["truncations"], out
 
     def _final(self, ends: Array, rewards: Array, flags: dict[str, Bools]) -> dict[str, Any]:

@@ -99,6 +99,7 @@ def test_an_env_fn_that_returns_no_environment_is_an_error() -> None:
         {"start_timeout": 0},
         {"start_timeout": -1},
         {"threads_per_worker": 0},
+        {"strict": "yes"},
     ],
     ids=str,
 )

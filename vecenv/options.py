@@ -52,6 +52,7 @@ def check_options(
     start_timeout: Any,
     threads_per_worker: Any,
     use_caller: Any,
+    strict: Any = False,
 ) -> None:
     """Refuse options that mean nothing, by name and with what is accepted.
 
@@ -82,6 +83,7 @@ def check_options(
         ("start_timeout", start_timeout, seconds(start_timeout), "a number of seconds above 0"),
         ("threads_per_worker", threads_per_worker, threads_per_worker is None or whole(threads_per_worker, 1),
          "None or an int from 1 on"),
+        ("strict", strict, isinstance(strict, bool), "True or False"),
     ]  # fmt: skip
     for name, value, good, accepted in checks:
         if not good:

@@ -24,6 +24,7 @@ from gymnasium.vector import AutoresetMode
 
 from vecenv.channel import Channel, ChannelClosed
 from vecenv.cores import Patience, Seat
+from vecenv.errors import ObservationError
 from vecenv.failure import BlackBox, Lifeline, end_own_group, pack
 from vecenv.observations import KEPT, Put, checked_value, tree_writer
 from vecenv.protocol import Op, Reply
@@ -46,6 +47,7 @@ class Plan:
         expected: The spaces to check every environment against.
         registered: (space, memory) of a custom space with shared-memory functions of its own.
         threads: At most so many threads for BLAS, OpenMP and torch in a worker; ``None``: as they come.
+        strict: An observation that loses finite numbers in the cast to its space is an error and not a warning.
     """
 
     layout: Layout
@@ -53,6 +55,7 @@ class Plan:
     expected: Expected
     registered: tuple[Any, Any] | None = None
     threads: int | None = None
+    strict: bool = False
 
 
 @dataclass(slots=True)
@@ -91,6 +94,8 @@ def make_rows(
     put_final: Put | None = None
 
     def warn(field: str, text: str) -> None:
+        if plan.strict:
+            raise ObservationError(text)
         warnings.append((field, text))
 
     if tree is not None and batch.observations is not None:

@@ -93,6 +93,15 @@ def test_bad_observation_dtype(launch: Launch) -> None:
     assert "float32" in texts[0]
 
 
+def test_bad_observation_dtype_strict(launch: Launch) -> None:
+    """With ``strict=True`` the same is an error, and the environment is rebuilt by the next reset."""
+    envs = launch([Floats, Floats, Floats, functools.partial(Floats, "dtype")], num_workers=2, strict=True)
+    envs.reset(seed=1)
+    with pytest.raises(ObservationError, match=r"env 3: .*camera.*float64 values became infinite .*float32"):
+        envs.step([0] * 4)
+    envs.reset(seed=1)
+
+
 @CHEAP
 def test_too_few_values(launch: Launch, tmp_path: Path) -> None:
     """A step of four values, as Gym once had it: a ValueError that says whose."""

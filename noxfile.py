@@ -2,7 +2,7 @@
 
 import nox
 
-nox.options.sessions = ["tests", "lint"]
+nox.options.sessions = ["tests", "lint", "docs"]
 nox.options.reuse_existing_virtualenvs = True
 
 
@@ -19,3 +19,10 @@ def lint(session: nox.Session) -> None:
     session.install("-e", ".[test,lint]")
     session.run("ruff", "check", ".")
     session.run("mypy")
+
+
+@nox.session(python="3.11")
+def docs(session: nox.Session) -> None:
+    """The documentation site, into site/; any warning is an error."""
+    session.install("-e", ".[docs]")
+    session.run("mkdocs", "build", "--strict")

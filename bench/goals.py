@@ -2,12 +2,13 @@
 
 ``python -m bench goals PART`` runs a part and keeps its figures in ``bench-results/goals-PART.json``;
 ``python -m bench table`` writes every figure found there into ``bench/README.md``, and the last main job's
-into ``README.md``. Nothing else puts a figure there.
+into ``README.md``, with its picture. Nothing else puts a figure there.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -311,6 +312,7 @@ def write_tables(out: Path) -> None:
     if main.exists():
         page = ROOT / "README.md"
         page.write_text(_between(page.read_text(), "measured", main_table(main)))
+        shutil.copyfile(main.with_suffix(".png"), ROOT / "docs" / "cartpole_64.png")
 
 
 __all__ = ["PARTS", "ROWS", "Settings", "compare", "run", "write_tables"]

@@ -80,9 +80,11 @@ def test_bench_of_a_broken_environment_names_its_error(tmp_path: Path) -> None:
 
 
 def test_scale_draws_sizes_and_worker_counts(tmp_path: Path) -> None:
-    done = run("bench", *TINY, "--workers", "2", "--scale", "--engines", "workers-1,limit", "--out", "o", cwd=tmp_path)
+    engines = ["--engines", "workers-1,workers-2,limit"]
+    done = run("bench", *TINY, "--workers", "2", "--scale", *engines, "--out", "o", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "vecenv, 1 worker" in done.stdout
+    for row in ("vecenv, 1 worker", "vecenv, 2 workers", "the limit: bare loop, 2 processes"):
+        assert row in done.stdout
     reports = json.loads((tmp_path / "o" / "CartPole-v1-2-scale.json").read_text())
     assert [report["num_envs"] for report in reports] == [1, 2]
     assert (tmp_path / "o" / "CartPole-v1-2-scale.png").read_bytes().startswith(b"\x89PNG")
@@ -111,6 +113,12 @@ def test_wrong_trajectories_end_with_code_1(
         (["bench", "--engines", "worker"], "no engine 'worker'; did you mean workers? There are: auto,"),
         (["bench", "--engines", ","], "--engines names no engine"),
         (["plan", "CartPol-v1"], "CartPol-v1"),
+        (["watch", "CartPol-v1"], "did you mean CartPole-v1"),
+        (["watch", "CartPole-v1", "--backend", "envpol"], "did you mean 'envpool'"),
+        (["watch", "CartPole-v1", "--out", "a.avi"], "a video is written as .gif or .mp4, got 'a.avi'"),
+        (["watch", "CartPole-v1", "--policy", "nothing"], "a policy is written module:function, got 'nothing'"),
+        (["watch", "CartPole-v1", "--policy", "nosuch_module:act"], "cannot import 'nosuch_module'"),
+        (["watch", "CartPole-v1", "--policy", "json:act"], "'json' has no function 'act'"),
     ],
 )
 def test_wrong_names_say_which_names_there_are(
@@ -133,6 +141,8 @@ def test_wrong_names_say_which_names_there_are(
         (["bench", "--seconds", "inf"], "wants a positive number, got 'inf'"),
         (["bench", "--num_envs=3"], "did you mean --num-envs"),
         (["benhc"], "did you mean bench?"),
+        (["wacth", "CartPole-v1"], "did you mean watch?"),
+        (["top", "--interval", "0"], "wants a positive number, got '0'"),
         ([], "required: COMMAND"),
     ],
 )
@@ -143,7 +153,7 @@ def test_wrong_usage_ends_with_code_2(arguments: list[str], text: str, capsys: p
     assert text in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [[], ["bench"], ["doctor"], ["plan"]])
+@pytest.mark.parametrize("command", [[], ["bench"], ["doctor"], ["plan"], ["watch"], ["top"]])
 def test_help_ends_well(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main([*command, "--help"])
@@ -171,3 +181,29 @@ def test_doctor_speaks_json(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("vecenv.doctor")
     assert cli.main(["doctor", "--json"]) in (0, 1)
     assert json.loads(capsys.readouterr().out)
+
+
+def test_watch_writes_a_video_of_the_users_policy(tmp_path: Path) -> None:
+    (tmp_path / "acting.py").write_text(
+        "import numpy as np\n"
+        "def act(observations):\n"
+        "    assert observations.shape == (3, 4), observations.shape\n"
+        "    return np.zeros(3, np.int64)\n"
+    )
+    options = ["--num-envs", "3", "--steps", "7", "--width", "300", "--policy", "acting:act", "--seed", "1", "--json"]
+    done = run("watch", "CartPole-v1", *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = json.loads(done.stdout)
+    assert (printed["file"], printed["frames"], printed["policy"]) == ("CartPole-v1.gif", 8, "acting:act")
+    assert printed["size"][0] == 300
+    assert (tmp_path / "CartPole-v1.gif").read_bytes().startswith(b"GIF89a")
+    assert "Traceback" not in done.stderr
+
+
+def test_watch_of_something_that_cannot_be_drawn_says_so(tmp_path: Path) -> None:
+    (tmp_path / "tiny_envs.py").write_text(TINY_ENV)
+    done = run("watch", "tiny_envs:Tiny-v0", "--steps", "2", cwd=tmp_path)
+    assert done.returncode == cli.USAGE
+    assert "Traceback" not in done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith("vecenv: ")
+    assert list(tmp_path.glob("*.gif")) == []

@@ -115,7 +115,8 @@ def test_nothing_is_logged_while_nothing_fails(engine: dict[str, Any], recwarn: 
         envs.reset(seed=1)
         envs.step([0, 0])
         envs.call("env_id")
-    assert [str(warning.message) for warning in recwarn] == []
+    # From Python 3.12 on, every fork beside another thread warns, and pytest-timeout has a thread of its own.
+    assert [text for warning in recwarn if "multi-threaded" not in (text := str(warning.message))] == []
 
 
 @engines

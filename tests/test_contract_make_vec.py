@@ -27,7 +27,8 @@ def test_make_vec_builds_it_by_keyword_and_assigns_the_spec(recwarn: pytest.Warn
     assert repr(envs).startswith("AsyncVectorEnv(CartPole-v1, num_envs=2")
     envs.reset(seed=1)
     envs.close()
-    assert [str(warning.message) for warning in recwarn] == []
+    # From Python 3.12 on, every fork beside another thread warns, and pytest-timeout has a thread of its own.
+    assert [text for warning in recwarn if "multi-threaded" not in (text := str(warning.message))] == []
 
 
 @pytest.mark.usefixtures("swapped_in")

@@ -246,7 +246,7 @@ def test_an_unknown_id_names_close_ones(env_id: str, says: str) -> None:
 def test_an_id_of_a_library_names_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in registry if name.startswith("ALE/")]:
         monkeypatch.delitem(registry, name)
-    with pytest.raises(gymnasium.error.UnregisteredEnv, match="pip install ale-py"):
+    with pytest.raises(gymnasium.error.UnregisteredEnv, match=r"pip install 'vecenv\[bench\]'"):
         make_vec("ALE/Pong-v5")
 
 
@@ -306,3 +306,42 @@ except ImportError as error:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert module in done.stdout
     assert f"pip install 'vecenv[{extra}]'" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "says"),
+    [
+        ({"num_envs": 0}, ValueError, "num_envs must be a positive integer, got 0"),
+        ({"num_envs": "8"}, ValueError, "num_envs must be a positive integer, got '8'"),
+        ({"backend": ["process"]}, ValueError, "there is no backend"),
+        ({"vector_kwargs": 3}, TypeError, "vector_kwargs wants a dict"),
+        ({"wrappers": 3}, TypeError, "wrappers wants a sequence of functions"),
+        ({"num_worker": 3}, TypeError, r"vector_kwargs=\{'num_workers': ...\}"),
+    ],
+)
+def test_arguments_of_a_wrong_kind_are_refused(arguments: dict[str, Any], kind: type[Exception], says: str) -> None:
+    with pytest.raises(kind, match=says):
+        make_vec("CartPole-v1", **arguments)
+
+
+def test_a_registration_knows_the_environments_options() -> None:
+    with pytest.raises(TypeError, match="'CartPole-v1' has no option 'gravitee'"):
+        register("CartPole-v1", gravitee=3)
+    with pytest.raises(TypeError, match="register wants an id, got 3"):
+        register(3)  # type: ignore[arg-type]
+
+
+def test_the_ray_backend_gets_functions_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def fake(env_fns: Any, **options: Any) -> AsyncVectorEnv[Any, Any]:
+        seen.update(count=len(env_fns), options=options)
+        return AsyncVectorEnv(env_fns, num_workers=0)
+
+    monkeypatch.setattr(vecenv.make.Backend, "missing", lambda self: [])
+    monkeypatch.setattr("vecenv.backends.RayVectorEnv", fake, raising=False)
+    envs = make_vec("CartPole-v1", 3, "ray", vector_kwargs={"num_hosts": 2}, max_episode_steps=7)
+    assert seen == {"count": 3, "options": {"num_hosts": 2}}
+    assert envs.spec is not None
+    assert envs.spec.id == "CartPole-v1"
+    envs.close()

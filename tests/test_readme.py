@@ -1,47 +1,174 @@
-"""Every Python block of README.md and docs/ runs as it stands, and the README's commands are the ones that CI runs."""
+"""README.md and docs/: every Python block runs as it stands, shell blocks name what exists, and no link leads nowhere."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import os
 import re
+import shlex
 import subprocess
 import sys
+import tempfile
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from vecenv import cli
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
-MISSING = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'\s*\Z")
+BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+SHELL, SHOWN = ("sh", "bash", "console"), ("text", "")  # what is tried in part, and what is not tried at all
+COMPILES = re.compile(r"JaxVectorEnv|\badapt\(|backend=\"(brax|playground)\"")  # physics: 20 s of compiling and more
+MISSING = re.compile(
+    r"^(?:ModuleNotFoundError: No module named '([\w.]+)'|ImportError: .*vecenv\[([\w-]+)\].*)\s*\Z", re.MULTILINE
+)
+# the module by which an extra is known to be there, where the two have different names
+MODULES = {"jax": "jaxlib", "playground": "mujoco_playground", "multi-agent": "pettingzoo", "sb3": "stable_baselines3"}
+# what JAX compiles is kept from one run to the next, as in tests/jax/conftest.py
+CACHE = {
+    "JAX_COMPILATION_CACHE_DIR": str(Path(tempfile.gettempdir()) / "vecenv-test-jax-cache"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+}
 
 
-def blocks() -> list[object]:
+def blocks(languages: tuple[str, ...], pages: list[Path]) -> list[Any]:
+    """The fenced blocks in these languages, as parameters named by file and line."""
     found = []
-    for page in PAGES:
+    for page in pages:
         text = page.read_text()
         for match in BLOCK.finditer(text):
-            line = text.count("\n", 0, match.start()) + 1
-            compiles = "vecenv.jax" in match.group(1) or "JaxVectorEnv" in match.group(1)  # for 20 s and more
-            marks = [pytest.mark.slow] if compiles else []
-            found.append(pytest.param(match.group(1), id=f"{page.relative_to(ROOT)}:{line}", marks=marks))
+            if match.group(1) in languages:
+                name = f"{page.relative_to(ROOT)}:{text.count(chr(10), 0, match.start()) + 1}"
+                marks = [pytest.mark.slow] if COMPILES.search(match.group(2)) else []
+                found.append(pytest.param(match.group(2), id=name, marks=marks))
     return found
 
 
-@pytest.mark.parametrize("block", blocks())
+def there(module: str) -> bool:
+    return importlib.util.find_spec(module.partition(".")[0]) is not None
+
+
+def imported(block: str) -> list[str]:
+    """The modules that a block imports, outside of functions too."""
+    nodes = list(ast.walk(ast.parse(block)))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    return names + [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+
+
+@pytest.mark.parametrize("block", blocks(("python",), PAGES))
 def test_block_runs(block: str, tmp_path: Path) -> None:
-    """A block whose optional library is not installed is skipped; everything else must end with exit code 0."""
+    """In a process of its own, so that JAX and torch stay out of this one. Without its library it is skipped."""
+    for module in imported(block):
+        if not there(module):
+            pytest.skip(f"needs {module}")
     script = tmp_path / "block.py"
     script.write_text(block)
     command = [sys.executable, "-W", "error::ResourceWarning", str(script)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
-    missing = MISSING.search(done.stderr)
-    if done.returncode and missing and importlib.util.find_spec(missing.group(1).partition(".")[0]) is None:
-        pytest.skip(f"needs {missing.group(1)}")
+    environment = {**CACHE, **os.environ}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110, check=False
+    )
+    if done.returncode and (missing := MISSING.search(done.stderr)):
+        module = missing.group(1) or MODULES.get(missing.group(2), missing.group(2))
+        if not there(module):
+            pytest.skip(f"needs {module}")
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def extras() -> set[str]:
+    return set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+
+
+@pytest.mark.parametrize("block", blocks(SHELL, [*PAGES, ROOT / "bench" / "README.md"]))
+def test_shell_block_names_what_exists(block: str) -> None:
+    """Options of the command line, extras, files: all there."""
+    for line in block.splitlines():
+        words = shlex.split(line, comments=True)
+        while words:
+            end = words.index("&&") if "&&" in words else len(words)
+            command, words = words[:end], words[end + 1 :]
+            try_command(command)
+
+
+def try_command(words: list[str]) -> None:
+    while "=" in words[0]:  # NAME=value before the command
+        words = words[1:]
+    if words[0] == "$":
+        words = words[1:]
+    match words:
+        case ["pip", "install", *_]:
+            for wanted in re.findall(r"(?:vecenv|\.)\[([\w,-]+)\]", " ".join(words)):
+                assert set(wanted.split(",")) <= extras(), f"no extra {wanted!r} in pyproject.toml"
+        case ["vecenv", *rest] | ["python", "-m", "vecenv", *rest]:
+            try:
+                cli._build_parser().parse_args(rest)
+            except SystemExit as ended:
+                assert ended.code == 0, f"not a command of vecenv: {shlex.join(words)}"  # 0: --help
+        case ["python", "-m", "bench", *_] | ["nox", *_] | ["mkdocs", *_] | ["git", "clone", *_] | ["cd", *_]:
+            pass
+        case ["python" | "pytest", *rest]:
+            for path in rest:
+                if "/" in path or path.endswith(".py"):
+                    assert (ROOT / path).exists(), f"no {path}"
+        case _:
+            pytest.fail(f"a command this test knows nothing of: {shlex.join(words)}")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_page_has_only_blocks_that_are_tried_and_links_that_lead_somewhere(page: Path) -> None:
+    text = page.read_text()
+    assert {language for language, _ in BLOCK.findall(text)} <= {"python", *SHELL, *SHOWN}
+    assert text.count("```") == 2 * len(BLOCK.findall(text)), "a block that is indented, or not closed"
+    for target in re.findall(r"\]\(([^)\s]+)\)", BLOCK.sub("", text)):
+        if not re.match(r"https?://|#", target):
+            assert (page.parent / target.partition("#")[0]).exists(), f"nothing at {target}"
 
 
 def test_readme_gives_the_two_commands() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     assert 'pip install -e ".[bench]" && vecenv bench CartPole-v1 --num-envs 64' in lines
     assert 'pip install -e ".[test]" && pytest' in lines
+
+
+# --- the site -------------------------------------------------------------------------------------------------------
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    """Of mkdocs.yml, once; and the navigation names no other."""
+    named = re.findall(r"^\s+- (?:[^:\n]+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(named) == sorted(str(page.relative_to(ROOT / "docs")) for page in PAGES[1:])
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "reference").glob("*.md")), ids=lambda page: page.name)
+def test_reference_names_what_exists(page: Path) -> None:
+    """Looked up in the source, so that no optional library is needed."""
+    for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE):
+        assert defined(name), f"no {name}"
+
+
+def defined(name: str) -> bool:
+    """Whether a dotted name is a module, or is bound at the top of one, imports for type checkers included."""
+    parts = name.split(".")
+    path = ROOT.joinpath(*parts)
+    if path.with_suffix(".py").exists() or (path / "__init__.py").exists():
+        return True
+    holder = ROOT.joinpath(*parts[:-1])
+    source = holder / "__init__.py" if holder.is_dir() else holder.with_suffix(".py")
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == parts[-1]:
+            return True
+        if isinstance(node, ast.ImportFrom) and parts[-1] in {alias.asname or alias.name for alias in node.names}:
+            return True
+    return False
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="needs pip install 'vecenv[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    assert built.returncode == 0, built.stderr[-3000:]

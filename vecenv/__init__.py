@@ -14,21 +14,25 @@ from vecenv.plan import Plan, plan
 from vecenv.vector_env import AsyncVectorEnv
 
 if TYPE_CHECKING:
+    from vecenv import adapters as adapters
     from vecenv import backends as backends
     from vecenv import testing as testing
     from vecenv.make import make_vec as make_vec
     from vecenv.make import register as register
+    from vecenv.pictures import render_grid as render_grid
 
 __version__ = "0.1.0"
 
-__all__ = ["AsyncVectorEnv", "Plan", "__version__", "errors", "make_vec", "plan", "register"]
+__all__ = ["AsyncVectorEnv", "Plan", "__version__", "errors", "make_vec", "plan", "register", "render_grid"]
 
 _LAZY: dict[str, str] = {
     # public name -> module that holds it ("" after the colon: the module itself)
     "MultiAgentVecEnv": "vecenv.multi_agent:MultiAgentVecEnv",
+    "adapters": "vecenv.adapters:",
     "jax": "vecenv.jax:",
     "make_vec": "vecenv.make:make_vec",
     "register": "vecenv.make:register",
+    "render_grid": "vecenv.pictures:render_grid",
     "testing": "vecenv.testing:",
     "torch": "vecenv.torch:",
     "backends": "vecenv.backends:",

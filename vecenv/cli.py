@@ -1,43 +1,30 @@
-"""The command line: ``vecenv bench | doctor | plan``, and ``python -m vecenv`` the same.
+"""The command line: ``vecenv bench | doctor | plan | watch | top``, and ``python -m vecenv`` the same.
 
 Every command says what is wrong in one line instead of a traceback, and takes ``--json``. Exit codes: 0 all
-is well; 1 an engine gave wrong answers, or ``doctor`` found a problem; 2 the command was called wrongly, or
-lacks something it needs; 3 something died while it was measured; 130 interrupted.
+is well; 1 an engine gave wrong answers, ``doctor`` found a problem, or ``top`` found no program; 2 the command
+was called wrongly, or lacks something it needs; 3 something died while it was measured; 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
-import difflib
 import importlib
 import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from vecenv import __version__
+from vecenv.usage import INTERRUPTED, USAGE, WRONG, CliError, did_you_mean, one_line, require, resolve
 
-if TYPE_CHECKING:
-    from vecenv.benchmark import Candidate, EnvFn, Progress, Report
-
-__all__ = ["main"]
-
-WRONG, USAGE, DIED, INTERRUPTED = 1, 2, 3, 130
-
-
-class CliError(Exception):
-    """Ends the command with one line on stderr and this exit code."""
-
-    def __init__(self, message: str, code: int = USAGE) -> None:
-        super().__init__(message)
-        self.code = code
+__all__ = ["INTERRUPTED", "USAGE", "WRONG", "main"]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -46,7 +33,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         known = self._known()
         for word in re.findall(r"(?:arguments|choice):\s*'?([\w-]+)", message):
-            message += _did_you_mean(word, known)
+            message += did_you_mean(word, [name for name in known if name.startswith("-") == word.startswith("-")])
         super().error(message)
 
     def _known(self) -> list[str]:
@@ -58,11 +45,6 @@ class _Parser(argparse.ArgumentParser):
                 for name, parser in action.choices.items():
                     known += [name, *parser._known()]
         return list(dict.fromkeys(known))
-
-
-def _did_you_mean(word: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def _positive(kind: type[Any]) -> Callable[[str], Any]:
@@ -129,6 +111,37 @@ def _build_parser() -> _Parser:
     plan.add_argument("--num-envs", type=count, default=64, metavar="N", help="environments (default: 64)")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan.set_defaults(run=_plan)
+
+    watch = commands.add_parser(
+        "watch",
+        help="write a short video of some environments side by side",
+        description="Steps some environments, tiles their frames into one image, and writes a GIF or an MP4.",
+        epilog="A policy is a function of yours: it gets a batch of observations and returns a batch of actions.",
+    )
+    watch.add_argument("env_id", metavar="ENV_ID", help="as for bench")
+    watch.add_argument("--policy", metavar="MODULE:FUNCTION", help="what acts (default: at random)")
+    watch.add_argument("--out", type=Path, metavar="FILE", help=".gif or .mp4 (default: ENV_ID.gif)")
+    watch.add_argument("--num-envs", type=count, default=4, metavar="N", help="environments (default: 4)")
+    watch.add_argument("--steps", type=count, default=200, metavar="N", help="of each environment (default: 200)")
+    watch.add_argument("--backend", default="process", help="as for make_vec: process, envpool, ... (default: process)")
+    watch.add_argument("--seed", type=int, metavar="S", help="of the environments and of the random policy")
+    watch.add_argument("--fps", type=number, default=30.0, metavar="F", help="frames per second (default: 30)")
+    watch.add_argument("--width", type=count, default=800, metavar="W", help="pixels at most (default: 800)")
+    watch.add_argument("--json", action="store_true", help="print what was written as JSON")
+    watch.set_defaults(run=_watch)
+
+    top = commands.add_parser(
+        "top",
+        help="a live table of the workers of running programs",
+        description="Shows the workers of every program of this user that publishes its figures: one that has called "
+        "envs.publish_stats(), or was started with VECENV_TOP=1. Ends with Ctrl-C.",
+        epilog="Exit codes: 0 shown; 1 with --json or --once: no program publishes anything; 2 wrong usage.",
+    )
+    top.add_argument("--pid", type=count, metavar="PID", help="only this program")
+    top.add_argument("--interval", type=number, default=1.0, metavar="S", help="seconds between two readings (default: 1)")
+    top.add_argument("--once", action="store_true", help="print one table and end")
+    top.add_argument("--json", action="store_true", help="print one snapshot as JSON and end")
+    top.set_defaults(run=_top)
     return parser
 
 
@@ -150,155 +163,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-# --- environments by name -------------------------------------------------------------------------
-
-
-def _resolve(env_id: str) -> EnvFn:
-    """The function that makes this environment; unknown ids name close matches."""
-    import gymnasium
-
-    from vecenv.benchmark import make_env
-
-    module, _, name = env_id.rpartition(":")
-    if module:
-        if "" not in sys.path:
-            sys.path.insert(0, "")  # a console script does not look into the current folder
-        try:
-            found = importlib.import_module(module)
-        except ImportError as error:
-            raise CliError(f"cannot import {module!r}, the module of {env_id!r}: {error}") from None
-        if name in gymnasium.registry or callable(getattr(found, name, None)):
-            return partial(make_env, env_id)
-    elif name.startswith("ALE/"):
-        if importlib.util.find_spec("ale_py") is None:
-            raise CliError(f"{env_id} needs ale-py: pip install 'vecenv[bench]'")
-        importlib.import_module("ale_py")
-    if name not in gymnasium.registry:
-        hint = _did_you_mean(name, list(gymnasium.registry))
-        raise CliError(f"no environment {env_id!r} is registered{hint or '; other packages: module:Env-v0'}")
-    return partial(make_env, env_id)
-
-
-# --- bench ----------------------------------------------------------------------------------------
+# --- the commands ---------------------------------------------------------------------------------
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    if arguments.suite is not None:
-        return _suite(arguments.suite)
-    for library in ("rich", "matplotlib"):
-        if importlib.util.find_spec(library) is None:
-            raise CliError(f"vecenv bench needs {library}: pip install 'vecenv[bench]'")
-    from vecenv import benchmark
-    from vecenv.cores import usable_cores
+    require("bench", "rich", "matplotlib")
+    from vecenv.benchmark import command
 
-    env_fn = _resolve(arguments.env_id)
-    measure = partial(_scale if arguments.scale else _main_job, arguments, env_fn)
-    try:
-        return measure(arguments.workers or usable_cores())
-    except benchmark.TrajectoryMismatch as error:
-        raise CliError(f"WRONG RESULTS, nothing was timed: {error}", WRONG) from None
-    except benchmark.HostFailed as error:
-        raise CliError(f"{arguments.env_id}: {error}") from None
-    except OSError as error:
-        raise CliError(f"cannot write the results to {arguments.out}: {error}") from None
-
-
-def _suite(rest: list[str]) -> int:
-    root = Path(__file__).resolve().parent.parent
-    if not (root / "bench" / "__main__.py").exists():
-        raise CliError("the suite is part of a source checkout, and this is an installed package")
-    return subprocess.run([sys.executable, "-m", "bench", *rest], cwd=root, check=False).returncode
-
-
-def _choose(candidates: list[Candidate], names: str | None) -> list[Candidate]:
-    if names is None:
-        return candidates
-    known = {candidate.name: candidate for candidate in candidates}
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    for name in wanted:
-        if name not in known:
-            raise CliError(f"no engine {name!r}{_did_you_mean(name, list(known)) or '.'} There are: {', '.join(known)}")
-    if not wanted:
-        raise CliError(f"--engines names no engine. There are: {', '.join(known)}")
-    return [candidate for candidate in candidates if candidate.name in wanted]
-
-
-def _file_stem(arguments: argparse.Namespace) -> Path:
-    name = re.sub(r"[^\w.-]+", "_", arguments.env_id)
-    stem: Path = arguments.out / f"{name}-{arguments.num_envs}"
-    return stem
-
-
-def _main_job(arguments: argparse.Namespace, env_fn: EnvFn, workers: int) -> int:
-    from vecenv import benchmark
-    from vecenv.benchmark import tables
-
-    candidates = _choose(benchmark.default_candidates(env_fn, arguments.num_envs, workers), arguments.engines)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    with tables.progress_bar() as progress:
-        report = benchmark.compare(
-            arguments.env_id,
-            env_fn,
-            arguments.num_envs,
-            candidates,
-            seconds=arguments.seconds or 1.0,
-            repeats=arguments.repeats or 7,
-            progress=progress,
-        )
-    stem = _file_stem(arguments)
-    files = [stem.with_name(f"{stem.name}.json"), stem.with_name(f"{stem.name}.png")]
-    report.write(files[0])
-    benchmark.draw_bars(report, files[1])
-    if arguments.json:
-        print(json.dumps(report.to_dict(), indent=1))
-    else:
-        tables.print_report(report)
-        print(f"Written: {files[0]}, {files[1]}")
-    return DIED if any(row.failed for row in report.rows) else 0
-
-
-def _scale(arguments: argparse.Namespace, env_fn: EnvFn, workers: int) -> int:
-    from vecenv import benchmark
-    from vecenv.benchmark import tables
-
-    reports: list[Report] = []
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    with tables.progress_bar() as progress:
-        for size in _doubling(arguments.num_envs):
-            reports.append(  # noqa: PERF401
-                benchmark.compare(
-                    arguments.env_id,
-                    env_fn,
-                    size,
-                    _choose(benchmark.scale_candidates(env_fn, size, _doubling(workers)), arguments.engines),
-                    seconds=arguments.seconds or 0.4,
-                    repeats=arguments.repeats or 3,
-                    progress=partial(_with_size, progress, size),
-                )
-            )
-    stem = _file_stem(arguments)
-    files = [stem.with_name(f"{stem.name}-scale.json"), stem.with_name(f"{stem.name}-scale.png")]
-    everything = json.dumps([report.to_dict() for report in reports], indent=1)
-    files[0].write_text(everything + "\n")
-    benchmark.draw_scale(reports, files[1])
-    if arguments.json:
-        print(everything)
-    else:
-        tables.print_scale(reports)
-        print(f"Written: {files[0]}, {files[1]}")
-    return DIED if any(row.failed for report in reports for row in report.rows) else 0
-
-
-def _doubling(top: int) -> list[int]:
-    """1, 2, 4 and so on, up to and with ``top``."""
-    return [1 << k for k in range(top.bit_length()) if 1 << k < top] + [top]
-
-
-def _with_size(progress: Progress, size: int, stage: str, done: int, total: int) -> None:
-    progress(f"{size} environments: {stage}", done, total)
-
-
-# --- doctor and plan ------------------------------------------------------------------------------
+    return command.main(arguments)
 
 
 def _optional_module(name: str) -> Any:
@@ -316,14 +188,68 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     make_plan = _optional_module("vecenv.plan").plan
-    env_fn = _resolve(arguments.env_id)
+    env_fn = resolve(arguments.env_id)
     try:
         plan = make_plan(env_fn, arguments.num_envs)
     except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise CliError(f"{arguments.env_id} cannot be measured: {type(error).__name__}: {first}") from None
+        raise CliError(f"{arguments.env_id} cannot be measured: {one_line(error)}") from None
     if arguments.json:
         print(json.dumps(dataclasses.asdict(plan), indent=1, default=str))
     else:
         print(plan)
     return 0
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    require("watch", "rich", "PIL")
+    if arguments.backend in ("process", "serial"):
+        resolve(arguments.env_id)
+    from vecenv import watch
+    from vecenv.benchmark.tables import progress_bar
+
+    path = arguments.out or Path(re.sub(r"[^\w.-]+", "_", arguments.env_id) + ".gif")
+    names = ("policy", "backend", "num_envs", "steps", "seed", "fps", "width")
+    options = {name: getattr(arguments, name) for name in names}
+    try:
+        with progress_bar() as progress:
+            written = watch.record(arguments.env_id, path, progress=progress, **options)
+    except OSError as error:
+        raise CliError(f"cannot write {path}: {error}") from None
+    except (ValueError, TypeError, ImportError) as error:
+        raise CliError((str(error).strip().splitlines() or [repr(error)])[0]) from None
+    except Exception as error:
+        raise CliError(f"{arguments.env_id} cannot be shown: {one_line(error)}") from None
+    if arguments.json:
+        print(json.dumps(dataclasses.asdict(written), indent=1))
+    else:
+        size = " x ".join(str(pixels) for pixels in written.size)
+        print(f"Written: {written.file}, {written.frames} frames of {size}, {written.seconds:g} s")
+    return 0
+
+
+def _top(arguments: argparse.Namespace) -> int:
+    from vecenv import published, top
+
+    if not published.available():
+        raise CliError("vecenv top needs Linux; envs.stats() gives the figures in the program itself")
+    watcher = top.Watcher(arguments.pid)
+    if not arguments.json:
+        require("top", "rich")
+    if not arguments.json and not arguments.once:
+        from rich.console import Console
+
+        if not Console().is_terminal:
+            raise CliError("top shows a live table in a terminal; elsewhere: --once or --json")
+        with contextlib.suppress(KeyboardInterrupt):  # the way to end it
+            top.show(watcher, Console(), arguments.interval)
+        return 0
+    watcher.read()
+    time.sleep(arguments.interval)
+    programs = watcher.read()
+    if arguments.json:
+        print(json.dumps(top.to_dict(programs), indent=1))
+    elif programs:
+        top.print_table(programs)
+    else:
+        print(f"vecenv: nothing to show: {top.HOW_TO_PUBLISH}", file=sys.stderr)
+    return 0 if programs else WRONG

@@ -24,7 +24,7 @@ from vecenv.cores import seats
 from vecenv.errors import StepTimeout, WorkerDied
 from vecenv.failure import PackedError, RestartBudget, summary
 from vecenv.first_ready import FirstReady
-from vecenv.infos import NO_INFO, InfoReader
+from vecenv.infos import NO_INFO, Definition, InfoReader
 from vecenv.ledger import Ledger
 from vecenv.observations import Store
 from vecenv.pool import PoolOptions, WorkerPool
@@ -101,13 +101,12 @@ class Engine:
         self._seeds = np.random.SeedSequence()
         self._last_good: Any = None
 
-        arena = Arena(layout.size)
+        self.arena = arena = Arena(layout.size)
         self.batch = layout.view(arena.buffer)
         self.store = make_store(self.batch)
         self.layout = layout
         self._reader = InfoReader(self.batch.info_schemas, self.batch.infos)
-        options.seats, options.caller_spins = seats(num_workers)
-        self.pool = WorkerPool(plan, arena, self.batch, options)
+        self.pool = self._open_pool(plan, arena, options, num_workers)
         try:
             self._start(env_fns, plan, num_workers, caller_share)
         except BaseException:
@@ -116,6 +115,10 @@ class Engine:
         self.worker_of: list[AnyWorker] = []
         self._index_workers()
         self.first_ready = FirstReady(self)
+
+    def _open_pool(self, plan: Plan, arena: Arena, options: PoolOptions, num_workers: int) -> WorkerPool:
+        options.seats, options.caller_spins = seats(num_workers)
+        return WorkerPool(plan, arena, self.batch, options)
 
     def _start(self, env_fns: Sequence[Callable[[], Any]], plan: Plan, num_workers: int, caller_share: int) -> None:
         rows = shares(self.num_envs - caller_share, num_workers, caller_share) if num_workers else []
@@ -216,7 +219,7 @@ class Engine:
 
     def _revive(self, workers: Iterable[AnyWorker]) -> None:
         for worker in list(workers):
-            if isinstance(worker, ProcessWorker) and worker.death is not None:
+            if not worker.local and worker.death is not None:
                 self._replace(worker)
 
     def _replace(self, worker: ProcessWorker) -> None:
@@ -236,6 +239,19 @@ class Engine:
             StepTimeout: They are still owed.
             Exception: What an environment raised, or :class:`~vecenv.errors.WorkerDied`.
         """
+        result = self.collect(pending, timeout)
+        if result.failures or result.deaths or pending.lost:
+            self.settle(result, pending)
+        if self.policy.restart and pending.command in ("step", "reset"):
+            self.remember(None)
+        return result
+
+    def collect(self, pending: Pending, timeout: float | None) -> Result:
+        """Wait for the answers to ``pending``, whatever they say.
+
+        Raises:
+            StepTimeout: They are still owed.
+        """
         hang = timeout is None and pending.command in ("step", "reset")
         limit = self.policy.step_timeout if hang else timeout
         late = self.pool.gather(pending.workers, None if limit is None else time.monotonic() + limit)
@@ -247,15 +263,11 @@ class Engine:
         result = self.absorb(answers)
         if pending.command == "step":
             self.env_steps += self.num_envs
-        if result.failures or result.deaths or pending.lost:
-            self.settle(result, pending)
-        if self.policy.restart and pending.command in ("step", "reset"):
-            self._last_good = self.store.batch(copy=True)
         return result
 
     def end_hanging(self, late: Sequence[AnyWorker], limit: float | None) -> None:
         for worker in late:
-            if isinstance(worker, ProcessWorker):
+            if not worker.local:
                 stack = worker.stack()
                 worker.signal(9)
                 worker.bury(
@@ -266,11 +278,11 @@ class Engine:
         text = f"The call to `{_wait_name(command)}` has timed out after {limit} second(s)."
         for worker in late[:4]:
             worker.overdue = True
-            if isinstance(worker, ProcessWorker):
+            if not worker.local:
                 stack = worker.stack()
                 rows = [row for request in list(worker.asked)[:1] for row in request.rows]
                 state = " It is stopped (SIGSTOP)." if worker.is_stopped() else ""
-                text += f"\nenvs {rows}, worker {worker.index}, pid {worker.pid}, during {command}: no answer yet.{state}"
+                text += f"\nenvs {rows}, {worker.who}, during {command}: no answer yet.{state}"
                 text += f"\n{stack}" if stack else ""
         return StepTimeout(text + "\nThe answer is still owed: wait again, or close().")
 
@@ -415,11 +427,12 @@ class Engine:
             envs=sorted(self.failed), command="restart",
         )  # fmt: skip
 
-    def remember(self, rows: list[int]) -> None:
-        """Keep the observations of some rows as their last good ones."""
-        if self._last_good is None:
+    def remember(self, rows: list[int] | None) -> None:
+        """Keep the observations of some rows (``None``: all) as their last good ones."""
+        if self._last_good is None or rows is None:
             self._last_good = self.store.batch(copy=True)
-        _copy_rows(self._last_good, self.store, rows, self.layout)
+        if rows is not None:
+            _copy_rows(self._last_good, self.store, rows, self.layout)
 
     # -- what the caller gets ---------------------------------------------------------------------------------------
 
@@ -427,10 +440,14 @@ class Engine:
         """The infos of all rows as one dict of arrays."""
         if not result.columns:
             return {}
-        finals = self._finals(np.flatnonzero(self.batch.final).tolist()) | result.finals
+        finals = self.finals(np.flatnonzero(self.batch.final).tolist()) | result.finals
         return self._reader.read(None, self.num_envs, result.infos, finals)
 
-    def _finals(self, rows: Sequence[int]) -> dict[int, Any]:
+    def export_infos(self, rows: Any, told: set[int]) -> tuple[Array, Array, dict[int, Definition]]:
+        """The infos of some rows for a reader elsewhere; see :meth:`vecenv.infos.InfoReader.export`."""
+        return self._reader.export(rows, told)
+
+    def finals(self, rows: Sequence[int]) -> dict[int, Any]:
         """Row -> last observation of its episode, for those of ``rows`` that have one in shared memory."""
         tree, leaves = self.layout.observations, self.batch.final_observations
         if leaves is None or tree is None:
@@ -441,7 +458,7 @@ class Engine:
     def infos_of(self, rows: Array, result: Result) -> dict[Any, Any]:
         """The infos of some rows, compact."""
         listed = rows.tolist()
-        finals = self._finals(listed) | result.finals
+        finals = self.finals(listed) | result.finals
         positions = {row: position for position, row in enumerate(listed)}
         return self._reader.read(
             rows,

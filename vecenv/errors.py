@@ -17,6 +17,7 @@ from dataclasses import dataclass
 __all__ = [
     "ArenaError",
     "BusyError",
+    "ClusterError",
     "EnvError",
     "EnvFailed",
     "ErrorRecord",
@@ -82,6 +83,10 @@ class WorkerDied(VecEnvError, RuntimeError):
 
 class HostDied(WorkerDied):
     """A host actor of a cluster backend ended while it was needed."""
+
+
+class ClusterError(VecEnvError, RuntimeError):
+    """A cluster does not have the resources that were asked for; says what is missing. Nothing is left running."""
 
 
 class StepTimeout(VecEnvError, multiprocessing.TimeoutError, TimeoutError):

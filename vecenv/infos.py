@@ -88,7 +88,7 @@ class Schema:
         self.number = number_of(definition)
         self.columns: list[Column] = []
         self._format = ["="]
-        self._size = 0
+        self.size = 0
         self._compile(definition, ())
         self._struct = struct.Struct("".join(self._format))
         self.fits = self._struct.size <= INFO_BYTES
@@ -112,9 +112,9 @@ class Schema:
     def _column(
         self, path: tuple[Any, ...], dtype: np.dtype[Any], shape: tuple[int, ...], kind: type | None, fmt: str
     ) -> None:
-        self.columns.append(Column(path, dtype, shape, self._size, kind))
+        self.columns.append(Column(path, dtype, shape, self.size, kind))
         self._format.append(fmt)
-        self._size += struct.calcsize("=" + fmt)
+        self.size += struct.calcsize("=" + fmt)
 
     def write(self, info: Mapping[Any, Any], record: memoryview) -> bool:
         """Write ``info`` into its record; ``False``, and nothing of use written, if it does not follow this schema."""
@@ -248,6 +248,25 @@ class InfoReader:
         for number, definition in definitions.items():
             if number not in self._schemas:
                 self._schemas[number] = Schema(definition)
+
+    def export(self, rows: Any, told: set[int]) -> tuple[Array, Array, dict[int, Definition]]:
+        """What a reader elsewhere needs of some rows, to write it into arrays of its own.
+
+        Args:
+            rows: An index of rows, as of an array.
+            told: Schemas that the other reader knows; those it is told now are added.
+
+        Returns:
+            uint64 ``(k,)``, the rows' schema numbers; uint8 ``(k, used)``, as much of their records as any schema in use
+            fills; the definitions that are new.
+        """
+        numbers = self._numbers[rows]
+        present = {int(numbers[0])} if (numbers == numbers[0]).all() else set(np.unique(numbers).tolist())
+        schemas = {number: self._schemas[number] for number in present if number > BY_PICKLE}
+        used = max((schema.size for schema in schemas.values()), default=0)
+        news = {number: schemas[number].definition for number in schemas.keys() - told}
+        told.update(news)
+        return numbers, np.ascontiguousarray(self._records[rows, :used]), news
 
     def one(self, row: int) -> dict[Any, Any]:
         """The info of one row that did not come by pickle."""

@@ -39,10 +39,9 @@ class Ledger:
 
     def record(self, failure: Failure, worker: AnyWorker, command: str) -> Exception:
         """The exception of a failure, and its entry in ``errors`` and ``failed``."""
-        who = f"stepped by the caller, pid {worker.pid}" if worker.local else f"worker {worker.index}, pid {worker.pid}"
         packed = failure.error
         text = packed.text if isinstance(packed, PackedError) else ""
-        error = raise_ready(packed, f"env {failure.env}, {who}, during {command}")
+        error = raise_ready(packed, f"env {failure.env}, {worker.who}, during {command}")
         if "daemonic processes are not allowed" in summary(error):
             error.add_note("environments that start processes of their own need AsyncVectorEnv(..., daemon=False)")
         record = ErrorRecord(
@@ -102,7 +101,7 @@ def _one_death(deaths: Sequence[WorkerDied]) -> WorkerDied:
         return deaths[0]
     first = deaths[0]
     text = f"{len(deaths)} workers died:\n" + "\n".join(str(death) for death in deaths)
-    return WorkerDied(
+    return type(first)(
         text, worker=first.worker, envs=sorted(row for death in deaths for row in death.envs), pid=first.pid,
         exitcode=first.exitcode, command=first.command,
     )  # fmt: skip

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
 import gymnasium
+import numpy as np
 from gymnasium.envs.registration import EnvSpec, _find_spec, load_env_creator, registry
 from gymnasium.vector import VectorEnv
 
@@ -50,8 +51,9 @@ def make_vec(
             ``vector_kwargs`` says ``num_workers``, and started by ``"forkserver"`` where JAX or torch are imported, because
             their threads do not survive a fork. ``"serial"``: the same class in this process. ``"envpool"``: EnvPool's C++
             threads, :class:`vecenv.backends.EnvPoolVectorEnv`. ``"brax"`` and ``"playground"``: on the accelerator.
+            ``"ray"``: worker processes on the machines of a Ray cluster, :class:`vecenv.backends.RayVectorEnv`.
         vector_kwargs: Options of the vector environment, as ``{"autoreset_mode": ..., "batch_size": 16}``.
-        wrappers: Functions that wrap each environment. For ``"process"`` and ``"serial"``.
+        wrappers: Functions that wrap each environment. For ``"process"``, ``"serial"`` and ``"ray"``.
         **env_kwargs: For the environment, as ``render_mode=`` or ``max_episode_steps=``.
 
     Returns:
@@ -59,15 +61,13 @@ def make_vec(
 
     Raises:
         gymnasium.error.UnregisteredEnv: No such environment; names close ones.
-        ValueError: No such backend; lists them. Wrappers where there are no Python environments to wrap.
-        TypeError: An option that does not exist; lists those that do.
+        ValueError: No such backend; lists them. Wrappers where there are no Python environments to wrap. ``num_envs`` is no
+            positive integer.
+        TypeError: An option that does not exist; lists those that do. An argument of a wrong kind.
         ImportError: A library is missing; says what to install.
     """
-    row = _BACKENDS.get(backend)
-    if row is None:
-        _unknown_backend(backend)
-    row.require(backend)
-    given = dict(vector_kwargs or {})
+    row = _backend(backend)
+    given = _options(vector_kwargs)
     kwargs = dict(env_kwargs)
     if isinstance(id_or_env_fn, EnvSpec):
         # as Gymnasium has it: the spec of a vector environment says how it was made
@@ -77,7 +77,9 @@ def make_vec(
         wrappers = recorded.pop("wrappers", wrappers)
         recorded.pop("vectorization_mode", None)
         kwargs = {**recorded, **kwargs}
-    request = Request(id_or_env_fn, num_envs, given, tuple(wrappers or ()), kwargs)
+    if isinstance(num_envs, bool) or not isinstance(num_envs, (int, np.integer)) or num_envs < 1:
+        raise ValueError(f"num_envs must be a positive integer, got {num_envs!r}")
+    request = Request(id_or_env_fn, int(num_envs), given, _wrappers(wrappers), kwargs)
     envs = row.build(request)
     if (spec := request.result_spec(row.mode, envs.unwrapped.spec)) is not None:
         envs.unwrapped.spec = spec
@@ -102,13 +104,14 @@ def register(id: str, *, backend: str = "process", vector_kwargs: Mapping[str, A
     Raises:
         As :func:`make_vec` for what can be told without building an environment.
     """
-    row = _BACKENDS.get(backend)
-    if row is None:
-        _unknown_backend(backend)
-    row.require(backend)
-    row.find(id)
+    row = _backend(backend)
+    if not isinstance(id, str):
+        raise TypeError(f"register wants an id, got {id!r}")
+    found = row.find(id)
+    if isinstance(found, EnvSpec):
+        _check_env_options(found, env_kwargs)
     name = f"vecenv/{id.rpartition(':')[2].replace('/', '-')}"
-    kwargs = {**env_kwargs, "id": id, "backend": backend, "options": dict(vector_kwargs or {})}
+    kwargs = {**env_kwargs, "id": id, "backend": backend, "options": _options(vector_kwargs)}
     registry.pop(name, None)
     gymnasium.register(name, vector_entry_point="vecenv.make:_make_registered", kwargs=kwargs)
     return name
@@ -235,10 +238,31 @@ def _other_places(env_id: str) -> str:
 
 _LIBRARIES = {
     # namespace of an id -> the module that registers it, and its package
-    "ALE": ("ale_py", "ale-py"),
+    "ALE": ("ale_py", "'vecenv[bench]'"),
     "MiniGrid": ("minigrid", "minigrid"),
     "dm_control": ("shimmy", "'shimmy[dm-control]'"),
 }
+
+
+def _backend(name: str) -> Backend:
+    """The row of a backend whose libraries are there."""
+    row = _BACKENDS.get(name) if isinstance(name, str) else None
+    if row is None:
+        _unknown_backend(name)
+    row.require(name)
+    return row
+
+
+def _options(vector_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    if vector_kwargs is not None and not isinstance(vector_kwargs, Mapping):
+        raise TypeError(f"vector_kwargs wants a dict of options of the vector environment, got {vector_kwargs!r}")
+    return dict(vector_kwargs or {})
+
+
+def _wrappers(wrappers: Wrappers | None) -> tuple[Callable[[Any], Any], ...]:
+    if wrappers is not None and not (isinstance(wrappers, Sequence) and all(callable(wrapper) for wrapper in wrappers)):
+        raise TypeError(f"wrappers wants a sequence of functions that wrap an environment, got {wrappers!r}")
+    return tuple(wrappers or ())
 
 
 def _unknown_backend(backend: str) -> NoReturn:
@@ -254,15 +278,17 @@ def _unknown_backend(backend: str) -> NoReturn:
 # --- option names -------------------------------------------------------------------------------
 
 
-def _check_names(given: Iterable[str], accepted: Iterable[str], whose: str, *, elsewhere: Iterable[str] = ()) -> None:
+def _check_names(given: Iterable[str], accepted: Iterable[str], whose: str, *, elsewhere: Sequence[str] = ()) -> None:
     accepted = list(accepted)
     for name in given:
         if name in accepted:
             continue
         close = difflib.get_close_matches(name, accepted, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
-        if name in elsewhere:
-            hint = f" It is an option of the vector environment: vector_kwargs={{{name!r}: ...}}."
+        other = [name] if name in elsewhere else difflib.get_close_matches(name, elsewhere, n=1, cutoff=0.8)
+        if other:
+            what = "It" if other == [name] else f"{other[0]!r}"
+            hint = f" {what} is an option of the vector environment: vector_kwargs={{{other[0]!r}: ...}}."
         raise TypeError(f"{whose} has no option {name!r}.{hint} Options: {', '.join(accepted)}")
 
 
@@ -342,6 +368,12 @@ def _wrapped(env: gymnasium.Env[Any, Any], wrappers: Wrappers) -> gymnasium.Env[
     return env
 
 
+def _ray(request: Request) -> AnyVectorEnv:
+    from vecenv.backends import RayVectorEnv
+
+    return RayVectorEnv([_env_fn(request)] * request.num_envs, **request.vector_kwargs)
+
+
 def _envpool(request: Request) -> AnyVectorEnv:
     from vecenv.backends import EnvPoolVectorEnv
 
@@ -368,4 +400,5 @@ _BACKENDS: dict[str, Backend] = {
     "envpool": Backend(_envpool, _find_envpool, ("envpool",), "envpool"),
     "brax": Backend(functools.partial(_jax_native, "brax"), str, ("jax", "brax"), "brax"),
     "playground": Backend(functools.partial(_jax_native, "playground"), str, ("jax", "mujoco_playground"), "playground"),
+    "ray": Backend(_ray, find_spec, ("ray",), "ray", mode="async"),
 }

@@ -41,7 +41,7 @@ from vecenv.workers import AnyWorker, CallerWorker, ProcessWorker, Request, envs
 if sys.platform != "win32":
     import resource
 
-__all__ = ["PoolOptions", "WorkerPool", "refuse_to_start_while_importing_main"]
+__all__ = ["PoolOptions", "WorkerPool", "dump_env_fn", "refuse_to_start_while_importing_main"]
 
 _CLOSING: Final = 0  # the sequence number of the last message; all others are above 0
 _PLAIN: Final = int(Reply.PLAIN)
@@ -93,6 +93,7 @@ class WorkerPool:
         self.abandoned = False
         self.failures_in_close: list[tuple[Failure, AnyWorker]] = []
         self.time_waiting = 0.0
+        self.replaced = 0  # how many workers were
         self._plan = plan
         self._arena = arena
         self.batch = batch
@@ -139,7 +140,8 @@ class WorkerPool:
         context = self._options.context
         forks = context.get_start_method() == "fork"
         env_fns = self._env_fns[index]
-        blobs = env_fns if forks else [_dump_env_fn(row, fn) for row, fn in zip(rows, env_fns, strict=True)]
+        why = "the start method of its worker needs"
+        blobs = env_fns if forks else [dump_env_fn(row, fn, why) for row, fn in zip(rows, env_fns, strict=True)]
         seats = self._options.seats
         ours: list[Any] = []  # to be closed if the start fails
         theirs: list[Any] = []  # to be closed here in any case
@@ -215,6 +217,7 @@ class WorkerPool:
             self._end([new], 0.0, terminate=True)
             raise
         self.workers[self.workers.index(worker)] = new
+        self.replaced += 1
         self._add_to_any(new)
         return ready
 
@@ -455,12 +458,13 @@ def _preload(context: Any) -> None:
             context.set_forkserver_preload(["__main__", "vecenv.worker"])
 
 
-def _dump_env_fn(env: int, env_fn: Callable[[], Any]) -> bytes:
+def dump_env_fn(env: int, env_fn: Callable[[], Any], who_needs_it: str) -> bytes:
+    """Pickle what builds an environment; a note on the error says which one could not be."""
     try:
         blob: bytes = cloudpickle.dumps(env_fn)
         return blob
     except Exception as error:
-        error.add_note(f"env_fns[{env}] ({env_fn!r}) cannot be pickled, which the start method of its worker needs")
+        error.add_note(f"env_fns[{env}] ({env_fn!r}) cannot be pickled, which {who_needs_it}")
         raise
 
 

@@ -28,6 +28,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.async_vector_env import AsyncState
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
+from vecenv import published
 from vecenv.actions import ActionStage
 from vecenv.cores import usable_cores
 from vecenv.engine import Engine, Policy
@@ -37,6 +38,7 @@ from vecenv.options import check_options, workers_and_share
 from vecenv.plan import Plan as WorkerPlan
 from vecenv.pool import PoolOptions, WorkerPool, refuse_to_start_while_importing_main
 from vecenv.protocol import Op, Phase, advance
+from vecenv.published import StatsCard
 from vecenv.requests import Pending
 from vecenv.rows import Expected
 from vecenv.shm import Batch, Layout, fixed_tree
@@ -100,6 +102,8 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         start_timeout: Seconds a worker has to build its environments.
         threads_per_worker: Cap for BLAS, OpenMP and torch threads in a worker. Default: the usable cores divided by the
             workers.
+        strict: Float observations that become infinite in the cast to the space's dtype are an
+            :class:`~vecenv.errors.ObservationError`; without it, one warning.
 
     Raises:
         RuntimeError: Spaces of environments do not go together; the environment is named.
@@ -112,6 +116,8 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
     observations of ``observation_space``; rewards float64, flags bool, all ``(num_envs,)`` and fresh; infos a dict of arrays
     with a mask ``_key`` for every key.
     """
+
+    _engine_class: type[Engine] = Engine
 
     def __new__(
         cls,
@@ -151,6 +157,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         step_timeout: float | None = None,
         start_timeout: float = 60.0,
         threads_per_worker: int | None = None,
+        strict: bool = False,
     ) -> None:
         refuse_to_start_while_importing_main()
         self.closed = True  # until there is something to close
@@ -173,12 +180,13 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         self.num_envs = len(env_fns)
         check_options(
             self.num_envs, num_workers, batch_size, on_failure, restart_limit, restart_period, step_timeout, start_timeout,
-            threads_per_worker, use_caller,
+            threads_per_worker, use_caller, strict,
         )  # fmt: skip
         self._read_spaces(env_fns)
         self.batch_size = self.num_envs if batch_size is None else batch_size
         self._latest = np.arange(self.num_envs)
         self._pending: Pending | None = None
+        self._card: StatsCard | None = None
         self._interrupted = False
         self._closing = False
         mp = multiprocessing.get_context(context)
@@ -186,7 +194,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         isolate = policy.restart or step_timeout is not None
         self.num_workers, share, self.plan = workers_and_share(env_fns, num_workers, use_caller, isolate, mp, start_timeout)
         threads = threads_per_worker or max(1, usable_cores() // max(self.num_workers, 1))
-        self._engine = self._start_engine(mp, policy, share, threads)
+        self._engine = self._start_engine(mp, policy, share, threads, strict)
         self._pool: WorkerPool = self._engine.pool
         self._owner = multiprocessing.current_process().pid
         layout = self._engine.layout
@@ -201,7 +209,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
             self.close(terminate=True)
             raise
 
-    def _start_engine(self, context: Any, policy: Policy, share: int, threads: int) -> Engine:
+    def _start_engine(self, context: Any, policy: Policy, share: int, threads: int, strict: bool) -> Engine:
         """Lay out the shared memory, choose how observations travel, and start the workers."""
         observations = fixed_tree(self.single_observation_space) if self.shared_memory else None
         actions = fixed_tree(self.single_action_space, "action")
@@ -221,9 +229,10 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
             Expected(self.observation_mode, self.single_observation_space, self.single_action_space),
             None if registered is None else (self.single_observation_space, registered.memory),
             threads,
+            strict,
         )
         options = PoolOptions(context, self.daemon, type(self).__name__, policy.start_timeout, self.max_concurrency)
-        return Engine(self.env_fns, layout, make_store, plan, options, policy, self.num_workers, share)
+        return self._engine_class(self.env_fns, layout, make_store, plan, options, policy, self.num_workers, share)
 
     # -- spaces -----------------------------------------------------------------------------------------------------
 
@@ -325,6 +334,8 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
             options = {key: value for key, value in options.items() if key != "reset_mask"}
         if not self._engine.first_ready.idle:
             self._engine.first_ready.drain(None)
+        if self._card is None and published.asked_for(self._engine):
+            self._publish(None)
         self._pending = self._engine.ask_reset(seeds, options, mask)
         self._phase = after
 
@@ -432,6 +443,8 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
             raise
         self._pending = None
         self._phase = after
+        if self._card is not None:
+            self._card.update()
         return result
 
     # -- first-ready batches ----------------------------------------------------------------------------------------
@@ -503,6 +516,8 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         infos = engine.infos_of(rows, result)
         infos["env_id"], infos["_env_id"] = rows.copy(), np.ones(len(rows), np.bool_)
         self._latest = rows
+        if self._card is not None:
+            self._card.update()
         batch = engine.batch
         return engine.store.take(rows), batch.rewards[rows], batch.terminations[rows], batch.truncations[rows], infos
 
@@ -661,6 +676,31 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         """
         return self._engine.stats()
 
+    @_one_at_a_time
+    def publish_stats(self, name: str | None = None) -> None:
+        """Let ``vecenv top``, run by the same user on this machine, show the workers until :meth:`close`.
+
+        The environment variable ``VECENV_TOP=1`` does the same for a whole program, from the first reset on. Nothing is
+        written to disk and nothing listens; an answer costs half a microsecond more. Linux only.
+
+        Args:
+            name: What to call it there; default: the environments' id.
+
+        Raises:
+            NotImplementedError: Not on this system, or not with workers on other machines.
+            ClosedEnvironmentError: It is closed.
+        """
+        if self._phase is Phase.CLOSED:
+            advance(self._phase, "call_async", type(self).__name__)
+        if not published.available() or not published.has_counters(self._engine):
+            raise NotImplementedError("publish_stats() needs Linux and workers on this machine; stats() is there everywhere")
+        self._publish(name)
+
+    def _publish(self, name: str | None) -> None:
+        if self._card is not None:
+            self._card.close()
+        self._card = StatsCard(name or (self.spec.id if self.spec is not None else type(self).__name__), self._engine)
+
     def __repr__(self) -> str:
         name = f"{self.spec.id}, " if self.spec is not None else ""
         if not hasattr(self, "_engine"):
@@ -689,7 +729,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         self._closing = True
         if not self._lock.acquire(blocking=False):  # another thread is waiting for an answer: there will be none
             for worker in list(self._pool.workers):
-                if isinstance(worker, ProcessWorker):
+                if not worker.local:
                     worker.signal(9)
             self._lock.acquire(timeout=10.0)
         try:
@@ -698,6 +738,8 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         finally:
             self.closed = True
             self._phase = Phase.CLOSED
+            if self._card is not None:
+                self._card.close()
             with contextlib.suppress(RuntimeError):
                 self._lock.release()
 

@@ -29,12 +29,12 @@ from vecenv.rows import EnvRows, Failure, Outcome
 from vecenv.wire import load
 from vecenv.worker import answer
 
-__all__ = ["Answer", "AnyWorker", "CallerWorker", "ProcessWorker", "Request"]
+__all__ = ["COMMANDS", "Answer", "AnyWorker", "CallerWorker", "Desk", "ProcessWorker", "Request"]
 
 _PLAIN: Final = int(Reply.PLAIN)
 _LAST_MOMENTS: Final = 0.5  # between the end of a worker's pipe and the end of its process
 _REAP: Final = 0.5  # for the exit code of a process that has ended
-_COMMANDS: Final = {
+COMMANDS: Final = {
     Op.STEP: "step", Op.STEP_SOME: "step", Op.RESET: "reset", Op.RESET_SOME: "reset", Op.REBUILD_SOME: "reset",
     Op.CALL: "call", Op.SET_ATTR: "set_attr", Op.EXEC: "exec_func", Op.CLOSE: "close",
 }  # fmt: skip
@@ -60,8 +60,10 @@ class Answer:
     death: WorkerDied | None = None
 
 
-class _Desk:
-    """What both kinds of worker have: their rows, and the two queues."""
+class Desk:
+    """What all kinds of worker have: their rows, the two queues, and ``who`` they are in texts."""
+
+    who: str
 
     def __init__(self, index: int, rows: range) -> None:
         self.index = index
@@ -85,7 +87,7 @@ class _Interrupted(EnvError):
     """Ctrl-C came while the caller was stepping its own share."""
 
 
-class CallerWorker(_Desk):
+class CallerWorker(Desk):
     """The caller's own share: its environments live in this process and step when somebody waits for them."""
 
     local: Literal[True] = True
@@ -96,6 +98,7 @@ class CallerWorker(_Desk):
         self._rows = env_rows
         self.pid = os.getpid()
         self.overdue = False
+        self.who = f"stepped by the caller, pid {self.pid}"
 
     def __repr__(self) -> str:
         return f"CallerWorker(envs={_span(self.rows)}, asked={len(self.asked)})"
@@ -124,7 +127,7 @@ class CallerWorker(_Desk):
         return self._rows.close()
 
 
-class ProcessWorker(_Desk):
+class ProcessWorker(Desk):
     """A worker process, seen from the caller."""
 
     local: Literal[False] = False
@@ -144,6 +147,7 @@ class ProcessWorker(_Desk):
         self.channel = channel
         self.black_box = black_box
         self.pid: int = process.pid
+        self.who = f"worker {index}, pid {self.pid}"
         self.exitcode: int | None = None
         self.overdue = False  # an answer did not come in time; close() is less patient then
         self.with_caller = with_caller
@@ -240,7 +244,7 @@ class ProcessWorker(_Desk):
         """Find out how the worker ended; everything it was asked is lost."""
         if self.death is not None:
             return
-        command = _COMMANDS[self.asked[0].op] if self.asked else "idle"
+        command = COMMANDS[self.asked[0].op] if self.asked else "idle"
         if not self._watch_says_dead():  # whatever it is that has no pipe any more, it is no worker
             self.signal(signal.SIGKILL)
             reason = reason or "it closed its pipe, and was ended for that"

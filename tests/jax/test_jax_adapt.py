@@ -282,6 +282,55 @@ def test_jumanji_last_is_split_by_the_discount() -> None:
     assert "moves" in state.info
 
 
+NO_GYMNAX = "needs gymnax, which asks for an older Gymnasium than vecenv: pip install gymnax six, then gymnasium again"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "action"), [("CartPole-v1", 1), ("MountainCarContinuous-v0", [0.5]), ("Catch-bsuite", 2)])
+def test_gymnax_steps_as_gymnax_does(name: str, action: Any) -> None:
+    gymnax = pytest.importorskip("gymnax", reason=NO_GYMNAX)
+    theirs, params = gymnax.make(name)
+    ours = adapt((theirs, params))
+    init, step = jax.jit(ours.init), jax.jit(ours.step)
+    state, obs = init(KEY)
+    raw_obs, raw = jax.jit(theirs.reset_env)(KEY, params)
+    np.testing.assert_array_equal(obs, raw_obs)
+    assert np.asarray(obs) in ours.single_observation_space
+    action = np.asarray(action, ours.single_action_space.dtype)
+    assert action in ours.single_action_space
+    for i in range(5):  # (here the parameters are constants of the program: it may be rounded differently)
+        key = jax.random.PRNGKey(i)
+        state, obs, reward, terminated, truncated, _ = step(state, action, key)
+        raw_obs, raw, raw_reward, raw_terminated, _ = jax.jit(theirs.step_env)(key, raw, action, params)
+        np.testing.assert_allclose(obs, raw_obs, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(reward, raw_reward, rtol=1e-6)
+        assert bool(terminated) == bool(raw_terminated)
+        assert bool(truncated) == bool(theirs.is_truncated(raw, params))
+
+
+@pytest.mark.slow
+def test_jumanji_steps_as_jumanji_does() -> None:
+    jumanji = pytest.importorskip("jumanji", reason="needs jumanji")
+    theirs = jumanji.make("Snake-v1")
+    ours = adapt(theirs)
+    state, obs = jax.jit(ours.init)(KEY)
+    raw, timestep = jax.jit(theirs.reset)(KEY)
+    ends = 0
+    for _ in range(12):  # into a wall
+        assert set(obs) == set(timestep.observation._fields)
+        assert jax.tree.map(np.asarray, obs) in ours.single_observation_space
+        for field, value in timestep.observation._asdict().items():
+            np.testing.assert_array_equal(obs[field], value)
+        action = jnp.int32(1)
+        state, obs, reward, terminated, truncated, _ = jax.jit(ours.step)(state, action, KEY)
+        raw, timestep = jax.jit(theirs.step)(raw, action)
+        assert float(reward) == float(timestep.reward)
+        assert bool(terminated | truncated) == bool(timestep.last())
+        assert bool(terminated) == bool(timestep.last() and timestep.discount == 0)
+        ends += bool(timestep.last())
+    assert ends
+
+
 def test_rewards_of_several_agents_are_refused() -> None:
     class Several(Jumanji):
         def step(self, state: Any, action: Any) -> Any:

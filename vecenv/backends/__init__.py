@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vecenv.backends.envpool import EnvPoolVectorEnv
     from vecenv.backends.jax_native import JaxVectorEnv
+    from vecenv.backends.ray import RayVectorEnv
 
-__all__ = ["EnvPoolVectorEnv", "JaxVectorEnv"]
+__all__ = ["EnvPoolVectorEnv", "JaxVectorEnv", "RayVectorEnv"]
 
 _LAZY: dict[str, str] = {
     # public name -> module that defines it
     "EnvPoolVectorEnv": "vecenv.backends.envpool",
     "JaxVectorEnv": "vecenv.backends.jax_native",
+    "RayVectorEnv": "vecenv.backends.ray",
 }
 
 
@@ -27,7 +29,12 @@ def __getattr__(name: str) -> Any:
         module = _LAZY[name]
     except KeyError:
         raise AttributeError(f"module 'vecenv.backends' has no attribute {name!r}") from None
-    value = getattr(importlib.import_module(module), name)
+    try:
+        value = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name not in ("jax", "jaxlib"):
+            raise
+        raise ImportError(f"{name} needs JAX: pip install 'vecenv[jax]'") from error
     globals()[name] = value
     return value
 

@@ -18,13 +18,17 @@ WIDTH = 130  # of a table that does not go to a terminal
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """A bar on stderr, so that stdout holds nothing but the results."""
+    """A bar on stderr, so that stdout holds nothing but the results; nothing at all where stderr is no terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
 
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda stage, done, total: None
+        return
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Bar(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=None)
 
         def show(stage: str, done: int, total: int) -> None:
@@ -89,7 +93,7 @@ def print_scale(reports: Sequence[Report]) -> None:
     table.add_column("engine")
     for report in reports:
         table.add_column(str(report.num_envs), justify="right")
-    labels = {row.name: row.label for report in reversed(reports) for row in report.rows}
+    labels = {row.name: row.label for row in reports[-1].rows}  # the largest has all of them
     for name, label in labels.items():
         summaries = [row.summary if (row := report.row(name)) else None for report in reports]
         table.add_row(label, *(show_rate(summary.median) if summary else "-" for summary in summaries))

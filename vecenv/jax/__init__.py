@@ -9,6 +9,7 @@ import importlib
 from typing import Any
 
 __all__ = [
+    "Bridge",
     "EnvState",
     "EpisodeMetrics",
     "FunctionalVectorEnv",
@@ -18,6 +19,7 @@ __all__ = [
     "Trajectory",
     "adapt",
     "available_envs",
+    "bridge",
     "differentiability",
     "eval_rollout_episode",
     "fast_eval_rollout_episode",
@@ -25,6 +27,7 @@ __all__ = [
     "require_gradient",
     "reset_carry",
     "rollout",
+    "run",
     "stateless",
     "truncated_bptt",
 ]
@@ -32,8 +35,9 @@ __all__ = [
 # Public name -> module that holds it. No module here may be called as a public function is: importing a submodule binds its
 # name in the package, and would hide the function.
 _LAZY: dict[str, str] = {
+    "Bridge": "bridging",
     "EnvState": "state",
-    "EpisodeMetrics": "rollouts",
+    "EpisodeMetrics": "evaluations",
     "FunctionalVectorEnv": "native",
     "GymEnv": "single",
     "JaxEnv": "env",
@@ -41,13 +45,15 @@ _LAZY: dict[str, str] = {
     "Trajectory": "rollouts",
     "adapt": "adapters",
     "available_envs": "catalog",
+    "bridge": "bridging",
     "differentiability": "adapters",
-    "eval_rollout_episode": "rollouts",
-    "fast_eval_rollout_episode": "rollouts",
+    "eval_rollout_episode": "evaluations",
+    "fast_eval_rollout_episode": "evaluations",
     "make_env": "catalog",
     "require_gradient": "adapters",
     "reset_carry": "rollouts",
     "rollout": "rollouts",
+    "run": "host_call",
     "stateless": "rollouts",
     "truncated_bptt": "bptt",
 }

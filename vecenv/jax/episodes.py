@@ -181,19 +181,8 @@ class Episodes:
         elapsed = jnp.where(begins, 0, inner.elapsed + 1)
         if self.limit is not None:
             truncated = truncated | (elapsed >= self.limit)
-        ended = state.terminated | truncated
-        steps = jnp.where(begins, 0, state.steps + 1)
-        total = jnp.where(begins, 0.0, state.episode_return + state.reward)
-        discounted = total
-        if self.discount != 1.0:
-            weight = jnp.asarray(self.discount, total.dtype) ** state.steps
-            discounted = jnp.where(begins, 0.0, state.discounted_return + weight * state.reward)
-        return state.replace(
-            truncated=truncated, steps=steps, episode_return=total, discounted_return=discounted,
-            last_return=jnp.where(ended, total, state.last_return),
-            last_length=jnp.where(ended, steps, state.last_length),
-            inner=inner.replace(elapsed=elapsed),
-        )  # fmt: skip
+        counted = state.replace(truncated=truncated).counted(begins, self.discount)
+        return counted.replace(inner=inner.replace(elapsed=elapsed))
 
     # -- the beginning of episodes ---------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import gymnasium as gym
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +18,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
 from vecenv.errors import StaleStateError
+from vecenv.jax.actions import action_spec, check_action
 from vecenv.jax.adapters import adapt
 from vecenv.jax.env import JaxEnv, default_key
 from vecenv.jax.episodes import Episodes, Randomize
@@ -115,7 +115,7 @@ class FunctionalVectorEnv:
             micro_batch=micro_batch,
             reset_chunk=reset_chunk,
         )
-        self._action_spec = _action_spec(self.single_action_space)
+        self._action_spec = action_spec(self.single_action_space)
         spread = self._spread_over(devices)
         self._begin = jax.jit(self._shaped(spread(self._episodes.begin)))
         self._step = jax.jit(self._shaped(spread(self._episodes.step)))
@@ -234,29 +234,7 @@ class FunctionalVectorEnv:
 
     def check_action(self, action: PyTree) -> PyTree:
         """``action`` in the dtypes of the space; raises as :meth:`step` does."""
-
-        def check(path: Any, spec: Any, leaf: Any) -> Any:
-            where = f"action{jax.tree_util.keystr(path)}"
-            if not isinstance(leaf, np.ndarray | jax.Array):
-                leaf = np.asarray(leaf)
-            want = self.batch_shape + spec.shape
-            if leaf.shape != want:
-                raise ValueError(f"{where} has shape {leaf.shape}; {self.num_envs} environments take {want}.")
-            precise = isinstance(leaf, jax.Array) and leaf.dtype == jnp.float64 and spec.dtype == jnp.float32
-            if leaf.dtype == spec.dtype or precise:  # in 64-bit mode an action of JAX's keeps its precision
-                return leaf
-            if not np.can_cast(leaf.dtype, spec.dtype, "same_kind"):
-                raise TypeError(f"{where} has dtype {leaf.dtype}, which is no {spec.dtype}.")
-            return leaf.astype(spec.dtype)
-
-        if isinstance(self._action_spec, jax.ShapeDtypeStruct):
-            return check((), self._action_spec, action)
-        try:
-            return jax.tree_util.tree_map_with_path(check, self._action_spec, action)
-        except (ValueError, TypeError) as error:
-            if str(error).startswith("action"):
-                raise
-            raise ValueError(f"The action must be structured as {self.single_action_space}: {error}") from error
+        return check_action(action, self._action_spec, self.batch_shape, self.single_action_space)
 
     def _check_state(self, state: Any) -> None:
         if not isinstance(state, EnvState) or state.inner is None:
@@ -306,10 +284,3 @@ def _limit(steps: int | None) -> int | None:
     if steps < 1:
         raise ValueError(f"max_episode_steps must be positive, or -1 for none; got {steps}.")
     return int(steps)
-
-
-def _action_spec(space: gym.Space[Any]) -> Any:
-    """Shapes and dtypes of one action as JAX sees them."""
-    sample = space.sample()
-    struct: Any = jax.ShapeDtypeStruct
-    return jax.tree.map(lambda leaf: struct(np.shape(leaf), jnp.result_type(np.asarray(leaf))), sample)

@@ -13,6 +13,7 @@ import dataclasses
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 
 __all__ = ["Array", "EnvState", "NativeState", "PyTree"]
 
@@ -47,7 +48,7 @@ class EnvState:
         last_return: ``float[*B]``: return of the last episode that ended; 0 before there was one.
         last_length: ``int32[*B]``: its length in steps.
         info: A dict of arrays ``[*B, ...]`` of fixed structure, reported by the last step; meaningful where ``valid``.
-        token: Of the bridge. ``None`` elsewhere.
+        token: Of bridged environments: ``int32[2]``, a ticket for the next call. ``None`` elsewhere.
         inner: Of JAX-native environments: a :class:`NativeState`. ``None`` elsewhere.
     """
 
@@ -75,6 +76,25 @@ class EnvState:
     def replace(self, **changes: Any) -> EnvState:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+    def counted(self, begins: Array, discount: float) -> EnvState:
+        """The statistics after a step whose ``reward`` and flags are set and whose step is not counted yet.
+
+        Args:
+            begins: ``bool[*B]``: rows that took no step but are at the beginning of an episode.
+            discount: For ``discounted_return``.
+        """
+        steps = jnp.where(begins, 0, self.steps + 1)
+        total = jnp.where(begins, 0.0, self.episode_return + self.reward)
+        discounted = total
+        if discount != 1.0:
+            weight = jnp.asarray(discount, total.dtype) ** self.steps
+            discounted = jnp.where(begins, 0.0, self.discounted_return + weight * self.reward)
+        return self.replace(
+            steps=steps, episode_return=total, discounted_return=discounted,
+            last_return=jnp.where(self.done, total, self.last_return),
+            last_length=jnp.where(self.done, steps, self.last_length),
+        )  # fmt: skip
 
 
 @_register

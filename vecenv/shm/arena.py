@@ -116,6 +116,10 @@ class Arena:
     def __repr__(self) -> str:
         return f"Arena({self.size:,} bytes)"
 
+    def fileno(self) -> int:
+        """The descriptor; -1 once it is dropped."""
+        return self._descriptor
+
     def close(self) -> None:
         """Drop the descriptor. The mapping itself lives as long as a numpy view of it, in any process."""
         if self._descriptor >= 0:

@@ -1,0 +1,183 @@
+"""What the bridge costs: ``python bench/bridge_cost.py``.
+
+The environments do nothing (one array is handed out again and again), so what is measured is the way from a compiled program
+to numpy and back. Microseconds a step, medians of interleaved repeats, for a scan and for single compiled steps called from
+Python, and for observations of several sizes:
+
+* ``io_callback``   JAX's ordered ``io_callback`` as one would write it: the same arguments and results, a numpy function, no
+  token, no checks;
+* ``call``          the host call of the bridge with the same function (``transport="primitive"``);
+* ``primitive``     ``bridge(envs).step``: the same with ticket, checks and everything in ``EnvState``;
+* ``fallback``      ``bridge(envs, transport="io_callback").step``.
+
+For comparison, ``copy`` is numpy's copy of the observations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+from jax.experimental import io_callback
+
+from vecenv.jax import bridge
+from vecenv.jax.host_call import host_call
+
+SHAPES = {
+    "8 x (4,) float32": (8, (4,), np.float32),
+    "64 x (87,) float32": (64, (87,), np.float32),
+    "64 x (84, 84, 4) uint8": (64, (84, 84, 4), np.uint8),
+}
+
+
+class Idle(VectorEnv[Any, Any, Any]):
+    """A vector env that does nothing."""
+
+    def __init__(self, num_envs: int, shape: tuple[int, ...], dtype: Any) -> None:
+        self.num_envs = num_envs
+        self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+        self.single_observation_space = gym.spaces.Box(0, 1, shape, dtype)
+        self.single_action_space = gym.spaces.Discrete(2)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        no = np.zeros(num_envs, np.bool_)
+        self.answer = (np.ones((num_envs, *shape), dtype), np.ones(num_envs), no, no, {})
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return self.answer[0], {}
+
+    def step(self, actions: Any) -> Any:
+        return self.answer
+
+
+def main() -> None:
+    """Parse, measure, print the table."""
+    options = _arguments()
+    rows = []
+    for name, spec in SHAPES.items():
+        for kind, length in (("scan", options.length), ("single", 1)):
+            row = measure(spec, length, options)
+            rows.append({"observations": name, "kind": kind, **row})
+            _show(rows[-1], first=len(rows) == 1)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"device": str(jax.devices()[0]), "jax": jax.__version__, "rows": rows}, file, indent=1)
+
+
+def measure(spec: tuple[int, tuple[int, ...], Any], length: int, options: argparse.Namespace) -> dict[str, float]:
+    """Microseconds a step by kind of call."""
+    envs = Idle(*spec)
+    runs = {
+        "io_callback": _repeated(_bare(envs, _with_io_callback), length),
+        "call": _repeated(_bare(envs, _with_host_call), length),
+        "primitive": _bridged(Idle(*spec), "primitive", length),
+        "fallback": _bridged(Idle(*spec), "io_callback", length),
+        "copy": lambda: [envs.answer[0].copy() for _ in range(length)],
+    }
+    for run in runs.values():
+        run()  # compiles
+    singles = max(1, options.steps // length)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(options.repeats):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            for _ in range(singles):
+                run()
+            times[name].append((time.perf_counter() - start) / (singles * length) * 1e6)
+    row = {name: statistics.median(values) for name, values in times.items()}
+    row["io_callback / primitive"] = statistics.median(
+        a / b for a, b in zip(times["io_callback"], times["primitive"], strict=True)
+    )
+    return row
+
+
+Step = Callable[[Any, Any], Any]
+
+
+def _bare(envs: Idle, call: Any) -> tuple[Step, Any]:
+    """A step by a plain host call, ``(obs, action) -> (obs, reward, terminated, truncated)``, and where it begins."""
+    obs, rewards, terminated, truncated, _ = envs.answer
+    rewards = rewards.astype(np.float32)
+    results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (obs, rewards, terminated, truncated)]
+
+    def function(action: Any) -> Any:
+        return obs, rewards, terminated, truncated
+
+    start = [jnp.asarray(array) for array in (obs, rewards, terminated, truncated)]
+    return lambda carry, action: call(function, results, action), start
+
+
+def _with_io_callback(function: Any, results: Any, action: Any) -> Any:
+    return io_callback(function, results, action, ordered=True)
+
+
+def _with_host_call(function: Any, results: Any, action: Any) -> Any:
+    return host_call(function, results, [action], "primitive")
+
+
+def _repeated(step_and_start: tuple[Step, Any], length: int) -> Callable[[], None]:
+    step, start = step_and_start
+    count = start[1].shape[0]
+
+    @jax.jit
+    def program(carry: Any, actions: Any) -> Any:
+        if length == 1:
+            return step(carry, actions[0])
+        return jax.lax.scan(lambda carry, action: (step(carry, action), None), carry, actions)[0]
+
+    actions = jnp.zeros((length, count), jnp.int32)
+    return lambda: jax.block_until_ready(program(start, actions))
+
+
+def _bridged(envs: Idle, transport: str, length: int) -> Callable[[], None]:
+    env = bridge(envs, transport=transport)
+    state = env.reset(jax.random.key(0))
+
+    @jax.jit
+    def program(state: Any, actions: Any) -> Any:
+        if length == 1:
+            return env.step(state, actions[0])
+        return jax.lax.scan(lambda state, action: (env.step(state, action), None), state, actions)[0]
+
+    actions = jnp.zeros((length, envs.num_envs), jnp.int32)
+
+    def run() -> None:
+        nonlocal state
+        state = jax.block_until_ready(program(state, actions))
+
+    return run
+
+
+def _show(row: dict[str, Any], first: bool) -> None:
+    if first:
+        print(f"device {jax.devices()[0]}, jax {jax.__version__}; microseconds a step")
+        print("  ".join(f"{name:>{_width(name)}}" for name in row))
+    cells = [f"{v:{_width(k)}.1f}" if isinstance(v, float) else f"{v:>{_width(k)}}" for k, v in row.items()]
+    print("  ".join(cells), flush=True)
+
+
+def _width(name: str) -> int:
+    return max(len(name), 24 if name == "observations" else 8)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--length", type=int, default=200, help="steps a scan")
+    parser.add_argument("--steps", type=int, default=400, help="steps a repeat")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--json", help="also write the rows here")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""What a Ray cluster costs: a step over hosts against the local engine and a bare ``ray.get``, and what is left of a batch.
+
+    python bench/ray_rate.py cost          # microseconds a step: local engine, 1 and 2 hosts, a bare ray.get of the payload
+    python bench/ray_rate.py efficiency    # share of the time in which hosts step, over the time of a batch; --plot draws it
+    python bench/ray_rate.py driver        # the caller's own work a step for 8, 32 and 128 simulated hosts
+
+All on this machine: what a network adds is not in here. Candidates alternate in short turns; figures are medians over
+rounds, with the least and the greatest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+import vecenv
+from vecenv.backends import RayVectorEnv
+from vecenv.backends.ray.host import Host, HostPlan, Reply
+
+SPACES = {
+    "small": gymnasium.spaces.Box(-1, 1, (4,), np.float32),
+    "image": gymnasium.spaces.Box(0, 255, (84, 84, 4), np.uint8),
+}
+ENVS_PER_HOST = 16
+BATCH_MS = (1, 2, 5, 10, 20, 50, 100)
+MEMORY = 400 * 1024 * 1024
+
+
+class Still(gymnasium.Env):
+    """Returns the same observation again and again, after ``seconds`` of sleep."""
+
+    def __init__(self, kind: str, seconds: float = 0.0) -> None:
+        self.observation_space = SPACES[kind]
+        self.action_space = gymnasium.spaces.Discrete(2)
+        self._observation = np.ones(self.observation_space.shape, self.observation_space.dtype)
+        self._seconds = seconds
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        return self._observation, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if self._seconds:
+            time.sleep(self._seconds)
+        return self._observation, 0.0, False, False, {}
+
+
+class Parrot:
+    """A bare actor: answers with the payload of a host's step, kept ready."""
+
+    def __init__(self, reply: Reply) -> None:
+        self._reply = reply
+
+    def serve(self, op: int, rows: Any, payload: Any) -> Reply:
+        return self._reply
+
+
+def reply_of(kind: str, rows: int) -> Reply:
+    space = SPACES[kind]
+    leaf = np.ones((rows, *(space.shape or ())), space.dtype)
+    flags = np.zeros(rows, np.bool_)
+    return Reply(leaves=[leaf], numbers=(np.zeros(rows), flags, flags.copy()))
+
+
+def timed(turn: Callable[[], Any], seconds: float) -> float:
+    """Microseconds a call, over at least so many seconds."""
+    count, began = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - began) < seconds:
+        for _ in range(4):
+            turn()
+        count += 4
+    return elapsed / count * 1e6
+
+
+def alternate(turns: dict[str, Callable[[], Any]], seconds: float, rounds: int) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {name: [] for name in turns}
+    for turn in turns.values():
+        timed(turn, seconds / 2)
+    for number in range(rounds):
+        for name in list(turns)[:: 1 if number % 2 else -1]:
+            found[name].append(timed(turns[name], seconds))
+    return found
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "least": min(values), "greatest": max(values)}
+
+
+def stepper(envs: Any) -> Callable[[], Any]:
+    envs.reset(seed=0)
+    actions = np.zeros(envs.num_envs, np.int64)
+    return lambda: envs.step(actions)
+
+
+def over(kind: str, hosts: int, **options: Any) -> Any:
+    fns = [functools.partial(Still, kind)] * (ENVS_PER_HOST * hosts)
+    return RayVectorEnv(fns, num_hosts=hosts, workers_per_host=1, placement="PACK", **options)
+
+
+def cost(seconds: float, rounds: int) -> list[dict[str, Any]]:
+    import ray
+
+    rows = []
+    for kind in SPACES:
+        for hosts in (1, 2):
+            local: Any = vecenv.AsyncVectorEnv([functools.partial(Still, kind)] * (ENVS_PER_HOST * hosts), num_workers=hosts)
+            envs = over(kind, hosts)
+            bare = [ray.remote(Parrot).options(num_cpus=0).remote(reply_of(kind, ENVS_PER_HOST)) for _ in range(hosts)]
+            payload = (np.zeros(ENVS_PER_HOST, np.int64),)
+
+            def get(bare: Any = bare, payload: Any = payload) -> Any:
+                return ray.get([actor.serve.remote(1, None, payload) for actor in bare])
+
+            found = alternate({"local": stepper(local), "ray": stepper(envs), "bare": get}, seconds, rounds)
+            ratios = [mine / theirs for mine, theirs in zip(found["ray"], found["bare"], strict=True)]
+            row = {"observations": kind, "hosts": hosts, "envs": ENVS_PER_HOST * hosts, "over_bare_get": spread(ratios)}
+            rows.append(row | {f"{name}_us": spread(values) for name, values in found.items()})
+            print(json.dumps(rows[-1]), flush=True)
+            local.close()
+            envs.close()
+            for actor in bare:
+                ray.kill(actor)
+    return rows
+
+
+def efficiency(seconds: float, rounds: int) -> list[dict[str, Any]]:
+    """One sleeping environment a host, so that the hosts need no core of each other's."""
+    rows = []
+    for milliseconds in BATCH_MS:
+        fns = [functools.partial(Still, "small", milliseconds / 1000)] * 2
+        envs: Any = RayVectorEnv(fns, num_hosts=2, workers_per_host=1, placement="PACK")
+        local: Any = vecenv.AsyncVectorEnv(fns[:1])  # what sleeping itself takes, with the engine of one host
+        found = alternate({"ray": stepper(envs), "local": stepper(local)}, max(seconds, milliseconds / 100), rounds)
+        shares = [milliseconds * 1000 / step for step in found["ray"]]
+        row = {"batch_ms": milliseconds, "efficiency": spread(shares)}
+        rows.append(row | {"step_us": spread(found["ray"]), "local_step_us": spread(found["local"])})
+        print(json.dumps(rows[-1]), flush=True)
+        envs.close()
+        local.close()
+    return rows
+
+
+class InstantHosts:
+    """Hosts that have answered before they are asked: what is left is the caller's own work.
+
+    With ``in_store`` the answers lie in Ray's object store, and are fetched from there by one ``ray.get`` a step.
+    """
+
+    own = True
+
+    def __init__(self, kind: str, in_store: bool) -> None:
+        self._reply = reply_of(kind, ENVS_PER_HOST)
+        self._in_store = in_store
+        self._kept: list[Any] = []
+        if in_store:
+            import ray
+
+            self._ray = ray
+
+    def nodes(self) -> list[Any]:
+        return []
+
+    def place(self, cpus: Sequence[int], strategy: str, timeout: float) -> None: ...
+
+    def require_places(self, timeout: float) -> None: ...
+
+    def launch(self, plan: HostPlan) -> Host:
+        self._kept.append(self._ray.put(self._reply) if self._in_store else self._reply)
+        return Host(plan)
+
+    def submit(self, host: Host, method: str, *args: Any) -> Any:
+        if method == "serve":
+            return host._plan.index
+        return getattr(host, method)(*args)
+
+    def fetch(self, references: Sequence[int], timeout: float | None) -> list[Any]:
+        kept = [self._kept[index] for index in references]
+        return self._ray.get(kept) if self._in_store else kept  # type: ignore[no-any-return]
+
+    def wait(self, references: Sequence[Any], timeout: float | None) -> list[Any]:
+        return list(references)
+
+    def result(self, reference: Any) -> Any:
+        return reference
+
+    def kill(self, host: Host) -> None:
+        host.close(0.0)
+
+    def close(self) -> None: ...
+
+
+class InstantVectorEnv(RayVectorEnv[Any, Any]):
+    """The driver over :class:`InstantHosts`."""
+
+    def __init__(self, kind: str, hosts: int, in_store: bool) -> None:
+        self._instant = InstantHosts(kind, in_store)
+        super().__init__([functools.partial(Still, kind)] * (ENVS_PER_HOST * hosts), num_hosts=hosts, workers_per_host=0)
+
+    def _connect(self) -> Any:
+        return self._instant
+
+
+def driver(seconds: float, rounds: int) -> list[dict[str, Any]]:
+    rows = []
+    for kind in SPACES:
+        for hosts in (8, 32, 128):
+            pair = {name: InstantVectorEnv(kind, hosts, name == "ray.get") for name in ("own", "ray.get")}
+            found = alternate({name: stepper(envs) for name, envs in pair.items()}, seconds, rounds)
+            size = reply_of(kind, ENVS_PER_HOST).leaves[0].nbytes * hosts  # type: ignore[index]
+            source = np.ones(size, np.uint8)
+            copying = spread([timed(source.copy, seconds / 4) for _ in range(rounds)])
+            row = {"observations": kind, "hosts": hosts, "envs": hosts * ENVS_PER_HOST, "bytes": size, "memcpy_us": copying}
+            rows.append(row | {"own_us": spread(found["own"]), "with_ray_get_us": spread(found["ray.get"])})
+            print(json.dumps(rows[-1]), flush=True)
+            for envs in pair.values():
+                envs.close(terminate=True)
+    return rows
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Efficiency over the time of a batch, on a logarithmic axis, with the line at which two hosts equal one machine."""
+    from vecenv.benchmark.plots import COLOURS, new_figure
+
+    figure = new_figure(7.0, 4.2)
+    axes = figure.subplots()
+    times = [row["batch_ms"] for row in rows]
+    values = [row["efficiency"]["median"] for row in rows]
+    low, high = ([row["efficiency"][key] for row in rows] for key in ("least", "greatest"))
+    axes.fill_between(times, low, high, color=COLOURS["vecenv"], alpha=0.2, linewidth=0)
+    axes.plot(times, values, "o-", color=COLOURS["vecenv"], label="2 hosts on one machine (band: least to greatest)")
+    axes.axhline(0.5, color=COLOURS["gymnasium"], linestyle="--", label="break-even: two hosts do as much as one machine")
+    axes.axvline(10, color=COLOURS["limit"], linestyle=":", label="10 ms")
+    axes.set_xscale("log")
+    axes.set_xticks(times, [str(value) for value in times])
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("time one host needs for its batch, ms")
+    axes.set_ylabel("share of the time in which hosts step")
+    axes.legend(fontsize=8, loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["cost", "efficiency", "driver"])
+    parser.add_argument("--seconds", type=float, default=0.4, help="of one turn")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--plot", type=Path, help="of `efficiency`: draw them here")
+    options = parser.parse_args(argv)
+    import ray
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=MEMORY, log_to_driver=False)
+    try:
+        rows = {"cost": cost, "efficiency": efficiency, "driver": driver}[options.what](options.seconds, options.rounds)
+    finally:
+        ray.shutdown()
+    if options.json is not None:
+        options.json.write_text(json.dumps(rows, indent=2) + "\n")
+    if options.plot is not None:
+        draw(rows, options.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""RLlib's PPO on CartPole-v1, each of its runners over a vector environment of vecenv.
+
+    pip install -e ".[clients]"
+    python examples/rllib_vector.py
+
+MEASURED
+
+No adapter: ``gym_env_vectorize_mode="vector_entry_point"`` makes RLlib ask for a vector environment, which
+``vecenv.make_vec`` builds, in every process that has a runner.
+"""
+
+import argparse
+import time
+from typing import Any
+
+import ray
+from ray.rllib.algorithms.ppo import PPOConfig
+from ray.tune.registry import register_env
+
+import vecenv
+
+
+def build(context: Any) -> Any:
+    """RLlib calls this with the number of environments, or, to learn the spaces, without."""
+    return vecenv.make_vec("CartPole-v1", context.get("num_envs", 1))
+
+
+def main(steps: int, num_envs: int) -> None:
+    start = time.perf_counter()
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    register_env("cartpole-by-vecenv", build)
+    config = (
+        PPOConfig()
+        .environment("cartpole-by-vecenv")
+        .env_runners(num_env_runners=1, num_envs_per_env_runner=num_envs, gym_env_vectorize_mode="vector_entry_point")
+        .training(train_batch_size_per_learner=2048, minibatch_size=256, num_epochs=10, lr=1e-3, gamma=0.98)
+        .debugging(seed=1)
+    )
+    algorithm = config.build_algo()
+    taken = 0
+    while taken < steps:
+        found = algorithm.train()["env_runners"]
+        taken = int(found["num_env_steps_sampled_lifetime"])
+        print(f"{taken:7} steps, mean return {found['episode_return_mean']:.0f}", flush=True)
+    algorithm.stop()
+    ray.shutdown()
+    print(f"{time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=60_000)
+    parser.add_argument("--num-envs", type=int, default=8)
+    options = parser.parse_args()
+    main(options.steps, options.num_envs)

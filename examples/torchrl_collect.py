@@ -1,0 +1,56 @@
+"""TorchRL's collector over vecenv: batches of CartPole-v1, with the policy's actions, as TensorDicts.
+
+    pip install -e ".[clients]"
+    python examples/torchrl_collect.py
+
+MEASURED
+
+No adapter: ``GymWrapper`` takes any Gymnasium vector environment. It asks for one without autoreset, or with same-step
+autoreset. Importing TorchRL makes "spawn" the start method of ``multiprocessing``; ``make_vec`` uses "forkserver".
+"""
+
+import argparse
+import time
+
+import torch
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import nn
+from torchrl.collectors import Collector
+from torchrl.envs import GymWrapper
+from torchrl.modules import OneHotCategorical, ProbabilisticActor
+
+import vecenv
+
+
+def main(steps: int, num_envs: int) -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)  # the network is tiny, and the cores are for the environments
+    envs = vecenv.make_vec("CartPole-v1", num_envs, vector_kwargs={"autoreset_mode": "Disabled"})
+    env = GymWrapper(envs)
+    env.set_seed(0)
+    network = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
+    policy = ProbabilisticActor(
+        TensorDictSequential(TensorDictModule(network, ["observation"], ["logits"])),
+        in_keys=["logits"],
+        distribution_class=OneHotCategorical,
+    )
+    frames_per_batch = 32 * num_envs
+    collector = Collector(
+        env, policy, frames_per_batch=frames_per_batch, total_frames=steps, auto_register_policy_transforms=False
+    )
+    frames = episodes = 0
+    start = time.perf_counter()
+    for batch in collector:  # [num_envs, 32], with ("next", "observation"), ("next", "reward"), ("next", "done"), ...
+        frames += batch.numel()
+        episodes += int(batch["next", "done"].sum())
+    seconds = time.perf_counter() - start
+    collector.shutdown()
+    print(f"{frames} steps of {num_envs} environments, {episodes} episodes, {frames / seconds:.0f} steps/s")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=20_480)
+    parser.add_argument("--num-envs", type=int, default=16)
+    options = parser.parse_args()
+    main(options.steps, options.num_envs)

@@ -1,0 +1,82 @@
+"""Environments that tell clients everything there is to tell, importable by workers."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+
+class Teller(gym.Env[Any, Any]):
+    """Random lengths, all four endings (terminated, truncated, both, none yet), infos of every kind, Dict observations.
+
+    Args:
+        nested: Dict observations; else a Box.
+    """
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 7}  # noqa: RUF012
+
+    def __init__(self, nested: bool = True, render_mode: str | None = None) -> None:
+        self.render_mode = render_mode
+        box = spaces.Box(-np.inf, np.inf, (3,), np.float32)
+        self.observation_space = spaces.Dict({"position": box, "code": spaces.Discrete(1000)}) if nested else box
+        self.action_space = spaces.Discrete(4)
+        self.nested = nested
+        self.level = 0
+        self.steps = 0
+        self.episodes = 0
+
+    def _observation(self) -> Any:
+        position = self.np_random.normal(size=3).astype(np.float32)
+        return {"position": position, "code": int(self.np_random.integers(1000))} if self.nested else position
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.steps = 0
+        self.episodes += 1
+        return self._observation(), {"episode_number": self.episodes, "start": (options or {}).get("start", 0)}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.steps += 1
+        draw = self.np_random.integers(12)
+        info: dict[str, Any] = {"steps": self.steps, "won": bool(draw == 3), "distance": float(draw) / 7}
+        if draw % 2:
+            info["note"] = f"step {self.steps}"
+            info["inner"] = {"velocity": np.full(2, draw, np.float32)}
+        if draw == 4:
+            info = {}
+        terminated, truncated = draw in (0, 2), draw in (1, 2)
+        return self._observation(), float(action) + self.level, bool(terminated), bool(truncated), info
+
+    def render(self) -> Any:
+        return np.full((4, 6, 3), self.steps % 256, np.uint8)
+
+    def add(self, number: int, *, twice: bool = False) -> int:
+        """A method to be called."""
+        return self.level + number * (2 if twice else 1)
+
+    def fail(self) -> None:
+        raise ValueError("asked to fail")
+
+
+class Plain(gym.Wrapper[Any, Any, Any, Any]):
+    """A wrapper that does nothing."""
+
+
+def tellers(count: int, *, nested: bool = True, wrapped: bool = False, render_mode: str | None = None) -> list[Any]:
+    """Functions that build them."""
+    make = functools.partial(make_teller, nested, wrapped, render_mode)
+    return [make] * count
+
+
+def make_teller(nested: bool, wrapped: bool, render_mode: str | None) -> gym.Env[Any, Any]:
+    env: gym.Env[Any, Any] = Teller(nested, render_mode)
+    return Plain(env) if wrapped else env
+
+
+def make_cartpole(limit: int = 500) -> gym.Env[Any, Any]:
+    """CartPole with another time limit."""
+    return gym.make("CartPole-v1", max_episode_steps=limit)

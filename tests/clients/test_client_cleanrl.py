@@ -1,0 +1,41 @@
+"""A program in the manner of CleanRL: with Gymnasium's import in place of vecenv's it learns the same, digit for digit."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch: pip install 'vecenv[clients]'")
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "cleanrl_ppo.py"
+OURS, THEIRS = "from vecenv import AsyncVectorEnv\n", "from gymnasium.vector import AsyncVectorEnv\n"
+
+
+def run(program: Path, *arguments: str, timeout: float = 100) -> list[str]:
+    command = [sys.executable, "-W", "error::ResourceWarning", str(program), *arguments]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+def test_only_the_import_differs_and_nothing_else_does(tmp_path: Path) -> None:
+    source = EXAMPLE.read_text()
+    assert source.count(OURS) == 1
+    assert "vecenv" not in source.replace(OURS, "").partition('"""\n\n')[2]  # (but for its docstring)
+    gymnasiums = tmp_path / "cleanrl_ppo.py"
+    gymnasiums.write_text(source.replace(OURS, THEIRS))
+    short = ("--steps", "2048", "--num-envs", "4", "--epochs", "2")
+    ours, theirs = run(EXAMPLE, *short), run(gymnasiums, *short)
+    assert ours[:-1] == theirs[:-1]  # the last line says how long it took
+    assert re.fullmatch(r"\s+2048 steps, mean return of the last 100 episodes \d+\.\d{6}", ours[-2])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_it_learns_cartpole() -> None:
+    final = run(EXAMPLE, timeout=880)[-2]
+    assert float(final.split()[-1]) >= 450

@@ -1,0 +1,297 @@
+"""``as_sb3`` against SB3's own ``DummyVecEnv`` over the same environments and seeds: nothing may differ."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from client_envs import Plain, make_cartpole, tellers
+
+sb3 = pytest.importorskip("stable_baselines3", reason="needs Stable-Baselines3: pip install 'vecenv[clients]'")
+
+from stable_baselines3.common.evaluation import evaluate_policy  # noqa: E402
+from stable_baselines3.common.monitor import Monitor  # noqa: E402
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecMonitor, VecNormalize  # noqa: E402
+
+import vecenv  # noqa: E402
+from vecenv.adapters import as_sb3  # noqa: E402
+from vecenv.testing import FaultyEnv  # noqa: E402
+
+SAME_STEP = {"autoreset_mode": "SameStep"}
+
+
+def engine(env_fns: list[Any], num_workers: int = 2, **options: Any) -> VecEnv:
+    options = {**SAME_STEP, **options}
+    return as_sb3(vecenv.AsyncVectorEnv(env_fns, num_workers=num_workers, context="forkserver", **options))
+
+
+def assert_equal(ours: Any, theirs: Any) -> None:
+    """Same structure, values and, for arrays and plain numbers, types."""
+    if isinstance(theirs, dict):
+        assert isinstance(ours, dict)
+        assert ours.keys() == theirs.keys()
+        for key in theirs:
+            assert_equal(ours[key], theirs[key])
+    elif isinstance(theirs, list | tuple):
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            assert_equal(one, other)
+    elif isinstance(theirs, np.ndarray):
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(ours, theirs)
+    else:
+        assert ours == theirs
+        assert isinstance(ours, type(theirs)) or isinstance(theirs, np.generic)
+
+
+@pytest.mark.parametrize("nested", [True, False], ids=["Dict", "Box"])
+@pytest.mark.parametrize(("num_workers", "mode"), [(0, "SameStep"), (2, "SameStep"), (2, "NextStep"), (2, "Disabled")])
+def test_everything_is_what_dummy_vec_env_gives(nested: bool, num_workers: int, mode: str) -> None:
+    ours = engine(tellers(3, nested=nested), num_workers, autoreset_mode=mode)
+    theirs = DummyVecEnv(tellers(3, nested=nested))
+    kept: list[Any] = []
+    for venv in (ours, theirs):
+        venv.seed(7)
+        venv.set_options({"start": 5})
+    assert_equal(ours.reset(), theirs.reset())
+    assert_equal(ours.reset_infos, theirs.reset_infos)
+    rng = np.random.default_rng(0)
+    endings = set()
+    for _ in range(150):
+        actions = rng.integers(4, size=3)
+        got, wanted = ours.step(actions), theirs.step(actions)
+        assert_equal(got, wanted)
+        assert_equal(ours.reset_infos, theirs.reset_infos)
+        endings |= {(bool(done), info["TimeLimit.truncated"]) for done, info in zip(got[2], got[3], strict=True)}
+        kept.append((got, wanted))
+    assert_equal(*zip(*kept, strict=True))  # nothing that was handed out has changed since
+    assert endings == {(False, False), (True, False), (True, True)}
+    for venv in (ours, theirs):  # seeds and options were used up
+        venv.seed(8)
+    assert_equal(ours.reset(), theirs.reset())
+    assert_equal(ours.reset_infos, theirs.reset_infos)
+    ours.close()
+    theirs.close()
+
+
+def test_under_vec_monitor_and_vec_normalize_too() -> None:
+    def stacked(venv: VecEnv) -> VecEnv:
+        return VecNormalize(VecMonitor(venv), norm_obs_keys=["position"])
+
+    ours, theirs = stacked(engine(tellers(4))), stacked(DummyVecEnv(tellers(4)))
+    episodes: list[list[tuple[float, int]]] = [[], []]
+    for venv in (ours, theirs):
+        venv.seed(1)
+    assert_equal(ours.reset(), theirs.reset())
+    for step in range(100):
+        actions = np.full(4, step % 4)
+        got, wanted = ours.step(actions), theirs.step(actions)
+        for results, found in zip((got, wanted), episodes, strict=True):
+            for info in results[3]:
+                if "episode" in info:
+                    statistics = info.pop("episode")
+                    found.append((float(statistics["r"]), int(statistics["l"])))
+        assert_equal(got, wanted)
+    assert episodes[0] == episodes[1]
+    assert len(episodes[0]) > 20
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_single_environments_are_reached_by_index(num_workers: int) -> None:
+    venv = engine(tellers(3, wrapped=True), num_workers)
+    venv.reset()
+    assert venv.get_attr("level") == [0, 0, 0]
+    venv.set_attr("level", 5, indices=1)
+    venv.set_attr("level", 7, indices=[-1])
+    assert venv.get_attr("level") == [0, 5, 7]
+    assert venv.get_attr("level", [2, 0, 2]) == [7, 0, 7]
+    assert venv.get_attr("level", []) == []
+    assert venv.step(np.zeros(3, int))[1].tolist() == [0.0, 5.0, 7.0]  # it was set on the environment, below its wrapper
+    assert venv.env_method("add", 1, twice=True) == [2, 7, 9]
+    assert venv.env_method("add", 1, indices=(2, 1)) == [8, 6]
+    assert venv.has_attr("level")
+    assert not venv.has_attr("levle")
+    with pytest.raises(AttributeError, match="levle"):
+        venv.get_attr("levle")
+    with pytest.raises(IndexError):
+        venv.get_attr("level", 3)
+    with pytest.raises(ValueError, match="asked to fail"):
+        venv.env_method("fail", indices=0)
+    venv.step(np.zeros(3, int))  # and nobody was hurt
+    venv.close()
+
+
+def test_wrappers_are_seen() -> None:
+    venv = engine(tellers(2, wrapped=True))
+    assert venv.env_is_wrapped(Plain) == [True, True]
+    assert venv.env_is_wrapped(gym.Wrapper, indices=[1]) == [True]
+    assert venv.env_is_wrapped(Monitor) == [False, False]
+    venv.close()
+    venv = engine([functools.partial(_monitored)] * 2)
+    assert venv.env_is_wrapped(Monitor) == [True, True]
+    with pytest.warns(UserWarning, match="already wrapped with a `Monitor`"):
+        VecMonitor(venv)
+    venv.close()
+
+
+def _monitored() -> Any:
+    return Monitor(make_cartpole())
+
+
+def test_pictures_are_tiled() -> None:
+    ours, theirs = (
+        engine(tellers(3, render_mode="rgb_array")),
+        DummyVecEnv(tellers(3, render_mode="rgb_array")),
+    )
+    for venv in (ours, theirs):
+        venv.seed(0)
+        venv.reset()
+        venv.step(np.zeros(3, int))
+    assert ours.render_mode == "rgb_array"
+    assert ours.metadata["render_fps"] == theirs.metadata["render_fps"]
+    np.testing.assert_array_equal(ours.render(), theirs.render())
+    ours.close()
+    theirs.close()
+    blind = engine(tellers(1))
+    with pytest.warns(UserWarning, match="render"):
+        assert blind.render() is None
+    blind.close()
+
+
+@pytest.mark.parametrize("mode", ["SameStep", "NextStep"])
+def test_ppo_learns_the_same_as_over_dummy_vec_env(mode: str) -> None:
+    def weights(venv: VecEnv) -> np.ndarray:
+        model = sb3.PPO("MlpPolicy", VecMonitor(venv), n_steps=64, batch_size=128, n_epochs=2, seed=3, device="cpu")
+        model.learn(1024)
+        venv.close()
+        assert len(model.ep_info_buffer) > 10
+        return np.concatenate([value.detach().numpy().ravel() for value in model.policy.parameters()])
+
+    env_fns = [functools.partial(make_cartpole, 30)] * 4  # truncations, whose last observations PPO bootstraps from
+    np.testing.assert_array_equal(weights(engine(env_fns, autoreset_mode=mode)), weights(DummyVecEnv(env_fns)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ppo_learns_cartpole() -> None:
+    envs = vecenv.make_vec("CartPole-v1", 8, vector_kwargs=SAME_STEP)
+    model = sb3.PPO(
+        "MlpPolicy", VecMonitor(as_sb3(envs)), n_steps=32, batch_size=256, n_epochs=20, gamma=0.98, gae_lambda=0.8,
+        learning_rate=lambda left: 1e-3 * left, clip_range=lambda left: 0.2 * left, seed=1, device="cpu",
+    )  # fmt: skip
+    model.learn(100_000)
+    mean, _ = evaluate_policy(model, model.get_env(), n_eval_episodes=20)
+    envs.close()
+    assert mean >= 475
+
+
+def test_a_pending_step_is_dropped_by_reset() -> None:
+    ours, theirs = engine(tellers(2)), engine(tellers(2), num_workers=0)
+    for venv in (ours, theirs):
+        venv.seed(0)
+        venv.reset()
+    ours.step_async(np.zeros(2, int))
+    theirs.step(np.zeros(2, int))
+    assert_equal(ours.reset(), theirs.reset())
+    ours.close()
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("mode", ["SameStep", "NextStep"])
+def test_a_lost_step_ends_the_episode_and_says_so(mode: str) -> None:
+    venv = engine([make_cartpole, _faulty], on_failure="restart", autoreset_mode=mode)
+    venv.seed(0)
+    last = venv.reset()
+    for _ in range(6):
+        observations, rewards, dones, infos = venv.step(np.array([0, 1]))
+        if dones[1]:
+            break
+        last = observations
+    assert infos[1]["restarted"]
+    assert infos[1]["TimeLimit.truncated"]
+    assert rewards[1] == 0
+    np.testing.assert_array_equal(infos[1]["terminal_observation"], last[1])
+    assert "restarted" not in infos[0]
+    venv.close()
+
+
+def _faulty() -> Any:
+    return FaultyEnv(make_cartpole(), "raises", step=4)
+
+
+@pytest.mark.parametrize("mode", ["SameStep", "NextStep"])
+def test_envpool_goes_under_it_as_well(mode: str) -> None:
+    pytest.importorskip("envpool", reason="needs EnvPool: pip install 'vecenv[envpool]'")
+    envs = vecenv.make_vec("CartPole-v1", 4, "envpool", vector_kwargs={"autoreset_mode": mode})
+    venv = VecMonitor(as_sb3(envs))
+    venv.seed(0)
+    observations = venv.reset()
+    ended = 0
+    for _ in range(100):
+        before = observations
+        observations, _, dones, infos = venv.step(np.zeros(4, int))
+        for row in np.flatnonzero(dones):
+            ended += 1
+            last = infos[row]["terminal_observation"]
+            # one more step in the episode, not the first of the next
+            assert 0 < np.abs(last - before[row]).max() < 1.0
+            assert np.abs(observations[row]).max() <= 0.05
+            assert infos[row]["episode"]["l"] == infos[row]["elapsed_step"]
+    assert ended > 20
+    assert venv.env_is_wrapped(Monitor) == [False] * 4
+    assert not venv.has_attr("state")
+    with pytest.raises(AttributeError, match="not Python objects"):
+        venv.env_method("state")
+    venv.close()
+
+
+def test_gymnasiums_vector_wrappers_go_under_it_as_well() -> None:
+    envs = gym.wrappers.vector.RecordEpisodeStatistics(vecenv.make_vec("CartPole-v1", 4, "serial"))
+    venv = as_sb3(gym.wrappers.vector.TransformReward(envs, lambda rewards: 2 * rewards))
+    venv.seed(0)
+    venv.reset()
+    lengths, since = [], np.zeros(4, int)
+    for _ in range(100):
+        _, rewards, dones, infos = venv.step(np.zeros(4, int))
+        assert rewards.tolist() == [2.0] * 4
+        since += 1
+        for row in np.flatnonzero(dones):
+            lengths.append((infos[row]["episode"]["l"], since[row]))
+            since[row] = 0
+    assert len(lengths) > 20
+    assert all(told == counted for told, counted in lengths)
+    assert venv.spec.id == "CartPole-v1"
+    venv.close()
+
+
+# --- bad input ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_would_change_under_sb3_is_refused() -> None:
+    envs = vecenv.make_vec("CartPole-v1", 2, "serial", vector_kwargs={**SAME_STEP, "copy": False})
+    with pytest.raises(ValueError, match="copy=True"):
+        as_sb3(envs)
+    envs.close()
+    with pytest.raises(TypeError, match="Gymnasium vector environment"):
+        as_sb3(gym.make("CartPole-v1"))
+    envs = vecenv.make_vec("CartPole-v1", 2, "serial")
+    envs.metadata["autoreset_mode"] = None
+    with pytest.raises(ValueError, match="needs autoreset_mode='NextStep' or 'SameStep' or 'Disabled', got None"):
+        as_sb3(envs)
+    envs.close()
+
+
+def test_options_that_differ_are_refused() -> None:
+    venv = engine(tellers(2), num_workers=0)
+    with pytest.raises(ValueError, match="same options"):
+        venv.set_options([{"start": 1}, {"start": 2}])
+    venv.set_options([{"start": 1}, {"start": 1}])
+    venv.reset()
+    assert [info["start"] for info in venv.reset_infos] == [1, 1]
+    venv.close()

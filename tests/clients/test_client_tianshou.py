@@ -1,0 +1,140 @@
+"""``as_tianshou`` against Tianshou's own ``DummyVectorEnv``: what collectors put into their buffers may not differ."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from client_envs import make_cartpole, tellers
+
+pytest.importorskip("tianshou", reason="needs Tianshou: pip install 'vecenv[clients]'")
+
+import torch
+from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy
+from tianshou.data import Batch, Collector, VectorReplayBuffer
+from tianshou.env import DummyVectorEnv, VectorEnvNormObs
+from tianshou.utils.net.common import Net
+from tianshou.utils.net.discrete import DiscreteActor
+
+import vecenv
+from vecenv.adapters import as_tianshou
+
+
+def engine(env_fns: list[Any], num_workers: int = 2, mode: str = "Disabled") -> Any:
+    envs: Any = vecenv.AsyncVectorEnv(env_fns, num_workers=num_workers, context="forkserver", autoreset_mode=mode)
+    return as_tianshou(envs)
+
+
+def assert_equal(ours: Any, theirs: Any) -> None:
+    if isinstance(theirs, np.ndarray) and theirs.dtype != object:
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(ours, theirs)
+    elif isinstance(theirs, np.ndarray | tuple | list):
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            assert_equal(one, other)
+    elif isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys()
+        for key in theirs:
+            assert_equal(ours[key], theirs[key])
+    else:
+        assert ours == theirs
+
+
+@pytest.mark.parametrize("nested", [True, False], ids=["Dict", "Box"])
+@pytest.mark.parametrize(("num_workers", "mode"), [(0, "Disabled"), (2, "Disabled"), (2, "NextStep")])
+def test_any_choice_of_environments_steps_and_resets_as_in_dummy_vector_env(
+    nested: bool, num_workers: int, mode: str
+) -> None:
+    ours, theirs = engine(tellers(4, nested=nested), num_workers, mode), DummyVectorEnv(tellers(4, nested=nested))
+    assert len(ours) == len(theirs) == 4
+    assert_equal(ours.reset(seed=3), theirs.reset(seed=3))  # each environment gets seed 3, as Tianshou has it
+    assert_equal(ours.reset([2, 0], options={"start": 4}), theirs.reset([2, 0], options={"start": 4}))
+    rng = np.random.default_rng(0)
+    resets = 0
+    for _ in range(80):
+        ids = rng.permutation(4)[: rng.integers(1, 5)]
+        actions = rng.integers(4, size=len(ids))
+        got, wanted = ours.step(actions, ids), theirs.step(actions, ids)
+        assert_equal(got, wanted)
+        over = ids[wanted[2] | wanted[3]]
+        resets += len(over)
+        if len(over):
+            assert_equal(ours.reset(over), theirs.reset(over))
+    assert resets > 10
+    ours.close()
+    theirs.close()
+
+
+def policy(space: gym.Space[Any]) -> DiscreteActorPolicy:
+    torch.manual_seed(0)
+    actor = DiscreteActor(preprocess_net=Net(state_shape=(4,), hidden_sizes=[16]), action_shape=2, softmax_output=False)
+    return DiscreteActorPolicy(actor=actor, action_space=space)
+
+
+@pytest.mark.parametrize("amount", [{"n_step": 200}, {"n_episode": 7}], ids=str)
+@pytest.mark.parametrize("normalized", [False, True])
+def test_a_collector_collects_the_same(amount: dict[str, int], normalized: bool) -> None:
+    def collected(venv: Any) -> tuple[Batch, Any]:
+        wrapped = VectorEnvNormObs(venv) if normalized else venv
+        buffer = VectorReplayBuffer(1000, 4)
+        collector = Collector(policy(venv.action_space[0]), wrapped, buffer)
+        collector.reset(gym_reset_kwargs={"seed": 5})
+        torch.manual_seed(1)
+        statistics = collector.collect(**amount)
+        batch, _ = buffer.sample(0)
+        collector.close()
+        return batch, statistics
+
+    env_fns = [functools.partial(make_cartpole, 25)] * 4
+    (ours, statistics), (theirs, wanted) = collected(engine(env_fns)), collected(DummyVectorEnv(env_fns))
+    for key in ("obs", "act", "rew", "terminated", "truncated", "obs_next"):
+        np.testing.assert_array_equal(ours[key], theirs[key], err_msg=key)
+    np.testing.assert_array_equal(statistics.lens, wanted.lens)
+    assert statistics.n_collected_episodes == wanted.n_collected_episodes >= 7
+
+
+def test_random_actions_are_those_of_the_seeded_spaces() -> None:
+    def collected(venv: Any) -> Any:
+        venv.seed(11)
+        buffer = VectorReplayBuffer(1000, 4)
+        collector = Collector(policy(venv.action_space[0]), venv, buffer)
+        collector.reset(gym_reset_kwargs={"seed": 5})
+        collector.collect(n_step=100, random=True)
+        collector.close()
+        return buffer.sample(0)[0].act
+
+    np.testing.assert_array_equal(collected(engine([make_cartpole] * 4)), collected(DummyVectorEnv([make_cartpole] * 4)))
+
+
+def test_single_environments_are_reached_by_index() -> None:
+    venv = engine(tellers(3, wrapped=True, render_mode="rgb_array"))
+    venv.reset()
+    venv.set_env_attr("level", 5, [2])
+    venv.set_env_attr("level", 3, 0)
+    assert venv.get_env_attr("level") == [3, 0, 5]
+    assert venv.get_env_attr("level", [2]) == [5]
+    assert [space.n for space in venv.action_space] == [4] * 3
+    assert [frame.shape for frame in venv.render()] == [(4, 6, 3)] * 3
+    venv.close()
+
+
+def test_bad_input_says_what_is_wanted() -> None:
+    envs = vecenv.make_vec("CartPole-v1", 2, "serial", vector_kwargs={"autoreset_mode": "SameStep"})
+    with pytest.raises(ValueError, match=r"Tianshou needs autoreset_mode='Disabled' or 'NextStep', got 'SameStep'"):
+        as_tianshou(envs)
+    envs.close()
+    venv = engine(tellers(2), num_workers=0)
+    with pytest.raises(TypeError, match=r"has no .*'sede'"):
+        venv.reset(sede=1)
+    with pytest.raises(ValueError, match="3 seeds for 2"):
+        venv.reset(seed=[1, 2, 3])
+    venv.reset()
+    with pytest.raises(ValueError, match="an action for each of 2"):
+        venv.step(np.zeros(3, int))
+    venv.close()
+    with pytest.raises(AssertionError):
+        venv.reset()

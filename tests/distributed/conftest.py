@@ -1,0 +1,49 @@
+"""Paths and clusters. These tests run in a process of their own (``APART`` in ``tests/conftest.py``): Ray starts threads."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+MEMORY = 200 * 1024 * 1024
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_raylet_start_wait_time_s": "90",  # of a busy machine
+}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A cluster of one node that was there before vecenv was asked for anything."""
+    ray = pytest.importorskip("ray", reason="Ray is not installed (pip install 'vecenv[ray]')")
+    os.environ.update(ENVIRONMENT)
+    ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=MEMORY, log_to_driver=False)
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Any]:
+    """A cluster of three simulated nodes: a head without cores, and two with three cores each."""
+    ray = pytest.importorskip("ray", reason="Ray is not installed (pip install 'vecenv[ray]')")
+    from ray.cluster_utils import Cluster
+
+    os.environ.update(ENVIRONMENT)
+    simulated = Cluster(
+        initialize_head=True,
+        connect=True,
+        head_node_args={"num_cpus": 0, "include_dashboard": False, "object_store_memory": MEMORY},
+    )
+    for _ in range(2):
+        simulated.add_node(num_cpus=3, object_store_memory=MEMORY)
+    simulated.wait_for_nodes()
+    yield simulated
+    ray.shutdown()
+    simulated.shutdown()

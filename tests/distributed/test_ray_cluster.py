@@ -1,0 +1,279 @@
+"""``RayVectorEnv`` on a cluster of one node that somebody else started: values, faults, and what is left afterwards."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import gymnasium
+import numpy as np
+import psutil
+import pytest
+from envs import CounterEnv, SpaceEnv, counters
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from test_ray_without_cluster import scripted
+
+from vecenv.backends import RayVectorEnv
+from vecenv.errors import ClusterError, HostDied, StepTimeout, WorkerDied
+from vecenv.testing import VectorEnvContract, assert_same_trajectory
+
+pytest.importorskip("ray", reason="Ray is not installed (pip install 'vecenv[ray]')")
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+
+
+def over(env_fns: Any, num_hosts: int = 2, **options: Any) -> Any:
+    return RayVectorEnv(env_fns, **{"num_hosts": num_hosts, "workers_per_host": 1, "placement": "PACK", **options})
+
+
+def wait_for_cores(cluster: Any, count: int) -> None:
+    """Wait until so many cores are free; Ray's books are a moment behind."""
+    deadline = time.monotonic() + 10
+    while (free := cluster.available_resources().get("CPU", 0)) != count:
+        assert time.monotonic() < deadline, f"{free} cores are free, not {count}"
+        time.sleep(0.05)
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and no zombie (this process adopts orphans, and need not wait for Ray's)."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_for_ends(pids: Iterable[int]) -> None:
+    deadline = time.monotonic() + 10
+    while left := [pid for pid in pids if runs(pid)]:
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.05)
+
+
+class BusyEnv(CounterEnv):
+    """Where ``folder`` has a file named like its env id, a step kills its process, or lasts as long as the file is there."""
+
+    def __init__(self, folder: Path, env_id: int = 0, **kwargs: Any) -> None:
+        super().__init__(env_id, lengths=(50,), **kwargs)
+        self.file = folder / str(env_id)
+
+    def step(self, action: Any) -> Any:
+        if self.file.exists():
+            if self.file.read_text() == "die":
+                self.file.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+            while self.file.exists():
+                time.sleep(0.01)
+        return super().step(action)
+
+
+def busy(folder: Path, n: int) -> list[Any]:
+    return [functools.partial(BusyEnv, folder, index) for index in range(n)]
+
+
+@pytest.mark.slow
+class TestContract(VectorEnvContract):
+    options: ClassVar[dict[str, Any]] = {}
+
+    def make(self, num_envs: int = 3, autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP, **kwargs: Any) -> Any:
+        hosts = min(2, num_envs)
+        return over(scripted(num_envs), hosts, autoreset_mode=autoreset_mode, workers_per_host=0, **kwargs)
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 3])
+def test_trajectories_are_those_of_sync_vector_env(num_hosts: int) -> None:
+    mode = list(AutoresetMode)[num_hosts % 3]
+    envs = over(scripted(5), num_hosts, autoreset_mode=mode)
+    assert_same_trajectory(envs, SyncVectorEnv(scripted(5), autoreset_mode=mode), 30, seed=[3, 1, None, 9, 2])
+    envs.close()
+
+
+def test_environments_are_built_on_the_hosts_and_never_here(tmp_path: Path) -> None:
+    def env_fn() -> gymnasium.Env:
+        (tmp_path / str(os.getpid())).touch()
+        return CounterEnv()
+
+    envs = over([env_fn] * 2)
+    pids = set(envs.call("pid"))
+    assert os.getpid() not in pids
+    assert not (tmp_path / str(os.getpid())).exists()
+    assert pids <= {int(file.name) for file in tmp_path.iterdir()}
+    envs.close()
+
+
+def test_an_existing_cluster_is_left_as_it_was(cluster: Any) -> None:
+    envs = over(counters(2))
+    wait_for_cores(cluster, 4)  # of 8: a worker and the host itself, twice
+    pids = {host["pid"] for host in envs.hosts} | set(envs.call("pid"))
+    envs.close()
+    assert cluster.is_initialized()
+    wait_for_cores(cluster, 8)
+    wait_for_ends(pids)
+
+
+def test_an_address_of_another_cluster_is_refused() -> None:
+    with pytest.raises(ValueError, match="is connected to"):
+        over(counters(2), address="10.9.8.7:6379")
+
+
+def test_large_observations_arrive_and_may_be_written_to() -> None:
+    space = spaces.Box(0, 255, (84, 84, 4), np.uint8)
+    fns = [functools.partial(SpaceEnv, space, env_id=index) for index in range(8)]
+    envs, sync = over(fns), SyncVectorEnv(fns)
+    assert_same_trajectory(envs, sync, 8, seed=1)
+    observations, *_ = envs.step(sync.action_space.sample())
+    observations.fill(0)
+    envs.close()
+
+
+def test_any_space_of_the_casters_kind_goes_by_pickle() -> None:
+    fns = [functools.partial(SpaceEnv, spaces.Text(4), spaces.Sequence(spaces.Discrete(3)), env_id=i) for i in range(4)]
+    envs = over(fns)
+    assert_same_trajectory(envs, SyncVectorEnv(fns), 8, seed=1)
+    assert envs.exec_func(lambda env: env.steps, [2]) == (None, None, envs.get_attr("steps")[2], None)
+    envs.close()
+
+
+def test_two_groups_of_hosts_overlap_their_waiting() -> None:
+    envs = over(counters(4, lengths=(500,)), batch_size=2)
+    envs.reset_async(seed=0)
+    steps = dict.fromkeys(range(4), 0)
+    for _ in range(40):
+        observations, *_, infos = envs.recv()
+        for row, observation in zip(infos["env_id"].tolist(), observations, strict=True):
+            assert observation.tolist()[:2] == [row, steps[row]]
+            steps[row] += 1
+        envs.send([1, 1])
+    assert sum(steps.values()) == 80
+    envs.close()
+
+
+# -- faults ----------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_worker_is_told_and_a_reset_brings_it_back(tmp_path: Path) -> None:
+    envs = over(busy(tmp_path, 4))
+    envs.reset(seed=1)
+    pids = [host["pid"] for host in envs.hosts]
+    (tmp_path / "2").write_text("die")
+    with pytest.raises(WorkerDied, match=r"worker 0 of host 1 .*envs 2-3\) died during step: killed by SIGKILL") as info:
+        envs.step([0] * 4)
+    assert not isinstance(info.value, HostDied)
+    assert info.value.envs == (2, 3)
+    assert envs.reset(seed=1)[0][:, 3].tolist() == [1, 2, 3, 4]
+    assert [host["pid"] for host in envs.hosts] == pids  # its host's own matter
+    envs.close()
+
+
+def test_a_killed_worker_is_restarted_by_its_host(tmp_path: Path) -> None:
+    envs = over(busy(tmp_path, 4), on_failure="restart")
+    envs.reset(seed=1)
+    (tmp_path / "2").write_text("die")
+    *_, truncations, infos = envs.step([0] * 4)
+    assert truncations.tolist() == [False, False, True, True]
+    assert infos["_restarted"].tolist() == [False, False, True, True]
+    assert envs.step([0] * 4)[0][:, 1].tolist() == [2, 2, 0, 0]
+    envs.close()
+
+
+@pytest.mark.parametrize("when", ["idle", "step"])
+def test_a_killed_host_is_seen_within_seconds(tmp_path: Path, when: str) -> None:
+    envs = over(busy(tmp_path, 4))
+    envs.reset(seed=1)
+    workers = envs.call("pid")[2:]
+    if when == "step":
+        (tmp_path / "3").write_text("wait")
+        envs.step_async([0] * 4)
+    os.kill(envs.hosts[1]["pid"], signal.SIGKILL)
+    began = time.monotonic()
+    if when == "idle":
+        envs.step_async([0] * 4)
+    with pytest.raises(HostDied, match=r"host 1 .*died") as info:
+        envs.step_wait()
+    assert time.monotonic() - began < 8
+    assert info.value.envs == (2, 3)
+    wait_for_ends(workers)  # they go with their host
+    (tmp_path / "3").unlink(missing_ok=True)
+    assert envs.reset(seed=5)[0][:, 3].tolist() == [5, 6, 7, 8]
+    assert envs.step([0] * 4)[0][:, 1].tolist() == [1] * 4
+    envs.close()
+
+
+def test_a_killed_hosts_rows_come_back_truncated() -> None:
+    envs = over(counters(4, lengths=(50,)), on_failure="restart")
+    envs.reset(seed=1)
+    envs.step([0] * 4)
+    os.kill(envs.hosts[0]["pid"], signal.SIGKILL)
+    observations, rewards, _, truncations, infos = envs.step([0] * 4)
+    assert truncations.tolist() == [True, True, False, False]
+    assert rewards.tolist() == [0, 0, 2.002, 3.002]
+    assert infos["_restarted"].tolist() == [True, True, False, False]
+    assert observations[:, 1].tolist() == [1, 1, 2, 2]
+    assert envs.step([0] * 4)[0][:, 1].tolist() == [0, 0, 3, 3]
+    envs.close()
+
+
+def test_a_slow_host_ends_at_the_timeout_and_can_be_waited_for_again(tmp_path: Path) -> None:
+    envs = over(busy(tmp_path, 4), step_timeout=0.5)
+    envs.reset(seed=1)
+    (tmp_path / "1").write_text("wait")
+    envs.step_async([0] * 4)
+    for timeout in (None, 0.05):
+        began = time.monotonic()
+        with pytest.raises(StepTimeout, match=r"envs \[0, 1\], host 0"):
+            envs.step_wait(timeout=timeout)
+        assert time.monotonic() - began < 3
+    (tmp_path / "1").unlink()
+    assert envs.step_wait(timeout=10)[0][:, 1].tolist() == [1] * 4
+    assert envs.step([0] * 4)[0][:, 1].tolist() == [2] * 4
+    envs.close()
+
+
+def test_a_hanging_environment_does_not_keep_close_from_ending(tmp_path: Path) -> None:
+    envs = over(busy(tmp_path, 4))
+    envs.reset(seed=1)
+    pids = {host["pid"] for host in envs.hosts} | set(envs.call("pid"))
+    (tmp_path / "1").write_text("wait")
+    envs.step_async([0] * 4)
+    began = time.monotonic()
+    with pytest.warns(UserWarning, match="pending call"):
+        envs.close(timeout=0.5)
+    assert time.monotonic() - began < 8
+    wait_for_ends(pids)
+
+
+# -- bad input -------------------------------------------------------------------------------------------------
+
+
+def test_what_the_cluster_lacks_is_said_after_a_bounded_wait(cluster: Any) -> None:
+    began = time.monotonic()
+    with pytest.raises(ClusterError, match=r"no room for 2 hosts \(STRICT_SPREAD\).*1 nodes .*1 nodes are missing.*PACK"):
+        over(counters(4), placement="STRICT_SPREAD", start_timeout=1.0)
+    with pytest.raises(ClusterError, match=r"with 41 \+ 41 CPU .*: 8 in all"):
+        over(counters(80), workers_per_host=40, start_timeout=1.0)
+    assert time.monotonic() - began < 10
+    wait_for_cores(cluster, 8)
+
+
+def test_hosts_that_disagree_on_spaces_are_named_and_ended(cluster: Any) -> None:
+    fns = [functools.partial(SpaceEnv, spaces.Box(0, 1, (2 + index // 2,))) for index in range(4)]
+    with pytest.raises(RuntimeError, match=r"Env 2 has Box.*on host 1"):
+        over(fns)
+    wait_for_cores(cluster, 8)
+
+
+class Missing:
+    def __reduce__(self) -> Any:
+        return (__import__, ("no_such_module_here",))
+
+    def __call__(self) -> gymnasium.Env:
+        raise AssertionError
+
+
+def test_what_a_host_cannot_import_is_named() -> None:
+    with pytest.raises(RuntimeError, match=r"env_fns\[1\] could not be unpickled on its host.*no_such_module_here"):
+        over([*counters(1), Missing()])

@@ -1,0 +1,111 @@
+"""``RayVectorEnv`` over two simulated nodes: placement, whoever answers first, a killed host, and a killed node."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from envs import counters
+from gymnasium.vector import SyncVectorEnv
+from test_ray_cluster import busy
+from test_ray_without_cluster import scripted
+
+from vecenv.backends import RayVectorEnv
+from vecenv.errors import HostDied
+from vecenv.testing import assert_same_trajectory
+
+ray = pytest.importorskip("ray", reason="Ray is not installed (pip install 'vecenv[ray]')")
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+
+
+def node_of(pid: int) -> str:
+    """The simulated node that a process belongs to, by the node id on its own command line or its parent's."""
+    for relative in (pid, int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])):
+        words = Path(f"/proc/{relative}/cmdline").read_bytes().decode().replace("\0", " ")
+        for word in words.split():
+            if word.startswith(("--node-id=", "--node_id=")):
+                return word.partition("=")[2]
+    raise AssertionError(f"no node for {pid}: {words}")
+
+
+def test_each_host_has_a_node_of_its_own_and_trajectories_are_the_same(nodes: Any) -> None:
+    envs: Any = RayVectorEnv(scripted(5), workers_per_host=1)  # as many hosts as there are nodes with cores
+    assert envs.num_hosts == 2
+    groups = [group for group in ray.util.placement_group_table().values() if group["state"] == "CREATED"]
+    assert len(set(groups[-1]["bundles_to_node_id"].values())) == 2
+    assert_same_trajectory(envs, SyncVectorEnv(scripted(5)), 20, seed=3)
+    envs.close()
+
+
+def test_auto_takes_the_cores_of_a_node(nodes: Any) -> None:
+    envs: Any = RayVectorEnv(counters(8), num_hosts=2)
+    groups = [group for group in ray.util.placement_group_table().values() if group["state"] == "CREATED"]
+    assert [bundle["CPU"] for bundle in groups[-1]["bundles"].values()] == [3.0, 3.0]
+    envs.close()
+
+
+def test_whichever_node_answers_first_is_received_first(nodes: Any, tmp_path: Path) -> None:
+    envs: Any = RayVectorEnv(busy(tmp_path, 4), num_hosts=2, workers_per_host=1, batch_size=2)
+    envs.reset(seed=1)
+    (tmp_path / "0").write_text("wait")
+    envs.send([0] * 4, range(4))
+    for _ in range(5):
+        infos = envs.recv(timeout=20)[4]
+        assert infos["env_id"].tolist() == [2, 3]
+        envs.send([0, 0])
+    (tmp_path / "0").unlink()
+    received = [tuple(envs.recv(timeout=20)[4]["env_id"].tolist()) for _ in range(2)]
+    assert sorted(received) == [(0, 1), (2, 3)]
+    envs.close()
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_a_killed_host_comes_back_on_its_node(nodes: Any, on_failure: str) -> None:
+    envs: Any = RayVectorEnv(counters(4, lengths=(50,)), num_hosts=2, workers_per_host=1, on_failure=on_failure)
+    envs.reset(seed=1)
+    os.kill(envs.hosts[1]["pid"], signal.SIGKILL)
+    if on_failure == "raise":
+        with pytest.raises(HostDied):
+            envs.step([0] * 4)
+        assert envs.reset(seed=7)[0][:, 3].tolist() == [7, 8, 9, 10]
+    else:
+        assert envs.step([0] * 4)[3].tolist() == [False, False, True, True]
+        assert envs.step([0] * 4)[0][:, 1].tolist() == [2, 2, 0, 0]
+    envs.close()
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_a_killed_node_is_seen_and_its_host_moves_to_another(nodes: Any, on_failure: str) -> None:
+    third = nodes.add_node(num_cpus=3, object_store_memory=200 * 1024 * 1024)
+    nodes.wait_for_nodes()
+    envs: Any = RayVectorEnv(
+        counters(6, lengths=(50,)), num_hosts=3, workers_per_host=1, on_failure=on_failure, start_timeout=60.0
+    )
+    envs.reset(seed=1)
+    group = [group for group in ray.util.placement_group_table().values() if group["state"] == "CREATED"][-1]
+    (index,) = [int(at) for at, node in group["bundles_to_node_id"].items() if node == third.node_id]
+    rows = [2 * index, 2 * index + 1]
+    nodes.remove_node(third, allow_graceful=False)
+    nodes.add_node(num_cpus=3, object_store_memory=200 * 1024 * 1024)
+    began = time.monotonic()
+    if on_failure == "raise":
+        with pytest.raises(HostDied) as info:
+            envs.step([0] * 6)
+        assert list(info.value.envs) == rows
+        print(f"seen after {time.monotonic() - began:.1f} s")
+        assert time.monotonic() - began < 30
+        assert envs.reset(seed=7)[0][:, 3].tolist() == list(range(7, 13))
+    else:
+        lost = np.isin(np.arange(6), rows)
+        *_, truncations, infos = envs.step([0] * 6)
+        assert truncations.tolist() == lost.tolist()
+        assert infos["_restarted"].tolist() == lost.tolist()
+    assert envs.step([0] * 6)[0].shape == (6, 4)
+    envs.close()
+    fourth = [node for node in nodes.list_all_nodes() if node is not nodes.head_node][-1]
+    nodes.remove_node(fourth)

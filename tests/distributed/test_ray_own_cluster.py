@@ -1,0 +1,69 @@
+"""A cluster that vecenv starts: for this machine alone, and gone afterwards. In a program of its own, from start to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed (pip install 'vecenv[ray]')")
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+
+PROGRAM = """
+    import json, time
+    import psutil
+    from envs import counters
+    from vecenv.backends import RayVectorEnv
+
+    def runs(process):
+        try:
+            return process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    if __name__ == "__main__":
+        me = psutil.Process()
+        envs = RayVectorEnv(counters(4), num_hosts=2, address="local")  # and PACK, because there is one node
+        second = RayVectorEnv(counters(2), num_hosts=1, workers_per_host=2)
+        ours = [me, *me.children(recursive=True)]
+        addresses = {c.laddr.ip for p in ours for c in p.net_connections("inet") if c.status == "LISTEN"}
+        commands = [" ".join(p.cmdline()) for p in ours]
+        envs.reset(seed=1)
+        envs.step([0] * 4)
+        envs.close()
+        second.reset(seed=1)  # still there
+        rewards = second.step([0] * 2)[1].tolist()
+        second.close()
+        deadline = time.monotonic() + 10
+        while (left := [p.pid for p in ours[1:] if runs(p)]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        import ray
+        print(json.dumps({
+            "addresses": sorted(addresses), "left": left, "initialized": ray.is_initialized(), "rewards": rewards,
+            "dashboard": [c for c in commands if "dashboard.py" in c and "--disable-frontend" not in c],
+        }))
+"""
+
+
+def test_it_listens_on_loopback_only_and_is_stopped_again(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(PROGRAM))
+    tests = Path(__file__).parent.parent
+    run = subprocess.run(
+        [sys.executable, str(program)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])},
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    said = json.loads(run.stdout.strip().splitlines()[-1])
+    assert set(said["addresses"]) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    assert said["addresses"], "it listens nowhere"
+    assert said["left"] == []
+    assert said["initialized"] is False
+    assert said["dashboard"] == []
+    assert said["rewards"] == [0.001, 1.001]

@@ -1,0 +1,484 @@
+"""The caller's side of a cluster, over hosts in this process: values, first-ready batches, failures, copies."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any, ClassVar
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.error import AlreadyPendingCallError
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+sys.path.insert(0, str(__import__("pathlib").Path(__file__).parent.parent))
+
+from envs import CounterEnv, NestedDictEnv, ScriptedEnv, SpaceEnv, counters
+from hosts_here import HostsHere, VectorEnvHere
+
+import vecenv
+from vecenv.backends import RayVectorEnv
+from vecenv.backends.ray.store import PartsStore
+from vecenv.errors import ClusterError, EnvFailed, HostDied, StepTimeout, WorkerDied
+from vecenv.shm import fixed_tree
+from vecenv.testing import VectorEnvContract, assert_identical, assert_same_trajectory
+
+MIXED_INFOS = (
+    {"a": 1.5, "d": {"b": 2}},
+    {},
+    {"a": 2, "word": "x", "d": {"c": np.arange(3)}},
+    {"a": np.float32(1), "list": [1, 2]},
+    {"late": True, "d": {"b": 2.5}},
+)
+
+
+def scripted(n: int, turn: bool = True) -> list[Any]:
+    """Episodes of different lengths; which infos come when differs between environments, and so do their types."""
+    space = spaces.Dict({"x": spaces.Box(-1, 1, (2,), np.float32), "n": spaces.Discrete(5)})
+    return [
+        functools.partial(
+            ScriptedEnv,
+            space,
+            spaces.Box(-1, 1, (2,), np.float32),
+            env_id=index,
+            lengths=(4 + index, 3),
+            truncates=(False, True),
+            reset_infos=({"level": index},),
+            step_infos=MIXED_INFOS[index % 5 if turn else 0 :] + MIXED_INFOS[: index % 5 if turn else 0],
+        )
+        for index in range(n)
+    ]
+
+
+class _Contract(VectorEnvContract):
+    options: ClassVar[dict[str, Any]] = {}
+
+    def make(self, num_envs: int = 3, autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP, **kwargs: Any) -> Any:
+        return VectorEnvHere(scripted(num_envs), autoreset_mode=autoreset_mode, **self.options, **kwargs)
+
+
+class TestTwoHosts(_Contract):
+    pass
+
+
+class TestObservationsByPickle(_Contract):
+    options: ClassVar[dict[str, Any]] = {"shared_memory": False}
+
+
+class TestRestarting(_Contract):
+    options: ClassVar[dict[str, Any]] = {"on_failure": "restart"}
+
+
+class TestNestedObservations(VectorEnvContract):
+    def make(self, num_envs: int = 3, autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP, **kwargs: Any) -> Any:
+        fns = [functools.partial(NestedDictEnv, index) for index in range(num_envs)]
+        return VectorEnvHere(fns, autoreset_mode=autoreset_mode, **kwargs)
+
+
+# -- values --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+@pytest.mark.parametrize("num_hosts", [1, 2, 3, 5])
+@pytest.mark.parametrize("copy", [True, False])
+def test_trajectories_and_infos_are_those_of_sync_vector_env(num_hosts: int, mode: AutoresetMode, copy: bool) -> None:
+    envs = VectorEnvHere(scripted(5), num_hosts=num_hosts, autoreset_mode=mode, copy=copy)
+    assert_same_trajectory(envs, SyncVectorEnv(scripted(5), autoreset_mode=mode), 40, seed=[3, 1, None, 9, 2])
+    envs.close()
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_the_order_of_info_keys_is_that_of_the_local_engine(mode: AutoresetMode) -> None:
+    envs = VectorEnvHere(scripted(5, turn=False), autoreset_mode=mode)
+    local: Any = vecenv.AsyncVectorEnv(scripted(5, turn=False), autoreset_mode=mode, num_workers=0)
+    assert list(envs.reset(seed=1)[1]) == list(local.reset(seed=1)[1])
+    for _ in range(20):
+        actions = local.action_space.sample()
+        assert list(envs.step(actions)[4]) == list(local.step(actions)[4])
+        if mode is AutoresetMode.DISABLED:
+            envs.reset(), local.reset()
+    envs.close()
+    local.close()
+
+
+SPACES = [
+    spaces.Text(5),
+    spaces.Sequence(spaces.Box(-1, 1, (2,))),
+    spaces.OneOf([spaces.Discrete(3), spaces.Box(0, 1, (2,))]),
+    spaces.Tuple((spaces.Discrete(3), spaces.MultiBinary(4))),
+]
+
+
+@pytest.mark.parametrize("space", SPACES, ids=repr)
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_any_space_may_be_observed_and_acted_in(space: spaces.Space, mode: AutoresetMode) -> None:
+    fns = [functools.partial(SpaceEnv, space, space, env_id=index, lengths=(2 + index,)) for index in range(4)]
+    envs = VectorEnvHere(fns, autoreset_mode=mode)
+    assert_same_trajectory(envs, SyncVectorEnv(fns, autoreset_mode=mode), 12, seed=5)
+    envs.close()
+
+
+def test_calls_reach_every_environment_with_its_own_arguments() -> None:
+    envs = VectorEnvHere(counters(5), num_hosts=3)
+    envs.reset(seed=1)
+    assert envs.call("add", 2, scale=10) == (20, 21, 22, 23, 24)
+    envs.set_attr("note", [10, 11, 12, 13, 14])
+    assert envs.get_attr("note") == (10, 11, 12, 13, 14)
+    envs.set_attr("note", "all")
+    assert envs.get_attr("note") == ("all",) * 5
+    assert envs.exec_func(lambda env, plus: env.env_id + plus, [4, 1], 100) == (None, 101, None, None, 104)
+    assert [frame[0, 0, 0] for frame in envs.render() or ()] == [0, 10, 20, 30, 40]
+    assert envs.np_random_seed == (1, 2, 3, 4, 5)
+    with pytest.raises(AttributeError, match="nosuch"):
+        envs.call("nosuch")
+    assert envs.get_attr("env_id") == (0, 1, 2, 3, 4)
+    envs.close()
+
+
+def test_environments_with_different_bounds_are_batched() -> None:
+    fns = [functools.partial(SpaceEnv, spaces.Box(0, 1 + index, (2,), np.float32)) for index in range(4)]
+    with pytest.raises(RuntimeError, match=r"Env 1 has"):
+        VectorEnvHere(fns)
+    envs = VectorEnvHere(fns, observation_mode="different")
+    sync = SyncVectorEnv(fns, observation_mode="different")
+    assert envs.observation_space == sync.observation_space
+    envs.close()
+
+
+def test_stats_count_what_all_hosts_did() -> None:
+    envs = VectorEnvHere(counters(4))
+    envs.reset()
+    for _ in range(3):
+        envs.step([0] * 4)
+    assert envs.stats()["steps"] == 12
+    assert envs.stats()["resets"] == 4
+    envs.close()
+
+
+# -- first-ready batches ---------------------------------------------------------------------------------------
+
+
+def test_whoever_answered_first_is_received_first_and_nothing_is_lost() -> None:
+    here = HostsHere()
+    envs = VectorEnvHere(counters(6, lengths=(100,)), here, num_hosts=3, batch_size=2)
+    envs.reset_async(seed=0)
+    here.held = {0}
+    seen = [envs.recv()[4]["env_id"].tolist() for _ in range(2)]
+    assert seen == [[2, 3], [4, 5]]
+    with pytest.raises(StepTimeout, match="host 0"):
+        envs.recv(timeout=0.01)
+    with pytest.raises(AlreadyPendingCallError, match=r"\[0\]"):
+        envs.send([1], [0])
+    steps = np.zeros(6, int)
+    for _ in range(5):
+        envs.send([1, 1], [2, 3])
+        observations, rewards, *_, infos = envs.recv()
+        steps[infos["env_id"]] += 1
+        assert observations[:, 1].tolist() == steps[infos["env_id"]].tolist()
+        np.testing.assert_allclose(rewards, infos["env_id"] + observations[:, 1] / 1000)
+    here.held = set()
+    assert envs.recv()[4]["env_id"].tolist() == [0, 1]
+    envs.close()
+
+
+def test_rows_sent_one_by_one_come_back_with_their_own_values() -> None:
+    envs = VectorEnvHere(scripted(5), num_hosts=2, batch_size=1)
+    sync = SyncVectorEnv(scripted(5))
+    envs.reset(seed=4)
+    sync.reset(seed=4)
+    for t in range(12):
+        actions = sync.action_space.sample()
+        wanted = sync.step(actions)
+        for row in np.random.default_rng(t).permutation(5):
+            envs.send(actions[[row]], [row])
+        for _ in range(5):
+            observations, rewards, terminations, truncations, infos = envs.recv()
+            (row,) = infos["env_id"]
+            assert_identical(observations["x"][0], wanted[0]["x"][row])
+            assert (rewards[0], terminations[0], truncations[0]) == tuple(part[row] for part in wanted[1:4])
+            assert ("word" in infos) == bool(wanted[4].get("_word", np.zeros(5, bool))[row])
+    envs.close()
+    sync.close()
+
+
+def test_a_reset_waits_for_what_is_in_flight() -> None:
+    envs = VectorEnvHere(counters(4), batch_size=2)
+    envs.reset(seed=1)
+    envs.send([1] * 4)
+    observations, _ = envs.reset(seed=7)
+    assert observations[:, 1].tolist() == [0] * 4
+    assert observations[:, 3].tolist() == [7, 8, 9, 10]
+    envs.close()
+
+
+# -- failures --------------------------------------------------------------------------------------------------
+
+
+class Raiser(CounterEnv):
+    """Raises in its third step."""
+
+    def step(self, action: Any) -> Any:
+        if self.steps == 2:
+            raise KeyError("third step", self.env_id)
+        return super().step(action)
+
+
+def _one_raises(index: int, n: int = 4) -> list[Any]:
+    fns = counters(n, lengths=(50,))
+    fns[index] = functools.partial(Raiser, env_id=index, lengths=(50,))
+    return fns
+
+
+def test_an_environments_error_comes_back_as_itself_with_its_own_index() -> None:
+    envs = VectorEnvHere(_one_raises(3))
+    envs.reset()
+    envs.step([0] * 4)
+    envs.step([0] * 4)
+    with pytest.warns(UserWarning, match="Worker-3|third|last"), pytest.raises(KeyError, match="third step") as info:
+        envs.step([0] * 4)
+    assert any("env 3, host 1" in note for note in info.value.__notes__)
+    with pytest.raises(EnvFailed, match=r"\[3\]"):
+        envs.step([0] * 4)
+    assert envs.errors[-1].env == 3
+    observations, _ = envs.reset()
+    assert observations[:, 1].tolist() == [0] * 4
+    assert envs.step([0] * 4)[0][:, 1].tolist() == [1] * 4
+    envs.close()
+
+
+def test_an_environment_that_raises_is_restarted_by_its_host() -> None:
+    envs = VectorEnvHere(_one_raises(3), on_failure="restart")
+    local: Any = vecenv.AsyncVectorEnv(_one_raises(3), num_workers=0, on_failure="restart")
+    for one in (envs, local):
+        one.reset(seed=1)
+    for t in range(4):
+        mine, theirs = envs.step([0] * 4), local.step([0] * 4)
+        mine[0][:, 3] = theirs[0][:, 3] = 0  # the seed of the new environment is a fresh one
+        assert_identical(mine, theirs, f"step {t}")
+    assert envs.stats()["restarts"] == 1
+    envs.close()
+    local.close()
+
+
+def test_a_host_that_restarts_too_often_says_so() -> None:
+    envs = VectorEnvHere(_one_raises(1), on_failure="restart", restart_limit=0)
+    envs.reset()
+    envs.step([0] * 4)
+    envs.step([0] * 4)
+    with pytest.raises(WorkerDied, match="more than 0 restarts"):
+        envs.step([0] * 4)
+    envs.close()
+
+
+@pytest.mark.parametrize("when", ["idle", "step"])
+def test_a_dead_host_is_named_and_a_reset_starts_it_anew(when: str) -> None:
+    here = HostsHere()
+    envs = VectorEnvHere(counters(4, lengths=(50,)), here)
+    envs.reset(seed=1)
+    if when == "idle":
+        here.die(1)
+        envs.step_async([0] * 4)
+    else:
+        envs.step_async([0] * 4)
+        here.die(1)
+    with pytest.raises(HostDied, match=r"host 1 .*envs 2-3, died") as info:
+        envs.step_wait()
+    assert info.value.envs == (2, 3)
+    assert here.served.count((0, "serve")) == 2  # the reset and one step: nothing was asked twice
+    with pytest.raises(EnvFailed):
+        envs.step([0] * 4)
+    observations, _ = envs.reset(seed=5)
+    assert observations[:, 3].tolist() == [5, 6, 7, 8]
+    assert envs.step([0] * 4)[0][:, 1].tolist() == [1] * 4
+    envs.close()
+    assert here.closed
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_a_dead_hosts_rows_are_truncated_and_built_anew(mode: AutoresetMode) -> None:
+    here = HostsHere()
+    envs = VectorEnvHere(counters(4, lengths=(50,)), here, on_failure="restart", autoreset_mode=mode)
+    envs.reset(seed=1)
+    before = envs.step([0] * 4)[0]
+    here.die(0)
+    observations, rewards, terminations, truncations, infos = envs.step([0] * 4)
+    assert truncations.tolist() == [True, True, False, False]
+    assert not terminations.any()
+    assert rewards.tolist() == [0.0, 0.0, 2.002, 3.002]
+    assert infos["restarted"].tolist() == [1, 1, 0, 0]
+    assert_identical(infos["final_obs"][0], before[0])
+    assert infos["_final_obs"].tolist() == [True, True, False, False]
+    if mode is AutoresetMode.SAME_STEP:
+        assert observations[:, 1].tolist() == [0, 0, 2, 2]
+    else:
+        assert_identical(observations[:2], before[:2])
+    if mode is AutoresetMode.DISABLED:
+        envs.reset(options={"reset_mask": truncations})
+    following = envs.step([0] * 4)[0]
+    assert following[:, 1].tolist() == ([0, 0, 3, 3] if mode is AutoresetMode.NEXT_STEP else [1, 1, 3, 3])
+    assert envs.stats()["restarts"] == 1
+    envs.close()
+
+
+def test_a_dead_host_comes_back_through_recv_too() -> None:
+    here = HostsHere()
+    envs = VectorEnvHere(counters(4, lengths=(50,)), here, on_failure="restart", batch_size=2)
+    envs.reset(seed=1)
+    envs.send([0] * 4, range(4))
+    here.die(1)
+    seen = {}
+    for _ in range(2):
+        _, _, _, truncations, infos = envs.recv()
+        seen.update(zip(infos["env_id"].tolist(), truncations.tolist(), strict=True))
+    assert seen == {0: False, 1: False, 2: True, 3: True}
+    envs.close()
+
+
+def test_no_room_for_a_lost_host_is_an_error_at_once() -> None:
+    here = HostsHere()
+    envs = VectorEnvHere(counters(4), here, on_failure="restart")
+    envs.reset()
+    here.die(0)
+    here.room = False
+    with pytest.raises(ClusterError):
+        envs.step([0] * 4)
+    here.room = True
+    assert envs.step([0] * 4)[3].tolist()[:2] == [True, True]
+    envs.close()
+
+
+def test_a_late_host_can_be_waited_for_again() -> None:
+    here = HostsHere()
+    envs = VectorEnvHere(counters(4, lengths=(9,)), here)
+    envs.reset()
+    envs.step_async([0] * 4)
+    here.held = {1}
+    for _ in range(2):
+        with pytest.raises(StepTimeout, match=r"envs \[2, 3\], host 1"):
+            envs.step_wait(timeout=0.01)
+    here.held = set()
+    assert envs.step_wait()[0][:, 1].tolist() == [1] * 4
+    assert envs.step([0] * 4)[0][:, 1].tolist() == [2] * 4
+    envs.close()
+
+
+# -- what is refused -------------------------------------------------------------------------------------------
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"num_workers": 2}, TypeError, "workers_per_host"),
+    ({"nosuch": 2}, TypeError, "no option 'nosuch'.*step_timeout"),
+    ({"worker": print}, TypeError, "no option 'worker'"),
+    ({"placement": "strict"}, ValueError, "'STRICT_SPREAD'"),
+    ({"num_hosts": 0}, ValueError, r"`num_hosts` must be None or an int within 1\.\.3, got 0"),
+    ({"num_hosts": 4}, ValueError, "within 1..3, got 4"),
+    ({"num_hosts": None, "envs_per_host": 1.5}, ValueError, "`envs_per_host`"),
+    ({"num_hosts": 2, "envs_per_host": 1}, ValueError, "are 3 hosts, not num_hosts=2"),
+    ({"batch_size": 9}, ValueError, "`batch_size`"),
+    ({"on_failure": "retry"}, ValueError, "`on_failure`"),
+    ({"workers_per_host": -1}, ValueError, "`num_workers`"),
+    ({"observation_mode": "similar"}, ValueError, "observation_mode"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "text"), BAD, ids=lambda value: str(value)[:30])
+def test_an_option_without_a_meaning_is_refused(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    here = HostsHere()
+    with pytest.raises(error, match=text):
+        VectorEnvHere(counters(3), here, **options)
+    assert not here.living
+
+
+def test_no_environments_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        VectorEnvHere([])
+
+
+def test_what_cannot_be_pickled_is_named_before_anything_starts() -> None:
+    fns = counters(3)
+    fns[2] = functools.partial(CounterEnv, note := sys._getframe())
+    here = HostsHere()
+    with pytest.raises(TypeError, match="frame") as info:
+        VectorEnvHere(fns, here)
+    assert any(text.startswith("env_fns[2]") for text in info.value.__notes__)
+    assert not here.living
+    del note
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    with pytest.raises(ImportError, match=r"vecenv\[ray\]"):
+        RayVectorEnv(counters(2))
+
+
+def _angry(env_id: int) -> gymnasium.Env:
+    raise FileNotFoundError(f"no data for {env_id}")
+
+
+def test_what_an_env_fn_raised_on_its_host_comes_back_as_itself() -> None:
+    here = HostsHere()
+    with pytest.raises(FileNotFoundError, match="no data for 2") as info:
+        VectorEnvHere([*counters(2), functools.partial(_angry, 2), functools.partial(_angry, 3)], here)
+    assert any("host 1 (envs 2-3)" in note for note in info.value.__notes__)
+    assert here.closed
+
+
+def test_hosts_that_disagree_on_spaces_are_named() -> None:
+    box = functools.partial(SpaceEnv, spaces.Box(0, 1, (2,)))
+    other = functools.partial(SpaceEnv, spaces.Box(0, 1, (3,)))
+    acts = functools.partial(SpaceEnv, spaces.Box(0, 1, (2,)), spaces.Discrete(9))
+    for odd, text in ((other, r"Env 2 has Box.*host 1"), (acts, r"Env 2 has Discrete.*host 1")):
+        fns = [box, box, odd, odd]
+        here = HostsHere()
+        with pytest.raises(RuntimeError, match=text):
+            VectorEnvHere(fns, here)
+        assert here.closed
+
+
+def test_one_function_for_many_environments_travels_once() -> None:
+    here = HostsHere()
+    fn = functools.partial(CounterEnv, env_id=3)
+    envs = VectorEnvHere([fn] * 4, here)
+    assert [len(host._plan.functions) for host in here.living] == [1, 1]
+    assert envs.get_attr("env_id") == (3,) * 4
+    envs.close()
+
+
+def test_a_host_reserves_a_core_a_worker_and_one_for_itself() -> None:
+    here = HostsHere()
+    VectorEnvHere(counters(3), here, workers_per_host=0).close()
+    assert here.cpus == [1, 1]
+    here.room = False
+    with pytest.raises(ClusterError):
+        VectorEnvHere(counters(5), here, workers_per_host=2)
+    assert here.cpus == [3, 3]
+
+
+# -- how often bytes move --------------------------------------------------------------------------------------
+
+
+def test_a_copy_is_one_copy_and_without_one_the_same_arrays_are_given_out() -> None:
+    space = spaces.Dict({"image": spaces.Box(0, 255, (4, 4), np.uint8), "n": spaces.Discrete(9)})
+    tree = fixed_tree(space)
+    assert tree is not None
+    leaves = [np.zeros((5, *leaf.shape), leaf.dtype) for leaf in tree.leaves()]
+    store = PartsStore(tree, leaves, [range(2), range(2, 5)])
+    sent = [[np.full((count, *leaf.shape), 7 + count, leaf.dtype) for leaf in tree.leaves()] for count in (2, 3)]
+    for host, parts in enumerate(sent):
+        for part in parts:
+            part.flags.writeable = False
+        store.put_part(host, None, parts)
+    assert all(kept is part for kept, part in zip(store._parts[0], sent[0], strict=True))  # kept as it came
+    fresh = store.batch(copy=True)
+    assert not leaves[0].any()  # nothing was moved on the way
+    assert fresh["n"].tolist() == [9, 9, 10, 10, 10]
+    some = store.take(np.array([4, 0, 2]))
+    assert some["n"].tolist() == [10, 9, 10]
+    assert some["image"].flags.writeable
+    kept = store.batch(copy=False)
+    assert kept["image"] is leaves[0]
+    store.put_part(0, [1], [part[:1] + 1 for part in sent[0]])
+    assert store.batch(copy=False)["n"].tolist() == [9, 10, 10, 10, 10]
+    assert fresh["n"].tolist() == [9, 9, 10, 10, 10]

@@ -1,0 +1,78 @@
+"""Run by test_bridge_deadlock.py in a process of its own: ``threads``, bytes of the action, transport.
+
+Each thread runs a program of eight steps whose inputs are not ready when it starts, so that XLA runs it, and the host calls
+in it, on its own threads, of which there are as many as cores.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+
+import gymnasium as gym
+import jax
+import jax.numpy as jnp
+import numpy as np
+from bridge_envs import Logged
+
+import vecenv.jax as vj
+
+
+def main(threads: int, size: int, transport: str) -> None:
+    threading.Thread(target=give_up, daemon=True).start()
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            steps(number, size, transport)
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    print(failures or "done")
+
+
+def give_up() -> None:
+    """End a process that makes no progress, and say whether it hangs or was never given the processor.
+
+    What hangs uses none. A machine with too much else to do can stop this process for as long, while it compiles, say.
+    """
+    began, used = time.monotonic(), time.process_time()
+    while time.monotonic() - began < 90:
+        time.sleep(1)
+    faulthandler.dump_traceback(all_threads=True)
+    print(f"no end after 90 s, of which {time.process_time() - used:.1f} s of processor time", flush=True)
+    os._exit(1)
+
+
+def steps(number: int, size: int, transport: str) -> None:
+    envs = Logged(2)
+    width = size // 8  # two rows of float32
+    envs.single_action_space = gym.spaces.Box(-np.inf, np.inf, (width,), np.float32)
+    envs.action_space = gym.spaces.Box(-np.inf, np.inf, (2, width), np.float32)
+    with vj.bridge(envs, transport=transport) as env:
+        state = env.reset(jax.random.key(number))
+        slow = jax.jit(lambda x: jax.lax.fori_loop(0, 20, lambda _, y: y @ x / 300.0, x))
+
+        @jax.jit
+        def program(state, x):  # type: ignore[no-untyped-def]
+            action = jnp.full((2, width), x[0, 0])
+            return jax.lax.scan(lambda s, _: (env.step(s, action + s.reward[0]), None), state, None, length=8)[0]
+
+        for _ in range(3):
+            state = program(state, slow(jnp.ones((300, 300))))
+            jax.block_until_ready(slow(jnp.ones((300, 300))))  # something else in between
+        assert jax.block_until_ready(state).steps.tolist() == [24, 24]
+        assert envs.calls == "R" + 24 * "S"
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,117 @@
+"""Nothing hangs: few cores, many threads, small and large arguments, inputs that are not ready.
+
+A plain ``io_callback`` hangs in half of these (one that gets 1 MiB, on as many threads as there are cores).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+KIB, MIB = 1 << 10, 1 << 20
+# A hang never ends, so the bounds are wide: what they must not do is take a machine that is busy for one that hangs.
+pytestmark = pytest.mark.timeout(200)
+HARDEST = {(1, 1, MIB), (2, 2, MIB), (2, 4, MIB)}
+
+
+def matrix() -> list[Any]:
+    cells = [(cores, threads, size) for cores in (1, 2) for threads in (1, 2, 4) for size in (KIB, MIB)]
+    return [
+        pytest.param(*cell, transport, marks=[] if cell in HARDEST else [pytest.mark.slow])
+        for cell in cells
+        for transport in ("primitive", "io_callback")
+    ]
+
+
+def run(cores: int, *arguments: str, timeout: float = 150) -> subprocess.CompletedProcess[str]:
+    usable = sorted(os.sched_getaffinity(0))
+    if len(usable) < cores:
+        pytest.skip(f"needs {cores} cores")
+    command = ["taskset", "-c", ",".join(map(str, usable[:cores])), sys.executable, *arguments]
+    root = str(HERE.parent.parent)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), root]), "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+needs_taskset = pytest.mark.skipif(shutil.which("taskset") is None, reason="needs taskset")
+
+
+@needs_taskset
+@pytest.mark.parametrize(("cores", "threads", "size", "transport"), matrix())
+def test_programs_with_host_calls_end(cores: int, threads: int, size: int, transport: str) -> None:
+    done = run(cores, str(HERE / "bridge_deadlock.py"), str(threads), str(size), transport)
+    assert done.stdout.strip() == "done", done.stdout[-500:] + done.stderr[-3000:]
+
+
+LATER = """
+import faulthandler; faulthandler.dump_traceback_later(90, exit=True)
+import jax, jax.numpy as jnp, numpy as np
+import vecenv.jax as vj
+from bridge_envs import Logged
+with vj.bridge(Logged(), transport={transport!r}) as env:
+    program = jax.jit(lambda s, x: env.step(s, jnp.full((2, 1), x[0, 0])))
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 20, lambda _, y: y @ x / 300.0, x))
+    state = env.reset(jax.random.key(0))
+    for _ in range(5):
+        state = program(state, slow(jnp.ones((300, 300))))
+        env.later = slow(jnp.ones((300, 300)))  # dispatched after the program, reachable from the host
+    jax.block_until_ready(state)
+print("done")
+"""
+
+
+@needs_taskset
+@pytest.mark.parametrize("transport", ["primitive", "io_callback"])
+def test_a_computation_that_is_dispatched_later_does_not_stop_the_host(transport: str) -> None:
+    done = run(1, "-c", LATER.format(transport=transport))
+    assert done.stdout.strip() == "done", done.stderr[-3000:]
+
+
+NUMPY_ONLY = """
+import sys, threading
+import jax, jax.numpy as jnp, numpy as np
+import vecenv.jax as vj
+import vecenv.jax.host as host
+from bridge_envs import Logged
+seen = set()
+def watch(frame, event, arg):
+    name = frame.f_globals.get("__name__", "")
+    if event == "call" and name.partition(".")[0] in ("jax", "jaxlib"):
+        seen.add((name, frame.f_code.co_name))
+real = host.Host.call
+def call(self, *args):
+    for value in args[2:]:
+        assert type(value) is np.ndarray, type(value)
+    sys.setprofile(watch)
+    try:
+        return real(self, *args)
+    finally:
+        sys.setprofile(None)
+host.Host.call = call
+with vj.bridge(Logged(), transport={transport!r}) as env:
+    state = env.reset(jax.random.key(0))
+    state = env.recv(env.send(env.step(state, jnp.zeros((2, 1))), jnp.zeros((2, 1))))
+assert not seen, seen
+print("done")
+"""
+
+
+@needs_taskset
+@pytest.mark.parametrize("transport", ["primitive", "io_callback"])
+def test_the_host_side_never_enters_jax(transport: str) -> None:
+    done = run(1, "-c", NUMPY_ONLY.format(transport=transport))
+    assert done.stdout.strip() == "done", done.stderr[-3000:]
+
+
+def test_the_host_side_does_not_import_jax() -> None:
+    for name in ("host", "info_spec", "vector_calls"):
+        text = (HERE.parent.parent / "vecenv" / "jax" / f"{name}.py").read_text()
+        assert "import jax" not in text
+        assert "from jax" not in text

@@ -1,0 +1,389 @@
+"""What goes wrong in an environment or in a program arrives as itself, and the process goes on."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+import pytest
+from bridge_envs import Logged, faulty, tracks
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+import vecenv
+import vecenv.jax as vj
+from vecenv.errors import ObservationError, StaleStateError, StepTimeout, WorkerDied
+
+KEY = jax.random.key(0)
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(params=["primitive", "io_callback"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def no_log_of_failed_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX logs what ``io_callback`` raises; pytest keeps the record, which keeps the test's frame and its environments."""
+    monkeypatch.setattr(logging.getLogger("jax._src.callback"), "disabled", True)
+
+
+@pytest.fixture
+def logged(transport: str) -> Iterator[vj.Bridge]:
+    with vj.bridge(Logged(), transport=transport) as env:
+        yield env
+
+
+def workers(fns: Any, **options: Any) -> vecenv.AsyncVectorEnv:
+    return vecenv.AsyncVectorEnv(fns, context="forkserver", num_workers=2, **options)
+
+
+def five(env: vj.Bridge) -> Any:
+    """A compiled program of five steps."""
+    action = jnp.zeros(env.action_space.shape, jnp.int32)
+    return jax.jit(lambda state: jax.lax.scan(lambda s, _: (env.step(s, action), None), state, None, length=5)[0])
+
+
+# -- states ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_state_can_be_stepped_once(logged: vj.Bridge) -> None:
+    state = logged.reset(KEY)
+    newest = logged.step(state, jnp.zeros((2, 1)))
+    with pytest.raises(StaleStateError, match="used before"):
+        logged.step(state, jnp.zeros((2, 1)))
+    with pytest.raises(StaleStateError, match="used before"):
+        vj.run(jax.jit(logged.step), state, jnp.zeros((2, 1)))
+    assert logged.envs.calls == "RS"
+    logged.step(newest, jnp.zeros((2, 1)))  # a refusal costs nothing
+
+
+def test_a_state_of_an_earlier_reset_or_of_another_bridge_is_refused(logged: vj.Bridge) -> None:
+    old, new = logged.reset(KEY), logged.reset(KEY)
+    with pytest.raises(StaleStateError, match="earlier reset"):
+        logged.step(old, jnp.zeros((2, 1)))
+    with vj.bridge(Logged()) as other, pytest.raises(StaleStateError, match="before the first reset"):
+        other.step(new, jnp.zeros((2, 1)))
+    with vj.bridge(Logged()) as other:
+        other.reset(KEY)
+        with pytest.raises(StaleStateError, match="another bridge"):
+            other.step(new, jnp.zeros((2, 1)))
+
+
+def test_a_pending_state_can_only_be_received(logged: vj.Bridge) -> None:
+    state = logged.reset(KEY)
+    with pytest.raises(NoAsyncCallError):
+        logged.recv(state)
+    pending = logged.send(state, jnp.zeros((2, 1)))
+    with pytest.raises(AlreadyPendingCallError):
+        logged.step(pending, jnp.zeros((2, 1)))
+    with pytest.raises(AlreadyPendingCallError):
+        logged.send(pending, jnp.zeros((2, 1)))
+    assert logged.recv(pending).reward.tolist() == [2.0, 2.0]
+
+
+def test_a_reset_forgets_a_step_that_is_underway() -> None:
+    with vj.bridge(workers(tracks(2))) as env:
+        env.send(env.reset(KEY), jnp.zeros(2, jnp.int32))
+        state = env.reset(KEY)
+        assert env.step(state, jnp.zeros(2, jnp.int32)).steps.tolist() == [1, 1]
+
+
+# -- exceptions ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the engine's report of the error
+def test_what_an_environment_raises_arrives_and_a_reset_goes_on(transport: str) -> None:
+    with vj.bridge(workers(faulty("raise")), transport=transport) as env:
+        state, program = env.reset(KEY), five(env)
+        with pytest.raises(ZeroDivisionError, match="three"):
+            vj.run(program, state)
+        assert float(jax.jit(lambda x: x + 1)(1.0)) == 2.0
+        with pytest.raises(StaleStateError, match="an earlier call failed"):
+            env.step(state, jnp.zeros(2, jnp.int32))
+        state = env.reset(KEY)
+        state = env.step(state, jnp.zeros(2, jnp.int32))
+        assert state.steps.tolist() == [1, 1]
+
+
+def test_without_run_the_error_is_jaxs_with_the_text_in_it(transport: str) -> None:
+    with vj.bridge(SyncVectorEnv(faulty("raise")), transport=transport) as env:
+        state = env.reset(KEY)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="ZeroDivisionError: three"):
+            jax.block_until_ready(five(env)(state))
+        state = env.reset(KEY)
+        state = env.step(state, jnp.zeros(2, jnp.int32))
+
+
+def test_a_dead_worker_is_reported_and_replaced_at_the_next_reset(transport: str) -> None:
+    with vj.bridge(workers(faulty("die")), transport=transport) as env:
+        state, program = env.reset(KEY), five(env)
+        with pytest.raises(WorkerDied) as caught:
+            vj.run(program, state)
+        assert caught.value.envs == (1,)
+        env.envs.env_fns = tracks(2)
+        state = env.step(env.reset(KEY), jnp.zeros(2, jnp.int32))
+        assert state.steps.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_an_answer_that_does_not_come_ends_at_the_timeout(transport: str, split: bool) -> None:
+    with vj.bridge(workers(faulty("hang")), transport=transport, timeout=0.5) as env:
+        state, action = env.reset(KEY), jnp.zeros(2, jnp.int32)
+        state = env.step(env.step(state, action), action)
+        began = time.monotonic()
+        with pytest.raises(StepTimeout):
+            vj.run(jax.jit(lambda s: env.recv(env.send(s, action)) if split else env.step(s, action)), state)
+        assert time.monotonic() - began < 2.5
+        with pytest.raises(StepTimeout):  # it still hangs
+            env.reset(KEY)
+        time.sleep(2.5)
+        state = env.step(env.reset(KEY), action)
+        assert state.steps.tolist() == [1, 1]
+
+
+def test_gymnasiums_own_processes_are_not_used_again_after_a_timeout() -> None:
+    envs = gym.vector.AsyncVectorEnv(faulty("hang"), context="forkserver")
+    with vj.bridge(envs, timeout=0.5) as env:
+        state, program = env.reset(KEY), five(env)
+        with pytest.raises(multiprocessing.TimeoutError):
+            vj.run(program, state)
+        with pytest.raises(RuntimeError, match="loses count"):
+            env.reset(KEY)
+        envs.close(terminate=True)
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_ctrl_c_arrives_as_itself(transport: str, ready: bool) -> None:
+    """With inputs that are still being computed, too: ``run`` waits for them first."""
+    with vj.bridge(workers(faulty("hang")), transport=transport) as env:
+        action = jnp.zeros(2, jnp.int32)
+        state = env.step(env.step(env.reset(KEY), action), action)
+        program = jax.jit(lambda state, x: env.step(state, action + (x[0, 0] > 1e30)))
+        busy = jnp.ones((700, 700))
+        if not ready:
+            busy = jax.jit(lambda x: jax.lax.fori_loop(0, 10, lambda _, y: y @ x / 700.0, x))(busy)
+        else:
+            jax.block_until_ready(busy)
+        timer = threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            vj.run(program, state, busy)
+        timer.join()
+        state = env.step(env.reset(KEY), action)  # waits for the late answer
+        assert state.steps.tolist() == [1, 1]
+
+
+def test_run_leaves_other_exceptions_alone(logged: vj.Bridge) -> None:
+    def boom() -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        vj.run(boom)
+    assert vj.run(lambda x: x + 1, 1) == 2
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------
+
+
+def test_actions_that_do_not_fit_are_refused_while_tracing() -> None:
+    with vj.bridge(SyncVectorEnv(tracks(2, action="dict"))) as env:
+        state = env.reset(KEY)
+        good = {"a": jnp.zeros((2, 2)), "z": jnp.zeros(2, jnp.int32)}
+        for bad, error, text in (
+            (jnp.zeros(2), ValueError, "structured as"),
+            ({"a": jnp.zeros((2, 2))}, ValueError, "structured as"),
+            ({**good, "a": jnp.zeros((3, 2))}, ValueError, r"action\['a'\] has shape \(3, 2\)"),
+            ({**good, "z": jnp.zeros(2)}, TypeError, r"action\['z'\] has dtype float32"),
+        ):
+            with pytest.raises(error, match=text):
+                jax.eval_shape(env.step, state, bad)
+        env.step(state, good)
+
+
+def test_infos_that_break_their_specification_are_an_error() -> None:
+    for spec, text in (
+        ({"score": jax.ShapeDtypeStruct((2,), jnp.float32)}, r"info\['score'\] of env 0: got float64\[\].*float32\[2\]"),
+        ({"start": np.int32}, r"info\['start'\] of env 0: got float64"),
+        ({"start": {"deep": np.float32}}, "wanted a dict"),
+    ):
+        with vj.bridge(SyncVectorEnv(tracks(2)), info_spec=spec) as env, pytest.raises(ObservationError, match=text):
+            vj.run(five(env), env.reset(KEY))
+
+
+def test_options_without_meaning_are_refused() -> None:
+    envs = SyncVectorEnv(tracks(4))
+    for error, text, options in (
+        (ValueError, "transport must be one of", {"transport": "pipe"}),
+        (ValueError, "float64 must be one of", {"float64": "drop"}),
+        (ValueError, "timeout must be positive", {"timeout": 0.0}),
+        (ValueError, "equal groups", {"lanes": 3}),
+        (TypeError, "info_spec", {"info_spec": {"a": "nonsense"}}),
+        (TypeError, "must be str", {"info_spec": {3: np.float32}}),
+        (ValueError, "underscore", {"info_spec": {"_a": np.float32}}),
+        (TypeError, "numbers or bools", {"info_spec": {"a": object}}),
+        (TypeError, "dict of names", {"info_spec": np.float32}),
+    ):
+        with pytest.raises(error, match=text):
+            vj.bridge(envs, **options)
+    with pytest.raises(TypeError, match="VectorEnv"):
+        vj.bridge(tracks(1)[0]())
+    envs.close()
+
+
+def test_spaces_without_a_fixed_size_are_refused() -> None:
+    class Words(gym.Env[Any, Any]):
+        observation_space = gym.spaces.Text(5)
+        action_space = gym.spaces.Discrete(2)
+
+    with pytest.raises(TypeError, match="observations of fixed size"):
+        vj.bridge(SyncVectorEnv([Words]))
+
+
+def test_states_of_the_wrong_kind_are_refused(logged: vj.Bridge) -> None:
+    state = logged.reset(KEY)
+    with pytest.raises(TypeError, match="not tuple"):
+        logged.step((), jnp.zeros((2, 1)))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="on the device"):
+        logged.step(state.replace(token=None), jnp.zeros((2, 1)))
+    with pytest.raises(ValueError, match=r"\(3, 2\) environments"):
+        logged.step(jax.tree.map(lambda x: jnp.stack([x] * 3), state), jnp.zeros((2, 1)))
+
+
+def test_reset_mask_is_for_environments_that_do_not_reset_themselves(logged: vj.Bridge) -> None:
+    state = logged.reset(KEY)
+    with pytest.raises(ValueError, match="DISABLED"):
+        logged.reset_mask(state, jnp.ones(2, bool), KEY)
+    with vj.bridge(SyncVectorEnv(tracks(2), autoreset_mode=AutoresetMode.DISABLED)) as env:
+        state = env.reset(KEY)
+        with pytest.raises(ValueError, match=r"mask must be bool\[2\], got bool\[3\]"):
+            env.reset_mask(state, jnp.ones(3, bool), KEY)
+
+
+def test_use_after_close(transport: str) -> None:
+    env = vj.bridge(Logged(), transport=transport)
+    state = env.reset(KEY)
+    program = jax.jit(env.step)
+    program.lower(state, jnp.zeros((2, 1))).compile()
+    state = program(state, jnp.zeros((2, 1)))
+    env.close()
+    env.close()
+    with pytest.raises(ClosedEnvironmentError):
+        env.step(state, jnp.zeros((2, 1)))
+    with pytest.raises(ClosedEnvironmentError):
+        vj.run(program, state, jnp.zeros((2, 1)))
+    with pytest.raises(ClosedEnvironmentError):
+        vj.bridge(env.envs)
+    assert "closed" in repr(env)
+
+
+# -- environments that run JAX in this process -----------------------------------------------------------------------
+
+
+class UsesJax(gym.Env[Any, Any]):
+    observation_space = action_space = gym.spaces.Box(-1, 1, (1,))
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return np.asarray(jnp.zeros(1)), {}
+
+
+class HoldsJax(gym.Env[Any, Any]):
+    observation_space = action_space = gym.spaces.Box(-1, 1, (1,))
+
+    def __init__(self) -> None:
+        self.weights = jax.numpy.zeros(3)
+
+
+@pytest.mark.parametrize("cls", [UsesJax, HoldsJax])
+def test_environments_that_run_jax_in_this_process_are_refused(cls: type[gym.Env[Any, Any]]) -> None:
+    wrapped = lambda: gym.wrappers.TimeLimit(cls(), 5)  # noqa: E731
+    with pytest.raises(ValueError, match=r"runs JAX in this process.*worker processes"):
+        vj.bridge(SyncVectorEnv([wrapped]))
+    envs = vecenv.AsyncVectorEnv([wrapped], num_workers=0)
+    with pytest.raises(ValueError, match="runs JAX in this process"):
+        vj.bridge(envs)
+    envs.close()
+
+
+def test_vector_envs_on_the_device_are_refused() -> None:
+    from jax_envs import Counter
+
+    with pytest.raises(ValueError, match="FunctionalVectorEnv"):
+        vj.bridge(vecenv.backends.JaxVectorEnv(Counter(), 2))
+
+
+# -- processes -------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_processes_for_every_reset_and_none_after_close() -> None:
+    envs = workers(tracks(2))
+    with vj.bridge(envs) as env:
+        pids = [process.pid for process in envs.processes]
+        for _ in range(3):
+            env.step(env.reset(KEY), jnp.zeros(2, jnp.int32))
+        assert pids == [process.pid for process in envs.processes]
+        for pid in pids:
+            assert "jaxlib" not in Path(f"/proc/{pid}/maps").read_text()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+def test_nothing_is_left_when_a_bridge_is_forgotten(transport: str) -> None:
+    env: Any = vj.bridge(workers(tracks(2)), transport=transport)
+    pids = [process.pid for process in env.envs.processes]
+    gone = weakref.ref(env)
+    program = five(env)
+    jax.block_until_ready(program(env.reset(KEY)))
+    del env, program
+    gc.collect()
+    assert gone() is None
+    deadline = time.monotonic() + 5
+    while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork here")
+def test_workers_started_by_fork_are_warned_of() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        envs = vecenv.AsyncVectorEnv(tracks(1), context="fork")
+    with pytest.warns(RuntimeWarning, match="started by fork"):
+        vj.bridge(envs).close()
+
+
+def test_forkserver_gives_no_warning() -> None:
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import jax, jax.numpy as jnp\n"
+        "import vecenv, vecenv.jax as vj\n"
+        "from bridge_envs import tracks\n"
+        "if __name__ == '__main__':\n"
+        "    jnp.ones(3) + 1\n"
+        "    with vj.bridge(vecenv.AsyncVectorEnv(tracks(2), context='forkserver')) as env:\n"
+        "        env.step(env.reset(jax.random.key(0)), jnp.zeros(2, int))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, str(HERE)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "Warning" not in run.stderr

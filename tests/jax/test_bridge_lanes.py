@@ -1,0 +1,101 @@
+"""``lanes``: environments of their own for every lane of a ``vmap``, stepped by one host call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from bridge_envs import Logged, tracks
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+import vecenv.jax as vj
+
+KEYS = jax.random.split(jax.random.key(3), 3)
+
+
+@pytest.fixture(params=["primitive", "io_callback"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_a_mapped_scan_is_one_host_call_a_step(transport: str) -> None:
+    with vj.bridge(Logged(6), transport=transport, lanes=3) as env:
+        assert env.num_envs == 2
+        assert env.action_space.shape == (2, 1)
+
+        @jax.jit
+        @jax.vmap
+        def program(key: Any) -> Any:
+            state = env.reset(key)
+            return jax.lax.scan(lambda s, _: (env.step(s, jnp.zeros((2, 1))), None), state, None, length=4)[0]
+
+        state = program(KEYS)
+        assert env.envs.calls == "RSSSS"
+        assert state.steps.tolist() == [[4, 4]] * 3
+        assert state.obs.shape == (3, 2, 1)
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_every_lane_is_a_bridge_of_its_own(transport: str, mode: AutoresetMode) -> None:
+    actions = jnp.asarray(np.random.default_rng(0).integers(-2, 3, (3, 12, 2)))
+
+    def roll(env: vj.Bridge, key: Any, actions: Any) -> Any:
+        def body(state: Any, action: Any) -> Any:
+            state = env.recv(env.send(state, action))
+            return state, state
+
+        return jax.lax.scan(body, env.reset(key), actions)[1].replace(token=None)
+
+    with vj.bridge(SyncVectorEnv(tracks(6), autoreset_mode=mode), transport=transport, lanes=3) as env:
+        together = jax.jit(jax.vmap(lambda key, actions: roll(env, key, actions)))(KEYS, actions)
+    for lane in range(3):
+        with vj.bridge(SyncVectorEnv(tracks(2), autoreset_mode=mode), transport=transport) as env:
+            alone = jax.jit(lambda key, actions, env=env: roll(env, key, actions))(KEYS[lane], actions[lane])
+        mine = jax.tree.map(lambda leaf, lane=lane: leaf[lane], together)
+        jax.tree.map(np.testing.assert_array_equal, alone, mine)
+
+
+def test_reset_mask_in_lanes() -> None:
+    with vj.bridge(SyncVectorEnv(tracks(6), autoreset_mode=AutoresetMode.DISABLED), lanes=3) as env:
+        state = jax.vmap(env.reset)(KEYS)
+        for _ in range(6):
+            state = jax.vmap(env.step, in_axes=(0, None))(state, jnp.zeros(2, jnp.int32))  # one action for all lanes
+        assert state.done.all()
+        mask = jnp.array([[True, False], [False, False], [True, True]])
+        state = jax.vmap(env.reset_mask)(state, mask, KEYS)
+        np.testing.assert_array_equal(state.done, ~mask)
+
+
+def test_gradients_pass_over_mapped_steps(transport: str) -> None:
+    with vj.bridge(Logged(6), transport=transport, lanes=3) as env:
+        states = jax.vmap(env.reset)(KEYS)
+
+        def loss(weight: Any, state: Any) -> Any:
+            def body(state: Any, _: Any) -> Any:
+                state = env.step(state, jnp.full((2, 1), weight))
+                return state, weight * state.reward.sum()
+
+            return jax.lax.scan(body, state, None, length=3)[1].sum()
+
+        gradients = jax.jit(jax.vmap(jax.grad(loss)))(jnp.arange(3.0), states)
+        assert env.envs.calls == "RSSS"
+        assert gradients.tolist() == [18.0] * 3
+
+
+def test_wrong_use_of_lanes_is_refused() -> None:
+    with vj.bridge(Logged(6), lanes=3) as env:
+        with pytest.raises(ValueError, match=r"must be called under jax.vmap over 3 lanes"):
+            env.reset(KEYS[0])
+        with pytest.raises(ValueError, match=r"must be called under jax.vmap over 3 lanes"):
+            jax.jit(env.reset)(KEYS[0])
+        with pytest.raises(ValueError, match=r"lanes=3; it is called under jax.vmap over 2"):
+            jax.vmap(env.reset)(KEYS[:2])
+        with pytest.raises(ValueError, match=r"another jax.vmap, over 4"):
+            jax.vmap(jax.vmap(env.reset))(jax.random.split(KEYS[0], (4, 3)))
+        state = jax.vmap(env.reset)(KEYS)
+        with pytest.raises(ValueError, match=r"under jax.vmap over the lanes"):
+            env.step(state, jnp.zeros((2, 1)))
+        assert env.envs.calls == "R"

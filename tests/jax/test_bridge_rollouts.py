@@ -1,0 +1,328 @@
+"""Rollouts and evaluations over bridged environments, where a step too many, too few or out of order cannot be undone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from bridge_envs import Logged, tracks
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+import vecenv
+import vecenv.jax as vj
+
+KEY, NOISE = jax.random.key(7), jax.random.key(8)
+N, T = 4, 15
+MODES = list(AutoresetMode)
+
+
+@pytest.fixture(params=["primitive", "io_callback"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@vj.stateless
+def policy(params: Any, obs: Any, key: Any) -> Any:
+    """Random actions of ``Discrete(5, start=-2)``, of each row by itself."""
+    action = jax.random.randint(key, (obs.shape[0],), -2, 3) * params
+    return action, {"seen": obs[:, 0]}
+
+
+def counting(params: Any, carry: Any, obs: Any, first: Any, key: Any) -> Any:
+    """A policy that remembers how many steps its episode has had."""
+    carry = vj.reset_carry(first, carry, jnp.zeros((), jnp.int32)) + 1
+    return carry, jnp.zeros(obs.shape[0], jnp.int32), {"memory": carry}
+
+
+def still(env: vj.Bridge) -> Any:
+    """A policy for :class:`Logged`."""
+    return vj.stateless(lambda params, obs, key: (jnp.zeros((env.num_envs, 1)) + params, {}))
+
+
+def plain_loop(mode: AutoresetMode, count: int = N) -> list[Any]:
+    """``(obs, action, reward, terminated, truncated, infos, next obs)`` of ``SyncVectorEnv`` alone, under the same keys."""
+    envs = SyncVectorEnv(tracks(count), autoreset_mode=mode)
+    obs, _ = envs.reset(seed=[int(word) >> 1 for word in jax.random.bits(KEY, (count,), jnp.uint32)])
+    rows = []
+    for t in range(T):
+        _, action, _ = policy(1, (), jnp.asarray(obs), None, jax.random.fold_in(NOISE, t))
+        before = obs.copy()
+        obs, reward, terminated, truncated, infos = envs.step(np.asarray(action))
+        rows.append((before, np.asarray(action), reward, terminated, truncated, infos, obs.copy()))
+    envs.close()
+    return rows
+
+
+def first_episodes(mode: AutoresetMode) -> list[tuple[float, int]]:
+    """Return and length of each row's first episode, which is the same in all modes."""
+    # Under DISABLED, SyncVectorEnv refuses to step while one row has ended.
+    rows, found = plain_loop(AutoresetMode.NEXT_STEP if mode is AutoresetMode.DISABLED else mode), []
+    for i in range(N):
+        rewards: list[float] = []
+        for _, _, reward, terminated, truncated, _, _ in rows:
+            rewards.append(float(reward[i]))
+            if terminated[i] or truncated[i]:
+                break
+        found.append((sum(rewards), len(rewards)))
+    return found
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_a_rollout_is_a_plain_loop(transport: str, mode: AutoresetMode) -> None:
+    envs = SyncVectorEnv(tracks(N), autoreset_mode=mode)
+    with vj.bridge(envs, {"left": np.int32}, transport=transport) as env:
+
+        @jax.jit
+        def run(key: Any) -> Any:
+            return vj.rollout(env, policy, 1, env.reset(key), (), NOISE, T, ("steps", "left"))[0]
+
+        found = run(KEY)
+    over = np.zeros(N, bool)
+    for t, (obs, action, reward, terminated, truncated, infos, after) in enumerate(plain_loop(mode)):
+        reset = over if mode is AutoresetMode.NEXT_STEP else np.zeros(N, bool)
+        over = terminated | truncated
+        if mode is AutoresetMode.SAME_STEP and over.any():
+            after[over] = np.stack(list(infos["final_obs"][over]))
+        np.testing.assert_array_equal(found.obs[t], obs)
+        np.testing.assert_array_equal(found.policy_extras["seen"][t], obs[:, 0])
+        np.testing.assert_array_equal(found.action[t], action)
+        np.testing.assert_allclose(found.reward[t], reward, rtol=1e-6)
+        np.testing.assert_array_equal(found.terminated[t], terminated)
+        np.testing.assert_array_equal(found.truncated[t], truncated)
+        np.testing.assert_array_equal(found.next_obs[t], after)
+        np.testing.assert_array_equal(found.valid[t], ~reset)
+        if mode is AutoresetMode.NEXT_STEP:
+            np.testing.assert_array_equal(np.asarray(found.env_extras["left"][t])[~reset], infos["left"][~reset])
+    assert found.terminated.any()
+    assert found.truncated.any()
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_a_recurrent_policy_forgets_where_an_episode_begins(mode: AutoresetMode) -> None:
+    with vj.bridge(SyncVectorEnv(tracks(N), autoreset_mode=mode)) as env:
+        found = jax.jit(
+            lambda key: vj.rollout(env, counting, (), env.reset(key), jnp.full(N, 9, jnp.int32), NOISE, T, ("steps",))[0]
+        )(KEY)
+    memory, valid = np.asarray(found.policy_extras["memory"]), np.asarray(found.valid)
+    ended = np.asarray(found.terminated | found.truncated)
+    expected = np.zeros(N, int)
+    for t in range(T):
+        expected = np.where(found.first[t], 1, expected + 1)
+        np.testing.assert_array_equal(memory[t][valid[t]], expected[valid[t]])
+    steps = np.asarray(found.env_extras["steps"])
+    if mode is AutoresetMode.NEXT_STEP:
+        np.testing.assert_array_equal(memory[valid], steps[valid])
+    else:
+        assert (memory[1:][ended[:-1]] == 1).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_evaluations_agree_with_a_plain_loop_and_make_no_step_too_many(transport: str, mode: AutoresetMode) -> None:
+    wanted = first_episodes(mode)
+    longest = max(length for _, length in wanted)
+    with vj.bridge(SyncVectorEnv(tracks(N), autoreset_mode=mode), transport=transport) as env:
+        whole = jax.jit(lambda key: vj.eval_rollout_episode(env, policy, 1, env.reset(key), (), NOISE, T))
+        fast = jax.jit(lambda key: vj.fast_eval_rollout_episode(env, policy, 1, env.reset(key), (), NOISE, T))
+        trajectory, metrics, state = whole(KEY)
+        quick, quick_state = fast(KEY)
+    assert int(metrics.env_steps) == int(quick.env_steps) == longest < T
+    assert state.token[1] == quick_state.token[1] == longest  # the calls since the reset
+    for found in (metrics, quick):
+        np.testing.assert_allclose(found.episode_return, [total for total, _ in wanted], rtol=1e-5)
+        assert found.episode_length.tolist() == [length for _, length in wanted]
+        assert found.finished.all()
+    for i, (_, length) in enumerate(wanted):
+        assert trajectory.valid[:, i].tolist() == [t < length for t in range(T)]
+    np.testing.assert_allclose(trajectory.reward.sum(0), metrics.episode_return, rtol=1e-5)
+
+
+def test_the_same_environments_serve_evaluation_after_evaluation(transport: str) -> None:
+    with vj.bridge(SyncVectorEnv(tracks(N)), transport=transport) as env:
+        many = 2 * N + 1
+        evaluate = jax.jit(lambda key: vj.fast_eval_rollout_episode(env, policy, 1, env.reset(key), (), NOISE, T, many)[0])
+        first, again = evaluate(KEY), evaluate(KEY)
+    assert first.finished.tolist() == [True] * many
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    wanted = [total for total, _ in first_episodes(AutoresetMode.NEXT_STEP)]
+    np.testing.assert_allclose(first.episode_return[:N], wanted, rtol=1e-5)
+
+
+def test_how_often_an_environment_is_called(transport: str) -> None:
+    def after_reset(run: Any, episode: int = 0) -> str:
+        with vj.bridge(Logged(episode=episode), transport=transport) as env:
+            jax.block_until_ready(jax.jit(lambda key: run(env, still(env), 1.0, env.reset(key), (), NOISE))(KEY))
+            jax.effects_barrier()
+            assert env.envs.calls[0] == "R"
+            return env.envs.calls[1:]
+
+    def rollout(*args: Any) -> Any:
+        return vj.rollout(*args, 6)[1].token  # nothing of the trajectory is asked for
+
+    assert after_reset(rollout) == "S" * 6
+    assert after_reset(lambda *args: vj.eval_rollout_episode(*args, 6)) == "S" * 6
+    assert after_reset(lambda *args: vj.eval_rollout_episode(*args, 6), episode=3) == "S" * 3
+    assert after_reset(lambda *args: vj.eval_rollout_episode(*args, 6, early_stop=False), episode=3) == "S" * 6
+    assert after_reset(lambda *args: vj.fast_eval_rollout_episode(*args, 6)) == "S" * 6
+    assert after_reset(lambda *args: vj.fast_eval_rollout_episode(*args, 6), episode=3) == "S" * 3
+    assert after_reset(lambda *args: vj.fast_eval_rollout_episode(*args, 6, 4), episode=3) == "S" * 7  # one of them resets
+    assert after_reset(lambda *args: vj.fast_eval_rollout_episode(*args, 6, early_stop=False), episode=3) == "S" * 6
+
+
+def test_a_gradient_of_a_rollout_steps_once(transport: str) -> None:
+    with vj.bridge(Logged(), transport=transport) as env:
+
+        def loss(weight: Any, state: Any) -> Any:
+            trajectory, state, _ = vj.rollout(env, still(env), weight, state, (), NOISE, 5)
+            return weight * trajectory.reward.sum(), state
+
+        gradient, _ = jax.jit(jax.grad(loss, has_aux=True))(1.0, env.reset(KEY))
+        assert env.envs.calls == "R" + "S" * 5
+        assert float(gradient) == 2 * sum(range(2, 7))
+
+
+def test_evaluations_in_lanes_are_those_of_each_lane_alone(transport: str) -> None:
+    keys, scales = jax.random.split(KEY, 2), jnp.array([1, 0])
+
+    def both(env: vj.Bridge, key: Any, scale: Any) -> Any:
+        args = (env, policy, scale, env.reset(key), (), NOISE, T)
+        fast, state = vj.fast_eval_rollout_episode(*args, early_stop=False)
+        whole, _ = vj.eval_rollout_episode(env, policy, scale, env.reset(key), (), NOISE, T, early_stop=False)[1:]
+        return fast, whole, state.steps
+
+    with vj.bridge(SyncVectorEnv(tracks(2 * N)), transport=transport, lanes=2) as env:
+        together = jax.jit(jax.vmap(lambda key, scale: both(env, key, scale)))(keys, scales)
+    for lane in range(2):
+        with vj.bridge(SyncVectorEnv(tracks(N)), transport=transport) as env:
+            alone = jax.jit(lambda key, scale, env=env: both(env, key, scale))(keys[lane], scales[lane])
+        mine = jax.tree.map(lambda leaf, lane=lane: leaf[lane], together)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), mine, alone)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with vj.bridge(SyncVectorEnv(tracks(N), autoreset_mode=AutoresetMode.DISABLED), {"left": np.int32}) as env:
+        state = env.reset(KEY)
+        with pytest.raises(ValueError, match=r"'speed'.*'steps'.*'left'"):
+            vj.rollout(env, policy, 1, state, (), NOISE, 2, ("speed",))
+        with pytest.raises(ValueError, match=r"5 episodes of 4 environments.*DISABLED"):
+            vj.fast_eval_rollout_episode(env, policy, 1, state, (), NOISE, 2, 5)
+        with pytest.raises(ValueError, match="num_episodes must be positive, got 0"):
+            vj.fast_eval_rollout_episode(env, policy, 1, state, (), NOISE, 2, 0)
+
+
+# -- overlap -------------------------------------------------------------------------------------------------------------
+
+
+class Halves(Logged):
+    """Writes into a log that both halves share: its name where a step begins, and in capitals where it is waited for."""
+
+    def __init__(self, name: str, shared: list[str], num_envs: int = 2) -> None:
+        super().__init__(num_envs)
+        self.name, self.shared = name, shared
+
+    def step_async(self, actions: Any) -> None:
+        self.shared.append(self.name)
+        self.actions = actions
+
+    def step_wait(self, timeout: float | None = None) -> Any:
+        self.shared.append(self.name.upper())
+        return self.step(self.actions)
+
+    def reset_async(self, *, seed: Any = None, options: Any = None) -> None:
+        pass
+
+    def reset_wait(self, timeout: float | None = None, seed: Any = None, options: Any = None) -> Any:
+        return self.reset()
+
+
+def overlapped(envs: Any, policy: Any, carry: Any, length: int, extras: Any = (), params: Any = 1) -> Any:
+    states = tuple(env.reset(jax.random.fold_in(KEY, half)) for half, env in enumerate(envs))
+    return vj.rollout(envs, policy, params, states, carry, NOISE, length, extras, overlap=True)
+
+
+@pytest.mark.parametrize(("mode", "length"), [*((mode, T) for mode in MODES), (AutoresetMode.SAME_STEP, 1)])
+def test_overlapped_halves_give_what_two_rollouts_give(mode: AutoresetMode, length: int) -> None:
+    def start(count: int) -> vj.Bridge:
+        envs = vecenv.AsyncVectorEnv(tracks(count), num_workers=0, autoreset_mode=mode)
+        return vj.bridge(envs, {"left": np.int32})
+
+    carries = tuple(jnp.full(count, 9, jnp.int32) for count in (3, 2))
+
+    def acting(params: Any, carry: Any, obs: Any, first: Any, key: Any) -> Any:
+        carry, _, extras = counting(params, carry, obs, first, key)
+        _, action, more = policy(params, (), obs, first, key)
+        return carry, action, extras | more
+
+    with start(3) as one, start(2) as two:
+        found, states, memory = jax.jit(lambda: overlapped((one, two), acting, carries, length, ("steps", "left")))()
+        for half, (env, carry) in enumerate(zip((one, two), carries, strict=True)):
+            key = jax.random.fold_in(NOISE, half)
+            alone, state, alone_memory = jax.jit(
+                lambda reset, key, carry, env=env: vj.rollout(
+                    env, acting, 1, env.reset(reset), carry, key, length, ("steps", "left")
+                )
+            )(jax.random.fold_in(KEY, half), key, carry)
+            mine = jax.tree.map(lambda leaf, half=half: leaf[:, 3 * half : 3 + 2 * half], found)
+            jax.tree.map(np.testing.assert_array_equal, mine, alone)
+            np.testing.assert_array_equal(memory[half], alone_memory)
+            jax.tree.map(np.testing.assert_array_equal, states[half].replace(token=None), state.replace(token=None))
+
+
+def test_while_one_half_steps_the_other_acts(transport: str) -> None:
+    log: list[str] = []
+    with vj.bridge(Halves("a", log), transport=transport) as one, vj.bridge(Halves("b", log), transport=transport) as two:
+
+        def acts(params: Any, obs: Any, key: Any) -> Any:
+            return obs * params, {}
+
+        run = jax.jit(lambda: overlapped((one, two), vj.stateless(acts), ((), ()), 4)[0])
+        found = run()
+    assert "".join(log) == "ab" + "AaBb" * 3 + "AB"  # between a and A, b's policy; between b and B, a's
+    assert found.reward.shape == (4, 4)
+    np.testing.assert_array_equal(found.action, found.obs)
+
+
+def test_a_gradient_of_an_overlapped_rollout_steps_once(transport: str) -> None:
+    log: list[str] = []
+    with vj.bridge(Halves("a", log), transport=transport) as one, vj.bridge(Halves("b", log), transport=transport) as two:
+
+        def loss(weight: Any) -> Any:
+            return weight * overlapped((one, two), still(one), ((), ()), 4, params=weight)[0].reward.sum()
+
+        gradient = jax.jit(jax.grad(loss))(1.0)
+    assert "".join(log) == "ab" + "AaBb" * 3 + "AB"
+    assert float(gradient) == 4 * sum(range(2, 6))
+
+
+def test_what_cannot_be_overlapped_is_refused(counters: Any) -> None:
+    native = counters()
+    with vj.bridge(Logged()) as one, vj.bridge(Logged()) as two:
+        acts, states = still(one), (one.reset(KEY), two.reset(KEY))
+
+        def roll(env: Any, state: Any = states, carry: Any = ((), ()), length: int = 2, **options: Any) -> None:
+            vj.rollout(env, acts, 1.0, state, carry, NOISE, length, **{"overlap": True, **options})
+
+        with pytest.raises(ValueError, match=r"takes a pair as env.*got Bridge"):
+            roll(one)
+        with pytest.raises(ValueError, match=r"takes a pair as state.*got EnvState"):
+            roll((one, two), states[0])
+        with pytest.raises(ValueError, match=r"takes a pair as carry.*got 0 of them"):
+            roll((one, two), carry=())
+        with pytest.raises(ValueError, match="got one twice"):
+            roll((one, one))
+        with pytest.raises(TypeError, match=r"send and recv.*FunctionalVectorEnv has none"):
+            roll((native, counters(num_envs=3)))
+        with pytest.raises(ValueError, match="length of at least 1, got 0"):
+            roll((one, two), length=0)
+        with pytest.raises(ValueError, match="checkpoint=False"):
+            roll((one, two), checkpoint=True)
+        with pytest.raises(ValueError, match="env and state: a pair is for overlap=True"):
+            roll((one, two), overlap=False)
+        with pytest.raises(ValueError, match="'speed'"):
+            roll((one, two), extras=("speed",))
+        scalar = vj.stateless(lambda params, obs, key: (jnp.zeros((2, 1)), {"heat": jnp.float32(1)}))
+        with pytest.raises(ValueError, match=r"policy_extras\['heat'\] has no axis of rows"):
+            jax.eval_shape(lambda: vj.rollout((one, two), scalar, 1.0, states, ((), ()), NOISE, 2, overlap=True))
+        assert one.envs.calls == two.envs.calls == "R"

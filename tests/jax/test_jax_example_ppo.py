@@ -1,0 +1,147 @@
+"""``examples/ppo.py``: advantages against their definition, transitions against the environments, and that it learns."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import vecenv
+
+PROGRAM = Path(__file__).resolve().parents[2] / "examples" / "ppo.py"
+HAS_ENVPOOL = importlib.util.find_spec("envpool") is not None
+
+
+@pytest.fixture(scope="module")
+def ppo() -> ModuleType:
+    for library in ("optax", "rich", "matplotlib"):
+        pytest.importorskip(library, reason="needs pip install 'vecenv[examples]'")
+    spec = importlib.util.spec_from_file_location("example_ppo", PROGRAM)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["example_ppo"] = module  # its dataclasses look for it there
+    spec.loader.exec_module(module)
+    return module
+
+
+def by_definition(transitions: list[dict[str, Any]], last_value: float, discount: float, gae_lambda: float) -> list[float]:
+    """The sum over later steps of the same episode, for one environment."""
+    values = [t["value"] for t in transitions[1:]] + [last_value]
+    pairs = zip(transitions, values, strict=True)
+    deltas = [t["reward"] + discount * value * (not t["terminated"]) - t["value"] for t, value in pairs]
+    found = []
+    for start in range(len(deltas)):
+        total, weight = 0.0, 1.0
+        for t in range(start, len(deltas)):
+            total += weight * deltas[t]
+            weight *= discount * gae_lambda
+            if transitions[t]["done"]:
+                break
+        found.append(total)
+    return found
+
+
+@pytest.mark.parametrize("first_ready", [False, True])
+def test_advantages_are_those_of_the_definition_in_whatever_order_rows_come(ppo: ModuleType, first_ready: bool) -> None:
+    rng = np.random.default_rng(0)
+    n, batches, rows = 6, 40, 3 if first_ready else 6
+    ids = np.stack([rng.permutation(n)[:rows] if first_ready else np.arange(n) for _ in range(batches)])
+    shape = ids.shape
+    rollout = {
+        "env_id": ids,
+        "reward": rng.normal(size=shape).astype(np.float32),
+        "value": rng.normal(size=shape).astype(np.float32),
+        "terminated": rng.random(shape) < 0.1,
+    }
+    rollout["done"] = rollout["terminated"] | (rng.random(shape) < 0.1)
+    last = rng.normal(size=n).astype(np.float32)
+    found = ppo.advantages(rollout, last, 0.97, 0.9)
+    for env in range(n):
+        where = list(zip(*np.nonzero(ids == env), strict=True))
+        transitions = [{name: field[place] for name, field in rollout.items()} for place in where]
+        wanted = by_definition(transitions, float(last[env]), 0.97, 0.9)
+        np.testing.assert_allclose([found[place] for place in where], wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("first_ready", [False, True])
+def test_transitions_are_those_of_the_environments(ppo: ModuleType, first_ready: bool) -> None:
+    """Each environment's rows, one after the other: no reset among those that count, and none that is missing."""
+    import gymnasium
+    import jax
+
+    options = {"num_workers": 2, "context": "forkserver", **({"batch_size": 2} if first_ready else {})}
+    envs = vecenv.make_vec("CartPole-v1", 4, vector_kwargs=options, max_episode_steps=15)
+    policy = ppo.Policy(envs.single_observation_space, envs.single_action_space)
+    collector = ppo.Collector(envs, policy, 5, first_ready)
+    rollout = collector.collect(policy.init(jax.random.key(0)), jax.random.key(1), 80 if first_ready else 40)
+    envs.close()
+    ends = 0
+    for env in range(4):
+        where = list(zip(*np.nonzero(rollout["env_id"] == env), strict=True))
+        single = gymnasium.make("CartPole-v1", max_episode_steps=15)
+        observation, _ = single.reset(seed=5 + env)
+        over = False
+        for place in where:
+            row = {name: field[place] for name, field in rollout.items()}
+            if over:
+                assert row["weight"] == 0.0
+                assert row["reward"] == 0.0
+                np.testing.assert_array_equal(row["observation"], observation, "the true last observation of the episode")
+                observation, _ = single.reset()
+                over, ends = False, ends + 1
+                continue
+            if row["weight"] == 0.0:  # the first row of an environment that was not among the first to be ready
+                assert first_ready
+                continue
+            np.testing.assert_array_equal(row["observation"], observation)
+            observation, reward, terminated, truncated, _ = single.step(int(row["action"]))
+            assert (row["reward"], row["terminated"], row["done"]) == (reward, terminated, terminated or truncated)
+            over = bool(row["done"])
+        single.close()
+    assert ends >= 4, "resets were among the rows"
+
+
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(PROGRAM), *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=280, check=False)
+
+
+def test_the_program_learns_and_draws_its_curve(ppo: ModuleType, tmp_path: Path) -> None:
+    done = run("CartPole-v1", "--target", "60", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "(target reached)" in done.stdout
+    assert (tmp_path / "ppo-results" / "CartPole-v1-process.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
+@pytest.mark.parametrize("backend", ["process", "envpool"])
+@pytest.mark.parametrize("more", [[], ["--first-ready"]], ids=["step", "first-ready"])
+def test_the_targets_are_reached(ppo: ModuleType, env_id: str, backend: str, more: list[str], tmp_path: Path) -> None:
+    if backend == "envpool" and not HAS_ENVPOOL:
+        pytest.skip("needs envpool")
+    done = run(env_id, "--backend", backend, "--steps", "600000", *more, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["CartPol-v1"], "CartPole-v1"),
+        (["CartPole-v1", "--backend", "proces"], "did you mean 'process'"),
+        (["FrozenLake-v1"], "wants observations that are an array of numbers"),
+    ],
+)
+def test_mistakes_are_said_in_one_line(ppo: ModuleType, arguments: list[str], says: str, tmp_path: Path) -> None:
+    done = run(*arguments, cwd=tmp_path)
+    assert done.returncode == 1
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr

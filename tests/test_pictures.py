@@ -1,0 +1,150 @@
+"""Frames of all environments in one image, and videos of such images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import gymnasium
+import numpy as np
+import pytest
+
+import vecenv
+from vecenv import pictures
+from vecenv.pictures import render_grid, tile, write_video
+
+
+class Painted(gymnasium.Env[Any, Any]):
+    """Its frame is one colour: its seed, and how often it was stepped."""
+
+    metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 30}
+    observation_space = gymnasium.spaces.Box(0, 255, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(3)
+    render_mode: str | None
+
+    def __init__(self, shape: tuple[int, ...], render_mode: str | None = "rgb_array", dtype: str = "uint8") -> None:
+        self.render_mode, self._shape, self._dtype = render_mode, shape, dtype
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        self.colour, self.steps = seed or 0, 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        return np.full(1, action, np.float32), 0.0, False, False, {}
+
+    def render(self) -> Any:
+        return np.full(self._shape, 10 * self.colour + self.steps, self._dtype)
+
+
+@pytest.fixture
+def make() -> Iterator[Any]:
+    made: list[Any] = []
+
+    def build(*shapes: tuple[int, ...], workers: int = 0, **options: Any) -> Any:
+        fns = [lambda shape=shape: Painted(shape, **options) for shape in shapes]
+        made.append(vecenv.AsyncVectorEnv(fns, num_workers=workers))
+        return made[-1]
+
+    yield build
+    for envs in made:
+        envs.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_environment_i_stands_in_place_i(make: Any, workers: int) -> None:
+    envs = make(*[(4, 6, 3)] * 5, workers=workers)
+    envs.reset(seed=1)
+    grid = vecenv.render_grid(envs, columns=3, gap=2)
+    assert grid.shape == (2 * 4 + 2, 3 * 6 + 2 * 2, 3)
+    assert grid.dtype == np.uint8
+    for env in range(5):
+        row, column = divmod(env, 3)
+        place = grid[row * 6 : row * 6 + 4, column * 8 : column * 8 + 6]
+        assert (place == 10 * (env + 1)).all(), env
+    assert not grid[4:6].any(), "the gap is black"
+    assert not grid[6:, 16:].any(), "the empty place is black"
+
+
+def test_smaller_grey_and_transparent_frames_fit_in(make: Any) -> None:
+    envs = make((4, 6, 3), (2, 2), (4, 6, 4), (4, 6, 1))
+    envs.reset(seed=[1, 2, 3, 4])
+    grid = render_grid(envs, columns=4, gap=0)
+    assert grid.shape == (4, 24, 3)
+    small = grid[:, 6:12]
+    assert (small[1:3, 2:4] == 20).all()
+    assert small.astype(int).sum() == 20 * 12, "centred on black"
+    assert (grid[:, 12:18] == 30).all()
+    assert (grid[:, 18:] == 40).all()
+
+
+@pytest.mark.parametrize(
+    ("count", "shape", "wanted"), [(1, (5, 5), (5, 5)), (4, (5, 5), (10, 10)), (6, (40, 60), (120, 120))]
+)
+def test_the_image_is_about_square(count: int, shape: tuple[int, int], wanted: tuple[int, int]) -> None:
+    assert tile([np.zeros((*shape, 3), np.uint8)] * count, gap=0).shape[:2] == wanted
+
+
+def test_what_cannot_be_drawn_is_refused(make: Any) -> None:
+    blind = make((4, 6, 3), render_mode=None)
+    blind.reset()
+    with pytest.raises(ValueError, match="render_mode='rgb_array', these have None"):
+        render_grid(blind)
+    odd = make((4, 6, 3), (4, 6, 3), dtype="float32")
+    odd.reset()
+    with pytest.raises(ValueError, match=r"env 0: a frame is uint8 .* got float32 of shape \(4, 6, 3\)"):
+        render_grid(odd)
+    with pytest.raises(ValueError, match="columns must be at least 1, got 0"):
+        tile([np.zeros((2, 2, 3), np.uint8)], columns=0)
+    with pytest.raises(ValueError, match="no images"):
+        tile([])
+
+
+def test_frames_begin_with_the_reset_and_follow_the_policy(make: Any) -> None:
+    seen: list[Any] = []
+
+    def policy(observations: Any) -> Any:
+        seen.append(observations.copy())
+        return np.array([2, 1])
+
+    envs = make((4, 4, 3), (4, 4, 3))
+    found = list(pictures.frames(envs, policy, 3, seed=1))
+    assert [int(frame[0, 0, 0]) for frame in found] == [10, 11, 12, 13]
+    assert [observation.ravel().tolist() for observation in seen] == [[0, 0], [2, 1], [2, 1]]
+
+
+@pytest.mark.parametrize("name", ["a.gif", "b.mp4"])
+def test_a_video_has_every_frame(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("moviepy" if name.endswith("mp4") else "PIL", reason="writes videos")
+    images = [np.full((33, 41, 3), 60 * turn, np.uint8) for turn in range(4)]  # odd sizes, which H.264 does not take
+    path = tmp_path / "new" / name
+    assert write_video(iter(images), path, fps=10) == 4
+    if name.endswith("gif"):
+        from PIL import Image
+
+        with Image.open(path) as video:
+            assert (video.n_frames, video.size, video.info["duration"]) == (4, (41, 33), 100)
+            for turn in range(4):
+                video.seek(turn)
+                assert abs(video.convert("RGB").getpixel((5, 5))[0] - 60 * turn) < 8
+    else:
+        assert path.read_bytes()[4:8] == b"ftyp"
+
+
+def test_what_cannot_be_written_is_known_before_anything_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"written as .gif or .mp4, got 'a.avi'"):
+        pictures.require_writer(tmp_path / "a.avi")
+    with pytest.raises(ValueError, match="no images to write"):
+        write_video([], tmp_path / "a.gif")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"writing .gif needs PIL, not installed here: pip install 'vecenv\[bench\]'"):
+        pictures.require_writer(tmp_path / "a.gif")
+
+
+def test_a_large_image_is_made_smaller_and_keeps_its_shape() -> None:
+    pytest.importorskip("PIL")
+    image = np.full((300, 600, 3), 9, np.uint8)
+    assert pictures.shrink(image, 600) is image
+    assert pictures.shrink(image, 200).shape == (100, 200, 3)

@@ -1,0 +1,41 @@
+"""Clients whose interface is not Gymnasium's: one small file a library, no more than its interface needs.
+
+What takes a Gymnasium vector environment takes one of vecenv as it is, and has nothing here: TorchRL, RLlib, and programs in
+the manner of CleanRL; see ``docs/clients.md``. Each name loads its library when it is first touched.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vecenv.adapters.sb3 import as_sb3
+    from vecenv.adapters.tianshou import as_tianshou
+
+__all__ = ["as_sb3", "as_tianshou"]
+
+_LAZY: dict[str, tuple[str, str, str]] = {
+    # public name -> module that defines it, the library's module, what installs it
+    "as_sb3": ("vecenv.adapters.sb3", "stable_baselines3", "pip install 'vecenv[sb3]'"),
+    "as_tianshou": ("vecenv.adapters.tianshou", "tianshou", "pip install 'vecenv[clients]'"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name on first use (PEP 562)."""
+    if name not in _LAZY:
+        raise AttributeError(f"module 'vecenv.adapters' has no attribute {name!r}")
+    module, library, command = _LAZY[name]
+    try:
+        value = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name != library:
+            raise
+        raise ImportError(f"vecenv.adapters.{name} needs {library}, not installed here: {command}") from error
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

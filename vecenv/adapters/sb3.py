@@ -1,0 +1,172 @@
+"""``as_sb3``: a vector environment as Stable-Baselines3 wants one.
+
+SB3's interface is older than Gymnasium's: one ``done`` flag, a list of infos, and in the step that ends an episode the first
+observation of the next one, with the last one in ``info["terminal_observation"]``. ``AutoresetMode.SAME_STEP`` is that in
+other words, and is translated row by row. In the other modes the rows of a step hold the true last observations, and
+environments whose episode is over are reset at once, by a mask; so no transition is lost and none is made up, in any mode.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gymnasium.vector import AutoresetMode
+from stable_baselines3.common.preprocessing import check_for_nested_spaces
+from stable_baselines3.common.vec_env import VecEnv
+
+from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, info_rows, require
+
+__all__ = ["SB3VecEnv", "as_sb3"]
+
+Indices = int | Iterable[int] | None
+
+
+def as_sb3(envs: AnyVectorEnv) -> SB3VecEnv:
+    """A Stable-Baselines3 ``VecEnv`` over a vector environment; closing it closes ``envs``.
+
+    ``as_sb3(vecenv.make_vec("CartPole-v1", 8))`` goes where ``make_vec_env("CartPole-v1", 8)`` or ``SubprocVecEnv(...)``
+    went, under ``VecMonitor``, ``VecNormalize`` and the rest. Rewards are float32, as ``DummyVecEnv``'s are.
+
+    Args:
+        envs: Any vector environment whose arrays are fresh numpy, of every backend. With ``autoreset_mode="SameStep"`` a
+            step that ends an episode is one trip to the environments; in the other modes it is two.
+
+    Raises:
+        ImportError: Stable-Baselines3 is not installed.
+        TypeError: Not a Gymnasium vector environment.
+        ValueError: ``copy=False``, or arrays that are no numpy; says what to change.
+        NotImplementedError: Dict or Tuple observations within Dict or Tuple observations, which SB3 does not have.
+    """
+    return SB3VecEnv(envs)
+
+
+class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 is not installed)
+    """What :func:`as_sb3` returns.
+
+    Attributes:
+        vector_env: The vector environment beneath.
+        reset_infos: The info of each environment's latest reset.
+    """
+
+    def __init__(self, envs: AnyVectorEnv) -> None:
+        mode = require(envs, "Stable-Baselines3", list(AutoresetMode))
+        check_for_nested_spaces(envs.single_observation_space)
+        self.vector_env: Any = envs
+        self._singles = SingleEnvs(envs)
+        self._same_step = mode is AutoresetMode.SAME_STEP
+        self._actions: Any = None
+        self._begin: Any = getattr(envs, "step_async", None)  # vector wrappers and compiled environments have none
+        self._finish: Any = getattr(envs, "step_wait", None)
+        self._stepping = False
+        super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
+        self.metadata = dict(envs.metadata)
+        self.spec = envs.spec
+
+    # -- reset and step ---------------------------------------------------------------------------------------------
+
+    def reset(self) -> Any:
+        """Reset all environments, with what ``seed`` and ``set_options`` said since the last time; drops a pending step."""
+        if self._stepping:
+            self.step_wait()
+        options = self._options[0] or None
+        observations, infos = self.vector_env.reset(seed=self._seeds, options=options)
+        self.reset_infos = info_rows(infos, self.num_envs)
+        self._reset_seeds()
+        self._reset_options()
+        return observations
+
+    def set_options(self, options: list[dict[str, Any]] | dict[str, Any] | None = None) -> None:
+        """Options of the next reset. A list must have the same ones for all: a vector environment resets all alike.
+
+        Raises:
+            ValueError: They differ.
+        """
+        if isinstance(options, list) and any(each != options[0] for each in options):
+            raise ValueError("the environments of a vector environment are reset with the same options; got different ones")
+        super().set_options(options)
+
+    def step_async(self, actions: npt.NDArray[Any]) -> None:
+        """Begin a step."""
+        if self._begin is None:
+            self._actions = np.array(actions)
+        else:
+            self._begin(actions)
+        self._stepping = True
+
+    def step_wait(self) -> tuple[Any, npt.NDArray[np.float32], npt.NDArray[np.bool_], list[dict[str, Any]]]:
+        """Finish it: ``(observations, rewards, dones, infos)``."""
+        self._stepping = False
+        results = self.vector_env.step(self._actions) if self._begin is None else self._finish()
+        observations, rewards, terminations, truncations, infos = results
+        dones = terminations | truncations
+        rows = info_rows(infos, self.num_envs)
+        ended = np.flatnonzero(dones).tolist()
+        if ended and not self._same_step:
+            for row in ended:
+                rows[row]["terminal_observation"] = _row(observations, row)
+            observations, infos = self.vector_env.reset(options={"reset_mask": dones.copy()})
+            for row, info in enumerate(info_rows(infos, self.num_envs)):
+                if dones[row]:
+                    self.reset_infos[row] = info
+        elif ended:
+            for row in ended:
+                rows[row], self.reset_infos[row] = _parted(rows[row])
+        for info, cut in zip(rows, (truncations & ~terminations).tolist(), strict=True):
+            info["TimeLimit.truncated"] = cut
+        return observations, rewards.astype(np.float32), dones, rows
+
+    # -- single environments ----------------------------------------------------------------------------------------
+
+    def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
+        """An attribute of each environment, of whichever wrapper has it."""
+        return self._singles.get(attr_name, self._get_indices(indices))
+
+    def set_attr(self, attr_name: str, value: Any, indices: Indices = None) -> None:
+        """Set an attribute where it is, below wrappers too; SB3's own sets it on the outermost wrapper, and there only."""
+        self._singles.set(attr_name, value, self._get_indices(indices))
+
+    def env_method(self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any) -> list[Any]:
+        """Call a method of each environment, of whichever wrapper has it."""
+        return self._singles.call(method_name, self._get_indices(indices), *method_args, **method_kwargs)
+
+    def env_is_wrapped(self, wrapper_class: type[Any], indices: Indices = None) -> list[bool]:
+        """Whether each environment has a wrapper of this class."""
+        return self._singles.is_wrapped(wrapper_class, self._get_indices(indices))
+
+    # -- pictures and the end ---------------------------------------------------------------------------------------
+
+    def get_images(self) -> Sequence[npt.NDArray[np.uint8] | None]:
+        """One frame an environment; ``None`` each, with a warning, unless ``render_mode`` is ``"rgb_array"``."""
+        if self.render_mode != "rgb_array":
+            warnings.warn(f"render_mode is {self.render_mode!r}; pictures need 'rgb_array'", stacklevel=2)
+            return [None] * self.num_envs
+        return list(self.vector_env.render())
+
+    def close(self) -> None:
+        """Close the vector environment."""
+        self.vector_env.close()
+
+
+def _parted(merged: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The info of an episode's last step, and that of the reset after it, which same-step mode puts beside it."""
+    info: dict[str, Any] = merged.pop("final_info", {})
+    if "final_obs" in merged:
+        info["terminal_observation"] = merged.pop("final_obs")
+    if "restarted" in merged:  # on_failure="restart": this step was lost, and the episode with it
+        info["restarted"] = merged.pop("restarted")
+    return info, merged
+
+
+def _row(batch: Any, row: int) -> Any:
+    """One environment's observation, as a copy."""
+    if isinstance(batch, dict):
+        return {key: _row(leaf, row) for key, leaf in batch.items()}
+    if isinstance(batch, tuple):
+        return tuple(_row(leaf, row) for leaf in batch)
+    value = batch[row]
+    # (where the space is Discrete, environments give an int)
+    return int(value) if isinstance(value, np.int64) else value.copy()

@@ -1,0 +1,155 @@
+"""A vector environment seen as single environments, for clients that want them one by one.
+
+Workers import this module to answer for their environments, so it must import no client's library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from gymnasium import Env, Wrapper
+from gymnasium.vector import AutoresetMode, VectorEnv
+
+from vecenv.multi_agent.infos import own_keys
+
+__all__ = ["SingleEnvs", "info_rows", "require"]
+
+AnyEnv = Env[Any, Any]
+AnyVectorEnv = VectorEnv[Any, Any, Any]
+
+_PYTHON_NUMBERS = "?ld"  # dtypes (bool, int64, float64) that Gymnasium gives a column of Python's bool, int and float
+
+
+def require(envs: Any, client: str, modes: Collection[AutoresetMode]) -> AutoresetMode:
+    """Refuse what would give a client wrong rows; returns the autoreset mode.
+
+    Raises:
+        TypeError: Not a Gymnasium vector environment.
+        ValueError: An autoreset mode that is not in ``modes``, arrays that change under the client, or that are no numpy.
+    """
+    if not isinstance(envs, VectorEnv):
+        raise TypeError(f"{client} wants a Gymnasium vector environment, as vecenv.make_vec builds, got {envs!r}")
+    mode = envs.metadata.get("autoreset_mode")
+    if mode not in modes:
+        wanted = " or ".join(repr(each.value) for each in modes)
+        raise ValueError(
+            f"{client} needs autoreset_mode={wanted}, got {getattr(mode, 'value', mode)!r}: build it with "
+            f"vecenv.make_vec(..., vector_kwargs={{'autoreset_mode': {next(iter(modes)).value!r}}})"
+        )
+    inner: Any = envs.unwrapped
+    if getattr(inner, "copy", True) is False:
+        raise ValueError(f"{client} needs copy=True: it keeps observations that copy=False would overwrite in the next step")
+    if getattr(inner, "to", "numpy") != "numpy":
+        raise ValueError(f"{client} needs to='numpy', got to={inner.to!r}")
+    return AutoresetMode(mode)
+
+
+class SingleEnvs:
+    """The environments of a vector environment, to be asked by index in whatever process they live.
+
+    Those that are no Python objects (EnvPool's, JAX-native ones) have no wrappers, and only the attributes that their vector
+    environment knows of each: ``render_mode``, ``spec``, ``metadata``, ``action_space`` and ``observation_space``.
+    """
+
+    def __init__(self, envs: AnyVectorEnv) -> None:
+        self._num_envs = envs.num_envs
+        self._inner: Any = envs.unwrapped
+        self._known = {
+            "render_mode": envs.render_mode,
+            "spec": envs.spec,
+            "metadata": envs.metadata,
+            "action_space": envs.single_action_space,
+            "observation_space": envs.single_observation_space,
+        }
+
+    def get(self, name: str, rows: Iterable[int]) -> list[Any]:
+        """An attribute, of whichever wrapper has it. Raises AttributeError."""
+        if not self._are_python():
+            if name not in self._known:
+                self._refuse(name)
+            return [self._known[name] for _ in rows]
+        return self._ask(_get, rows, name)
+
+    def set(self, name: str, value: Any, rows: Iterable[int]) -> None:
+        """Set an attribute where it is, on the outermost wrapper if it is nowhere."""
+        if not self._are_python():
+            self._refuse(name)
+        self._ask(_set, rows, name, value)
+
+    def call(self, name: str, rows: Iterable[int], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method, of whichever wrapper has it. Raises AttributeError, or what the method raises."""
+        if not self._are_python():
+            self._refuse(name)
+        return self._ask(_call, rows, name, args, kwargs)
+
+    def is_wrapped(self, wrapper: type[Any], rows: Iterable[int]) -> list[bool]:
+        """Whether there is a wrapper of this class, or of one derived from it."""
+        if not self._are_python():
+            return [False for _ in rows]
+        # Told by name: the class itself would make every worker import the library that defines it, torch and all.
+        return self._ask(_is_wrapped, rows, _name(wrapper))
+
+    def _are_python(self) -> bool:
+        return hasattr(self._inner, "exec_func")
+
+    def _refuse(self, name: str) -> None:
+        raise AttributeError(
+            f"the environments of {type(self._inner).__name__} are not Python objects: they have no attribute {name!r}"
+        )
+
+    def _ask(self, question: Callable[..., Any], rows: Iterable[int], *args: Any) -> list[Any]:
+        wanted = [range(self._num_envs)[row] for row in rows]  # as of a list: from the end if negative, or IndexError
+        if not wanted:
+            return []
+        answers = self._inner.exec_func(question, sorted(set(wanted)), *args)
+        return [answers[row] for row in wanted]
+
+
+def _get(env: AnyEnv, name: str) -> Any:
+    return env.get_wrapper_attr(name)
+
+
+def _set(env: AnyEnv, name: str, value: Any) -> None:
+    env.set_wrapper_attr(name, value)
+
+
+def _call(env: AnyEnv, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return env.get_wrapper_attr(name)(*args, **kwargs)
+
+
+def _is_wrapped(env: AnyEnv, wrapper: str) -> bool:
+    while isinstance(env, Wrapper):
+        if any(_name(base) == wrapper for base in type(env).__mro__):
+            return True
+        env = env.env
+    return False
+
+
+def _name(kind: type[Any]) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def info_rows(infos: Mapping[Any, Any], count: int) -> list[dict[Any, Any]]:
+    """One info an environment, of the dict of arrays with masks that vector environments return.
+
+    Numbers that Gymnasium has put into a column of bool, int64 or float64 are Python's again.
+    """
+    rows: list[dict[Any, Any]] = [{} for _ in range(count)]
+    for key in own_keys(infos):
+        mask = infos.get(f"_{key}")
+        for row in range(count) if mask is None else np.flatnonzero(mask).tolist():
+            rows[row][key] = _at(infos[key], row)
+    return rows
+
+
+def _at(column: Any, row: int) -> Any:
+    if isinstance(column, dict):
+        masks = {key: column.get(f"_{key}") for key in own_keys(column)}
+        return {key: _at(column[key], row) for key, mask in masks.items() if mask is None or mask[row]}
+    value = column[row]
+    if isinstance(value, np.generic) and column.dtype.char in _PYTHON_NUMBERS:
+        return value.item()
+    # (a copy, so that a kept row does not keep the whole column)
+    return value.copy() if isinstance(value, np.ndarray) and not column.dtype.hasobject else value

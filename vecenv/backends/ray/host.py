@@ -1,0 +1,345 @@
+"""What runs on a host: an ordinary engine over some of the environments, asked in the words a worker is asked in.
+
+A host relays: it hands a request to its own workers, and what they wrote into its shared memory goes back as it lies there,
+one contiguous array a leaf. Nothing is raised across the network: failures are part of the answer, as a worker's are, with
+the environments counted as the caller counts them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from vecenv.engine import Engine
+from vecenv.errors import WorkerDied
+from vecenv.failure import PackedError, pack
+from vecenv.infos import Definition
+from vecenv.plan import choose, probe
+from vecenv.pool import PoolOptions, WorkerPool
+from vecenv.protocol import Op
+from vecenv.requests import Pending, Result
+from vecenv.rows import Failure, Outcome
+from vecenv.shm import Arena
+from vecenv.shm.layout import Array
+from vecenv.vector_env import AsyncVectorEnv
+from vecenv.wire import dump
+from vecenv.worker import Plan
+from vecenv.workers import COMMANDS, AnyWorker, Request, envs_text
+
+__all__ = ["Host", "HostPlan", "HostReady", "Reply"]
+
+
+@dataclass(slots=True)
+class HostPlan:
+    """What a host is told.
+
+    Attributes:
+        index: Which host it is.
+        rows: Which environments are its own.
+        functions: Pickled functions that build environments, each once.
+        which: For each environment, which of ``functions`` builds it.
+        cpus: Cores it may use, where ``workers`` is ``"auto"``.
+        workers: As ``num_workers`` of :class:`~vecenv.AsyncVectorEnv`.
+        options: Other options of :class:`~vecenv.AsyncVectorEnv`.
+        path: Where the caller imports from; what there is of it on the host's node is added, as for a local worker.
+    """
+
+    index: int
+    rows: range
+    functions: list[bytes]
+    which: list[int]
+    cpus: int
+    workers: int | str | None
+    options: dict[str, Any]
+    path: list[str]
+
+
+@dataclass(slots=True)
+class HostReady:
+    """A host's first message: what its environments are, or what went wrong (``error``)."""
+
+    pid: int
+    node: str
+    num_workers: int = 0
+    metadata: dict[str, Any] = field(default_factory=dict)
+    render_mode: str | None = None
+    action_space: Any = None
+    observation_space: Any = None
+    observation_spaces: tuple[Any, ...] = ()  # each environment's, where they may differ
+    mismatches: list[tuple[int, str, str]] = field(default_factory=list)
+    error: PackedError | None = None
+
+
+@dataclass(slots=True)
+class Reply:
+    """The answer to one request.
+
+    Attributes:
+        leaves: Observations of fixed size, a row an environment asked for.
+        numbers: Rewards, terminations, truncations.
+        columns: There are infos or final observations.
+        infos: Schema numbers, records, definitions that are new; see :meth:`vecenv.infos.InfoReader.export`.
+        outcome: Everything else, sealed (:mod:`vecenv.wire`).
+        lost: Environments that only a reset brings back, and why.
+        error: What the request as a whole failed of.
+    """
+
+    leaves: list[Array] | None = None
+    numbers: tuple[Array, Array, Array] | None = None
+    columns: bool = False
+    infos: tuple[Array, Array, dict[int, Definition]] | None = None
+    outcome: bytes | None = None
+    lost: dict[int, str] | None = None
+    error: PackedError | None = None
+
+
+class Host:
+    """The body of a host: everything a caller may ask of it."""
+
+    def __init__(self, plan: HostPlan) -> None:
+        self._plan = plan
+        self._rows: HostRows | None = None
+
+    def start(self) -> HostReady:
+        """Build the environments."""
+        ready = HostReady(os.getpid(), platform.node())
+        try:
+            self._rows = _build(self._plan)
+            self._rows.describe(ready)
+        except BaseException as error:
+            ready.error = pack(error)
+        return ready
+
+    def serve(self, op: int, rows: list[int] | None, payload: Any) -> Reply:
+        """Carry out a request.
+
+        Args:
+            op: A word of :class:`~vecenv.protocol.Op`.
+            rows: Which environments, counted from this host's first; ``None``: all.
+            payload: As a worker gets it, pickled; or for a step the leaves of a batch of actions.
+        """
+        assert self._rows is not None
+        try:
+            return self._rows.answer(Op(op), rows, payload)
+        except BaseException as error:
+            return Reply(lost=self._rows.lost(), error=pack(error))
+
+    def stats(self) -> dict[str, float]:
+        """As :meth:`vecenv.AsyncVectorEnv.stats`."""
+        return {} if self._rows is None else self._rows.stats()
+
+    def close(self, timeout: float) -> list[Failure]:
+        """Close all environments and end all workers; what environments raised in their own ``close``."""
+        return [] if self._rows is None else self._rows.shut(timeout)
+
+
+def _build(plan: HostPlan) -> HostRows:
+    sys.path += [place for place in plan.path if place not in sys.path and os.path.exists(place)]
+    functions: list[Callable[[], Any]] = []
+    for number, blob in enumerate(plan.functions):
+        try:
+            functions.append(cloudpickle.loads(blob))
+        except BaseException as error:
+            env = plan.rows[plan.which.index(number)]
+            raise RuntimeError(
+                f"env_fns[{env}] could not be unpickled on its host: {type(error).__name__}: {error} (what it imports has "
+                "to be installed on every node)"
+            ) from error
+    env_fns = [functions[number] for number in plan.which]
+    options = dict(plan.options)
+    workers = plan.workers
+    if workers == "auto":
+        isolate = options.get("on_failure") == "restart" or options.get("step_timeout") is not None
+        context = multiprocessing.get_context(options["context"])
+        chosen = choose(probe(env_fns[0], context, options["start_timeout"]), len(env_fns), plan.cpus, isolate=isolate)
+        workers = chosen.num_workers
+        if chosen.use_caller:
+            options["use_caller"] = True
+    return HostRows(env_fns, first=plan.rows[0], host=plan.index, num_workers=workers, **options)
+
+
+class _SharedNodeEngine(Engine):
+    """The engine of a host: nobody spins or has a core of its own where Ray's threads, and perhaps other hosts, run too."""
+
+    def _open_pool(self, plan: Plan, arena: Arena, options: PoolOptions, num_workers: int) -> WorkerPool:
+        return WorkerPool(plan, arena, self.batch, options)
+
+
+class HostRows(AsyncVectorEnv[Any, Any]):
+    """The local engine of a host, whose answers are to travel.
+
+    Args:
+        env_fns: What builds its environments.
+        first: Index of the first of them, as the caller counts.
+        host: Index of the host.
+        **options: As :class:`~vecenv.AsyncVectorEnv`.
+    """
+
+    _engine_class = _SharedNodeEngine
+
+    def __init__(self, env_fns: Sequence[Callable[[], Any]], *, first: int, host: int, **options: Any) -> None:
+        self._first = first
+        self._host = host
+        self._told: set[int] = set()
+        super().__init__(env_fns, **options)
+
+    def _check_spaces(self) -> None:
+        """The caller does, which knows of all hosts."""
+
+    def describe(self, ready: HostReady) -> None:
+        """Fill in what is known of the environments."""
+        ready.num_workers = max(self.num_workers, 1)
+        ready.metadata = {key: value for key, value in self.metadata.items() if key != "autoreset_mode"}
+        ready.render_mode = self.render_mode
+        ready.action_space = self.single_action_space
+        ready.observation_space = self.single_observation_space
+        ready.mismatches = [(self._first + env, *what) for env, *what in self._engine.mismatches]  # type: ignore[misc]
+        if self.observation_mode == "different" and not ready.mismatches:
+            ready.observation_spaces = self.get_attr("observation_space")
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def answer(self, op: Op, rows: list[int] | None, payload: Any) -> Reply:
+        """Carry out a request; see :meth:`Host.serve`."""
+        pending = self._ask(op, rows, pickle.loads(payload) if isinstance(payload, bytes) else payload)
+        engine = self._engine
+        result = engine.collect(pending, None)
+        reply = Reply()
+        outcome = Outcome(results=self._moved(result.results))
+        if result.failures or result.deaths or pending.lost:
+            self._settle(pending, result, reply, outcome)
+        if op <= Op.REBUILD_SOME:
+            self._page(op, rows, result, reply, outcome)
+            if engine.policy.restart:
+                engine.remember(rows)
+        if not outcome.is_plain():
+            reply.outcome = dump(outcome)
+        return reply
+
+    def _ask(self, op: Op, rows: list[int] | None, payload: Any) -> Pending:
+        engine = self._engine
+        if op in (Op.STEP, Op.STEP_SOME):
+            return self._ask_step(rows, payload)
+        if op in (Op.RESET, Op.RESET_SOME):
+            return self._ask_reset(rows, *(payload or (None, None)))
+        if op is Op.REBUILD_SOME:
+            seeds, options, reset_next = payload
+            return self._ask_some(op, rows, lambda mine, positions: ([seeds[k] for k in positions], options, reset_next))
+        return engine.ask_call(op, lambda worker: self._share_of(worker, op, payload), COMMANDS[op])
+
+    def _ask_step(self, rows: list[int] | None, actions: Any) -> Pending:
+        if isinstance(actions, tuple):  # a batch of the action space, leaf by leaf: where the workers look for it
+            assert self._engine.batch.actions is not None
+            for leaf, values in zip(self._engine.batch.actions, actions, strict=True):
+                leaf[slice(None) if rows is None else rows] = values
+            actions = None
+        if rows is None:
+            return self._engine.ask_step(actions)
+        return self._ask_some(Op.STEP_SOME, rows, lambda mine, positions: actions and [actions[k] for k in positions])
+
+    def _ask_reset(self, rows: list[int] | None, seeds: Sequence[Any] | None, options: Any) -> Pending:
+        if rows is None:
+            return self._engine.ask_reset(seeds or [None] * self.num_envs, options, None)
+        mask = np.zeros(self.num_envs, np.bool_)
+        mask[rows] = True
+        each: list[Any] = [None] * self.num_envs
+        for row, seed in zip(rows, seeds or [None] * len(rows), strict=True):
+            each[row] = seed
+        return self._engine.ask_reset(each, options, mask)
+
+    def _ask_some(self, op: Op, rows: list[int] | None, payload_of: Callable[[list[int], list[int]], Any]) -> Pending:
+        """Ask the workers that hold some of ``rows`` about those."""
+        engine = self._engine
+        chosen = list(range(self.num_envs)) if rows is None else rows
+        place = {row: position for position, row in enumerate(chosen)}
+        seq = engine.pool.next_seq()
+        engine.batch.requested[chosen] = seq
+        pending = Pending(COMMANDS[op], [])
+        for worker in engine.pool.workers:
+            mine = [row for row in worker.rows if row in place]
+            if mine:
+                pending.workers.append(worker)
+                engine.pool.post(worker, Request(seq, op, mine, payload_of(mine, [place[row] for row in mine])))
+        return pending
+
+    def _share_of(self, worker: AnyWorker, op: Op, payload: Any) -> Any:
+        first = worker.rows[0]
+        if op is Op.SET_ATTR:
+            name, values = payload
+            return name, [values[row] for row in worker.rows]
+        if op is Op.EXEC:
+            ks, *rest = payload
+            mine = [k - first for k in ks if k in worker.rows]
+            return (mine, *rest) if mine else None
+        return payload
+
+    # -- answers ----------------------------------------------------------------------------------------------------
+
+    def _page(self, op: Op, rows: list[int] | None, result: Result, reply: Reply, outcome: Outcome) -> None:
+        """The rows that were asked for, as they lie in shared memory, and what belongs to them."""
+        engine, batch = self._engine, self._engine.batch
+        where: Any = slice(None) if rows is None else np.array(rows)
+        answered = range(self.num_envs) if rows is None else rows
+        if engine.layout.observations is not None and batch.observations is not None:
+            reply.leaves = [leaf[where] for leaf in batch.observations]
+        else:
+            outcome.observations = {self._first + row: engine.store.row(row) for row in answered if row not in engine.failed}
+        if op in (Op.STEP, Op.STEP_SOME):
+            reply.numbers = batch.rewards[where], batch.terminations[where], batch.truncations[where]
+        reply.columns = result.columns
+        if result.columns:
+            reply.infos = engine.export_infos(where, self._told)
+            outcome.infos = self._moved(result.infos)
+            outcome.finals = self._moved(engine.finals(answered) | result.finals)
+
+    def _settle(self, pending: Pending, result: Result, reply: Reply, outcome: Outcome) -> None:
+        """Rebuild what failed, or report it."""
+        engine = self._engine
+        if engine.policy.restart and pending.command in ("step", "reset"):
+            try:
+                engine.settle(result, pending)
+            except Exception as error:  # more restarts than the budget has
+                reply.error = pack(error)
+        else:
+            for failure, worker in result.failures:
+                engine.ledger.record(failure, worker, pending.command)
+                outcome.failures.append(self._shipped(failure))
+            for death in {death.worker: death for death in result.deaths}.values():
+                engine.ledger.record_death(death)
+                outcome.failures.append(Failure(self._first + death.envs[0], pack(self._death(death))))
+        reply.lost = self.lost()
+
+    def _death(self, death: WorkerDied) -> WorkerDied:
+        """A worker's death, as the caller is to read it."""
+        rows = range(self._first + death.envs[0], self._first + death.envs[-1] + 1)
+        reason = str(death).partition(" died ")[2]
+        text = f"worker {death.worker} of host {self._host} (pid {death.pid}, {envs_text(rows)}) died {reason}"
+        return WorkerDied(
+            text, worker=death.worker, envs=list(rows), pid=death.pid, exitcode=death.exitcode, command=death.command
+        )
+
+    def _shipped(self, failure: Failure) -> Failure:
+        packed = failure.error if isinstance(failure.error, PackedError) else pack(failure.error)
+        return Failure(self._first + failure.env, packed, failure.fatal)
+
+    def lost(self) -> dict[int, str]:
+        """Environments that only a reset brings back, and why."""
+        return self._moved(self._engine.failed)
+
+    def _moved(self, table: dict[int, Any]) -> dict[int, Any]:
+        return {self._first + row: value for row, value in table.items()}
+
+    def shut(self, timeout: float) -> list[Failure]:
+        """As :meth:`close`; what environments raised is returned."""
+        self.closed = True
+        self._pool.close(timeout, terminate=False)
+        return [self._shipped(failure) for failure, _ in self._pool.failures_in_close]

@@ -1,0 +1,290 @@
+"""``RayVectorEnv``: Gymnasium's vector interface over the hosts of a Ray cluster.
+
+Everything a caller can see is :class:`~vecenv.AsyncVectorEnv`'s; what differs is where environments are built and where
+spaces come from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium.core import ActType, Env, ObsType
+from gymnasium.spaces.utils import is_space_dtype_shape_equiv
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_differing_spaces, batch_space
+
+from vecenv.backends.ray.engine import HostsEngine, disagreements
+from vecenv.backends.ray.host import HostPlan
+from vecenv.backends.ray.pool import HostPool
+from vecenv.backends.ray.store import PartsStore
+from vecenv.engine import Engine, Policy, shares
+from vecenv.observations import PickledStore
+from vecenv.options import check_options
+from vecenv.pool import dump_env_fn
+from vecenv.rows import Expected
+from vecenv.shm import Batch, Layout, fixed_tree
+from vecenv.vector_env import AsyncVectorEnv
+from vecenv.worker import Plan
+
+__all__ = ["RayVectorEnv"]
+
+_PLACEMENTS = ("STRICT_SPREAD", "SPREAD", "PACK")
+_ENGINE_OPTIONS = (
+    "shared_memory", "copy", "context", "daemon", "observation_mode", "max_concurrency", "use_caller", "step_timeout",
+    "start_timeout", "threads_per_worker", "strict",
+)  # fmt: skip
+
+
+class RayVectorEnv(AsyncVectorEnv[ObsType, ActType]):
+    """Environments on several machines: one host actor a node of a Ray cluster, each with a local engine over its share.
+
+    Use it when one host's batch takes 10 ms or more: a step costs a round trip of one to two milliseconds whatever it does.
+    Below that, run ``AsyncVectorEnv`` on one machine, or send the policy to the environments (``docs/distributed.md``).
+
+    Host h holds a contiguous share of the environments. All of :class:`~vecenv.AsyncVectorEnv` is here under its own names,
+    with these differences:
+
+    * ``send`` and ``recv`` work by host: what is sent to a host together comes back together, and a second message to the
+      same host waits for the first.
+    * A killed worker is its host's own matter; its error comes back as on one machine. A host that is lost is
+      :class:`~vecenv.errors.HostDied`, and the next ``reset`` starts it anew; with ``on_failure="restart"`` its environments
+      are built anew wherever the cluster has room, and its rows come back truncated, with ``restarted`` in their infos. No
+      step is ever sent twice.
+    * Each host has a budget of restarts for its workers, and the caller one for hosts.
+    * No memory is shared between machines; with ``copy=True`` each observation is copied once here.
+    * vecenv, and whatever ``env_fns`` import, has to be installed on every node.
+
+    Args:
+        env_fns: Functions that build the environments, called on the hosts only. They travel by cloudpickle.
+        num_hosts: Default: as many as ``envs_per_host`` asks for, else one a node, at most one an environment.
+        envs_per_host: Default: even shares.
+        workers_per_host: Worker processes a host: as ``num_workers`` of :class:`~vecenv.AsyncVectorEnv`. ``"auto"`` measures
+            on the host. A host reserves a core a worker and one for itself; with ``"auto"`` a node's cores.
+        address: Of a Ray cluster. ``None``: the one this process is connected to, or that runs here, or that ``RAY_ADDRESS``
+            names. If there is none, one is started for this machine, on the loopback interface, and stopped by
+            :meth:`close`. A cluster that was there before is left alone.
+        placement: ``"STRICT_SPREAD"`` (every host on a node of its own), ``"SPREAD"`` (if possible) or ``"PACK"`` (as few
+            nodes as possible). ``None``: strict, or in a cluster that vecenv started, which is one node, packed.
+        batch_size: Environments that :meth:`recv` returns at a time; a multiple of a host's share wastes nothing.
+        on_failure, restart_limit, restart_period, autoreset_mode: As :class:`~vecenv.AsyncVectorEnv`.
+        **engine_options: ``shared_memory``, ``copy``, ``context`` (default here: ``"forkserver"``), ``daemon``,
+            ``observation_mode``, ``max_concurrency`` (a host), ``use_caller`` (the host's own process steps a share),
+            ``step_timeout``, ``start_timeout``, ``threads_per_worker``, ``strict``, as of :class:`~vecenv.AsyncVectorEnv`.
+
+    Raises:
+        ImportError: Ray is not installed.
+        ClusterError: The cluster has no room, after ``start_timeout`` seconds; says what is missing.
+        TypeError, ValueError: An option does not exist or has no meaning.
+        RuntimeError: Environments differ in their spaces; the host is named.
+        HostDied, StartupTimeout: A host did not get ready.
+        Exception: What pickling an ``env_fn`` raised, with a note that says which, or what calling it raised on its host.
+
+    Nothing is left running when the constructor raises.
+    """
+
+    _cluster: Any = None  # a Cluster, or what stands in for one
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> RayVectorEnv[ObsType, ActType]:
+        return object.__new__(cls)
+
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[[], Env[Any, Any]]],
+        *,
+        num_hosts: int | None = None,
+        envs_per_host: int | None = None,
+        workers_per_host: int | str | None = "auto",
+        address: str | None = None,
+        placement: str | None = None,
+        batch_size: int | None = None,
+        on_failure: str = "raise",
+        restart_limit: int = 5,
+        restart_period: float = 60.0,
+        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
+        **engine_options: Any,
+    ) -> None:
+        self.closed = True  # until there is something to close
+        env_fns = list(env_fns)
+        _check(env_fns, num_hosts, envs_per_host, placement, engine_options)
+        engine_options.setdefault("context", "forkserver")
+        self._start_timeout = engine_options.setdefault("start_timeout", 60.0)
+        self._workers_per_host = workers_per_host
+        self._address = address
+        self._placement = placement
+        self._split = (num_hosts, envs_per_host)
+        self._host_pool: HostPool | None = None
+        step_timeout = engine_options.get("step_timeout")
+        check_options(
+            len(env_fns), workers_per_host, batch_size, on_failure, restart_limit, restart_period, step_timeout,
+            self._start_timeout, engine_options.get("threads_per_worker"),
+            engine_options.get("use_caller", False), engine_options.get("strict", False),
+        )  # fmt: skip
+        recovery: dict[str, Any] = {
+            "on_failure": on_failure, "restart_limit": restart_limit, "restart_period": restart_period,
+        }  # fmt: skip
+        self._recovery = recovery
+        self._host_options = {key: value for key, value in engine_options.items() if key != "copy"}
+        own = {key: value for key, value in engine_options.items() if key not in ("use_caller", "threads_per_worker")}
+        try:
+            super().__init__(
+                env_fns, batch_size=batch_size, autoreset_mode=autoreset_mode, num_workers=1, **self._recovery, **own
+            )
+        except BaseException:
+            if self._cluster is not None:
+                self._cluster.close()
+            raise
+
+    # -- starting ---------------------------------------------------------------------------------------------------
+
+    def _read_spaces(self, env_fns: Sequence[Callable[[], Env[Any, Any]]]) -> None:
+        """Start the hosts, and take metadata and spaces from the first."""
+        mode = self.observation_mode
+        if isinstance(mode, str) and mode not in ("same", "different"):
+            raise ValueError(f"`observation_mode` must be 'same', 'different' or two spaces, got {mode!r}")
+        plans = self._plans(env_fns)
+        self._cluster.place([plan.cpus for plan in plans], self._strategy, self._start_timeout)
+        self._host_pool = pool = HostPool(self._cluster, plans, self._start_timeout)
+        first = pool.readies[0]
+        self.metadata = {**first.metadata, "autoreset_mode": self.autoreset_mode}
+        self.render_mode = first.render_mode
+        self.single_action_space = first.action_space
+        self.action_space = batch_space(first.action_space, self.num_envs)
+        fits: Any = is_space_dtype_shape_equiv
+        if isinstance(mode, tuple):
+            self.observation_space, self.single_observation_space = mode
+        else:
+            self.single_observation_space = first.observation_space
+            self.observation_space = batch_space(first.observation_space, self.num_envs)
+            if mode == "same":
+                fits = _equal
+        self._mismatches = disagreements(plans, pool.readies, fits)
+        if mode == "different" and not self._mismatches:
+            self.observation_space = batch_differing_spaces(
+                [space for ready in pool.readies for space in ready.observation_spaces]
+            )
+
+    def _connect(self) -> Any:
+        if "ray" not in sys.modules and importlib.util.find_spec("ray") is None:
+            raise ImportError("RayVectorEnv needs ray, not installed here: pip install 'vecenv[ray]'")
+        from vecenv.backends.ray.cluster import Cluster
+
+        return Cluster(self._address)
+
+    def _plans(self, env_fns: Sequence[Callable[[], Any]]) -> list[HostPlan]:
+        """What each host is told; connects to the cluster, but not before everything can travel."""
+        blobs: dict[int, bytes] = {}
+        for env, env_fn in enumerate(env_fns):
+            if id(env_fn) not in blobs:
+                blobs[id(env_fn)] = dump_env_fn(env, env_fn, "it needs to get to its host")
+        self._cluster = self._connect()
+        ranges = self._shares()
+        self._strategy = self._placement or ("PACK" if self._cluster.own else "STRICT_SPREAD")
+        options = {**self._host_options, **self._recovery, "autoreset_mode": self.autoreset_mode}
+        if self._recovery["on_failure"] == "raise":
+            options.pop("step_timeout", None)  # who waits for the host sees to it, and may wait again
+        plans = []
+        for index, rows in enumerate(ranges):
+            distinct = list(dict.fromkeys(id(env_fns[row]) for row in rows))
+            if isinstance(self.observation_mode, tuple):
+                single = self.observation_mode[1]
+                options = {**options, "observation_mode": (batch_space(single, len(rows)), single)}
+            cpus, workers = self._cores(len(rows), len(ranges))
+            which = [distinct.index(id(env_fns[row])) for row in rows]
+            functions = [blobs[name] for name in distinct]
+            plans.append(HostPlan(index, rows, functions, which, cpus, workers, options, list(sys.path)))
+        return plans
+
+    def _shares(self) -> list[range]:
+        num_hosts, envs_per_host = self._split
+        if envs_per_host is not None:
+            bounds = range(0, self.num_envs, envs_per_host)
+            return [range(first, min(first + envs_per_host, self.num_envs)) for first in bounds]
+        if num_hosts is None:
+            num_hosts = max(1, min(len(self._cluster.nodes()), self.num_envs))
+        return shares(self.num_envs, num_hosts)
+
+    def _cores(self, envs: int, hosts: int) -> tuple[int, int | str | None]:
+        """Cores that a host reserves, and its workers."""
+        workers = self._workers_per_host
+        if workers == "auto":
+            return min(self._cluster.fair_share(hosts, self._strategy != "PACK"), envs + 1), workers
+        count = envs if workers is None else min(int(workers), envs)
+        return count + 1, workers if workers is None else count
+
+    def _start_engine(self, context: Any, policy: Policy, share: int, threads: int, strict: bool) -> Engine:
+        pool = self._host_pool
+        assert pool is not None
+        self.num_hosts = len(pool.workers)
+        self.num_workers = sum(host.num_workers for host in pool.workers)
+        if policy.restart and policy.step_timeout is not None:
+            # the host ends what hangs and builds it anew; who waits for the host gives it the time for that
+            policy = dataclasses.replace(policy, step_timeout=policy.step_timeout + policy.start_timeout)
+        observations = fixed_tree(self.single_observation_space) if self.shared_memory else None
+        layout = Layout.of(observations, fixed_tree(self.single_action_space, "action"), self.num_envs, 1, final=False)
+
+        def make_store(batch: Batch) -> Any:
+            if observations is not None and batch.observations is not None:
+                return PartsStore(observations, batch.observations, [host.rows for host in pool.workers])
+            return PickledStore(self.single_observation_space, self.num_envs)
+
+        expected = Expected(self.observation_mode, self.single_observation_space, self.single_action_space)
+        plan = Plan(layout, self.autoreset_mode, expected)
+        return HostsEngine(pool, self.env_fns, layout, make_store, plan, policy, self._mismatches)
+
+    # -- what can be looked at --------------------------------------------------------------------------------------
+
+    @property
+    def hosts(self) -> list[dict[str, Any]]:
+        """For each host its ``index``, ``node``, ``pid``, ``envs`` (a range) and whether it is ``alive``."""
+        return [
+            {
+                "index": host.index,
+                "node": host.node,
+                "pid": host.pid,
+                "envs": host.rows,
+                "workers": host.num_workers,
+                "alive": host.death is None,
+            }
+            for host in (self._host_pool.workers if self._host_pool is not None else [])
+        ]
+
+    def __repr__(self) -> str:
+        text = super().__repr__()
+        return text.replace("num_envs=", f"hosts={self.num_hosts}, num_envs=", 1) if hasattr(self, "num_hosts") else text
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return bool(one == other)
+
+
+def _check(
+    env_fns: Sequence[Any],
+    num_hosts: Any,
+    envs_per_host: Any,
+    placement: Any,
+    engine_options: dict[str, Any],
+) -> None:
+    """Refuse what means nothing, before anything is started."""
+    if not env_fns:
+        raise ValueError("RayVectorEnv needs at least one env_fn")
+    for name in engine_options:
+        if name == "num_workers":
+            raise TypeError("RayVectorEnv has no option 'num_workers': workers_per_host is how many each host has")
+        if name not in _ENGINE_OPTIONS:
+            raise TypeError(f"RayVectorEnv has no option {name!r}. Options of the engine: {', '.join(_ENGINE_OPTIONS)}")
+    if placement is not None and placement not in _PLACEMENTS:
+        raise ValueError(f"`placement` must be one of {', '.join(map(repr, _PLACEMENTS))} or None, got {placement!r}.")
+    for name, value in (("num_hosts", num_hosts), ("envs_per_host", envs_per_host)):
+        whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+        if value is not None and not (whole and 1 <= value <= len(env_fns)):
+            raise ValueError(f"`{name}` must be None or an int within 1..{len(env_fns)}, got {value!r}.")
+    if num_hosts is not None and envs_per_host is not None and num_hosts != -(-len(env_fns) // envs_per_host):
+        raise ValueError(
+            f"{len(env_fns)} environments with envs_per_host={envs_per_host} are {-(-len(env_fns) // envs_per_host)} hosts, "
+            f"not num_hosts={num_hosts}: give one of the two"
+        )

@@ -1,0 +1,165 @@
+"""Looking at environments: the frames of all of them as one image, and short videos of such images."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from gymnasium.vector import VectorEnv
+
+__all__ = ["VIDEO_SUFFIXES", "Frame", "Policy", "frames", "render_grid", "require_writer", "shrink", "tile", "write_video"]
+
+Frame = npt.NDArray[np.uint8]
+"""uint8 ``(height, width, 3)``."""
+Policy = Callable[[Any], Any]
+"""Batch of observations -> batch of actions."""
+
+VIDEO_SUFFIXES: Final = {".gif": ("PIL", "'vecenv[bench]'"), ".mp4": ("moviepy", "moviepy")}
+"""What videos can be written, the module that writes each, and what to install for it."""
+
+
+def render_grid(envs: VectorEnv[Any, Any, Any], *, columns: int | None = None, gap: int = 2) -> Frame:
+    """The frames of all environments, tiled into one image, row by row in the order of the environments.
+
+    Args:
+        envs: Any vector environment made with ``render_mode="rgb_array"``, reset before.
+        columns: How many environments side by side; default: as many as make the image about as wide as high.
+        gap: Black pixels between them.
+
+    Returns:
+        uint8 ``(rows * height + gaps, columns * width + gaps, 3)``. Grey frames become RGB; those smaller than the largest
+        are centred; of a list of frames (``"rgb_array_list"``) the last is taken.
+
+    Raises:
+        ValueError: They were not made to be drawn, or their frames are not images; says what came.
+    """
+    mode = getattr(envs, "render_mode", None)
+    if mode not in ("rgb_array", "rgb_array_list"):
+        raise ValueError(f"render_grid wants environments made with render_mode='rgb_array', these have {mode!r}")
+    rendered = envs.render()
+    if rendered is None:
+        raise ValueError(f"{envs} returned no frames")
+    return tile([_as_rgb(frame, env) for env, frame in enumerate(rendered)], columns=columns, gap=gap)
+
+
+def _as_rgb(frame: Any, env: int) -> Frame:
+    if isinstance(frame, list) and frame:
+        frame = frame[-1]
+    image = np.asarray(frame)
+    if image.ndim == 2:
+        image = image[..., np.newaxis]
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] not in (1, 3, 4) or 0 in image.shape:
+        what = type(frame).__name__ if image.dtype == object else f"{image.dtype} of shape {np.shape(frame)}"
+        raise ValueError(f"env {env}: a frame is uint8 of shape (height, width, 3), got {what}")
+    return image.repeat(3, 2) if image.shape[2] == 1 else image[..., :3]
+
+
+def tile(images: Sequence[Frame], *, columns: int | None = None, gap: int = 2) -> Frame:
+    """Images ``(height, width, 3)`` in one image, row by row; see :func:`render_grid`."""
+    if not images:
+        raise ValueError("there are no images to tile")
+    if columns is not None and columns < 1:
+        raise ValueError(f"columns must be at least 1, got {columns}")
+    if gap < 0:
+        raise ValueError(f"gap must not be negative, got {gap}")
+    height, width = max(image.shape[0] for image in images), max(image.shape[1] for image in images)
+    if columns is None:
+        columns = _squarest(len(images), height, width)
+    columns = min(columns, len(images))
+    rows = -(-len(images) // columns)
+    grid = np.zeros((rows * (height + gap) - gap, columns * (width + gap) - gap, 3), np.uint8)
+    for position, image in enumerate(images):
+        row, column = divmod(position, columns)
+        top = row * (height + gap) + (height - image.shape[0]) // 2
+        left = column * (width + gap) + (width - image.shape[1]) // 2
+        grid[top : top + image.shape[0], left : left + image.shape[1]] = image
+    return grid
+
+
+def _squarest(count: int, height: int, width: int) -> int:
+    """How many columns make the image most nearly square; of two that are equal, the one with fewer empty places."""
+
+    def oddness(columns: int) -> tuple[float, int]:
+        rows = -(-count // columns)
+        return abs(math.log(columns * width / (rows * height))), rows * columns - count
+
+    return min(range(1, count + 1), key=oddness)
+
+
+# --- videos ---------------------------------------------------------------------------------------
+
+
+def frames(envs: VectorEnv[Any, Any, Any], policy: Policy | None, steps: int, seed: int | None = None) -> Iterator[Frame]:
+    """The grid after the reset and after each of ``steps`` steps; ``policy=None`` is a random one."""
+    if seed is not None:
+        envs.action_space.seed(seed)
+    observations, _ = envs.reset(seed=seed)
+    yield render_grid(envs)
+    for _ in range(steps):
+        observations, *_ = envs.step(envs.action_space.sample() if policy is None else policy(observations))
+        yield render_grid(envs)
+
+
+def shrink(image: Frame, width: int) -> Frame:
+    """The image at most ``width`` pixels wide, its shape kept."""
+    from PIL import Image
+
+    if image.shape[1] <= width:
+        return image
+    height = max(round(image.shape[0] * width / image.shape[1]), 1)
+    return np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.LANCZOS))
+
+
+def require_writer(path: Path) -> None:
+    """Raise unless videos of this name can be written: ValueError for the name, ImportError for a missing library."""
+    needs = VIDEO_SUFFIXES.get(path.suffix.lower())
+    if needs is None:
+        raise ValueError(f"a video is written as {' or '.join(VIDEO_SUFFIXES)}, got {path.name!r}")
+    module, package = needs
+    if importlib.util.find_spec(module) is None:
+        raise ImportError(f"writing {path.suffix} needs {module}, not installed here: pip install {package}")
+
+
+def write_video(images: Iterable[Frame], path: Path, *, fps: float = 30.0) -> int:
+    """Write images of one size as an animated GIF or an MP4, as the name of the file says; returns how many there were.
+
+    Raises:
+        ValueError: The name says neither; there are no images.
+        ImportError: The library for it is missing; says what to install.
+        OSError: The file cannot be written.
+    """
+    require_writer(path)
+    every = iter(images)
+    first = next(every, None)
+    if first is None:
+        raise ValueError("there are no images to write")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write = _write_gif if path.suffix.lower() == ".gif" else _write_mp4
+    return write(itertools.chain([first], every), path, fps)
+
+
+def _write_gif(images: Iterable[Frame], path: Path, fps: float) -> int:
+    from PIL import Image
+
+    # one palette for all: no flicker, and frames that differ by little are small
+    every = list(images)
+    some = every[:: -(-len(every) // 8)]
+    palette = Image.fromarray(np.concatenate(some)).quantize(256)
+    first, *rest = [Image.fromarray(image).quantize(palette=palette, dither=Image.Dither.NONE) for image in every]
+    first.save(path, save_all=True, append_images=rest, duration=max(round(1000 / fps), 20), loop=0, optimize=False)
+    return len(every)
+
+
+def _write_mp4(images: Iterable[Frame], path: Path, fps: float) -> int:
+    from moviepy.video.io.ImageSequenceClip import ImageSequenceClip
+
+    # H.264 wants even sizes
+    even = [np.pad(image, ((0, image.shape[0] % 2), (0, image.shape[1] % 2), (0, 0))) for image in images]
+    ImageSequenceClip(even, fps=fps).write_videofile(str(path), logger=None, audio=False)
+    return len(even)

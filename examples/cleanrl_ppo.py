@@ -3,7 +3,10 @@
     pip install -e ".[clients]"
     python examples/cleanrl_ppo.py
 
-MEASURED
+On 2 cores without a GPU its last lines are:
+
+     149504 steps, mean return of the last 100 episodes 500.000000
+    31 s
 
 The only line that knows of vecenv is its import. With ``from gymnasium.vector import AsyncVectorEnv`` in its place the
 program does the same thing, to the last digit.

@@ -8,6 +8,10 @@ observation (``next_obs``), and transitions that only reset an environment (``va
     python examples/ppo_jax.py                   # CartPole-v1 in processes
     python examples/ppo_jax.py --overlap         # the same, the policy acting for one half while the other steps
     python examples/ppo_jax.py --backend brax    # inverted_pendulum on the device
+
+Mean return of 100 episodes at the end, and seconds of learning, on two busy cores without a GPU: CartPole-v1 500.0 after
+15 s, the same for the seeds 1 to 4; with ``--overlap`` 500.0 after 24 s; inverted_pendulum 999.6 of 1000 after 22 s. The
+last is not robust yet: with ``--steps 1000000``, the seeds 0, 1 and 2 ended at 467, 997 and 1000.
 """
 
 from __future__ import annotations
@@ -59,7 +63,7 @@ class Config:
 PRESETS: dict[str, dict[str, Any]] = {
     "process": {"env": "CartPole-v1", "num_envs": 16, "length": 64, "steps": 200_000},
     "brax": {
-        "env": "inverted_pendulum", "num_envs": 64, "length": 32, "steps": 1_000_000,
+        "env": "inverted_pendulum", "num_envs": 64, "length": 32, "steps": 500_000,
         "gamma": 0.99, "lam": 0.95, "learning_rate": 3e-3, "entropy": 0.0,
     },
 }

@@ -1,9 +1,13 @@
 """RLlib's PPO on CartPole-v1, each of its runners over a vector environment of vecenv.
 
     pip install -e ".[clients]"
-    python examples/rllib_vector.py
+    python examples/rllib_vector.py --steps 20000
 
-MEASURED
+On 2 cores without a GPU its last lines are:
+
+      18476 steps, mean return 304
+      20525 steps, mean return 343
+    21 s
 
 No adapter: ``gym_env_vectorize_mode="vector_entry_point"`` makes RLlib ask for a vector environment, which
 ``vecenv.make_vec`` builds, in every process that has a runner.

@@ -3,7 +3,9 @@
     pip install -e ".[clients]"
     python examples/tianshou_ppo.py
 
-MEASURED
+On 2 cores without a GPU, with other programs running, it printed:
+
+    return 357 +- 16 over 20 episodes, after 100000 steps and 64 s
 
 Tianshou's interface is its own; ``vecenv.adapters.as_tianshou`` speaks it.
 """
@@ -36,7 +38,8 @@ def main(steps: int, num_envs: int) -> None:
     critic = DiscreteCritic(preprocess_net=body)
     algorithm = PPO(policy=policy, critic=critic, optim=AdamOptimizerFactory(lr=1e-3), gamma=0.98, gae_lambda=0.9)
 
-    collector = Collector(algorithm, as_tianshou(envs), VectorReplayBuffer(20_000, num_envs))
+    stepped = as_tianshou(envs)
+    collector = Collector(algorithm, stepped, VectorReplayBuffer(20_000, num_envs))
     collector.reset(gym_reset_kwargs={"seed": list(range(num_envs))})
     result = algorithm.run_training(
         OnPolicyTrainerParams(
@@ -50,8 +53,10 @@ def main(steps: int, num_envs: int) -> None:
             verbose=False,
         )
     )
+    # (a buffer of its own: in the other one, episodes that training has left unfinished would go on)
+    evaluation = Collector(algorithm, stepped, VectorReplayBuffer(20_000, num_envs))
     with torch.no_grad():
-        found = collector.collect(n_episode=20, reset_before_collect=True)
+        found = evaluation.collect(n_episode=20, reset_before_collect=True)
     envs.close()
     mean, deviation, seconds = found.returns.mean(), found.returns.std(), time.perf_counter() - start
     print(f"return {mean:.0f} +- {deviation:.0f} over 20 episodes, after {result.train_step} steps and {seconds:.0f} s")

@@ -3,7 +3,9 @@
     pip install -e ".[clients]"
     python examples/torchrl_collect.py
 
-MEASURED
+On 2 cores without a GPU it prints:
+
+    20480 steps of 16 environments, 924 episodes, 13782 steps/s
 
 No adapter: ``GymWrapper`` takes any Gymnasium vector environment. It asks for one without autoreset, or with same-step
 autoreset. Importing TorchRL makes "spawn" the start method of ``multiprocessing``; ``make_vec`` uses "forkserver".

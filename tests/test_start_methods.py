@@ -6,15 +6,18 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
 from envs import CounterEnv, counters, opened, raises_logged
+from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import vecenv
+from vecenv.shm import Layout, fixed_tree
 from vecenv.testing import assert_identical, assert_same_trajectory
 
 methods = pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
@@ -99,3 +102,14 @@ def test_an_env_fn_that_cannot_be_pickled_is_named_before_anything_starts(contex
     text = str(caught.value) + "\n".join(getattr(caught.value, "__notes__", []))
     assert "1" in text
     assert multiprocessing.active_children() == []
+
+
+def test_a_layout_that_travelled_has_the_dtype_objects_of_numpys_own_arrays() -> None:
+    """The step loop compares dtypes with ``is``: with other, equal objects every observation took the slow way."""
+    layout = Layout.of(fixed_tree(Box(-1, 1, (4,), np.float32)), fixed_tree(Discrete(2), "action"), 3, 1, final=False)
+    travelled = pickle.loads(pickle.dumps(layout))
+    assert travelled == layout
+    for leaf in (*travelled.observations.leaves(), *travelled.actions.leaves()):
+        assert leaf.dtype is np.zeros(1, leaf.dtype.type).dtype
+    for field in travelled.fields.values():
+        assert field.dtype is np.zeros(1, field.dtype.str).dtype

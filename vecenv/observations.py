@@ -287,7 +287,7 @@ def _leaf_writer(leaf: Leaf, array: Array, first: int, warn: Callable[[str, str]
         return write_scalar
 
     def write(k: int, value: Any) -> None:
-        if type(value) is np.ndarray and value.dtype is dtype and value.shape == shape:
+        if type(value) is np.ndarray and value.dtype == dtype and value.shape == shape:
             row = rows[k]
             if value is not row:  # an environment with an observation_buffer wrote it in place
                 row[...] = value

@@ -298,7 +298,8 @@ class ProcessWorker(Desk):
 
     def is_stopped(self) -> bool:
         """Whether somebody stopped the process (SIGSTOP); only known on Linux."""
-        with contextlib.suppress(OSError, IndexError), open(f"/proc/{self.pid}/stat") as stat:
+        # NameError: at the interpreter's exit there is no open() any more
+        with contextlib.suppress(OSError, IndexError, NameError), open(f"/proc/{self.pid}/stat") as stat:
             return stat.read().rpartition(")")[2].split()[0] in ("T", "t")
         return False
 

@@ -72,8 +72,9 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _host_main(pipe: Any, blob: bytes, environ: Mapping[str, str], log: str) -> None:
+def _host_main(pipe: Any, blob: bytes, environ: Mapping[str, str], log: str, start_method: str) -> None:
     os.environ.update(environ)
+    multiprocessing.set_start_method(start_method, force=True)  # a program's default, not that of a spawned process
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -109,7 +110,9 @@ class _Host:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(
-            target=_host_main, args=(theirs, cloudpickle.dumps(build), dict(environ), str(log)), daemon=False
+            target=_host_main,
+            args=(theirs, cloudpickle.dumps(build), dict(environ), str(log), multiprocessing.get_start_method()),
+            daemon=False,
         )
         self.process.start()
         theirs.close()

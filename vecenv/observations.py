@@ -286,6 +286,19 @@ def _leaf_writer(leaf: Leaf, array: Array, first: int, warn: Callable[[str, str]
 
         return write_scalar
 
+    if len(shape) == 1:
+        cells = [memoryview(row) for row in rows]  # type: ignore[arg-type]
+
+        def write_flat(k: int, value: Any) -> None:
+            try:
+                cells[k][:] = value  # checks dtype and shape, and costs a third of an array's assignment
+                return
+            except (TypeError, ValueError):
+                pass
+            write_any(k, value)
+
+        return write_flat
+
     def write(k: int, value: Any) -> None:
         if type(value) is np.ndarray and value.dtype == dtype and value.shape == shape:
             row = rows[k]

@@ -93,7 +93,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         self._filled = [True] * len(self._names)
         self._puts: list[Callable[[Any], None]] = []
         self._rows: list[list[Array]] = []
-        self._plain: list[tuple[Any, Array, Any, Any, Callable[[Any], None]]] = []  # agents with one array as observation
+        self._plain: list[tuple[Any, Any, Callable[[Any], None]]] = []  # agents with one array each
         for part, place in _places(roster):
             space = part.observation_space
             tree = tree_of(space, "observation")
@@ -104,9 +104,8 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
             self._puts.append(self._writer(tree, rows, place, self._names[part.agents[place]]))
             self._rows.append([leaf[place : place + 1] for leaf in rows])
             if tree.leaf is not None:
-                own = self._rows[-1][0].reshape(tree.leaf.shape)
-                name = self._names[part.agents[place]]
-                self._plain.append((name, own, own.dtype, own.shape, self._puts[-1]))
+                cells = memoryview(self._rows[-1][0][0]) if len(tree.leaf.shape) == 1 else None
+                self._plain.append((self._names[part.agents[place]], cells, self._puts[-1]))
         if roster.state_space is not None:
             tree = tree_of(roster.state_space, "state")
             leaves = [leaf.reshape(1, *leaf.shape) for leaf in _flat(tree, row["state"])]
@@ -206,18 +205,19 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
             or any(infos.values())
         ):
             return False
-        cells = self._cells
+        cells, others = self._cells, []
         try:
-            for index, (name, row, dtype, shape, put) in enumerate(self._plain):
-                value = observations[name]
-                if value.__class__ is ndarray and value.dtype is dtype and value.shape == shape:
-                    row[...] = value
-                else:
-                    put(value)
-                reward = rewards[name]
-                cells[index] = reward if reward.__class__ in _NUMBERS else self._number(index, reward)
-        except KeyError:
+            for index, (name, row, put) in enumerate(self._plain):
+                value, reward = observations[name], rewards[name]
+                try:
+                    row[:] = value  # checks dtype and shape, too
+                except (TypeError, ValueError):  # other ones, or more axes than a memoryview can write
+                    others.append((put, value))
+                cells[index] = reward if reward.__class__ is not ndarray else self._number(index, reward)
+        except (KeyError, TypeError, ValueError, OverflowError):
             return False
+        for put, value in others:
+            put(value)
         return True
 
     def _settle(

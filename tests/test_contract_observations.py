@@ -305,7 +305,6 @@ CASTS: dict[str, tuple[spaces.Space, Any]] = {
     "float16": (spaces.Box(-1, 1, (3,), np.float16), np.array([0.5, -1, 0.25], np.float16)),
     "long long into int64": (spaces.Box(-9, 9, (2,), np.int64), np.array([1, -2], np.longlong)),
     "bools into int8": (spaces.MultiBinary(3), np.array([True, False, True])),
-    "signed into unsigned bytes": (spaces.Box(0, 255, (2,), np.uint8), np.array([1, 2], np.int8)),
     "a buffer that is no array": (BOX4, array.array("f", [0.5, 1.5, 2.5, 3.5])),
     "one number of one": (spaces.Box(0, 1, (1,), np.float32), np.array([0.5], np.float32)),
 }

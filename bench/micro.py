@@ -41,13 +41,7 @@ class PingPong:
     """Five bytes to another process and five bytes back, over a socket pair, blocking or spinning."""
 
     def __init__(self, spin: bool) -> None:
-        self._ours, theirs = socket.socketpair()
-        self._pid = os.fork()
-        if self._pid == 0:
-            self._ours.close()
-            self._serve(theirs, spin)
-        theirs.close()
-        self._ours.setblocking(not spin)
+        self._spin = spin
         self._receive = _spin_receive if spin else _receive
 
     @staticmethod
@@ -64,11 +58,22 @@ class PingPong:
         return 1
 
     def run(self, seconds: float) -> Sample:
-        return run_for(self._step, seconds)
+        """Its partner lives as long as the sample: a spinning one would take a core from everybody else."""
+        self._ours, theirs = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            self._ours.close()
+            self._serve(theirs, self._spin)
+        theirs.close()
+        self._ours.setblocking(not self._spin)
+        try:
+            return run_for(self._step, seconds)
+        finally:
+            self._ours.close()
+            os.waitpid(pid, 0)
 
     def close(self) -> None:
-        self._ours.close()
-        os.waitpid(self._pid, 0)
+        """Nothing is alive between samples."""
 
 
 def _receive(end: socket.socket) -> bytes:

@@ -178,6 +178,14 @@ class Live:
         if not self.hosts:
             self.hosts = [_Host(build, self.candidate.environ, self.log) for build in self.candidate.builds]
 
+    def _wake(self) -> bool:
+        """Start a crowd that rests, and wait for it; false if nothing had to be started."""
+        if not self.usable or self.hosts:
+            return False
+        self.start()
+        self.ready()
+        return True
+
     def rest(self) -> None:
         """End the hosts of a crowd until they are needed again."""
         if self.candidate.crowd:
@@ -210,22 +218,15 @@ class Live:
 
     def trajectory(self, steps: int) -> list[Any]:
         """The streams of its hosts; none if it failed."""
-        if not self.usable:
-            return []
-        if not self.hosts:
-            self.start()
-            self.ready()
+        self._wake()
         streams = self.ask("trajectory", steps, timeout=START_TIMEOUT) if self.usable else []
         self.rest()
         return streams
 
     def rate(self, seconds: float) -> float:
         """Units per second over one sample; NaN if the candidate failed."""
-        if self.usable and not self.hosts:
-            self.start()
-            self.ready()
-            if self.usable:
-                self.ask("run", min(seconds, WARM_UP))
+        if self._wake() and self.usable:
+            self.ask("run", min(seconds, WARM_UP))
         if not self.usable:
             return math.nan
         samples = self.ask("run", seconds, timeout=60 + 10 * seconds)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import pytest
+
 from vecenv.backends import EnvPoolVectorEnv
+from vecenv.backends.envpool.task import Task
 
 
 class SlowPool:
@@ -32,3 +35,9 @@ class HiddenPool:
         if name in ("_send", "_recv", "_reset"):
             raise AttributeError(name)
         return getattr(self._pool, name)
+
+
+def hide_private_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All pools from here on lack their private functions."""
+    build = Task.build
+    monkeypatch.setattr(Task, "build", lambda task, seeds: HiddenPool(build(task, seeds)))

@@ -26,10 +26,9 @@ pytest.importorskip("envpool")
 
 import vecenv
 from vecenv.backends import EnvPoolVectorEnv
-from vecenv.backends.envpool.task import Task
 from vecenv.testing import assert_identical
 
-from .pool_doubles import HiddenPool, SlowPool
+from .pool_doubles import SlowPool, hide_private_calls
 
 PACKAGE = str(Path(vecenv.__file__).parent)
 KINDS = ["line", "call"]
@@ -109,8 +108,7 @@ def ctrl_c() -> Iterator[None]:
 def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """CartPole unless said otherwise, driven by the pool's private functions or by its public ones."""
     if request.param == "public":
-        build = Task.build
-        monkeypatch.setattr(Task, "build", lambda task, seeds: HiddenPool(build(task, seeds)))
+        hide_private_calls(monkeypatch)
     made: list[EnvPoolVectorEnv] = []
 
     def make(num_envs: int = 4, task_id: str = "CartPole-v1", **options: Any) -> EnvPoolVectorEnv:

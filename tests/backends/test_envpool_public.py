@@ -16,11 +16,10 @@ pytest.importorskip("envpool")
 
 from vecenv.backends import EnvPoolVectorEnv
 from vecenv.backends.envpool.public import PublicPool
-from vecenv.backends.envpool.task import Task
 from vecenv.errors import StepTimeout
 from vecenv.testing import assert_identical
 
-from .pool_doubles import HiddenPool, SlowPool
+from .pool_doubles import SlowPool, hide_private_calls
 from .test_envpool_contract import EnvPoolContract
 
 Make = Callable[..., EnvPoolVectorEnv]
@@ -29,8 +28,7 @@ Make = Callable[..., EnvPoolVectorEnv]
 @pytest.fixture
 def hide(monkeypatch: pytest.MonkeyPatch) -> None:
     """All pools from here on lack their private functions."""
-    build = Task.build
-    monkeypatch.setattr(Task, "build", lambda task, seeds: HiddenPool(build(task, seeds)))
+    hide_private_calls(monkeypatch)
 
 
 @pytest.fixture

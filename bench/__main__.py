@@ -139,8 +139,10 @@ def _micro(arguments: argparse.Namespace, pace: suites.Pace) -> None:
         report = MICRO[part](pace)
         _show(arguments, [report], f"micro-{part}")
         if part == "copies":
-            for name, times in micro.copied_bytes(report).items():
-                print(f"{name}: {times.median:.2f} x memcpy" if times else f"{name}: not measured")
+            for name, times in micro.copying_times(report).items():
+                print(f"{name}: takes as long as {times.median:.2f} x memcpy" if times else f"{name}: not measured")
+            for name, count in micro.counted_copies().items():
+                print(f"{name}: every byte is copied {count:.2f} times")
 
 
 def _busy(arguments: argparse.Namespace, pace: suites.Pace) -> None:

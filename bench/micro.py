@@ -6,14 +6,19 @@ between two processes, ``memcpy``, the same environment without its infos.
 
 from __future__ import annotations
 
+import ctypes
+import math
 import os
+import shutil
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -35,6 +40,7 @@ from vecenv.benchmark import (
 )
 
 MESSAGE = b"12345"
+IMAGE = (84, 84, 4)
 
 
 class PingPong:
@@ -208,15 +214,14 @@ def copies(pace: Pace, num_envs: int = 64) -> Report:
 
     One worker, so that its copies are not divided by the number of cores.
     """
-    shape = (84, 84, 4)
-    images = partial(EmptyEnv, shape, "uint8")
+    images = partial(EmptyEnv, IMAGE, "uint8")
     rows = [
         vecenv_candidate("small", "small observations", EmptyEnv, num_envs, num_workers=1, copy=False),
         vecenv_candidate("view", "images, copy=False", images, num_envs, num_workers=1, copy=False),
         vecenv_candidate("copy", "images, copy=True", images, num_envs, num_workers=1, copy=True),
-        Candidate("memcpy", "memcpy, row by row", (partial(Copier, (num_envs, *shape), "rows"),)),
+        Candidate("memcpy", "memcpy, row by row", (partial(Copier, (num_envs, *IMAGE), "rows"),)),
         Candidate("memcpy-small", "memcpy, small rows", (partial(Copier, (num_envs, 16), "rows"),)),
-        Candidate("fresh", "memcpy into new memory", (partial(Copier, (num_envs, *shape), "fresh"),)),
+        Candidate("fresh", "memcpy into new memory", (partial(Copier, (num_envs, *IMAGE), "fresh"),)),
     ]
     return compare("copies", images, num_envs, rows, check=False, **pace)
 
@@ -252,8 +257,68 @@ def startup(repeats: int, num_envs: int = 64, workers: int = 2) -> dict[str, lis
     return seconds
 
 
-def copied_bytes(report: Report) -> dict[str, Summary | None]:
-    """How many times the bytes of the observations are copied, from the rounds of :func:`copies`.
+class CountingEnv(EmptyEnv):
+    """Large observations, and how many bytes its process has copied so far; needs ``count_copies.c`` preloaded."""
+
+    def __init__(self) -> None:
+        super().__init__(IMAGE, "uint8")
+
+    def copied(self) -> int:
+        return _copied_here()
+
+
+def _copied_here() -> int:
+    count = ctypes.CDLL(None).copied_bytes
+    count.restype = ctypes.c_ulonglong
+    return int(count())
+
+
+def _count_once(copy: bool, num_envs: int, steps: int = 50) -> float:
+    """Bytes that the worker and this process copy in a step, as a multiple of the observations' bytes."""
+    envs = _vecenv(CountingEnv, num_envs, num_workers=1, copy=copy)
+    try:
+        envs.reset(seed=0)
+        actions = envs.action_space.sample()
+
+        def copied() -> int:
+            return int(envs.call("copied")[0]) + _copied_here()
+
+        before = copied()
+        asking = copied() - before  # what it takes to ask
+        before = copied()
+        for _ in range(steps):
+            envs.step(actions)
+        return (copied() - before - asking) / steps / (num_envs * math.prod(IMAGE))
+    finally:
+        envs.close()
+
+
+def counted_copies(num_envs: int = 64) -> dict[str, float]:
+    """How many times the bytes of the observations are copied in a step: counted in ``memcpy`` and ``memmove`` themselves.
+
+    Raises:
+        RuntimeError: There is no C compiler, or the counter does not work with this C library.
+    """
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        raise RuntimeError("counting copied bytes needs a C compiler (`cc` or `gcc`), and none was found")
+    with tempfile.TemporaryDirectory() as folder:
+        library, source = Path(folder, "count_copies.so"), Path(__file__).with_name("count_copies.c")
+        flags = ["-O2", "-shared", "-fPIC", "-fno-builtin", "-fno-tree-loop-distribute-patterns"]
+        subprocess.run([compiler, *flags, "-o", str(library), str(source)], check=True, timeout=60)
+        code = f"from bench.micro import _count_once; print(_count_once(False, {num_envs}), _count_once(True, {num_envs}))"
+        environment = {**os.environ, "LD_PRELOAD": str(library)}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+    if done.returncode:
+        raise RuntimeError(f"copied bytes could not be counted: {done.stderr.strip().splitlines()[-1:]}")
+    view, copy = map(float, done.stdout.split())
+    return {"copy=False": view, "copy=True": copy}
+
+
+def copying_times(report: Report) -> dict[str, Summary | None]:
+    """How many times as long as one ``memcpy`` the observations' bytes take, from the rounds of :func:`copies`.
 
     The time that a step with large observations takes beyond one with small ones, over the time that ``memcpy`` takes
     for large rows beyond small ones; for ``copy=True`` also the time beyond ``copy=False`` over one copy into new memory.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import time
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from gymnasium.vector import SyncVectorEnv
 
+from bench import micro
 from vecenv import benchmark
 from vecenv.benchmark import BarePipes, Candidate, Report, Row, Sample, Stream, Summary, VectorRunner
 from vecenv.benchmark.runners import digest
@@ -259,6 +261,16 @@ def test_unknown_option_leaves_the_row_out() -> None:
     candidate = benchmark.vecenv_candidate("odd", "odd", CARTPOLE, 1, frobnicate=True)
     with benchmark.started([candidate]) as (live,):
         assert live.missing == "this version of vecenv has no option 'frobnicate'"
+
+
+# --- what an engine copies --------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("cc") is None and shutil.which("gcc") is None, reason="counting copies needs a C compiler")
+def test_observations_are_copied_once_into_shared_memory_and_once_out_of_it() -> None:
+    counted = micro.counted_copies()
+    assert counted["copy=False"] == pytest.approx(1.0, abs=0.01)
+    assert counted["copy=True"] == pytest.approx(2.0, abs=0.01)
 
 
 # --- the whole of it ----------------------------------------------------------------------------

@@ -9,11 +9,13 @@ import time
 from typing import Any
 
 import gymnasium
+import numpy as np
 import pytest
-from envs import PROCESS_ENGINES, CounterEnv, counters, opened
+from envs import PROCESS_ENGINES, CounterEnv, SpaceEnv, counters, opened
+from gymnasium import spaces
 
 import vecenv
-from vecenv.errors import StartupTimeout, VecEnvError
+from vecenv.errors import StartupTimeout, VecEnvError, WorkerDied
 
 engines = pytest.mark.parametrize("engine", PROCESS_ENGINES.values(), ids=list(PROCESS_ENGINES))
 
@@ -100,6 +102,7 @@ def test_an_env_fn_that_returns_no_environment_is_an_error() -> None:
         {"start_timeout": -1},
         {"threads_per_worker": 0},
         {"strict": "yes"},
+        {"dummy_env": "no"},
     ],
     ids=str,
 )
@@ -109,3 +112,72 @@ def test_an_option_without_a_meaning_is_refused_before_anything_is_built(option:
 
     with pytest.raises((ValueError, TypeError), match=next(iter(option))):
         vecenv.AsyncVectorEnv([never, never], **option)
+
+
+# -- where spaces come from ---------------------------------------------------------------------------------------------
+
+
+def not_here() -> gymnasium.Env:
+    """An environment that must not be built where the tests run."""
+    assert multiprocessing.parent_process() is not None, "built in the caller"
+    return CounterEnv()
+
+
+def of_size(size: int) -> Any:
+    def build() -> gymnasium.Env:
+        assert multiprocessing.parent_process() is not None, "built in the caller"
+        return SpaceEnv(spaces.Box(0.0, float(size), (2,), np.float32))
+
+    return build
+
+
+class Unsendable(spaces.Discrete):
+    def __reduce__(self) -> Any:
+        raise TypeError("this space stays where it is")
+
+
+def unsendable() -> gymnasium.Env:
+    env = CounterEnv()
+    env.action_space = Unsendable(5)
+    return env
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+def test_without_a_dummy_env_spaces_come_from_another_process(context: str) -> None:
+    with opened([not_here] * 3, dummy_env=False, context=context, num_workers=2) as envs:
+        here = CounterEnv()
+        assert envs.single_observation_space == here.observation_space
+        assert envs.single_action_space == here.action_space
+        assert envs.observation_space.shape == (3, *here.observation_space.shape)
+        assert envs.metadata == {**here.metadata, "autoreset_mode": envs.autoreset_mode}
+        assert envs.render_mode == here.render_mode
+        assert envs.reset(seed=1)[0] in envs.observation_space
+
+
+def test_a_process_that_steps_one_env_anyway_tells_its_spaces_too() -> None:
+    with opened([not_here] * 2, num_workers="auto", step_timeout=30.0) as envs:  # a timeout rules out steps in the caller
+        assert envs.plan is not None
+        assert envs.reset(seed=1)[0] in envs.observation_space
+
+
+def test_without_a_dummy_env_different_spaces_are_gathered_elsewhere() -> None:
+    with opened([of_size(1), of_size(2)], dummy_env=False, observation_mode="different") as envs:
+        assert envs.observation_space.high.tolist() == [[1, 1], [2, 2]]
+
+
+def test_what_building_elsewhere_raises_arrives_as_itself() -> None:
+    with pytest.raises(RuntimeError, match="no display") as caught:
+        vecenv.AsyncVectorEnv([only_in_a_worker(explode)], dummy_env=False)
+    assert "explode" in str(caught.value.__cause__)
+    with pytest.raises(WorkerDied, match="exit code 4"):
+        vecenv.AsyncVectorEnv([only_in_a_worker(lambda: os._exit(4))], dummy_env=False)
+    with pytest.raises(StartupTimeout):
+        vecenv.AsyncVectorEnv([only_in_a_worker(lambda: time.sleep(60))], dummy_env=False, start_timeout=0.5)
+    assert multiprocessing.active_children() == []
+
+
+def test_spaces_that_cannot_travel_are_an_error_only_where_none_may_be_built_here() -> None:
+    with pytest.raises(TypeError, match="stays where it is"):
+        vecenv.AsyncVectorEnv([unsendable] * 2, dummy_env=False)
+    with opened([unsendable] * 2, num_workers="auto", step_timeout=30.0) as envs:
+        assert type(envs.single_action_space) is Unsendable

@@ -15,7 +15,8 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import vecenv
 from vecenv import cores
-from vecenv.plan import Plan, Probe, caller_share, choose
+from vecenv.plan import Plan, caller_share, choose
+from vecenv.scout import Probe
 from vecenv.testing.contract import assert_identical
 
 

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from vecenv.cores import usable_cores
-from vecenv.plan import Plan, caller_share, choose, probe
+from vecenv.plan import Plan, caller_share, choose
+from vecenv.scout import Probe
 
 __all__ = ["check_options", "workers_and_share"]
 
 
 def workers_and_share(
-    env_fns: Sequence[Callable[[], Any]],
+    num_envs: int,
     num_workers: int | str | None,
     use_caller: bool,
     isolate: bool,
-    context: Any,
-    start_timeout: float,
+    measure: Callable[[], Probe],
 ) -> tuple[int, int, Plan | None]:
-    """How many worker processes, how many environments the caller steps itself, and the plan if one was made."""
-    num_envs = len(env_fns)
+    """How many worker processes, how many environments the caller steps itself, and the plan if one was made.
+
+    ``measure`` steps one environment for a moment; it is called only where the answer depends on it.
+    """
     cores = usable_cores()
     if num_workers == "auto" and not use_caller:
-        chosen = choose(probe(env_fns[0], context, start_timeout), num_envs, cores, isolate=isolate)
+        chosen = choose(measure(), num_envs, cores, isolate=isolate)
         share = num_envs if chosen.num_workers == 0 else chosen.caller_share
         return chosen.num_workers, share, chosen
     if num_workers is None or num_workers == "auto":
@@ -37,8 +39,7 @@ def workers_and_share(
         return 0, num_envs, None
     if not use_caller:
         return processes, 0, None
-    measured = probe(env_fns[0], context, start_timeout)
-    return processes, caller_share(num_envs, processes, measured.step), None
+    return processes, caller_share(num_envs, processes, measure().step), None
 
 
 def check_options(
@@ -53,6 +54,7 @@ def check_options(
     threads_per_worker: Any,
     use_caller: Any,
     strict: Any = False,
+    dummy_env: Any = None,
 ) -> None:
     """Refuse options that mean nothing, by name and with what is accepted.
 
@@ -84,6 +86,7 @@ def check_options(
         ("threads_per_worker", threads_per_worker, threads_per_worker is None or whole(threads_per_worker, 1),
          "None or an int from 1 on"),
         ("strict", strict, isinstance(strict, bool), "True or False"),
+        ("dummy_env", dummy_env, dummy_env is None or isinstance(dummy_env, bool), "None, True or False"),
     ]  # fmt: skip
     for name, value, good, accepted in checks:
         if not good:

@@ -9,26 +9,14 @@ of handing a batch over that the choice rests on are the constants below, measur
 from __future__ import annotations
 
 import multiprocessing
-import os
-import pickle
-import signal
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Final
 
-import cloudpickle
-
 from vecenv.cores import usable_cores
-from vecenv.errors import StartupTimeout, WorkerDied
-from vecenv.failure import PackedError, describe_exit, pack, unpack
+from vecenv.scout import Probe, probe
 
-__all__ = ["Plan", "Probe", "choose", "plan", "probe"]
-
-_PROBE_SECONDS: Final = 0.15
-_PROBE_STEPS: Final = 3000
+__all__ = ["Plan", "caller_share", "choose", "plan"]
 
 # Seconds. What a batch costs apart from the environments' own steps.
 PER_ENV: Final = 0.5e-6  # action in, observation, reward and flags out
@@ -39,28 +27,6 @@ BY_WORKERS: Final = 28e-6  # as many workers as cores
 WAKE: Final = 12e-6  # each worker more than cores: a sleep and a wake-up
 
 _WAITS: Final = 0.3  # from this share of waiting on, more processes than cores are considered
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """What one environment did for a moment.
-
-    Attributes:
-        steps: How many steps (automatic resets included) were timed.
-        step: Seconds a step, mean, resets included, without the time in which other processes had the core.
-        cpu: Seconds a step spent computing.
-        slowest: The longest step in seconds.
-    """
-
-    steps: int
-    step: float
-    cpu: float
-    slowest: float
-
-    @property
-    def waits(self) -> float:
-        """Share of a step that is waiting, 0 to 1."""
-        return min(max(1.0 - self.cpu / self.step, 0.0), 1.0) if self.step > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,89 +64,6 @@ class Plan:
         share = f" (the caller steps {self.caller_share} environments itself)" if self.use_caller else ""
         lines.append(f"num_workers={self.num_workers}, use_caller={self.use_caller}{share}: {self.reason}")
         return "\n".join(lines)
-
-
-def probe(env_fn: Callable[[], Any], context: Any = None, timeout: float = 60.0) -> Probe:
-    """Build one environment in a process of its own and step it with random actions for a moment.
-
-    Raises:
-        StartupTimeout: Nothing came back within ``timeout`` seconds; the process was killed.
-        WorkerDied: The process ended.
-        Exception: What the environment raised.
-    """
-    mp = context if context is not None else multiprocessing.get_context()
-    blob = env_fn if mp.get_start_method() == "fork" else cloudpickle.dumps(env_fn)
-    ours, theirs = mp.Pipe()
-    process = mp.Process(target=_probe_main, args=(blob, theirs), daemon=True, name="vecenv-probe")
-    process.start()
-    theirs.close()
-    try:
-        if not ours.poll(timeout):
-            raise StartupTimeout(f"an environment could not be built and stepped for a moment within {timeout} seconds")
-        try:
-            result: Probe | PackedError = pickle.loads(ours.recv_bytes())
-        except EOFError:
-            process.join(5.0)
-            text = f"the environment that was tried to plan with {describe_exit(process.exitcode)}"
-            raise WorkerDied(text, pid=process.pid, exitcode=process.exitcode, command="plan") from None
-        if isinstance(result, PackedError):
-            raise unpack(result, f"one environment, pid {process.pid}, tried to plan with")
-        return result
-    finally:
-        ours.close()
-        if process.is_alive():
-            process.join(1.0)
-        if process.is_alive():
-            process.kill()
-            process.join()
-        process.close()
-
-
-def _probe_main(blob: Any, connection: Connection[Any, Any]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        env = (cloudpickle.loads(blob) if isinstance(blob, bytes) else blob)()
-        env.action_space.seed(0)
-        env.reset(seed=0)
-        result: Any = _step_for_a_moment(env)
-    except BaseException as error:
-        result = pack(error)
-    connection.send_bytes(pickle.dumps(result))
-    connection.close()
-    os._exit(0)  # nothing of the environment's is waited for
-
-
-def _step_for_a_moment(env: Any) -> Probe:
-    actions = [env.action_space.sample() for _ in range(64)]
-    for action in actions[:3]:  # first steps compile, allocate and load
-        if _step(env, action):
-            env.reset()
-    count, slowest = 0, 0.0
-    cpu, queued, began = time.process_time(), _queued(), time.perf_counter()
-    until = began + _PROBE_SECONDS
-    last = began
-    while count < _PROBE_STEPS and (last < until or count < 3):
-        if _step(env, actions[count % 64]):
-            env.reset()
-        now = time.perf_counter()
-        slowest, last = max(slowest, now - last), now
-        count += 1
-    computing = (time.process_time() - cpu) / count
-    elapsed = (last - began - (_queued() - queued)) / count
-    return Probe(count, max(elapsed, computing), computing, slowest)
-
-
-def _queued() -> float:
-    """Seconds this process was ready and had no core: what a busy machine takes away is no waiting of the environment's."""
-    try:
-        return int(Path("/proc/self/schedstat").read_text().split()[1]) * 1e-9
-    except (OSError, IndexError, ValueError):
-        return 0.0
-
-
-def _step(env: Any, action: Any) -> bool:
-    _, _, terminated, truncated, _ = env.step(action)
-    return bool(terminated or truncated)
 
 
 def caller_share(num_envs: int, workers: int, step: float) -> int:

@@ -41,6 +41,7 @@ from vecenv.protocol import Op, Phase, advance
 from vecenv.published import StatsCard
 from vecenv.requests import Pending
 from vecenv.rows import Expected
+from vecenv.scout import Trial
 from vecenv.shm import Batch, Layout, fixed_tree
 from vecenv.worker import Plan
 from vecenv.workers import AnyWorker, ProcessWorker
@@ -102,6 +103,9 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         start_timeout: Seconds a worker has to build its environments.
         threads_per_worker: Cap for BLAS, OpenMP and torch threads in a worker. Default: the usable cores divided by the
             workers.
+        dummy_env: Where metadata and spaces come from. ``True``: an environment built and closed in this process, as
+            Gymnasium does. ``False``: one in a process of its own; none is built here. ``None``: as ``True``, but as
+            ``False`` where a process tries an environment anyway (``num_workers="auto"``, ``use_caller=True``).
         strict: Float observations that become infinite in the cast to the space's dtype are an
             :class:`~vecenv.errors.ObservationError`; without it, one warning.
 
@@ -158,6 +162,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         start_timeout: float = 60.0,
         threads_per_worker: int | None = None,
         strict: bool = False,
+        dummy_env: bool | None = None,
     ) -> None:
         refuse_to_start_while_importing_main()
         self.closed = True  # until there is something to close
@@ -180,8 +185,10 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         self.num_envs = len(env_fns)
         check_options(
             self.num_envs, num_workers, batch_size, on_failure, restart_limit, restart_period, step_timeout, start_timeout,
-            threads_per_worker, use_caller, strict,
+            threads_per_worker, use_caller, strict, dummy_env,
         )  # fmt: skip
+        mp = multiprocessing.get_context(context)
+        self._trial = Trial(env_fns, mp, start_timeout, dummy_env, step=num_workers == "auto" or use_caller)
         self._read_spaces(env_fns)
         self.batch_size = self.num_envs if batch_size is None else batch_size
         self._latest = np.arange(self.num_envs)
@@ -189,10 +196,11 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         self._card: StatsCard | None = None
         self._interrupted = False
         self._closing = False
-        mp = multiprocessing.get_context(context)
         policy = Policy(on_failure == "restart", restart_limit, restart_period, step_timeout, start_timeout)
         isolate = policy.restart or step_timeout is not None
-        self.num_workers, share, self.plan = workers_and_share(env_fns, num_workers, use_caller, isolate, mp, start_timeout)
+        self.num_workers, share, self.plan = workers_and_share(
+            self.num_envs, num_workers, use_caller, isolate, self._trial.measure
+        )
         threads = threads_per_worker or max(1, usable_cores() // max(self.num_workers, 1))
         self._engine = self._start_engine(mp, policy, share, threads, strict)
         self._pool: WorkerPool = self._engine.pool
@@ -237,36 +245,30 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
     # -- spaces -----------------------------------------------------------------------------------------------------
 
     def _read_spaces(self, env_fns: Sequence[Callable[[], Env[Any, Any]]]) -> None:
-        """Metadata and spaces, from one environment built here, as Gymnasium does."""
+        """Metadata and spaces, from an environment that is built here or elsewhere."""
         mode = self.observation_mode
-        env = env_fns[0]()
-        self.metadata = {**env.metadata, "autoreset_mode": self.autoreset_mode}
-        self.render_mode = env.render_mode
-        self.single_action_space = env.action_space
-        self.action_space = batch_space(env.action_space, self.num_envs)
+        found = self._trial.describe(everyone=isinstance(mode, str) and mode == "different")
+        self.metadata = {**found.metadata, "autoreset_mode": self.autoreset_mode}
+        self.render_mode = found.render_mode
+        self.single_action_space = found.action_space
+        self.action_space = batch_space(found.action_space, self.num_envs)
         if isinstance(mode, tuple) and len(mode) == 2:
             if not all(isinstance(space, Space) for space in mode):
                 raise TypeError(
                     f"Expected both elements of observation_mode to be Spaces, got {type(mode[0])} and {type(mode[1])}"
                 )
             self.observation_space, self.single_observation_space = mode
-        elif isinstance(mode, str) and mode == "same":
-            self.single_observation_space = env.observation_space
-            self.observation_space = batch_space(env.observation_space, self.num_envs)
+            return
+        self.single_observation_space = found.observation_spaces[0]
+        if isinstance(mode, str) and mode == "same":
+            self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         elif isinstance(mode, str) and mode == "different":
-            found = []
-            for env_fn in env_fns:
-                other = env_fn()
-                found.append(other.observation_space)
-                other.close()
-            self.single_observation_space = found[0]
-            self.observation_space = batch_differing_spaces(found)
+            self.observation_space = batch_differing_spaces(found.observation_spaces)
         else:
             raise ValueError(
                 "Invalid `observation_mode`, expected: 'same' or 'different' or tuple of single and batch observation "
                 f"space, actual got {mode}"
             )
-        env.close()
 
     def _registered_store(self, context: Any) -> RegisteredStore | None:
         if has_dynamic_part(self.single_observation_space):

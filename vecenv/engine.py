@@ -29,7 +29,7 @@ from vecenv.ledger import Ledger
 from vecenv.observations import Store
 from vecenv.pool import PoolOptions, WorkerPool
 from vecenv.protocol import Op
-from vecenv.requests import Pending, Result
+from vecenv.requests import PLAIN, Pending, Result
 from vecenv.rows import Failure
 from vecenv.shm import Arena, Batch, Layout
 from vecenv.shm.layout import Array
@@ -164,17 +164,19 @@ class Engine:
             self.pool.ring(seq)
             return Pending("step", self.pool.workers)
         pending = Pending("step", [])
+        left_out: list[int] = []
         for worker in self.pool.workers:
             rows = worker.rows
             op = Op.STEP
             if self.failed and (lost := [row for row in rows if row in self.failed]):
-                pending.lost += lost
+                left_out += lost
                 rows, op = [row for row in rows if row not in self.failed], Op.STEP_SOME  # type: ignore[assignment]
                 if not rows:
                     continue
                 self.batch.requested[rows] = seq
             pending.workers.append(worker)
             self.pool.post(worker, Request(seq, op, rows, None if actions is None else [actions[row] for row in rows]))
+        pending.lost = left_out
         return pending
 
     def ask_reset(self, seeds: Sequence[Any], options: dict[str, Any] | None, mask: Array | None) -> Pending:
@@ -263,7 +265,7 @@ class Engine:
         result = self.absorb(answers)
         if pending.command == "step":
             self.env_steps += self.num_envs
-        return result
+        return Result() if pending.lost and result is PLAIN else result  # what became of lost rows is written into it
 
     def end_hanging(self, late: Sequence[AnyWorker], limit: float | None) -> None:
         for worker in late:
@@ -287,8 +289,12 @@ class Engine:
         return StepTimeout(text + "\nThe answer is still owed: wait again, or close().")
 
     def absorb(self, answers: Iterable[tuple[AnyWorker, Answer]]) -> Result:
-        result = Result()
+        result = PLAIN
         for worker, answer in answers:
+            if not answer.columns and answer.outcome is None and answer.death is None:
+                continue
+            if result is PLAIN:
+                result = Result()
             if answer.columns:
                 result.columns = True
             if answer.outcome is not None:

@@ -44,7 +44,8 @@ if sys.platform != "win32":
 __all__ = ["PoolOptions", "WorkerPool", "dump_env_fn", "refuse_to_start_while_importing_main"]
 
 _CLOSING: Final = 0  # the sequence number of the last message; all others are above 0
-_PLAIN: Final = int(Reply.PLAIN)
+_PLAIN: Final = int(Reply.PLAIN)  # packing an enum takes longer
+_STEP: Final = int(Op.STEP)
 _TERM_GRACE: Final = 0.25  # between SIGTERM and SIGKILL
 _DESCRIPTORS: Final = 6  # a worker costs the caller: two pipes, black box, pidfd, sentinel and, under fork, one more
 _SPARE_DESCRIPTORS: Final = 16  # for the length of a start
@@ -243,12 +244,9 @@ class WorkerPool:
             for worker in self.workers:
                 self.post(worker, Request(seq, Op.STEP, worker.rows))
             return
-        data = encode(Op.STEP, seq)
+        data = encode(_STEP, seq)
         for worker in self.workers:
-            if isinstance(worker, ProcessWorker):
-                worker.ring(data, seq)
-            else:
-                worker.post(Request(seq, Op.STEP, worker.rows))
+            worker.ring(data, seq)
 
     def _post_queued(self) -> None:
         while self._queue:
@@ -260,10 +258,14 @@ class WorkerPool:
 
     def gather(self, workers: Sequence[AnyWorker], deadline: float | None) -> list[AnyWorker]:
         """Wait until each of ``workers`` has answered; returns those that had not when the time was up."""
+        elsewhere = bool(self._queue)
         for worker in workers:
-            if worker.local:
-                while worker.owes:
-                    worker.receive()
+            if not worker.local:
+                elsewhere = True
+            while worker.local and worker.asked:
+                worker.receive()
+        if not elsewhere:
+            return []
         began = time.perf_counter()
         try:
             if self._queue:

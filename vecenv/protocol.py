@@ -5,7 +5,7 @@ high bit of the word says that a pickled payload follows. A step or a reset, and
 else: what it is about lies in shared memory. The sequence number makes it impossible to give an answer to another question,
 for example to the one asked after a timeout.
 
-When a method may be called is one table, :data:`NEXT`: phase -> method -> next phase. Everything that is not in it is an
+When a method may be called is one table, :data:`NEXT`: method -> the phase it needs and the next. Everything else is an
 illegal call, raised in one place (:func:`advance`) with Gymnasium's classes and texts.
 """
 
@@ -65,39 +65,35 @@ class Phase(Enum):
     CLOSED = "closed"
 
 
-NEXT: Final[dict[Phase, dict[str, Phase]]] = {
-    Phase.DEFAULT: {
-        "reset_async": Phase.WAITING_RESET,
-        "step_async": Phase.WAITING_STEP,
-        "call_async": Phase.WAITING_CALL,
-        "set_attr": Phase.DEFAULT,
-    },
-    Phase.WAITING_RESET: {"reset_wait": Phase.DEFAULT},
-    Phase.WAITING_STEP: {"step_wait": Phase.DEFAULT},
-    Phase.WAITING_CALL: {"call_wait": Phase.DEFAULT},
-    Phase.CLOSED: {},
+NEXT: Final[dict[str, tuple[Phase, Phase]]] = {
+    "reset_async": (Phase.DEFAULT, Phase.WAITING_RESET),
+    "step_async": (Phase.DEFAULT, Phase.WAITING_STEP),
+    "call_async": (Phase.DEFAULT, Phase.WAITING_CALL),
+    "set_attr": (Phase.DEFAULT, Phase.DEFAULT),
+    "reset_wait": (Phase.WAITING_RESET, Phase.DEFAULT),
+    "step_wait": (Phase.WAITING_STEP, Phase.DEFAULT),
+    "call_wait": (Phase.WAITING_CALL, Phase.DEFAULT),
 }
 
 
-def advance(phase: Phase, method: str, owner: str) -> Phase:
+def advance(phase: Phase, method: str, owner: object) -> Phase:
     """The phase after ``method``, or Gymnasium's error for a call that is out of order.
 
     Args:
         phase: The phase now.
         method: One of the seven names in :data:`NEXT`.
-        owner: Class name for the message after ``close()``.
+        owner: Whose phase it is; the name of its class stands in the message after ``close()``.
 
     Raises:
         ClosedEnvironmentError: After ``close()``.
         AlreadyPendingCallError: A new request while an answer is owed.
         NoAsyncCallError: Waiting for an answer that was never asked for.
     """
-    try:
-        return NEXT[phase][method]
-    except KeyError:
-        pass
+    before, after = NEXT[method]
+    if phase is before:
+        return after
     if phase is Phase.CLOSED:
-        raise ClosedEnvironmentError(f"Trying to operate on `{owner}`, after a call to `close()`.")
+        raise ClosedEnvironmentError(f"Trying to operate on `{type(owner).__name__}`, after a call to `close()`.")
     verb, _, kind = method.partition("_")
     if kind == "wait":
         raise NoAsyncCallError(f"Calling `{method}` without any prior call to `{verb}_async`.", verb)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from vecenv.errors import WorkerDied
 from vecenv.rows import Failure
 from vecenv.shm.layout import Array
 from vecenv.workers import AnyWorker
 
-__all__ = ["Pending", "Result"]
+__all__ = ["PLAIN", "Pending", "Result"]
 
 
 @dataclass(slots=True)
@@ -21,7 +21,7 @@ class Pending:
     command: str
     workers: list[AnyWorker]
     mask: Array | None = None
-    lost: list[int] = field(default_factory=list)
+    lost: Sequence[int] = ()
     seeds: Sequence[Any] | None = None
     options: dict[str, Any] | None = None
 
@@ -36,3 +36,7 @@ class Result:
     results: dict[int, Any] = field(default_factory=dict)
     failures: list[tuple[Failure, AnyWorker]] = field(default_factory=list)
     deaths: list[WorkerDied] = field(default_factory=list)
+
+
+PLAIN: Final = Result()
+"""The result of a round in which nobody had anything to say, the same one every time: nobody writes into it."""

@@ -61,10 +61,10 @@ def _one_at_a_time(method: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(method)
     def guarded(self: AsyncVectorEnv[Any, Any], *args: Any, **kwargs: Any) -> R:
-        if not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(False):
             raise BusyError(f"another thread is in a call on this {type(self).__name__}; `{method.__name__}` was refused")
         try:
-            if self._phase is not Phase.CLOSED and self._pool.abandoned:
+            if self._pool.abandoned and self._phase is not Phase.CLOSED:
                 raise ForkedError(
                     f"this {type(self).__name__} belongs to another process (pid {self._owner}); a forked child cannot use "
                     "its workers: build a new one in the child"
@@ -325,9 +325,9 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
             TypeError, ValueError: Seeds or mask of the wrong length, type or shape; nothing was sent.
         """
         if self._phase is Phase.CLOSED:
-            advance(self._phase, "reset_async", type(self).__name__)
+            advance(self._phase, "reset_async", self)
         seeds = self._seeds(seed)
-        after = advance(self._phase, "reset_async", type(self).__name__)
+        after = advance(self._phase, "reset_async", self)
         mask = None
         if options is not None and "reset_mask" in options:
             # The caller's dict stays as it is. Gymnasium pops the mask out of it, so that its own RecordEpisodeStatistics,
@@ -397,7 +397,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
             TypeError, ValueError: Wrong structure, too few or too many; nothing was sent.
             EnvFailed: An environment that failed was not reset since.
         """
-        after = advance(self._phase, "step_async", type(self).__name__)
+        after = advance(self._phase, "step_async", self)
         engine = self._engine
         engine.first_ready.require_nothing("step_async")
         if engine.failed and not engine.policy.restart:
@@ -428,7 +428,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         )
 
     def _finish(self, method: str, timeout: float | None) -> Any:
-        after = advance(self._phase, method, type(self).__name__)
+        after = advance(self._phase, method, self)
         assert self._pending is not None
         try:
             result = self._engine.finish(self._pending, timeout)
@@ -441,7 +441,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
             self._phase = Phase.DEFAULT
             if self._closing:
                 self._phase = Phase.CLOSED
-                advance(Phase.CLOSED, method, type(self).__name__)
+                advance(Phase.CLOSED, method, self)
             raise
         self._pending = None
         self._phase = after
@@ -465,7 +465,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
             EnvFailed: One of them failed and was not reset since.
         """
         if self._phase is not Phase.DEFAULT:
-            advance(self._phase, "step_async", type(self).__name__)
+            advance(self._phase, "step_async", self)
         engine = self._engine
         rows = self._latest if env_id is None else self._env_ids(env_id)
         flow = engine.first_ready
@@ -513,7 +513,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
             self._pending = None
             self._phase = Phase.DEFAULT
         elif self._phase is not Phase.DEFAULT:
-            advance(self._phase, "reset_async", type(self).__name__)
+            advance(self._phase, "reset_async", self)
         rows, result = engine.first_ready.receive(self.batch_size, timeout)
         infos = engine.infos_of(rows, result)
         infos["env_id"], infos["_env_id"] = rows.copy(), np.ones(len(rows), np.bool_)
@@ -533,7 +533,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
     @_one_at_a_time
     def call_async(self, name: str, /, *args: object, **kwargs: object) -> None:
         """Begin a :meth:`call`."""
-        after = advance(self._phase, "call_async", type(self).__name__)
+        after = advance(self._phase, "call_async", self)
         self._engine.first_ready.require_nothing("call_async")
         if name in _RESERVED:
             raise ValueError(f"Trying to call function `{name}` with `call`, use `{name}` directly instead.")
@@ -568,7 +568,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         self, func: Callable[..., Any], indices: Sequence[int] | int | None = None, *args: Any, **kwargs: Any
     ) -> None:
         """Begin an :meth:`exec_func`."""
-        after = advance(self._phase, "call_async", type(self).__name__)
+        after = advance(self._phase, "call_async", self)
         self._engine.first_ready.require_nothing("exec_func")
         if not callable(func):
             raise TypeError(f"exec_func wants a function of an environment, got {func!r}")
@@ -597,7 +597,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
     def set_attr(self, name: str, values: list[Any] | tuple[Any, ...] | object) -> None:
         """Set an attribute of every environment; a list or tuple is one value an environment, else all get the same."""
         if self._phase is Phase.CLOSED:
-            advance(self._phase, "set_attr", type(self).__name__)
+            advance(self._phase, "set_attr", self)
         if not isinstance(values, (list, tuple)):
             values = [values] * self.num_envs
         if len(values) != self.num_envs:
@@ -605,7 +605,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
                 "Values must be a list or tuple with length equal to the number of environments. "
                 f"Got `{len(values)}` values for {self.num_envs} environments."
             )
-        advance(self._phase, "set_attr", type(self).__name__)
+        advance(self._phase, "set_attr", self)
         self._engine.first_ready.require_nothing("set_attr")
         each = values
         _require_picklable(each, self.num_workers)
@@ -693,7 +693,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
             ClosedEnvironmentError: It is closed.
         """
         if self._phase is Phase.CLOSED:
-            advance(self._phase, "call_async", type(self).__name__)
+            advance(self._phase, "call_async", self)
         if not published.available() or not published.has_counters(self._engine):
             raise NotImplementedError("publish_stats() needs Linux and workers on this machine; stats() is there everywhere")
         self._publish(name)
@@ -729,7 +729,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         if self.closed:
             return
         self._closing = True
-        if not self._lock.acquire(blocking=False):  # another thread is waiting for an answer: there will be none
+        if not self._lock.acquire(False):  # another thread is waiting for an answer: there will be none
             for worker in list(self._pool.workers):
                 if not worker.local:
                     worker.signal(9)

@@ -99,6 +99,7 @@ class CallerWorker(Desk):
         self.pid = os.getpid()
         self.overdue = False
         self.who = f"stepped by the caller, pid {self.pid}"
+        self._step = Answer(Request(0, Op.STEP, rows))  # the plain step and its plain answer, used again and again
 
     def __repr__(self) -> str:
         return f"CallerWorker(envs={_span(self.rows)}, asked={len(self.asked)})"
@@ -108,19 +109,30 @@ class CallerWorker(Desk):
             request.payload = deepcopy(request.payload)
         self.asked.append(request)
 
+    def ring(self, data: bytes, seq: int) -> None:
+        """Ask for a step of all rows with actions in shared memory; ``data`` is for those who get it by pipe."""
+        self._step.request.seq = seq
+        self.asked.append(self._step.request)
+
     def receive(self) -> bool:
         """Carry out the oldest request now."""
         if not self.asked:
             return False
         request = self.asked.popleft()
         try:
-            outcome = answer(self._rows, request.op, request.seq, lambda: request.payload)
+            if request is self._step.request:
+                outcome = self._rows.step(None, self._rows.actions(None))
+            else:
+                outcome = answer(self._rows, request.op, request.seq, lambda: request.payload)
         except KeyboardInterrupt as error:  # in the middle of somebody's step: nobody knows how far it got
             failures = [Failure(row, _Interrupted(f"interrupted: {error!r}")) for row in request.rows]
             self.replies.append(Answer(request, True, Outcome(failures=failures)))
             raise
         plain = outcome.is_plain()
-        self.replies.append(Answer(request, outcome.columns or not plain, None if plain else outcome))
+        if plain and not outcome.columns and request is self._step.request:
+            self.replies.append(self._step)
+        else:
+            self.replies.append(Answer(request, outcome.columns or not plain, None if plain else outcome))
         return True
 
     def close(self) -> Outcome:

@@ -200,7 +200,7 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
             StepTimeout: Not within ``timeout`` seconds; the answer is still owed, call again.
         """
         driver = self._pool_driver("reset_wait")
-        advance(driver.phase, "reset_wait", type(self).__name__)
+        advance(driver.phase, "reset_wait", self)
         return self._reset_result(driver, timeout)
 
     def _begin_reset(self, seed: Any, options: Any, env_id: Any) -> Driver:
@@ -208,7 +208,7 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
         seeds = None if seed is None else spread(seed, self.num_envs, self.np_random)
         driver = self._pools.driver
         if driver is not None:
-            advance(driver.phase, "reset_async", type(self).__name__)
+            advance(driver.phase, "reset_async", self)
         some = reset_ids(options, self.num_envs) if env_id is None else env_ids(env_id, self.num_envs)
         if some is not None:
             return self._begin_partial_reset(driver, seeds, some, env_id is not None)
@@ -286,7 +286,7 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
             StepTimeout: Not within ``timeout`` seconds; the answer is still owed, call again.
         """
         driver = self._pool_driver("step_wait")
-        advance(driver.phase, "step_wait", type(self).__name__)
+        advance(driver.phase, "step_wait", self)
         if driver.call != "step":
             raise NoAsyncCallError("Calling `step_wait` after `send`: `recv` its rows.", "step")
         return self._step_result(driver, timeout)
@@ -475,7 +475,7 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
                 )
             raise ResetNeeded(f"Cannot call `{method}` before calling `reset`")
         if method == "step_async" and driver.phase is not Phase.DEFAULT:
-            advance(driver.phase, method, type(self).__name__)
+            advance(driver.phase, method, self)
         return driver
 
     def _refuse_second_thread(self, method: str) -> NoReturn:

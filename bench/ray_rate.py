@@ -1,11 +1,15 @@
 """What a Ray cluster costs: a step over hosts against the local engine and a bare ``ray.get``, and what is left of a batch.
 
-    python bench/ray_rate.py cost          # microseconds a step: local engine, 1 and 2 hosts, a bare ray.get of the payload
+    python bench/ray_rate.py cost          # microseconds a step: local engine, 1 and 2 hosts, bare ray.gets of the payload
     python bench/ray_rate.py efficiency    # share of the time in which hosts step, over the time of a batch; --plot draws it
     python bench/ray_rate.py driver        # the caller's own work a step for 8, 32 and 128 simulated hosts
 
 All on this machine: what a network adds is not in here. Candidates alternate in short turns; figures are medians over
 rounds, with the least and the greatest.
+
+A bare ``ray.get`` is a call of an actor that does nothing but answer, with an array of actions, for a step's four arrays
+(observations, rewards, terminations, truncations), kept ready: what one writes by hand. Beside it, the same for the very
+objects that vecenv sends both ways, where small arrays are joined to one ``bytes``.
 """
 
 from __future__ import annotations
@@ -25,7 +29,8 @@ import numpy as np
 
 import vecenv
 from vecenv.backends import RayVectorEnv
-from vecenv.backends.ray.host import Host, HostPlan, Reply
+from vecenv.backends.ray.host import Host, HostPlan
+from vecenv.backends.ray.packing import Packed, Packing
 
 SPACES = {
     "small": gymnasium.spaces.Box(-1, 1, (4,), np.float32),
@@ -57,18 +62,23 @@ class Still(gymnasium.Env):
 class Parrot:
     """A bare actor: answers with the payload of a host's step, kept ready."""
 
-    def __init__(self, reply: Reply) -> None:
-        self._reply = reply
+    def __init__(self, payload: Any) -> None:
+        self._payload = payload
 
-    def serve(self, op: int, rows: Any, payload: Any) -> Reply:
-        return self._reply
+    def step(self, actions: Any) -> Any:
+        return self._payload
 
 
-def reply_of(kind: str, rows: int) -> Reply:
+def arrays_of(kind: str) -> list[Any]:
+    """What one host's step is: rewards, terminations, truncations, observations."""
     space = SPACES[kind]
-    leaf = np.ones((rows, *(space.shape or ())), space.dtype)
-    flags = np.zeros(rows, np.bool_)
-    return Reply(leaves=[leaf], numbers=(np.zeros(rows), flags, flags.copy()))
+    flags = np.zeros(ENVS_PER_HOST, np.bool_)
+    observations = np.ones((ENVS_PER_HOST, *(space.shape or ())), space.dtype)
+    return [np.zeros(ENVS_PER_HOST), flags, flags.copy(), observations]
+
+
+def packed(arrays: Sequence[Any]) -> Packed:
+    return Packing(arrays).pack(arrays)
 
 
 def timed(turn: Callable[[], Any], seconds: float) -> float:
@@ -107,29 +117,38 @@ def over(kind: str, hosts: int, **options: Any) -> Any:
 
 
 def cost(seconds: float, rounds: int) -> list[dict[str, Any]]:
-    import ray
 
     rows = []
     for kind in SPACES:
         for hosts in (1, 2):
             local: Any = vecenv.AsyncVectorEnv([functools.partial(Still, kind)] * (ENVS_PER_HOST * hosts), num_workers=hosts)
             envs = over(kind, hosts)
-            bare = [ray.remote(Parrot).options(num_cpus=0).remote(reply_of(kind, ENVS_PER_HOST)) for _ in range(hosts)]
-            payload = (np.zeros(ENVS_PER_HOST, np.int64),)
-
-            def get(bare: Any = bare, payload: Any = payload) -> Any:
-                return ray.get([actor.serve.remote(1, None, payload) for actor in bare])
-
-            found = alternate({"local": stepper(local), "ray": stepper(envs), "bare": get}, seconds, rounds)
-            ratios = [mine / theirs for mine, theirs in zip(found["ray"], found["bare"], strict=True)]
-            row = {"observations": kind, "hosts": hosts, "envs": ENVS_PER_HOST * hosts, "over_bare_get": spread(ratios)}
+            actions, arrays = np.zeros(ENVS_PER_HOST, np.int64), arrays_of(kind)
+            bare, stop = parrots(hosts, actions, tuple(arrays))
+            bare_packed, stop_packed = parrots(hosts, packed([actions]), packed(arrays))
+            turns = {"local": stepper(local), "ray": stepper(envs), "bare": bare, "bare_packed": bare_packed}
+            found = alternate(turns, seconds, rounds)
+            row: dict[str, Any] = {"observations": kind, "hosts": hosts, "envs": ENVS_PER_HOST * hosts}
+            for name in ("bare", "bare_packed"):
+                row[f"over_{name}"] = spread([mine / other for mine, other in zip(found["ray"], found[name], strict=True)])
             rows.append(row | {f"{name}_us": spread(values) for name, values in found.items()})
             print(json.dumps(rows[-1]), flush=True)
-            local.close()
-            envs.close()
-            for actor in bare:
-                ray.kill(actor)
+            for end in (local.close, envs.close, stop, stop_packed):
+                end()
     return rows
+
+
+def parrots(hosts: int, actions: Any, payload: Any) -> tuple[Callable[[], Any], Callable[[], None]]:
+    """A call of so many bare actors, and what ends them."""
+    import ray
+
+    actors = [ray.remote(Parrot).options(num_cpus=0).remote(payload) for _ in range(hosts)]
+
+    def stop() -> None:
+        for actor in actors:
+            ray.kill(actor)
+
+    return lambda: ray.get([actor.step.remote(actions) for actor in actors]), stop
 
 
 def efficiency(seconds: float, rounds: int) -> list[dict[str, Any]]:
@@ -158,7 +177,7 @@ class InstantHosts:
     own = True
 
     def __init__(self, kind: str, in_store: bool) -> None:
-        self._reply = reply_of(kind, ENVS_PER_HOST)
+        self._answer = packed(arrays_of(kind))
         self._in_store = in_store
         self._kept: list[Any] = []
         if in_store:
@@ -174,11 +193,11 @@ class InstantHosts:
     def require_places(self, timeout: float) -> None: ...
 
     def launch(self, plan: HostPlan) -> Host:
-        self._kept.append(self._ray.put(self._reply) if self._in_store else self._reply)
+        self._kept.append(self._ray.put(self._answer) if self._in_store else self._answer)
         return Host(plan)
 
     def submit(self, host: Host, method: str, *args: Any) -> Any:
-        if method == "serve":
+        if method in ("step", "serve"):
             return host._plan.index
         return getattr(host, method)(*args)
 
@@ -215,7 +234,7 @@ def driver(seconds: float, rounds: int) -> list[dict[str, Any]]:
         for hosts in (8, 32, 128):
             pair = {name: InstantVectorEnv(kind, hosts, name == "ray.get") for name in ("own", "ray.get")}
             found = alternate({name: stepper(envs) for name, envs in pair.items()}, seconds, rounds)
-            size = reply_of(kind, ENVS_PER_HOST).leaves[0].nbytes * hosts  # type: ignore[index]
+            size = arrays_of(kind)[-1].nbytes * hosts
             source = np.ones(size, np.uint8)
             copying = spread([timed(source.copy, seconds / 4) for _ in range(rounds)])
             row = {"observations": kind, "hosts": hosts, "envs": hosts * ENVS_PER_HOST, "bytes": size, "memcpy_us": copying}

@@ -259,6 +259,37 @@ class ScriptedEnv(SpaceEnv):
         return observation, reward, over and not truncates, over and truncates, info
 
 
+MIXED_INFOS: tuple[dict[str, Any], ...] = (
+    {"a": 1.5, "d": {"b": 2}},
+    {},
+    {"a": 2, "word": "x", "d": {"c": np.arange(3)}},
+    {"a": np.float32(1), "list": [1, 2]},
+    {"late": True, "d": {"b": 2.5}},
+)
+
+
+def scripted(n: int, turn: bool = True) -> list[EnvFn]:
+    """``n`` functions that make a :class:`ScriptedEnv` each: nested observations, and episodes of different lengths.
+
+    Infos come and go and change their types; with ``turn`` each environment begins elsewhere in :data:`MIXED_INFOS`.
+    """
+    box = spaces.Box(-1, 1, (2,), np.float32)
+    return [
+        functools.partial(
+            ScriptedEnv,
+            spaces.Dict({"x": box, "n": spaces.Discrete(5)}),
+            box,
+            env_id=index,
+            lengths=(4 + index, 3),
+            truncates=(False, True),
+            reset_infos=({"level": index},),
+            step_infos=MIXED_INFOS[begin:] + MIXED_INFOS[:begin],
+        )
+        for index in range(n)
+        for begin in [index % len(MIXED_INFOS) if turn else 0]
+    ]
+
+
 class ReturningEnv(gymnasium.Env):
     """Returns what it is given: ``resets[k]`` from reset ``k``, ``steps[t]`` from step ``t``."""
 

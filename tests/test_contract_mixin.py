@@ -14,31 +14,11 @@ from typing import Any, ClassVar
 import gymnasium
 import numpy as np
 import pytest
-from envs import NestedDictEnv, ScriptedEnv, counters
-from gymnasium import spaces
+from envs import NestedDictEnv, counters, scripted
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 import vecenv
 from vecenv.testing import VectorEnvContract, assert_identical, assert_same_trajectory
-
-
-def scripted(n: int) -> list[Any]:
-    """Short episodes of different lengths, with infos that come and go."""
-    space = spaces.Dict({"x": spaces.Box(-1, 1, (2,), np.float32), "n": spaces.Discrete(5)})
-    infos = ({"a": 1.5, "d": {"b": 2}}, {}, {"a": 2.5, "word": "x"})
-    return [
-        functools.partial(
-            ScriptedEnv,
-            space,
-            spaces.Box(-1, 1, (2,), np.float32),
-            env_id=index,
-            lengths=(4 + index, 3),
-            truncates=(False, True),
-            reset_infos=({"level": index},),
-            step_infos=infos,
-        )
-        for index in range(n)
-    ]
 
 
 class _Contract(VectorEnvContract):

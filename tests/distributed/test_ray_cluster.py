@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,10 +17,9 @@ import gymnasium
 import numpy as np
 import psutil
 import pytest
-from envs import CounterEnv, SpaceEnv, counters
+from envs import CounterEnv, SpaceEnv, counters, scripted
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from test_ray_without_cluster import scripted
 
 from vecenv.backends import RayVectorEnv
 from vecenv.errors import ClusterError, HostDied, StepTimeout, WorkerDied
@@ -115,6 +117,36 @@ def test_an_existing_cluster_is_left_as_it_was(cluster: Any) -> None:
     wait_for_ends(pids)
 
 
+PROGRAM = """
+    import ray
+    from envs import counters
+    from vecenv.backends import RayVectorEnv
+
+    if __name__ == "__main__":
+        envs = RayVectorEnv(counters(2), num_hosts=1, workers_per_host=1)
+        print(ray.get_runtime_context().gcs_address, envs._cluster.own)
+        envs.reset(seed=1)
+        print(envs.step([0] * 2)[1].tolist())
+        envs.close()
+        print(ray.is_initialized())
+"""
+
+
+def test_a_cluster_that_runs_here_is_found_used_and_left_running(cluster: Any, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(PROGRAM))
+    address, tests = cluster.get_runtime_context().gcs_address, Path(__file__).parent.parent
+    run = subprocess.run(
+        [sys.executable, str(program)],
+        env={**os.environ, "RAY_ADDRESS": address, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])},
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.splitlines()[-3:] == [f"{address} False", "[0.001, 1.001]", "False"]
+    wait_for_cores(cluster, 8)
+    assert cluster.get(cluster.remote(lambda: 7).remote()) == 7  # it still works
+
+
 def test_an_address_of_another_cluster_is_refused() -> None:
     with pytest.raises(ValueError, match="is connected to"):
         over(counters(2), address="10.9.8.7:6379")
@@ -127,6 +159,11 @@ def test_large_observations_arrive_and_may_be_written_to() -> None:
     assert_same_trajectory(envs, sync, 8, seed=1)
     observations, *_ = envs.step(sync.action_space.sample())
     observations.fill(0)
+    for (part,) in envs._engine.store._parts:  # one array a host, where Ray put it
+        assert part.shape == (4, 84, 84, 4)
+        assert part.flags.c_contiguous
+        assert not part.flags.owndata
+        assert not part.flags.writeable
     envs.close()
 
 
@@ -203,6 +240,27 @@ def test_a_killed_host_is_seen_within_seconds(tmp_path: Path, when: str) -> None
     envs.close()
 
 
+class CountedEnv(BusyEnv):
+    """Counts its steps in a file, which outlives the process."""
+
+    def step(self, action: Any) -> Any:
+        with (self.file.parent / f"steps of {self.env_id}").open("a") as file:
+            file.write("step\n")
+        return super().step(action)
+
+
+def test_a_step_that_ended_its_host_is_never_taken_again(tmp_path: Path) -> None:
+    envs = over([functools.partial(CountedEnv, tmp_path, index) for index in range(2)], workers_per_host=0)
+    assert [host.actor.step._max_task_retries for host in envs._host_pool.workers] == [0, 0]
+    envs.reset(seed=1)
+    (tmp_path / "1").write_text("die")
+    with pytest.raises(HostDied, match="host 1"):
+        envs.step([0] * 2)
+    envs.reset(seed=1)
+    assert [(tmp_path / f"steps of {index}").read_text().count("step") for index in range(2)] == [1, 1]
+    envs.close()
+
+
 def test_a_killed_hosts_rows_come_back_truncated() -> None:
     envs = over(counters(4, lengths=(50,)), on_failure="restart")
     envs.reset(seed=1)
@@ -251,7 +309,7 @@ def test_a_hanging_environment_does_not_keep_close_from_ending(tmp_path: Path) -
 
 def test_what_the_cluster_lacks_is_said_after_a_bounded_wait(cluster: Any) -> None:
     began = time.monotonic()
-    with pytest.raises(ClusterError, match=r"no room for 2 hosts \(STRICT_SPREAD\).*1 nodes .*1 nodes are missing.*PACK"):
+    with pytest.raises(ClusterError, match=r"no room for 2 hosts \(STRICT_SPREAD\).*1 node with .*; add 1 node, or .*PACK"):
         over(counters(4), placement="STRICT_SPREAD", start_timeout=1.0)
     with pytest.raises(ClusterError, match=r"with 41 \+ 41 CPU .*: 8 in all"):
         over(counters(80), workers_per_host=40, start_timeout=1.0)
@@ -274,6 +332,7 @@ class Missing:
         raise AssertionError
 
 
-def test_what_a_host_cannot_import_is_named() -> None:
+def test_what_a_host_cannot_import_is_named(cluster: Any) -> None:
     with pytest.raises(RuntimeError, match=r"env_fns\[1\] could not be unpickled on its host.*no_such_module_here"):
         over([*counters(1), Missing()])
+    wait_for_cores(cluster, 8)

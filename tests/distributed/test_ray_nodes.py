@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from envs import counters
+from envs import counters, scripted
 from gymnasium.vector import SyncVectorEnv
 from test_ray_cluster import busy
-from test_ray_without_cluster import scripted
 
 from vecenv.backends import RayVectorEnv
 from vecenv.errors import HostDied

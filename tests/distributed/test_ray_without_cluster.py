@@ -15,41 +15,18 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 sys.path.insert(0, str(__import__("pathlib").Path(__file__).parent.parent))
 
-from envs import CounterEnv, NestedDictEnv, ScriptedEnv, SpaceEnv, counters
+from envs import CounterEnv, NestedDictEnv, SpaceEnv, counters, scripted
 from hosts_here import HostsHere, VectorEnvHere
 
 import vecenv
 from vecenv.backends import RayVectorEnv
+from vecenv.backends.ray.host import Reply
+from vecenv.backends.ray.packing import Packing
+from vecenv.backends.ray.pool import RemoteHost
 from vecenv.backends.ray.store import PartsStore
 from vecenv.errors import ClusterError, EnvFailed, HostDied, StepTimeout, WorkerDied
 from vecenv.shm import fixed_tree
 from vecenv.testing import VectorEnvContract, assert_identical, assert_same_trajectory
-
-MIXED_INFOS = (
-    {"a": 1.5, "d": {"b": 2}},
-    {},
-    {"a": 2, "word": "x", "d": {"c": np.arange(3)}},
-    {"a": np.float32(1), "list": [1, 2]},
-    {"late": True, "d": {"b": 2.5}},
-)
-
-
-def scripted(n: int, turn: bool = True) -> list[Any]:
-    """Episodes of different lengths; which infos come when differs between environments, and so do their types."""
-    space = spaces.Dict({"x": spaces.Box(-1, 1, (2,), np.float32), "n": spaces.Discrete(5)})
-    return [
-        functools.partial(
-            ScriptedEnv,
-            space,
-            spaces.Box(-1, 1, (2,), np.float32),
-            env_id=index,
-            lengths=(4 + index, 3),
-            truncates=(False, True),
-            reset_infos=({"level": index},),
-            step_infos=MIXED_INFOS[index % 5 if turn else 0 :] + MIXED_INFOS[: index % 5 if turn else 0],
-        )
-        for index in range(n)
-    ]
 
 
 class _Contract(VectorEnvContract):
@@ -482,3 +459,38 @@ def test_a_copy_is_one_copy_and_without_one_the_same_arrays_are_given_out() -> N
     store.put_part(0, [1], [part[:1] + 1 for part in sent[0]])
     assert store.batch(copy=False)["n"].tolist() == [9, 10, 10, 10, 10]
     assert fresh["n"].tolist() == [9, 9, 10, 10, 10]
+
+
+def test_small_arrays_travel_as_one_object_and_large_ones_as_they_are() -> None:
+    small: list[Any] = [np.arange(3.0), np.array([True]), np.zeros((2, 0), np.float32), np.ones((2, 3), np.int16)]
+    large = np.arange(16 * 1024, dtype=np.uint8)
+    only = Packing(small).pack(small)
+    assert isinstance(only, bytes)
+    assert_identical(Packing(small).unpack(only), small)
+    mixed = [small[0], large, *small[1:], large + 1]
+    packed = Packing(mixed).pack(mixed)
+    assert packed[0] == only
+    assert packed[1] is large
+    assert_identical(Packing(mixed).unpack(packed), mixed)
+
+
+class SilentEnv(SpaceEnv):
+    """Has nothing to say in its infos."""
+
+    def step(self, action: Any) -> Any:
+        return *super().step(action)[:4], {}
+
+
+@pytest.mark.parametrize("shape", [(2,), (96, 96, 2)], ids=["small", "large"])
+def test_a_plain_step_is_one_call_a_host_with_packed_arrays(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    here = HostsHere()
+    space = spaces.Box(0, 255, shape, np.uint8)
+    fns = [functools.partial(SilentEnv, space, spaces.Box(0, 1, shape), env_id=i, lengths=(3,)) for i in range(4)]
+    envs = VectorEnvHere(fns, here)
+    opened: list[Any] = []
+    open_reply = RemoteHost.opened
+    monkeypatch.setattr(RemoteHost, "opened", lambda host, reply: opened.append(reply) or open_reply(host, reply))
+    assert_same_trajectory(envs, SyncVectorEnv(fns), 9, seed=1)
+    assert [type(reply) for reply in opened] == [Reply] * 2 + [bytes if shape == (2,) else tuple] * 18  # a reset, nine steps
+    assert here.served.count((0, "step")) == 9
+    envs.close()

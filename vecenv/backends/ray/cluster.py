@@ -105,10 +105,11 @@ class Cluster:
         wanted = " + ".join(f"{bundle[self._unit]:g}" for bundle in self._bundles)
         text = (
             f"the Ray cluster has no room for {len(self._bundles)} hosts ({self._strategy}) with {wanted} {self._unit} (one "
-            f"a worker and one for the host): {len(nodes)} nodes with {each} in all, {free:g} of them free"
+            f"a worker and one for the host): {_nodes(len(nodes))} with {each} in all, {free:g} of them free"
         )
         if self._strategy == "STRICT_SPREAD" and len(nodes) < len(self._bundles):
-            text += f"; {len(self._bundles) - len(nodes)} nodes are missing, or placement='PACK' to put hosts on one node"
+            missing = _nodes(len(self._bundles) - len(nodes))
+            text += f"; add {missing}, or placement='PACK' puts several hosts on one node"
         return text
 
     # -- hosts ------------------------------------------------------------------------------------------------------
@@ -251,6 +252,10 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def _nodes(count: int) -> str:
+    return "1 node" if count == 1 else f"{count} nodes"
 
 
 def _brief(error: BaseException) -> str:

@@ -19,15 +19,17 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from vecenv.backends.ray.packing import Packed, Packing
 from vecenv.engine import Engine
 from vecenv.errors import WorkerDied
 from vecenv.failure import PackedError, pack
 from vecenv.infos import Definition
-from vecenv.plan import choose, probe
+from vecenv.plan import choose
 from vecenv.pool import PoolOptions, WorkerPool
 from vecenv.protocol import Op
 from vecenv.requests import Pending, Result
 from vecenv.rows import Failure, Outcome
+from vecenv.scout import probe
 from vecenv.shm import Arena
 from vecenv.shm.layout import Array
 from vecenv.vector_env import AsyncVectorEnv
@@ -101,6 +103,10 @@ class Reply:
     lost: dict[int, str] | None = None
     error: PackedError | None = None
 
+    def is_plain(self) -> bool:
+        """Whether there is nothing in it but numbers and observations of fixed size."""
+        return not (self.columns or self.lost) and self.infos is None and self.outcome is None and self.error is None
+
 
 class Host:
     """The body of a host: everything a caller may ask of it."""
@@ -119,19 +125,27 @@ class Host:
             ready.error = pack(error)
         return ready
 
-    def serve(self, op: int, rows: list[int] | None, payload: Any) -> Reply:
+    def serve(self, op: int, rows: list[int] | None, payload: Any) -> Reply | Packed:
         """Carry out a request.
 
         Args:
             op: A word of :class:`~vecenv.protocol.Op`.
             rows: Which environments, counted from this host's first; ``None``: all.
             payload: As a worker gets it, pickled; or for a step the leaves of a batch of actions.
+
+        Returns:
+            The answer; after a step of all environments packed, if rewards, flags and observations are all of it.
         """
         assert self._rows is not None
         try:
-            return self._rows.answer(Op(op), rows, payload)
+            return self._rows.packed(self._rows.answer(Op(op), rows, payload), rows)
         except BaseException as error:
             return Reply(lost=self._rows.lost(), error=pack(error))
+
+    def step(self, actions: Packed) -> Reply | Packed:
+        """Step all environments, with the leaves of a batch of actions: :meth:`serve` in one argument."""
+        assert self._rows is not None
+        return self.serve(Op.STEP, None, self._rows.unpacked(actions))
 
     def stats(self) -> dict[str, float]:
         """As :meth:`vecenv.AsyncVectorEnv.stats`."""
@@ -191,6 +205,9 @@ class HostRows(AsyncVectorEnv[Any, Any]):
         self._host = host
         self._told: set[int] = set()
         super().__init__(env_fns, **options)
+        batch = self._engine.batch
+        self._actions = Packing(batch.actions or [])
+        self._answers = Packing([batch.rewards, batch.terminations, batch.truncations, *(batch.observations or [])])
 
     def _check_spaces(self) -> None:
         """The caller does, which knows of all hosts."""
@@ -207,6 +224,16 @@ class HostRows(AsyncVectorEnv[Any, Any]):
             ready.observation_spaces = self.get_attr("observation_space")
 
     # -- requests ---------------------------------------------------------------------------------------------------
+
+    def unpacked(self, actions: Packed) -> tuple[Array, ...]:
+        """The leaves of a batch of actions."""
+        return tuple(self._actions.unpack(actions))
+
+    def packed(self, reply: Reply, rows: list[int] | None) -> Reply | Packed:
+        """An answer about ``rows``, packed if it can be."""
+        if rows is None and reply.leaves is not None and reply.numbers is not None and reply.is_plain():
+            return self._answers.pack([*reply.numbers, *reply.leaves])
+        return reply
 
     def answer(self, op: Op, rows: list[int] | None, payload: Any) -> Reply:
         """Carry out a request; see :meth:`Host.serve`."""

@@ -21,6 +21,7 @@ import cloudpickle
 import numpy as np
 
 from vecenv.backends.ray.host import HostPlan, HostReady, Reply
+from vecenv.backends.ray.packing import Packing
 from vecenv.errors import HostDied, StartupTimeout
 from vecenv.failure import PackedError, unpack
 from vecenv.infos import NO_INFO, Definition
@@ -100,15 +101,32 @@ class RemoteHost(Desk):
         state = "dead" if self.death else "busy" if self.asked else "idle"
         return f"RemoteHost({self.index}, {envs_text(self.rows)}, node={self.node}, pid={self.pid}, {state})"
 
-    def ask(self, request: Request, payload: Any) -> None:
+    def attach(self, batch: Batch) -> None:
+        """Say what actions and answers look like."""
+        where = slice(self.rows.start, self.rows.stop)
+        self._own_actions = [leaf[where] for leaf in batch.actions or ()]
+        self._actions = Packing(self._own_actions)
+        numbers = (batch.rewards, batch.terminations, batch.truncations)
+        self._answers = Packing([array[where] for array in (*numbers, *(batch.observations or ()))])
+
+    def ask_step(self, request: Request) -> None:
+        """Send a request for a step of all rows, with actions from the batch."""
+        self.ask(request, "step", self._actions.pack(self._own_actions))
+
+    def ask(self, request: Request, method: str, *arguments: Any) -> None:
         """Send a request. To a dead host it is answered at once, by its death."""
         self.asked.append(request)
         if self.death is not None:
             self._lose_all()
             return
-        first = self.rows.start
-        rows = None if len(request.rows) == len(self.rows) else [row - first for row in request.rows]
-        self.references.append(self._hosts.submit(self.actor, "serve", int(request.op), rows, payload))
+        self.references.append(self._hosts.submit(self.actor, method, *arguments))
+
+    def opened(self, reply: Any) -> Reply:
+        """An answer as it is said in full."""
+        if isinstance(reply, Reply):
+            return reply
+        rewards, terminations, truncations, *leaves = self._answers.unpack(reply)
+        return Reply(leaves=leaves, numbers=(rewards, terminations, truncations))
 
     def bury(self, reason: str = "") -> None:
         """End the host for good; everything it was asked is lost."""
@@ -201,6 +219,7 @@ class HostPool:
                 time.sleep(pause)
         else:
             new = self._launch_one(host.plan)
+        new.attach(self._batch)
         self.workers[self.workers.index(host)] = new
         return Ready(new.pid, [], [])
 
@@ -220,6 +239,8 @@ class HostPool:
     def attach(self, batch: Batch, store: Any, arena: Arena, learn: Callable[[dict[int, Any]], None]) -> None:
         """Say where answers go."""
         self._batch = batch
+        for host in self.workers:
+            host.attach(batch)
         self._store = store
         self._arena = arena
         self._learn = learn
@@ -233,20 +254,22 @@ class HostPool:
         """Ask a host."""
         payload = request.payload
         request.payload = None
-        if payload is None and request.op in (Op.STEP, Op.STEP_SOME):
-            host.ask(request, self._actions(host, request.rows))
-        else:
-            host.ask(request, None if payload is None else cloudpickle.dumps(payload))
+        whole = len(request.rows) == len(host.rows)
+        steps = payload is None and request.op in (Op.STEP, Op.STEP_SOME)
+        if steps and whole:
+            host.ask_step(request)
+            return
+        if steps:
+            payload = tuple(leaf[list(request.rows)] for leaf in self._batch.actions or ())
+        elif payload is not None:
+            payload = cloudpickle.dumps(payload)
+        rows = None if whole else [row - host.rows.start for row in request.rows]
+        host.ask(request, "serve", int(request.op), rows, payload)
 
     def ring(self, seq: int) -> None:
         """Ask every host for a step of all its rows, with actions from the batch."""
         for host in self.workers:
-            host.ask(Request(seq, Op.STEP, host.rows), self._actions(host, host.rows))
-
-    def _actions(self, host: RemoteHost, rows: Sequence[int]) -> tuple[Any, ...]:
-        whole = len(rows) == len(host.rows)
-        where: Any = slice(host.rows.start, host.rows.stop) if whole else list(rows)
-        return tuple(leaf[where] for leaf in self._batch.actions or ())
+            host.ask_step(Request(seq, Op.STEP, host.rows))
 
     def gather(self, hosts: Sequence[RemoteHost], deadline: float | None) -> list[RemoteHost]:
         """Wait until each of ``hosts`` has answered; returns those that had not when the time was up."""
@@ -290,8 +313,9 @@ class HostPool:
                 self._take(host, reply)
         return bool(answered)
 
-    def _take(self, host: RemoteHost, reply: Reply) -> None:
+    def _take(self, host: RemoteHost, answered: Any) -> None:
         """Put the answer to the oldest request where the engine looks for it, as a worker does itself."""
+        reply = host.opened(answered)
         request = host.asked.popleft()
         host.references.popleft()
         first = host.rows.start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from functools import partial
@@ -151,6 +152,40 @@ def test_wrong_usage_ends_with_code_2(arguments: list[str], text: str, capsys: p
         cli.main(arguments)
     assert ended.value.code == cli.USAGE
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("library", "arguments", "install"),
+    [
+        ("rich", ["bench"], "'vecenv[bench]'"),
+        ("matplotlib", ["bench", "--json"], "'vecenv[bench]'"),
+        ("ale_py", ["bench", "ALE/Pong-v5"], "'vecenv[bench]'"),
+        ("ale_py", ["plan", "ALE/Pong-v5"], "'vecenv[bench]'"),
+        ("rich", ["watch", "CartPole-v1"], "'vecenv[bench]'"),
+        ("PIL", ["watch", "CartPole-v1", "--json"], "'vecenv[bench]'"),
+        ("moviepy", ["watch", "CartPole-v1", "--out", "a.mp4"], "'moviepy>=2'"),
+        ("rich", ["top", "--once"], "'vecenv[bench]'"),
+    ],
+)
+def test_a_missing_library_is_named_with_what_brings_it(
+    library: str, arguments: list[str], install: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == library]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, library, None)
+    assert cli.main(arguments) == cli.USAGE
+    error = capsys.readouterr().err
+    assert re.fullmatch(rf"vecenv: .*needs {library.replace('_', '[-_]')}[,:].* pip install {re.escape(install)}\n", error)
+
+
+def test_what_is_read_by_programs_needs_no_library(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("rich", "matplotlib", "PIL", "psutil", "moviepy"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for arguments in (["plan", "CartPole-v1"], ["doctor"], ["top", "--interval", "0.01"]):
+        assert cli.main([*arguments, "--json"]) in (0, cli.WRONG)
+        assert json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("command", [[], ["bench"], ["doctor"], ["plan"], ["watch"], ["top"]])

@@ -23,6 +23,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 SHELL, SHOWN = ("sh", "bash", "console"), ("text", "")  # what is tried in part, and what is not tried at all
 COMPILES = re.compile(r"JaxVectorEnv|\badapt\(|backend=\"(brax|playground)\"")  # physics: 20 s of compiling and more
+RUNNING, COMPILING = 110.0, 400.0  # seconds; the second for a busy machine that has compiled nothing yet
 MISSING = re.compile(
     r"^(?:ModuleNotFoundError: No module named '([\w.]+)'|ImportError: .*vecenv\[([\w-]+)\].*)\s*\Z", re.MULTILINE
 )
@@ -43,7 +44,7 @@ def blocks(languages: tuple[str, ...], pages: list[Path]) -> list[Any]:
         for match in BLOCK.finditer(text):
             if match.group(1) in languages:
                 name = f"{page.relative_to(ROOT)}:{text.count(chr(10), 0, match.start()) + 1}"
-                marks = [pytest.mark.slow] if COMPILES.search(match.group(2)) else []
+                marks = [pytest.mark.slow, pytest.mark.timeout(COMPILING + 10)] if COMPILES.search(match.group(2)) else []
                 found.append(pytest.param(match.group(2), id=name, marks=marks))
     return found
 
@@ -69,8 +70,9 @@ def test_block_runs(block: str, tmp_path: Path) -> None:
     script.write_text(block)
     command = [sys.executable, "-W", "error::ResourceWarning", str(script)]
     environment = {**CACHE, **os.environ}
+    limit = COMPILING if COMPILES.search(block) else RUNNING
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110, check=False
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=limit, check=False
     )
     if done.returncode and (missing := MISSING.search(done.stderr)):
         module = missing.group(1) or MODULES.get(missing.group(2), missing.group(2))

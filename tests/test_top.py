@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +147,76 @@ def test_another_process_sees_who_asked_and_a_kill_leaves_nothing(context: str, 
     while (left := watcher.read()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert left == []
+
+
+# A session leader that opens a terminal gets it as its own, and so Ctrl-C from it.
+IN_TERMINAL = "import os, sys; os.open(os.ttyname(0), os.O_RDWR); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+SHOW, HIDE, ENTER, LEAVE = (f"\x1b[?{code}" for code in ("25h", "25l", "1049h", "1049l"))  # cursor, screen
+
+
+class Terminal:
+    """A terminal of 100 by 30, and a command in it; ``text`` is all that was drawn."""
+
+    def __init__(self, command: list[str]) -> None:
+        import pty
+        import termios
+
+        self._screen, inside = pty.openpty()
+        termios.tcsetwinsize(inside, (30, 100))
+        self._inside, self._settings = inside, termios.tcgetattr(inside)
+        self.text = ""
+        self.command = subprocess.Popen(
+            [sys.executable, "-c", IN_TERMINAL, *command],
+            stdin=inside, stdout=inside, stderr=inside, start_new_session=True, env={**os.environ, "TERM": "xterm"},
+        )  # fmt: skip
+
+    def read_until(self, seen: Callable[[str], bool], seconds: float = 30.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not seen(self.text) and time.monotonic() < deadline:
+            if select.select([self._screen], [], [], 0.05)[0]:
+                self.text += os.read(self._screen, 1 << 16).decode()
+        assert seen(self.text), self.text
+
+    def press_ctrl_c(self) -> None:
+        os.write(self._screen, b"\x03")
+
+    def is_as_before(self) -> bool:
+        import termios
+
+        return termios.tcgetattr(self._inside) == self._settings
+
+    def close(self) -> None:
+        self.command.kill()
+        self.command.wait()
+        os.close(self._screen)
+        os.close(self._inside)
+
+
+@pytest.fixture
+def live() -> Iterator[Terminal]:
+    """``vecenv top`` of this program, renewed every 0.2 seconds."""
+    terminal = Terminal(["-m", "vecenv", "top", "--pid", str(os.getpid()), "--interval", "0.2"])
+    yield terminal
+    terminal.close()
+
+
+@pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
+def test_a_live_table_is_renewed_and_gives_the_terminal_back(live: Terminal, how: str) -> None:
+    with contextlib.closing(make()) as envs:
+        envs.publish_stats("shown live")
+        envs.reset(seed=0)
+        live.read_until(lambda text: text.count("shown live: 4 environments") >= 3)
+        for process in envs.processes:
+            assert str(process.pid) in live.text
+        envs.close()
+        live.read_until(lambda text: "Nothing to show" in text)
+    live.press_ctrl_c() if how == "Ctrl-C" else live.command.terminate()
+    live.read_until(lambda text: LEAVE in text)
+    assert live.command.wait(timeout=10) == 0
+    assert "Traceback" not in live.text
+    assert live.text.index(ENTER) < live.text.index("shown live") < live.text.rindex(LEAVE)
+    assert live.text.rindex(HIDE) < live.text.rindex(SHOW)
+    assert live.is_as_before()
 
 
 def test_a_card_costs_next_to_nothing() -> None:

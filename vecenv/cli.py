@@ -15,11 +15,13 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from vecenv import __version__
 from vecenv.usage import INTERRUPTED, USAGE, WRONG, CliError, did_you_mean, one_line, require, resolve
@@ -68,80 +70,11 @@ def _build_parser() -> _Parser:
     )
     parser.add_argument("--version", action="version", version=f"vecenv {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-    count, number = _positive(int), _positive(float)
-
-    bench = commands.add_parser(
-        "bench",
-        help="measure the engine on an environment, beside Gymnasium's engines and the bare-loop limit",
-        description="First checks that the engine's trajectories equal SyncVectorEnv's for the same seeds "
-        "and actions, then measures all engines in interleaved rounds. Prints a table and writes JSON and "
-        "a PNG. The defaults take about a minute and a half.",
-        epilog="Exit codes: 0 measured; 1 an engine's trajectories differ from SyncVectorEnv's; "
-        "2 wrong usage; 3 a row died while it was measured.",
-    )
-    bench.add_argument(
-        "env_id",
-        nargs="?",
-        default="CartPole-v1",
-        metavar="ENV_ID",
-        help="a registered id, module:Env-v0 (the module registers it), module:Class; default: CartPole-v1",
-    )
-    bench.add_argument("--num-envs", type=count, default=64, metavar="N", help="environments (default: 64)")
-    bench.add_argument("--workers", type=count, metavar="W", help="worker processes (default: the usable cores)")
-    bench.add_argument("--seconds", type=number, metavar="S", help="length of one sample (default: 1; with --scale 0.4)")
-    bench.add_argument("--repeats", type=count, metavar="R", help="interleaved rounds (default: 7; with --scale 3)")
-    bench.add_argument("--engines", metavar="NAMES", help="only these rows, separated by commas (default: all)")
-    bench.add_argument("--scale", action="store_true", help="throughput over the number of environments and workers, drawn")
-    bench.add_argument("--out", type=Path, default=Path("bench-results"), metavar="DIR", help="default: bench-results")
-    bench.add_argument("--json", action="store_true", help="print the results as JSON instead of a table")
-    bench.add_argument(
-        "--suite",
-        nargs=argparse.REMAINDER,
-        metavar="...",
-        help="run the whole suite of a source checkout (python -m bench) with everything that follows",
-    )
-    bench.set_defaults(run=_bench)
-
-    doctor = commands.add_parser("doctor", help="look at this machine: what works, what is missing, what to do about it")
-    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
-    doctor.set_defaults(run=_doctor)
-
-    plan = commands.add_parser("plan", help="how many workers? steps one real environment for a moment and says why")
-    plan.add_argument("env_id", metavar="ENV_ID", help="as for bench")
-    plan.add_argument("--num-envs", type=count, default=64, metavar="N", help="environments (default: 64)")
-    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
-    plan.set_defaults(run=_plan)
-
-    watch = commands.add_parser(
-        "watch",
-        help="write a short video of some environments side by side",
-        description="Steps some environments, tiles their frames into one image, and writes a GIF or an MP4.",
-        epilog="A policy is a function of yours: it gets a batch of observations and returns a batch of actions.",
-    )
-    watch.add_argument("env_id", metavar="ENV_ID", help="as for bench")
-    watch.add_argument("--policy", metavar="MODULE:FUNCTION", help="what acts (default: at random)")
-    watch.add_argument("--out", type=Path, metavar="FILE", help=".gif or .mp4 (default: ENV_ID.gif)")
-    watch.add_argument("--num-envs", type=count, default=4, metavar="N", help="environments (default: 4)")
-    watch.add_argument("--steps", type=count, default=200, metavar="N", help="of each environment (default: 200)")
-    watch.add_argument("--backend", default="process", help="as for make_vec: process, envpool, ... (default: process)")
-    watch.add_argument("--seed", type=int, metavar="S", help="of the environments and of the random policy")
-    watch.add_argument("--fps", type=number, default=30.0, metavar="F", help="frames per second (default: 30)")
-    watch.add_argument("--width", type=count, default=800, metavar="W", help="pixels at most (default: 800)")
-    watch.add_argument("--json", action="store_true", help="print what was written as JSON")
-    watch.set_defaults(run=_watch)
-
-    top = commands.add_parser(
-        "top",
-        help="a live table of the workers of running programs",
-        description="Shows the workers of every program of this user that publishes its figures: one that has called "
-        "envs.publish_stats(), or was started with VECENV_TOP=1. Ends with Ctrl-C.",
-        epilog="Exit codes: 0 shown; 1 with --json or --once: no program publishes anything; 2 wrong usage.",
-    )
-    top.add_argument("--pid", type=count, metavar="PID", help="only this program")
-    top.add_argument("--interval", type=number, default=1.0, metavar="S", help="seconds between two readings (default: 1)")
-    top.add_argument("--once", action="store_true", help="print one table and end")
-    top.add_argument("--json", action="store_true", help="print one snapshot as JSON and end")
-    top.set_defaults(run=_top)
+    for command in _COMMANDS:
+        its = commands.add_parser(command.name, help=command.help, description=command.description, epilog=command.epilog)
+        for names, settings in command.options:
+            its.add_argument(*names, **settings)
+        its.set_defaults(run=command.run)
     return parser
 
 
@@ -240,6 +173,7 @@ def _top(arguments: argparse.Namespace) -> int:
 
         if not Console().is_terminal:
             raise CliError("top shows a live table in a terminal; elsewhere: --once or --json")
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout 9 vecenv top` gives the terminal back, too
         with contextlib.suppress(KeyboardInterrupt):  # the way to end it
             top.show(watcher, Console(), arguments.interval)
         return 0
@@ -253,3 +187,116 @@ def _top(arguments: argparse.Namespace) -> int:
     else:
         print(f"vecenv: nothing to show: {top.HOW_TO_PUBLISH}", file=sys.stderr)
     return 0 if programs else WRONG
+
+
+# --- what they take -------------------------------------------------------------------------------
+
+Option = tuple[tuple[str, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    name: str
+    run: Callable[[argparse.Namespace], int]
+    options: tuple[Option, ...]
+    help: str
+    description: str | None = None
+    epilog: str | None = None
+
+
+def _option(*names: str, **settings: Any) -> Option:
+    """Arguments of ``ArgumentParser.add_argument``."""
+    return names, settings
+
+
+def _number_of_envs(default: int) -> Option:
+    return _option("--num-envs", type=_count, default=default, metavar="N", help=f"environments (default: {default})")
+
+
+def _json(what: str, more: str = "") -> Option:
+    return _option("--json", action="store_true", help=f"print {what} as JSON{more}")
+
+
+_count, _number = _positive(int), _positive(float)
+_ENV_ID: Final = _option("env_id", metavar="ENV_ID", help="as for bench")
+
+_COMMANDS: Final = (
+    _Command(
+        "bench",
+        _bench,
+        (
+            _option(
+                "env_id",
+                nargs="?",
+                default="CartPole-v1",
+                metavar="ENV_ID",
+                help="a registered id, module:Env-v0 (the module registers it), module:Class; default: CartPole-v1",
+            ),
+            _number_of_envs(64),
+            _option("--workers", type=_count, metavar="W", help="worker processes (default: the usable cores)"),
+            _option("--seconds", type=_number, metavar="S", help="length of one sample (default: 1; with --scale 0.4)"),
+            _option("--repeats", type=_count, metavar="R", help="interleaved rounds (default: 7; with --scale 3)"),
+            _option("--engines", metavar="NAMES", help="only these rows, separated by commas (default: all)"),
+            _option("--scale", action="store_true", help="throughput over the number of environments and workers, drawn"),
+            _option("--out", type=Path, default=Path("bench-results"), metavar="DIR", help="default: bench-results"),
+            _json("the results", " instead of a table"),
+            _option(
+                "--suite",
+                nargs=argparse.REMAINDER,
+                metavar="...",
+                help="run the whole suite of a source checkout (python -m bench) with everything that follows",
+            ),
+        ),
+        help="measure the engine on an environment, beside Gymnasium's engines and the bare-loop limit",
+        description="First checks that the engine's trajectories equal SyncVectorEnv's for the same seeds "
+        "and actions, then measures all engines in interleaved rounds. Prints a table and writes JSON and "
+        "a PNG. The defaults take about a minute and a half.",
+        epilog="Exit codes: 0 measured; 1 an engine's trajectories differ from SyncVectorEnv's; "
+        "2 wrong usage; 3 a row died while it was measured.",
+    ),
+    _Command(
+        "doctor",
+        _doctor,
+        (_json("the findings"),),
+        help="look at this machine: what works, what is missing, what to do about it",
+    ),
+    _Command(
+        "plan",
+        _plan,
+        (_ENV_ID, _number_of_envs(64), _json("the plan")),
+        help="how many workers? steps one real environment for a moment and says why",
+    ),
+    _Command(
+        "watch",
+        _watch,
+        (
+            _ENV_ID,
+            _option("--policy", metavar="MODULE:FUNCTION", help="what acts (default: at random)"),
+            _option("--out", type=Path, metavar="FILE", help=".gif, or .mp4 by moviepy (default: ENV_ID.gif)"),
+            _number_of_envs(4),
+            _option("--steps", type=_count, default=200, metavar="N", help="of each environment (default: 200)"),
+            _option("--backend", default="process", help="as for make_vec: process, envpool, ... (default: process)"),
+            _option("--seed", type=int, metavar="S", help="of the environments and of the random policy"),
+            _option("--fps", type=_number, default=30.0, metavar="F", help="frames per second (default: 30)"),
+            _option("--width", type=_count, default=800, metavar="W", help="pixels at most (default: 800)"),
+            _json("what was written"),
+        ),
+        help="write a short video of some environments side by side",
+        description="Steps some environments, tiles their frames into one image, and writes a GIF or an MP4.",
+        epilog="A policy is a function of yours: it gets a batch of observations and returns a batch of actions.",
+    ),
+    _Command(
+        "top",
+        _top,
+        (
+            _option("--pid", type=_count, metavar="PID", help="only this program"),
+            _option("--interval", type=_number, default=1.0, metavar="S", help="seconds between two readings (default: 1)"),
+            _option("--once", action="store_true", help="print one table and end"),
+            _json("one snapshot", " and end"),
+        ),
+        help="a live table of the workers of running programs",
+        description="Shows the workers of every program of this user that publishes its figures: one that has called "
+        "envs.publish_stats(), or was started with VECENV_TOP=1. Ends with Ctrl-C.",
+        epilog="Exit codes: 0 shown; 1 with --json or --once: no program publishes anything; 2 wrong usage.",
+    ),
+)

@@ -20,7 +20,7 @@ Frame = npt.NDArray[np.uint8]
 Policy = Callable[[Any], Any]
 """Batch of observations -> batch of actions."""
 
-VIDEO_SUFFIXES: Final = {".gif": ("PIL", "'vecenv[bench]'"), ".mp4": ("moviepy", "moviepy")}
+VIDEO_SUFFIXES: Final = {".gif": ("PIL", "'vecenv[bench]'"), ".mp4": ("moviepy", "'moviepy>=2'")}
 """What videos can be written, the module that writes each, and what to install for it."""
 
 

@@ -12,7 +12,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium
@@ -32,28 +32,8 @@ from vecenv.backends import EnvPoolVectorEnv
 from vecenv.errors import BusyError, ForkedError, StepTimeout
 from vecenv.testing import assert_identical
 
+from .conftest import Make, zeros
 from .pool_doubles import SlowPool
-
-Make = Callable[..., EnvPoolVectorEnv]
-
-
-@pytest.fixture
-def make() -> Iterator[Make]:
-    """CartPole unless said otherwise; closed at the end."""
-    made: list[EnvPoolVectorEnv] = []
-
-    def build(num_envs: int = 4, task_id: str = "CartPole-v1", **options: Any) -> EnvPoolVectorEnv:
-        made.append(EnvPoolVectorEnv(task_id, num_envs, **{"num_threads": 1, "seed": 0, **options}))
-        return made[-1]
-
-    yield build
-    for envs in made:
-        envs.close()
-
-
-def zeros(n: int) -> np.ndarray:
-    return np.zeros(n, dtype=np.int64)
-
 
 # --- first-ready batches ------------------------------------------------------------------------
 

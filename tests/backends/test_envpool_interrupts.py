@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -28,11 +28,11 @@ import vecenv
 from vecenv.backends import EnvPoolVectorEnv
 from vecenv.testing import assert_identical
 
-from .pool_doubles import SlowPool, hide_private_calls
+from .conftest import Make, zeros
+from .pool_doubles import SlowPool
 
 PACKAGE = str(Path(vecenv.__file__).parent)
 KINDS = ["line", "call"]
-Make = Callable[..., EnvPoolVectorEnv]
 
 
 class Interruption:
@@ -105,23 +105,11 @@ def ctrl_c() -> Iterator[None]:
 
 
 @pytest.fixture(params=["private", "public"])
-def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """CartPole unless said otherwise, driven by the pool's private functions or by its public ones."""
+def make(request: pytest.FixtureRequest, any_make: Make) -> Make:
+    """Driven by the pool's private functions or by its public ones."""
     if request.param == "public":
-        hide_private_calls(monkeypatch)
-    made: list[EnvPoolVectorEnv] = []
-
-    def make(num_envs: int = 4, task_id: str = "CartPole-v1", **options: Any) -> EnvPoolVectorEnv:
-        made.append(EnvPoolVectorEnv(task_id, num_envs, **{"num_threads": 1, "seed": 0, **options}))
-        return made[-1]
-
-    yield make
-    for envs in made:
-        envs.close()
-
-
-def zeros(n: int) -> np.ndarray:
-    return np.zeros(n, dtype=np.int64)
+        request.getfixturevalue("hide")
+    return any_make
 
 
 def in_flight(envs: EnvPoolVectorEnv) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,45 +18,28 @@ from vecenv.backends.envpool.public import PublicPool
 from vecenv.errors import StepTimeout
 from vecenv.testing import assert_identical
 
-from .pool_doubles import SlowPool, hide_private_calls
+from .conftest import Make, zeros
+from .pool_doubles import SlowPool
 from .test_envpool_contract import EnvPoolContract
 
-Make = Callable[..., EnvPoolVectorEnv]
+
+@pytest.fixture
+def make(hide: None, any_make: Make) -> Make:
+    """Without the private functions."""
+    return any_make
 
 
 @pytest.fixture
-def hide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All pools from here on lack their private functions."""
-    hide_private_calls(monkeypatch)
+def private(any_make: Make) -> Make:
+    """Made with all that EnvPool has, and reset; ask for it before ``make``."""
 
+    def build(*arguments: Any, **options: Any) -> EnvPoolVectorEnv:
+        envs = any_make(*arguments, **options)
+        envs.reset(seed=3)
+        assert not isinstance(envs._pools.current.pool, PublicPool)
+        return envs
 
-@pytest.fixture
-def make(hide: None) -> Iterator[Make]:
-    made: list[EnvPoolVectorEnv] = []
-
-    def make(num_envs: int = 4, task_id: str = "CartPole-v1", **options: Any) -> EnvPoolVectorEnv:
-        made.append(EnvPoolVectorEnv(task_id, num_envs, **{"num_threads": 1, "seed": 0, **options}))
-        return made[-1]
-
-    yield make
-    for envs in made:
-        envs.close()
-
-
-@pytest.fixture
-def private() -> Iterator[Make]:
-    """Made with all that EnvPool has; ask for it before ``make``."""
-    made: list[EnvPoolVectorEnv] = []
-
-    def make(num_envs: int = 4, task_id: str = "CartPole-v1", **options: Any) -> EnvPoolVectorEnv:
-        made.append(EnvPoolVectorEnv(task_id, num_envs, **{"num_threads": 1, "seed": 0, **options}))
-        made[-1].reset(seed=3)
-        assert not isinstance(made[-1]._pools.current.pool, PublicPool)
-        return made[-1]
-
-    yield make
-    for envs in made:
-        envs.close()
+    return build
 
 
 TASKS: list[tuple[str, dict[str, Any]]] = [
@@ -103,7 +85,7 @@ class TestContract(EnvPoolContract):
 @pytest.mark.parametrize("threads", [1, 3])
 def test_first_ready_batches(make: Make, threads: int) -> None:
     lockstep = make(8)
-    stream = [lockstep.reset()[0], *(lockstep.step(np.zeros(8, int))[0] for _ in range(40))]
+    stream = [lockstep.reset()[0], *(lockstep.step(zeros(8))[0] for _ in range(40))]
     envs = make(8, batch_size=2, num_threads=threads)
     envs.reset_async()
     seen = [0] * 8
@@ -113,9 +95,9 @@ def test_first_ready_batches(make: Make, threads: int) -> None:
             if seen[i] <= 40:
                 np.testing.assert_array_equal(observations[row], stream[seen[i]][i])
             seen[i] += 1
-        envs.send(np.zeros(2, int))
+        envs.send(zeros(2))
     with pytest.raises(AlreadyPendingCallError):
-        envs.send(np.zeros(8, int), np.arange(8))
+        envs.send(zeros(8), np.arange(8))
     assert envs.reset()[1]["elapsed_step"].tolist() == [0] * 8  # waits for what is in flight
     assert envs.stats()["in_flight"] == 0
 
@@ -136,10 +118,10 @@ def test_timeouts(make: Make) -> None:
     envs.reset()
     same.reset()
     SlowPool(envs, 0.2)
-    envs.step_async(np.zeros(4, int))
+    envs.step_async(zeros(4))
     with pytest.raises(StepTimeout):
         envs.step_wait(timeout=0.02)
-    assert_identical(envs.step_wait(timeout=20.0), same.step(np.zeros(4, int)))
+    assert_identical(envs.step_wait(timeout=20.0), same.step(zeros(4)))
 
 
 def test_errors_of_the_pool_reach_the_caller(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +132,7 @@ def test_errors_of_the_pool_reach_the_caller(make: Make, monkeypatch: pytest.Mon
         raise RuntimeError("out of order")
 
     envs._pools.current.pool._pool.send = broken
-    envs.step_async(np.zeros(4, int))
+    envs.step_async(zeros(4))
     with pytest.raises(RuntimeError, match="out of order"):
         envs.step_wait()
 
@@ -162,7 +144,7 @@ def test_close_ends_the_thread(make: Make, batch_size: int) -> None:
         envs.reset(seed=1)
     names = [thread.name for thread in threading.enumerate()]
     assert names.count("vecenv-envpool-public") == 1
-    envs.send(np.zeros(4, int), np.arange(4))
+    envs.send(zeros(4), np.arange(4))
     envs.close()
     assert "vecenv-envpool-public" not in [thread.name for thread in threading.enumerate()]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from gymnasium import spaces
 
 import vecenv
 from vecenv.multi_agent import MultiAgentVecEnv
+from vecenv.multi_agent.adapter import AgentsEnv
 
 WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
 
@@ -90,6 +93,44 @@ def test_what_an_environment_does_wrong_is_named(fault: str, error: Any, match: 
         envs.reset(seed=0)
         _, rewards, *_ = envs.step(actions)
         assert rewards.tolist() == [[1, 1]] * 4
+
+
+class Pays(Scripted):
+    """Everybody gets ``reward`` in the second step and after it."""
+
+    def __init__(self, reward: Any) -> None:
+        super().__init__({"a": (0, 9), "b": (0, 9)})
+        self.reward = reward
+
+    def step(self, actions: dict[Any, Any]) -> Any:
+        observations, rewards, *rest = super().step(actions)
+        return observations, dict.fromkeys(rewards, self.reward) if self.time > 1 else rewards, *rest
+
+
+@pytest.mark.parametrize("long", [False, True], ids=["short", "long"])
+@pytest.mark.parametrize(
+    ("reward", "taken"),
+    [
+        *((kind(2), 2.0) for kind in (float, int, np.float16, np.float32, np.longdouble, np.int8, np.uint64)),
+        (True, 1.0), (np.True_, 1.0), (np.array([2.0]), 2.0), (np.array(2), 2.0),
+        (Decimal(2), None), (Fraction(2), None), (None, None), ("2", None), (np.array([2.0, 2.0]), None),
+        (np.array([2.0], object), None), (2j, None),
+    ],
+    ids=lambda value: f"{type(value).__name__}-{value}",
+)  # fmt: skip
+def test_the_short_and_the_long_way_take_the_same_rewards(
+    reward: Any, taken: float | None, long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if long:
+        monkeypatch.setattr(AgentsEnv, "_take_ordinary", lambda *_: False)
+    with MultiAgentVecEnv([functools.partial(Pays, reward)], num_workers=0) as envs:
+        envs.reset(seed=0)
+        envs.step(np.zeros((1, 2), np.int64))
+        if taken is None:
+            with pytest.raises(vecenv.errors.ObservationError, match=r"env 0, agent 'a': reward: got .*, wanted one number"):
+                envs.step(np.zeros((1, 2), np.int64))
+        else:
+            assert envs.step(np.zeros((1, 2), np.int64))[1].tolist() == [[taken, taken]]
 
 
 def test_stack_of_unequal_spaces_says_which_layouts_fit() -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from numpy import ndarray
 
 from vecenv.errors import ObservationError
 from vecenv.multi_agent.conventions import as_parallel
@@ -27,7 +26,7 @@ from vecenv.shm.layout import Array
 __all__ = ["AgentsEnv", "EnvFn"]
 
 _MASK_KEYS = ("action_mask", "action_masks")
-_NUMBERS = frozenset({float, int, np.float64, np.float32, np.int64, np.int32})  # what most rewards are
+_NUMBERS = frozenset({float, int, bool, np.float64, np.float32, np.float16, np.int64, np.int32})  # what most rewards are
 
 
 class EnvFn:
@@ -213,7 +212,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
                     row[:] = value  # checks dtype and shape, too
                 except (TypeError, ValueError):  # other ones, or more axes than a memoryview can write
                     others.append((put, value))
-                cells[index] = reward if reward.__class__ is not ndarray else self._number(index, reward)
+                cells[index] = reward if reward.__class__ in _NUMBERS else self._number(index, reward)
         except (KeyError, TypeError, ValueError, OverflowError):
             return False
         for put, value in others:

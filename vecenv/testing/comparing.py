@@ -1,0 +1,113 @@
+"""Values and trajectories that must be the same, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from gymnasium.spaces import GraphInstance
+from gymnasium.vector import AutoresetMode, VectorEnv
+
+__all__ = ["STEP_FIELDS", "AnyVectorEnv", "Step", "assert_identical", "assert_same_steps", "assert_same_trajectory", "reset"]
+
+AnyVectorEnv = VectorEnv[Any, Any, Any]
+Step = tuple[Any, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]
+STEP_FIELDS: Final = ("observations", "rewards", "terminations", "truncations", "infos")
+
+
+def assert_identical(actual: Any, expected: Any, where: str = "value") -> None:
+    """Assert that two nested values are the same, bit for bit.
+
+    Arrays must agree in dtype, shape and bytes (so that ``nan`` equals ``nan`` and ``-0.0`` differs from
+    ``0.0``), object arrays entry by entry, containers in type, length and keys (in any order), anything
+    else in type and value.
+
+    Args:
+        actual: Arrays, numpy or Python scalars, strings, or dicts, tuples and lists of them.
+        expected: What ``actual`` must be.
+        where: Name of the value in the message of the ``AssertionError``.
+    """
+    if isinstance(expected, GraphInstance):
+        assert isinstance(actual, GraphInstance), f"{where}: {type(actual)} is not GraphInstance"
+        for field in ("nodes", "edges", "edge_links"):
+            assert_identical(getattr(actual, field), getattr(expected, field), f"{where}.{field}")
+        return
+    assert type(actual) is type(expected), f"{where}: type {type(actual)}, expected {type(expected)}"
+    if isinstance(expected, Mapping):
+        assert set(actual) == set(expected), f"{where}: keys {list(actual)}, expected {list(expected)}"
+        for key, value in expected.items():
+            assert_identical(actual[key], value, f"{where}[{key!r}]")
+    elif isinstance(expected, tuple | list):
+        assert len(actual) == len(expected), f"{where}: length {len(actual)}, expected {len(expected)}"
+        for index, value in enumerate(expected):
+            assert_identical(actual[index], value, f"{where}[{index}]")
+    elif isinstance(expected, np.ndarray):
+        assert actual.dtype == expected.dtype, f"{where}: dtype {actual.dtype}, expected {expected.dtype}"
+        assert actual.shape == expected.shape, f"{where}: shape {actual.shape}, expected {expected.shape}"
+        if expected.dtype.hasobject:
+            for position in np.ndindex(expected.shape):
+                at = ", ".join(map(str, position))
+                assert_identical(actual[position], expected[position], f"{where}[{at}]")
+        else:
+            same = actual.tobytes() == expected.tobytes()
+            assert same, f"{where}: got\n{actual!r}\nexpected\n{expected!r}"
+    elif isinstance(expected, np.generic):
+        assert actual.dtype == expected.dtype, f"{where}: dtype {actual.dtype}, expected {expected.dtype}"
+        assert actual.tobytes() == expected.tobytes(), f"{where}: {actual!r}, expected {expected!r}"
+    elif isinstance(expected, float):
+        both_nan = actual != actual and expected != expected
+        assert both_nan or actual == expected, f"{where}: {actual!r}, expected {expected!r}"
+    else:
+        assert actual == expected, f"{where}: {actual!r}, expected {expected!r}"
+
+
+def assert_same_trajectory(
+    actual: AnyVectorEnv,
+    expected: AnyVectorEnv,
+    steps: int,
+    *,
+    seed: int | Sequence[int | None] | None = 0,
+    action_seed: int = 0,
+) -> None:
+    """Assert that two vector environments give the same trajectory, bit for bit.
+
+    Both are reset with ``seed`` and given the same ``steps`` random actions. Under
+    ``AutoresetMode.DISABLED`` the environments that ended are reset with ``options["reset_mask"]`` before
+    the next step.
+
+    Args:
+        actual: The vector environment to check; its observations may be views of memory that changes, they
+            are compared before the next call.
+        expected: The reference, usually a :class:`gymnasium.vector.SyncVectorEnv` over the same environments.
+        steps: Number of steps.
+        seed: Seed of the first reset, as for ``VectorEnv.reset``.
+        action_seed: Seed of the actions.
+    """
+    action_space = copy.deepcopy(expected.action_space)
+    action_space.seed(action_seed)
+    assert actual.metadata["autoreset_mode"] is expected.metadata["autoreset_mode"]
+    assert_identical(reset(actual, seed), reset(expected, seed), "reset")
+    assert_same_steps(actual, expected, steps, action_space.sample)
+
+
+def assert_same_steps(actual: AnyVectorEnv, expected: AnyVectorEnv, steps: int, sample: Callable[[], Any]) -> None:
+    """Assert that the next steps are the same, with actions from ``sample``; see :func:`assert_same_trajectory`."""
+    disabled = expected.metadata["autoreset_mode"] is AutoresetMode.DISABLED
+    for t in range(steps):
+        actions = sample()
+        mine, theirs = actual.step(actions), expected.step(copy.deepcopy(actions))
+        for name, one, other in zip(STEP_FIELDS, mine, theirs, strict=True):
+            assert_identical(one, other, f"step {t}: {name}")
+        dones = theirs[2] | theirs[3]
+        if disabled and dones.any():
+            mine_again = actual.reset(options={"reset_mask": dones.copy()})
+            theirs_again = expected.reset(options={"reset_mask": dones.copy()})
+            assert_identical(mine_again, theirs_again, f"masked reset after step {t}")
+
+
+def reset(envs: AnyVectorEnv, seed: Any = None) -> Any:
+    """Reset with any seed that Gymnasium takes; its annotation of ``VectorEnv.reset`` knows only ``int``."""
+    return envs.reset(seed=seed)

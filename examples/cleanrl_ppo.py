@@ -17,12 +17,20 @@ import time
 
 import gymnasium as gym
 import numpy as np
-import torch
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
-from torch import nn
-from torch.distributions import Categorical
+
+try:
+    import torch
+    from torch import nn
+    from torch.distributions import Categorical
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"cleanrl_ppo: {missing}: pip install -e '.[clients]'") from None
 
 from vecenv import AsyncVectorEnv
+
+
+class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    pass
 
 
 def make_env():
@@ -106,16 +114,16 @@ def main(args):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=150_000)
-    parser.add_argument("--num-envs", type=int, default=8)
-    parser.add_argument("--rollout", type=int, default=128)
-    parser.add_argument("--minibatch", type=int, default=256)
-    parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--discount", type=float, default=0.99)
-    parser.add_argument("--gae-lambda", type=float, default=0.95)
-    parser.add_argument("--clip", type=float, default=0.2)
-    parser.add_argument("--entropy", type=float, default=0.005)
-    parser.add_argument("--seed", type=int, default=1)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser.add_argument("--steps", type=int, default=150_000, help="of single environments, in all")
+    parser.add_argument("--num-envs", type=int, default=8, help="environments")
+    parser.add_argument("--rollout", type=int, default=128, help="steps of each environment from one update to the next")
+    parser.add_argument("--minibatch", type=int, default=256, help="transitions an update")
+    parser.add_argument("--epochs", type=int, default=8, help="passes over a rollout")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="of Adam, at the beginning; 0 at the end")
+    parser.add_argument("--discount", type=float, default=0.99, help="of later rewards")
+    parser.add_argument("--gae-lambda", type=float, default=0.95, help="of generalised advantage estimation")
+    parser.add_argument("--clip", type=float, default=0.2, help="how far one rollout may move a probability")
+    parser.add_argument("--entropy", type=float, default=0.005, help="weight of the entropy bonus")
+    parser.add_argument("--seed", type=int, default=1, help="of environments, policy and shuffling")
     main(parser.parse_args())

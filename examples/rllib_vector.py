@@ -17,9 +17,12 @@ import argparse
 import time
 from typing import Any
 
-import ray
-from ray.rllib.algorithms.ppo import PPOConfig
-from ray.tune.registry import register_env
+try:
+    import ray
+    from ray.rllib.algorithms.ppo import PPOConfig
+    from ray.tune.registry import register_env
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"rllib_vector: {missing}: pip install -e '.[clients]'") from None
 
 import vecenv
 
@@ -52,8 +55,8 @@ def main(steps: int, num_envs: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=60_000)
-    parser.add_argument("--num-envs", type=int, default=8)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60_000, help="of single environments, in all (default: %(default)s)")
+    parser.add_argument("--num-envs", type=int, default=8, help="environments (default: %(default)s)")
     options = parser.parse_args()
     main(options.steps, options.num_envs)

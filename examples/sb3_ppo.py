@@ -13,10 +13,13 @@ Only the line that builds the environments is vecenv's; everything else is SB3's
 import argparse
 import time
 
-import torch
-from stable_baselines3 import PPO
-from stable_baselines3.common.evaluation import evaluate_policy
-from stable_baselines3.common.vec_env import VecMonitor
+try:
+    import torch
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.evaluation import evaluate_policy
+    from stable_baselines3.common.vec_env import VecMonitor
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"sb3_ppo: {missing}: pip install -e '.[sb3]'") from None
 
 import vecenv
 from vecenv.adapters import as_sb3
@@ -47,8 +50,8 @@ def main(steps: int, num_envs: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=100_000)
-    parser.add_argument("--num-envs", type=int, default=8)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=100_000, help="of single environments, in all (default: %(default)s)")
+    parser.add_argument("--num-envs", type=int, default=8, help="environments (default: %(default)s)")
     options = parser.parse_args()
     main(options.steps, options.num_envs)

@@ -5,25 +5,34 @@
 
 On 2 cores without a GPU, with other programs running, it printed:
 
-    return 357 +- 16 over 20 episodes, after 100000 steps and 64 s
+    return 500 +- 0 over 20 episodes, after 61440 steps and 49 s
 
 Tianshou's interface is its own; ``vecenv.adapters.as_tianshou`` speaks it.
 """
 
 import argparse
 import time
+from typing import Any
 
-import torch
-from tianshou.algorithm import PPO
-from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy
-from tianshou.algorithm.optim import AdamOptimizerFactory
-from tianshou.data import Collector, VectorReplayBuffer
-from tianshou.trainer import OnPolicyTrainerParams
-from tianshou.utils.net.common import Net
-from tianshou.utils.net.discrete import DiscreteActor, DiscreteCritic
+try:
+    import torch
+    from tianshou.algorithm import PPO
+    from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy
+    from tianshou.algorithm.optim import AdamOptimizerFactory, LRSchedulerFactoryLinear
+    from tianshou.data import Collector, VectorReplayBuffer
+    from tianshou.trainer import OnPolicyTrainerParams
+    from tianshou.utils.net.common import Net
+    from tianshou.utils.net.discrete import DiscreteActor, DiscreteCritic
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"tianshou_ppo: {missing}: pip install -e '.[clients]'") from None
 
 import vecenv
 from vecenv.adapters import as_tianshou
+
+
+def network(envs: Any) -> Net:
+    shape = envs.single_observation_space.shape
+    return Net(state_shape=shape, hidden_sizes=[64, 64], activation=torch.nn.Tanh)
 
 
 def main(steps: int, num_envs: int) -> None:
@@ -32,11 +41,19 @@ def main(steps: int, num_envs: int) -> None:
     torch.set_num_threads(1)  # the networks are tiny, and the cores are for the environments
     envs = vecenv.make_vec("CartPole-v1", num_envs)
 
-    body = Net(state_shape=envs.single_observation_space.shape, hidden_sizes=[64, 64])
-    actor = DiscreteActor(preprocess_net=body, action_shape=envs.single_action_space.n, softmax_output=False)
+    per_epoch, per_update = min(steps, 10_000), 64 * num_envs
+    epochs = max(1, steps // per_epoch)
+    actor = DiscreteActor(preprocess_net=network(envs), action_shape=envs.single_action_space.n, softmax_output=False)
+    critic = DiscreteCritic(preprocess_net=network(envs))
+    for layer in [*actor.modules(), *critic.modules()]:
+        if isinstance(layer, torch.nn.Linear):
+            torch.nn.init.orthogonal_(layer.weight, 2**0.5)
+            torch.nn.init.zeros_(layer.bias)
     policy = DiscreteActorPolicy(actor=actor, action_space=envs.single_action_space, deterministic_eval=True)
-    critic = DiscreteCritic(preprocess_net=body)
-    algorithm = PPO(policy=policy, critic=critic, optim=AdamOptimizerFactory(lr=1e-3), gamma=0.98, gae_lambda=0.9)
+    optim = AdamOptimizerFactory(lr=2e-3, eps=1e-5)
+    optim.with_lr_scheduler_factory(LRSchedulerFactoryLinear(epochs, per_epoch, per_update))
+    settings = {"gamma": 0.98, "gae_lambda": 0.9, "max_grad_norm": 0.5, "ent_coef": 0.005}
+    algorithm = PPO(policy=policy, critic=critic, optim=optim, **settings)
 
     stepped = as_tianshou(envs)
     collector = Collector(algorithm, stepped, VectorReplayBuffer(20_000, num_envs))
@@ -44,9 +61,9 @@ def main(steps: int, num_envs: int) -> None:
     result = algorithm.run_training(
         OnPolicyTrainerParams(
             training_collector=collector,
-            max_epochs=max(1, steps // 10_000),
-            epoch_num_steps=min(steps, 10_000),
-            collection_step_num_env_steps=1_000,
+            max_epochs=epochs,
+            epoch_num_steps=per_epoch,
+            collection_step_num_env_steps=per_update,
             update_step_num_repetitions=8,
             batch_size=256,
             show_progress=False,
@@ -63,8 +80,8 @@ def main(steps: int, num_envs: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=100_000)
-    parser.add_argument("--num-envs", type=int, default=8)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60_000, help="of single environments, in all (default: %(default)s)")
+    parser.add_argument("--num-envs", type=int, default=16, help="environments (default: %(default)s)")
     options = parser.parse_args()
     main(options.steps, options.num_envs)

@@ -14,12 +14,15 @@ autoreset. Importing TorchRL makes "spawn" the start method of ``multiprocessing
 import argparse
 import time
 
-import torch
-from tensordict.nn import TensorDictModule, TensorDictSequential
-from torch import nn
-from torchrl.collectors import Collector
-from torchrl.envs import GymWrapper
-from torchrl.modules import OneHotCategorical, ProbabilisticActor
+try:
+    import torch
+    from tensordict.nn import TensorDictModule, TensorDictSequential
+    from torch import nn
+    from torchrl.collectors import Collector
+    from torchrl.envs import GymWrapper
+    from torchrl.modules import OneHotCategorical, ProbabilisticActor
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"torchrl_collect: {missing}: pip install -e '.[clients]'") from None
 
 import vecenv
 
@@ -51,8 +54,8 @@ def main(steps: int, num_envs: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=20_480)
-    parser.add_argument("--num-envs", type=int, default=16)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20_480, help="of single environments, in all (default: %(default)s)")
+    parser.add_argument("--num-envs", type=int, default=16, help="environments (default: %(default)s)")
     options = parser.parse_args()
     main(options.steps, options.num_envs)

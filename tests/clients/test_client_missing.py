@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.parametrize(
@@ -37,3 +40,47 @@ def test_an_adapter_that_does_not_exist_is_an_attribute_error() -> None:
 
     with pytest.raises(AttributeError, match="no attribute 'as_sb4'"):
         _ = vecenv.adapters.as_sb4
+
+
+WITHOUT = """
+import runpy, sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Hidden())
+runpy.run_path(sys.argv[2], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "library", "extra"),
+    [
+        ("sb3_ppo", "torch", "sb3"),
+        ("sb3_ppo", "stable_baselines3", "sb3"),
+        ("tianshou_ppo", "tianshou", "clients"),
+        ("torchrl_collect", "torchrl", "clients"),
+        ("rllib_vector", "ray", "clients"),
+        ("cleanrl_ppo", "torch", "clients"),
+    ],
+)
+def test_an_example_without_its_library_says_what_to_install(program: str, library: str, extra: str) -> None:
+    command = [sys.executable, "-c", WITHOUT, library, str(EXAMPLES / f"{program}.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    wanted = f"{program}: No module named {library!r}: pip install -e '.[{extra}]'"
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, wanted)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("program", ["sb3_ppo", "tianshou_ppo", "torchrl_collect", "rllib_vector", "cleanrl_ppo"])
+def test_help_says_how_to_run_an_example(program: str) -> None:
+    if program == "rllib_vector":
+        pytest.importorskip("ray.rllib.algorithms.ppo", reason="needs RLlib: docs/clients.md", exc_type=ImportError)
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / f"{program}.py"), "--help"], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for text in (f"python examples/{program}.py", "--num-envs", "default: "):
+        assert text in done.stdout

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -21,6 +25,8 @@ from tianshou.utils.net.discrete import DiscreteActor
 
 import vecenv
 from vecenv.adapters import as_tianshou
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tianshou_ppo.py"
 
 
 def engine(env_fns: list[Any], num_workers: int = 2, mode: str = "Disabled") -> Any:
@@ -138,3 +144,13 @@ def test_bad_input_says_what_is_wanted() -> None:
     venv.close()
     with pytest.raises(AssertionError):
         venv.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ppo_learns_cartpole() -> None:
+    command = [sys.executable, str(EXAMPLE)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=280, check=False)
+    said = re.search(r"^return (\d+) \+- ", done.stdout, re.MULTILINE)
+    assert said, done.stderr[-3000:]
+    assert int(said[1]) >= 475

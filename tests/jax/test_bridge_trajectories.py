@@ -265,3 +265,20 @@ def test_envpool() -> None:
                 assert state.done.tolist() == [False, True, False]
                 state = env.step(state, jnp.zeros(N, jnp.int32))
                 assert state.valid.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_key_may_be_a_constant_of_the_program(transport: str) -> None:
+    fns = tracks(N)
+    sync = SyncVectorEnv(fns)
+    expected_observations, _ = sync.reset(seed=seeds_of(KEY))
+    env = vj.bridge(SyncVectorEnv(fns), transport=transport)
+
+    @jax.jit
+    def program(scale: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf * scale, env.reset(KEY).obs)
+
+    for leaf, wanted in zip(leaves(vj.run(program, 1)), leaves(expected_observations), strict=True):
+        np.testing.assert_array_equal(leaf, wanted)
+    env.close()
+    sync.close()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import importlib
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +19,31 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "ppo_jax.py"
 
 
 @pytest.fixture(scope="module")
-def ppo(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    spec = importlib.util.spec_from_file_location("ppo_jax", EXAMPLE)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["ppo_jax"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    picture = tmp_path_factory.mktemp("warm") / "curve.png"  # matplotlib keeps the fonts open that it draws with
-    module.plot(module.parse(["--plot", str(picture)]), module.Result(0.0, [(0, 0.0)], 0.0))
-    return module
+def ppo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLE.parent))
+        module = importlib.import_module("ppo_jax")
+        picture = tmp_path_factory.mktemp("warm") / "curve.png"
+        module.Curve(1).draw(picture, "", "", 0.0, "")  # matplotlib keeps the fonts open that it draws with
+        yield module
 
 
-BRIEF = ["--steps", "512", "--num-envs", "4", "--length", "32", "--epochs", "1", "--episodes", "4"]
+BRIEF = ["--steps", "512", "--num-envs", "4", "--rollout", "32", "--epochs", "1", "--episodes", "4"]
 OPTIONS = [["--workers", "2"], ["--workers", "1", "--overlap"], ["--backend", "brax"]]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
-def test_a_brief_run_learns_something_and_draws_it(ppo: Any, options: list[str], tmp_path: Path) -> None:
+def test_a_brief_run_learns_something_and_draws_it(
+    ppo: Any, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     if "brax" in options:
         pytest.importorskip("brax", reason="needs Brax: pip install 'vecenv[brax]'")
-    picture = tmp_path / "curve.png"
-    result = ppo.learn(ppo.parse([*BRIEF, *options, "--plot", str(picture)]))
-    assert result.mean_return >= 1
-    assert result.curve[-1][0] <= 512
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert ppo.main([*BRIEF, *options, "--out", str(tmp_path)]) >= 1
+    said = capsys.readouterr().out
+    steps, picture = re.search(r"of 4 episodes after (\d+) steps and \S+ s; (\S+)\n\Z", said).groups()
+    assert 0 < int(steps) <= 512
+    assert Path(picture).parent == tmp_path
+    assert Path(picture).read_bytes().startswith(b"\x89PNG")
 
 
 def test_advantages_are_those_of_a_loop(ppo: Any) -> None:
@@ -62,10 +63,9 @@ def test_advantages_are_those_of_a_loop(ppo: Any) -> None:
             np.testing.assert_allclose(found[t, i], later, rtol=1e-5)
 
 
-def test_an_unknown_backend_is_refused(ppo: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        ppo.parse(["--backend", "ray"])
-    assert "must be one of ['brax', 'process'], got 'ray'" in capsys.readouterr().err
+def test_an_unknown_backend_is_refused(ppo: Any) -> None:
+    with pytest.raises(SystemExit, match=r"must be one of \['brax', 'process'\], got 'ray'"):
+        ppo.main(["--backend", "ray"])
 
 
 @pytest.mark.slow
@@ -74,4 +74,4 @@ def test_an_unknown_backend_is_refused(ppo: Any, capsys: pytest.CaptureFixture[s
 def test_it_learns(ppo: Any, options: list[str], enough: float, tmp_path: Path) -> None:
     if "brax" in options:
         pytest.importorskip("brax", reason="needs Brax: pip install 'vecenv[brax]'")
-    assert ppo.learn(ppo.parse([*options, "--plot", str(tmp_path / "curve.png")])).mean_return >= enough
+    assert ppo.main([*options, "--out", str(tmp_path)]) >= enough

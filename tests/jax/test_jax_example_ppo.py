@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,16 +20,12 @@ HAS_ENVPOOL = importlib.util.find_spec("envpool") is not None
 
 
 @pytest.fixture(scope="module")
-def ppo() -> ModuleType:
-    for library in ("optax", "rich", "matplotlib"):
+def ppo() -> Iterator[ModuleType]:
+    for library in ("flax", "optax", "rich", "matplotlib"):
         pytest.importorskip(library, reason="needs pip install 'vecenv[examples]'")
-    spec = importlib.util.spec_from_file_location("example_ppo", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["example_ppo"] = module  # its dataclasses look for it there
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(PROGRAM.parent))
+        yield importlib.import_module("ppo")
 
 
 def by_definition(transitions: list[dict[str, Any]], last_value: float, discount: float, gae_lambda: float) -> list[float]:
@@ -78,9 +75,9 @@ def test_transitions_are_those_of_the_environments(ppo: ModuleType, first_ready:
 
     options = {"num_workers": 2, "context": "forkserver", **({"batch_size": 2} if first_ready else {})}
     envs = vecenv.make_vec("CartPole-v1", 4, vector_kwargs=options, max_episode_steps=15)
-    policy = ppo.Policy(envs.single_observation_space, envs.single_action_space)
-    collector = ppo.Collector(envs, policy, 5, first_ready)
-    rollout = collector.collect(policy.init(jax.random.key(0)), jax.random.key(1), 80 if first_ready else 40)
+    agent = ppo.Agent(envs, 8)
+    collector = ppo.Collector(envs, agent, 5, first_ready)
+    rollout = collector.collect(agent.init(jax.random.key(0)), jax.random.key(1), 80 if first_ready else 40)
     envs.close()
     ends = 0
     for env in range(4):
@@ -101,7 +98,7 @@ def test_transitions_are_those_of_the_environments(ppo: ModuleType, first_ready:
                 assert first_ready
                 continue
             np.testing.assert_array_equal(row["observation"], observation)
-            observation, reward, terminated, truncated, _ = single.step(int(row["action"]))
+            observation, reward, terminated, truncated, _ = single.step(int(row["choice"]))
             assert (row["reward"], row["terminated"], row["done"]) == (reward, terminated, terminated or truncated)
             over = bool(row["done"])
         single.close()
@@ -137,7 +134,8 @@ def test_the_targets_are_reached(ppo: ModuleType, env_id: str, backend: str, mor
     [
         (["CartPol-v1"], "CartPole-v1"),
         (["CartPole-v1", "--backend", "proces"], "did you mean 'process'"),
-        (["FrozenLake-v1"], "wants observations that are an array of numbers"),
+        (["CartPole-v1", "--backend", "serial", "--steps", "100"], "no episode ended within 100 steps"),
+        (["FrozenLake-v1"], "wants observations that are a flat array of numbers"),
     ],
 )
 def test_mistakes_are_said_in_one_line(ppo: ModuleType, arguments: list[str], says: str, tmp_path: Path) -> None:
@@ -145,3 +143,38 @@ def test_mistakes_are_said_in_one_line(ppo: ModuleType, arguments: list[str], sa
     assert done.returncode == 1
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+
+
+WITHOUT = """
+import runpy, sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Hidden())
+sys.path.insert(0, sys.argv[2].rpartition("/")[0])
+runpy.run_path(sys.argv[2], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("program", ["ppo", "ppo_jax"])
+@pytest.mark.parametrize("library", ["flax", "optax", "rich", "matplotlib"])
+def test_a_missing_library_is_said_with_what_installs_it(program: str, library: str) -> None:
+    path = str(PROGRAM.with_stem(program))
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, library, path], capture_output=True, text=True, timeout=100, check=False
+    )
+    wanted = f"{program}: No module named {library!r}: pip install -e '.[examples]'"
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, wanted)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("program", ["ppo", "ppo_jax"])
+def test_help_says_how_to_run_it_and_what_can_be_set(ppo: ModuleType, program: str) -> None:
+    command = [sys.executable, str(PROGRAM.with_stem(program)), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for text in (f"python examples/{program}.py", "--learning-rate", "of Adam", "(default: 64)", "CartPole-v1"):
+        assert text in done.stdout

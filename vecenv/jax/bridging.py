@@ -185,7 +185,8 @@ class Bridge:
             return self._functions[name](*args)
         with original_errors():
             state: EnvState = self._compiled[name](*args)
-            state.token.block_until_ready()
+            if not isinstance(state.token, jax.core.Tracer):  # arguments that are constants of a program being traced
+                state.token.block_until_ready()
         return state
 
     def _checked(self, state: EnvState) -> EnvState:

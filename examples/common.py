@@ -1,0 +1,186 @@
+"""What ppo.py and ppo_jax.py share: options from a dataclass, an actor-critic, and the learning curve. Not run by itself."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import flax.linen as nn
+import gymnasium as gym
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+Config = TypeVar("Config")
+
+# --- options of the command line ----------------------------------------------------------------------------------------
+
+
+def option(default: Any, help: str) -> Any:
+    """A field of a dataclass that :func:`parse` makes an option of; if its default is a bool, a switch."""
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+def parse(
+    kind: type[Config], doc: str | None, presets: Mapping[str, Mapping[str, Any]], key: str, argv: list[str] | None = None
+) -> Config:
+    """Read the command line: what it gives, else what the preset for the value of ``key`` says, else the default."""
+    wide = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=wide, allow_abbrev=False, argument_default=argparse.SUPPRESS
+    )
+    for field in dataclasses.fields(kind):
+        name, of = "--" + field.name.replace("_", "-"), type(field.default)
+        shown = f"{field.metadata['help']} (default: {field.default})"
+        if field.name == "env_id":
+            parser.add_argument("env_id", nargs="?", help=shown)
+        else:
+            parser.add_argument(name, help=shown, **({"action": "store_true"} if of is bool else {"type": of}))
+    parser.epilog = "defaults by " + key + ":\n" + "\n".join(
+        f"  {name}: " + ", ".join(f"{k}={v}" for k, v in preset.items()) for name, preset in presets.items()
+    )
+    given = vars(parser.parse_args(argv))
+    default = {field.name: field.default for field in dataclasses.fields(kind)}[key]
+    return kind(**{**presets.get(given.get(key, default), {}), **given})
+
+
+# --- the actor-critic ---------------------------------------------------------------------------------------------------
+
+
+class Categorical(NamedTuple):
+    """Over the actions of a Discrete space, counted from 0."""
+
+    logits: jax.Array
+
+    def sample(self, key: jax.Array) -> jax.Array:
+        return jax.random.categorical(key, self.logits)
+
+    def mode(self) -> jax.Array:
+        return jnp.argmax(self.logits, -1)
+
+    def log_prob(self, choice: jax.Array) -> jax.Array:
+        return -optax.softmax_cross_entropy_with_integer_labels(self.logits, choice)
+
+    def entropy(self) -> jax.Array:
+        return optax.softmax_cross_entropy(self.logits, jax.nn.softmax(self.logits))
+
+
+class Gaussian(NamedTuple):
+    """Over the actions of a flat Box, not yet clipped to its bounds."""
+
+    mean: jax.Array
+    log_std: jax.Array
+
+    def sample(self, key: jax.Array) -> jax.Array:
+        return self.mean + jnp.exp(self.log_std) * jax.random.normal(key, self.mean.shape)
+
+    def mode(self) -> jax.Array:
+        return self.mean
+
+    def log_prob(self, choice: jax.Array) -> jax.Array:
+        return jax.scipy.stats.norm.logpdf(choice, self.mean, jnp.exp(self.log_std)).sum(-1)
+
+    def entropy(self) -> jax.Array:
+        return (self.log_std + 0.5 * jnp.log(2 * jnp.pi * jnp.e)).sum(-1)
+
+
+class ActorCritic(nn.Module):
+    """A multilayer perceptron each: ``observation [..., d] -> (distribution over actions, value [...])``."""
+
+    outputs: int
+    discrete: bool
+    hidden: int
+
+    @nn.compact
+    def __call__(self, observation: jax.Array) -> tuple[Categorical | Gaussian, jax.Array]:
+        def mlp(outputs: int, scale: float) -> jax.Array:
+            x = observation.astype(jnp.float32)
+            for _ in range(2):
+                x = nn.tanh(nn.Dense(self.hidden, kernel_init=nn.initializers.orthogonal(2**0.5))(x))
+            return nn.Dense(outputs, kernel_init=nn.initializers.orthogonal(scale))(x)
+
+        value = mlp(1, 1.0)[..., 0]
+        if self.discrete:
+            return Categorical(mlp(self.outputs, 0.01)), value
+        return Gaussian(*jnp.split(mlp(2 * self.outputs, 0.01), 2, -1)), value
+
+
+class Agent:
+    """An actor-critic for the spaces of a vector environment; the parameters are the caller's to keep."""
+
+    def __init__(self, envs: Any, hidden: int) -> None:
+        observations, self.space = envs.single_observation_space, envs.single_action_space
+        self.discrete = isinstance(self.space, gym.spaces.Discrete)
+        if not (isinstance(observations, gym.spaces.Box) and len(observations.shape) == 1):
+            raise SystemExit(f"this program wants observations that are a flat array of numbers, not {observations}")
+        if not self.discrete and not (isinstance(self.space, gym.spaces.Box) and len(self.space.shape) == 1):
+            raise SystemExit(f"this program wants actions that are discrete or a flat array of numbers, not {self.space}")
+        self.inputs = observations.shape[0]
+        self.net = ActorCritic(int(self.space.n if self.discrete else self.space.shape[0]), self.discrete, hidden)
+
+    def init(self, key: jax.Array) -> Any:
+        return self.net.init(key, jnp.zeros(self.inputs))
+
+    def __call__(self, params: Any, observation: jax.Array) -> tuple[Categorical | Gaussian, jax.Array]:
+        return self.net.apply(params, observation)
+
+    def action(self, choice: jax.Array) -> jax.Array:
+        """What the environments are given for a choice of the distribution."""
+        return choice + self.space.start if self.discrete else jnp.clip(choice, self.space.low, self.space.high)
+
+
+# --- the learning curve -------------------------------------------------------------------------------------------------
+
+
+class Point(NamedTuple):
+    steps: int
+    seconds: float
+    mean_return: float
+
+
+class Curve:
+    """The mean return over the steps taken: a progress bar while it is recorded (``with``), a picture afterwards."""
+
+    def __init__(self, total: int) -> None:
+        columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+        self._bar = Progress(*columns, console=Console(stderr=True))
+        self._task = self._bar.add_task("compiling", total=total)
+        self._began = time.perf_counter()
+        self.points: list[Point] = []
+
+    def __enter__(self) -> Curve:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def add(self, steps: int, mean_return: float) -> None:
+        seconds = time.perf_counter() - self._began
+        self.points.append(Point(steps, seconds, mean_return))
+        said = f"mean return {mean_return:.1f}, {steps / seconds:,.0f} steps/s"
+        self._bar.update(self._task, completed=steps, description=said)
+
+    def draw(self, path: Path, title: str, of: str, level: float, level_name: str) -> None:
+        """Write it as a PNG: mean return ``of`` what, and a dashed line at a ``level`` with a name."""
+        figure = Figure(figsize=(6.0, 3.4), layout="constrained")
+        axes = figure.subplots()
+        axes.plot([p.steps for p in self.points], [p.mean_return for p in self.points], color="#1b7f5c", linewidth=2)
+        if np.isfinite(level):
+            axes.axhline(level, color="#c8553d", linestyle="--", linewidth=1)
+            axes.annotate(f" {level_name} {level:g}", (0, level), color="#c8553d", fontsize=8, va="bottom")
+        axes.set(xlabel="environment steps", ylabel=f"mean return, {of}")
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.set_title(title, fontsize=10)
+        axes.grid(alpha=0.2)
+        axes.spines[["top", "right"]].set_visible(False)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=100)

@@ -1,0 +1,83 @@
+"""``examples/ppo.py`` over two hosts of a Ray cluster on this machine: the same program, one argument changed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ray = pytest.importorskip("ray", reason="needs Ray: pip install 'vecenv[clients]'")
+for library in ("flax", "optax", "rich", "matplotlib"):
+    pytest.importorskip(library, reason="needs pip install 'vecenv[examples]'")
+
+from ray.cluster_utils import Cluster  # noqa: E402
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "ppo.py"
+SHORT = ("--num-envs", "8", "--rollout", "32", "--steps", "2048", "--epochs", "2")
+LAST = re.compile(
+    r"CartPole-v1-[a-z-]+: mean return (\S+)( \(target reached\))? after (\S+) steps and \S+ s; (\S+)"
+)
+
+
+
+
+@pytest.fixture(scope="module", autouse=True)
+def address() -> Iterator[str]:
+    """Of a cluster of two simulated nodes, so that the program uses no other that may run here."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    options = {"num_cpus": 2, "object_store_memory": 200 * 1024 * 1024}
+    cluster = Cluster(initialize_head=True, connect=True, head_node_args={**options, "include_dashboard": False})
+    cluster.add_node(**options)
+    cluster.wait_for_nodes()
+    yield cluster.address
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def run(cwd: Path, backend: str, *arguments: str, **variables: str) -> tuple[float, bool, int, Path]:
+    """Mean return, whether the target was reached, steps, and where the learning curve is."""
+    command = [sys.executable, str(EXAMPLE), "CartPole-v1", "--backend", backend, *arguments]
+    environment = {**os.environ, **variables}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    said = LAST.fullmatch(done.stdout.splitlines()[-1] if done.stdout else "")
+    assert said, done.stdout + done.stderr[-3000:]
+    assert done.returncode == (0 if said[2] else 1)
+    return float(said[1]), bool(said[2]), int(said[3].replace(",", "")), cwd / said[4]
+
+
+def test_training_over_two_hosts_gives_the_numbers_of_one_machine(address: str, tmp_path: Path) -> None:
+    """Same seed, same policy, same environments: not a step differs."""
+    over_ray = run(tmp_path, "ray", "--num-hosts", "2", *SHORT, RAY_ADDRESS=address)
+    assert over_ray[:3] == run(tmp_path, "serial", *SHORT)[:3]
+    assert over_ray[2] == 2048
+    assert over_ray[3].read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_hosts_answer_in_turn(address: str, tmp_path: Path) -> None:
+    mean_return, _, steps, _ = run(tmp_path, "ray", "--num-hosts", "2", "--first-ready", *SHORT, RAY_ADDRESS=address)
+    assert steps == 2048
+    assert 5 < mean_return < 100
+
+
+def test_no_room_is_said_in_one_line(address: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLE), "--backend", "ray", "--num-hosts", "64"]
+    environment = {**os.environ, "RAY_ADDRESS": address}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("ppo: "), done.stderr[-3000:]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_it_learns_cartpole_over_two_hosts(address: str, tmp_path: Path) -> None:
+    mean_return, reached, _, _ = run(tmp_path, "ray", "--num-hosts", "2", "--steps", "600000", RAY_ADDRESS=address)
+    assert reached
+    assert mean_return >= 475

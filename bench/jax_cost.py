@@ -1,6 +1,6 @@
 """What the JAX-native engine costs over the bare compiled physics: ``python bench/jax_cost.py``.
 
-For each number of environments, side by side in one process and interleaved, medians of the repeats:
+For each number of environments, side by side in one process and interleaved, medians of the repeats (ratios: of each round):
 
 * ``raw``      the limit: ``jit(vmap(step))``, no resets, no time limit, nothing read back but one flag;
 * ``numpy``    ``JaxVectorEnv(to="numpy").step``: time limits, fresh autoresets, statistics, infos, fresh numpy arrays;
@@ -50,8 +50,9 @@ def measure(env: Any, count: int, options: argparse.Namespace) -> dict[str, Any]
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run, _ in runs.values():
         run()  # compiles
-    for _ in range(options.repeats):
-        for name, (run, steps) in runs.items():
+    for repeat in range(options.repeats):
+        # Every other round goes the other way, so that what drifts within a round favours nobody.
+        for name, (run, steps) in list(runs.items())[:: -1 if repeat % 2 else 1]:
             start = clock()
             run()
             times[name].append((clock() - start) / steps * 1e6)

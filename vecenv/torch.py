@@ -12,20 +12,22 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
+
+try:
+    import jax
+    import jax.numpy as jnp
+    import torch
+except ModuleNotFoundError as error:
+    if error.name not in ("jax", "jaxlib", "torch"):
+        raise
+    raise ImportError(f"vecenv.torch needs JAX and torch; no {error.name}: pip install 'vecenv[jax]' torch") from error
 
 from vecenv.backends.jax_native import JaxVectorEnv
 from vecenv.jax.adapters import require_gradient
 from vecenv.jax.native import FunctionalVectorEnv
 from vecenv.jax.seeding import entropy_seeds, seed_keys
 from vecenv.jax.state import EnvState
-
-try:
-    import torch
-except ModuleNotFoundError as error:
-    raise ImportError("vecenv.torch needs torch: pip install torch") from error
 
 if TYPE_CHECKING:
     from torch import Tensor

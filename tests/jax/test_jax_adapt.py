@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax_envs import Counter, Jumanji, NewGymnax, OldGymnax
+from jax_envs import Box, Counter, Jumanji, NewGymnax, OldGymnax
 
 from vecenv.jax import FunctionalVectorEnv, JaxEnv, adapt, available_envs, differentiability, make_env, require_gradient
 
@@ -267,6 +267,16 @@ def test_gymnax_time_limits_are_truncation(env: Any) -> None:
     assert state.truncated.tolist() == [True, True, False, False]
     assert state.last_length.tolist()[:2] == [6, 6]
     assert state.last_length[2] < 6
+
+
+def test_a_gymnax_space_of_another_dtype_than_its_observations_is_put_right() -> None:
+    class Announced(NewGymnax):
+        def observation_space(self, params: Any) -> Any:
+            return Box(0, 1, (1,), jnp.int32)
+
+    envs = FunctionalVectorEnv(Announced(), 2)
+    assert envs.single_observation_space == gym.spaces.Box(0, 1, (1,), np.float32)
+    assert np.asarray(envs.reset(KEY).obs) in envs.observation_space
 
 
 def test_jumanji_last_is_split_by_the_discount() -> None:

@@ -57,6 +57,35 @@ def test_a_restart_forgets_the_gradient(counters: Any) -> None:
     assert (float(slope), bool(ends)) == (0.0, True)
 
 
+class Cliff(Counter):
+    """Ends at 1; beyond, a step has neither a value nor a derivative, unless there is a ``fence``."""
+
+    def __init__(self, fence: bool) -> None:
+        self.fence = fence
+
+    def step(self, state: Any, action: Any, key: Any) -> Any:
+        left = 1.0 - state["x"]
+        left = jnp.sqrt(jnp.where(left > 0, left, 1.0) if self.fence else left)
+        moved = {"x": state["x"] + 0.2 + 0.3 * action[0], "t": state["t"] + 1}
+        return moved, self._obs(moved), left, moved["x"] > 1, False, {"left": left}
+
+
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
+def test_what_lies_beyond_the_end_of_an_episode_never_reaches_a_gradient(mode: str) -> None:
+    def slope(fence: bool) -> Any:
+        env = FunctionalVectorEnv(Cliff(fence), 5, mode)
+
+        def loss(push: Any) -> Any:
+            trajectory, _, _ = rollout(env, steady, push, env.reset(KEY), (), NOISE, 12, extras=("left",))
+            return jnp.mean((trajectory.reward + trajectory.env_extras["left"]) * trajectory.valid)
+
+        return jax.jit(jax.grad(loss))(jnp.float32(0.1))
+
+    wanted = slope(True)
+    assert abs(wanted) > 0.1
+    np.testing.assert_allclose(slope(False), wanted, rtol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_inverted_pendulum_against_finite_differences(pendulum: Any) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import multiprocessing
+import sys
 from typing import Any, ClassVar
 
 import gymnasium as gym
@@ -397,6 +399,20 @@ def test_options_that_make_no_sense_are_refused(counters: Any) -> None:
         JaxVectorEnv(counters(), 3)
     with pytest.raises(ValueError, match="render_mode"):
         JaxVectorEnv(Counter(), render_mode="human")
+
+
+@pytest.mark.parametrize("missing", ["jax", "torch"])
+def test_gradients_in_torch_say_what_to_install(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "vecenv.torch", raising=False)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ImportError, match=rf"no {missing}: pip install 'vecenv\[jax\]' torch"):
+        importlib.import_module("vecenv.torch")
+
+
+def test_tensors_without_torch_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ImportError, match="pip install torch"):
+        JaxVectorEnv(Counter(), to="torch")
 
 
 def _use_in_child(envs: Any, answers: Any) -> None:

@@ -23,7 +23,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from vecenv.errors import ForkedError, StaleStateError, StepTimeout
 from vecenv.jax.adapters import adapt
 from vecenv.jax.catalog import available_envs, make_env
-from vecenv.jax.handover import from_torch, info_arrays, masked_infos, rows_of, to_numpy, to_torch
+from vecenv.jax.handover import from_torch, info_arrays, masked_infos, require_torch, rows_of, to_numpy, to_torch
 from vecenv.jax.native import FunctionalVectorEnv
 from vecenv.jax.seeding import entropy_seeds, seed_keys
 from vecenv.jax.state import EnvState
@@ -59,7 +59,8 @@ class JaxVectorEnv(VectorEnv[Any, Any, Any]):
     and under SAME_STEP ``infos["final_obs"]`` is a batch, valid where ``infos["_final_obs"]``.
 
     Raises:
-        As :func:`vecenv.jax.adapt`, and ``ValueError`` or ``TypeError`` for options that make no sense.
+        As :func:`vecenv.jax.adapt`; ``ValueError`` or ``TypeError`` for options that make no sense; and ``ImportError``
+        for ``to="torch"`` without torch.
     """
 
     def __init__(
@@ -75,6 +76,8 @@ class JaxVectorEnv(VectorEnv[Any, Any, Any]):
     ) -> None:
         if to not in ("numpy", "jax", "torch"):
             raise ValueError(f"to must be 'numpy', 'jax' or 'torch', got {to!r}.")
+        if to == "torch":
+            require_torch()
         if render_mode not in (None, "rgb_array"):
             raise ValueError(f"render_mode must be None or 'rgb_array', got {render_mode!r}.")
         functional = _functional(env, num_envs, library, options)

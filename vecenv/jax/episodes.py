@@ -115,15 +115,15 @@ class Episodes:
     def _step_next(self, state: EnvState, action: PyTree) -> EnvState:
         """NEXT_STEP: a row that ended begins its next episode instead of stepping; its action is ignored."""
         begins = state.terminated | state.truncated
-        inner, obs = self._next_episode(begins, state.inner, state.obs)
         steps = jnp.where(begins, 0, state.steps)
-        # Rows that begin are stepped too, from their fresh state, and the result thrown away: a step from where the last
-        # episode ended may give NaN, and a NaN that is thrown away still poisons gradients.
-        env, stepped, reward, terminated, truncated, info = self._advance(inner, steps, action)
-        env, obs = _merge(begins, (inner.env, obs), (env, stepped))
+        # Rows that begin are stepped too, past their end, and begun over the result: restarts write a few rows in place,
+        # where choosing between two whole states would read both and write a third.
+        env, obs, reward, terminated, truncated, info = self._advance(_cut(begins, state.inner), steps, _cut(begins, action))
+        inner, obs = self._next_episode(begins, state.inner.replace(env=env), obs)
+        info = _merge(begins, jax.tree.map(jnp.zeros_like, info), info)
         after = state.replace(
             obs=obs, next_obs=obs, reward=jnp.where(begins, 0.0, reward), terminated=terminated & ~begins,
-            valid=~begins, first=begins, info=info, inner=inner.replace(env=env),
+            valid=~begins, first=begins, info=info, inner=inner,
         )  # fmt: skip
         return self._count(after, truncated & ~begins, begins)
 
@@ -150,7 +150,8 @@ class Episodes:
         """DISABLED: a row that ended stays as it is, pays nothing and is not valid, until it is reset."""
         over = state.terminated | state.truncated
         inner = state.inner
-        env, obs, reward, terminated, truncated, info = self._advance(inner, state.steps, action)
+        stepped = self._advance(_cut(over, inner), state.steps, _cut(over, action))
+        env, obs, reward, terminated, truncated, info = stepped
         env, obs, info = _merge(over, (inner.env, state.obs, state.info), (env, obs, info))
         after = state.replace(
             obs=obs, next_obs=obs, reward=jnp.where(over, 0.0, reward), first=jnp.zeros_like(over), valid=~over,
@@ -298,6 +299,15 @@ def _apart(function: Callable[[Any], Any], always: Array, argument: Any, otherwi
 def _merge(mask: Array, yes: Any, no: Any) -> Any:
     """Row by row ``yes`` where ``mask`` holds, else ``no``, over two trees of the same structure."""
     return jax.tree.map(lambda one, other: select(mask, one, other), yes, no)
+
+
+def _cut(mask: Array, tree: PyTree) -> PyTree:
+    """``tree``, through whose rows under ``mask`` no gradient passes; the compiler sees that nothing is chosen.
+
+    A step past the end of an episode may have a derivative that is not finite. Its result is thrown away, but zero times
+    infinity is NaN, which would reach the action and all steps before.
+    """
+    return jax.tree.map(lambda leaf: select(mask, jax.lax.stop_gradient(leaf), leaf), tree)
 
 
 def _counters(state: EnvState) -> dict[str, Array]:

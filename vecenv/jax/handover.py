@@ -8,6 +8,7 @@ as they are.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import gymnasium as gym
@@ -18,7 +19,7 @@ from gymnasium import spaces
 
 from vecenv.jax.state import PyTree
 
-__all__ = ["from_torch", "info_arrays", "masked_infos", "rows_of", "to_numpy", "to_torch"]
+__all__ = ["from_torch", "info_arrays", "masked_infos", "require_torch", "rows_of", "to_numpy", "to_torch"]
 
 
 def to_numpy(space: gym.Space[Any], tree: PyTree) -> Any:
@@ -70,6 +71,16 @@ def masked_infos(info: dict[str, Any], mask: Any) -> dict[str, Any]:
 @jax.jit
 def _own(tree: PyTree) -> PyTree:
     return jax.tree.map(jnp.copy, tree)
+
+
+def require_torch() -> None:
+    """Raise ``ImportError`` now, not in the first reset, where torch is not installed."""
+    try:
+        importlib.import_module("torch")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError("to='torch' needs torch, not installed here: pip install torch") from error
 
 
 def to_torch(tree: PyTree) -> Any:

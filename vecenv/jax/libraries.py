@@ -161,7 +161,8 @@ class GymnaxAdapter(Adapter):
         self.env = env
         self.params = env.default_params if params is None else params
         self.name = str(getattr(env, "name", type(env).__name__))
-        self.single_observation_space = _gymnax_space(env.observation_space(self.params))
+        _, obs = jax.eval_shape(self.init, default_key(0))
+        self.single_observation_space = _as_observed(_gymnax_space(env.observation_space(self.params)), obs)
         self.single_action_space = _gymnax_space(env.action_space(self.params))
 
     def init(self, key: Array) -> Start:
@@ -309,6 +310,17 @@ def _gymnax_space(space: Any) -> gym.Space[Any]:
     if kind == "Tuple":
         return spaces.Tuple([_gymnax_space(value) for value in space.spaces])
     raise TypeError(f"A gymnax space of class {kind} has no counterpart in Gymnasium.")
+
+
+def _as_observed(space: gym.Space[Any], obs: PyTree) -> gym.Space[Any]:
+    """``space`` with Boxes in the dtypes that observations have: ``Catch-bsuite`` announces int32 and returns float32."""
+    if isinstance(space, spaces.Dict):
+        return spaces.Dict({key: _as_observed(sub, obs[key]) for key, sub in space.spaces.items()})
+    if isinstance(space, spaces.Tuple):
+        return spaces.Tuple([_as_observed(sub, part) for sub, part in zip(space.spaces, obs, strict=True)])
+    if isinstance(space, spaces.Box) and space.dtype != obs.dtype:
+        return _box(space.low, space.high, space.shape, obs.dtype)
+    return space
 
 
 def _jumanji_space(spec: Any) -> gym.Space[Any]:

@@ -159,11 +159,12 @@ def _not_others() -> list[str]:
 def others(settings: Settings) -> tuple[dict[str, Figure], list[Report]]:
     names = [*VECENV, *OTHERS]
     chosen = ("CartPole-v1", "empty") if settings.quick else tuple(WORKLOADS)
-    sizes = (8,) if settings.quick else (8, 64)
+    cases = [(workload, 8) for workload in chosen]
+    if not settings.quick:  # sixty-four processes of each library start anew for every sample, which takes its time
+        cases += [(workload, 64) for workload in ("CartPole-v1", "Ant-v5", "ALE/Pong-v5")]
     reports = [
         report
-        for workload in chosen
-        for n in sizes
+        for workload, n in cases
         for report in suites.side_by_side(workload, n, settings.workers, settings.pace, names)
     ]
     return {"others": _worst(reports, VECENV, tuple(OTHERS), "x")}, reports

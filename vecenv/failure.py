@@ -45,7 +45,9 @@ __all__ = [
     "PackedError",
     "RestartBudget",
     "describe_exit",
+    "innermost",
     "pack",
+    "reaches_down",
     "summary",
     "unpack",
 ]
@@ -153,11 +155,19 @@ def _attach_black_box(handle: Any) -> BlackBox:
     return box
 
 
+_OWN_FRAMES: Final = ("/vecenv/rows.py", "/vecenv/worker.py")  # below an environment's code on a worker's stack
+
+
+def reaches_down(stack: str) -> bool:
+    """Whether a ``faulthandler`` dump that is being written has got beyond the environment's own code."""
+    return stack.endswith("\n") and any(own in stack for own in _OWN_FRAMES)
+
+
 def innermost(stack: str, lines: int = 12) -> str:
     """The part of a ``faulthandler`` dump that names the environment's own code: vecenv's frames cut off below it."""
     kept: list[str] = []
     for line in stack.splitlines():
-        if "/vecenv/rows.py" in line or "/vecenv/worker.py" in line:
+        if any(own in line for own in _OWN_FRAMES):
             if kept:
                 break
             continue

@@ -23,7 +23,7 @@ import cloudpickle
 
 from vecenv.channel import Channel, ChannelClosed, Message
 from vecenv.errors import EnvError, WorkerDied
-from vecenv.failure import BlackBox, DeathWatch, describe_exit, end_group, innermost, summary, unpack
+from vecenv.failure import BlackBox, DeathWatch, describe_exit, end_group, innermost, reaches_down, summary, unpack
 from vecenv.protocol import Op, Reply
 from vecenv.rows import EnvRows, Failure, Outcome
 from vecenv.wire import load
@@ -33,6 +33,8 @@ __all__ = ["COMMANDS", "Answer", "AnyWorker", "CallerWorker", "Desk", "ProcessWo
 
 _PLAIN: Final = int(Reply.PLAIN)
 _LAST_MOMENTS: Final = 0.5  # between the end of a worker's pipe and the end of its process
+_FIRST_WORD: Final = 0.05  # until a late worker begins to write its stack, if it can
+_LAST_WORD: Final = 0.25  # until it has written it
 _REAP: Final = 0.5  # for the exit code of a process that has ended
 COMMANDS: Final = {
     Op.STEP: "step", Op.STEP_SOME: "step", Op.RESET: "reset", Op.RESET_SOME: "reset", Op.REBUILD_SOME: "reset",
@@ -298,11 +300,13 @@ class ProcessWorker(Desk):
         """The Python stack of a worker that is late, from its black box; empty if it cannot be had."""
         before = self.black_box.size()
         self.signal(signal.SIGUSR1)
-        deadline = time.monotonic() + 0.05
-        while time.monotonic() < deadline and self.black_box.size() == before:
+        stack, deadline = "", time.monotonic() + _FIRST_WORD
+        while time.monotonic() < deadline and not reaches_down(stack):
             time.sleep(0.002)
-        time.sleep(0.002)
-        return innermost(self.black_box.read(before))
+            begun, stack = bool(stack), self.black_box.read(before)
+            if stack and not begun:  # on a busy machine it may be interrupted in the middle of a line
+                deadline += _LAST_WORD
+        return innermost(stack)
 
     def signal(self, number: int) -> None:
         """Send a signal to the worker process."""

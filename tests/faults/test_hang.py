@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import re
@@ -18,6 +19,7 @@ from observe import CHEAP, FAULTS, alive, names, remaining, report, wait_for
 from vandals import Announce, Ledger, Pause, Touch, crew, vandal
 
 from vecenv.errors import StepTimeout
+from vecenv.failure import BlackBox
 
 pytestmark = FAULTS
 
@@ -62,6 +64,24 @@ def test_hang(launch: Launch, kind: str, tmp_path: Path) -> None:
     with pytest.raises(AlreadyPendingCallError):
         envs.step_async([0] * 4)
     closes(envs)
+
+
+@CHEAP
+def test_hang_whose_stack_is_written_slowly(launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker may lose its core in the middle of a line; its stack is read to the end all the same."""
+    written, reads = BlackBox.read, itertools.count(1)
+
+    def slowly(box: BlackBox, start: int = 0) -> str:
+        text = written(box, start)
+        return text[: max(len(text) * next(reads) // 10, 1)] if text else text
+
+    monkeypatch.setattr(BlackBox, "read", slowly)
+    envs = launch(crew(2, {1: vandal(1, Announce(tmp_path / "stuck", "sleep"), reset=2)}))
+    envs.reset(seed=1)
+    envs.reset_async()
+    with pytest.raises(StepTimeout) as caught:
+        envs.reset_wait(timeout=0.3)
+    assert "in sleep" in report(caught.value)
 
 
 @CHEAP

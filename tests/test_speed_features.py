@@ -246,18 +246,18 @@ def test_an_env_that_cannot_be_planned_with_says_why(fault: str) -> None:
 def test_seats_leave_the_caller_a_core_and_spin_only_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
     monkeypatch.setattr(cores, "_cgroup_quota", lambda: None)
-    alone, caller_spins = cores.seats(2)
-    assert caller_spins
+    alone, caller_spin = cores.seats(2)
+    assert caller_spin == cores.SPIN_SECONDS
     assert [seat.cpus for seat in alone] == [frozenset({1}), frozenset({2})]
-    full, caller_spins = cores.seats(4)
-    assert caller_spins
+    full, caller_spin = cores.seats(4)
+    assert caller_spin == cores.SPIN_SECONDS
     assert full[0] == cores.Seat(frozenset({0}), 0.0, with_caller=True)
     assert len({seat.cpus for seat in full}) == 4
-    crowd, caller_spins = cores.seats(5)
-    assert not caller_spins
+    crowd, caller_spin = cores.seats(5)
+    assert caller_spin == 0.0
     assert crowd == [cores.Seat()] * 5
     monkeypatch.setattr(cores, "_cgroup_quota", lambda: 2.0)
-    assert cores.seats(2) == ([cores.Seat()] * 2, False)  # a quota is no core of one's own
+    assert cores.seats(2) == ([cores.Seat()] * 2, 0.0)  # a quota is no core of one's own
 
 
 def test_the_callers_own_affinity_is_never_touched() -> None:

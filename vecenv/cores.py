@@ -59,8 +59,8 @@ class Seat:
     with_caller: bool = False
 
 
-def seats(workers: int) -> tuple[list[Seat], bool]:
-    """A seat for every worker process, and whether the caller may spin while it waits.
+def seats(workers: int) -> tuple[list[Seat], float]:
+    """A seat for every worker process, and for how many seconds the caller may spin while it waits.
 
     With fewer workers than cores everybody has a core, the caller included, and everybody spins. With as many workers as
     cores one worker shares its core with the caller: that one sleeps as soon as it has answered, which hands the core over
@@ -71,13 +71,13 @@ def seats(workers: int) -> tuple[list[Seat], bool]:
     try:
         cpus = sorted(os.sched_getaffinity(0))
     except AttributeError:
-        return [Seat()] * workers, False
+        return [Seat()] * workers, 0.0
     if workers > cores or cores < 2 or len(cpus) > cores:
-        return [Seat()] * workers, False
+        return [Seat()] * workers, 0.0
     spinning = [Seat(frozenset({cpu}), SPIN_SECONDS) for cpu in cpus[1:]]
     if workers < cores:
-        return spinning[:workers], True
-    return [Seat(frozenset({cpus[0]}), with_caller=True), *spinning], True
+        return spinning[:workers], SPIN_SECONDS
+    return [Seat(frozenset({cpus[0]}), with_caller=True), *spinning], SPIN_SECONDS
 
 
 class Patience:

@@ -117,7 +117,7 @@ class Engine:
         self.first_ready = FirstReady(self)
 
     def _open_pool(self, plan: Plan, arena: Arena, options: PoolOptions, num_workers: int) -> WorkerPool:
-        options.seats, options.caller_spins = seats(num_workers)
+        options.seats, options.caller_spin = seats(num_workers)
         return WorkerPool(plan, arena, self.batch, options)
 
     def _start(self, env_fns: Sequence[Callable[[], Any]], plan: Plan, num_workers: int, caller_share: int) -> None:

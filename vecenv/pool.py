@@ -28,7 +28,7 @@ import cloudpickle
 from gymnasium.vector.utils import clear_mpi_env_vars
 
 from vecenv.channel import Channel, ChannelClosed, Message
-from vecenv.cores import SPIN_SECONDS, Patience, Seat
+from vecenv.cores import Patience, Seat
 from vecenv.errors import StartupTimeout, WorkerDied
 from vecenv.failure import BlackBox, DeathWatch, Lifeline, end_group
 from vecenv.protocol import Op, Reply, encode
@@ -74,7 +74,7 @@ class PoolOptions:
         name: Process names are ``Worker<name>-index``.
         start_timeout: Seconds until a worker must have built its environments.
         max_busy: At most so many workers are busy at a time; ``None``: all of them.
-        caller_spins: The caller may poll for a moment before it sleeps.
+        caller_spin: Seconds for which the caller may poll before it sleeps.
     """
 
     context: Any
@@ -82,7 +82,7 @@ class PoolOptions:
     name: str
     start_timeout: float
     max_busy: int | None = None
-    caller_spins: bool = False
+    caller_spin: float = 0.0
     seats: list[Seat] = field(default_factory=list)
 
 
@@ -104,7 +104,7 @@ class WorkerPool:
         self._env_fns: dict[int, Sequence[Any]] = {}
         self._channels: weakref.WeakSet[Channel] = weakref.WeakSet()
         self._queue: deque[tuple[ProcessWorker, Request]] = deque()
-        self._patience = Patience(SPIN_SECONDS if options.caller_spins else 0.0)
+        self._patience = Patience(options.caller_spin)
         self._seq = 0
         self._any: select.epoll | select.poll | None = None
         _pools.add(self)
@@ -275,7 +275,7 @@ class WorkerPool:
             if isinstance(first, ProcessWorker) and first.with_caller and not self._sleep_for(first, deadline):
                 return [late for late in workers if late.owes and not late.receive()]
             last = workers[-1] if workers else None
-            if isinstance(last, ProcessWorker) and last.asked and not self._options.caller_spins:
+            if isinstance(last, ProcessWorker) and last.asked and not self._options.caller_spin:
                 last.wait(None if deadline is None else deadline - time.monotonic())
                 expected = encode(_PLAIN, last.asked[-1].seq) if last.asked else b""
                 for worker in reversed(workers):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+WITHOUT = Path(__file__).parents[1] / "without.py"
 
 
 @pytest.mark.parametrize(
@@ -42,19 +43,6 @@ def test_an_adapter_that_does_not_exist_is_an_attribute_error() -> None:
         _ = vecenv.adapters.as_sb4
 
 
-WITHOUT = """
-import runpy, sys
-
-class Hidden:
-    def find_spec(self, name, path=None, target=None):
-        if name == sys.argv[1]:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Hidden())
-runpy.run_path(sys.argv[2], run_name="__main__")
-"""
-
-
 @pytest.mark.parametrize(
     ("program", "library", "extra"),
     [
@@ -67,7 +55,7 @@ runpy.run_path(sys.argv[2], run_name="__main__")
     ],
 )
 def test_an_example_without_its_library_says_what_to_install(program: str, library: str, extra: str) -> None:
-    command = [sys.executable, "-c", WITHOUT, library, str(EXAMPLES / f"{program}.py")]
+    command = [sys.executable, str(WITHOUT), library, str(EXAMPLES / f"{program}.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     wanted = f"{program}: No module named {library!r}: pip install -e '.[{extra}]'"
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, wanted)

@@ -16,6 +16,7 @@ import pytest
 import vecenv
 
 PROGRAM = Path(__file__).resolve().parents[2] / "examples" / "ppo.py"
+WITHOUT = Path(__file__).resolve().parents[1] / "without.py"
 HAS_ENVPOOL = importlib.util.find_spec("envpool") is not None
 
 
@@ -145,26 +146,12 @@ def test_mistakes_are_said_in_one_line(ppo: ModuleType, arguments: list[str], sa
     assert "Traceback" not in done.stderr
 
 
-WITHOUT = """
-import runpy, sys
-
-class Hidden:
-    def find_spec(self, name, path=None, target=None):
-        if name == sys.argv[1]:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Hidden())
-sys.path.insert(0, sys.argv[2].rpartition("/")[0])
-runpy.run_path(sys.argv[2], run_name="__main__")
-"""
-
-
 @pytest.mark.parametrize("program", ["ppo", "ppo_jax"])
 @pytest.mark.parametrize("library", ["flax", "optax", "rich", "matplotlib"])
 def test_a_missing_library_is_said_with_what_installs_it(program: str, library: str) -> None:
     path = str(PROGRAM.with_stem(program))
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT, library, path], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, str(WITHOUT), library, path], capture_output=True, text=True, timeout=100, check=False
     )
     wanted = f"{program}: No module named {library!r}: pip install -e '.[examples]'"
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, wanted)

@@ -12,6 +12,7 @@ only there.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
@@ -131,6 +132,7 @@ class EnvRows:
         self.first = first
         self.count = count
         self.warnings: list[tuple[str, str]] = []
+        self.forked: list[bool] = []  # not empty in a copy of the worker that an environment forked; see leave_if_forked()
         self._env_fns = list(env_fns)
         self._expected = expected
         self._interrupts = interrupts
@@ -233,6 +235,14 @@ class EnvRows:
 
         return step
 
+    def leave_if_forked(self) -> None:
+        """End a copy of the worker, which an environment forked and which has come back here.
+
+        It is not the worker, and what it has to say, however late, must not get into the rows.
+        """
+        if self.forked:
+            os._exit(0)
+
     def _let_through(self, error: BaseException) -> None:
         if self._interrupts and isinstance(error, KeyboardInterrupt):
             raise error
@@ -263,12 +273,15 @@ class EnvRows:
         if ks is not None:
             where, steps, rows = ks, [steps[k] for k in ks], [rows[k] for k in ks]
         out, at_end, put, note, offered = self._out, self._at_end, self._put, self._note, self._offered
+        forked = self.forked
         (array, dtype, shape), flat = self._direct, self._flat
         rewards, terminations, truncations = self._reward_cells, self._termination_cells, self._truncation_cells
         began = time.perf_counter()
         for k, step, row, action in zip(where, steps, rows, actions, strict=True):
             try:
                 observation, reward, terminated, truncated, info = step(action)
+                if forked:
+                    os._exit(0)
                 if terminated or truncated:
                     observation, info = at_end(k, observation, info, out)
                 direct = False
@@ -350,6 +363,7 @@ class EnvRows:
         else:
             kept = deepcopy(observation)
         reset_observation, reset_info = self._env(k).reset()
+        self.leave_if_forked()
         if "final_obs" in reset_info or "final_info" in reset_info:  # Gymnasium lets the reset's own keys win
             final = deepcopy(observation) if kept is None else kept
             return reset_observation, {"final_info": info, "final_obs": final, **reset_info}
@@ -380,6 +394,7 @@ class EnvRows:
             try:
                 env = self._envs[k] or self._build(k)
                 observation, info = env.reset(seed=seed, options=None if options is None else dict(options))
+                self.leave_if_forked()
                 self._steps[k] = self._step_by_reset(k) if pending else env.step
                 self._used[k] = True
                 if (travels := self._put(k, observation)) is not KEPT:
@@ -477,6 +492,7 @@ class EnvRows:
         return out
 
     def _fail(self, k: int, error: BaseException, out: Outcome) -> None:
+        self.leave_if_forked()
         self._let_through(error)
         self._drop(k)
         row = self.first + k

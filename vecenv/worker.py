@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
@@ -201,7 +202,10 @@ def main(start: Start) -> None:
             [_load_env_fn(start.first + k, blob) for k, blob in enumerate(start.env_fns)] if start.pickled else start.env_fns
         )
         rows = make_rows(env_fns, start.first, start.index, start.plan, start.plan.layout.view(start.arena.buffer))
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=partial(rows.forked.append, True))
         failures, mismatches = rows.build()
+        rows.leave_if_forked()
     except BaseException as error:
         rows, failures, mismatches = None, [Failure(getattr(error, "env", start.first), error)], []
     for failure in failures:

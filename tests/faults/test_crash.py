@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from observe import CHEAP, FAULTS, METHODS, alive, names, remaining, report, wait_for
-from vandals import Announce, Ledger, Pause, crew, vandal
+from vandals import Announce, ForkAndLinger, Ledger, Pause, crew, vandal
 
 from vecenv.errors import EnvError, EnvFailed, RemoteTraceback, WorkerDied
 from vecenv.testing.faulty import KeywordOnlyError, TwoArgumentsError, UnprintableError, WitnessEnv
@@ -355,6 +355,27 @@ def test_a_forked_copy_of_an_environment_never_answers(launch: Launch, tmp_path:
     for step in range(8):
         ledger.step([step, step], envs.step([step, step]))
     assert worker_pids(envs) == pids
+    closes(envs)
+
+
+@CHEAP
+@pytest.mark.parametrize("raises", [False, True], ids=["returns", "exits"])
+@pytest.mark.parametrize("when", ["step", "reset"])
+def test_a_forked_copy_never_writes_into_the_rows(launch: Launch, when: str, raises: bool, tmp_path: Path) -> None:
+    """However late it comes back: the row it has in mind was given out long ago."""
+    place: Any = {"step": {"step": 2}, "reset": {"reset": 1}}[when]
+    envs = launch(crew(2, {1: vandal(1, ForkAndLinger(tmp_path, raises), **place)}))
+    ledger = Ledger(2, length=10)
+    ledger.reset(envs.reset(seed=1))
+    for step in range(5):
+        ledger.step([step, step], envs.step([step, step]))
+    batch = envs._engine.batch
+    before = [array.copy() for array in (envs.observations, batch.rewards, batch.terminations, batch.truncations)]
+    (tmp_path / "go").touch()
+    assert not remaining([int((tmp_path / "copy").read_text())], 10.0)
+    for old, new in zip(before, (envs.observations, batch.rewards, batch.terminations, batch.truncations), strict=True):
+        np.testing.assert_array_equal(old, new)
+    ledger.step([5, 5], envs.step([5, 5]))
     closes(envs)
 
 

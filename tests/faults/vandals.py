@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -92,6 +93,24 @@ class Touch:
 
     def __call__(self, result: Any) -> Any:
         Path(self.path).write_text(str(os.getpid()))
+        return result
+
+
+class ForkAndLinger:
+    """A fault that forks, and whose copy returns, or raises, only when there is a file named ``go``."""
+
+    def __init__(self, folder: Path, raises: bool) -> None:
+        self.folder, self.raises = folder, raises
+
+    def __call__(self, result: Any) -> Any:
+        if copy := os.fork():
+            (self.folder / "copy").write_text(str(copy))
+            return result
+        deadline = time.monotonic() + 20.0
+        while not (self.folder / "go").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if self.raises:
+            sys.exit(0)
         return result
 
 

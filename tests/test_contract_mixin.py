@@ -258,6 +258,7 @@ DIFFERENT: list[tuple[Any, Any]] = [
     (np.zeros(2), np.zeros(2, np.float32)),
     (np.array([0.0]), np.array([-0.0])),
     (np.float32(1), np.float64(1)),
+    (np.array([0.0], np.longdouble), np.array([-0.0], np.longdouble)),
     (1, True),
     (1, 1.0),
     ((1,), [1]),
@@ -272,6 +273,17 @@ DIFFERENT: list[tuple[Any, Any]] = [
 @pytest.mark.parametrize("value", SAME, ids=repr)
 def test_identical_values_are_identical(value: Any) -> None:
     assert_identical(value, copy.deepcopy(value))
+
+
+@pytest.mark.skipif(np.finfo(np.longdouble).nmant != 63, reason="long doubles have no padding here")
+@pytest.mark.parametrize("dtype", [np.longdouble, np.clongdouble])
+def test_what_pads_a_long_double_is_not_compared(dtype: Any) -> None:
+    one, other = np.full(3, 1.5, dtype), np.full(3, 1.5, dtype)
+    one.view(np.uint8).reshape(-1, 16)[:, 10:] = 0
+    other.view(np.uint8).reshape(-1, 16)[:, 10:] = 255
+    assert one.tobytes() != other.tobytes()
+    assert_identical(one, other)
+    assert_identical(one[0], other[0])
 
 
 @pytest.mark.parametrize(("one", "other"), DIFFERENT, ids=repr)

@@ -112,7 +112,8 @@ def merged(reports: list[Report]) -> Report:
 def auto(workload: str, num_envs: int, workers: int, pace: Pace) -> Report:
     """``num_workers="auto"`` beside every fixed choice and ``SyncVectorEnv``."""
     env_fn = WORKLOADS[workload].prepare()
-    rows = [c for c in default_candidates(env_fn, num_envs, workers) if c.name not in ("first-ready", "gym-async", "limit")]
+    not_chosen = ("first-ready", "gym-async", "bare-pipes", "limit")
+    rows = [c for c in default_candidates(env_fn, num_envs, workers) if c.name not in not_chosen]
     more = {0: "in-process", 1: "1 worker", 2 * workers: f"{2 * workers} workers"}
     rows += [
         vecenv_candidate(f"workers-{count}", f"vecenv, {text}", env_fn, num_envs, num_workers=count)

@@ -207,6 +207,16 @@ def test_slow_steps_are_shared_by_all_cores_and_quick_ones_are_not_shared_at_all
     assert choose(Probe(100, 1e-6, 1e-6, 2e-6), 2, 2).num_workers == 0
 
 
+@pytest.mark.parametrize(
+    ("step", "num_envs", "alone"), [(1e-6, 8, True), (5e-6, 2, True), (5e-6, 8, False), (1e-6, 64, False)]
+)
+def test_a_batch_is_shared_only_when_it_takes_longer_than_sharing_it(step: float, num_envs: int, alone: bool) -> None:
+    """As measured on two cores: 8 empty steps take 9 us alone and 16 us shared, 8 of CartPole 46 and 34 us."""
+    plan = choose(Probe(100, step, step, step * 2), num_envs, 2)
+    assert (plan.num_workers == 0) == alone
+    assert plan.use_caller != alone
+
+
 def test_the_callers_share_is_smaller_by_the_work_of_handing_out() -> None:
     assert caller_share(64, 1, 0.01) == 32
     assert caller_share(64, 1, 5e-7) == 31

@@ -20,8 +20,8 @@ __all__ = ["Plan", "caller_share", "choose", "plan"]
 
 # Seconds. What a batch costs apart from the environments' own steps.
 PER_ENV: Final = 0.5e-6  # action in, observation, reward and flags out
-IN_PROCESS: Final = 10e-6  # a batch in this process
-WITH_CALLER: Final = 12e-6  # the caller's share, and workers that spin on cores of their own
+IN_PROCESS: Final = 6.5e-6  # a batch in this process
+WITH_CALLER: Final = 15e-6  # the caller's share, and workers that spin on cores of their own
 HANDING_OUT: Final = 1.5e-6  # of which the caller is busy while its workers step already
 BY_WORKERS: Final = 28e-6  # as many workers as cores
 WAKE: Final = 12e-6  # each worker more than cores: a sleep and a wake-up

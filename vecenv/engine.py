@@ -446,7 +446,10 @@ class Engine:
         """The infos of all rows as one dict of arrays."""
         if not result.columns:
             return {}
-        finals = self.finals(np.flatnonzero(self.batch.final).tolist()) | result.finals
+        ended = self.batch.final
+        finals = result.finals
+        if b"\1" in ended.tobytes():  # a tenth of what `any` takes
+            finals = self.finals(np.flatnonzero(ended).tolist()) | finals
         return self._reader.read(None, self.num_envs, result.infos, finals)
 
     def export_infos(self, rows: Any, told: set[int]) -> tuple[Array, Array, dict[int, Definition]]:

@@ -478,7 +478,7 @@ class EnvRows:
         where: Any = slice(None) if ks is None else ks
         self._schemas[where] = NO_INFO
         self._final[where] = False
-        self._dirty = bool(self._schemas.any() or self._final.any())
+        self._dirty = ks is not None and bool(self._schemas.any() or self._final.any())
 
     def _finish(self) -> Outcome:
         """The outcome of this message; a plain one is the same object every time."""

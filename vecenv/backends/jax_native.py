@@ -59,8 +59,9 @@ class JaxVectorEnv(VectorEnv[Any, Any, Any]):
     and under SAME_STEP ``infos["final_obs"]`` is a batch, valid where ``infos["_final_obs"]``.
 
     Raises:
-        As :func:`vecenv.jax.adapt`; ``ValueError`` or ``TypeError`` for options that make no sense; and ``ImportError``
-        for ``to="torch"`` without torch.
+        gymnasium.error.NameNotFound: No such environment; and whatever else :func:`vecenv.jax.adapt` raises.
+        ValueError, TypeError: Options that make no sense.
+        ImportError: ``to="torch"`` without torch.
     """
 
     def __init__(

@@ -225,6 +225,7 @@ class InfoWriter:
         return news
 
 
+_Columns: TypeAlias = list[Any]  # of (key, name of its mask, column or the columns of a dict)
 _Plan: TypeAlias = Any  # nested: key -> ("d", {...}, numbers) | ("c", dtype, shape, {number: offset})
 
 
@@ -242,7 +243,7 @@ class InfoReader:
         self._schemas: dict[int, Schema] = {}
         self._plans: dict[frozenset[int], _Plan | None] = {}
         self._views: dict[tuple[int, str, tuple[int, ...]], Array] = {}
-        self._flat: dict[bytes, list[tuple[Any, str, Array]] | None] = {}
+        self._alike: dict[bytes, _Columns | None] = {}
         self._everyone = np.ones(len(schemas), np.bool_)
 
     def learn(self, definitions: Mapping[int, Definition]) -> None:
@@ -290,71 +291,53 @@ class InfoReader:
         if pickled:
             return self._one_by_one(rows, count, pickled, final_obs)
         infos: dict[Any, Any] = {}
-        columns = self._columns_of_all(numbers) if rows is None else None
-        if columns is not None:
-            everyone = self._everyone
-            for key, mask, view in columns:
-                infos[key] = view.copy()
-                infos[mask] = everyone.copy()  # takes a tenth of the time of `np.ones`, which is written in Python
-            _add_final_obs(infos, final_obs, count)
-            return infos
-        first = int(numbers[0])
-        alike = bool((numbers == numbers[0]).all())
-        if alike:
-            present = frozenset((first,)) if first else frozenset()
+        first = numbers[:1].tobytes()  # as bytes: for few rows an operation of NumPy costs more than all the rest
+        if numbers.tobytes() == first * count:
+            if first not in self._alike:
+                self._alike[first] = self._columns_of(int(numbers[0]))
+            columns = self._alike[first]
+            if columns is None:
+                return self._one_by_one(rows, count, pickled, final_obs)
+            _fill(infos, columns, rows, self._everyone[:count])
         else:
             present = frozenset(np.unique(numbers).tolist()) - {NO_INFO}
-        if present:
             if present not in self._plans:
                 self._plans[present] = _plan([self._schemas[number] for number in present])
             plan = self._plans[present]
             if plan is None:
                 return self._one_by_one(rows, count, pickled, final_obs)
-            self._build(plan, infos, rows, count, numbers, np.ones(count, np.bool_) if alike else None)
+            self._build(plan, infos, rows, count, numbers)
         _add_final_obs(infos, final_obs, count)
         return infos
 
-    def _columns_of_all(self, numbers: Array) -> list[tuple[Any, str, Array]] | None:
-        """Key, name of its mask, and column, where all rows follow one schema without dicts in it, as most do.
+    def _columns_of(self, number: int) -> _Columns | None:
+        """What rows that all follow one schema are filled from; ``None`` where only one by one will do."""
 
-        Compared and looked up as bytes: for few rows an operation of NumPy costs more than all the rest.
-        """
-        first = numbers[:1].tobytes()
-        if numbers.tobytes() != first * len(numbers):
-            return None
-        if first not in self._flat:
-            number = int(numbers[0])
-            plan = _plan([self._schemas[number]]) if number != NO_INFO else None
-            self._flat[first] = None
-            if plan is not None and all(what == "c" for what, *_ in plan.values()):
-                columns = ((key, self._view(offsets[number], *kind)) for key, (_, *kind, offsets) in plan.items())
-                self._flat[first] = [(key, f"_{key}", view) for key, view in columns]
-        return self._flat[first]
+        def columns(plan: _Plan) -> _Columns:
+            return [
+                (key, f"_{key}", columns(rest[0]) if what == "d" else self._view(rest[2][number], rest[0], rest[1]))
+                for key, (what, *rest) in plan.items()
+            ]
 
-    def _build(
-        self, plan: _Plan, infos: dict[Any, Any], rows: Array | None, count: int, numbers: Array, everyone: Array | None
-    ) -> None:
-        """Fill ``infos`` by whole columns. ``everyone``: the mask of all rows, where all follow the one schema there is."""
+        plan = _plan([self._schemas[number]] if number != NO_INFO else [])
+        return None if plan is None else columns(plan)
+
+    def _build(self, plan: _Plan, infos: dict[Any, Any], rows: Array | None, count: int, numbers: Array) -> None:
+        """Fill ``infos`` by whole columns, from rows that follow several schemas."""
         for key, (what, *rest) in plan.items():
             if what == "d":
                 children, owners = rest
                 value: Any = {}
-                self._build(children, value, rows, count, numbers, everyone)
+                self._build(children, value, rows, count, numbers)
             else:
-                dtype, shape, offsets = rest
-                owners = offsets
-                if everyone is not None:
-                    ((_, offset),) = offsets.items()
-                    view = self._view(offset, dtype, shape)
-                    value = view.copy() if rows is None else view[rows]
-                else:
-                    value = np.zeros((count, *shape), dtype)
-                    for number, offset in offsets.items():
-                        chosen = numbers == number
-                        source = chosen if rows is None else rows[chosen]
-                        value[chosen] = self._view(offset, dtype, shape)[source]
+                dtype, shape, owners = rest
+                value = np.zeros((count, *shape), dtype)
+                for number, offset in owners.items():
+                    chosen = numbers == number
+                    source = chosen if rows is None else rows[chosen]
+                    value[chosen] = self._view(offset, dtype, shape)[source]
             infos[key] = value
-            infos[f"_{key}"] = _any_of(numbers, owners) if everyone is None else everyone.copy()
+            infos[f"_{key}"] = _any_of(numbers, owners)
 
     def _view(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
         """The column at ``offset`` of all records."""
@@ -380,6 +363,16 @@ class InfoReader:
                 info = {**info, "final_obs": final_obs[position]}
             add_info(infos, info, position, count, row)
         return infos
+
+
+def _fill(infos: dict[Any, Any], columns: _Columns, rows: Array | None, everyone: Array) -> None:
+    for key, mask, column in columns:
+        if column.__class__ is list:
+            infos[key] = {}
+            _fill(infos[key], column, rows, everyone)
+        else:
+            infos[key] = column.copy() if rows is None else column[rows]
+        infos[mask] = everyone.copy()  # takes a tenth of the time of `np.ones`, which is written in Python
 
 
 def _any_of(numbers: Array, owners: Sequence[int]) -> Array:

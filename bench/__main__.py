@@ -7,9 +7,10 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
-from bench import goals, micro, plots, suites
+from bench import goals, micro, plots, suites, tables
 from bench.workloads import WORKLOADS
 from vecenv.benchmark import Report, draw_bars, draw_scale
 from vecenv.benchmark.tables import print_report, print_scale, progress_bar
@@ -17,6 +18,7 @@ from vecenv.cores import usable_cores
 
 MICRO: dict[str, Callable[[suites.Pace], Report]] = {
     "round-trip": micro.round_trip,
+    **{f"batch-{n}": partial(micro.batch, num_envs=n) for n in (2, 8, 64)},
     "reset": micro.reset,
     "call": micro.call,
     "infos": micro.infos,
@@ -143,6 +145,10 @@ def _micro(arguments: argparse.Namespace, pace: suites.Pace) -> None:
                 print(f"{name}: takes as long as {times.median:.2f} x memcpy" if times else f"{name}: not measured")
             for name, count in micro.counted_copies().items():
                 print(f"{name}: every byte is copied {count:.2f} times")
+        if part.startswith("batch-"):
+            for name, spent in micro.outside_the_steps(report).items():
+                text = f"{spent.median:.1f} us ({spent.lower:.1f} - {spent.upper:.1f})" if spent else "not measured"
+                print(f"{report.num_envs} environments, {name}: {text} a batch beyond the bare loop in as many processes")
 
 
 def _busy(arguments: argparse.Namespace, pace: suites.Pace) -> None:
@@ -156,7 +162,7 @@ def _goals(arguments: argparse.Namespace, pace: suites.Pace) -> None:
 
 
 def _table(arguments: argparse.Namespace, pace: suites.Pace) -> None:
-    goals.write_tables(arguments.out)
+    tables.write_tables(arguments.out)
 
 
 def main() -> int:

@@ -34,6 +34,7 @@ from vecenv.benchmark import (
     VectorRunner,
     compare,
     gymnasium_candidate,
+    limit_candidate,
     make_env,
     run_for,
     vecenv_candidate,
@@ -159,6 +160,30 @@ def round_trip(pace: Pace) -> Report:
         Candidate("spinning-pipe", "bare ping-pong, spinning", (partial(PingPong, True),)),
     ]
     return compare("round trip, empty step", EmptyEnv, 1, rows, **pace)
+
+
+def batch(pace: Pace, num_envs: int = 8) -> Report:
+    """A step of CartPole-v1, whole batches a second, beside the bare loop in one process and in two."""
+    env_fn = partial(make_env, "CartPole-v1")
+    limits = {name: limit_candidate(env_fn, num_envs, processes) for name, processes in (("bare", 1), ("bare-2", 2))}
+    rows = [
+        gymnasium_candidate("gym-sync", "SyncVectorEnv", env_fn, num_envs),
+        vecenv_candidate("in-process", "vecenv, in-process", env_fn, num_envs, num_workers=0),
+        vecenv_candidate("use-caller", "vecenv, caller and 1 worker", env_fn, num_envs, num_workers=1, use_caller=True),
+        vecenv_candidate("workers", "vecenv, 2 workers", env_fn, num_envs, num_workers=2),
+        *(replace(limit, name=name) for name, limit in limits.items()),
+    ]
+    return compare("CartPole-v1", env_fn, num_envs, rows, **pace)
+
+
+def outside_the_steps(report: Report) -> dict[str, Summary | None]:
+    """Microseconds a batch of :func:`batch` takes beyond the bare loop in as many processes, from the rounds of one run."""
+    rates = {row.name: row.rates for row in report.rows}
+    found = {}
+    for name, bare in (("gym-sync", "bare"), ("in-process", "bare"), ("use-caller", "bare-2"), ("workers", "bare-2")):
+        pairs = zip(rates[name], rates[bare], strict=True)
+        found[name] = Summary.of(1e6 * report.num_envs * (1 / ours - 1 / theirs) for ours, theirs in pairs)
+    return found
 
 
 def _repeated_call(title: str, unit: str, runner: type[VectorRunner], num_envs: int, workers: int, pace: Pace) -> Report:

@@ -109,8 +109,8 @@ def merged(reports: list[Report]) -> Report:
     return replace(reports[0], rows=list(rows.values()))
 
 
-def auto(workload: str, num_envs: int, workers: int, pace: Pace) -> Report:
-    """``num_workers="auto"`` beside every fixed choice and ``SyncVectorEnv``."""
+def auto(workload: str, num_envs: int, workers: int, pace: Pace, names: Iterable[str] | None = None) -> Report:
+    """``num_workers="auto"`` beside every fixed choice and ``SyncVectorEnv``, or beside ``names`` of them."""
     env_fn = WORKLOADS[workload].prepare()
     not_chosen = ("first-ready", "gym-async", "bare-pipes", "limit")
     rows = [c for c in default_candidates(env_fn, num_envs, workers) if c.name not in not_chosen]
@@ -120,6 +120,8 @@ def auto(workload: str, num_envs: int, workers: int, pace: Pace) -> Report:
         for count, text in more.items()
         if count <= num_envs
     ]
+    if names is not None:
+        rows = [row for row in rows if row.name in set(names)]
     return compare(workload, env_fn, num_envs, rows, **pace)
 
 

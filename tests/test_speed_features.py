@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ import vecenv
 from vecenv import cores
 from vecenv.plan import Plan, caller_share, choose
 from vecenv.scout import Probe
+from vecenv.shm import Tree
 from vecenv.testing.contract import assert_identical
 
 
@@ -160,6 +162,33 @@ def test_without_copy_the_batch_is_the_shared_memory_itself() -> None:
     finally:
         envs.close()
     np.testing.assert_array_equal(first, copied)  # views outlive the workers
+
+
+class FromElsewhere(Painter):
+    """Its spaces have come by pickle, with dtypes that are equal to numpy's own and not the same objects."""
+
+    observation_space = pickle.loads(pickle.dumps(Painter.observation_space))
+    action_space = pickle.loads(pickle.dumps(spaces.Box(-1, 1, (2,), np.float32)))
+
+    def __init__(self) -> None:
+        self.canvas = np.zeros((8, 8), self.observation_space.dtype)
+        self.t = 0
+
+    observation_buffer = None  # type: ignore[assignment]
+
+
+def test_dtypes_that_came_by_pickle_take_the_short_way_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    envs: Any = vecenv.AsyncVectorEnv([FromElsewhere] * 2, num_workers=0)
+    try:
+        envs.reset()
+        actions = envs.action_space.sample()
+        assert actions.dtype is not np.dtype(np.float32), "nothing would be shown"
+        for rows in (worker._rows for worker in envs._engine.pool.workers):
+            monkeypatch.setattr(rows, "_put", lambda k, observation: pytest.fail("the long way to write an observation"))
+        monkeypatch.setattr(Tree, "exact", lambda *args: pytest.fail("the long way to stage actions"))
+        assert (envs.step(actions)[0] == 1).all()
+    finally:
+        envs.close()
 
 
 # -- plans ----------------------------------------------------------------------------------------------------------

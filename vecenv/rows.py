@@ -293,9 +293,11 @@ class EnvRows:
                         direct = True
                     except (TypeError, ValueError):  # another dtype or shape, or no array at all
                         pass
-                elif observation.__class__ is array and observation.dtype is dtype and observation.shape == shape:
-                    row[...] = observation
-                    direct = True
+                elif observation.__class__ is array and observation.shape == shape:
+                    own = observation.dtype
+                    if own is dtype or own == dtype:  # equal and not the same where the space has come here by pickle
+                        row[...] = observation
+                        direct = True
                 if not direct and (travels := put(k, observation)) is not KEPT:
                     out.observations[self.first + k] = travels
                 if info or info.__class__ is not dict:

@@ -27,6 +27,7 @@ from vecenv.benchmark import (
     default_candidates,
     run_for,
     sample_actions,
+    vecenv_candidate,
 )
 
 
@@ -174,5 +175,7 @@ def candidates(env_fn: EnvFn, num_envs: int, workers: int) -> list[Candidate]:
         Candidate(name, label, (partial(build, env_fn, num_envs, workers),), kind="other", settle=settle)
         for name, (label, build, settle) in OTHERS.items()
     ]
-    rows = default_candidates(env_fn, num_envs, workers)
-    return [*rows[:-1], *others, rows[-1]]
+    auto, *rows, limit = default_candidates(env_fn, num_envs, workers)
+    # beside engines that hand out the very memory their workers write into, as PufferLib's does
+    view = vecenv_candidate("auto-view", "vecenv, auto, copy=False", env_fn, num_envs, num_workers="auto", copy=False)
+    return [auto, view, *rows, *others, limit]

@@ -29,7 +29,7 @@ from vecenv.ledger import Ledger
 from vecenv.observations import Store
 from vecenv.pool import PoolOptions, WorkerPool
 from vecenv.protocol import Op
-from vecenv.requests import PLAIN, Pending, Result
+from vecenv.requests import COLUMNS, PLAIN, Pending, Result
 from vecenv.rows import Failure
 from vecenv.shm import Arena, Batch, Layout
 from vecenv.shm.layout import Array
@@ -265,7 +265,9 @@ class Engine:
         result = self.absorb(answers)
         if pending.command == "step":
             self.env_steps += self.num_envs
-        return Result() if pending.lost and result is PLAIN else result  # what became of lost rows is written into it
+        if pending.lost and (result is PLAIN or result is COLUMNS):  # what became of lost rows is written into it
+            return Result(columns=result.columns)
+        return result
 
     def end_hanging(self, late: Sequence[AnyWorker], limit: float | None) -> None:
         for worker in late:
@@ -291,10 +293,14 @@ class Engine:
     def absorb(self, answers: Iterable[tuple[AnyWorker, Answer]]) -> Result:
         result = PLAIN
         for worker, answer in answers:
-            if not answer.columns and answer.outcome is None and answer.death is None:
+            if answer.outcome is None and answer.death is None:
+                if answer.columns and result is PLAIN:
+                    result = COLUMNS
+                elif answer.columns:
+                    result.columns = True
                 continue
-            if result is PLAIN:
-                result = Result()
+            if result is PLAIN or result is COLUMNS:
+                result = Result(columns=result.columns)
             if answer.columns:
                 result.columns = True
             if answer.outcome is not None:

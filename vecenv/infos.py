@@ -221,7 +221,9 @@ class InfoWriter:
 
     def news(self) -> dict[int, Definition]:
         """Definitions used for the first time since the last call."""
-        news, self._news = self._news, {}
+        news = self._news
+        if news:
+            self._news = {}
         return news
 
 

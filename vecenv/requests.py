@@ -11,7 +11,7 @@ from vecenv.rows import Failure
 from vecenv.shm.layout import Array
 from vecenv.workers import AnyWorker
 
-__all__ = ["PLAIN", "Pending", "Result"]
+__all__ = ["COLUMNS", "PLAIN", "Pending", "Result"]
 
 
 @dataclass(slots=True)
@@ -40,3 +40,5 @@ class Result:
 
 PLAIN: Final = Result()
 """The result of a round in which nobody had anything to say, the same one every time: nobody writes into it."""
+COLUMNS: Final = Result(columns=True)
+"""Likewise of a round in which all that was said lies in shared memory."""

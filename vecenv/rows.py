@@ -266,6 +266,7 @@ class EnvRows:
         """Step the environments of rows ``ks`` (``None``: all of them), in order."""
         if self._dirty:
             self._clean(ks)
+            self._out.columns = False
         self._messages += 1
         steps = self._steps if self._messages % _SAMPLE_EVERY else [self._timed(k) for k in range(self.count)]
         rows = self._direct_rows
@@ -392,6 +393,7 @@ class EnvRows:
         out = self._out
         if self._dirty:
             self._clean(ks)
+            out.columns = False
         for k, seed in zip(range(self.count) if ks is None else ks, seeds, strict=True):
             try:
                 env = self._envs[k] or self._build(k)
@@ -483,13 +485,13 @@ class EnvRows:
         self._dirty = ks is not None and bool(self._schemas.any() or self._final.any())
 
     def _finish(self) -> Outcome:
-        """The outcome of this message; a plain one is the same object every time."""
+        """The outcome of this message; a plain one is the same object every time, read before the next message."""
         out = self._out
-        if out.columns:
-            out.schemas = self._infos.news()
+        if out.columns and (news := self._infos.news()):
+            out.schemas = news
         if self.warnings:
             out.warnings, self.warnings[:] = list(self.warnings), []
-        if out.columns or not out.is_plain():
+        if not out.is_plain():
             self._out = Outcome()
         return out
 

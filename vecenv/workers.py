@@ -101,7 +101,8 @@ class CallerWorker(Desk):
         self.pid = os.getpid()
         self.overdue = False
         self.who = f"stepped by the caller, pid {self.pid}"
-        self._step = Answer(Request(0, Op.STEP, rows))  # the plain step and its plain answer, used again and again
+        self._step = Answer(Request(0, Op.STEP, rows))  # the plain step and its answers, used again and again
+        self._step_columns = Answer(self._step.request, columns=True)
 
     def __repr__(self) -> str:
         return f"CallerWorker(envs={_span(self.rows)}, asked={len(self.asked)})"
@@ -131,8 +132,8 @@ class CallerWorker(Desk):
             self.replies.append(Answer(request, True, Outcome(failures=failures)))
             raise
         plain = outcome.is_plain()
-        if plain and not outcome.columns and request is self._step.request:
-            self.replies.append(self._step)
+        if plain and request is self._step.request:
+            self.replies.append(self._step_columns if outcome.columns else self._step)
         else:
             self.replies.append(Answer(request, outcome.columns or not plain, None if plain else outcome))
         return True
@@ -165,7 +166,8 @@ class ProcessWorker(Desk):
         self.exitcode: int | None = None
         self.overdue = False  # an answer did not come in time; close() is less patient then
         self.with_caller = with_caller
-        self._step = Answer(Request(0, Op.STEP, rows))  # the plain step and its plain answer, used again and again
+        self._step = Answer(Request(0, Op.STEP, rows))  # the plain step and its answers, used again and again
+        self._step_columns = Answer(self._step.request, columns=True)
         self._watch = watch
         self.descriptor = watch.add(self.pid, process.sentinel, self)
         self._poll = select.poll()
@@ -238,8 +240,8 @@ class ProcessWorker(Desk):
         if not self.asked or self.asked[0].seq != seq:
             return  # the answer to a question that was given up; never given to another one
         request = self.asked.popleft()
-        if word == _PLAIN and request is self._step.request:
-            self.replies.append(self._step)
+        if payload is None and request is self._step.request:
+            self.replies.append(self._step if word == _PLAIN else self._step_columns)
             return
         outcome = None if payload is None else load(payload)
         self.replies.append(Answer(request, word != Reply.PLAIN, outcome))

@@ -74,10 +74,7 @@ def compare_table(reports: list[dict[str, Any]]) -> list[str]:
         rows = {row["name"]: row for row in report["rows"]}
         base = rows.get("gym-async", {}).get("steps_per_second")
         against = [rows.get(name, {}).get("ratios", {}).get("gym-async") for name in names]
-        cells = [
-            f"{found['median']:.2g}" if found and found["median"] < 10 else f"{found['median']:.0f}" if found else "-"
-            for found in against
-        ]
+        cells = [f"{found['median']:{'.2g' if found['median'] < 10 else '.0f'}}" if found else "-" for found in against]
         first = f"{report['env']}, {report['num_envs']} | " + (f"{base['median']:,.0f}" if base else "-")
         lines.append(f"| {first} | {' | '.join(cells)} |")
     return lines
@@ -99,7 +96,7 @@ def sweep_table(reports: list[dict[str, Any]], memory: dict[str, dict[str, dict[
         for n in sizes:
             used = memory.get(n, {}).get(name)
             size = f", {(used['trainer'] + used['workers']) / int(n) / 2**20:.3g} MiB" if used else ""
-            cells.append(by_size.get(n, "-") + size if n in by_size else "-")
+            cells.append(by_size[n] + size if n in by_size else "-")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 

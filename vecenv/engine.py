@@ -293,11 +293,10 @@ class Engine:
     def absorb(self, answers: Iterable[tuple[AnyWorker, Answer]]) -> Result:
         result = PLAIN
         for worker, answer in answers:
-            if answer.outcome is None and answer.death is None:
-                if answer.columns and result is PLAIN:
-                    result = COLUMNS
-                elif answer.columns:
-                    result.columns = True
+            if answer.outcome is None and answer.death is None and (result.columns or not answer.columns):
+                continue  # nothing new
+            if answer.outcome is None and answer.death is None and result is PLAIN:
+                result = COLUMNS
                 continue
             if result is PLAIN or result is COLUMNS:
                 result = Result(columns=result.columns)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -312,35 +314,115 @@ def test_the_callers_own_affinity_is_never_touched() -> None:
     assert os.sched_getaffinity(0) == before
 
 
+class Kernel:
+    """A clock of which every look costs a microsecond, and a kernel that hands the core to others."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1.0
+        self.waited = 0.0
+        monkeypatch.setattr(cores.time, "perf_counter", self)
+        monkeypatch.setattr(cores, "seconds_waited", lambda: self.waited)
+
+    def __call__(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+    def run(self, patience: cores.Patience, seconds: float, lost: float) -> int:
+        """Spin, and step for a millisecond, a share ``lost`` of the time waiting, in turns; how often did it spin?"""
+        spins = 0
+        for _ in range(int(seconds * 1e3)):
+            spins += patience.spin(lambda timeout: 1)
+            self.now += 1e-3
+            self.waited += 1e-3 * lost
+        return spins
+
+
 def test_patience_ends_when_the_core_is_taken_away_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Clock:
-        now = 0.0
-        gap = 1e-3  # somebody else had the core for a millisecond between two looks at the clock
-
-        def __call__(self) -> float:
-            self.now += self.gap
-            return self.now
-
-    clock = Clock()
-    monkeypatch.setattr(cores.time, "perf_counter", clock)
-    patience = cores.Patience(1e-2)
-    looks = iter([0, 0, 1] * 1000)
-    for _ in range(64):
-        assert patience.spin(lambda timeout: next(looks))
+    kernel, resting_until = Kernel(monkeypatch), np.zeros(1)
+    patience, other = cores.Patience(1e-2, resting_until), cores.Patience(1e-2, resting_until)
+    assert kernel.run(patience, 1.0, lost=0.2) == 1000
+    kernel.run(patience, 0.2, lost=0.5)
     assert patience.rests == 1
     assert not patience.spin(lambda timeout: pytest.fail("it must not look while it rests"))
-    clock.now += 1.0
-    clock.gap = 1e-6
-    for _ in range(200):
-        assert patience.spin(lambda timeout: next(looks))
-    assert patience.rests == 1
+    assert not other.spin(lambda timeout: pytest.fail("nor may another process of the same engine"))
+    kernel.run(patience, 60.0, lost=0.5)
+    assert kernel.run(patience, 60.0, lost=0.5) < 0.05 * 60_000, "on a machine that stays busy it is tried seldom"
+    kernel.run(patience, cores._LONGEST_REST, lost=0.0)
+    rests = patience.rests
+    assert kernel.run(patience, 1.0, lost=0.0) == 1000
+    assert other.spin(lambda timeout: 1)
+    assert (patience.rests, other.rests) == (rests, 0)
+    kernel.run(patience, 0.2, lost=0.5)
+    assert not kernel.run(patience, 0.1, lost=0.0)
+    assert kernel.run(patience, 0.2, lost=0.0), "the first rest after good times is a short one again"
+
+
+def test_a_caller_on_a_workers_core_waits_for_it_by_design(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel(monkeypatch)
+    assert kernel.run(cores.Patience(1e-2, np.zeros(1), shares=True), 2.0, lost=0.5) == 2000
 
 
 def test_patience_gives_up_after_its_time() -> None:
     began = time.perf_counter()
-    assert not cores.Patience(2e-3).spin(lambda timeout: 0)
+    assert not cores.Patience(2e-3, np.zeros(1)).spin(lambda timeout: 0)
     assert 2e-3 <= time.perf_counter() - began < 0.5
-    assert not cores.Patience(0.0).spin(lambda timeout: pytest.fail("it must not look at all"))
+    assert not cores.Patience(0.0, np.zeros(1)).spin(lambda timeout: pytest.fail("it must not look at all"))
+
+
+def test_nobody_spins_where_the_kernel_does_not_tell_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(cores, "seconds_waited", lambda: None)
+    assert cores.seats(1) == ([cores.Seat()], 0.0)
+
+
+def test_seconds_waited_are_those_of_a_core_that_two_want() -> None:
+    before = os.sched_getaffinity(0)
+    core = {min(before)}
+    program = f"import os; os.sched_setaffinity(0, {core})\nprint(flush=True)\nwhile True: pass"
+    rival = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    try:
+        os.sched_setaffinity(0, core)
+        assert rival.stdout is not None
+        rival.stdout.readline()
+        waited, began = cores.seconds_waited(), time.perf_counter()
+        while time.perf_counter() - began < 0.5:
+            pass
+        now = cores.seconds_waited()
+        assert waited is not None
+        assert now is not None
+        assert 0.1 < now - waited < 0.5
+    finally:
+        os.sched_setaffinity(0, before)
+        rival.kill()
+        rival.communicate()
+
+
+@pytest.mark.skipif(cores.usable_cores() != 2, reason="with two cores the caller and the worker have one each")
+def test_an_engine_lets_go_of_its_cores_when_others_want_them_and_takes_them_again() -> None:
+    envs = vecenv.AsyncVectorEnv(numbers(4), num_workers=1, use_caller=True)
+    free = os.sched_getaffinity(0)
+    rivals: list[subprocess.Popen[bytes]] = []
+
+    def step_until(bound: bool) -> None:
+        deadline = time.monotonic() + 20
+        while (os.sched_getaffinity(pid) != free) != bound:
+            assert time.monotonic() < deadline, f"the worker is on {os.sched_getaffinity(pid)}"
+            envs.step(np.zeros((4, 2), np.float32))
+
+    try:
+        envs.reset()
+        (pid,) = (process.pid for process in envs.processes)
+        step_until(bound=True)
+        rivals = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+        step_until(bound=False)
+        for rival in rivals:
+            rival.kill()
+        step_until(bound=True)
+    finally:
+        for rival in rivals:
+            rival.kill()
+            rival.wait()
+        envs.close()
 
 
 def test_stats_are_floats_and_count_what_happened() -> None:

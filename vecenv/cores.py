@@ -2,8 +2,8 @@
 
 Sleeping and being woken costs 20 to 40 microseconds on a virtual machine, several environment steps' worth; polling instead
 is free exactly as long as the core has nothing better to do. So a process may spin only where a core is left over for it,
-and a :class:`Patience` stops spinning as soon as the kernel takes the core away from it more than now and then, which is how
-a busy machine shows itself, and tries again later.
+and a :class:`Patience` looks back now and then at what its spinning was good for, and rests from it for a while if others
+wanted the core too.
 """
 
 from __future__ import annotations
@@ -11,19 +11,25 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import numpy as np
+import numpy.typing as npt
 
 __all__ = ["SPIN_SECONDS", "Patience", "Seat", "seats", "usable_cores"]
 
 SPIN_SECONDS: Final = 150e-6
 """Longest spin before a process goes to sleep: a few wake-ups' worth."""
 
-_REVIEW_EVERY: Final = 64
-_TAKEN: Final = 40e-6  # two looks at the clock that are so far apart had somebody else in between
-_REST: Final = 0.25  # seconds without spinning after the core was taken away
+_REVIEW_SECONDS: Final = 0.1  # between two reviews at least: many time slices of the kernel
+_TRIAL_SECONDS: Final = 0.03  # from the end of a rest to the first review
+_REVIEW_SPINS: Final = 16  # between two reviews at least
+_FIRST_REST: Final = 0.25  # seconds without spinning after a bad review, doubled with every further one
+_LONGEST_REST: Final = 4.0
+_BEARABLE: Final = 0.25  # of the time; a quiet machine's worst is 0.04, and another busy process on the core takes half
 
 
 def usable_cores() -> int:
@@ -64,15 +70,16 @@ def seats(workers: int) -> tuple[list[Seat], float]:
 
     With fewer workers than cores everybody has a core, the caller included, and everybody spins. With as many workers as
     cores one worker shares its core with the caller: that one sleeps as soon as it has answered, which hands the core over
-    without a wake-up across cores, and the others spin on theirs. With more workers than cores nobody spins. The caller is
-    never bound to anything: the workers' seats leave it one place to be.
+    without a wake-up across cores, and the others spin on theirs. With more workers than cores nobody spins, nor where the
+    kernel does not tell how long one waited for a core. The caller is never bound to anything: the workers' seats leave it
+    one place to be.
     """
     cores = usable_cores()
     try:
         cpus = sorted(os.sched_getaffinity(0))
     except AttributeError:
         return [Seat()] * workers, 0.0
-    if workers > cores or cores < 2 or len(cpus) > cores:
+    if workers > cores or cores < 2 or len(cpus) > cores or seconds_waited() is None:
         return [Seat()] * workers, 0.0
     spinning = [Seat(frozenset({cpu}), SPIN_SECONDS) for cpu in cpus[1:]]
     if workers < cores:
@@ -80,58 +87,93 @@ def seats(workers: int) -> tuple[list[Seat], float]:
     return [Seat(frozenset({cpus[0]}), with_caller=True), *spinning], SPIN_SECONDS
 
 
+def seconds_waited() -> float | None:
+    """How long this thread was ready to run and no core was given to it, since it began; ``None`` where that is not told."""
+    try:
+        file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        return int(os.read(file, 64).split()[1]) * 1e-9
+    finally:
+        os.close(file)
+
+
 class Patience:
     """How long to poll before going to sleep, here and now.
 
+    Where somebody else wants the core too, spinning does harm: a process that never sleeps has used up its share of the core
+    and stands in line for whole time slices, while one that sleeps now and then is let in as soon as it wakes; and a core
+    on which one process spins is not there for the other that it waits for. So each process looks now and then at how long
+    it had to wait for its core. If that was too long, all processes of the engine sleep at once when they wait, bound to no
+    core, for a while that doubles as long as the reviews stay bad.
+
     Args:
         spin: Seconds, when all is well.
-        cpus: Cores this process is bound to; let go of while it does not spin because the machine is busy.
+        resting_until: float64 ``(1,)``, shared by all processes of an engine: nobody spins before ``time.perf_counter()`` is
+            that far (one clock for all processes of a machine, where there are seats to spin on).
+        cpus: Cores this process is bound to while it spins.
+        shares: By design another process of the engine sits on the same core, so that waiting for the core tells nothing.
     """
 
-    def __init__(self, spin: float, cpus: frozenset[int] | None = None) -> None:
-        self.rests = 0
+    def __init__(
+        self, spin: float, resting_until: npt.NDArray[np.float64], cpus: frozenset[int] | None = None, shares: bool = False
+    ) -> None:
+        self.rests = 0  # bad reviews of this process
+        self._resting = False
         self._seconds = spin
+        self._resting_until = resting_until.data.cast("B").cast("d")  # four times quicker to look at
         self._cpus = cpus
         self._free = os.sched_getaffinity(0) if cpus else None
-        self._spins = 0
-        self._taken = 0  # how often, in this review, the core was taken away in the middle of a spin
-        self._resting_until = 0.0
-        self._bind(True)
+        self._shares = shares
+        self._rest = _FIRST_REST
+        self._bind(cpus)
+        self._begin_review(time.perf_counter(), _REVIEW_SECONDS)
 
     def spin(self, poll: Callable[[int], object]) -> bool:
         """Call ``poll(0)`` until it finds something, for as long as it pays; false if it found nothing."""
         if not self._seconds:
             return False
         clock = time.perf_counter
-        last = clock()
-        if self._resting_until:
-            if last < self._resting_until:
-                return False
-            self._resting_until = 0.0
-            self._bind(True)
-        until = last + self._seconds
-        found = True
-        while not poll(0):
-            now = clock()
-            if now - last > _TAKEN:
-                self._taken += 1
-            if now > until:
-                found = False
-                break
-            last = now
+        now = clock()
+        if now < self._resting_until[0]:
+            if not self._resting:
+                self._resting = True
+                self._bind(self._free)
+            return False
+        if self._resting:
+            self._resting = False
+            self._bind(self._cpus)
+            self._begin_review(now, _TRIAL_SECONDS)
+        elif now > self._review_at and self._spins >= _REVIEW_SPINS and not self._review(now):
+            return False
         self._spins += 1
-        if self._spins == _REVIEW_EVERY:
-            self._review()
-        return found
+        until = now + self._seconds
+        while not poll(0):
+            if clock() > until:
+                return False
+        return True
 
-    def _review(self) -> None:
-        if self._taken * 8 > self._spins:
-            self._resting_until = time.perf_counter() + _REST
+    def _begin_review(self, now: float, seconds: float) -> None:
+        self._began = now
+        self._review_at = now + seconds
+        self._waited = seconds_waited() or 0.0
+        self._spins = 0
+
+    def _review(self, now: float) -> bool:
+        """Whether to go on."""
+        waited = (seconds_waited() or 0.0) - self._waited
+        good = self._shares or waited < _BEARABLE * (now - self._began)
+        if good:
+            self._rest = _FIRST_REST
+            self._begin_review(now, _REVIEW_SECONDS)
+        else:
             self.rests += 1
-            self._bind(False)
-        self._spins = self._taken = 0
+            self._resting_until[0] = max(self._resting_until[0], now + self._rest)
+            self._rest = min(2 * self._rest, _LONGEST_REST)
+        return good
 
-    def _bind(self, bound: bool) -> None:
-        if self._cpus and self._free:
+    def _bind(self, cpus: Iterable[int] | None) -> None:
+        if self._cpus and cpus:
             with contextlib.suppress(OSError):
-                os.sched_setaffinity(0, self._cpus if bound else self._free)
+                os.sched_setaffinity(0, cpus)

@@ -104,7 +104,8 @@ class WorkerPool:
         self._env_fns: dict[int, Sequence[Any]] = {}
         self._channels: weakref.WeakSet[Channel] = weakref.WeakSet()
         self._queue: deque[tuple[ProcessWorker, Request]] = deque()
-        self._patience = Patience(options.caller_spin)
+        shares_core = any(seat.with_caller for seat in options.seats)
+        self._patience = Patience(options.caller_spin, batch.resting_until, shares=shares_core)
         self._seq = 0
         self._any: select.epoll | select.poll | None = None
         _pools.add(self)

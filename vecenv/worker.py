@@ -201,7 +201,8 @@ def main(start: Start) -> None:
         env_fns = (
             [_load_env_fn(start.first + k, blob) for k, blob in enumerate(start.env_fns)] if start.pickled else start.env_fns
         )
-        rows = make_rows(env_fns, start.first, start.index, start.plan, start.plan.layout.view(start.arena.buffer))
+        batch = start.plan.layout.view(start.arena.buffer)
+        rows = make_rows(env_fns, start.first, start.index, start.plan, batch)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=partial(rows.forked.append, True))
         failures, mismatches = rows.build()
@@ -215,7 +216,7 @@ def main(start: Start) -> None:
     try:
         channel.send(Reply.READY, 0, pickle.dumps(Ready(os.getpid(), failures, mismatches)))
         if rows is not None:
-            clean = serve(channel, rows, Patience(start.seat.spin, start.seat.cpus))
+            clean = serve(channel, rows, Patience(start.seat.spin, batch.resting_until, start.seat.cpus))
     except ChannelClosed:  # the caller closed or died; there is nobody to tell
         clean = abandoned = True
         if rows is not None:

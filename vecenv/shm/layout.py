@@ -169,6 +169,7 @@ class Batch:
         infos: uint8 ``(n, INFO_BYTES)``: the values.
         worker_time, worker_steps: float64 seconds and steps spent inside environments, a row a worker.
         step_time: float64 ``(n,)``: seconds of the last sampled step of each environment.
+        resting_until: float64 ``(1,)``: until when nobody spins (:class:`vecenv.cores.Patience`).
     """
 
     actions: list[Array] | None
@@ -184,6 +185,7 @@ class Batch:
     worker_time: Array
     worker_steps: Array
     step_time: Array
+    resting_until: Array
 
 
 @dataclass(slots=True)
@@ -225,6 +227,7 @@ class Layout:
         layout._add("worker_time", np.float64, rows=max(num_workers, 1))
         layout._add("worker_steps", np.float64, rows=max(num_workers, 1))
         layout._add("step_time", np.float64)
+        layout._add("resting_until", np.float64, rows=1)
         return layout
 
     def _add(self, name: str, dtype: npt.DTypeLike, shape: tuple[int, ...] = (), rows: int | None = None) -> None:

@@ -152,7 +152,12 @@ def _micro(arguments: argparse.Namespace, pace: suites.Pace) -> None:
 
 
 def _busy(arguments: argparse.Namespace, pace: suites.Pace) -> None:
-    _show(arguments, list(suites.busy(arguments.workload, arguments.num_envs, arguments.workers, pace)), "busy")
+    reports = list(suites.busy(arguments.workload, arguments.num_envs, arguments.workers, pace))
+    _show(arguments, reports, "busy")
+    for report in reports:
+        for label, gain in suites.gain_of_spinning(report).items():
+            text = f"{gain.median:.2f} ({gain.minimum:.2f} - {gain.maximum:.2f})" if gain else "not measured"
+            print(f"{report.env}: {label}: {text} of its rate without spinning")
 
 
 def _goals(arguments: argparse.Namespace, pace: suites.Pace) -> None:

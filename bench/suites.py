@@ -23,6 +23,7 @@ from vecenv.benchmark import (
     Report,
     Row,
     Runner,
+    Summary,
     VectorRunner,
     compare,
     default_candidates,
@@ -204,6 +205,11 @@ def busy(workload: str, num_envs: int, workers: int, pace: Pace) -> tuple[Report
     with burner():
         disturbed = compare(f"{workload}, one core taken", env_fn, num_envs, chosen, check=False, **pace)
     return quiet, disturbed
+
+
+def gain_of_spinning(report: Report) -> dict[str, Summary | None]:
+    """How many times faster with spinning than without, round by round, of the engines that :func:`busy` ran both ways."""
+    return {row.label: report.ratio(row.name, f"{row.name}-still") for row in report.rows if report.row(f"{row.name}-still")}
 
 
 def raise_descriptor_limit() -> None:

@@ -3,7 +3,8 @@
 What matters is how long a step takes and how much of that is waiting (for a simulator elsewhere, a socket, a sleep). A step
 that computes wants as many processes as there are cores, one of which may be the caller itself; a step that waits wants more
 processes than cores; and a step that is over before another process could be woken wants no other process at all. The costs
-of handing a batch over that the choice rests on are the constants below, measured with ``python -m bench micro``.
+of handing a batch over that the choice rests on are the constants below, measured with ``python -m bench micro``, times how
+slow this machine is, and how much slower while others compute too: two usable cores may be two threads of one.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class Plan:
         lines = [
             f"Plan for {self.num_envs} environments on {self.cores} usable cores:",
             f"  a step takes {probed.step * 1e6:.1f} us, {probed.waits:.0%} of it waiting ({probed.steps} steps measured)",
+            f"  all else takes {probed.pace:.1f} times the usual, {probed.pace * probed.crowding:.1f} with other cores busy",
         ]
         for name, seconds in sorted(self.estimates.items(), key=lambda entry: entry[1]):
             lines.append(f"  {name:<28} {self.num_envs / seconds:>12,.0f} steps per second expected")
@@ -86,22 +88,27 @@ def choose(probed: Probe, num_envs: int, cores: int, *, isolate: bool = False) -
         cores: Usable cores.
         isolate: Only worker processes will do: restarts and timeouts need something that can be killed.
     """
-    step = probed.step + PER_ENV
+    alone = probed.step + PER_ENV * probed.pace
+    crowded = probed.pace * probed.crowding if cores > 1 else probed.pace
+    computing_step = (probed.cpu * probed.crowding if cores > 1 else probed.cpu) + PER_ENV * crowded
+    step = max(probed.step - probed.cpu, 0.0) + computing_step
     choices: dict[str, tuple[float, int, int]] = {}  # name -> seconds a batch, processes, the caller's share
     if not isolate:
-        choices["in this process"] = (IN_PROCESS + num_envs * step, 0, num_envs)
+        choices["in this process"] = (IN_PROCESS * probed.pace + num_envs * alone, 0, num_envs)
         if cores > 1 and num_envs > 1:
             workers = min(cores - 1, num_envs - 1)
-            share = caller_share(num_envs, workers, probed.step)
-            slower = max(HANDING_OUT + share * step, -(-(num_envs - share) // workers) * step)
-            choices[f"{workers} + caller"] = (WITH_CALLER + slower, workers, share)
+            share = caller_share(num_envs, workers, probed.step / probed.pace)
+            slower = max(HANDING_OUT * crowded + share * step, -(-(num_envs - share) // workers) * step)
+            choices[f"{workers} + caller"] = (WITH_CALLER * crowded + slower, workers, share)
     workers = min(cores, num_envs)
-    choices[f"{workers} workers"] = (BY_WORKERS + -(-num_envs // workers) * step, workers, 0)
+    choices[f"{workers} workers"] = (BY_WORKERS * crowded + -(-num_envs // workers) * step, workers, 0)
     if probed.waits > _WAITS:
         for processes in sorted({min(num_envs, cores * 2**power) for power in range(1, 6)}):
             waiting = -(-num_envs // processes) * step
-            computing = num_envs * (probed.cpu + PER_ENV) / cores + processes * WAKE / cores
-            choices[f"{processes} workers"] = (BY_WORKERS + max(waiting, computing) + processes * WAKE / 4, processes, 0)
+            wake = WAKE * crowded
+            computing = num_envs * computing_step / cores + processes * wake / cores
+            expected = BY_WORKERS * crowded + max(waiting, computing) + processes * wake / 4
+            choices[f"{processes} workers"] = (expected, processes, 0)
     _, processes, share = min(choices.values())
     reason = "it steps on every usable core"
     if processes == 0:

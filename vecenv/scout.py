@@ -9,16 +9,17 @@ import multiprocessing
 import os
 import pickle
 import signal
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Final
 
 import cloudpickle
 from gymnasium import Space
 
+from vecenv.cores import seconds_waited
 from vecenv.errors import StartupTimeout, WorkerDied
 from vecenv.failure import PackedError, describe_exit, pack, unpack
 
@@ -26,6 +27,9 @@ __all__ = ["Described", "Probe", "Scouted", "Trial", "describe", "probe", "scout
 
 _PROBE_SECONDS: Final = 0.15
 _PROBE_STEPS: Final = 3000
+_CHORES: Final = 100
+_CHORE_SECONDS: Final = 40e-6  # of one, where a step of CartPole-v1 takes 6 us: there the constants of plan.py were measured
+_STAY_AWAKE: Final = b""  # from the scout: wait for the rest without sleeping
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +41,18 @@ class Probe:
         step: Seconds a step, mean, resets included, without the time in which other processes had the core.
         cpu: Seconds a step spent computing.
         slowest: The longest step in seconds.
+        pace: How long this machine takes over a fixed piece of work, where 1 is the machine behind the constants of
+            :mod:`vecenv.plan`.
+        crowding: How much longer it takes while another process computes as well. 1: each has a core of its own; up to 2
+            where two of the usable cores are two threads of one.
     """
 
     steps: int
     step: float
     cpu: float
     slowest: float
+    pace: float = 1.0
+    crowding: float = 1.0
 
     @property
     def waits(self) -> float:
@@ -166,15 +176,22 @@ def scout(
     process = mp.Process(target=_scout_main, args=(blob, theirs, everyone, step), daemon=True, name="vecenv-scout")
     process.start()
     theirs.close()
+    deadline = time.monotonic() + timeout
     try:
-        if not ours.poll(timeout):
-            raise StartupTimeout(f"an environment could not be built and looked at within {timeout} seconds")
         try:
-            result: PackedError | tuple[bytes | PackedError, Probe | None] = pickle.loads(ours.recv_bytes())
+            found = ours.poll(timeout)
+            message = ours.recv_bytes() if found else b""
+            if found and message == _STAY_AWAKE:
+                while not (found := ours.poll(0)) and time.monotonic() < deadline:
+                    pass
+                message = ours.recv_bytes() if found else b""
         except EOFError:
             process.join(5.0)
             text = f"the environment that was built to look at it {describe_exit(process.exitcode)}"
             raise WorkerDied(text, pid=process.pid, exitcode=process.exitcode, command="plan") from None
+        if not found:
+            raise StartupTimeout(f"an environment could not be built and looked at within {timeout} seconds")
+        result: PackedError | tuple[bytes | PackedError, Probe | None] = pickle.loads(message)
         where = f"one environment, pid {process.pid}, built to look at it"
         if isinstance(result, PackedError):
             raise unpack(result, where)
@@ -205,7 +222,7 @@ def _scout_main(blob: Any, connection: Connection[Any, Any], everyone: bool, ste
         env_fns = cloudpickle.loads(blob) if isinstance(blob, bytes) else blob
         env = env_fns[0]()
         described = _sealed(_read(env, env_fns, everyone))
-        result: Any = (described, _step_for_a_moment(env) if step else None)
+        result: Any = (described, _step_for_a_moment(env, connection) if step else None)
     except BaseException as error:
         result = pack(error)
     connection.send_bytes(pickle.dumps(result))
@@ -221,7 +238,7 @@ def _sealed(described: Described) -> bytes | PackedError:
         return pack(error)
 
 
-def _step_for_a_moment(env: Any) -> Probe:
+def _step_for_a_moment(env: Any, caller: Connection[Any, Any]) -> Probe:
     env.action_space.seed(0)
     env.reset(seed=0)
     actions = [env.action_space.sample() for _ in range(64)]
@@ -229,7 +246,7 @@ def _step_for_a_moment(env: Any) -> Probe:
         if _step(env, action):
             env.reset()
     count, slowest = 0, 0.0
-    cpu, queued, began = time.process_time(), _queued(), time.perf_counter()
+    cpu, queued, began = time.process_time(), seconds_waited() or 0.0, time.perf_counter()
     until = began + _PROBE_SECONDS
     last = began
     while count < _PROBE_STEPS and (last < until or count < 3):
@@ -239,16 +256,23 @@ def _step_for_a_moment(env: Any) -> Probe:
         slowest, last = max(slowest, now - last), now
         count += 1
     computing = (time.process_time() - cpu) / count
-    elapsed = (last - began - (_queued() - queued)) / count
-    return Probe(count, max(elapsed, computing), computing, slowest)
+    # what a busy machine takes away is no waiting of the environment's
+    elapsed = (last - began - ((seconds_waited() or 0.0) - queued)) / count
+    alone = _chores()
+    caller.send_bytes(_STAY_AWAKE)
+    return Probe(count, max(elapsed, computing), computing, slowest, alone / _CHORE_SECONDS, max(_chores() / alone, 1.0))
 
 
-def _queued() -> float:
-    """Seconds this process was ready and had no core: what a busy machine takes away is no waiting of the environment's."""
-    try:
-        return int(Path("/proc/self/schedstat").read_text().split()[1]) * 1e-9
-    except (OSError, IndexError, ValueError):
-        return 0.0
+def _chores() -> float:
+    """Seconds, the median, that a fixed piece of Python takes right now."""
+    times = []
+    for _ in range(_CHORES):
+        began, total, table = time.perf_counter(), 0.0, {}
+        for i in range(500):
+            table[i & 15] = (i, total)
+            total += len(table) * 0.5
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
 
 
 def _step(env: Any, action: Any) -> bool:

@@ -9,6 +9,7 @@ slow this machine is, and how much slower while others compute too: two usable c
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,13 +89,17 @@ def choose(probed: Probe, num_envs: int, cores: int, *, isolate: bool = False) -
         cores: Usable cores.
         isolate: Only worker processes will do: restarts and timeouts need something that can be killed.
     """
-    alone = probed.step + PER_ENV * probed.pace
-    crowded = probed.pace * probed.crowding if cores > 1 else probed.pace
-    computing_step = (probed.cpu * probed.crowding if cores > 1 else probed.cpu) + PER_ENV * crowded
-    step = max(probed.step - probed.cpu, 0.0) + computing_step
+    waiting_step = max(probed.step - probed.cpu, 0.0)
+    # Who makes two cores slow each other down may as well be a neighbour on the same hardware, who slows a lone process down
+    # too, and comes and goes; so a lone process is expected half way between the two.
+    crowding = min(probed.crowding, 2.0) if cores > 1 else 1.0
+    lonely, crowded = probed.pace * math.sqrt(crowding), probed.pace * crowding
+    alone = waiting_step + probed.cpu * math.sqrt(crowding) + PER_ENV * lonely
+    computing_step = probed.cpu * crowding + PER_ENV * crowded
+    step = waiting_step + computing_step
     choices: dict[str, tuple[float, int, int]] = {}  # name -> seconds a batch, processes, the caller's share
     if not isolate:
-        choices["in this process"] = (IN_PROCESS * probed.pace + num_envs * alone, 0, num_envs)
+        choices["in this process"] = (IN_PROCESS * lonely + num_envs * alone, 0, num_envs)
         if cores > 1 and num_envs > 1:
             workers = min(cores - 1, num_envs - 1)
             share = caller_share(num_envs, workers, probed.step / probed.pace)

@@ -395,6 +395,12 @@ def test_nobody_spins_where_the_kernel_does_not_tell_who_waits(monkeypatch: pyte
     assert cores.seats(1) == ([cores.Seat()], 0.0)
 
 
+@pytest.mark.parametrize("told", [b"0 0 0\n", b"", b"what?"])
+def test_a_kernel_may_not_know_how_long_one_waited(told: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "read", lambda file, size: told)
+    assert cores.seconds_waited() is None
+
+
 def test_seconds_waited_are_those_of_a_core_that_two_want() -> None:
     before = os.sched_getaffinity(0)
     core = {min(before)}

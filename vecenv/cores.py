@@ -94,7 +94,10 @@ def seconds_waited() -> float | None:
     except OSError:
         return None
     try:
-        return int(os.read(file, 64).split()[1]) * 1e-9
+        ran, waited = os.read(file, 64).split()[:2]
+        return int(waited) * 1e-9 if int(ran) else None  # a kernel that keeps no such accounts says zero to all
+    except (OSError, ValueError):
+        return None
     finally:
         os.close(file)
 

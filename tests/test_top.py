@@ -54,7 +54,7 @@ def test_counts_are_those_of_the_program() -> None:
     watcher = top.Watcher(os.getpid())
     watcher.read()
     began = time.monotonic()
-    for _ in range(50):
+    for _ in range(2000):
         envs.step(envs.action_space.sample())
     seconds = time.monotonic() - began
     (row,) = watcher.read()
@@ -64,8 +64,8 @@ def test_counts_are_those_of_the_program() -> None:
     assert [worker.pid for worker in row.workers] == [process.pid for process in envs.processes]
     assert [worker.state for worker in row.workers] == ["stepping"] * 2
     steps = [worker.steps_per_second for worker in row.workers]
-    assert steps[0] == pytest.approx(steps[1])
-    assert 0.3 * 200 / seconds < row.steps_per_second <= 200 / seconds
+    assert steps[0] == pytest.approx(steps[1], rel=0.05)  # each may be a millisecond behind
+    assert 0.3 * 8000 / seconds < row.steps_per_second <= 8000 / seconds
     for worker in row.workers:
         assert 0.0 < worker.waiting <= 1.0
         assert worker.slowest_env is None or worker.envs[0] <= worker.slowest_env <= worker.envs[1]

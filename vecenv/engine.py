@@ -264,7 +264,7 @@ class Engine:
         answers = [(worker, worker.replies.popleft()) for worker in pending.workers]
         result = self.absorb(answers)
         if pending.command == "step":
-            self.env_steps += self.num_envs
+            self.env_steps += self.num_envs - len(pending.lost)
         if pending.lost and (result is PLAIN or result is COLUMNS):  # what became of lost rows is written into it
             return Result(columns=result.columns)
         return result
@@ -486,18 +486,19 @@ class Engine:
     def stats(self) -> dict[str, float]:
         """Figures since the start; see :meth:`vecenv.AsyncVectorEnv.stats`."""
         elapsed = max(time.monotonic() - self.began, 1e-9)
-        steps = float(self.batch.worker_steps.sum())
+        timed = float(self.batch.worker_steps.sum())
+        working = int(np.count_nonzero(self.batch.worker_steps))  # the caller has a row there, whether it has a share or not
         spent = float(self.batch.worker_time.sum())
         per_worker = self.batch.worker_time / np.maximum(self.batch.worker_steps, 1.0)
         times = self.batch.step_time[self.batch.step_time > 0]
         busiest = float(self.batch.worker_time.max())
         return {
-            "steps": steps,
-            "steps_per_second": steps / elapsed,
+            "steps": float(self.env_steps),
+            "steps_per_second": self.env_steps / elapsed,
             "wait_fraction": self.pool.time_waiting / elapsed,
-            "step_time_mean": spent / max(steps, 1.0),
+            "step_time_mean": spent / max(timed, 1.0),
             "step_time_slowest_env": float(times.max()) if len(times) else float(per_worker.max()),
-            "straggler_share": 1.0 - spent / (busiest * len(self.batch.worker_time)) if busiest > 0 else 0.0,
+            "straggler_share": 1.0 - spent / (busiest * working) if busiest > 0 else 0.0,
             "resets": float(self.resets),
             "restarts": float(self.restarts),
             "errors": float(len(self.ledger.errors)),

@@ -89,7 +89,6 @@ class FirstReady:
                 mine.infos[row] = kept.infos.pop(row)
             if row in kept.finals:
                 mine.finals[row] = kept.finals.pop(row)
-        self._engine.env_steps += count
         return rows, mine
 
     def _collect(self) -> None:
@@ -103,7 +102,9 @@ class FirstReady:
         self._landed(rows)
         result = self._engine.absorb([(worker, answer)])
         command = "reset" if answer.request.op in (Op.RESET, Op.RESET_SOME) else "step"
-        if command == "reset":
+        if command == "step":
+            self._engine.env_steps += len(rows)
+        else:
             self._engine.batch.rewards[rows] = 0.0
             self._engine.batch.terminations[rows] = False
             self._engine.batch.truncations[rows] = False

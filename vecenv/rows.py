@@ -32,6 +32,8 @@ from vecenv.shm.layout import Array, Batch, Tree
 __all__ = ["EnvRows", "Expected", "Failure", "Outcome"]
 
 _SAMPLE_EVERY: Final = 64  # every so many steps the environments are timed one by one
+_TELL_EVERY: Final = 1e-3  # seconds inside environments, at most so much is missing in the shared counters
+_clock: Final = time.perf_counter
 
 
 @dataclass(slots=True)
@@ -166,6 +168,10 @@ class EnvRows:
         self._out = Outcome()
         self._dirty = False  # some row's info columns or final flag are set
         self._messages = 0
+        self._told = 0  # messages that the shared counters know of
+        self._left_out = 0  # rows that the other messages did not step
+        self._spent = 0.0  # seconds they took
+        self._tell_after = 0.0
 
     def _direct_writes(self, tree: Tree | None) -> tuple[tuple[Any, Any, Any], list[Any], bool]:
         """How the step loop writes a space of one array by itself, the common case: (class, dtype, shape) to look for, the
@@ -273,11 +279,12 @@ class EnvRows:
         where: Iterable[int] = range(self.count)
         if ks is not None:
             where, steps, rows = ks, [steps[k] for k in ks], [rows[k] for k in ks]
+            self._left_out += self.count - len(ks)
         out, at_end, put, note, offered = self._out, self._at_end, self._put, self._note, self._offered
         forked = self.forked
         (array, dtype, shape), flat = self._direct, self._flat
         rewards, terminations, truncations = self._reward_cells, self._termination_cells, self._truncation_cells
-        began = time.perf_counter()
+        began = _clock()
         for k, step, row, action in zip(where, steps, rows, actions, strict=True):
             try:
                 observation, reward, terminated, truncated, info = step(action)
@@ -314,9 +321,17 @@ class EnvRows:
             except BaseException as error:
                 self._fail(k, error, out)
                 rewards[k], terminations[k], truncations[k] = 0.0, False, False
-        self._worker_time[0] += time.perf_counter() - began
-        self._worker_steps[0] += len(steps)
+        self._spent += _clock() - began
+        if self._spent > self._tell_after:
+            self._tell()
         return self._finish()
+
+    def _tell(self) -> None:
+        """Add to the shared counters what has happened since the last time: at first often, then every millisecond."""
+        self._worker_time[0] += self._spent
+        self._worker_steps[0] += (self._messages - self._told) * self.count - self._left_out
+        self._spent, self._told, self._left_out = 0.0, self._messages, 0
+        self._tell_after = min(self._worker_time[0], _TELL_EVERY)
 
     def _number(self, k: int, name: str, value: Any, kind: type[np.float64] | type[np.bool_]) -> Any:
         """A reward or flag that is no plain Python one: converted as Gymnasium does, an array of one squeezed."""
@@ -334,7 +349,7 @@ class EnvRows:
         ) from problem
 
     def _timed(self, k: int) -> Callable[[Any], Any]:
-        step, clock, times = self._steps[k], time.perf_counter, self._step_time
+        step, clock, times = self._steps[k], _clock, self._step_time
 
         def timed(action: Any) -> Any:
             began = clock()

@@ -95,9 +95,8 @@ class HostsEngine(Engine):
         own = super().stats()
         each = list(self._host_pool.ask_all("stats", timeout=GRACE).values())
         if each:
-            for key in ("steps", "restarts", "bytes_pickled"):
+            for key in ("restarts", "bytes_pickled"):
                 own[key] += sum(stats[key] for stats in each)
-            own["steps_per_second"] = sum(stats["steps_per_second"] for stats in each)
             own["step_time_mean"] = float(np.mean([stats["step_time_mean"] for stats in each]))
             for key in ("step_time_slowest_env", "straggler_share"):
                 own[key] = max(stats[key] for stats in each)

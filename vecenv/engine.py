@@ -254,7 +254,8 @@ class Engine:
         Raises:
             StepTimeout: They are still owed.
         """
-        hang = timeout is None and pending.command in ("step", "reset")
+        stepping = pending.command == "step"
+        hang = timeout is None and (stepping or pending.command == "reset")
         limit = self.policy.step_timeout if hang else timeout
         late = self.pool.gather(pending.workers, None if limit is None else time.monotonic() + limit)
         if late:
@@ -263,7 +264,7 @@ class Engine:
             self.end_hanging(late, limit)
         answers = [(worker, worker.replies.popleft()) for worker in pending.workers]
         result = self.absorb(answers)
-        if pending.command == "step":
+        if stepping:
             self.env_steps += self.num_envs - len(pending.lost)
         if pending.lost and (result is PLAIN or result is COLUMNS):  # what became of lost rows is written into it
             return Result(columns=result.columns)

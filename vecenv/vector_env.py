@@ -675,7 +675,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         ``steps``; ``steps_per_second``; ``wait_fraction`` (of the time, spent by the caller waiting for workers);
         ``step_time_mean`` and ``step_time_slowest_env`` in seconds; ``straggler_share`` (of the workers' time, idle because
         another one took longer); ``resets`` asked for; ``restarts``; ``errors``; ``bytes_pickled``. Counts are exact; times
-        inside environments leave out what a worker has not told yet, at most a millisecond of its own.
+        inside environments are extrapolated where a worker's share of a batch takes less than a millisecond.
         """
         return self._engine.stats()
 

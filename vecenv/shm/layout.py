@@ -167,8 +167,8 @@ class Batch:
         requested: uint32 ``(n,)``: the sequence number of the message that a row belongs to (``Op.*_SOME``).
         info_schemas: uint64 ``(n,)``: which schema a row's infos follow; 0: no info; 1: by pickle.
         infos: uint8 ``(n, INFO_BYTES)``: the values.
-        worker_time, worker_steps: float64 seconds and steps spent inside environments, a row a worker; up to a millisecond
-            behind.
+        worker_time, worker_steps: float64 seconds and steps spent inside environments, a row a worker; short messages are
+            extrapolated, and a few of them may not be in it yet.
         step_time: float64 ``(n,)``: seconds of the last sampled step of each environment.
         resting_until: float64 ``(1,)``: until when nobody spins (:class:`vecenv.cores.Patience`).
     """

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vecenv
+from vecenv.channel import Channel
 from vecenv.errors import EnvFailed, StepTimeout, WorkerDied
 
 
@@ -158,24 +159,85 @@ def test_any_idle_subset_may_be_sent_in_any_order() -> None:
         envs.close()
 
 
-def test_no_env_is_starved() -> None:
-    envs = vecenv.AsyncVectorEnv(makers([9] * 8), num_workers=3, batch_size=3)
+@pytest.mark.parametrize(
+    ("engine", "count"),
+    [({"num_workers": 3}, 3), ({"num_workers": 2, "use_caller": True}, 1), ({"num_workers": 1, "use_caller": True}, 2)],
+    ids=["workers", "two-and-the-caller", "one-and-the-caller"],
+)
+def test_no_env_is_starved(engine: dict[str, Any], count: int) -> None:
+    envs = vecenv.AsyncVectorEnv(makers([9] * 8), batch_size=count, **engine)
     seen: Counter[int] = Counter()
     gaps: dict[int, int] = defaultdict(int)
     last: dict[int, int] = dict.fromkeys(range(8), 0)
     try:
         envs.reset_async()
-        for turn in range(300):
+        for turn in range(600 // count):
             *_, infos = envs.recv(timeout=20)
             for env in infos["env_id"].tolist():
                 seen[env] += 1
                 gaps[env] = max(gaps[env], turn - last[env])
                 last[env] = turn
-            envs.send(np.zeros(3, np.int64))
+            envs.send(np.zeros(count, np.int64))
     finally:
         envs.close()
     assert set(seen) == set(range(8))
     assert max(gaps.values()) < 100, gaps
+
+
+def test_only_those_are_read_who_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a worker for every environment, looking into every pipe for every answer would cost more than the answers."""
+    envs = vecenv.AsyncVectorEnv(makers([1000] * 16, pause=0.005), batch_size=1)
+    looks = 0
+    receive = Channel.receive
+
+    def counted(channel: Channel) -> Any:
+        nonlocal looks
+        looks += 1
+        return receive(channel)
+
+    try:
+        envs.reset_async()
+        for _ in range(16):
+            envs.recv(timeout=20)
+        envs.send(np.zeros(16, np.int64), range(16))
+        monkeypatch.setattr(Channel, "receive", counted)
+        for _ in range(100):
+            envs.recv(timeout=20)
+            envs.send(np.zeros(1, np.int64))
+    finally:
+        monkeypatch.undo()
+        envs.close()
+    assert 85 <= looks <= 150
+
+
+class Bulky(gymnasium.Env[Any, Any]):
+    """Neither its actions nor its observations fit into a pipe."""
+
+    observation_space = spaces.Text(10**6)
+    action_space = spaces.Box(0, 1, (200_000,), np.float64)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        return "", {}
+
+    def step(self, action: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "a" * 10**6, float(action[0]), False, False, {}
+
+
+def test_an_answer_that_came_while_something_was_sent_is_received() -> None:
+    """The worker cannot go on before its answer is read, which happens in the middle of the next send."""
+    envs = vecenv.AsyncVectorEnv([Bulky] * 2, num_workers=1, batch_size=1)
+    try:
+        envs.reset_async()
+        envs.recv(timeout=20)
+        envs.recv(timeout=20)
+        for env in (0, 1):
+            envs.send([np.full(200_000, env + 1.0)], [env])  # a list goes by pickle
+            time.sleep(0.2)
+        found = [envs.recv(timeout=5) for _ in range(2)]
+    finally:
+        envs.close()
+    assert [(infos["env_id"].tolist(), rewards.tolist()) for _, rewards, *_, infos in found] == [([0], [1.0]), ([1], [2.0])]
+    assert [len(observations[0]) for observations, *_ in found] == [10**6] * 2
 
 
 def test_double_buffering_keeps_both_halves_apart() -> None:

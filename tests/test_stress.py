@@ -394,7 +394,7 @@ def test_any_order() -> None:
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=30,
+            max_examples=20,
             stateful_step_count=25,
             deadline=None,
             suppress_health_check=list(HealthCheck),

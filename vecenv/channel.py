@@ -63,6 +63,10 @@ class Channel:
         """The next whole message, or ``None`` if it is not there yet. Raises :class:`ChannelClosed` at end of file."""
         return self._inbox.popleft() if self._inbox else self._read()
 
+    def early(self) -> Message | None:
+        """A message that came while one was sent, and of which polling the pipe would no longer tell."""
+        return self._inbox.popleft() if self._inbox else None
+
     def _read(self) -> Message | None:
         if not self._partial:  # nearly always: five bytes or nothing
             try:

@@ -44,17 +44,17 @@ class FirstReady:
 
     def send(self, rows: Array, actions: list[Any] | None) -> None:
         """Step some idle rows; ``actions`` in the order of ``rows``, or ``None`` if they are in shared memory."""
-        order = np.argsort(rows, kind="stable")
+        listed = rows.tolist()
         seq = self._engine.pool.next_seq()
         self._engine.batch.requested[rows] = seq
         self.in_flight[rows] = True
         self.underway += len(rows)
         by_worker: dict[int, tuple[AnyWorker, list[int]]] = {}
-        for position in order.tolist():
-            worker = self._engine.worker_of[int(rows[position])]
+        for position in sorted(range(len(listed)), key=listed.__getitem__):
+            worker = self._engine.worker_of[listed[position]]
             by_worker.setdefault(id(worker), (worker, []))[1].append(position)
         for worker, positions in by_worker.values():
-            mine = [int(rows[position]) for position in positions]
+            mine = [listed[position] for position in positions]
             payload = None if actions is None else [actions[position] for position in positions]
             self._engine.pool.post(worker, Request(seq, Op.STEP_SOME, mine, payload))
 

@@ -107,7 +107,8 @@ class WorkerPool:
         shares_core = any(seat.with_caller for seat in options.seats)
         self._patience = Patience(options.caller_spin, batch.resting_until, shares=shares_core)
         self._seq = 0
-        self._any: select.epoll | select.poll | None = None
+        self._any: select.poll | None = None
+        self._writers: dict[int, ProcessWorker] = {}  # by the descriptors that are polled for any of them
         _pools.add(self)
 
     # -- starting ---------------------------------------------------------------------------------------------------
@@ -305,36 +306,34 @@ class WorkerPool:
     def _gather_in_turns(self, workers: Sequence[AnyWorker], deadline: float | None) -> list[AnyWorker]:
         """As :meth:`gather`, when some of ``workers`` may be asked only after others have answered."""
         while self._queue or any(worker.owes for worker in workers):
-            owed = sum(len(worker.asked) for worker in workers)
-            self._take_in_all()
-            progress = sum(len(worker.asked) for worker in workers) < owed
             self._post_queued()
-            if not progress and not self._sleep_for_any(None if deadline is None else deadline - time.monotonic()):
+            nobody = not any(worker.owes for worker in self.workers)  # all that were asked have died
+            if not nobody and not self._take_in(None if deadline is None else deadline - time.monotonic()):
                 waiting = {id(worker) for worker, _ in self._queue}
                 return [late for late in workers if late.owes or id(late) in waiting]
         return []
 
     def gather_any(self, deadline: float | None) -> bool:
-        """Take in whatever has been answered, waiting for at least one answer; false when the time was up."""
+        """Take in whatever has been answered, waiting for at least one answer; false when the time was up.
+
+        The caller steps its own share when nobody else has an answer, and in its turn where there always is one.
+        """
         while True:
-            self._take_in_all()
+            own = next((worker for worker in self.workers if worker.local and worker.owes), None)
+            if own is not None and (self._seq - own.asked[0].seq) % 0xFFFFFFFF > len(self.workers):
+                own.receive()
             if any(worker.replies for worker in self.workers):
                 return True
-            local = next((worker for worker in self.workers if worker.local and worker.owes), None)
-            if local is not None:
-                local.receive()
-                return True
-            if not any(worker.owes for worker in self.workers):
-                return False
-            if not self._sleep_for_any(None if deadline is None else deadline - time.monotonic()):
+            if own is not None:
+                if not self._take_in(0.0):
+                    own.receive()
+                continue
+            left = None if deadline is None else deadline - time.monotonic()
+            if not any(worker.owes for worker in self.workers) or not self._take_in(left):
                 return False
 
-    def _take_in_all(self) -> None:
-        for worker in self.workers:
-            while worker.asked and not worker.local and worker.receive():
-                pass
-
-    def _sleep_for_any(self, timeout: float | None) -> bool:
+    def _take_in(self, timeout: float | None) -> bool:
+        """Take in all there is to read, from whoever wrote it, after waiting for somebody; false when the time was up."""
         if self._any is None:
             self._any = select.poll()
             for worker in self.workers:
@@ -344,22 +343,31 @@ class WorkerPool:
         began = time.perf_counter()
         events = self._any.poll(None if timeout is None else max(timeout, 0.0) * 1000)
         self.time_waiting += time.perf_counter() - began
-        if not events:
-            return False
-        for worker in self._watch.dead():
-            if not worker.receive():
-                worker.bury()
-        for worker in self.workers:
-            if worker.death is not None:
-                self._drop_from_any(worker)
-        return True
+        died = False
+        for descriptor, _ in events:
+            writer = self._writers.get(descriptor)
+            if writer is None or writer.death is not None:
+                died = True
+                continue
+            while writer.receive() and writer.asked:
+                pass
+        if died:
+            for worker in self._watch.dead():
+                if not worker.receive():
+                    worker.bury()
+            for worker in self.workers:
+                if worker.death is not None:
+                    self._drop_from_any(worker)
+        return bool(events)
 
     def _add_to_any(self, worker: AnyWorker) -> None:
         if self._any is not None and isinstance(worker, ProcessWorker) and worker.death is None:
             self._any.register(worker.channel.fd, select.POLLIN)
+            self._writers[worker.channel.fd] = worker
 
     def _drop_from_any(self, worker: AnyWorker) -> None:
-        if self._any is not None and isinstance(worker, ProcessWorker):
+        if self._any is not None and isinstance(worker, ProcessWorker) and self._writers.get(worker.channel.fd) is worker:
+            del self._writers[worker.channel.fd]
             with contextlib.suppress(KeyError, OSError, ValueError):
                 self._any.unregister(worker.channel.fd)
 
@@ -379,6 +387,7 @@ class WorkerPool:
         self._lifeline.close()
         self._arena.close()
         self._any = None
+        self._writers.clear()
         _pools.discard(self)
 
     def _end(self, workers: Sequence[ProcessWorker], timeout: float, terminate: bool) -> None:

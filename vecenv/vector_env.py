@@ -469,7 +469,8 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         engine = self._engine
         rows = self._latest if env_id is None else self._env_ids(env_id)
         flow = engine.first_ready
-        waiting = [row for row in rows.tolist() if flow.in_flight[row] or row in flow.ready]
+        ready = set(flow.ready)
+        waiting = [row for row in rows.tolist() if row in ready or flow.in_flight[row]]
         if waiting:
             raise AlreadyPendingCallError(
                 f"Calling `send` for envs {waiting}, which are still in flight: `recv` them first.", "send"
@@ -481,14 +482,15 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
 
     def _env_ids(self, env_id: Any) -> npt.NDArray[np.intp]:
         rows = np.asarray(env_id)
-        if rows.ndim != 1 or not (np.issubdtype(rows.dtype, np.integer) or rows.size == 0):
+        if rows.ndim != 1 or not (rows.dtype.kind in "iu" or rows.size == 0):
             raise ValueError(f"env_id must be a sequence of int, got {env_id!r}")
         if rows.size == 0:
             raise ValueError("env_id is empty: name at least one environment")
-        if rows.min() < 0 or rows.max() >= self.num_envs:
-            raise ValueError(f"env_id must lie within 0..{self.num_envs - 1}, got {rows.tolist()}")
-        if len(np.unique(rows)) != len(rows):
-            raise ValueError(f"env_id must not name an environment twice, got {rows.tolist()}")
+        listed = rows.tolist()
+        if min(listed) < 0 or max(listed) >= self.num_envs:
+            raise ValueError(f"env_id must lie within 0..{self.num_envs - 1}, got {listed}")
+        if len(set(listed)) != len(listed):
+            raise ValueError(f"env_id must not name an environment twice, got {listed}")
         return rows.astype(np.intp)
 
     @_one_at_a_time
@@ -516,7 +518,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
             advance(self._phase, "reset_async", self)
         rows, result = engine.first_ready.receive(self.batch_size, timeout)
         infos = engine.infos_of(rows, result)
-        infos["env_id"], infos["_env_id"] = rows.copy(), np.ones(len(rows), np.bool_)
+        infos["env_id"], infos["_env_id"] = rows.copy(), rows >= 0
         self._latest = rows
         if self._card is not None:
             self._card.update()

@@ -193,6 +193,8 @@ class ProcessWorker(Desk):
                 self.bury()
         request.payload = None
         self.asked.append(request)
+        while (message := self.channel.early()) is not None:
+            self._take(message)
         if self.death is not None:
             self._lose_all()
 

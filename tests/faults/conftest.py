@@ -11,6 +11,18 @@ from observe import METHODS, Trainer
 
 import vecenv
 
+HERE = Path(__file__).parent
+START_MATTERS = ("test_startup.py", "test_trainer.py")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Elsewhere a new interpreter for every worker adds minutes, and nothing that those of a fork server did not show."""
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        if item.path.parent == HERE and item.path.name not in START_MATTERS and params.get("method") == "spawn":
+            item.add_marker(pytest.mark.slow)
+
 
 @pytest.fixture(params=METHODS)
 def method(request: pytest.FixtureRequest) -> str:

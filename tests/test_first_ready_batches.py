@@ -211,7 +211,7 @@ def test_only_those_are_read_who_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Bulky(gymnasium.Env[Any, Any]):
-    """Neither its actions nor its observations fit into a pipe."""
+    """Neither its actions, the number of seconds that a step takes, nor its observations fit into a pipe."""
 
     observation_space = spaces.Text(10**6)
     action_space = spaces.Box(0, 1, (200_000,), np.float64)
@@ -220,23 +220,26 @@ class Bulky(gymnasium.Env[Any, Any]):
         return "", {}
 
     def step(self, action: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        time.sleep(action[0])
         return "a" * 10**6, float(action[0]), False, False, {}
 
 
-def test_an_answer_that_came_while_something_was_sent_is_received() -> None:
-    """The worker cannot go on before its answer is read, which happens in the middle of the next send."""
-    envs = vecenv.AsyncVectorEnv([Bulky] * 2, num_workers=1, batch_size=1)
+@pytest.mark.parametrize("workers", [1, 8], ids=["which-may-spin", "too-many-to-spin"])
+def test_what_came_while_something_was_sent_is_not_forgotten(workers: int) -> None:
+    """Both sides write more than a pipe holds, and take in what the other writes meanwhile; a worker that never spins does
+    not, so that the caller has the whole answer before it has sent everything."""
+    envs = vecenv.AsyncVectorEnv([Bulky] * (2 * workers), num_workers=workers, batch_size=1)
     try:
         envs.reset_async()
-        envs.recv(timeout=20)
-        envs.recv(timeout=20)
+        for _ in range(2 * workers):
+            envs.recv(timeout=20)
         for env in (0, 1):
-            envs.send([np.full(200_000, env + 1.0)], [env])  # a list goes by pickle
-            time.sleep(0.2)
-        found = [envs.recv(timeout=5) for _ in range(2)]
+            envs.send([np.full(200_000, float(env))], [env])  # a list goes by pickle
+            time.sleep(0.2 - 0.2 * env)
+        found = [envs.recv(timeout=0.7), envs.recv(timeout=20)]
     finally:
         envs.close()
-    assert [(infos["env_id"].tolist(), rewards.tolist()) for _, rewards, *_, infos in found] == [([0], [1.0]), ([1], [2.0])]
+    assert [(infos["env_id"].tolist(), rewards.tolist()) for _, rewards, *_, infos in found] == [([0], [0.0]), ([1], [1.0])]
     assert [len(observations[0]) for observations, *_ in found] == [10**6] * 2
 
 

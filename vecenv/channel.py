@@ -170,8 +170,10 @@ class Channel:
 
     def wait(self, patience: Patience) -> Message:
         """Block until a message is there; ``patience`` says how long to poll without sleeping first."""
+        if self._inbox:
+            return self._inbox.popleft()
         if self.blocks:
-            message = self._inbox.popleft() if self._inbox else self._read()
+            message = self._read()
         else:
             if not patience.spin(self.poll):
                 self.poll()

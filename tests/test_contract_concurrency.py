@@ -30,6 +30,18 @@ def test_no_more_than_the_limit_are_inside_at_once(engine: dict[str, Any], limit
             assert infos["inside"].max() <= limit
 
 
+@engines
+@pytest.mark.parametrize("limit", [1, 2])
+def test_first_ready_batches_keep_to_the_limit_too(engine: dict[str, Any], limit: int, tmp_path: Path) -> None:
+    fns = [functools.partial(OverlapEnv, tmp_path, index) for index in range(4)]
+    with opened(fns, max_concurrency=limit, batch_size=1, **engine) as envs:
+        envs.reset_async(seed=1)
+        for _ in range(12):
+            infos = envs.recv(timeout=20)[4]
+            assert infos["inside"] <= limit
+            envs.send(np.zeros(1), infos["env_id"])
+
+
 def test_without_a_limit_environments_do_overlap(tmp_path: Path) -> None:
     fns = [functools.partial(OverlapEnv, tmp_path, index) for index in range(3)]
     with opened(fns) as envs:

@@ -103,7 +103,9 @@ def assert_same_info(got: dict[str, Any], wanted: dict[str, Any]) -> None:
             np.testing.assert_array_equal(got[key], value)
 
 
-@pytest.mark.parametrize("engine", [{"num_workers": None}, {"num_workers": 2}, {"num_workers": 0}, {"use_caller": True}])
+@pytest.mark.parametrize(
+    "engine", [{"num_workers": None}, {"num_workers": 2}, {"num_workers": 0}, {"use_caller": True}, {"max_concurrency": 2}]
+)
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 @settings(max_examples=4, deadline=None)
 @given(data=st.data())

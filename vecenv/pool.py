@@ -319,6 +319,7 @@ class WorkerPool:
         The caller steps its own share when nobody else has an answer, and in its turn where there always is one.
         """
         while True:
+            self._post_queued()
             own = next((worker for worker in self.workers if worker.local and worker.owes), None)
             if own is not None and (self._seq - own.asked[0].seq) % 0xFFFFFFFF > len(self.workers):
                 own.receive()

@@ -36,10 +36,13 @@ def test_first_ready_batches_keep_to_the_limit_too(engine: dict[str, Any], limit
     fns = [functools.partial(OverlapEnv, tmp_path, index) for index in range(4)]
     with opened(fns, max_concurrency=limit, batch_size=1, **engine) as envs:
         envs.reset_async(seed=1)
+        turns = []
         for _ in range(12):
             infos = envs.recv(timeout=20)[4]
             assert infos["inside"] <= limit
+            turns += infos["env_id"].tolist()
             envs.send(np.zeros(1), infos["env_id"])
+    assert set(turns) == {0, 1, 2, 3}
 
 
 def test_without_a_limit_environments_do_overlap(tmp_path: Path) -> None:

@@ -234,11 +234,10 @@ class WorkerPool:
     def post(self, worker: AnyWorker, request: Request) -> None:
         """Ask a worker, now or, when enough workers are busy, as soon as one of them has answered."""
         if isinstance(worker, ProcessWorker) and self._options.max_busy is not None and request.op <= Op.REBUILD_SOME:
-            busy = sum(1 for other in self.workers if not other.local and other.owes)
-            if busy >= self._options.max_busy:
-                self._queue.append((worker, request))
-                return
-        worker.post(request)
+            self._queue.append((worker, request))
+            self._post_queued()
+        else:
+            worker.post(request)
 
     def ring(self, seq: int) -> None:
         """Post a step of all rows, with actions in shared memory, to every worker."""

@@ -104,7 +104,15 @@ def assert_same_info(got: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "engine", [{"num_workers": None}, {"num_workers": 2}, {"num_workers": 0}, {"use_caller": True}, {"max_concurrency": 2}]
+    "engine",
+    [
+        {"num_workers": None},
+        {"num_workers": 2},
+        {"num_workers": 0},
+        {"use_caller": True},
+        {"max_concurrency": 2},
+        {"on_failure": "restart", "shared_memory": False},
+    ],
 )
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 @settings(max_examples=4, deadline=None)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,7 @@ from vecenv.protocol import Op
 from vecenv.requests import COLUMNS, PLAIN, Pending, Result
 from vecenv.rows import Failure
 from vecenv.shm import Arena, Batch, Layout
-from vecenv.shm.layout import Array
+from vecenv.shm.layout import Array, Tree
 from vecenv.worker import Plan, Ready, make_rows
 from vecenv.workers import Answer, AnyWorker, CallerWorker, ProcessWorker, Request
 
@@ -99,7 +100,8 @@ class Engine:
         self._said: set[str] = set()
         self._budget = RestartBudget(policy.restart_limit, policy.restart_period)
         self._seeds = np.random.SeedSequence()
-        self._last_good: Any = None
+        self._last_good: Any = None  # the batch as it was when all was well, where observations are of fixed size ...
+        self._last_rows: dict[int, Any] = {}  # ... and row by row where they travel by pickle
 
         self.arena = arena = Arena(layout.size)
         self.batch = layout.view(arena.buffer)
@@ -359,11 +361,10 @@ class Engine:
                 self.batch.rewards[row] = 0.0
                 self.batch.terminations[row] = False
                 self.batch.truncations[row] = True
-                if self._last_good is not None:
-                    last = _pick(self._last_good, row, self.layout)
+                if (last := self._last_of(row)) is not None:
                     result.finals[row] = last
                     if self.mode is not AutoresetMode.SAME_STEP:
-                        self.store.put_row(row, last)
+                        self.store.put_row(row, self._last_of(row))
 
     def _rebuild(self, lost: list[int], pending: Pending, result: Result) -> list[int]:
         """New environments for the rows in ``lost``, within the budget; returns the rows that were rebuilt."""
@@ -441,10 +442,21 @@ class Engine:
 
     def remember(self, rows: list[int] | None) -> None:
         """Keep the observations of some rows (``None``: all) as their last good ones."""
-        if self._last_good is None or rows is None:
+        if self.layout.observations is None:
+            for row in range(self.num_envs) if rows is None else rows:
+                self._last_rows[row] = self.store.row(row)
+        elif self._last_good is None or rows is None:
             self._last_good = self.store.batch(copy=True)
-        if rows is not None:
-            _copy_rows(self._last_good, self.store, rows, self.layout)
+        else:
+            _copy_rows(self._last_good, self.store, rows, self.layout.observations)
+
+    def _last_of(self, row: int) -> Any:
+        """The observation that was remembered of an environment, as an object of its own; ``None`` if there is none."""
+        if self.layout.observations is None:
+            return deepcopy(self._last_rows.get(row))
+        if self._last_good is None:
+            return None
+        return self.layout.observations.map(lambda leaf: leaf[row].copy(), self._last_good)
 
     # -- what the caller gets ---------------------------------------------------------------------------------------
 
@@ -519,22 +531,15 @@ def _wait_name(command: str) -> str:
     return {"set_attr": "set_attr", "exec_func": "exec_func_fetch", "recv": "recv"}.get(command, f"{command}_wait")
 
 
-def _pick(batch: Any, row: int, layout: Layout) -> Any:
-    """One environment's observation out of a batch that the store made."""
-    if layout.observations is None:
-        return batch[row] if isinstance(batch, tuple) else batch
-    return layout.observations.map(lambda leaf: leaf[row].copy(), batch)
-
-
-def _copy_rows(batch: Any, store: Store, rows: Sequence[int], layout: Layout) -> None:
-    if layout.observations is None or not rows:
+def _copy_rows(batch: Any, store: Store, rows: Sequence[int], tree: Tree) -> None:
+    if not rows:
         return
     fresh: list[Array] = []
-    layout.observations.map(lambda leaf: fresh.append(leaf) or leaf, store.take(np.array(rows)))  # type: ignore[func-returns-value]
+    tree.map(lambda leaf: fresh.append(leaf) or leaf, store.take(np.array(rows)))  # type: ignore[func-returns-value]
     parts = iter(fresh)
 
     def copy(leaf: Array) -> Array:
         leaf[rows] = next(parts)
         return leaf
 
-    layout.observations.map(copy, batch)
+    tree.map(copy, batch)

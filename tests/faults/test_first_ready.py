@@ -153,9 +153,10 @@ def test_restarts(launch: Launch, fault: str, tmp_path: Path) -> None:
 
 
 @CHEAP
-def test_killed_from_outside(launch: Launch) -> None:
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "pickled"])
+def test_killed_from_outside(launch: Launch, shared_memory: bool) -> None:
     """A death between ``send`` and ``recv``, and one between ``recv`` and ``send``."""
-    envs = launch(crew(4, length=10**6), batch_size=4, num_workers=2, on_failure="restart")
+    envs = launch(crew(4, length=10**6), batch_size=4, num_workers=2, on_failure="restart", shared_memory=shared_memory)
     counts = Counts(envs, batch=4)
     for moment in ("idle", "in flight"):
         pid = envs._pool.workers[1].pid

@@ -80,15 +80,18 @@ def test_a_lost_step_is_a_truncated_episode(launch: Launch, fault: str, tmp_path
 
 @CHEAP
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "pickled"])
 @pytest.mark.parametrize("fault", ["raises", "kill"])
-def test_restart_in_all_autoreset_modes(launch: Launch, fault: str, mode: AutoresetMode, tmp_path: Path) -> None:
+def test_restart_in_all_autoreset_modes(
+    launch: Launch, fault: str, shared_memory: bool, mode: AutoresetMode, tmp_path: Path
+) -> None:
     """A restart in the middle of an episode, at its end, and during the automatic reset."""
     faulty = {
         0: vandal(0, fault, {"length": 4}, step=2, once=tmp_path / "middle"),
         1: vandal(1, fault, {"length": 4}, step=4, once=tmp_path / "end"),
         2: vandal(2, fault, {"length": 4}, reset=2, once=tmp_path / "reset"),
     }
-    envs = launch(crew(4, faulty, length=4), on_failure="restart", autoreset_mode=mode)
+    envs = launch(crew(4, faulty, length=4), on_failure="restart", autoreset_mode=mode, shared_memory=shared_memory)
     ledger = Ledger(4, length=4, mode=mode)
     ledger.reset(envs.reset(seed=7), seeds=[7, 8, 9, 10])
     restarts = np.zeros(4, dtype=int)

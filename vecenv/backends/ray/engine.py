@@ -87,7 +87,7 @@ class HostsEngine(Engine):
         """Not needed."""
 
     def _restart(self, lost: list[int], result: Result, pending: Pending) -> None:
-        self._last_good = self.store.batch(copy=True)
+        super().remember(None)
         super()._restart(lost, result, pending)
 
     def stats(self) -> dict[str, float]:

@@ -57,16 +57,15 @@ def test_orphans(trainer: Start, scenario: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scenario", ["waiting", "stepping"])
-def test_group_kill_leaves_nothing(trainer: Start, scenario: str, tmp_path: Path) -> None:
+def test_group_kill_leaves_nothing(trainer: Start, scenario: str, tmp_path: Path, take_stock: Callable[[], Any]) -> None:
     """As ``docker kill`` does it: the trainer's whole group, helpers of multiprocessing included."""
-    before = set(os.listdir("/dev/shm"))
+    before = take_stock()
     program = trainer(scenario)
     pids = in_the_middle(program, scenario, tmp_path)
-    created = set(os.listdir("/dev/shm")) - before
     os.killpg(program.process.pid, signal.SIGKILL)
     program.process.wait(5)
     assert not remaining(pids, 1.0)
-    assert not created & set(os.listdir("/dev/shm"))
+    assert not take_stock().beyond(before, ["shared_memory"])  # but for what belongs to other programs
 
 
 def test_sigterm(trainer: Start, tmp_path: Path) -> None:

@@ -175,13 +175,16 @@ def test_any_idle_subset_may_be_sent_in_any_order() -> None:
     ids=["workers", "two-and-the-caller", "one-and-the-caller"],
 )
 def test_no_env_is_starved(engine: dict[str, Any], count: int) -> None:
+    """The pauses give every worker the time to finish whatever it was sent, also on a busy machine: an environment that is
+    handed out late then was ready and passed over."""
     envs = vecenv.AsyncVectorEnv(makers([9] * 8), batch_size=count, **engine)
     seen: Counter[int] = Counter()
     gaps: dict[int, int] = defaultdict(int)
     last: dict[int, int] = dict.fromkeys(range(8), 0)
     try:
         envs.reset_async()
-        for turn in range(600 // count):
+        for turn in range(240):
+            time.sleep(0.003)
             *_, infos = envs.recv(timeout=20)
             for env in infos["env_id"].tolist():
                 seen[env] += 1
@@ -191,7 +194,7 @@ def test_no_env_is_starved(engine: dict[str, Any], count: int) -> None:
     finally:
         envs.close()
     assert set(seen) == set(range(8))
-    assert max(gaps.values()) < 100, gaps
+    assert max(gaps.values()) < 60, gaps
 
 
 def test_only_those_are_read_who_wrote(monkeypatch: pytest.MonkeyPatch) -> None:

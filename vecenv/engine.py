@@ -267,9 +267,12 @@ class Engine:
         answers = [(worker, worker.replies.popleft()) for worker in pending.workers]
         result = self.absorb(answers)
         if stepping:
-            self.env_steps += self.num_envs - len(pending.lost)
-        if pending.lost and (result is PLAIN or result is COLUMNS):  # what became of lost rows is written into it
-            return Result(columns=result.columns)
+            self.env_steps += self.num_envs
+        if pending.lost:
+            if stepping:
+                self.env_steps -= len(pending.lost)
+            if result is PLAIN or result is COLUMNS:  # what became of lost rows is written into it
+                return Result(columns=result.columns)
         return result
 
     def end_hanging(self, late: Sequence[AnyWorker], limit: float | None) -> None:

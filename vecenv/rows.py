@@ -275,8 +275,11 @@ class EnvRows:
         steps, untimed = self._steps, self._untimed
         if untimed:
             self._untimed = untimed - 1
-        elif self._counted % _SAMPLE_EVERY == _SAMPLE_EVERY - 1:
-            steps = [self._timed(k) for k in range(self.count)]
+            began = 0.0
+        else:
+            if self._counted % _SAMPLE_EVERY == _SAMPLE_EVERY - 1:
+                steps = [self._timed(k) for k in range(self.count)]
+            began = _clock()
         rows = self._direct_rows
         where: Iterable[int] = range(self.count)
         if ks is not None:
@@ -285,7 +288,6 @@ class EnvRows:
         forked = self.forked
         (array, dtype, shape), flat = self._direct, self._flat
         rewards, terminations, truncations = self._reward_cells, self._termination_cells, self._truncation_cells
-        began = 0.0 if untimed else _clock()
         for k, step, row, action in zip(where, steps, rows, actions, strict=True):
             try:
                 observation, reward, terminated, truncated, info = step(action)

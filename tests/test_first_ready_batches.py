@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from collections import Counter, defaultdict, deque
@@ -15,7 +16,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import vecenv
@@ -103,6 +104,22 @@ def assert_same_info(got: dict[str, Any], wanted: dict[str, Any]) -> None:
             np.testing.assert_array_equal(got[key], value)
 
 
+def assert_wanted(batch: tuple[Any, ...], wanted: dict[int, tuple[Any, ...]]) -> None:
+    """The rows that came are those that the loops of their environments made, which are then no longer wanted."""
+    observations, rewards, terminations, truncations, infos = batch
+    ids = infos["env_id"].tolist()
+    assert observations.shape == (len(ids), 3)
+    assert rewards.dtype == np.float64
+    for position, env in enumerate(ids):
+        observation, reward, terminated, truncated, info = wanted.pop(env)
+        np.testing.assert_array_equal(observations[position], observation)
+        assert rewards[position] == reward
+        assert (terminations[position], truncations[position]) == (terminated, truncated)
+        row = unbatched(infos, position)
+        assert row.pop("env_id") == env
+        assert_same_info(row, info)
+
+
 @pytest.mark.parametrize(
     "engine",
     [
@@ -127,25 +144,63 @@ def test_every_env_has_the_stream_of_a_plain_loop(engine: dict[str, Any], mode: 
         envs.reset_async(seed=5)
         wanted = {i: loop.reset(5 + i) for i, loop in enumerate(loops)}
         for turn in range(12):
-            observations, rewards, terminations, truncations, infos = envs.recv(timeout=20)
-            ids = infos["env_id"].tolist()
-            assert observations.shape == (batch_size, 3)
-            assert rewards.dtype == np.float64
+            batch = envs.recv(timeout=20)
+            ids = batch[-1]["env_id"].tolist()
             assert len(set(ids)) == batch_size
-            for position, env in enumerate(ids):
-                observation, reward, terminated, truncated, info = wanted.pop(env)
-                np.testing.assert_array_equal(observations[position], observation)
-                assert rewards[position] == reward
-                assert (terminations[position], truncations[position]) == (terminated, truncated)
-                row = unbatched(infos, position)
-                assert row.pop("env_id") == env
-                assert_same_info(row, info)
-            alive = [i for p, i in enumerate(ids) if mode is not AutoresetMode.DISABLED or not terminations[p]]
+            assert_wanted(batch, wanted)
+            alive = [i for p, i in enumerate(ids) if mode is not AutoresetMode.DISABLED or not batch[2][p]]
             if len(alive) < len(ids):  # an episode is over and nobody resets: that is enough for this mode
                 break
             actions = np.array([turn + i for i in ids])
-            envs.send(actions, infos["env_id"] if turn % 2 else None)
+            envs.send(actions, batch[-1]["env_id"] if turn % 2 else None)
             for env, action in zip(ids, actions, strict=True):
+                wanted[env] = loops[env].step(int(action))
+    finally:
+        envs.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", ["fork", "forkserver"])
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), chance=st.randoms(use_true_random=False))
+def test_any_engine_and_any_order_of_sending(context: str, data: st.DataObject, chance: random.Random) -> None:
+    """Options of the engine in any combination; what is idle is sent in any order, as many at a time as chance has it."""
+    lengths = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=7), "lengths")
+    mode = data.draw(st.sampled_from([AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP]), "mode")
+    engine: dict[str, Any] = {
+        "batch_size": data.draw(st.integers(1, len(lengths)), "batch_size"),
+        "num_workers": data.draw(st.sampled_from([None, 0, 1, 2, 3, "auto"]), "num_workers"),
+        "shared_memory": data.draw(st.booleans(), "shared_memory"),
+        "copy": data.draw(st.booleans(), "copy"),
+        "max_concurrency": data.draw(st.sampled_from([None, None, 1, 2, 3]), "max_concurrency"),
+        "on_failure": data.draw(st.sampled_from(["raise", "restart"]), "on_failure"),
+    }
+    if engine["num_workers"] != 0 and engine["on_failure"] == "raise":
+        engine["use_caller"] = data.draw(st.booleans(), "use_caller")
+    fns = makers(lengths, pause=data.draw(st.sampled_from([0.0, 0.001]), "pause"))
+    loops = [Loop(fn(), mode) for fn in fns]
+    try:
+        envs = vecenv.AsyncVectorEnv(fns, autoreset_mode=mode, context=context, **engine)
+    except ValueError:  # options that exclude each other, or more workers than environments
+        assume(False)
+    try:
+        envs.reset_async(seed=5)
+        wanted = {i: loop.reset(5 + i) for i, loop in enumerate(loops)}
+        idle: list[int] = []
+        for _ in range(50):
+            sent = idle
+            if len(wanted) >= engine["batch_size"]:
+                batch = envs.recv(timeout=20)
+                assert_wanted(batch, wanted)
+                idle += batch[-1]["env_id"].tolist()
+                chance.shuffle(idle)
+                sent = idle[: chance.randint(0, len(idle))]
+            if not sent:
+                continue
+            idle = idle[len(sent) :]
+            actions = np.array([chance.randint(0, 99) for _ in sent])
+            envs.send(actions if chance.random() < 0.7 else actions.tolist(), sent)
+            for env, action in zip(sent, actions, strict=True):
                 wanted[env] = loops[env].step(int(action))
     finally:
         envs.close()

@@ -222,10 +222,10 @@ def test_a_live_table_is_renewed_and_gives_the_terminal_back(live: Terminal, how
 def test_a_card_costs_next_to_nothing() -> None:
     envs = make()
     envs.publish_stats()
-    began = time.perf_counter()
+    began = time.process_time()
     for _ in range(1000):
         envs._card.update()
-    assert time.perf_counter() - began < 0.1  # a microsecond each, and a busy machine
+    assert time.process_time() - began < 0.1  # a microsecond each
     envs.close()
 
 

@@ -34,7 +34,7 @@ __all__ = ["COMMANDS", "Answer", "AnyWorker", "CallerWorker", "Desk", "ProcessWo
 _PLAIN: Final = int(Reply.PLAIN)
 _LAST_MOMENTS: Final = 0.5  # between the end of a worker's pipe and the end of its process
 _FIRST_WORD: Final = 0.05  # until a late worker begins to write its stack, if it can
-_LAST_WORD: Final = 0.25  # until it has written it
+_LAST_WORD: Final = 0.3  # until it has written it, if it has begun, or waits for a core to begin
 _REAP: Final = 0.5  # for the exit code of a process that has ended
 COMMANDS: Final = {
     Op.STEP: "step", Op.STEP_SOME: "step", Op.RESET: "reset", Op.RESET_SOME: "reset", Op.REBUILD_SOME: "reset",
@@ -304,12 +304,12 @@ class ProcessWorker(Desk):
         """The Python stack of a worker that is late, from its black box; empty if it cannot be had."""
         before = self.black_box.size()
         self.signal(signal.SIGUSR1)
-        stack, deadline = "", time.monotonic() + _FIRST_WORD
-        while time.monotonic() < deadline and not reaches_down(stack):
+        stack, patience, asked = "", _FIRST_WORD, time.monotonic()
+        while time.monotonic() < asked + patience and not reaches_down(stack):
             time.sleep(0.002)
-            begun, stack = bool(stack), self.black_box.read(before)
-            if stack and not begun:  # on a busy machine it may be interrupted in the middle of a line
-                deadline += _LAST_WORD
+            stack = self.black_box.read(before)
+            if stack or self._state() == "R":  # on a busy machine it may have to wait, also in the middle of a line
+                patience = _LAST_WORD
         return innermost(stack)
 
     def signal(self, number: int) -> None:
@@ -318,10 +318,14 @@ class ProcessWorker(Desk):
 
     def is_stopped(self) -> bool:
         """Whether somebody stopped the process (SIGSTOP); only known on Linux."""
+        return self._state() in ("T", "t")
+
+    def _state(self) -> str:
+        """The kernel's letter for what the process does (R: it runs or waits for a core); empty where it does not tell."""
         # NameError: at the interpreter's exit there is no open() any more
         with contextlib.suppress(OSError, IndexError, NameError), open(f"/proc/{self.pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] in ("T", "t")
-        return False
+            return stat.read().rpartition(")")[2].split()[0]
+        return ""
 
     def release(self) -> None:
         """Close everything the caller holds of an ended worker."""

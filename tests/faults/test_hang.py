@@ -20,6 +20,7 @@ from vandals import Announce, Ledger, Pause, Touch, crew, vandal
 
 from vecenv.errors import StepTimeout
 from vecenv.failure import BlackBox
+from vecenv.workers import ProcessWorker
 
 pytestmark = FAULTS
 
@@ -79,6 +80,27 @@ def test_hang_whose_stack_is_written_slowly(launch: Launch, tmp_path: Path, monk
     envs = launch(crew(2, {1: vandal(1, Announce(tmp_path / "stuck", "sleep"), reset=2)}))
     envs.reset(seed=1)
     envs.reset_async()
+    wait_for(tmp_path / "stuck")
+    with pytest.raises(StepTimeout) as caught:
+        envs.reset_wait(timeout=0.3)
+    assert "in sleep" in report(caught.value)
+
+
+@CHEAP
+def test_hang_whose_stack_is_begun_late(launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for a core, as all do at times on a busy machine, is given more time to say where it hangs."""
+    written, begun = BlackBox.read, []
+
+    def later(box: BlackBox, start: int = 0) -> str:
+        begun.append(time.monotonic())
+        return written(box, start) if begun[-1] - begun[0] > 0.15 else ""
+
+    monkeypatch.setattr(BlackBox, "read", later)
+    monkeypatch.setattr(ProcessWorker, "_state", lambda worker: "R")
+    envs = launch(crew(2, {1: vandal(1, Announce(tmp_path / "stuck", "sleep"), reset=2)}))
+    envs.reset(seed=1)
+    envs.reset_async()
+    wait_for(tmp_path / "stuck")
     with pytest.raises(StepTimeout) as caught:
         envs.reset_wait(timeout=0.3)
     assert "in sleep" in report(caught.value)
@@ -93,6 +115,7 @@ def test_hang_in_other_calls(launch: Launch, call: str, tmp_path: Path) -> None:
     envs.reset(seed=1)
     if call == "reset":
         envs.reset_async()
+        wait_for(tmp_path / "stuck")
     else:
         envs.call_async("do", "sleep", only=1)
     with pytest.raises(StepTimeout) as caught:

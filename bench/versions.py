@@ -7,7 +7,7 @@ Differences of one or two percent are lost between processes: where each one's m
 both versions are imported into the same process, each with environments of its own, take turns of 60 batches in random
 order, and a ratio is formed within each pair of turns. Its median is taken over some thousand pairs, and again over several
 processes, of which each imports the versions in an order of its own. Only without worker processes (``num_workers=0``):
-those could not tell whose they are. A version against a copy of itself gives 1.000 within 0.003.
+those could not tell whose they are. A version against a copy of itself gives 1.00 within 0.004.
 """
 
 from __future__ import annotations

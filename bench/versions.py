@@ -27,7 +27,6 @@ from types import ModuleType
 from typing import Any
 
 import gymnasium
-from tqdm import tqdm
 
 TURN = 60  # batches; a turn is short beside a change of the machine's pace, and long beside a look at the clock
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,12 +45,15 @@ def main() -> None:
     if options.seed is not None:
         print(json.dumps(measure(ROOT, Path(options.other).resolve(), options)))
         return
-    with tempfile.TemporaryDirectory() as folder:
+    from vecenv.benchmark.tables import progress_bar  # not above: who measures has the two versions, and no third
+
+    with tempfile.TemporaryDirectory() as folder, progress_bar() as progress:
         other = options.other if (Path(options.other) / "vecenv").is_dir() else _checkout(options.other, folder)
         for count in options.num_envs:
             rest = ["--env", options.env, "--num-envs", str(count), "--pairs", str(options.pairs)]
             samples = []
-            for seed in tqdm(range(options.processes), leave=False, desc=f"{options.env} x {count}"):
+            for seed in range(options.processes):
+                progress(f"{options.env} x {count}", seed, options.processes)
                 command = [sys.executable, __file__, other, *rest, "--seed", str(seed)]
                 samples.append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout))
             ratios = [ratio for ratio, _ in samples]

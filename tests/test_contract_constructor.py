@@ -124,8 +124,8 @@ def test_arguments_are_checked_before_any_environment_is_built() -> None:
         vecenv.AsyncVectorEnv([explode], worker=lambda: None)
 
 
-def test_no_environments_is_an_index_error() -> None:
-    with pytest.raises(IndexError, match="list index out of range"):
+def test_no_environments_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"AsyncVectorEnv needs at least one env_fn, got \[\]"):
         vecenv.AsyncVectorEnv([])
 
 

@@ -20,7 +20,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import vecenv
-from vecenv.channel import Channel
+from vecenv.channel import CallerEnd
 from vecenv.errors import EnvFailed, StepTimeout, WorkerDied
 
 
@@ -256,19 +256,19 @@ def test_only_those_are_read_who_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a worker for every environment, looking into every pipe for every answer would cost more than the answers."""
     envs = vecenv.AsyncVectorEnv(makers([1000] * 16, pause=0.005), batch_size=1)
     looks = 0
-    receive = Channel.receive
+    read = CallerEnd.read
 
-    def counted(channel: Channel) -> Any:
+    def counted(channel: CallerEnd) -> Any:
         nonlocal looks
         looks += 1
-        return receive(channel)
+        return read(channel)
 
     try:
         envs.reset_async()
         for _ in range(16):
             envs.recv(timeout=20)
         envs.send(np.zeros(16, np.int64), range(16))
-        monkeypatch.setattr(Channel, "receive", counted)
+        monkeypatch.setattr(CallerEnd, "read", counted)
         for _ in range(100):
             envs.recv(timeout=20)
             envs.send(np.zeros(1, np.int64))

@@ -133,6 +133,11 @@ class Patience:
         self._bind(cpus)
         self._begin_review(time.perf_counter(), _REVIEW_SECONDS)
 
+    def forget(self) -> None:
+        """Let go of the shared memory."""
+        self._resting_until = memoryview(bytes(8)).cast("d")
+        self._seconds = 0.0
+
     def spin(self, poll: Callable[[int], object]) -> bool:
         """Call ``poll(0)`` until it finds something, for as long as it pays; false if it found nothing."""
         if not self._seconds:

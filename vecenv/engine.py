@@ -1,11 +1,12 @@
 """The engine: rows of environments that are asked and answer, whatever they look like from outside.
 
-It owns the shared block, the store of observations, the reader of infos, the pool of workers, the ledger of failures
-(:mod:`vecenv.ledger`) and the table of rows that are on their way (:mod:`vecenv.first_ready`). Which calls are legal, what
-an action space is and what a caller sees is the business of the classes on top (:mod:`vecenv.vector_env`).
+It composes the shared block, the store of observations, the table of what is owed (:mod:`vecenv.owed`), the pool of
+workers, and what is done about failures (:mod:`vecenv.recovery`). Which calls are legal, what an action space is and what a
+caller sees is the business of the classes on top (:mod:`vecenv.vector_env`).
 
-Under ``on_failure="restart"`` a row that was lost comes back in the same step: truncated, reward 0, ``restarted`` in its
-info, its last good observation as ``final_obs``, and then what the autoreset mode has to say.
+A call is made in one step and taken in another. *Asking* writes what it is about, and then puts a flight into the table;
+before that nothing has happened. *Answering* computes, from what lies in the table, what the caller gets and what the table
+is to be afterwards (``owed.after``); whoever hands the answer over puts that in place.
 """
 
 from __future__ import annotations
@@ -13,48 +14,32 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
-from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from gymnasium import logger
-from gymnasium.vector import AutoresetMode
 
 from vecenv.cores import seats
-from vecenv.errors import StepTimeout, WorkerDied
-from vecenv.failure import PackedError, RestartBudget, summary
+from vecenv.deadlines import deadline_of
+from vecenv.errors import StepTimeout
+from vecenv.failure import PackedError, summary
 from vecenv.first_ready import FirstReady
 from vecenv.infos import NO_INFO, Definition, InfoReader
 from vecenv.ledger import Ledger
 from vecenv.observations import Store
+from vecenv.owed import ALL, COLUMNS, NOTHING, ONLY_COLUMNS, PLAIN, Answer, Flight, Owed, Part, Result, Round
+from vecenv.policy import Policy
 from vecenv.pool import PoolOptions, WorkerPool
 from vecenv.protocol import Op
-from vecenv.requests import COLUMNS, PLAIN, Pending, Result
+from vecenv.reading import Reading
+from vecenv.recovery import Recovery
 from vecenv.rows import Failure
 from vecenv.shm import Arena, Batch, Layout
-from vecenv.shm.layout import Array, Tree
-from vecenv.worker import Plan, Ready, make_rows
-from vecenv.workers import Answer, AnyWorker, CallerWorker, ProcessWorker, Request
+from vecenv.shm.layout import Array
+from vecenv.worker import Plan, make_rows
+from vecenv.workers import AnyWorker, CallerWorker, ProcessWorker
 
 __all__ = ["Engine", "Policy", "shares"]
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """What to do about failures.
-
-    Attributes:
-        restart: Rebuild what was lost and go on; otherwise raise.
-        step_timeout: Seconds until a reset or a step is taken to hang; ``None``: never.
-        start_timeout: Seconds a worker has for building its environments.
-    """
-
-    restart: bool = False
-    restart_limit: int = 5
-    restart_period: float = 60.0
-    step_timeout: float | None = None
-    start_timeout: float = 60.0
 
 
 def shares(num_envs: int, parts: int, first: int = 0) -> list[range]:
@@ -93,189 +78,240 @@ class Engine:
         self.mode = plan.autoreset_mode
         self.ledger = Ledger()
         self.failed = self.ledger.failed
-        self.restarts = 0
         self.resets = 0
         self.env_steps = 0
         self.began = time.monotonic()
-        self._said: set[str] = set()
-        self._budget = RestartBudget(policy.restart_limit, policy.restart_period)
-        self._seeds = np.random.SeedSequence()
-        self._last_good: Any = None  # the batch as it was when all was well, where observations are of fixed size ...
-        self._last_rows: dict[int, Any] = {}  # ... and row by row where they travel by pickle
+        self.owed = Owed(self.num_envs)
 
-        self.arena = arena = Arena(layout.size)
+        arena = self.arena = Arena(layout.size)
         self.batch = layout.view(arena.buffer)
         self.store = make_store(self.batch)
         self.layout = layout
-        self._reader = InfoReader(self.batch.info_schemas, self.batch.infos)
+        self._infos = InfoReader(self.batch.info_schemas, self.batch.infos)
+        self._reading = Reading(self._infos, self.store)
+        self.mismatches: list[tuple[int, str, str]] = []
         self.pool = self._open_pool(plan, arena, options, num_workers)
+        self.recovery = Recovery(
+            self.pool, policy, self.mode, layout, self.batch, self.store, self._infos, self.read, self.ledger,
+            self.end_late,
+        )  # fmt: skip
         try:
             self._start(env_fns, plan, num_workers, caller_share)
         except BaseException:
             self.pool.close(0.0, terminate=True)
+            self.pool.release()
             raise
-        self.worker_of: list[AnyWorker] = []
-        self._index_workers()
         self.first_ready = FirstReady(self)
 
     def _open_pool(self, plan: Plan, arena: Arena, options: PoolOptions, num_workers: int) -> WorkerPool:
         options.seats, options.caller_spin = seats(num_workers)
-        return WorkerPool(plan, arena, self.batch, options)
+        return WorkerPool(plan, arena, self.batch, options, self.owed)
 
     def _start(self, env_fns: Sequence[Callable[[], Any]], plan: Plan, num_workers: int, caller_share: int) -> None:
         rows = shares(self.num_envs - caller_share, num_workers, caller_share) if num_workers else []
-        self.mismatches: list[tuple[int, str, str]] = []
-        workers: list[AnyWorker] = []
+        own: CallerWorker | None = None
         if caller_share:
-            own = make_rows(env_fns[:caller_share], 0, num_workers, plan, self.batch, interrupts=True)
-            caller = CallerWorker(num_workers, range(caller_share), own)
-            workers.append(caller)
-        readies = self.pool.start([(part, env_fns[part.start : part.stop]) for part in rows])
-        workers.extend(self.pool.workers)
-        self.pool.workers[:] = workers
+            env_rows = make_rows(env_fns[:caller_share], 0, num_workers, plan, self.batch, interrupts=True)
+            own = CallerWorker(num_workers, range(caller_share), env_rows, self.owed)
+        started, readies = self.pool.start([(part, env_fns[part.start : part.stop]) for part in rows])
+        workers: list[AnyWorker] = [*([own] if own is not None else []), *started]
+        self.pool.settle(workers)
         failed: list[tuple[Failure, AnyWorker]] = []
-        if caller_share:
-            failures, mismatches = own.build()
-            failed += [(failure, caller) for failure in failures]
-            self.mismatches.extend(mismatches)
-        for worker, ready in zip([w for w in workers if not w.local], readies, strict=True):
+        for worker, ready in zip(started, readies, strict=True):
             failed += [(failure, worker) for failure in ready.failures]
-            self.mismatches.extend(ready.mismatches)
-        self._raise_start(failed)
+        mismatches = [mismatch for ready in readies for mismatch in ready.mismatches]
+        if own is not None:
+            failures, wrong = env_rows.build()
+            failed = [*((failure, own) for failure in failures), *failed]
+            mismatches = wrong + mismatches
+        self.mismatches = mismatches
+        self.recovery.raise_start(failed)
 
-    def _raise_start(self, failed: Sequence[tuple[Failure, AnyWorker]]) -> None:
-        if failed:
-            raised = [(fail.env, fail, worker, self.ledger.record(fail, worker, "start")) for fail, worker in failed]
-            self.ledger.raise_all(raised, [], log=False)
-
-    def _index_workers(self) -> None:
-        table: list[Any] = [None] * self.num_envs
-        for worker in self.pool.workers:
-            for row in worker.rows:
-                table[row] = worker
-        self.worker_of = table
+    @property
+    def restarts(self) -> int:
+        """How many there were."""
+        return self.ledger.restarts
 
     # -- asking -----------------------------------------------------------------------------------------------------
 
-    def ask_step(self, actions: list[Any] | None) -> Pending:
+    def ask_step(self, actions: list[Any] | None) -> None:
         """Step every row. ``actions``: one a row, or ``None`` if they are in shared memory."""
-        if self.failed and not self.policy.restart:
-            self.ledger.refuse(self.failed)
-        seq = self.pool.next_seq()
-        if actions is None and not self.failed:
-            self.pool.ring(seq)
-            return Pending("step", self.pool.workers)
-        pending = Pending("step", [])
-        left_out: list[int] = []
-        for worker in self.pool.workers:
-            rows = worker.rows
-            op = Op.STEP
-            if self.failed and (lost := [row for row in rows if row in self.failed]):
-                left_out += lost
-                rows, op = [row for row in rows if row not in self.failed], Op.STEP_SOME  # type: ignore[assignment]
-                if not rows:
-                    continue
-                self.batch.requested[rows] = seq
-            pending.workers.append(worker)
-            self.pool.post(worker, Request(seq, op, rows, None if actions is None else [actions[row] for row in rows]))
-        pending.lost = left_out
-        return pending
+        failed = self.failed
+        if failed and not self.policy.restart:
+            self.ledger.refuse(failed)
+        if actions is None and not failed:
+            flight = self.pool.plain_step()
+            flight.uncounted = self.num_envs
+            self.pool.ask(flight)
+            return
+        rows = range(self.num_envs)
+        self._ask("step", Op.STEP, Op.STEP_SOME, rows, lambda mine: actions and [actions[row] for row in mine])
 
-    def ask_reset(self, seeds: Sequence[Any], options: dict[str, Any] | None, mask: Array | None) -> Pending:
-        """Reset the rows of ``mask`` (``None``: all), rebuilding those that had failed."""
-        chosen = range(self.num_envs) if mask is None else np.flatnonzero(mask).tolist()
+    def ask_rows(self, rows: Sequence[int], actions: list[Any] | None) -> None:
+        """Step some rows, to be received one by one. ``actions`` in their order; ``None``: they are in shared memory."""
+        position = {row: place for place, row in enumerate(rows)}
+        self._ask(
+            "step", Op.STEP_SOME, Op.STEP_SOME, sorted(rows),
+            lambda mine: actions and [actions[position[row]] for row in mine], by_row=True,
+        )  # fmt: skip
+
+    def ask_some(self, command: str, op: Op, rows: Sequence[int], payload_of: Callable[[list[int]], Any]) -> None:
+        """Ask about some rows, in words of one's own."""
+        self._ask(command, op, op, rows, payload_of)
+
+    def _ask(
+        self,
+        command: str,
+        whole: Op,
+        some: Op,
+        rows: Sequence[int],
+        payload_of: Callable[[list[int]], Any],
+        *,
+        by_row: bool = False,
+        **about: Any,
+    ) -> None:
+        """Ask the workers of some rows, each about its own; those that have failed are left out of a step.
+
+        Args:
+            command: What it is called.
+            whole, some: The message about all rows of a worker, and that about some.
+            rows: Which, in order.
+            payload_of: What goes with the message about some of them.
+            by_row: They are received one by one.
+            about: Other attributes of the flight.
+        """
+        flight = Flight(self.pool.next_seq(), command, ())
+        flight.by_row = by_row
+        lost = [row for row in rows if row in self.failed] if command == "step" else []
+        left = rows if not lost else [row for row in rows if row not in self.failed]
+        wanted = set(left)
+        parts: dict[int, Part] = {}
+        for worker in self.pool.workers:
+            mine = [row for row in worker.rows if row in wanted]
+            if mine:
+                op = whole if len(mine) == len(worker.rows) and whole is not some else some
+                parts[worker.index] = self.pool.stage(Part(worker, mine, op, payload_of(mine)), flight.seq)
+        self.batch.requested[left] = flight.seq
+        flight.parts = parts
+        flight.workers = tuple(part.worker for part in parts.values())
+        flight.lost = lost
+        flight.uncounted = len(left) if command == "step" and not by_row else 0
+        flight.unreset = len(left) if command == "reset" else 0
+        for name, value in about.items():
+            setattr(flight, name, value)
+        self.pool.ask(flight, alone=command == "reset")
+
+    def ask_reset(self, seeds: Sequence[Any], options: dict[str, Any] | None, mask: Array | None) -> None:
+        """Reset the rows of ``mask`` (``None``: all), rebuilding those that had failed. What was sent by row is dropped."""
+        chosen = list(range(self.num_envs)) if mask is None else np.flatnonzero(mask).tolist()
+        if not self.owed.idle:
+            self.first_ready.drain()
         if mask is None and self.num_envs and isinstance(seeds[0], (int, np.integer)):
-            self._seeds = np.random.SeedSequence(abs(int(seeds[0])))
-        self._revive({id(self.worker_of[row]): self.worker_of[row] for row in chosen}.values())
-        for row in chosen:
-            self.failed.pop(row, None)
+            self.recovery.seeds = np.random.SeedSequence(abs(int(seeds[0])))
+        self.recovery.revive(chosen)
+
+        def payload_of(mine: list[int]) -> Any:
+            own = [seeds[row] for row in mine]
+            return None if options is None and all(seed is None for seed in own) else (own, options)
+
         if mask is not None:
             self.batch.info_schemas[~mask] = NO_INFO
             self.batch.final[~mask] = False
-        self.resets += len(chosen)
-        seq = self.pool.next_seq()
-        pending = Pending("reset", [], mask, seeds=seeds, options=options)
-        for worker in self.pool.workers:
-            rows = worker.rows if mask is None else [row for row in worker.rows if mask[row]]
-            if not rows:
-                continue
-            whole = len(rows) == len(worker.rows)
-            if not whole:
-                self.batch.requested[rows] = seq
-            mine = [seeds[row] for row in rows]
-            payload = None if options is None and all(seed is None for seed in mine) else (mine, options)
-            pending.workers.append(worker)
-            self.pool.post(worker, Request(seq, Op.RESET if whole else Op.RESET_SOME, rows, payload))
-        return pending
+        self._ask("reset", Op.RESET, Op.RESET_SOME, chosen, payload_of, mask=mask, seeds=seeds, options=options)
 
-    def ask_call(self, op: Op, payload_of: Callable[[AnyWorker], Any], command: str) -> Pending:
+    def ask_call(self, op: Op, payload_of: Callable[[AnyWorker], Any], command: str) -> None:
         """``CALL``, ``SET_ATTR`` or ``EXEC``; workers for which ``payload_of`` gives ``None`` are left out."""
-        dead = [row for row, worker in enumerate(self.worker_of) if worker.death is not None]
+        dead = [row for worker in self.pool.workers if worker.death is not None for row in worker.rows]
         if dead:
             self.ledger.refuse({row: self.failed.get(row, "its worker died") for row in dead})
+        flight = Flight(self.pool.next_seq(), command, ())
         payloads = [(worker, payload_of(worker)) for worker in self.pool.workers]
-        seq = self.pool.next_seq()
-        pending = Pending(command, [worker for worker, payload in payloads if payload is not None])
-        for worker, payload in payloads:
-            if payload is not None:
-                self.pool.post(worker, Request(seq, op, worker.rows, payload))
-        return pending
-
-    def _revive(self, workers: Iterable[AnyWorker]) -> None:
-        for worker in list(workers):
-            if not worker.local and worker.death is not None:
-                self._replace(worker)
-
-    def _replace(self, worker: ProcessWorker) -> None:
-        ready: Ready = self.pool.replace(worker)
-        self._index_workers()
-        new = self.worker_of[worker.rows[0]]
-        for row in worker.rows:
-            self.failed.setdefault(row, "its worker died")
-        self._raise_start([(failure, new) for failure in ready.failures])
+        flight.parts = {
+            worker.index: self.pool.stage(Part(worker, worker.rows, op, payload), flight.seq)
+            for worker, payload in payloads
+            if payload is not None
+        }
+        flight.workers = tuple(part.worker for part in flight.parts.values())
+        self.pool.ask(flight)
 
     # -- answering --------------------------------------------------------------------------------------------------
 
-    def finish(self, pending: Pending, timeout: float | None) -> Result:
-        """Wait for the answers to ``pending`` and take them in.
+    def finish(self, flight: Flight, timeout: float | None) -> Result:
+        """Wait for the answers to ``flight`` and take them in. When what they come to has been handed over, ``owed.after``
+        is how the table is to be.
 
         Raises:
             StepTimeout: They are still owed.
-            Exception: What an environment raised, or :class:`~vecenv.errors.WorkerDied`.
+            Exception: What an environment raised, or :class:`~vecenv.errors.WorkerDied`: it is ``owed.verdict``.
         """
-        result = self.collect(pending, timeout)
-        if result.failures or result.deaths or pending.lost:
-            self.settle(result, pending)
-        if self.policy.restart and pending.command in ("step", "reset"):
-            self.remember(None)
-        return result
+        owed = self.owed
+        if len(flight.answers) < len(flight.workers):
+            self.wait_for(flight, timeout)
+        result = NOTHING
+        for answer in flight.answers.values():
+            if answer is not PLAIN:
+                result = COLUMNS
+                if answer is not ONLY_COLUMNS:
+                    break
+        else:
+            if not flight.lost and flight.command == "step":
+                if self.policy.restart:
+                    self.recovery.remembered.keep(range(self.num_envs), everyone=True)
+                self.count(flight)
+                owed.after = {}, owed.landed, owed.ready, owed.latest
+                return result
+        round_ = self.round_of(flight)
+        error = self.recovery.settle(round_)
+        self.count(flight)
+        if error is None and self.policy.restart and flight.command in ("step", "reset"):
+            self.recovery.remembered.keep(range(self.num_envs), everyone=True)
+        owed.after = {}, {}, [], owed.latest
+        if error is not None:
+            owed.verdict = error
+            raise error
+        assert round_.result is not None
+        return round_.result
 
-    def collect(self, pending: Pending, timeout: float | None) -> Result:
-        """Wait for the answers to ``pending``, whatever they say.
+    def wait_for(self, flight: Flight, timeout: float | None) -> None:
+        """Wait for all answers to ``flight``.
 
         Raises:
             StepTimeout: They are still owed.
         """
-        stepping = pending.command == "step"
-        hang = timeout is None and (stepping or pending.command == "reset")
+        hang = timeout is None and flight.command in ("step", "reset")
         limit = self.policy.step_timeout if hang else timeout
-        late = self.pool.gather(pending.workers, None if limit is None else time.monotonic() + limit)
+        late = self.pool.gather(flight, deadline_of(limit))
         if late:
             if not (hang and self.policy.restart):
-                raise self.timeout_error(late, pending.command, limit)
-            self.end_hanging(late, limit)
-        answers = [(worker, worker.replies.popleft()) for worker in pending.workers]
-        result = self.absorb(answers)
-        if stepping:
-            self.env_steps += self.num_envs
-        if pending.lost:
-            if stepping:
-                self.env_steps -= len(pending.lost)
-            if result is PLAIN or result is COLUMNS:  # what became of lost rows is written into it
-                return Result(columns=result.columns)
-        return result
+                raise self.timeout_error(late, flight.command, limit)
+            self.end_late(late, limit)
 
-    def end_hanging(self, late: Sequence[AnyWorker], limit: float | None) -> None:
+    def round_of(self, flight: Flight) -> Round:
+        """The answers of a flight, read."""
+        if flight.rounds is None:
+            rows = [row for worker in flight.workers for row in flight.rows_of(worker)]
+            flight.rounds = {ALL: Round(flight, [*rows, *flight.lost], flight.lost)}
+        round_ = flight.rounds[ALL]
+        if round_.result is None:
+            if flight.command == "reset":
+                for row in round_.rows:
+                    self.ledger.found(row)
+            round_.result = self.read((worker, flight.answers[worker.index]) for worker in flight.workers)
+        return round_
+
+    def count(self, flight: Flight | Round) -> None:
+        """Count the steps, or resets, of a flight or a round, once."""
+        if flight.uncounted:
+            self.env_steps, flight.uncounted = self.env_steps + flight.uncounted, 0
+        elif flight.unreset:
+            self.resets, flight.unreset = self.resets + flight.unreset, 0
+
+    def read(self, answers: Iterable[tuple[AnyWorker, Answer]]) -> Result:
+        """What workers said."""
+        return self._reading.read(answers)
+
+    def end_late(self, late: Sequence[AnyWorker], limit: float | None) -> None:
+        """Kill workers that hang."""
         for worker in late:
             if not worker.local:
                 stack = worker.stack()
@@ -290,176 +326,12 @@ class Engine:
             worker.overdue = True
             if not worker.local:
                 stack = worker.stack()
-                rows = [row for request in list(worker.asked)[:1] for row in request.rows]
+                busy = self.owed.oldest_of(worker)
+                rows = [] if busy is None else list(busy.rows_of(worker))
                 state = " It is stopped (SIGSTOP)." if worker.is_stopped() else ""
                 text += f"\nenvs {rows}, {worker.who}, during {command}: no answer yet.{state}"
                 text += f"\n{stack}" if stack else ""
         return StepTimeout(text + "\nThe answer is still owed: wait again, or close().")
-
-    def absorb(self, answers: Iterable[tuple[AnyWorker, Answer]]) -> Result:
-        result = PLAIN
-        for worker, answer in answers:
-            if answer.outcome is None and answer.death is None and (result.columns or not answer.columns):
-                continue  # nothing new
-            if answer.outcome is None and answer.death is None and result is PLAIN:
-                result = COLUMNS
-                continue
-            if result is PLAIN or result is COLUMNS:
-                result = Result(columns=result.columns)
-            if answer.columns:
-                result.columns = True
-            if answer.outcome is not None:
-                out = answer.outcome
-                self._reader.learn(out.schemas)
-                result.infos.update(out.infos)
-                result.finals.update(out.finals)
-                result.results.update(out.results)
-                for row, observation in out.observations.items():
-                    self.store.accept(row, observation)
-                result.failures.extend((failure, worker) for failure in out.failures)
-                for name, text in out.warnings:
-                    if name not in self._said:
-                        self._said.add(name)
-                        logger.warn("%s", text)
-            if answer.death is not None:
-                result.deaths.append(answer.death)
-        return result
-
-    # -- failures ---------------------------------------------------------------------------------------------------
-
-    def settle(self, result: Result, pending: Pending) -> None:
-        """Raise what went wrong, or rebuild it."""
-        command = pending.command
-        deaths = {death.worker: death for death in result.deaths}
-        for death in deaths.values():
-            self.ledger.record_death(death)
-        raised = sorted(
-            [
-                (failure.env, failure, worker, self.ledger.record(failure, worker, command))
-                for failure, worker in result.failures
-            ],
-            key=lambda entry: entry[0],
-        )
-        if self.policy.restart and command in ("step", "reset"):
-            lost = sorted(set(pending.lost) | set(self.failed))
-            self._restart(lost, result, pending)
-            return
-        self.ledger.raise_all(raised, list(deaths.values()), log=command in ("step", "reset"))
-
-    def _restart(self, lost: list[int], result: Result, pending: Pending) -> None:
-        """Rebuild the rows in ``lost``, and write what the caller is to see of them."""
-        command = pending.command
-        lost = self._rebuild(lost, pending, result)
-        result.columns = True
-        rebuilt = result.infos
-        for row in lost:
-            info: dict[Any, Any] = {"restarted": True}
-            if command == "reset" or self.mode is AutoresetMode.SAME_STEP:
-                info = {**(rebuilt.get(row) or self._reader.one(row)), **info}
-            self.batch.info_schemas[row] = NO_INFO
-            self.batch.final[row] = False
-            result.finals.pop(row, None)
-            rebuilt[row] = info
-            if command == "step":
-                self.batch.rewards[row] = 0.0
-                self.batch.terminations[row] = False
-                self.batch.truncations[row] = True
-                if (last := self._last_of(row)) is not None:
-                    result.finals[row] = last
-                    if self.mode is not AutoresetMode.SAME_STEP:
-                        self.store.put_row(row, self._last_of(row))
-
-    def _rebuild(self, lost: list[int], pending: Pending, result: Result) -> list[int]:
-        """New environments for the rows in ``lost``, within the budget; returns the rows that were rebuilt."""
-        rebuilt: set[int] = set()
-        todo = set(lost)
-        while todo:
-            dead = {id(w): w for w in (self.worker_of[row] for row in todo) if w.death is not None}
-            causes = [str(worker.death).partition("\n")[0] for worker in dead.values()]
-            causes += [f"env {row}: {self.failed[row]}" for row in sorted(todo) if self.worker_of[row].death is None]
-            for cause in causes:
-                if not self._budget.spend(cause):
-                    self._give_up()
-                self.restarts += 1
-            for worker in dead.values():
-                todo |= set(worker.rows)
-                try:
-                    self._replace(worker)  # type: ignore[arg-type]
-                except (WorkerDied, TimeoutError) as error:
-                    self.failed.update(dict.fromkeys(worker.rows, str(error).partition("\n")[0]))
-            if any(self.worker_of[row].death is not None for row in todo):
-                continue
-            failed = self._ask_rebuild(sorted(todo), pending, result)
-            rebuilt |= todo
-            todo = failed
-        for row in rebuilt:
-            self.failed.pop(row, None)
-        return sorted(rebuilt)
-
-    def _ask_rebuild(self, rows: list[int], pending: Pending, result: Result) -> set[int]:
-        """Ask for new environments; returns the rows that failed again.
-
-        Those that failed in a reset get the seed and the options of that reset again, all others a fresh seed.
-        """
-        reset_next = pending.command == "step" and self.mode is AutoresetMode.NEXT_STEP
-        seq = self.pool.next_seq()
-        self.batch.requested[rows] = seq
-        asked: list[AnyWorker] = []
-        for worker in {id(self.worker_of[row]): self.worker_of[row] for row in rows}.values():
-            mine = [row for row in rows if self.worker_of[row] is worker]
-            seeds: list[Any] = [int(child.generate_state(1)[0]) for child in self._seeds.spawn(len(mine))]
-            if pending.seeds is not None:
-                asked_for = [row for row in mine if pending.mask is None or pending.mask[row]]
-                seeds = [pending.seeds[row] if row in asked_for else fresh for row, fresh in zip(mine, seeds, strict=True)]
-            self.pool.post(worker, Request(seq, Op.REBUILD_SOME, mine, (seeds, pending.options, reset_next)))
-            asked.append(worker)
-        # other answers of these workers (first-ready batches) come before this one, and stay in their queues
-        limit = self.policy.start_timeout + (self.policy.step_timeout or 0.0)
-        late = self.pool.gather(asked, time.monotonic() + limit)
-        if late:
-            self.end_hanging(late, limit)
-        answers = []
-        for worker in asked:
-            own = next(reply for reply in worker.replies if reply.request.seq == seq)
-            worker.replies.remove(own)
-            answers.append((worker, own))
-        again = self.absorb(answers)
-        for death in again.deaths:
-            self.ledger.record_death(death)
-        for failure, worker in again.failures:
-            self.ledger.record(failure, worker, "reset")
-        result.infos.update(again.infos)
-        lost = {row for death in again.deaths for row in death.envs} | {failure.env for failure, _ in again.failures}
-        return lost
-
-    def _give_up(self) -> None:
-        causes = "\n".join(f"- {cause}" for cause in self._budget.causes)
-        last = self.ledger.latest_death
-        raise WorkerDied(
-            f"more than {self._budget.limit} restarts within {self._budget.period} seconds; the last causes:\n{causes}",
-            worker=last.worker if last else self.worker_of[min(self.failed)].index,
-            pid=last.pid if last else self.worker_of[min(self.failed)].pid,
-            exitcode=last.exitcode if last else None,
-            envs=sorted(self.failed), command="restart",
-        )  # fmt: skip
-
-    def remember(self, rows: list[int] | None) -> None:
-        """Keep the observations of some rows (``None``: all) as their last good ones."""
-        if self.layout.observations is None:
-            for row in range(self.num_envs) if rows is None else rows:
-                self._last_rows[row] = self.store.row(row)
-        elif self._last_good is None or rows is None:
-            self._last_good = self.store.batch(copy=True)
-        else:
-            _copy_rows(self._last_good, self.store, rows, self.layout.observations)
-
-    def _last_of(self, row: int) -> Any:
-        """The observation that was remembered of an environment, as an object of its own; ``None`` if there is none."""
-        if self.layout.observations is None:
-            return deepcopy(self._last_rows.get(row))
-        if self._last_good is None:
-            return None
-        return self.layout.observations.map(lambda leaf: leaf[row].copy(), self._last_good)
 
     # -- what the caller gets ---------------------------------------------------------------------------------------
 
@@ -471,11 +343,11 @@ class Engine:
         finals = result.finals
         if b"\1" in ended.tobytes():  # a tenth of what `any` takes
             finals = self.finals(np.flatnonzero(ended).tolist()) | finals
-        return self._reader.read(None, self.num_envs, result.infos, finals)
+        return self._infos.read(None, self.num_envs, result.infos, finals)
 
     def export_infos(self, rows: Any, told: set[int]) -> tuple[Array, Array, dict[int, Definition]]:
         """The infos of some rows for a reader elsewhere; see :meth:`vecenv.infos.InfoReader.export`."""
-        return self._reader.export(rows, told)
+        return self._infos.export(rows, told)
 
     def finals(self, rows: Sequence[int]) -> dict[int, Any]:
         """Row -> last observation of its episode, for those of ``rows`` that have one in shared memory."""
@@ -485,15 +357,15 @@ class Engine:
         flags = self.batch.final
         return {row: tree.build(iter([leaf[row].copy() for leaf in leaves])) for row in rows if flags[row]}
 
-    def infos_of(self, rows: Array, result: Result) -> dict[Any, Any]:
-        """The infos of some rows, compact."""
+    def infos_of(self, rows: Array, infos: dict[int, Any], finals: dict[int, Any]) -> dict[Any, Any]:
+        """The infos of some rows, compact; ``infos`` and ``finals`` came by pickle, by row."""
         listed = rows.tolist()
-        finals = self.finals(listed) | result.finals
+        finals = self.finals(listed) | finals
         positions = {row: position for position, row in enumerate(listed)}
-        return self._reader.read(
+        return self._infos.read(
             rows,
             len(listed),
-            {positions[row]: info for row, info in result.infos.items()},
+            {positions[row]: info for row, info in infos.items()},
             {positions[row]: observation for row, observation in finals.items()},
         )
 
@@ -519,30 +391,25 @@ class Engine:
             "restarts": float(self.restarts),
             "errors": float(len(self.ledger.errors)),
             "bytes_pickled": float(sum(w.channel.bytes_pickled for w in self.pool.workers if isinstance(w, ProcessWorker))),
+            "in_flight": float(len(self.owed.waiting())),
         }
 
     def close(self, timeout: float, *, terminate: bool) -> None:
-        """End the workers; what environments raised in their own ``close`` is said as warnings."""
+        """End the workers; what environments raised in their own ``close`` is said as warnings. It can be called again."""
         self.pool.close(timeout, terminate=terminate)
-        for failure, _ in self.pool.failures_in_close:
+        said = self.pool.failures_in_close
+        while said:
+            failure, _ = said.pop(0)
             packed = failure.error
-            said = packed.summary if isinstance(packed, PackedError) else summary(packed)
-            logger.warn("%s", f"env {failure.env} raised in close(): {said}")
+            text = packed.summary if isinstance(packed, PackedError) else summary(packed)
+            logger.warn("%s", f"env {failure.env} raised in close(): {text}")
+
+
+    def forget(self) -> None:
+        """Let go of the shared memory: it is unmapped when no array over it is held outside."""
+        for name in ("arena", "batch", "store", "_infos", "_reading", "recovery", "first_ready"):
+            self.__dict__.pop(name, None)
 
 
 def _wait_name(command: str) -> str:
     return {"set_attr": "set_attr", "exec_func": "exec_func_fetch", "recv": "recv"}.get(command, f"{command}_wait")
-
-
-def _copy_rows(batch: Any, store: Store, rows: Sequence[int], tree: Tree) -> None:
-    if not rows:
-        return
-    fresh: list[Array] = []
-    tree.map(lambda leaf: fresh.append(leaf) or leaf, store.take(np.array(rows)))  # type: ignore[func-returns-value]
-    parts = iter(fresh)
-
-    def copy(leaf: Array) -> Array:
-        leaf[rows] = next(parts)
-        return leaf
-
-    tree.map(copy, batch)

@@ -8,7 +8,7 @@ that it can say what happened, and that nothing outlives the program:
 * the *death watch*: one epoll over a pidfd a worker. End-of-file on the worker's socket is no proof of death, because a
   helper that the environment forked may still hold it;
 * the *black box*: an unnamed file a worker, into which ``faulthandler`` writes the Python stack on a fatal signal, and on
-  request (SIGUSR1) when an answer is overdue;
+  request (:data:`STACK_SIGNAL`) when an answer is overdue;
 * *packing*: an exception travels as an object only if it comes back whole from a pickle; its text always travels;
 * the *restart budget*: so many restarts in so many seconds, then the causes are reported instead.
 """
@@ -34,18 +34,22 @@ from typing import Any, Final
 import cloudpickle
 
 from vecenv.errors import EnvError, RemoteTraceback
+from vecenv.holdings import Descriptor, Holdings
 
 if sys.platform != "win32":
     import fcntl
 
 __all__ = [
+    "STACK_SIGNAL",
     "BlackBox",
     "DeathWatch",
     "Lifeline",
     "PackedError",
     "RestartBudget",
+    "catches",
     "describe_exit",
     "innermost",
+    "opens",
     "pack",
     "reaches_down",
     "summary",
@@ -56,10 +60,24 @@ _LINUX: Final = sys.platform.startswith("linux")
 
 
 class Lifeline:
-    """The caller holds the writing end for as long as its workers may live; see :meth:`arm`."""
+    """The caller holds the writing end for as long as its workers may live; see :meth:`arm`.
 
-    def __init__(self) -> None:
-        self.reader, self.writer = os.pipe()
+    Args:
+        holdings: Who holds the descriptors; default: the lifeline itself.
+    """
+
+    def __init__(self, holdings: Holdings | None = None) -> None:
+        self._ends = (Holdings(self) if holdings is None else holdings).pipe()
+
+    @property
+    def reader(self) -> int:
+        """The end that workers hold; -1 when it is closed."""
+        return self._ends[0].number
+
+    @property
+    def writer(self) -> int:
+        """The end that only the caller holds; -1 when it is closed."""
+        return self._ends[1].number
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _attach_lifeline, (reduction.DupFd(self.reader),)
@@ -67,40 +85,46 @@ class Lifeline:
     def arm(self) -> None:
         """In a worker: end this process, and its group, when the caller's end closes."""
         self.let_go()
-        if not _LINUX:
-            _watch_in_a_thread(self.reader)
-            return
-        # an open file of its own: the signal's owner is a property of the open file, and siblings share ours
-        own = os.open(f"/proc/self/fd/{self.reader}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        os.close(self.reader)
-        self.reader = own
-        fcntl.fcntl(own, fcntl.F_SETOWN, -os.getpgrp() if os.getpgrp() == os.getpid() else os.getpid())
-        fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
-        poll = select.poll()
-        poll.register(own, 0)
-        if poll.poll(0):  # the caller was gone before we armed
-            os._exit(1)
+        arm(self.reader)
 
     def let_go(self) -> None:
         """In a fork of the caller: drop the copy of the writing end, which is the caller's alone to hold."""
-        if self.writer >= 0:
-            os.close(self.writer)
-            self.writer = -1
+        self._ends[1].close()
 
     def close(self) -> None:
         """Close both ends in the caller."""
-        for descriptor in (self.reader, self.writer):
-            if descriptor >= 0:
-                with contextlib.suppress(OSError):
-                    os.close(descriptor)
-        self.reader = self.writer = -1
+        for end in self._ends:
+            end.close()
 
 
-def _attach_lifeline(handle: Any) -> Lifeline:
-    lifeline = Lifeline.__new__(Lifeline)
-    lifeline.reader, lifeline.writer = handle.detach(), -1
-    return lifeline
+def arm(reader: int) -> None:
+    """End this process, and its group, when the other end of this pipe closes."""
+    if not _LINUX:
+        _watch_in_a_thread(reader)
+        return
+    # an open file of its own: the signal's owner is a property of the open file, and siblings share ours
+    own = os.open(f"/proc/self/fd/{reader}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    fcntl.fcntl(own, fcntl.F_SETOWN, -os.getpgrp() if os.getpgrp() == os.getpid() else os.getpid())
+    fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
+    poll = select.poll()
+    poll.register(own, 0)
+    if poll.poll(0):  # the caller was gone before we armed
+        os._exit(1)
+
+
+class _WorkersLifeline:
+    """The lifeline in a worker that was spawned: its end of it."""
+
+    def __init__(self, reader: int) -> None:
+        self._reader = reader
+
+    def arm(self) -> None:
+        arm(self._reader)
+
+
+def _attach_lifeline(handle: Any) -> _WorkersLifeline:
+    return _WorkersLifeline(handle.detach())
 
 
 def _watch_in_a_thread(descriptor: int) -> None:
@@ -115,44 +139,88 @@ def _watch_in_a_thread(descriptor: int) -> None:
 
 
 class BlackBox:
-    """An unnamed file that outlives a crash: the worker's last Python stack."""
+    """An unnamed file that outlives a crash: the worker's last Python stack.
 
-    def __init__(self) -> None:
+    Args:
+        holdings: Who holds the descriptor; default: the black box itself.
+    """
+
+    def __init__(self, holdings: Holdings | None = None) -> None:
+        holdings = Holdings(self) if holdings is None else holdings
         if hasattr(os, "memfd_create"):
-            self._descriptor = os.memfd_create("vecenv-black-box", os.MFD_CLOEXEC)
+            self._file = holdings.open(os.memfd_create, "vecenv-black-box", os.MFD_CLOEXEC)
         else:
-            self._descriptor, path = tempfile.mkstemp(prefix="vecenv-")
-            os.unlink(path)
+            self._file = holdings.open(_unnamed_file)
+        if _LINUX:  # so that what was read can be cut off, and the next stack begins at the beginning
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, fcntl.fcntl(self._descriptor, fcntl.F_GETFL) | os.O_APPEND)
+
+    @property
+    def _descriptor(self) -> int:
+        return self._file.number
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _attach_black_box, (reduction.DupFd(self._descriptor),)
 
     def arm(self) -> None:
-        """In a worker: write the stacks of all threads here on a fatal signal and on SIGUSR1."""
-        os.lseek(self._descriptor, 0, os.SEEK_END)
-        faulthandler.enable(self._descriptor)
-        if hasattr(faulthandler, "register"):
-            faulthandler.register(signal.SIGUSR1, self._descriptor)
+        """In a worker: write the stacks of all threads here on a fatal signal and on :data:`STACK_SIGNAL`."""
+        _write_stacks_to(self._descriptor)
 
-    def size(self) -> int:
-        """Bytes written so far."""
-        return os.fstat(self._descriptor).st_size
+    def clear(self) -> None:
+        """Forget what was written so far; what is written next is all that :meth:`read` gives."""
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._descriptor, 0)
 
-    def read(self, start: int = 0) -> str:
-        """What was written from byte ``start`` on, at most 64 KiB."""
-        return os.pread(self._descriptor, 1 << 16, start).decode(errors="replace")
+    def read(self) -> str:
+        """What was written, at most the last 64 KiB."""
+        with contextlib.suppress(OSError):
+            size = os.fstat(self._descriptor).st_size
+            start = max(size - (1 << 16), 0)
+            return os.pread(self._descriptor, size - start, start).lstrip(b"\0").decode(errors="replace")
+        return ""
 
     def close(self) -> None:
         """Drop the descriptor. Idempotent."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._file.close()
 
 
-def _attach_black_box(handle: Any) -> BlackBox:
-    box = BlackBox.__new__(BlackBox)
-    box._descriptor = handle.detach()
-    return box
+def _write_stacks_to(descriptor: int) -> None:
+    faulthandler.enable(descriptor)
+    if STACK_SIGNAL is not None:
+        faulthandler.register(STACK_SIGNAL, descriptor)
+
+
+class _WorkersBlackBox:
+    """The black box in a worker that was spawned."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def arm(self) -> None:
+        _write_stacks_to(self._descriptor)
+
+
+def _unnamed_file() -> int:
+    descriptor, path = tempfile.mkstemp(prefix="vecenv-")
+    os.unlink(path)
+    return descriptor
+
+
+def _attach_black_box(handle: Any) -> _WorkersBlackBox:
+    return _WorkersBlackBox(handle.detach())
+
+
+STACK_SIGNAL: Final = getattr(signal, "SIGRTMAX", None) if hasattr(faulthandler, "register") else None
+"""What asks a worker for its stack. No library and no environment has a use for the last real-time signal, which has no name
+of its own; SIGUSR1 belongs to programs. Where it is not caught any more (:func:`catches`) it is not sent: it would kill."""
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal, as the kernel tells."""
+    with contextlib.suppress(OSError, NameError, ValueError), open(f"/proc/{pid}/status") as status:
+        for line in status:
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
 
 
 _OWN_FRAMES: Final = ("/vecenv/rows.py", "/vecenv/worker.py")  # below an environment's code on a worker's stack
@@ -180,18 +248,23 @@ class DeathWatch:
 
     Where there are pidfds, the descriptor is an epoll over them, independent of who still holds which pipe. Elsewhere the
     processes' sentinels do, as well as they can.
+
+    Args:
+        holdings: Who holds the pidfds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, holdings: Holdings) -> None:
         self._epoll = select.epoll() if hasattr(select, "epoll") else None
         self._watched: dict[int, Any] = {}
-        self._own: set[int] = set()
+        self._holdings = holdings
+        self._own: dict[int, Descriptor] = {}
 
     def add(self, pid: int, sentinel: int, worker: Any) -> int:
         """Watch a process; returns the descriptor it is watched by."""
         try:
-            descriptor = os.pidfd_open(pid)
-            self._own.add(descriptor)
+            pidfd = self._holdings.open(os.pidfd_open, pid)
+            descriptor = pidfd.number
+            self._own[descriptor] = pidfd
         except (AttributeError, OSError):
             descriptor = sentinel
         self._watched[descriptor] = worker
@@ -199,24 +272,30 @@ class DeathWatch:
             self._epoll.register(descriptor, select.EPOLLIN)
         return descriptor
 
-    def remove(self, descriptor: int) -> None:
-        """Stop watching; closes the pidfd."""
-        if self._watched.pop(descriptor, None) is None:
+    def watches(self, descriptor: int, worker: Any) -> bool:
+        """Whether a worker is still watched by this descriptor."""
+        return self._watched.get(descriptor) is worker
+
+    def remove(self, descriptor: int, worker: Any) -> None:
+        """Stop watching; closes the pidfd. Idempotent."""
+        if self._watched.get(descriptor) is not worker:
             return
         if self._epoll is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):
                 self._epoll.unregister(descriptor)
-        if descriptor in self._own:
-            self._own.discard(descriptor)
-            os.close(descriptor)
+        self._watched.pop(descriptor, None)
+        if (pidfd := self._own.pop(descriptor, None)) is not None:
+            pidfd.close()
 
-    def signal(self, descriptor: int, pid: int, number: int) -> None:
+    def signal(self, descriptor: int, worker: Any, number: int) -> None:
         """Send a signal to a watched process: through its pidfd, so that it never meets a reused process id."""
+        if not self.watches(descriptor, worker):
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if descriptor in self._own:
                 signal.pidfd_send_signal(descriptor, number)
             else:
-                os.kill(pid, number)
+                os.kill(worker.pid, number)
 
     def descriptors(self) -> list[int]:
         """What to poll for: one epoll descriptor, or every sentinel."""
@@ -231,11 +310,10 @@ class DeathWatch:
 
     def close(self) -> None:
         """Let go of everything."""
-        for descriptor in list(self._watched):
-            self.remove(descriptor)
+        for descriptor, worker in list(self._watched.items()):
+            self.remove(descriptor, worker)
         if self._epoll is not None:
             self._epoll.close()
-            self._epoll = None
 
 
 def describe_exit(exitcode: int | None) -> str:
@@ -292,6 +370,19 @@ def pack(error: BaseException) -> PackedError:
     return PackedError(blob, summary(error), text)
 
 
+def opens(blob: bytes) -> bool:
+    """Whether something can be unpickled.
+
+    Asked when it just could not: what opens now failed because somebody interrupted it (Ctrl-C, a time limit), and not
+    because of what it is.
+    """
+    try:
+        pickle.loads(blob)
+    except BaseException:
+        return False
+    return True
+
+
 def unpack(packed: PackedError, note: str) -> Exception:
     """The exception again, with the remote traceback as its cause and ``note`` attached.
 
@@ -304,7 +395,8 @@ def unpack(packed: PackedError, note: str) -> Exception:
             loaded = pickle.loads(packed.blob)
             error = loaded if isinstance(loaded, Exception) else None
         except BaseException:
-            error = None
+            if opens(packed.blob):
+                raise
     if error is None:
         error = EnvError(f"{note}: {packed.summary}")
     error.__cause__ = RemoteTraceback(packed.text)

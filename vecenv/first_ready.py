@@ -1,19 +1,17 @@
-"""First-ready batches: rows that are sent, in flight, and ready in the order in which they were answered."""
+"""First-ready batches: rows that are sent, underway, and ready in the order in which they were answered."""
 
 from __future__ import annotations
 
-import time
-from collections import deque
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 
+from vecenv.deadlines import deadline_of
 from vecenv.infos import NO_INFO
-from vecenv.protocol import Op
-from vecenv.requests import Pending, Result
+from vecenv.owed import ABSENT, ALL, PLAIN, Flight, ReadyRow, Round
 from vecenv.shm.layout import Array
-from vecenv.workers import Answer, AnyWorker, Request
 
 if TYPE_CHECKING:
     from vecenv.engine import Engine
@@ -22,136 +20,182 @@ __all__ = ["FirstReady"]
 
 
 class FirstReady:
-    """Which rows of an engine are on their way.
-
-    Attributes:
-        in_flight: bool ``(num_envs,)``: sent, and not answered yet.
-        underway: How many those are.
-        ready: Rows that were answered and not received yet, the earliest first.
-    """
+    """Takes rows out of the table of what is owed, whoever was first."""
 
     def __init__(self, engine: Engine) -> None:
-        self.in_flight = np.zeros(engine.num_envs, np.bool_)
-        self.underway = 0
-        self.ready: deque[int] = deque()
         self._engine = engine
-        self._results = Result()  # what came with the rows that are ready, by row
+        self._owed = engine.owed
 
-    @property
-    def idle(self) -> bool:
-        """Nothing is in flight, nothing is ready."""
-        return not (self.underway or self.ready)
+    def launch(self, flight: Flight) -> None:
+        """Let the answers to a call to everybody be received row by row, as they come."""
+        for index in flight.answers:
+            self._owed.landed.setdefault((flight.seq, index), flight)
+        flight.by_row = True
 
-    def send(self, rows: Array, actions: list[Any] | None) -> None:
-        """Step some idle rows; ``actions`` in the order of ``rows``, or ``None`` if they are in shared memory."""
-        listed = rows.tolist()
-        seq = self._engine.pool.next_seq()
-        self._engine.batch.requested[rows] = seq
-        self.in_flight[rows] = True
-        self.underway += len(rows)
-        by_worker: dict[int, tuple[AnyWorker, list[int]]] = {}
-        for position in sorted(range(len(listed)), key=listed.__getitem__):
-            worker = self._engine.worker_of[listed[position]]
-            by_worker.setdefault(id(worker), (worker, []))[1].append(position)
-        for worker, positions in by_worker.values():
-            mine = [listed[position] for position in positions]
-            payload = None if actions is None else [actions[position] for position in positions]
-            self._engine.pool.post(worker, Request(seq, Op.STEP_SOME, mine, payload))
+    def receive(self, count: int, timeout: float | None) -> tuple[Array, dict[int, Any], dict[int, Any]]:
+        """The next ``count`` rows, in the order in which they became ready, and the infos and last observations that came
+        with them by pickle. When they have been handed over, ``owed.after`` is how the table is to be.
 
-    def launch(self, pending: Pending) -> None:
-        """Turn a request to everybody into rows in flight, to be received as they come."""
-        rows = np.arange(self._engine.num_envs) if pending.mask is None else np.flatnonzero(pending.mask)
-        self.in_flight[rows] = True
-        self.underway += len(rows)
-
-    def receive(self, count: int, timeout: float | None) -> tuple[Array, Result]:
-        """The next ``count`` rows, in the order in which they became ready, and what came with them."""
-        limit = self._engine.policy.step_timeout if timeout is None else timeout
-        deadline = None if limit is None else time.monotonic() + limit
-        while len(self.ready) < count:
-            if len(self.ready) + self.underway < count:
+        Raises:
+            NoAsyncCallError: There are not so many.
+            StepTimeout: Not in time; nothing is lost.
+            Exception: What an environment raised: it is ``owed.verdict``.
+        """
+        engine, owed = self._engine, self._owed
+        limit = engine.policy.step_timeout if timeout is None else timeout
+        deadline = deadline_of(limit)
+        while True:
+            ready, seen = self._look()
+            if len(ready) >= count:
+                break
+            underway = len(owed.underway())
+            if len(ready) + underway < count:
                 raise NoAsyncCallError(
-                    f"Calling `recv` for {count} environments, but only {self.underway} are in flight and "
-                    f"{len(self.ready)} are ready: send() more first.",
+                    f"Calling `recv` for {count} environments, but only {underway} are in flight and "
+                    f"{len(ready)} are ready: send() more first.",
                     "recv",
                 )
-            if not self._engine.pool.gather_any(deadline):
-                late = [worker for worker in self._engine.pool.workers if worker.owes]
-                if timeout is not None or not self._engine.policy.restart:
-                    raise self._engine.timeout_error(late, "recv", limit)
-                self._engine.end_hanging(late, limit)
-            self._collect()
-        rows = np.array([self.ready.popleft() for _ in range(count)], np.intp)
-        kept = self._results
-        mine = Result(columns=True)
-        for row in rows.tolist():
-            if row in kept.infos:
-                mine.infos[row] = kept.infos.pop(row)
-            if row in kept.finals:
-                mine.finals[row] = kept.finals.pop(row)
-        return rows, mine
+            if not self._more(seen, deadline):
+                late = [worker for worker in engine.pool.workers if owed.is_owed(worker)]
+                if timeout is not None or not engine.policy.restart:
+                    raise engine.timeout_error(late, "recv", limit)
+                engine.end_late(late, limit)
+        taken, rest = ready[:count], ready[count:]
+        rows = np.array([row for row, _ in taken], np.intp)
+        came = [(row, said) for row, said in taken if said is not None]
+        self._set_after(seen, rest, rows)
+        return (
+            rows,
+            {row: info for row, (info, _) in came if info is not ABSENT},
+            {row: final for row, (_, final) in came if final is not ABSENT},
+        )
 
-    def _collect(self) -> None:
-        """Move every answer that has come from the workers' queues to the queue of ready rows."""
-        for worker in self._engine.pool.workers:
-            while worker.replies:
-                self._collect_one(worker, worker.replies.popleft())
+    def _more(self, seen: dict[tuple[int, int], Flight], deadline: float | None) -> bool:
+        """Wait until something has landed that was not ``seen``; false when the time was up."""
+        owed, pool = self._owed, self._engine.pool
+        while len(owed.landed) == len(seen):
+            if not pool.gather_any(deadline, len(seen)):
+                return False
+        return True
 
-    def _collect_one(self, worker: AnyWorker, answer: Answer) -> None:
-        rows = list(answer.request.rows)
-        self._landed(rows)
-        result = self._engine.absorb([(worker, answer)])
-        command = "reset" if answer.request.op in (Op.RESET, Op.RESET_SOME) else "step"
-        if command == "step":
-            self._engine.env_steps += len(rows)
-        else:
-            self._engine.batch.rewards[rows] = 0.0
-            self._engine.batch.terminations[rows] = False
-            self._engine.batch.truncations[rows] = False
-        if not answer.columns:
-            self._engine.batch.info_schemas[rows] = NO_INFO
-        bad = {failure.env for failure, _ in result.failures if failure.fatal} | (set(rows) if answer.death else set())
+    def _look(self) -> tuple[list[ReadyRow], dict[tuple[int, int], Flight]]:
+        """All rows that are ready, and which answers that takes into account.
+
+        Raises:
+            Exception: What an environment raised.
+        """
+        owed = self._owed
         if self._engine.policy.restart:
-            self._engine.remember([row for row in rows if row not in bad])
-        self.ready.extend(row for row in rows if row not in bad or self._engine.policy.restart)
-        self._results.infos.update(result.infos)
-        self._results.finals.update(result.finals)
-        if result.failures or result.deaths:
-            try:
-                self._engine.settle(result, Pending(command, [worker], lost=sorted(bad)))
-            finally:
-                self._results.infos.update(result.infos)
-                self._results.finals.update(result.finals)
+            for flight in list(owed.flights.values()):
+                if flight.by_row and flight.lost and ALL not in flight.answers:
+                    owed.land(flight.seq, ALL, PLAIN)
+        ready = owed.ready.copy()
+        seen: dict[tuple[int, int], Flight] = {}
+        for key, flight in list(owed.landed.items()):
+            seen[key] = flight
+            round_ = self._absorb(flight, key[1])
+            ready += round_.entries or ()
+            if round_.verdict is not None:
+                self._set_after(seen, ready, owed.latest)
+                owed.verdict = round_.verdict
+                raise round_.verdict
+        return ready, seen
 
-    def _landed(self, rows: list[int]) -> None:
-        self.in_flight[rows] = False
-        self.underway -= len(rows)
+    def _set_after(self, seen: dict[tuple[int, int], Flight], ready: list[ReadyRow], latest: Array) -> None:
+        """What the table is to be when the answers that were ``seen`` have been taken out of it."""
+        owed = self._owed
+        landed: dict[tuple[int, int], Flight] = {}
+        if len(owed.landed) > len(seen):
+            landed = {key: flight for key, flight in owed.landed.items() if key not in seen}
+        waiting = {seq for seq, _ in landed}
+        flights = {
+            seq: flight for seq, flight in owed.flights.items() if flight.by_row and (seq in waiting or flight.missing())
+        }
+        owed.after = flights, landed, ready, latest
 
-    def drain(self, timeout: float | None) -> None:
-        """Wait for everything in flight and forget it, before a reset of everybody."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while self.underway:
-            if not self._engine.pool.gather_any(deadline):
-                raise self._engine.timeout_error(
-                    [worker for worker in self._engine.pool.workers if worker.owes], "recv", timeout
-                )
-            for worker in self._engine.pool.workers:
-                while worker.replies:
-                    answer = worker.replies.popleft()
-                    self._landed(list(answer.request.rows))
-                    result = self._engine.absorb([(worker, answer)])
-                    for death in result.deaths:
-                        self._engine.ledger.record_death(death)
-                    for failure, _ in result.failures:
-                        self._engine.ledger.record(failure, worker, "step")
-        self.ready.clear()
-        self._results = Result()
+    def _absorb(self, flight: Flight, index: int) -> Round:
+        """Read one worker's answer, see to what failed, and make its rows ready. It can be called again."""
+        engine = self._engine
+        rounds = flight.rounds
+        if rounds is None:
+            rounds = flight.rounds = {}
+        round_ = rounds.get(index)
+        if round_ is None:
+            rows = flight.rows_at(index)
+            round_ = Round(flight, rows, rows if index == ALL else ())
+            round_.uncounted = len(rows) if index != ALL and flight.command == "step" else 0
+            rounds[index] = round_
+        if round_.entries is not None:
+            return round_
+        rows, answer = list(round_.rows), flight.answers[index]
+        if round_.result is None:
+            if flight.command == "reset":
+                engine.batch.rewards[rows] = 0.0
+                engine.batch.terminations[rows] = False
+                engine.batch.truncations[rows] = False
+                for row in rows:
+                    engine.ledger.found(row)
+            if not answer.columns:
+                engine.batch.info_schemas[rows] = NO_INFO
+            worker = next((worker for worker in flight.workers if worker.index == index), None)
+            round_.result = engine.read([] if worker is None else [(worker, answer)])
+        result = round_.result
+        bad = {failure.env for failure, _ in result.failures if failure.fatal or engine.policy.restart}
+        if answer.death is not None or index == ALL:
+            bad = set(rows)
+        if engine.policy.restart and not round_.settled:
+            engine.recovery.remembered.keep([row for row in rows if row not in bad], everyone=False)
+        verdict = engine.recovery.settle(round_)
+        engine.count(round_)
+        engine.count(flight)
+        result = round_.result
+        good = rows if verdict is None else [row for row in rows if row not in bad]
+        entries: list[ReadyRow] = list(zip(good, repeat(None)))
+        if result.infos or result.finals:
+            infos, finals = result.infos, result.finals
+            entries = [
+                (row, (infos.get(row, ABSENT), finals.get(row, ABSENT)) if row in infos or row in finals else None)
+                for row in good
+            ]
+        round_.entries = entries
+        return round_
+
+    def drain(self) -> None:
+        """Wait for all that is underway, before a reset that forgets it. What failed is on record.
+
+        Raises:
+            StepTimeout: Not within the engine's ``step_timeout``; nothing is lost.
+        """
+        engine, owed = self._engine, self._owed
+        limit = engine.policy.step_timeout
+        deadline = deadline_of(limit)
+        while owed.underway():
+            if not self._more(dict(owed.landed), deadline):
+                late = [worker for worker in engine.pool.workers if owed.is_owed(worker)]
+                if not late:
+                    break
+                if not engine.policy.restart:
+                    raise engine.timeout_error(late, "recv", limit)
+                engine.end_late(late, limit)
+        for (_, index), flight in list(owed.landed.items()):
+            if index == ALL or (flight.rounds is not None and index in flight.rounds):
+                continue  # it was looked at
+            worker = next(worker for worker in flight.workers if worker.index == index)
+            result = engine.read([(worker, flight.answers[index])])
+            round_ = Round(flight, flight.rows_at(index), ())
+            engine.ledger.record(round_, result.failures, result.deaths)
+            engine.ledger.lose(result.failures, result.deaths, round_.rows, all_of_them=False)
+            round_.uncounted = len(round_.rows) if flight.command == "step" else 0
+            engine.count(round_)
+            round_.result, round_.entries = result, []
+            flight.rounds = {**(flight.rounds or {}), index: round_}
 
     def require_nothing(self, method: str) -> None:
         """First-ready batches and calls to everybody do not mix."""
-        if self.underway or self.ready:
+        if not self._owed.idle:
+            underway = len(self._owed.underway())
             raise AlreadyPendingCallError(
-                f"Calling `{method}` while {self.underway} environments are in flight by `send` and "
-                f"{len(self.ready)} are ready for `recv`.",
+                f"Calling `{method}` while {underway} environments are in flight by `send` and "
+                f"{len(self._owed.waiting()) - underway} are ready for `recv`.",
                 "send",
             )

@@ -219,12 +219,11 @@ class InfoWriter:
                 self._news[number] = definition
         return schema if schema.fits else None
 
-    def news(self) -> dict[int, Definition]:
-        """Definitions used for the first time since the last call."""
-        news = self._news
-        if news:
-            self._news = {}
-        return news
+    def tell(self, told: dict[int, Definition]) -> None:
+        """Add to ``told`` the definitions used for the first time since the last call."""
+        if self._news:
+            told.update(self._news)
+            self._news.clear()
 
 
 _Columns: TypeAlias = list[Any]  # of (key, name of its mask, column or the columns of a dict)

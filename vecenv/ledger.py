@@ -6,21 +6,20 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Sequence
-from typing import Final, NoReturn
+from itertools import repeat
+from typing import Any, Final, NoReturn
 
 from gymnasium import logger
 
-from vecenv.errors import EnvFailed, ErrorRecord, WorkerDied
-from vecenv.failure import PackedError, summary
+from vecenv.errors import EnvFailed, ErrorRecord
+from vecenv.failure import PackedError, pack, summary, unpack
+from vecenv.owed import Death, Round
 from vecenv.rows import Failure
 from vecenv.workers import AnyWorker, raise_ready
 
-__all__ = ["Ledger", "Raised"]
+__all__ = ["Ledger", "note_once"]
 
 _KEPT_ERRORS: Final = 1000
-
-Raised = tuple[int, Failure, AnyWorker, Exception]
-"""An environment's index, how it failed, in which worker, and the exception for it."""
 
 
 class Ledger:
@@ -28,36 +27,95 @@ class Ledger:
 
     Attributes:
         errors: Records, oldest first.
-        failed: Row -> what happened, for rows that only a reset brings back.
-        latest_death: The worker that died last.
+        failed: Row -> what happened, for rows that only a reset or a restart brings back.
+        restarts: How many there were.
+        paid: Those of them whose restart is in the budget already.
+        latest_death: Of the worker that died last.
     """
 
     def __init__(self) -> None:
         self.errors: deque[ErrorRecord] = deque(maxlen=_KEPT_ERRORS)
         self.failed: dict[int, str] = {}
-        self.latest_death: WorkerDied | None = None
+        self.paid: set[int] = set()
+        self.restarts = 0
+        self.latest_death: Death | None = None
+        self._deaths: set[tuple[int, int | None]] = set()  # (worker, pid) of those that are on record
 
-    def record(self, failure: Failure, worker: AnyWorker, command: str) -> Exception:
-        """The exception of a failure, and its entry in ``errors`` and ``failed``."""
-        packed = failure.error
-        text = packed.text if isinstance(packed, PackedError) else ""
-        error = raise_ready(packed, f"env {failure.env}, {worker.who}, during {command}")
+    def record(
+        self,
+        round_: Round,
+        failures: Sequence[tuple[Failure, AnyWorker]],
+        deaths: Sequence[Death],
+        others: Sequence[tuple[Exception, ErrorRecord]] = (),
+    ) -> None:
+        """Make the exceptions of what failed, once, and put them on record, once.
+
+        A record keeps an exception of its own: one that was raised keeps the program's frames, and all that is in them.
+        """
+        if round_.raised is None:
+            self.make(round_, failures, deaths)
+            round_.records += [record for _, record in others]
+        self.write(round_)
+
+    def make(self, round_: Round, failures: Sequence[tuple[Failure, AnyWorker]], deaths: Sequence[Death]) -> None:
+        """Make the exceptions of what failed, and their records. A death that several rounds tell of is recorded once."""
+        raised, records, now = [], [], time.monotonic()
+        for death in {death.worker: death for death in deaths}.values():
+            if (death.worker, death.pid) not in self._deaths:
+                pid, error = death.pid or 0, death.error()
+                records.append(ErrorRecord(None, death.worker, pid, death.command, error, death.text, now))
+            self.latest_death = death
+        for failure, worker in sorted(failures, key=lambda pair: pair[0].env):
+            made, record = self.exception(failure, worker, round_.flight.command)
+            raised.append((failure.env, made))
+            records.append(record)
+        round_.records, round_.raised = records, raised
+
+    def write(self, round_: Round) -> None:
+        """Move a round's records into the ledger, each in one call of C, so that none is there twice or not at all."""
+        waiting = round_.records
+        self.errors.extend(map(list.pop, repeat(waiting, len(waiting)), repeat(0)))
+
+    def exception(self, failure: Failure, worker: AnyWorker, command: str) -> tuple[Exception, ErrorRecord]:
+        """The exception of a failure, and the record of it."""
+        note = f"env {failure.env}, {worker.who}, during {command}"
+        error = raise_ready(failure.error, note)
+        packed = failure.error if isinstance(failure.error, PackedError) else pack(error)
         if "daemonic processes are not allowed" in summary(error):
-            error.add_note("environments that start processes of their own need AsyncVectorEnv(..., daemon=False)")
-        record = ErrorRecord(
-            failure.env, -1 if worker.local else worker.index, worker.pid, command, error, text, time.monotonic()
-        )
-        self.errors.append(record)
-        if failure.fatal:
-            self.failed[failure.env] = summary(error)
-        return error
+            note_once(error, "environments that start processes of their own need AsyncVectorEnv(..., daemon=False)")
+        index = -1 if worker.local else worker.index
+        kept = unpack(packed, note)
+        return error, ErrorRecord(failure.env, index, worker.pid, command, kept, packed.text, time.monotonic())
 
-    def record_death(self, death: WorkerDied) -> None:
-        text = str(death)
-        self.latest_death = death
-        self.errors.append(ErrorRecord(None, death.worker, death.pid or 0, death.command, death, text, time.monotonic()))
-        for row in death.envs:
-            self.failed[row] = text.partition("\n")[0]
+    def lose(
+        self, failures: Sequence[tuple[Failure, Any]], deaths: Sequence[Death], rows: Sequence[int], *, all_of_them: bool
+    ) -> None:
+        """Note which rows have to be rebuilt.
+
+        A death takes all rows of its worker, those too that nothing was asked of, when it is first told of. Later, when the
+        place has been taken by a new worker, it takes those of ``rows`` that the dead one was asked about.
+
+        Args:
+            failures: What environments raised.
+            deaths: Which workers died.
+            rows: Which environments these answers are about.
+            all_of_them: Also where the environment itself is well.
+        """
+        for death in deaths:
+            known = (death.worker, death.pid) in self._deaths
+            for row in set(rows) & set(death.envs) if known else death.envs:
+                self.failed.setdefault(row, death.text.partition("\n")[0])
+            self._deaths.add((death.worker, death.pid))
+        for failure, _ in failures:
+            if failure.fatal or all_of_them:
+                packed = failure.error
+                text = packed.summary if isinstance(packed, PackedError) else summary(packed)
+                self.failed.setdefault(failure.env, text)
+
+    def found(self, row: int) -> None:
+        """A row is well again."""
+        self.failed.pop(row, None)
+        self.paid.discard(row)
 
     def refuse(self, failed: dict[int, str]) -> NoReturn:
         """Say which rows need a reset first."""
@@ -67,44 +125,47 @@ class Ledger:
             f"env {rows[0]}: {failed[rows[0]]}"
         )
 
-    def raise_all(self, raised: Sequence[Raised], deaths: Sequence[WorkerDied], *, log: bool) -> NoReturn:
-        """Raise the failure of the lowest environment, with notes on all the others.
-
-        Args:
-            raised: In the order of environments.
-            deaths: Workers that died.
-            log: Say it through Gymnasium's logger, in its words, too.
-        """
-        if log and raised:
-            self._log(raised)
+    def verdict(
+        self, raised: Sequence[tuple[int, Exception]], deaths: Sequence[Death], others: Sequence[Exception]
+    ) -> Exception:
+        """The failure of the lowest environment, with notes on all the others."""
+        distinct = list({death.worker: death for death in deaths}.values())
+        if others:
+            for other in others[1:]:
+                note_once(others[0], f"also: {other}")
+            return others[0]
         if not raised:
-            raise _one_death(deaths)
-        error = raised[0][-1]
-        for env, *_, other in raised[1:]:
-            error.add_note(f"also failed: env {env}: {summary(other)}")
-        for death in deaths:
-            error.add_note(f"also: {death}")
-        raise error
+            return _one_death(distinct)
+        error = raised[0][1]
+        for env, other in raised[1:]:
+            note_once(error, f"also failed: env {env}: {summary(other)}")
+        for death in distinct:
+            note_once(error, f"also: {death.text}")
+        return error
 
-    def _log(self, raised: Sequence[Raised]) -> None:
+    def log(self, failures: Sequence[tuple[Failure, Any]]) -> None:
         """Gymnasium's own messages, once an environment and once for all."""
-        for env, failure, _, error in raised:
+        for failure, _ in sorted(failures, key=lambda pair: pair[0].env):
             packed = failure.error
-            logger.error(f"Received the following error from Worker-{env} - Shutting it down")
-            logger.error("%s", packed.text if isinstance(packed, PackedError) else _traceback(error))
+            logger.error(f"Received the following error from Worker-{failure.env} - Shutting it down")
+            logger.error("%s", packed.text if isinstance(packed, PackedError) else _traceback(packed))
         logger.error("Raising the last exception back to the main process.")
 
 
-def _one_death(deaths: Sequence[WorkerDied]) -> WorkerDied:
+def note_once(error: BaseException, note: str) -> None:
+    """Add a note, unless it is there."""
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
+def _one_death(deaths: Sequence[Death]) -> Exception:
     """One error for all workers that died in one call."""
     if len(deaths) == 1:
-        return deaths[0]
+        return deaths[0].error()
     first = deaths[0]
-    text = f"{len(deaths)} workers died:\n" + "\n".join(str(death) for death in deaths)
-    return type(first)(
-        text, worker=first.worker, envs=sorted(row for death in deaths for row in death.envs), pid=first.pid,
-        exitcode=first.exitcode, command=first.command,
-    )  # fmt: skip
+    text = f"{len(deaths)} workers died:\n" + "\n".join(death.text for death in deaths)
+    envs = tuple(sorted(row for death in deaths for row in death.envs))
+    return Death(text, first.worker, envs, first.pid, first.exitcode, first.command, first.kind).error()
 
 
 def _traceback(error: BaseException) -> str:

@@ -1,62 +1,52 @@
-"""The pool of workers: start, post, gather, replace, close.
+"""The pool of workers: who they are, and how they are told what is owed.
 
-All mutable state of the pool is the list ``workers`` (:mod:`vecenv.workers`), and the queue of messages held back while
-enough workers are busy.
-
-Waiting for everybody begins with the worker that was asked last. By the time it has answered, most of the others have too,
-so that the caller wakes up once or twice a step and not once a worker.
+A call is made by putting a flight into the table (:mod:`vecenv.owed`); from then on whoever waits for it sees to it that
+all is told that has to be told: after an interruption, or where a pipe was full or enough workers were busy, the next wait
+goes on where telling stopped (:meth:`WorkerPool.pump`). How processes are started and ended is the business of
+:mod:`vecenv.starting` and :mod:`vecenv.ending`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import multiprocessing
 import os
-import pickle
 import select
-import signal
-import sys
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from itertools import repeat
 from typing import Any, Final
 
-import cloudpickle
+from gymnasium.error import ClosedEnvironmentError
 from gymnasium.vector.utils import clear_mpi_env_vars
 
-from vecenv.channel import Channel, ChannelClosed, Message
-from vecenv.cores import Patience, Seat
-from vecenv.errors import StartupTimeout, WorkerDied
-from vecenv.failure import BlackBox, DeathWatch, Lifeline, end_group
+from vecenv.channel import write_once
+from vecenv.cores import Patience
+from vecenv.deadlines import deadline_of, milliseconds
+from vecenv.ending import end, end_unclosed
+from vecenv.holdings import Holdings
+from vecenv.owed import Flight, Owed, Part
 from vecenv.protocol import Op, Reply, encode
 from vecenv.rows import Failure
 from vecenv.shm import Arena, Batch
-from vecenv.wire import load
-from vecenv.worker import Plan, Ready, Start, main
-from vecenv.workers import AnyWorker, CallerWorker, ProcessWorker, Request, envs_text
+from vecenv.starting import PoolOptions, Workplace, await_ready, launch, preload, require_descriptors
+from vecenv.worker import Plan, Ready
+from vecenv.workers import AnyWorker, CallerWorker, ProcessWorker, staged
 
-if sys.platform != "win32":
-    import resource
+__all__ = ["PoolOptions", "WorkerPool", "pools"]
 
-__all__ = ["PoolOptions", "WorkerPool", "dump_env_fn", "refuse_to_start_while_importing_main"]
-
-_CLOSING: Final = 0  # the sequence number of the last message; all others are above 0
 _PLAIN: Final = int(Reply.PLAIN)  # packing an enum takes longer
 _STEP: Final = int(Op.STEP)
-_TERM_GRACE: Final = 0.25  # between SIGTERM and SIGKILL
-_DESCRIPTORS: Final = 6  # a worker costs the caller: two pipes, black box, pidfd, sentinel and, under fork, one more
-_SPARE_DESCRIPTORS: Final = 16  # for the length of a start
+_HEAD_START: Final = 20.0  # milliseconds without progress in which a worker may take in a message longer than its pipe
 
 
-_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+pools: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Every pool of this process, to be let go of in one forked from it."""
 
 
 def _abandon_all() -> None:
     """In a process forked from the caller: let go of every pool without touching its workers."""
-    for pool in list(_pools):
+    for pool in list(pools):
         pool.abandon()
 
 
@@ -64,469 +54,406 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_abandon_all)
 
 
-@dataclass(slots=True)
-class PoolOptions:
-    """How to run workers.
+class WorkerPool:
+    """The workers of one vector environment.
 
-    Attributes:
-        context: A ``multiprocessing`` context.
-        daemon: ``Process.daemon`` of every worker.
-        name: Process names are ``Worker<name>-index``.
-        start_timeout: Seconds until a worker must have built its environments.
-        max_busy: At most so many workers are busy at a time; ``None``: all of them.
-        caller_spin: Seconds for which the caller may poll before it sleeps.
+    Args:
+        plan: What every worker is told alike.
+        arena: The shared block.
+        batch: Views of it.
+        options: How to run workers.
+        owed: The table of what is owed.
     """
 
-    context: Any
-    daemon: bool
-    name: str
-    start_timeout: float
-    max_busy: int | None = None
-    caller_spin: float = 0.0
-    seats: list[Seat] = field(default_factory=list)
-
-
-class WorkerPool:
-    """The workers of one vector environment."""
-
-    def __init__(self, plan: Plan, arena: Arena, batch: Batch, options: PoolOptions) -> None:
+    def __init__(self, plan: Plan, arena: Arena, batch: Batch, options: PoolOptions, owed: Owed) -> None:
         self.workers: list[AnyWorker] = []
         self.abandoned = False
+        self.closing = False
+        self.released = False
         self.failures_in_close: list[tuple[Failure, AnyWorker]] = []
         self.time_waiting = 0.0
         self.replaced = 0  # how many workers were
-        self._plan = plan
-        self._arena = arena
-        self.batch = batch
+        self.batch: Batch | None = batch
+        self.owed = owed
         self._options = options
-        self._lifeline = Lifeline()
-        self._watch = DeathWatch()
+        self._place = Workplace(plan, arena, options, owed, Holdings(self))
+        self._finalizer = weakref.finalize(self, end_unclosed, self._place.lifeline, self._place.processes, os.getpid())
         self._env_fns: dict[int, Sequence[Any]] = {}
-        self._channels: weakref.WeakSet[Channel] = weakref.WeakSet()
-        self._queue: deque[tuple[ProcessWorker, Request]] = deque()
         shares_core = any(seat.with_caller for seat in options.seats)
         self._patience = Patience(options.caller_spin, batch.resting_until, shares=shares_core)
         self._seq = 0
+        self.behind = False  # something in the table may not have been told yet
         self._any: select.poll | None = None
         self._writers: dict[int, ProcessWorker] = {}  # by the descriptors that are polled for any of them
-        _pools.add(self)
+        self.settle([])
+        pools.add(self)
+
+    def settle(self, workers: list[AnyWorker]) -> None:
+        """These are the workers now."""
+        self.everyone = tuple(workers)
+        self.processes = tuple(worker for worker in workers if isinstance(worker, ProcessWorker))
+        self.own = next((worker for worker in workers if isinstance(worker, CallerWorker)), None)
+        self._outs = tuple(worker.channel.out for worker in self.processes)
+        self._forget_any()
+        self.workers[:] = workers
 
     # -- starting ---------------------------------------------------------------------------------------------------
 
-    def start(self, shares: Sequence[tuple[range, Sequence[Any]]], first_index: int = 0) -> list[Ready]:
+    def start(self, shares: Sequence[tuple[range, Sequence[Any]]]) -> tuple[list[ProcessWorker], list[Ready]]:
         """Start one process a share, all at once, then wait until every one has built its environments.
 
         Args:
             shares: (rows, env_fns) of every process.
-            first_index: Index of the first of them among the workers.
 
         Raises:
             StartupTimeout, WorkerDied, OSError: And nothing is left running.
         """
-        _require_descriptors(len(shares))
-        _preload(self._options.context)
+        require_descriptors(len(shares))
+        preload(self._options.context)
         started: list[ProcessWorker] = []
-        deadline = time.monotonic() + self._options.start_timeout
+        deadline = deadline_of(self._options.start_timeout)
         try:
             with clear_mpi_env_vars():
-                for index, (rows, env_fns) in enumerate(shares, first_index):
+                for index, (rows, env_fns) in enumerate(shares):
                     self._env_fns[index] = env_fns
-                    started.append(self._launch(index, rows, len(shares)))
-            readies = [self._await_ready(worker, deadline) for worker in started]
+                    launch(self._place, index, rows, env_fns, len(shares), started)
+            readies = [await_ready(worker, deadline, self._options) for worker in started]
         except BaseException:
-            self._end(started, 0.0, terminate=True)
+            end(started, 0.0, terminate=True)
+            for new in started:
+                new.release()
             raise
-        self.workers.extend(started)
-        return readies
-
-    def _launch(self, index: int, rows: range, workers: int) -> ProcessWorker:
-        context = self._options.context
-        forks = context.get_start_method() == "fork"
-        env_fns = self._env_fns[index]
-        why = "the start method of its worker needs"
-        blobs = env_fns if forks else [dump_env_fn(row, fn, why) for row, fn in zip(rows, env_fns, strict=True)]
-        seats = self._options.seats
-        ours: list[Any] = []  # to be closed if the start fails
-        theirs: list[Any] = []  # to be closed here in any case
-        try:
-            up, their_writer = context.Pipe(duplex=False)
-            ours.append(up)
-            theirs.append(their_writer)
-            their_reader, down = context.Pipe(duplex=False)
-            ours.append(down)
-            theirs.append(their_reader)
-            black_box = BlackBox()
-            ours.append(black_box)
-            channel = Channel(up, down)
-            self._channels.add(channel)
-            seat = seats[index] if index < len(seats) else Seat()
-            start = Start(
-                index, rows[0], blobs, not forks, self._plan, self._arena, their_reader, their_writer, self._lifeline,
-                black_box, seat,
-            )  # fmt: skip
-            process = context.Process(target=main, name=f"Worker<{self._options.name}>-{index}", args=(start,))
-            process.daemon = self._options.daemon
-            process.start()
-            worker = ProcessWorker(index, rows, process, channel, black_box, self._watch, seat.with_caller)
-        except BaseException as error:
-            for end in ours:
-                end.close()
-            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-                raise _too_few_descriptors(error, workers) from error
-            raise
-        finally:
-            for end in theirs:
-                end.close()
-        worker.asked.append(Request(0, Op.RESET, rows))
-        return worker
-
-    def _await_ready(self, worker: ProcessWorker, deadline: float) -> Ready:
-        while True:
-            try:
-                message = worker.channel.receive()
-            except ChannelClosed:
-                message = None
-                worker.bury()
-            if worker.death is not None:
-                raise WorkerDied(
-                    str(worker.death).replace("during reset", "during its start") + _advice_for_start(self._options.context),
-                    worker=worker.index, envs=list(worker.rows), pid=worker.pid,
-                    exitcode=worker.exitcode, command="start",
-                )  # fmt: skip
-            if message is not None:
-                ready: Ready = pickle.loads(message[2] or b"")
-                worker.asked.clear()
-                return ready
-            left = deadline - time.monotonic()
-            if left <= 0 or not worker.wait(left):
-                stack = worker.stack()
-                raise StartupTimeout(
-                    f"worker {worker.index} (pid {worker.pid}, {envs_text(worker.rows)}) was not ready within "
-                    f"{self._options.start_timeout} seconds of its start" + (f"; it is at:\n{stack}" if stack else "")
-                    + _advice_for_fork(self._options.context)
-                )  # fmt: skip
+        return started, readies
 
     def replace(self, worker: ProcessWorker) -> Ready:
-        """Start a new process in the place of a dead one: same index, same rows, its environments built anew."""
-        self._drop_from_any(worker)
+        """Start a new process in the place of a dead one: same index, same rows, its environments built anew.
+
+        Until the new one is there the place is taken by the dead one, and whoever wants it tries again.
+        """
         worker.release()
-        rows = worker.rows
-        with clear_mpi_env_vars():
-            new = self._launch(worker.index, rows, 1)
+        started: list[ProcessWorker] = []
         try:
-            ready = self._await_ready(new, time.monotonic() + self._options.start_timeout)
+            with clear_mpi_env_vars():
+                launch(self._place, worker.index, worker.rows, self._env_fns[worker.index], 1, started)
+            ready = await_ready(started[0], deadline_of(self._options.start_timeout), self._options)
         except BaseException:
-            # the place stays taken by the dead worker: the next reset tries again
-            self._end([new], 0.0, terminate=True)
+            end(started, 0.0, terminate=True)
+            for new in started:
+                new.release()
             raise
-        self.workers[self.workers.index(worker)] = new
         self.replaced += 1
-        self._add_to_any(new)
+        self.settle([started[0] if other is worker else other for other in self.workers])
         return ready
 
-    # -- asking and answering ---------------------------------------------------------------------------------------
+    # -- asking -----------------------------------------------------------------------------------------------------
 
     def next_seq(self) -> int:
         """A fresh sequence number, never 0."""
         self._seq = self._seq % 0xFFFFFFFF + 1
         return self._seq
 
-    def post(self, worker: AnyWorker, request: Request) -> None:
-        """Ask a worker, now or, when enough workers are busy, as soon as one of them has answered."""
-        if isinstance(worker, ProcessWorker) and self._options.max_busy is not None and request.op <= Op.REBUILD_SOME:
-            self._queue.append((worker, request))
-            self._post_queued()
-        else:
-            worker.post(request)
+    def plain_step(self) -> Flight:
+        """A step of all rows of everybody, with actions in shared memory; :meth:`ask` makes the call."""
+        flight = Flight(self.next_seq(), "step", self.everyone)
+        flight.data = encode(_STEP, flight.seq)
+        return flight
 
-    def ring(self, seq: int) -> None:
-        """Post a step of all rows, with actions in shared memory, to every worker."""
-        if self._options.max_busy is not None:
-            for worker in self.workers:
-                self.post(worker, Request(seq, Op.STEP, worker.rows))
-            return
-        data = encode(_STEP, seq)
-        for worker in self.workers:
-            worker.ring(data, seq)
+    def stage(self, part: Part, seq: int) -> Part:
+        """A part made ready to be told. Raises whatever pickling its payload raises; nothing was sent."""
+        return staged(part, seq)
 
-    def _post_queued(self) -> None:
-        while self._queue:
-            busy = sum(1 for other in self.workers if not other.local and other.owes)
-            if busy >= (self._options.max_busy or len(self.workers)):
+    def ask(self, flight: Flight, *, alone: bool = False) -> None:
+        """Make a call: what it is about has been written. When the flight is in the table the call was made.
+
+        Args:
+            flight: What to ask.
+            alone: Nothing else is owed from then on.
+        """
+        self.behind = True
+        self.owed.enter(flight, alone=alone)
+        if flight.parts is None and self._options.max_busy is None:
+            try:
+                write_once(flight.told, self._outs, repeat(flight.data))
+                self.behind = False
                 return
-            worker, request = self._queue.popleft()
-            worker.post(request)
+            except OSError:  # somebody is gone: find out below
+                pass
+        self.pump(_HEAD_START)
 
-    def gather(self, workers: Sequence[AnyWorker], deadline: float | None) -> list[AnyWorker]:
-        """Wait until each of ``workers`` has answered; returns those that had not when the time was up."""
-        elsewhere = bool(self._queue)
-        for worker in workers:
-            if not worker.local:
-                elsewhere = True
-            while worker.local and worker.asked:
-                worker.receive()
-        if not elsewhere:
+    def pump(self, patience_ms: float = 0.0) -> None:
+        """Tell what has still to be told, in order, as far as pipes take it and workers may be busy.
+
+        Args:
+            patience_ms: How long to wait where a worker that is reading has not made room.
+        """
+        while full := self._tell():
+            poll = select.poll()
+            for worker in full:
+                poll.register(worker.channel.out, select.POLLOUT)
+                poll.register(worker.channel.fd, select.POLLIN)
+            if not poll.poll(patience_ms):
+                return
+            for worker in full:
+                while worker.receive() and worker.death is None:
+                    pass
+
+    def _tell(self) -> list[ProcessWorker]:
+        """One round of telling; returns who reads and has not made room for all that it is to be told."""
+        full: list[ProcessWorker] = []
+        behind = False
+        stuck: set[int] = set()
+        room = self._room()
+        for flight in list(self.owed.flights.values()):
+            if flight.parts is None:
+                if len(flight.told) == len(self._outs) or not self.processes:
+                    continue
+                _split(flight)
+            assert flight.parts is not None
+            for index, part in flight.parts.items():
+                worker = part.worker
+                if worker.local or index in flight.answers or part.told:
+                    continue
+                if index in stuck or (room <= 0 and part.op <= Op.REBUILD_SOME and not part.written):
+                    stuck.add(index)
+                    behind = True
+                    continue
+                if worker.tell(part):
+                    room -= part.op <= Op.REBUILD_SOME and index not in flight.answers
+                    continue
+                stuck.add(index)
+                behind = True
+                if self.owed.oldest_of(worker) is flight:
+                    full.append(worker)
+        self.behind = behind
+        return full
+
+    def _room(self) -> int:
+        """How many more workers may become busy."""
+        if self._options.max_busy is None:
+            return len(self.workers)
+        busy = sum(
+            1
+            for flight in self.owed.flights.values()
+            for index, part in (flight.parts or {}).items()
+            if part.written and index not in flight.answers and part.op <= Op.REBUILD_SOME
+        )
+        return self._options.max_busy - busy
+
+    # -- waiting ----------------------------------------------------------------------------------------------------
+
+    def gather(self, flight: Flight, deadline: float | None) -> list[AnyWorker]:
+        """Wait until everybody has answered ``flight``; returns those that had not when the time was up."""
+        if self.own is not None:
+            self._perform_until(flight)
+        if not self.processes:
             return []
         began = time.perf_counter()
         try:
-            if self._queue:
-                return self._gather_in_turns(workers, deadline)
-            # whoever shares our core first: it runs when we sleep, and never while we spin
-            first = workers[0] if workers else None
-            if isinstance(first, ProcessWorker) and first.with_caller and not self._sleep_for(first, deadline):
-                return [late for late in workers if late.owes and not late.receive()]
-            last = workers[-1] if workers else None
-            if isinstance(last, ProcessWorker) and last.asked and not self._options.caller_spin:
-                last.wait(None if deadline is None else deadline - time.monotonic())
-                expected = encode(_PLAIN, last.asked[-1].seq) if last.asked else b""
-                for worker in reversed(workers):
-                    if worker.rung and not worker.local:
-                        worker.take_plain(expected)
-            for worker in reversed(workers):
-                while worker.asked and not worker.local:
-                    if not self._wait_for(worker, deadline):
-                        return [late for late in workers if late.owes and not late.receive()]
+            if self.behind:
+                self.pump(_HEAD_START)
+            if not self.behind:
+                return self._gather_each(flight, deadline)
+            while flight.missing() and self.take_in(milliseconds(deadline)):
+                pass
+            return flight.missing()
         finally:
             self.time_waiting += time.perf_counter() - began
+
+    def _perform_until(self, last: Flight) -> None:
+        """Carry out what the caller's own share is asked, up to ``last``."""
+        own = self.own
+        assert own is not None
+        for flight in list(self.owed.flights.values()):
+            if own.index not in flight.answers and (flight.parts is None or own.index in flight.parts):
+                own.perform(flight)
+            if flight is last:
+                return
+
+    def _gather_each(self, flight: Flight, deadline: float | None) -> list[AnyWorker]:
+        """As :meth:`gather`, where everybody was told.
+
+        Waiting begins with the worker that was asked last. By the time it has answered, most of the others have too, so
+        that the caller wakes up once or twice a step and not once a worker.
+        """
+        answers = flight.answers
+        asked: Sequence[Any] = self.processes
+        if flight.parts is not None:
+            asked = [worker for worker in flight.workers if not worker.local]
+            if not asked:
+                return []
+        # whoever shares our core first: it runs when we sleep, and never while we spin
+        first, last = asked[0], asked[-1]
+        if first.with_caller:
+            while first.index not in answers:
+                if not first.wait(milliseconds(deadline)):
+                    return self._late(flight)
+                self._check()
+                first.receive()
+        elif not self._options.caller_spin and last.index not in answers and last.death is None:
+            last.wait(milliseconds(deadline))
+            self._check()
+            if not flight.by_row:
+                expected = encode(_PLAIN, flight.seq)
+                for worker in reversed(asked):
+                    if worker.index not in answers and worker.death is None:
+                        worker.take_plain(flight, expected)
+        for worker in reversed(asked):
+            while worker.index not in answers:
+                self._patience.spin(worker.channel.poll)
+                if not worker.receive() and worker.index not in answers and not worker.wait(milliseconds(deadline)):
+                    return self._late(flight)
+                self._check()
         return []
 
-    def _wait_for(self, worker: ProcessWorker, deadline: float | None) -> bool:
-        """One attempt at an answer; false when the time was up."""
-        self._patience.spin(worker.channel.poll)
-        return worker.receive() or worker.wait(None if deadline is None else deadline - time.monotonic())
+    def _late(self, flight: Flight) -> list[AnyWorker]:
+        """Who has not answered, after one more look at each."""
+        for worker in flight.missing():
+            while isinstance(worker, ProcessWorker) and worker.receive() and worker.death is None:
+                pass
+        return flight.missing()
 
-    def _sleep_for(self, worker: ProcessWorker, deadline: float | None) -> bool:
-        while worker.asked:
-            if not worker.wait(None if deadline is None else deadline - time.monotonic()):
-                return False
-            worker.receive()
-        return True
-
-    def _gather_in_turns(self, workers: Sequence[AnyWorker], deadline: float | None) -> list[AnyWorker]:
-        """As :meth:`gather`, when some of ``workers`` may be asked only after others have answered."""
-        while self._queue or any(worker.owes for worker in workers):
-            self._post_queued()
-            nobody = not any(worker.owes for worker in self.workers)  # all that were asked have died
-            if not nobody and not self._take_in(None if deadline is None else deadline - time.monotonic()):
-                waiting = {id(worker) for worker, _ in self._queue}
-                return [late for late in workers if late.owes or id(late) in waiting]
-        return []
-
-    def gather_any(self, deadline: float | None) -> bool:
-        """Take in whatever has been answered, waiting for at least one answer; false when the time was up.
+    def gather_any(self, deadline: float | None, seen: int = 0) -> bool:
+        """Take in whatever has been answered, until more than ``seen`` answers by row are there; false when the time was up.
 
         The caller steps its own share when nobody else has an answer, and in its turn where there always is one.
         """
         while True:
-            self._post_queued()
-            own = next((worker for worker in self.workers if worker.local and worker.owes), None)
-            if own is not None and (self._seq - own.asked[0].seq) % 0xFFFFFFFF > len(self.workers):
-                own.receive()
-            if any(worker.replies for worker in self.workers):
+            if self.behind:
+                self.pump(_HEAD_START)
+            own = None if self.own is None else self.owed.oldest_of(self.own)
+            if own is not None and self.own is not None and (self._seq - own.seq) % 0xFFFFFFFF > len(self.workers):
+                self.own.perform(own)
+            if len(self.owed.landed) > seen:
                 return True
-            if own is not None:
-                if not self._take_in(0.0):
-                    own.receive()
+            if own is not None and self.own is not None:
+                if not self.take_in(0.0):
+                    self.own.perform(own)
                 continue
-            left = None if deadline is None else deadline - time.monotonic()
-            if not any(worker.owes for worker in self.workers) or not self._take_in(left):
+            if not any(flight.missing() for flight in self.owed.flights.values()):
+                return False
+            if not self.take_in(milliseconds(deadline)):
                 return False
 
-    def _take_in(self, timeout: float | None) -> bool:
+    def take_in(self, timeout_ms: float | None) -> bool:
         """Take in all there is to read, from whoever wrote it, after waiting for somebody; false when the time was up."""
-        if self._any is None:
-            self._any = select.poll()
-            for worker in self.workers:
-                self._add_to_any(worker)
-            for descriptor in self._watch.descriptors():
-                self._any.register(descriptor, select.POLLIN)
+        if self.behind:
+            self.pump()
+        poll = self._poll_for_any()
         began = time.perf_counter()
-        events = self._any.poll(None if timeout is None else max(timeout, 0.0) * 1000)
+        events = poll.poll(timeout_ms)
         self.time_waiting += time.perf_counter() - began
+        self._check()
         died = False
         for descriptor, _ in events:
             writer = self._writers.get(descriptor)
-            if writer is None or writer.death is not None:
+            if writer is None:
+                died = died or descriptor not in self._outs
+                continue
+            if writer.death is not None:
                 died = True
                 continue
-            while writer.receive() and writer.asked:
-                pass
+            writer.receive()  # if there is more, the next poll tells
         if died:
-            for worker in self._watch.dead():
-                if not worker.receive():
-                    worker.bury()
-            for worker in self.workers:
-                if worker.death is not None:
-                    self._drop_from_any(worker)
+            self._bury_the_dead()
         return bool(events)
 
-    def _add_to_any(self, worker: AnyWorker) -> None:
-        if self._any is not None and isinstance(worker, ProcessWorker) and worker.death is None:
-            self._any.register(worker.channel.fd, select.POLLIN)
-            self._writers[worker.channel.fd] = worker
+    def _poll_for_any(self) -> select.poll:
+        """Everybody's answers, everybody's end and, where a pipe was full, room in it."""
+        if self._any is None:
+            writers = {worker.channel.fd: worker for worker in self.processes if worker.death is None}
+            poll = select.poll()
+            for descriptor in (*writers, *self._place.watch.descriptors()):
+                poll.register(descriptor, select.POLLIN)
+            self._writers, self._any = writers, poll
+        if not self.behind:
+            return self._any
+        poll = select.poll()
+        for descriptor in (*self._writers, *self._place.watch.descriptors()):
+            poll.register(descriptor, select.POLLIN)
+        for flight in self.owed.flights.values():
+            for part in (flight.parts or {}).values():
+                if isinstance(part.worker, ProcessWorker) and part.written and not part.told and part.worker.death is None:
+                    poll.register(part.worker.channel.out, select.POLLOUT)
+        return poll
 
-    def _drop_from_any(self, worker: AnyWorker) -> None:
-        if self._any is not None and isinstance(worker, ProcessWorker) and self._writers.get(worker.channel.fd) is worker:
-            del self._writers[worker.channel.fd]
-            with contextlib.suppress(KeyError, OSError, ValueError):
-                self._any.unregister(worker.channel.fd)
+    def _bury_the_dead(self) -> None:
+        for worker in self._place.watch.dead():
+            if not worker.receive():
+                worker.bury()
+        for worker in self.processes:
+            if worker.death is not None:
+                self.owed.lose(worker, worker.death)
+        self._forget_any()
+
+    def _forget_any(self) -> None:
+        self._any = None
+
+    def _check(self) -> None:
+        """After every sleep: somebody may have closed us meanwhile, a signal handler or another thread."""
+        if self.closing:
+            raise ClosedEnvironmentError("Trying to operate on a vector environment, after a call to `close()`.")
 
     # -- ending -----------------------------------------------------------------------------------------------------
 
     def close(self, timeout: float, *, terminate: bool) -> None:
-        """End all workers within about ``timeout`` seconds: ask, then SIGTERM, then SIGKILL for the whole group."""
+        """End all workers within about ``timeout`` seconds: ask, then SIGTERM, then SIGKILL for the whole group.
+
+        It can be interrupted anywhere and called again. What it holds is let go of by :meth:`release`.
+        """
         if self.abandoned:
             return
-        self._queue.clear()
-        processes = [worker for worker in self.workers if isinstance(worker, ProcessWorker)]
-        self._end(processes, timeout, terminate)
-        for worker in self.workers:
-            if isinstance(worker, CallerWorker):
-                self.failures_in_close += [(failure, worker) for failure in worker.close().failures]
-        self._watch.close()
-        self._lifeline.close()
-        self._arena.close()
-        self._any = None
-        self._writers.clear()
-        _pools.discard(self)
+        self.closing = True
+        end(self.processes, timeout, terminate, self.failures_in_close)
+        if self.own is not None:
+            self.failures_in_close += [(failure, self.own) for failure in self.own.close().failures]
 
-    def _end(self, workers: Sequence[ProcessWorker], timeout: float, terminate: bool) -> None:
-        deadline = time.monotonic() + timeout
-        alive = [worker for worker in workers if worker.death is None]
-        if terminate:
-            for worker in alive:
-                worker.signal(signal.SIGTERM)
-            deadline = time.monotonic() + _TERM_GRACE
-        else:
-            for worker in alive:
-                with contextlib.suppress(ChannelClosed):
-                    worker.channel.send(Op.CLOSE, _CLOSING)  # heard after what it is busy with
-        patient = [worker for worker in alive if not worker.is_stopped()]
-        self._wait_for_ends(patient, deadline)
-        if not terminate:
-            late = [worker for worker in alive if not _ended(worker)]
-            for worker in late:
-                worker.signal(signal.SIGTERM)
-            self._wait_for_ends([w for w in late if not w.is_stopped()], time.monotonic() + _TERM_GRACE)
-        for worker in alive:
-            if not _ended(worker):
-                worker.signal(signal.SIGKILL)
-        self._wait_for_ends(alive, time.monotonic() + 5.0)
-        end_group(worker.pid for worker in alive)
-        for worker in workers:
+    def release(self) -> None:
+        """Close every descriptor. Idempotent."""
+        if self.abandoned:
+            return
+        for worker in self.processes:
             worker.release()
+        self._place.watch.close()
+        self._place.lifeline.close()
+        self._place.arena.close()
+        self._place.holdings.close_all()
+        self._place.processes.clear()
+        self._forget_any()
+        self._writers = {}
+        self.batch = None
+        self._patience.forget()
+        self.released = True
+        pools.discard(self)
 
-    def _wait_for_ends(self, workers: Iterable[ProcessWorker], deadline: float) -> None:
-        for worker in workers:
-            poll = select.poll()
-            poll.register(worker.descriptor, select.POLLIN)
-            poll.register(worker.channel.fd, select.POLLIN)
-            while not _ended(worker) and (left := deadline - time.monotonic()) > 0:
-                for descriptor, _ in poll.poll(left * 1000):
-                    if descriptor == worker.channel.fd and not self._drain(worker):
-                        poll.unregister(worker.channel.fd)
-            self._drain(worker)
-
-    def _drain(self, worker: ProcessWorker) -> bool:
-        """Take in what a worker that is ending still says: with a large answer in the pipe it could not end."""
-        try:
-            while (message := worker.channel.receive()) is not None:
-                self._hear_of_closing(worker, message)
-        except ChannelClosed:
-            return False
-        return True
-
-    def _hear_of_closing(self, worker: ProcessWorker, message: Message) -> None:
-        word, seq, payload = message
-        if word == Reply.FULL and seq == _CLOSING and payload is not None:
-            self.failures_in_close += [(failure, worker) for failure in load(payload).failures]
+    def end_unclosed(self) -> None:
+        """Nobody closed it and nobody can any more: kill the workers, and close what is the caller's own."""
+        self._finalizer()
+        if self.own is not None:
+            self.own.close()
+        self._place.holdings.close_all()
 
     def abandon(self) -> None:
         """In a forked child: close the copies of what is the caller's alone."""
         self.abandoned = True
-        for channel in list(self._channels):
-            channel.close()
-        self._lifeline.let_go()
+        self.owed.caller = -1  # so that every call looks why it is refused
+        for channel in list(self._place.channels):
+            channel.forget()
+        self._place.lifeline.let_go()
+        self._finalizer.detach()
 
     def __repr__(self) -> str:
         return f"WorkerPool({self.workers})"
 
 
-def _ended(worker: ProcessWorker) -> bool:
-    poll = select.poll()
-    poll.register(worker.descriptor, select.POLLIN)
-    return bool(poll.poll(0))
+def _split(flight: Flight) -> None:
+    """Give a flight that was told to some only, all at once, a part for each: the rest is told one by one."""
+    parts: dict[int, Part] = {}
+    told = iter(flight.told)
+    for worker in flight.workers:
+        part = parts[worker.index] = Part(worker, worker.rows, Op.STEP)
+        if not worker.local:
+            part.data = flight.data
+            with contextlib.suppress(StopIteration):
+                part.written.append(next(told))
+    flight.parts = parts
 
-
-def _preload(context: Any) -> None:
-    """Let a fork server that is not running yet import the engine once, and not every worker anew."""
-    if context.get_start_method() != "forkserver":
-        return
-    from multiprocessing import forkserver
-
-    server: Any = forkserver._forkserver
-    with contextlib.suppress(AttributeError):  # private names: without them it only starts more slowly
-        if server._forkserver_pid is None and server._preload_modules == ["__main__"]:
-            context.set_forkserver_preload(["__main__", "vecenv.worker"])
-
-
-def dump_env_fn(env: int, env_fn: Callable[[], Any], who_needs_it: str) -> bytes:
-    """Pickle what builds an environment; a note on the error says which one could not be."""
-    try:
-        blob: bytes = cloudpickle.dumps(env_fn)
-        return blob
-    except Exception as error:
-        error.add_note(f"env_fns[{env}] ({env_fn!r}) cannot be pickled, which {who_needs_it}")
-        raise
-
-
-def _require_descriptors(workers: int) -> None:
-    """Refuse at once what would fail half-way: CPython itself loses descriptors when it meets the limit in a start."""
-    with contextlib.suppress(FileNotFoundError):
-        free = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
-        if free < _DESCRIPTORS * workers + _SPARE_DESCRIPTORS:
-            raise _too_few_descriptors(OSError(errno.EMFILE, ""), workers)
-
-
-def _too_few_descriptors(error: OSError, workers: int) -> OSError:
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    need = _DESCRIPTORS * workers + _SPARE_DESCRIPTORS
-    return OSError(
-        error.errno,
-        f"{os.strerror(error.errno or 0)}: {workers} workers need {need} more open files, and RLIMIT_NOFILE is {soft}; "
-        "raise it (ulimit -n), or use fewer workers (num_workers=)",
-    )
-
-
-def _advice_for_start(context: Any) -> str:
-    if context.get_start_method() == "fork" or not getattr(sys.modules.get("__main__"), "__file__", None):
-        return ""
-    return (
-        f"\n(under {context.get_start_method()} the main script is imported again in every worker: its body has to be "
-        "guarded by `if __name__ == '__main__':`)"
-    )
-
-
-def refuse_to_start_while_importing_main() -> None:
-    """In a worker that is importing an unguarded main script again: one sentence instead of a page of tracebacks."""
-    process = multiprocessing.current_process()
-    if getattr(process, "_inheriting", False):
-        if process.name.endswith("-0"):
-            print(
-                "vecenv: this script builds environments while a worker imports it again; guard its body with "
-                "`if __name__ == '__main__':`",
-                file=sys.stderr,
-                flush=True,
-            )
-        os._exit(1)
-
-
-def _advice_for_fork(context: Any) -> str:
-    import threading
-
-    if context.get_start_method() != "fork" or threading.active_count() < 2:
-        return ""
-    return (
-        f"\n({threading.active_count()} threads were running when it was forked; a lock that one of them held is held for "
-        "ever in the child: use context='forkserver')"
-    )

@@ -69,7 +69,7 @@ NEXT: Final[dict[str, tuple[Phase, Phase]]] = {
     "reset_async": (Phase.DEFAULT, Phase.WAITING_RESET),
     "step_async": (Phase.DEFAULT, Phase.WAITING_STEP),
     "call_async": (Phase.DEFAULT, Phase.WAITING_CALL),
-    "set_attr": (Phase.DEFAULT, Phase.DEFAULT),
+    "set_attr": (Phase.DEFAULT, Phase.WAITING_CALL),
     "reset_wait": (Phase.WAITING_RESET, Phase.DEFAULT),
     "step_wait": (Phase.WAITING_STEP, Phase.DEFAULT),
     "call_wait": (Phase.WAITING_CALL, Phase.DEFAULT),

@@ -24,7 +24,8 @@ import numpy as np
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import AutoresetMode
 
-from vecenv.errors import EnvFailed, ObservationError
+from vecenv.errors import EnvError, EnvFailed, ObservationError
+from vecenv.failure import summary
 from vecenv.infos import BY_PICKLE, NO_INFO, Definition, InfoWriter
 from vecenv.observations import KEPT, Put
 from vecenv.shm.layout import Array, Batch, Tree
@@ -167,6 +168,8 @@ class EnvRows:
         self._infos = InfoWriter(self._schemas, batch.infos[mine])
         self._direct, self._direct_rows, self._flat = self._direct_writes(observation_tree)
         self._out = Outcome()
+        self._seq = -1  # the message that is being carried out, or was last
+        self._done = 0  # how many of its rows are done
         self._dirty = False  # some row's info columns or final flag are set
         self._counted = 0  # messages that were timed
         self._untimed = 0  # messages to come that are not
@@ -267,11 +270,41 @@ class EnvRows:
         columns = [_own(leaf, ks) for leaf in self._actions]
         return [tree.build(iter(leaves)) for leaves in zip(*columns, strict=True)]
 
-    def step(self, ks: list[int] | None, actions: Sequence[Any]) -> Outcome:
-        """Step the environments of rows ``ks`` (``None``: all of them), in order."""
-        if self._dirty:
+    def _begin(self, seq: int, ks: Sequence[int] | None, *, batch: bool = True) -> None:
+        """Begin to carry out message ``seq``. One that was interrupted is asked for again by the same number, and goes on.
+
+        What goes on: the rows that are done are not done again, and what they said is in the outcome already. So in the
+        caller's own process an exception may come out of any line, and no environment is stepped twice or left out.
+        """
+        out = self._out
+        if not batch or not out.is_plain():
+            out = self._out = Outcome()
+        if batch and self._dirty:
             self._clean(ks)
-            self._out.columns = False
+            out.columns = False
+        self._done = 0
+        self._seq = seq
+
+    def _stopped(self, ks: Sequence[int] | None, begun: int, done: int) -> None:
+        """An exception that is no environment's got out of a loop over rows: note where to go on.
+
+        Args:
+            ks: The rows of the message; ``None``: all.
+            begun: The row whose environment was run last; -1: none.
+            done: The row that was done last.
+        """
+        if begun != done:  # nobody knows how far it got
+            row = self.first + begun
+            if not any(failure.env == row for failure in self._out.failures):
+                self._out.failures.append(Failure(row, EnvError(f"env {row} was interrupted: it has to be built anew")))
+            self._drop(begun)
+        if begun >= 0:
+            self._done = (begun if ks is None else list(ks).index(begun)) + 1
+
+    def step(self, seq: int, ks: list[int] | None, actions: Sequence[Any]) -> Outcome:
+        """Step the environments of rows ``ks`` (``None``: all of them), in order; see :meth:`_begin`."""
+        if seq != self._seq:
+            self._begin(seq, ks)
         steps, untimed = self._steps, self._untimed
         if untimed:
             self._untimed = untimed - 1
@@ -284,46 +317,56 @@ class EnvRows:
         where: Iterable[int] = range(self.count)
         if ks is not None:
             where, steps, rows = ks, [steps[k] for k in ks], [rows[k] for k in ks]
+        if self._done:  # it was interrupted
+            start = self._done
+            where, steps, rows, actions = list(where)[start:], steps[start:], rows[start:], list(actions)[start:]
+        begun = done = -1
         out, at_end, put, note, offered = self._out, self._at_end, self._put, self._note, self._offered
         forked = self.forked
         (array, dtype, shape), flat = self._direct, self._flat
         rewards, terminations, truncations = self._reward_cells, self._termination_cells, self._truncation_cells
-        for k, step, row, action in zip(where, steps, rows, actions, strict=True):
-            try:
-                observation, reward, terminated, truncated, info = step(action)
-                if forked:
-                    os._exit(0)
-                if terminated or truncated:
-                    observation, info = at_end(k, observation, info, out)
-                direct = False
-                if observation is offered[k] and observation is not None:  # written in place, by the environment
-                    direct = True
-                elif flat:
-                    try:
-                        row[:] = observation
+        try:
+            for k, step, row, action in zip(where, steps, rows, actions, strict=True):
+                try:
+                    begun = k
+                    observation, reward, terminated, truncated, info = step(action)
+                    if forked:
+                        os._exit(0)
+                    if terminated or truncated:
+                        observation, info = at_end(k, observation, info, out)
+                    direct = False
+                    if observation is offered[k] and observation is not None:  # written in place, by the environment
                         direct = True
-                    except (TypeError, ValueError):  # another dtype or shape, or no array at all
-                        pass
-                elif observation.__class__ is array and observation.shape == shape:
-                    own = observation.dtype
-                    if own is dtype or own == dtype:  # equal and not the same where the space has come here by pickle
-                        row[...] = observation
-                        direct = True
-                if not direct and (travels := put(k, observation)) is not KEPT:
-                    out.observations[self.first + k] = travels
-                if info or info.__class__ is not dict:
-                    note(k, info, out)
-                if reward.__class__ is not float:
-                    reward = self._number(k, "reward", reward, np.float64)
-                rewards[k] = reward
-                if terminated.__class__ is not bool or truncated.__class__ is not bool:
-                    terminated = self._number(k, "terminated", terminated, np.bool_)
-                    truncated = self._number(k, "truncated", truncated, np.bool_)
-                terminations[k] = terminated
-                truncations[k] = truncated
-            except BaseException as error:
-                self._fail(k, error, out)
-                rewards[k], terminations[k], truncations[k] = 0.0, False, False
+                    elif flat:
+                        try:
+                            row[:] = observation
+                            direct = True
+                        except (TypeError, ValueError):  # another dtype or shape, or no array at all
+                            pass
+                    elif observation.__class__ is array and observation.shape == shape:
+                        own = observation.dtype
+                        if own is dtype or own == dtype:  # equal and not the same where the space has come here by pickle
+                            row[...] = observation
+                            direct = True
+                    if not direct and (travels := put(k, observation)) is not KEPT:
+                        out.observations[self.first + k] = travels
+                    if info or info.__class__ is not dict:
+                        note(k, info, out)
+                    if reward.__class__ is not float:
+                        reward = self._number(k, "reward", reward, np.float64)
+                    rewards[k] = reward
+                    if terminated.__class__ is not bool or truncated.__class__ is not bool:
+                        terminated = self._number(k, "terminated", terminated, np.bool_)
+                        truncated = self._number(k, "truncated", truncated, np.bool_)
+                    terminations[k] = terminated
+                    truncations[k] = truncated
+                except BaseException as error:
+                    self._fail(k, error, out)
+                    rewards[k], terminations[k], truncations[k] = 0.0, False, False
+                done = k
+        except BaseException:
+            self._stopped(ks, begun, done)
+            raise
         if not untimed:
             self._count(_clock() - began, len(steps))
         return self._finish()
@@ -402,86 +445,98 @@ class EnvRows:
     # -- resetting --------------------------------------------------------------------------------------------------
 
     def reset(
-        self, ks: list[int] | None, seeds: Sequence[Any], options: dict[str, Any] | None, *, pending: bool = False
+        self, seq: int, ks: list[int] | None, seeds: Sequence[Any], options: dict[str, Any] | None, *, pending: bool = False
     ) -> Outcome:
         """Reset the environments of rows ``ks``, building those that had failed.
 
         Args:
+            seq: The number of the message; see :meth:`_begin`.
             ks: Which rows; ``None``: all.
             seeds: One a row of ``ks``.
             options: Handed to every environment, each its own dict.
             pending: Let the next step begin with an automatic reset (after a restart in next-step mode).
         """
-        out = self._out
-        if self._dirty:
-            self._clean(ks)
-            out.columns = False
-        for k, seed in zip(range(self.count) if ks is None else ks, seeds, strict=True):
-            try:
-                env = self._envs[k] or self._build(k)
-                observation, info = env.reset(seed=seed, options=None if options is None else dict(options))
-                self.leave_if_forked()
-                self._steps[k] = self._step_by_reset(k) if pending else env.step
-                self._used[k] = True
-                if (travels := self._put(k, observation)) is not KEPT:
-                    out.observations[self.first + k] = travels
-                if info or info.__class__ is not dict:
-                    self._note(k, info, out)
-            except BaseException as error:
-                self._fail(k, error, out)
+        if seq != self._seq:
+            self._begin(seq, ks)
+        out, start = self._out, self._done
+        begun = done = -1
+        try:
+            for k, seed in list(zip(range(self.count) if ks is None else ks, seeds, strict=True))[start:]:
+                try:
+                    begun = k
+                    env = self._envs[k] or self._build(k)
+                    observation, info = env.reset(seed=seed, options=None if options is None else dict(options))
+                    self.leave_if_forked()
+                    self._steps[k] = self._step_by_reset(k) if pending else env.step
+                    self._used[k] = True
+                    if (travels := self._put(k, observation)) is not KEPT:
+                        out.observations[self.first + k] = travels
+                    if info or info.__class__ is not dict:
+                        self._note(k, info, out)
+                except BaseException as error:
+                    self._fail(k, error, out)
+                done = k
+        except BaseException:
+            self._stopped(ks, begun, done)
+            raise
         return self._finish()
 
     def rebuild(
-        self, ks: list[int] | None, seeds: Sequence[Any], options: dict[str, Any] | None, *, pending: bool
+        self, seq: int, ks: list[int] | None, seeds: Sequence[Any], options: dict[str, Any] | None, *, pending: bool
     ) -> Outcome:
         """Replace the environments of rows ``ks`` by new ones (unless they are new already) and reset those."""
-        for k in range(self.count) if ks is None else ks:
+        if seq != self._seq:
+            self._begin(seq, ks)
+        for k in list(range(self.count) if ks is None else ks)[self._done :]:
             if self._used[k]:
                 self._drop(k)
-        return self.reset(ks, seeds, options, pending=pending)
+        return self.reset(seq, ks, seeds, options, pending=pending)
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
-    def call(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Outcome:
+    def call(self, seq: int, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Outcome:
         """``env.get_wrapper_attr(name)`` of every environment, called if it can be."""
 
         def one(k: int) -> Any:
             attribute = self._env(k).get_wrapper_attr(name)
             return attribute(*args, **kwargs) if callable(attribute) else attribute
 
-        return self._each(range(self.count), one)
+        return self._each(seq, range(self.count), one)
 
-    def set_attr(self, name: str, values: Sequence[Any]) -> Outcome:
+    def set_attr(self, seq: int, name: str, values: Sequence[Any]) -> Outcome:
         """``env.set_wrapper_attr(name, value)``, a value a row."""
 
         def one(k: int) -> None:
             self._env(k).set_wrapper_attr(name, values[k])
 
-        return self._each(range(self.count), one)
+        return self._each(seq, range(self.count), one)
 
     def execute(
-        self, ks: Sequence[int], function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+        self, seq: int, ks: Sequence[int], function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Outcome:
         """``function(env, *args, **kwargs)`` for the rows ``ks``."""
-        return self._each(ks, lambda k: function(self._env(k), *args, **kwargs))
+        return self._each(seq, ks, lambda k: function(self._env(k), *args, **kwargs))
 
-    def _each(self, ks: Sequence[int], function: Callable[[int], Any]) -> Outcome:
-        out = Outcome()
-        for k in ks:
+    def _each(self, seq: int, ks: Sequence[int], function: Callable[[int], Any]) -> Outcome:
+        if seq != self._seq:
+            self._begin(seq, ks, batch=False)
+        out = self._out
+        for k in ks[self._done :]:
             try:
+                self._done += 1  # whatever comes of it, it is not called twice
                 out.results[self.first + k] = function(k)
             except BaseException as error:
+                out.failures.append(Failure(self.first + k, self._told(k, error), fatal=False))
                 self._let_through(error)
-                out.failures.append(Failure(self.first + k, error, fatal=False))
         return out
 
     def close(self) -> Outcome:
         """Close all environments, whatever any of them raises."""
         out = Outcome()
         for k, env in enumerate(self._envs):
-            self._envs[k] = None
             if env is None:
                 continue
+            self._envs[k] = None
             try:
                 env.close()
             except BaseException as error:
@@ -509,22 +564,27 @@ class EnvRows:
     def _finish(self) -> Outcome:
         """The outcome of this message; a plain one is the same object every time, read before the next message."""
         out = self._out
-        if out.columns and (news := self._infos.news()):
-            out.schemas = news
+        if out.columns:
+            self._infos.tell(out.schemas)
         if self.warnings:
-            out.warnings, self.warnings[:] = list(self.warnings), []
-        if not out.is_plain():
-            self._out = Outcome()
+            out.warnings.extend(self.warnings)
+            self.warnings.clear()
         return out
 
     def _fail(self, k: int, error: BaseException, out: Outcome) -> None:
         self.leave_if_forked()
-        self._let_through(error)
-        self._drop(k)
         row = self.first + k
+        out.failures.append(Failure(row, self._told(k, error)))
+        self._drop(k)
         out.observations.pop(row, None)
         out.infos.pop(row, None)
-        out.failures.append(Failure(row, error))
+        self._let_through(error)
+
+    def _told(self, k: int, error: BaseException) -> BaseException:
+        """What is said of an environment that raised ``error``: it, unless that is the person's at the keyboard."""
+        if self._interrupts and isinstance(error, KeyboardInterrupt):
+            return EnvError(f"env {self.first + k} was interrupted: {summary(error)}")
+        return error
 
     def _drop(self, k: int) -> None:
         """Close an environment that is not to be used any more."""
@@ -532,6 +592,7 @@ class EnvRows:
         self._steps[k] = self._step_failed(k)
         self._schemas[k] = NO_INFO
         self._final[k] = False
+        self._used[k] = False
         if env is not None:
             try:
                 env.close()

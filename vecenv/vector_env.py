@@ -8,14 +8,13 @@ always ends.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import multiprocessing
-import threading
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import cloudpickle
@@ -31,18 +30,20 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space
 from vecenv import published
 from vecenv.actions import ActionStage
 from vecenv.cores import usable_cores
+from vecenv.deadlines import seconds_of
 from vecenv.engine import Engine, Policy
-from vecenv.errors import BusyError, ErrorRecord, ForkedError, StepTimeout
+from vecenv.errors import BusyError, ErrorRecord, ForkedError
 from vecenv.observations import PickledStore, RegisteredStore, SharedStore, Store, has_dynamic_part
 from vecenv.options import check_options, workers_and_share
+from vecenv.owed import AS_IT_IS, Result
 from vecenv.plan import Plan as WorkerPlan
-from vecenv.pool import PoolOptions, WorkerPool, refuse_to_start_while_importing_main
+from vecenv.pool import WorkerPool
 from vecenv.protocol import Op, Phase, advance
 from vecenv.published import StatsCard
-from vecenv.requests import Pending
 from vecenv.rows import Expected
 from vecenv.scout import Trial
 from vecenv.shm import Batch, Layout, fixed_tree
+from vecenv.starting import PoolOptions, refuse_to_start_while_importing_main
 from vecenv.worker import Plan
 from vecenv.workers import AnyWorker, ProcessWorker
 
@@ -54,24 +55,43 @@ R = TypeVar("R")
 _RESERVED = ("reset", "step", "close", "_setattr", "_check_spaces")
 _PATIENCE = 60.0  # close() without a timeout waits this long for environments to close
 _LITTLE_PATIENCE = 1.0  # the same, when a worker was already late or the caller was interrupted
+_OTHER_THREAD = 10.0  # for another thread's call to notice that its workers are gone
 
 
-def _one_at_a_time(method: Callable[P, R]) -> Callable[P, R]:
-    """Refuse a second thread, and a process forked from the one that owns the workers."""
+def _one_call(method: Callable[P, R]) -> Callable[P, R]:
+    """One call at a time, and an answer that counts as taken when it is handed over, not before.
+
+    Refuses a second thread, a process forked from the one that owns the workers, and whoever comes after ``close()``. A call
+    within a call (``step`` calls ``step_async`` and ``step_wait``) is part of it. The method prepares how the table of what
+    is owed is to be once its answer has been taken; that is put in place on the same line that returns, so that whatever is
+    raised before leaves the answer owed. (The interpreter looks for signals and for other threads after calls and at jumps:
+    there is none on that line, nor between looking at ``owed.caller`` and setting it.)
+    """
 
     @functools.wraps(method)
     def guarded(self: AsyncVectorEnv[Any, Any], *args: Any, **kwargs: Any) -> R:
-        if not self._lock.acquire(False):
-            raise BusyError(f"another thread is in a call on this {type(self).__name__}; `{method.__name__}` was refused")
-        try:
-            if self._pool.abandoned and self._phase is not Phase.CLOSED:
-                raise ForkedError(
-                    f"this {type(self).__name__} belongs to another process (pid {self._owner}); a forked child cannot use "
-                    "its workers: build a new one in the child"
-                )
+        owed = self._owed
+        me = get_ident()
+        if owed.caller == me:
             return method(self, *args, **kwargs)  # type: ignore[arg-type]
-        finally:
-            self._lock.release()
+        if owed.caller or self._refuses:
+            self._refuse(method.__name__)
+        try:
+            owed.caller, owed.after, owed.verdict = me, AS_IT_IS, None
+            answer = method(self, *args, **kwargs)  # type: ignore[arg-type]
+        except BaseException as error:
+            owed.caller = 0
+            if self._refuses:
+                self._leave()
+            if error is owed.verdict and owed.after is not None:
+                owed.flights, owed.landed, owed.ready, owed.latest = owed.after; raise  # noqa: E702 - see above
+            raise
+        owed.caller = 0
+        if self._refuses:
+            self._leave()
+        if owed.after is None:
+            return answer
+        owed.flights, owed.landed, owed.ready, owed.latest = owed.after; return answer  # noqa: E702 - see above
 
     return guarded  # type: ignore[return-value]
 
@@ -166,8 +186,6 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
     ) -> None:
         refuse_to_start_while_importing_main()
         self.closed = True  # until there is something to close
-        self._lock = threading.RLock()
-        self._phase = Phase.CLOSED
         self.env_fns = env_fns
         self.shared_memory = shared_memory
         self.copy = copy
@@ -183,6 +201,8 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
                 raise ValueError(f"`max_concurrency` must be a positive or None, got {max_concurrency}.")
         self.max_concurrency = max_concurrency
         self.num_envs = len(env_fns)
+        if not self.num_envs:
+            raise ValueError(f"{type(self).__name__} needs at least one env_fn, got {env_fns!r}")
         check_options(
             self.num_envs, num_workers, batch_size, on_failure, restart_limit, restart_period, step_timeout, start_timeout,
             threads_per_worker, use_caller, strict, dummy_env,
@@ -191,31 +211,33 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         self._trial = Trial(env_fns, mp, start_timeout, dummy_env, step=num_workers == "auto" or use_caller)
         self._read_spaces(env_fns)
         self.batch_size = self.num_envs if batch_size is None else batch_size
-        self._latest = np.arange(self.num_envs)
-        self._pending: Pending | None = None
         self._card: StatsCard | None = None
-        self._interrupted = False
-        self._closing = False
-        policy = Policy(on_failure == "restart", restart_limit, restart_period, step_timeout, start_timeout)
+        self._refuses = ""  # why calls are refused: "closing" or "closed"
+        self._figures: dict[str, float] | None = None  # the last, after close()
+        policy = Policy(
+            on_failure == "restart", restart_limit, restart_period, seconds_of(step_timeout, "step_timeout"),
+            seconds_of(start_timeout, "start_timeout"),
+        )  # fmt: skip
         isolate = policy.restart or step_timeout is not None
         self.num_workers, share, self.plan = workers_and_share(
             self.num_envs, num_workers, use_caller, isolate, self._trial.measure
         )
         threads = threads_per_worker or max(1, usable_cores() // max(self.num_workers, 1))
         self._engine = self._start_engine(mp, policy, share, threads, strict)
-        self._pool: WorkerPool = self._engine.pool
-        self._owner = multiprocessing.current_process().pid
-        layout = self._engine.layout
-        self._stage = ActionStage(
-            self.single_action_space, self.action_space, self.num_envs, layout.actions, self._engine.batch.actions
-        )
-        self.closed = False
-        self._phase = Phase.DEFAULT
         try:
+            self._pool: WorkerPool = self._engine.pool
+            self._owed = self._engine.owed
+            self._owner = multiprocessing.current_process().pid
+            layout = self._engine.layout
+            self._stage = ActionStage(
+                self.single_action_space, self.action_space, self.num_envs, layout.actions, self._engine.batch.actions
+            )
             self._check_spaces()
         except BaseException:
-            self.close(terminate=True)
+            self._engine.pool.close(0.0, terminate=True)
+            self._engine.pool.release()
             raise
+        self.closed = False
 
     def _start_engine(self, context: Any, policy: Policy, share: int, threads: int, strict: bool) -> Engine:
         """Lay out the shared memory, choose how observations travel, and start the workers."""
@@ -302,6 +324,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
 
     # -- reset ------------------------------------------------------------------------------------------------------
 
+    @_one_call
     def reset(
         self,
         *,
@@ -312,7 +335,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         self.reset_async(seed=seed, options=options)
         return self.reset_wait()
 
-    @_one_at_a_time
+    @_one_call
     def reset_async(self, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None) -> None:
         """Begin a reset. The answer is fetched by :meth:`reset_wait` for everybody or by :meth:`recv` as it comes.
 
@@ -324,22 +347,18 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         Raises:
             TypeError, ValueError: Seeds or mask of the wrong length, type or shape; nothing was sent.
         """
-        if self._phase is Phase.CLOSED:
-            advance(self._phase, "reset_async", self)
         seeds = self._seeds(seed)
-        after = advance(self._phase, "reset_async", self)
+        if (phase := self._owed.phase) is not Phase.DEFAULT:
+            advance(phase, "reset_async", self)
         mask = None
         if options is not None and "reset_mask" in options:
             # The caller's dict stays as it is. Gymnasium pops the mask out of it, so that its own RecordEpisodeStatistics,
             # which looks for the mask after the reset, clears the statistics of everybody.
             mask = self._reset_mask(options["reset_mask"])
             options = {key: value for key, value in options.items() if key != "reset_mask"}
-        if not self._engine.first_ready.idle:
-            self._engine.first_ready.drain(None)
         if self._card is None and published.asked_for(self._engine):
             self._publish(None)
-        self._pending = self._engine.ask_reset(seeds, options, mask)
-        self._phase = after
+        self._engine.ask_reset(seeds, options, mask)
 
     def _seeds(self, seed: Any) -> Sequence[Any]:
         if seed is None:
@@ -365,7 +384,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
             )
         return mask.copy()
 
-    @_one_at_a_time
+    @_one_call
     def reset_wait(self, timeout: float | None = None) -> tuple[ObsType, dict[str, Any]]:
         """Fetch the answer to :meth:`reset_async`.
 
@@ -373,11 +392,17 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
             StepTimeout: Not within ``timeout`` seconds; the answer is still owed, call again.
             Exception: What an environment raised.
         """
-        result = self._finish("reset_wait", timeout)
-        return self._engine.store.batch(self.copy), self._engine.infos(result)
+        result = self._finish("reset_wait", Phase.WAITING_RESET, timeout)
+        engine = self._engine
+        try:
+            return engine.store.batch(self.copy), engine.infos(result)
+        except Exception as error:
+            self._blame(error, lambda: (engine.store.batch(self.copy), engine.infos(result)))
+            raise
 
     # -- step -------------------------------------------------------------------------------------------------------
 
+    @_one_call
     def step(
         self, actions: ActType
     ) -> tuple[ObsType, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]:
@@ -385,7 +410,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         self.step_async(actions)
         return self.step_wait()
 
-    @_one_at_a_time
+    @_one_call
     def step_async(self, actions: ActType) -> None:
         """Begin a step.
 
@@ -397,15 +422,15 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
             TypeError, ValueError: Wrong structure, too few or too many; nothing was sent.
             EnvFailed: An environment that failed was not reset since.
         """
-        after = advance(self._phase, "step_async", self)
+        if self._owed.flights or self._owed.ready:
+            advance(self._owed.phase, "step_async", self)
+            self._engine.first_ready.require_nothing("step_async")
         engine = self._engine
-        engine.first_ready.require_nothing("step_async")
         if engine.failed and not engine.policy.restart:
             engine.ledger.refuse(engine.failed)
-        self._pending = engine.ask_step(self._stage.put(actions))
-        self._phase = after
+        engine.ask_step(self._stage.put(actions))
 
-    @_one_at_a_time
+    @_one_call
     def step_wait(
         self, timeout: float | None = None
     ) -> tuple[ObsType, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]:
@@ -416,42 +441,43 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
             WorkerDied: A worker process ended; the next ``reset()`` starts it anew.
             Exception: What an environment raised, after all the others have been stepped.
         """
-        result = self._finish("step_wait", timeout)
+        result = self._finish("step_wait", Phase.WAITING_STEP, timeout)
         engine = self._engine
         batch = engine.batch
-        return (
-            engine.store.batch(self.copy),
-            batch.rewards.copy(),
-            batch.terminations.copy(),
-            batch.truncations.copy(),
-            engine.infos(result) if result.columns else {},
-        )
-
-    def _finish(self, method: str, timeout: float | None) -> Any:
-        after = advance(self._phase, method, self)
-        assert self._pending is not None
         try:
-            result = self._engine.finish(self._pending, timeout)
-        except StepTimeout:
-            raise  # the answer is still owed
-        except KeyboardInterrupt:
-            self._interrupted = True
+            return (
+                engine.store.batch(self.copy),
+                batch.rewards.copy(),
+                batch.terminations.copy(),
+                batch.truncations.copy(),
+                engine.infos(result) if result.columns else {},
+            )
+        except Exception as error:
+            self._blame(error, lambda: (engine.store.batch(self.copy), engine.infos(result)))
             raise
-        except BaseException:
-            self._phase = Phase.DEFAULT
-            if self._closing:
-                self._phase = Phase.CLOSED
-                advance(Phase.CLOSED, method, self)
-            raise
-        self._pending = None
-        self._phase = after
+
+    def _blame(self, error: Exception, again: Callable[[], object]) -> None:
+        """What environments said does not go together, unless it does at the second look: then somebody interrupted."""
+        try:
+            again()
+        except Exception as same:
+            if type(same) is type(error):
+                self._owed.verdict = error
+
+    def _finish(self, method: str, wanted: Phase, timeout: float | None) -> Result:
+        """The answer to the call that is owed."""
+        call = self._owed.call
+        if call is None or call.phase is not wanted:
+            advance(self._owed.phase, method, self)
+        assert call is not None
+        result = self._engine.finish(call, seconds_of(timeout))
         if self._card is not None:
             self._card.update()
         return result
 
     # -- first-ready batches ----------------------------------------------------------------------------------------
 
-    @_one_at_a_time
+    @_one_call
     def send(self, actions: Any, env_id: Any = None) -> None:
         """Step some idle environments, without waiting.
 
@@ -464,21 +490,20 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
             AlreadyPendingCallError: One of them is in flight, or was not received yet.
             EnvFailed: One of them failed and was not reset since.
         """
-        if self._phase is not Phase.DEFAULT:
-            advance(self._phase, "step_async", self)
-        engine = self._engine
-        rows = self._latest if env_id is None else self._env_ids(env_id)
-        flow = engine.first_ready
-        ready = set(flow.ready)
-        waiting = [row for row in rows.tolist() if row in ready or flow.in_flight[row]]
-        if waiting:
-            raise AlreadyPendingCallError(
-                f"Calling `send` for envs {waiting}, which are still in flight: `recv` them first.", "send"
-            )
-        failed = {row: engine.failed[row] for row in rows.tolist() if row in engine.failed}
-        if failed:
-            engine.ledger.refuse(failed)
-        flow.send(rows, self._stage.put_some(actions, rows))
+        engine, owed = self._engine, self._owed
+        if owed.call is not None:
+            advance(owed.phase, "step_async", self)
+        rows = owed.latest if env_id is None else self._env_ids(env_id)
+        listed = rows.tolist()
+        if owed.flights or owed.ready:
+            on_their_way = set(owed.waiting())
+            if waiting := [row for row in listed if row in on_their_way]:
+                raise AlreadyPendingCallError(
+                    f"Calling `send` for envs {waiting}, which are still in flight: `recv` them first.", "send"
+                )
+        if engine.failed and not engine.policy.restart and (failed := engine.failed.keys() & set(listed)):
+            engine.ledger.refuse({row: engine.failed[row] for row in failed})
+        engine.ask_rows(listed, self._stage.put_some(actions, rows))
 
     def _env_ids(self, env_id: Any) -> npt.NDArray[np.intp]:
         rows = np.asarray(env_id)
@@ -493,7 +518,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
             raise ValueError(f"env_id must not name an environment twice, got {listed}")
         return rows.astype(np.intp)
 
-    @_one_at_a_time
+    @_one_call
     def recv(
         self, timeout: float | None = None
     ) -> tuple[Any, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]:
@@ -509,52 +534,61 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
             StepTimeout: Not within ``timeout`` seconds; nothing is lost, call again.
             Exception: What an environment raised; the rows of the others are kept for the next call.
         """
-        engine = self._engine
-        if self._phase is Phase.WAITING_RESET and self._pending is not None:
-            engine.first_ready.launch(self._pending)
-            self._pending = None
-            self._phase = Phase.DEFAULT
-        elif self._phase is not Phase.DEFAULT:
-            advance(self._phase, "reset_async", self)
-        rows, result = engine.first_ready.receive(self.batch_size, timeout)
-        infos = engine.infos_of(rows, result)
-        infos["env_id"], infos["_env_id"] = rows.copy(), rows >= 0
-        self._latest = rows
+        engine, owed = self._engine, self._owed
+        if (call := owed.call) is not None:
+            if call.phase is not Phase.WAITING_RESET:
+                advance(call.phase, "reset_async", self)
+            engine.first_ready.launch(call)
+        rows, infos, finals = engine.first_ready.receive(self.batch_size, seconds_of(timeout))
         if self._card is not None:
             self._card.update()
         batch = engine.batch
-        return engine.store.take(rows), batch.rewards[rows], batch.terminations[rows], batch.truncations[rows], infos
+        try:
+            said = engine.infos_of(rows, infos, finals)
+            observations = engine.store.take(rows)
+        except Exception as error:
+            self._blame(error, lambda: (engine.infos_of(rows, infos, finals), engine.store.take(rows)))
+            raise
+        said["env_id"], said["_env_id"] = rows.copy(), rows >= 0
+        return observations, batch.rewards[rows], batch.terminations[rows], batch.truncations[rows], said
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
+    @_one_call
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """``env.get_wrapper_attr(name)`` of every environment, called with the arguments if it can be called."""
         self.call_async(name, *args, **kwargs)
         return self.call_wait()
 
-    @_one_at_a_time
+    @_one_call
     def call_async(self, name: str, /, *args: object, **kwargs: object) -> None:
         """Begin a :meth:`call`."""
-        after = advance(self._phase, "call_async", self)
-        self._engine.first_ready.require_nothing("call_async")
+        self._require_nothing_owed("call_async", "call_async")
         if name in _RESERVED:
             raise ValueError(f"Trying to call function `{name}` with `call`, use `{name}` directly instead.")
         payload = (name, args, kwargs)
         _require_picklable(payload, self.num_workers)
-        self._pending = self._engine.ask_call(Op.CALL, lambda worker: payload, "call")
-        self._phase = after
+        self._engine.ask_call(Op.CALL, lambda worker: payload, "call")
 
-    @_one_at_a_time
+    def _require_nothing_owed(self, method: str, name: str) -> None:
+        if (phase := self._owed.phase) is not Phase.DEFAULT:
+            advance(phase, method, self)
+        self._engine.first_ready.require_nothing(name)
+
+    @_one_call
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Fetch the answer to :meth:`call_async`: a tuple of one result an environment.
+
+        The answers to :meth:`exec_func_send`, and to a :meth:`set_attr` that was interrupted, are fetched by it, too.
 
         Raises:
             StepTimeout: Not within ``timeout`` seconds; the answer is still owed, call again.
             Exception: What the call raised in an environment; the environments stay alive.
         """
-        result = self._finish("call_wait", timeout)
+        result = self._finish("call_wait", Phase.WAITING_CALL, timeout)
         return tuple(result.results.get(row) for row in range(self.num_envs))
 
+    @_one_call
     def exec_func(
         self, func: Callable[..., Any], indices: Sequence[int] | int | None = None, *args: Any, **kwargs: Any
     ) -> tuple[Any, ...]:
@@ -565,13 +599,12 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         self.exec_func_send(func, indices, *args, **kwargs)
         return self.exec_func_fetch()
 
-    @_one_at_a_time
+    @_one_call
     def exec_func_send(
         self, func: Callable[..., Any], indices: Sequence[int] | int | None = None, *args: Any, **kwargs: Any
     ) -> None:
         """Begin an :meth:`exec_func`."""
-        after = advance(self._phase, "call_async", self)
-        self._engine.first_ready.require_nothing("exec_func")
+        self._require_nothing_owed("call_async", "exec_func")
         if not callable(func):
             raise TypeError(f"exec_func wants a function of an environment, got {func!r}")
         if indices is None:
@@ -584,8 +617,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
             ks = [row - worker.rows[0] for row in worker.rows if row in chosen]
             return (ks, func, args, kwargs) if ks else None
 
-        self._pending = self._engine.ask_call(Op.EXEC, payload, "exec_func")
-        self._phase = after
+        self._engine.ask_call(Op.EXEC, payload, "exec_func")
 
     def exec_func_fetch(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Fetch the answer to :meth:`exec_func_send`."""
@@ -595,11 +627,12 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         """An attribute of every environment (of whichever wrapper has it)."""
         return self.call(name)
 
-    @_one_at_a_time
+    @_one_call
     def set_attr(self, name: str, values: list[Any] | tuple[Any, ...] | object) -> None:
-        """Set an attribute of every environment; a list or tuple is one value an environment, else all get the same."""
-        if self._phase is Phase.CLOSED:
-            advance(self._phase, "set_attr", self)
+        """Set an attribute of every environment; a list or tuple is one value an environment, else all get the same.
+
+        If it is interrupted while the answer is owed, :meth:`call_wait` fetches that.
+        """
         if not isinstance(values, (list, tuple)):
             values = [values] * self.num_envs
         if len(values) != self.num_envs:
@@ -607,12 +640,11 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
                 "Values must be a list or tuple with length equal to the number of environments. "
                 f"Got `{len(values)}` values for {self.num_envs} environments."
             )
-        advance(self._phase, "set_attr", self)
-        self._engine.first_ready.require_nothing("set_attr")
+        self._require_nothing_owed("set_attr", "set_attr")
         each = values
         _require_picklable(each, self.num_workers)
-        pending = self._engine.ask_call(Op.SET_ATTR, lambda worker: (name, [each[row] for row in worker.rows]), "set_attr")
-        self._engine.finish(pending, None)
+        self._engine.ask_call(Op.SET_ATTR, lambda worker: (name, [each[row] for row in worker.rows]), "set_attr")
+        self._finish("call_wait", Phase.WAITING_CALL, None)
 
     def render(self) -> tuple[RenderFrame, ...] | None:
         """One frame (or list of frames) an environment, in a tuple."""
@@ -642,6 +674,8 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
     @property
     def observations(self) -> ObsType:
         """The latest batch itself, not a copy; zeros before the first reset."""
+        if self.closed:
+            advance(Phase.CLOSED, "reset_async", self)
         return self._engine.store.observations  # type: ignore[no-any-return]
 
     @property
@@ -651,8 +685,8 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
 
     @property
     def parent_pipes(self) -> list[Any]:
-        """The caller's reading ends of the workers' pipes."""
-        return [worker.channel.reader for worker in self._pool.workers if isinstance(worker, ProcessWorker)]
+        """The caller's reading ends of the workers' pipes; each has a ``fileno()``."""
+        return [worker.channel for worker in self._pool.workers if isinstance(worker, ProcessWorker)]
 
     plan: WorkerPlan | None = None
     """Why ``num_workers="auto"`` chose what it chose."""
@@ -669,7 +703,11 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
 
     @property
     def _state(self) -> AsyncState:
-        return AsyncState(self._phase.value) if self._phase is not Phase.CLOSED else AsyncState.DEFAULT
+        return AsyncState(self._owed.phase.value)
+
+    @property
+    def _phase(self) -> Phase:
+        return Phase.CLOSED if self.closed or self._refuses else self._owed.phase
 
     def stats(self) -> dict[str, float]:
         """Figures since construction.
@@ -678,10 +716,11 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         ``step_time_mean`` and ``step_time_slowest_env`` in seconds; ``straggler_share`` (of the workers' time, idle because
         another one took longer); ``resets`` asked for; ``restarts``; ``errors``; ``bytes_pickled``. Counts are exact; times
         inside environments are extrapolated where a worker's share of a batch takes less than a millisecond.
+        ``in_flight``: environments that were sent and not received. After :meth:`close` they stay as they were.
         """
-        return self._engine.stats()
+        return self._engine.stats() if self._figures is None else dict(self._figures)
 
-    @_one_at_a_time
+    @_one_call
     def publish_stats(self, name: str | None = None) -> None:
         """Let ``vecenv top``, run by the same user on this machine, show the workers until :meth:`close`.
 
@@ -695,8 +734,6 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
             NotImplementedError: Not on this system, or not with workers on other machines.
             ClosedEnvironmentError: It is closed.
         """
-        if self._phase is Phase.CLOSED:
-            advance(self._phase, "call_async", self)
         if not published.available() or not published.has_counters(self._engine):
             raise NotImplementedError("publish_stats() needs Linux and workers on this machine; stats() is there everywhere")
         self._publish(name)
@@ -708,7 +745,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
 
     def __repr__(self) -> str:
         name = f"{self.spec.id}, " if self.spec is not None else ""
-        if not hasattr(self, "_engine"):
+        if not hasattr(self, "_owed"):
             return f"{type(self).__name__}({name}closed)"
         restarts = f", restarted={self._engine.restarts}" if self._engine.restarts else ""
         failed = f", failed={sorted(self._engine.failed)}" if self._engine.failed else ""
@@ -721,53 +758,87 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
+    def _refuse(self, name: str) -> None:
+        """Say why a call is refused."""
+        if self._pool.abandoned:
+            raise ForkedError(
+                f"this {type(self).__name__} belongs to another process (pid {self._owner}); a forked child cannot use "
+                "its workers: build a new one in the child"
+            )
+        if self._refuses:
+            advance(Phase.CLOSED, "call_async", self)
+        raise BusyError(f"another thread is in a call on this {type(self).__name__}; `{name}` was refused")
+
     def close(self, **kwargs: Any) -> None:
-        """Close all environments and end all workers; idempotent, from any thread, whatever state they are in.
+        """Close all environments and end all workers; idempotent, from any thread or signal handler, in whatever state.
+
+        Interrupted, it can be called again, and goes on. From a signal handler that came in the middle of another call, it
+        ends the workers; what that call still looks at is let go of when the call has ended, by
+        :class:`~gymnasium.error.ClosedEnvironmentError` or whatever the handler raises. In a forked child it does nothing.
 
         Args:
             timeout: Seconds for a pending answer and for the environments' own ``close()``; then workers are killed.
-                Default: a minute, or a second if a worker was late before.
+                Default: a minute, or a second if a worker was late before or a call was interrupted.
             terminate: Kill at once; the environments' ``close()`` is not called.
         """
         if self.closed:
             return
-        self._closing = True
-        if not self._lock.acquire(False):  # another thread is waiting for an answer: there will be none
-            for worker in list(self._pool.workers):
-                if not worker.local:
-                    worker.signal(9)
-            self._lock.acquire(timeout=10.0)
-        try:
-            if not self.closed:
-                self.close_extras(**kwargs)
-        finally:
+        if self._pool.abandoned:
             self.closed = True
-            self._phase = Phase.CLOSED
-            if self._card is not None:
-                self._card.close()
-            with contextlib.suppress(RuntimeError):
-                self._lock.release()
+            return
+        seconds = seconds_of(kwargs.get("timeout"))
+        again, self._refuses = self._refuses == "closing", "closing"
+        self._pool.closing = True
+        owed, me = self._owed, get_ident()
+        if owed.caller and owed.caller != me:  # another thread is waiting for an answer: there will be none
+            for worker in self._pool.processes:
+                worker.signal(9)
+            until = time.monotonic() + _OTHER_THREAD
+            while owed.caller and time.monotonic() < until:
+                time.sleep(0.001)
+        nested = owed.caller == me
+        if not self._pool.released:
+            hurried = again or nested
+            self.close_extras(**{**kwargs, "timeout": _LITTLE_PATIENCE if hurried and seconds is None else seconds})
+        if not nested:
+            self._let_go()
+        self.closed = True
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False, **kwargs: Any) -> None:
         """End the workers; see :meth:`close`."""
-        if self._pool.abandoned:
-            return
+        pool, call = self._pool, self._owed.call
         patience = timeout
         if patience is None:
-            late = self._interrupted or any(worker.overdue or _stopped(worker) for worker in self._pool.workers)
+            late = any(worker.overdue or _stopped(worker) for worker in pool.workers)
             patience = _LITTLE_PATIENCE if late else _PATIENCE
-        deadline = time.monotonic() + (0.0 if terminate else patience)
-        if self._phase is not Phase.DEFAULT and self._phase is not Phase.CLOSED:
-            logger.warn(f"Calling `close` while waiting for a pending call to `{self._phase.value}` to complete.")
-            if not terminate and self._pending is not None:
-                self._pool.gather([w for w in self._pending.workers if not w.local], deadline)
-        self._engine.close(max(deadline - time.monotonic(), 0.0), terminate=terminate)
+        if call is not None:
+            logger.warn(f"Calling `close` while waiting for a pending call to `{call.phase.value}` to complete.")
+        self._engine.close(0.0 if terminate else patience, terminate=terminate)
+
+    def _leave(self) -> None:
+        """A call has ended in which, or meanwhile, somebody closed us."""
+        if self._refuses == "closing" and self.closed:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Free all memory and descriptors. Idempotent."""
+        if self._pool.released:
+            return
+        self._figures = self._engine.stats()
+        if self._card is not None:
+            self._card.close()
+        self._pool.release()
+        self._engine.forget()
+        self._stage = None  # type: ignore[assignment]
+        self._refuses = "closed"
 
     def __del__(self) -> None:
-        if not self.__dict__.get("closed", True):  # the class itself has `closed = False`
-            if not self._pool.abandoned:
-                warnings.warn(f"unclosed {type(self).__name__}", ResourceWarning, source=self, stacklevel=2)
-            self.close(terminate=True)
+        if self.__dict__.get("closed", True):  # the class itself has `closed = False`
+            return
+        if self._pool.abandoned:
+            return
+        warnings.warn(f"unclosed {type(self).__name__}", ResourceWarning, source=self, stacklevel=2)
+        self._pool.end_unclosed()
 
 
 def _stopped(worker: AnyWorker) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vecenv.errors import EnvError
-from vecenv.failure import PackedError, pack, summary
+from vecenv.failure import PackedError, opens, pack, summary
 from vecenv.rows import Failure, Outcome
 
 __all__ = ["dump", "load"]
@@ -23,13 +23,31 @@ def dump(outcome: Outcome) -> bytes:
         if not isinstance(failure.error, PackedError):
             failure.error = pack(failure.error)
     for row, info in list(outcome.infos.items()):
-        parts = info.items() if isinstance(info, Mapping) else [(None, info)]
-        sealed = [_seal(outcome, row, f"info key {key!r}", (key, value)) for key, value in parts]
+        sealed = [_seal(outcome, row, _name_of(key), (key, value)) for key, value in _items_of(outcome, row, info)]
         outcome.infos[row] = (isinstance(info, Mapping), [blob for blob in sealed if blob is not None])
     for table, what in ((outcome.results, "result"), (outcome.observations, "observation"), (outcome.finals, "observation")):
         for row, value in list(table.items()):
             table[row] = _seal(outcome, row, what, value)
     return pickle.dumps(outcome, pickle.HIGHEST_PROTOCOL)
+
+
+def _items_of(outcome: Outcome, row: int, info: Any) -> list[tuple[Any, Any]]:
+    """The items of an info; one whose own code fails is a failure of its environment."""
+    if not isinstance(info, Mapping):
+        return [(None, info)]
+    try:
+        return [(key, value) for key, value in info.items()]
+    except BaseException as error:
+        said = EnvError(f"env {row}: its info cannot be read: {summary(error)}")
+        outcome.failures.append(Failure(row, pack(said), fatal=False))
+        return []
+
+
+def _name_of(key: Any) -> str:
+    try:
+        return f"info key {key!r}"
+    except BaseException:
+        return f"info key of {type(key).__name__}"
 
 
 def _seal(outcome: Outcome, row: int, what: str, value: Any) -> bytes | None:
@@ -57,6 +75,8 @@ def _open(outcome: Outcome, row: int, what: str, blob: bytes) -> Any:
     try:
         return pickle.loads(blob)
     except BaseException as error:  # SystemExit included: an environment must not end its caller
+        if opens(blob):  # it was not the blob: somebody interrupted us, and the answer is read again later
+            raise
         where = f"env {row}: its {what}{_key_in(blob)} cannot be unpickled: {summary(error)}"
         stand_in = EnvError(where)
         stand_in.__cause__ = error if isinstance(error, Exception) else None

@@ -17,13 +17,12 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any, Final
 
 import cloudpickle
 from gymnasium.vector import AutoresetMode
 
-from vecenv.channel import Channel, ChannelClosed
+from vecenv.channel import ChannelClosed, Ends, WorkerEnd
 from vecenv.cores import Patience, Seat
 from vecenv.errors import ObservationError
 from vecenv.failure import BlackBox, Lifeline, end_own_group, pack
@@ -69,11 +68,11 @@ class Start:
     pickled: bool
     plan: Plan
     arena: Arena
-    reader: Connection[Any, Any]
-    writer: Connection[Any, Any]
+    ends: Ends
     lifeline: Lifeline
     black_box: BlackBox
     seat: Seat
+    mask: set[int] | None
 
 
 @dataclass(slots=True)
@@ -132,25 +131,25 @@ def answer(rows: EnvRows, op: int, seq: int, load: Callable[[], Any]) -> Outcome
     if op == Op.STEP or op == Op.STEP_SOME:
         ks = None if op == Op.STEP else rows.chosen(seq)
         actions = load()
-        return rows.step(ks, rows.actions(ks) if actions is None else actions)
+        return rows.step(seq, ks, rows.actions(ks) if actions is None else actions)
     if op == Op.RESET or op == Op.RESET_SOME:
         ks = None if op == Op.RESET else rows.chosen(seq)
         seeds, options = load() or ([None] * (rows.count if ks is None else len(ks)), None)
-        return rows.reset(ks, seeds, options)
+        return rows.reset(seq, ks, seeds, options)
     payload = load()
     if op == Op.REBUILD_SOME:
         seeds, options, pending = payload
-        return rows.rebuild(rows.chosen(seq), seeds, options, pending=pending)
+        return rows.rebuild(seq, rows.chosen(seq), seeds, options, pending=pending)
     if op == Op.CALL:
-        return rows.call(*payload)
+        return rows.call(seq, *payload)
     if op == Op.SET_ATTR:
-        return rows.set_attr(*payload)
+        return rows.set_attr(seq, *payload)
     if op == Op.EXEC:
-        return rows.execute(*payload)
+        return rows.execute(seq, *payload)
     raise AssertionError(f"unknown message {op}")
 
 
-def serve(channel: Channel, rows: EnvRows, patience: Patience) -> bool:
+def serve(channel: WorkerEnd, rows: EnvRows, patience: Patience) -> bool:
     """Answer messages until told to close; true if every environment closed cleanly.
 
     Raises:
@@ -163,7 +162,7 @@ def serve(channel: Channel, rows: EnvRows, patience: Patience) -> bool:
     while True:
         op, seq, payload = wait(patience)
         if (op, payload) == plain_step:  # all rows, actions in shared memory: nearly always
-            outcome = step(None, actions(None))
+            outcome = step(seq, None, actions(None))
             if not outcome.columns and outcome.is_plain() and os.getpid() == pid:
                 send(plain, seq)
                 continue
@@ -192,11 +191,13 @@ def main(start: Start) -> None:
         os.setsid()  # keeps a terminal's Ctrl-C out, and makes the environments' own helpers one group with us
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if start.mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, start.mask)
     start.lifeline.arm()
     start.black_box.arm()
     gc.freeze()  # what came with the fork stays shared with the caller instead of being copied by the collector
     _limit_threads(start.plan.threads)
-    channel = Channel(start.reader, start.writer, blocks=not start.seat.spin)
+    channel = WorkerEnd(start.ends, blocks=not start.seat.spin)
     try:
         env_fns = (
             [_load_env_fn(start.first + k, blob) for k, blob in enumerate(start.env_fns)] if start.pickled else start.env_fns

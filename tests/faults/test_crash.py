@@ -338,7 +338,7 @@ def test_a_worker_that_loses_its_caller_takes_its_helpers_along(launch: Launch) 
     envs.reset(seed=1)
     *_, infos = envs.step([0, 0])
     helper, pid = int(infos["subprocess"][1]), worker_pids(envs)[1]
-    envs._pool.workers[1].channel.writer.close()
+    os.close(envs._pool.workers[1].channel.out)
     assert not remaining([pid, helper], 2.0)
     with pytest.raises(WorkerDied):
         envs.step([0, 0])

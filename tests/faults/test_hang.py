@@ -72,8 +72,8 @@ def test_hang_whose_stack_is_written_slowly(launch: Launch, tmp_path: Path, monk
     """A worker may lose its core in the middle of a line; its stack is read to the end all the same."""
     written, reads = BlackBox.read, itertools.count(1)
 
-    def slowly(box: BlackBox, start: int = 0) -> str:
-        text = written(box, start)
+    def slowly(box: BlackBox) -> str:
+        text = written(box)
         return text[: max(len(text) * next(reads) // 10, 1)] if text else text
 
     monkeypatch.setattr(BlackBox, "read", slowly)
@@ -91,9 +91,9 @@ def test_hang_whose_stack_is_begun_late(launch: Launch, tmp_path: Path, monkeypa
     """Who waits for a core, as all do at times on a busy machine, is given more time to say where it hangs."""
     written, begun = BlackBox.read, []
 
-    def later(box: BlackBox, start: int = 0) -> str:
+    def later(box: BlackBox) -> str:
         begun.append(time.monotonic())
-        return written(box, start) if begun[-1] - begun[0] > 0.15 else ""
+        return written(box) if begun[-1] - begun[0] > 0.15 else ""
 
     monkeypatch.setattr(BlackBox, "read", later)
     monkeypatch.setattr(ProcessWorker, "_state", lambda worker: "R")

@@ -96,7 +96,7 @@ def test_the_arena_cannot_be_truncated() -> None:
     try:
         for size in (0, mmap.PAGESIZE, 2 * MIB):
             with pytest.raises(PermissionError):
-                os.ftruncate(block._descriptor, size)
+                os.ftruncate(block.fileno(), size)
     finally:
         block.close()
 

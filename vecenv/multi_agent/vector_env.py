@@ -56,7 +56,7 @@ class _Rows(AsyncVectorEnv[Any, Any]):
 
     def rows(self, env_id: Any) -> npt.NDArray[np.intp]:
         """Which environments a ``send`` is about."""
-        return self._latest if env_id is None else self._env_ids(env_id)
+        return self._owed.latest if env_id is None else self._env_ids(env_id)
 
 
 _Rows.__name__ = "MultiAgentVecEnv"  # the name in the engine's own messages

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from vecenv.errors import ArenaError
+from vecenv.holdings import Holdings
 
 if sys.platform != "win32":
     import fcntl
@@ -64,24 +65,22 @@ def available_memory() -> int | None:
     return min(found) if found else None
 
 
-def _anonymous_file(size: int, memfd: bool) -> int:
-    if memfd:
-        descriptor = os.memfd_create("vecenv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    else:
-        shm = "/dev/shm" if os.path.isdir("/dev/shm") else None
-        descriptor, path = tempfile.mkstemp(prefix="vecenv-", dir=shm)
-        os.unlink(path)
+def _unlinked_file() -> int:
+    descriptor, path = tempfile.mkstemp(prefix="vecenv-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+    os.unlink(path)
+    return descriptor
+
+
+def _allocate(descriptor: int, size: int, seal: bool) -> None:
     try:
         os.ftruncate(descriptor, size)
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(descriptor, 0, size)
-        if memfd:
+        if seal:
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
     except OSError as error:
-        os.close(descriptor)
         raise ArenaError(f"could not allocate {size:,} bytes of shared memory: {error}") from error
-    return descriptor
 
 
 class Arena:
@@ -107,30 +106,38 @@ class Arena:
                 "(the smaller of MemAvailable and what the control group has left); use fewer environments or smaller "
                 "observations"
             )
-        self._descriptor = _anonymous_file(self.size, hasattr(os, "memfd_create") if memfd is None else memfd)
-        self.buffer = mmap.mmap(self._descriptor, self.size)
+        holdings = Holdings(self)
+        memfd = hasattr(os, "memfd_create") if memfd is None else memfd
+        if memfd:
+            self._file = holdings.open(os.memfd_create, "vecenv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        else:
+            self._file = holdings.open(_unlinked_file)
+        try:
+            _allocate(self._file.number, self.size, memfd)
+            self.buffer = mmap.mmap(self._file.number, self.size)
+        except BaseException:
+            self._file.close()
+            raise
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _attach, (self.size, reduction.DupFd(self._descriptor))
+        return _attach, (self.size, reduction.DupFd(self._file.number))
 
     def __repr__(self) -> str:
         return f"Arena({self.size:,} bytes)"
 
     def fileno(self) -> int:
         """The descriptor; -1 once it is dropped."""
-        return self._descriptor
+        return self._file.number
 
     def close(self) -> None:
         """Drop the descriptor. The mapping itself lives as long as a numpy view of it, in any process."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._file.close()
 
 
 def _attach(size: int, handle: Any) -> Arena:
     arena = Arena.__new__(Arena)
     arena.size = size
-    arena._descriptor = handle.detach()
-    arena.buffer = mmap.mmap(arena._descriptor, size)
+    arena._file = Holdings(arena).open(handle.detach)
+    arena.buffer = mmap.mmap(arena.fileno(), size)
     arena.close()
     return arena

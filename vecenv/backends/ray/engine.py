@@ -12,15 +12,16 @@ from typing import Any
 import numpy as np
 
 from vecenv.backends.ray.host import HostPlan, HostReady
-from vecenv.backends.ray.pool import GRACE, HostAnswer, HostPool
+from vecenv.backends.ray.pool import GRACE, HostPool
 from vecenv.engine import Engine, Policy
 from vecenv.errors import ErrorRecord
 from vecenv.failure import PackedError, unpack
-from vecenv.pool import PoolOptions
-from vecenv.requests import Pending, Result
+from vecenv.owed import Answer, Result
+from vecenv.recovery import Remembered, writeable
 from vecenv.shm import Arena, Batch, Layout
+from vecenv.starting import PoolOptions
 from vecenv.worker import Plan
-from vecenv.workers import COMMANDS, Answer, AnyWorker, Request, envs_text
+from vecenv.workers import AnyWorker, command_of, envs_text
 
 __all__ = ["HostsEngine", "disagreements"]
 
@@ -48,47 +49,35 @@ class HostsEngine(Engine):
         mismatches: list[tuple[int, str, str]],
     ) -> None:
         self._host_pool: Any = pool
-        self.mismatches = mismatches
+        self._found = mismatches
         options = PoolOptions(None, False, "", policy.start_timeout)
         super().__init__(env_fns, layout, make_store, plan, options, policy, len(pool.workers), 0)
 
     def _open_pool(self, plan: Plan, arena: Arena, options: PoolOptions, num_workers: int) -> Any:
-        self._host_pool.attach(self.batch, self.store, arena, self._reader.learn)
+        self._host_pool.attach(self.batch, self.store, arena, self._infos.learn, self.owed)
         return self._host_pool
 
     def _start(self, env_fns: Sequence[Callable[[], Any]], plan: Plan, num_workers: int, caller_share: int) -> None:
         """They are started: the spaces came from them."""
+        self.mismatches = self._found
+        self.recovery.remembered = _LastSent(self.store, self.layout.observations)
 
-    def absorb(self, answers: Iterable[tuple[AnyWorker, Answer]]) -> Result:
+    def read(self, answers: Iterable[tuple[AnyWorker, Answer]]) -> Result:
         listed = list(answers)
-        result = super().absorb(listed)
-        errors: list[Exception] = []
+        result = super().read(listed)
         for host, answer in listed:
-            if isinstance(answer, HostAnswer):
-                self.failed.update(answer.lost)
-                if answer.error is not None:
-                    errors.append(self._error_of(host, answer.error, answer.request))
-        if errors:
-            for other in errors[1:]:
-                errors[0].add_note(f"also: {other}")
-            raise errors[0]
+            self.failed.update(answer.lost)
+            if answer.error is not None:
+                result = writeable(result)
+                result.errors.append(self._error_of(host, answer.error))
         return result
 
-    def _error_of(self, host: AnyWorker, packed: PackedError, request: Request) -> Exception:
-        command = COMMANDS[request.op]
-        error = unpack(packed, f"{host.who}, {envs_text(host.rows)}, during {command}")
-        record = ErrorRecord(None, host.index, host.pid, command, error, packed.text, time.monotonic())
-        self.ledger.errors.append(record)
-        return error
-
-    # What a host sent last stays in the store until it sends something new, so nothing has to be kept beside it.
-
-    def remember(self, rows: list[int] | None) -> None:
-        """Not needed."""
-
-    def _restart(self, lost: list[int], result: Result, pending: Pending) -> None:
-        super().remember(None)
-        super()._restart(lost, result, pending)
+    def _error_of(self, host: AnyWorker, packed: PackedError) -> tuple[Exception, ErrorRecord]:
+        busy = self.owed.oldest_of(host)
+        command = "a request" if busy is None else command_of(busy, host)
+        note = f"{host.who}, {envs_text(host.rows)}, during {command}"
+        record = ErrorRecord(None, host.index, host.pid, command, unpack(packed, note), packed.text, time.monotonic())
+        return unpack(packed, note), record
 
     def stats(self) -> dict[str, float]:
         """As :meth:`Engine.stats`, of all hosts together; one that is busy for long or dead is left out."""
@@ -101,6 +90,16 @@ class HostsEngine(Engine):
             for key in ("step_time_slowest_env", "straggler_share"):
                 own[key] = max(stats[key] for stats in each)
         return own
+
+
+class _LastSent(Remembered):
+    """What a host sent last stays in the store until it sends something new, so nothing is kept beside it before."""
+
+    def keep(self, rows: Sequence[int], *, everyone: bool) -> None:
+        """Not needed."""
+
+    def keep_lost(self, rows: Sequence[int]) -> None:
+        super().keep(rows, everyone=False)
 
 
 def disagreements(plans: Sequence[HostPlan], readies: Sequence[HostReady], fits: Any) -> list[tuple[int, str, str]]:

@@ -24,18 +24,19 @@ from vecenv.engine import Engine
 from vecenv.errors import WorkerDied
 from vecenv.failure import PackedError, pack
 from vecenv.infos import Definition
+from vecenv.owed import COMMANDS, Death, Result, Round
 from vecenv.plan import choose
-from vecenv.pool import PoolOptions, WorkerPool
+from vecenv.pool import WorkerPool
 from vecenv.protocol import Op
-from vecenv.requests import Pending, Result
 from vecenv.rows import Failure, Outcome
 from vecenv.scout import probe
 from vecenv.shm import Arena
 from vecenv.shm.layout import Array
+from vecenv.starting import PoolOptions
 from vecenv.vector_env import AsyncVectorEnv
 from vecenv.wire import dump
 from vecenv.worker import Plan
-from vecenv.workers import COMMANDS, AnyWorker, Request, envs_text
+from vecenv.workers import AnyWorker, envs_text
 
 __all__ = ["Host", "HostPlan", "HostReady", "Reply"]
 
@@ -114,6 +115,7 @@ class Host:
     def __init__(self, plan: HostPlan) -> None:
         self._plan = plan
         self._rows: HostRows | None = None
+        self._answered: tuple[int, Reply | Packed] | None = None  # the latest request's number, and its answer
 
     def start(self) -> HostReady:
         """Build the environments."""
@@ -125,10 +127,11 @@ class Host:
             ready.error = pack(error)
         return ready
 
-    def serve(self, op: int, rows: list[int] | None, payload: Any) -> Reply | Packed:
-        """Carry out a request.
+    def serve(self, seq: int, op: int, rows: list[int] | None, payload: Any) -> Reply | Packed:
+        """Carry out a request, once: one that was carried out already is answered as before.
 
         Args:
+            seq: Its number.
             op: A word of :class:`~vecenv.protocol.Op`.
             rows: Which environments, counted from this host's first; ``None``: all.
             payload: As a worker gets it, pickled; or for a step the leaves of a batch of actions.
@@ -137,15 +140,21 @@ class Host:
             The answer; after a step of all environments packed, if rewards, flags and observations are all of it.
         """
         assert self._rows is not None
+        if self._answered is not None and self._answered[0] == seq:
+            return self._answered[1]
+        reply: Reply | Packed
         try:
-            return self._rows.packed(self._rows.answer(Op(op), rows, payload), rows)
+            reply = self._rows.packed(self._rows.answer(Op(op), rows, payload), rows)
         except BaseException as error:
-            return Reply(lost=self._rows.lost(), error=pack(error))
+            self._rows.give_up()
+            reply = Reply(lost=self._rows.lost(), error=pack(error))
+        self._answered = seq, reply
+        return reply
 
-    def step(self, actions: Packed) -> Reply | Packed:
-        """Step all environments, with the leaves of a batch of actions: :meth:`serve` in one argument."""
+    def step(self, seq: int, actions: Packed) -> Reply | Packed:
+        """Step all environments, with the leaves of a batch of actions: :meth:`serve`."""
         assert self._rows is not None
-        return self.serve(Op.STEP, None, self._rows.unpacked(actions))
+        return self.serve(seq, Op.STEP, None, self._rows.unpacked(actions))
 
     def stats(self) -> dict[str, float]:
         """As :meth:`vecenv.AsyncVectorEnv.stats`."""
@@ -185,7 +194,7 @@ class _SharedNodeEngine(Engine):
     """The engine of a host: nobody spins or has a core of its own where Ray's threads, and perhaps other hosts, run too."""
 
     def _open_pool(self, plan: Plan, arena: Arena, options: PoolOptions, num_workers: int) -> WorkerPool:
-        return WorkerPool(plan, arena, self.batch, options)
+        return WorkerPool(plan, arena, self.batch, options, self.owed)
 
 
 class HostRows(AsyncVectorEnv[Any, Any]):
@@ -237,66 +246,69 @@ class HostRows(AsyncVectorEnv[Any, Any]):
 
     def answer(self, op: Op, rows: list[int] | None, payload: Any) -> Reply:
         """Carry out a request; see :meth:`Host.serve`."""
-        pending = self._ask(op, rows, pickle.loads(payload) if isinstance(payload, bytes) else payload)
-        engine = self._engine
-        result = engine.collect(pending, None)
+        engine, owed = self._engine, self._owed
+        self._ask(op, rows, pickle.loads(payload) if isinstance(payload, bytes) else payload)
+        flight = owed.call
+        assert flight is not None
+        engine.wait_for(flight, None)
+        round_ = engine.round_of(flight)
         reply = Reply()
-        outcome = Outcome(results=self._moved(result.results))
-        if result.failures or result.deaths or pending.lost:
-            self._settle(pending, result, reply, outcome)
+        outcome = Outcome()
+        self._settle(round_, reply, outcome)
+        engine.count(flight)
+        owed.flights = {}
+        result = round_.result
+        assert result is not None
+        outcome.results = self._moved(result.results)
         if op <= Op.REBUILD_SOME:
             self._page(op, rows, result, reply, outcome)
             if engine.policy.restart:
-                engine.remember(rows)
+                everyone = rows is None
+                engine.recovery.remembered.keep(range(self.num_envs) if everyone else rows or (), everyone=everyone)
         if not outcome.is_plain():
             reply.outcome = dump(outcome)
         return reply
 
-    def _ask(self, op: Op, rows: list[int] | None, payload: Any) -> Pending:
+    def give_up(self) -> None:
+        """A request failed as a whole: nothing is owed of it."""
+        self._owed.flights = {}
+
+    def _ask(self, op: Op, rows: list[int] | None, payload: Any) -> None:
         engine = self._engine
         if op in (Op.STEP, Op.STEP_SOME):
-            return self._ask_step(rows, payload)
-        if op in (Op.RESET, Op.RESET_SOME):
-            return self._ask_reset(rows, *(payload or (None, None)))
-        if op is Op.REBUILD_SOME:
+            self._ask_step(rows, payload)
+        elif op in (Op.RESET, Op.RESET_SOME):
+            self._ask_reset(rows, *(payload or (None, None)))
+        elif op is Op.REBUILD_SOME:
             seeds, options, reset_next = payload
-            return self._ask_some(op, rows, lambda mine, positions: ([seeds[k] for k in positions], options, reset_next))
-        return engine.ask_call(op, lambda worker: self._share_of(worker, op, payload), COMMANDS[op])
+            chosen = list(range(self.num_envs)) if rows is None else rows
+            place = {row: position for position, row in enumerate(chosen)}
+            engine.ask_some("reset", op, chosen, lambda mine: ([seeds[place[row]] for row in mine], options, reset_next))
+        else:
+            engine.ask_call(op, lambda worker: self._share_of(worker, op, payload), COMMANDS[op])
 
-    def _ask_step(self, rows: list[int] | None, actions: Any) -> Pending:
+    def _ask_step(self, rows: list[int] | None, actions: Any) -> None:
         if isinstance(actions, tuple):  # a batch of the action space, leaf by leaf: where the workers look for it
             assert self._engine.batch.actions is not None
             for leaf, values in zip(self._engine.batch.actions, actions, strict=True):
                 leaf[slice(None) if rows is None else rows] = values
             actions = None
         if rows is None:
-            return self._engine.ask_step(actions)
-        return self._ask_some(Op.STEP_SOME, rows, lambda mine, positions: actions and [actions[k] for k in positions])
+            self._engine.ask_step(actions)
+            return
+        place = {row: position for position, row in enumerate(rows)}
+        self._engine.ask_some("step", Op.STEP_SOME, rows, lambda mine: actions and [actions[place[row]] for row in mine])
 
-    def _ask_reset(self, rows: list[int] | None, seeds: Sequence[Any] | None, options: Any) -> Pending:
+    def _ask_reset(self, rows: list[int] | None, seeds: Sequence[Any] | None, options: Any) -> None:
         if rows is None:
-            return self._engine.ask_reset(seeds or [None] * self.num_envs, options, None)
+            self._engine.ask_reset(seeds or [None] * self.num_envs, options, None)
+            return
         mask = np.zeros(self.num_envs, np.bool_)
         mask[rows] = True
         each: list[Any] = [None] * self.num_envs
         for row, seed in zip(rows, seeds or [None] * len(rows), strict=True):
             each[row] = seed
-        return self._engine.ask_reset(each, options, mask)
-
-    def _ask_some(self, op: Op, rows: list[int] | None, payload_of: Callable[[list[int], list[int]], Any]) -> Pending:
-        """Ask the workers that hold some of ``rows`` about those."""
-        engine = self._engine
-        chosen = list(range(self.num_envs)) if rows is None else rows
-        place = {row: position for position, row in enumerate(chosen)}
-        seq = engine.pool.next_seq()
-        engine.batch.requested[chosen] = seq
-        pending = Pending(COMMANDS[op], [])
-        for worker in engine.pool.workers:
-            mine = [row for row in worker.rows if row in place]
-            if mine:
-                pending.workers.append(worker)
-                engine.pool.post(worker, Request(seq, op, mine, payload_of(mine, [place[row] for row in mine])))
-        return pending
+        self._engine.ask_reset(each, options, mask)
 
     def _share_of(self, worker: AnyWorker, op: Op, payload: Any) -> Any:
         first = worker.rows[0]
@@ -328,27 +340,28 @@ class HostRows(AsyncVectorEnv[Any, Any]):
             outcome.infos = self._moved(result.infos)
             outcome.finals = self._moved(engine.finals(answered) | result.finals)
 
-    def _settle(self, pending: Pending, result: Result, reply: Reply, outcome: Outcome) -> None:
+    def _settle(self, round_: Round, reply: Reply, outcome: Outcome) -> None:
         """Rebuild what failed, or report it."""
-        engine = self._engine
-        if engine.policy.restart and pending.command in ("step", "reset"):
-            try:
-                engine.settle(result, pending)
-            except Exception as error:  # more restarts than the budget has
+        engine, result = self._engine, round_.result
+        assert result is not None
+        if not (result.failures or result.deaths or round_.lost):
+            return
+        if engine.policy.restart and round_.flight.command in ("step", "reset"):
+            error = engine.recovery.settle(round_)
+            if error is not None:  # more restarts than the budget has
                 reply.error = pack(error)
         else:
-            for failure, worker in result.failures:
-                engine.ledger.record(failure, worker, pending.command)
-                outcome.failures.append(self._shipped(failure))
+            engine.ledger.record(round_, result.failures, result.deaths)
+            outcome.failures += [self._shipped(failure) for failure, _ in result.failures]
             for death in {death.worker: death for death in result.deaths}.values():
-                engine.ledger.record_death(death)
                 outcome.failures.append(Failure(self._first + death.envs[0], pack(self._death(death))))
+            engine.ledger.lose(result.failures, result.deaths, round_.rows, all_of_them=False)
         reply.lost = self.lost()
 
-    def _death(self, death: WorkerDied) -> WorkerDied:
+    def _death(self, death: Death) -> WorkerDied:
         """A worker's death, as the caller is to read it."""
         rows = range(self._first + death.envs[0], self._first + death.envs[-1] + 1)
-        reason = str(death).partition(" died ")[2]
+        reason = death.text.partition(" died ")[2]
         text = f"worker {death.worker} of host {self._host} (pid {death.pid}, {envs_text(rows)}) died {reason}"
         return WorkerDied(
             text, worker=death.worker, envs=list(rows), pid=death.pid, exitcode=death.exitcode, command=death.command
@@ -369,4 +382,6 @@ class HostRows(AsyncVectorEnv[Any, Any]):
         """As :meth:`close`; what environments raised is returned."""
         self.closed = True
         self._pool.close(timeout, terminate=False)
-        return [self._shipped(failure) for failure, _ in self._pool.failures_in_close]
+        said = [self._shipped(failure) for failure, _ in self._pool.failures_in_close]
+        self._pool.release()
+        return said

@@ -1,8 +1,9 @@
 """Hosts, seen from the caller: what the pool of workers is on one machine.
 
-Of every request that was sent a reference is kept until its answer was taken in, oldest first; a host answers in the order
-in which it was asked. A request is never sent twice: whether a step that went unanswered was taken cannot be known, so a
-host that cannot be reached is ended and counts as dead.
+What a host was asked stands in the table of what is owed, and with it the reference of the answer. Where an exception fell
+between sending and keeping the reference, the request is sent again under the same number, and a host gives the answer it
+gave: nothing is carried out twice. Whether a step was taken by a host that cannot be reached cannot be known, so such a host
+is ended and counts as dead.
 
 What answers is behind :class:`Hosts`, so that the pool can be tested and measured without a cluster.
 """
@@ -10,29 +11,28 @@ What answers is behind :class:`Hosts`, so that the pool can be tested and measur
 from __future__ import annotations
 
 import contextlib
-import os
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Literal, Protocol
 
 import cloudpickle
 import numpy as np
+from gymnasium.error import ClosedEnvironmentError
 
 from vecenv.backends.ray.host import HostPlan, HostReady, Reply
 from vecenv.backends.ray.packing import Packing
 from vecenv.errors import HostDied, StartupTimeout
-from vecenv.failure import PackedError, unpack
-from vecenv.infos import NO_INFO, Definition
+from vecenv.failure import unpack
+from vecenv.infos import NO_INFO
+from vecenv.owed import ONLY_COLUMNS, PLAIN, Answer, Death, Flight, Owed, Part
+from vecenv.pool import pools
 from vecenv.protocol import Op
 from vecenv.rows import Failure
 from vecenv.shm import Arena, Batch
-from vecenv.wire import load
 from vecenv.worker import Ready
-from vecenv.workers import COMMANDS, Answer, Desk, Request, envs_text
+from vecenv.workers import command_of, envs_text
 
-__all__ = ["HostAnswer", "HostPool", "Hosts", "Lost", "RemoteHost"]
+__all__ = ["HostPool", "Hosts", "Lost", "RemoteHost"]
 
 GRACE: Final = 2.0  # for a host to come up or to say goodbye, beyond what its environments may take
 _PAUSES: Final = (0.5, 1.0, 2.0, 4.0)  # between attempts at a new host
@@ -71,21 +71,15 @@ class Hosts(Protocol):
         """End everything."""
 
 
-@dataclass(slots=True)
-class HostAnswer(Answer):
-    """An answer, and what only hosts have to say."""
-
-    lost: dict[int, str] = field(default_factory=dict)
-    error: PackedError | None = None
-
-
-class RemoteHost(Desk):
+class RemoteHost:
     """A host, seen from the caller."""
 
     local: Literal[False] = False
 
-    def __init__(self, plan: HostPlan, actor: Any, ready: HostReady, hosts: Hosts) -> None:
-        super().__init__(plan.index, plan.rows)
+    def __init__(self, plan: HostPlan, actor: Any, ready: HostReady, hosts: Hosts, owed: Owed | None = None) -> None:
+        self.index = plan.index
+        self.rows = plan.rows
+        self.death: Death | None = None
         self.plan = plan
         self.actor = actor
         self.pid = ready.pid
@@ -94,32 +88,34 @@ class RemoteHost(Desk):
         self.who = f"host {self.index} (node {self.node}), pid {self.pid}"
         self.exitcode: int | None = None
         self.overdue = False
-        self.references: deque[Any] = deque()  # one a request in `asked`
+        self.paid = False
         self._hosts = hosts
+        self._owed = owed
 
     def __repr__(self) -> str:
-        state = "dead" if self.death else "busy" if self.asked else "idle"
+        busy = self._owed is not None and self._owed.is_owed(self)  # type: ignore[arg-type]
+        state = "dead" if self.death else "busy" if busy else "idle"
         return f"RemoteHost({self.index}, {envs_text(self.rows)}, node={self.node}, pid={self.pid}, {state})"
 
-    def attach(self, batch: Batch) -> None:
-        """Say what actions and answers look like."""
+    def attach(self, batch: Batch, owed: Owed) -> None:
+        """Say what actions and answers look like, and where it stands what is owed."""
+        self._owed = owed
         where = slice(self.rows.start, self.rows.stop)
         self._own_actions = [leaf[where] for leaf in batch.actions or ()]
         self._actions = Packing(self._own_actions)
         numbers = (batch.rewards, batch.terminations, batch.truncations)
         self._answers = Packing([array[where] for array in (*numbers, *(batch.observations or ()))])
 
-    def ask_step(self, request: Request) -> None:
-        """Send a request for a step of all rows, with actions from the batch."""
-        self.ask(request, "step", self._actions.pack(self._own_actions))
-
-    def ask(self, request: Request, method: str, *arguments: Any) -> None:
-        """Send a request. To a dead host it is answered at once, by its death."""
-        self.asked.append(request)
+    def tell(self, seq: int, part: Part) -> None:
+        """Send a request, of which the host may have heard already. To a dead host it is answered by its death."""
         if self.death is not None:
             self._lose_all()
             return
-        self.references.append(self._hosts.submit(self.actor, method, *arguments))
+        if part.op is Op.STEP and part.payload is None:
+            part.reference = self._hosts.submit(self.actor, "step", seq, self._actions.pack(self._own_actions))
+            return
+        rows = None if len(part.rows) == len(self.rows) else [row - self.rows.start for row in part.rows]
+        part.reference = self._hosts.submit(self.actor, "serve", seq, int(part.op), rows, part.payload)
 
     def opened(self, reply: Any) -> Reply:
         """An answer as it is said in full."""
@@ -130,21 +126,18 @@ class RemoteHost(Desk):
 
     def bury(self, reason: str = "") -> None:
         """End the host for good; everything it was asked is lost."""
-        if self.death is not None:
-            return
-        self._hosts.kill(self.actor)
-        command = COMMANDS[self.asked[0].op] if self.asked else "idle"
-        doing = "while idle" if command == "idle" else f"during {command}"
-        self.death = HostDied(
-            f"{self.who}, {envs_text(self.rows)}, died {doing}: {reason}",
-            worker=self.index, envs=list(self.rows), pid=self.pid, command=command,
-        )  # fmt: skip
+        if self.death is None:
+            self._hosts.kill(self.actor)
+            busy = None if self._owed is None else self._owed.oldest_of(self)  # type: ignore[arg-type]
+            command = "idle" if busy is None else command_of(busy, self)
+            doing = "while idle" if command == "idle" else f"during {command}"
+            text = f"{self.who}, {envs_text(self.rows)}, died {doing}: {reason}"
+            self.death = Death(text, self.index, tuple(self.rows), self.pid, None, command, HostDied)
         self._lose_all()
 
     def _lose_all(self) -> None:
-        self.references.clear()
-        while self.asked:
-            self.replies.append(Answer(self.asked.popleft(), death=self.death))
+        if self._owed is not None and self.death is not None:
+            self._owed.lose(self, self.death)  # type: ignore[arg-type]
 
     # What a worker process has, so that a host can be late and be ended like one.
 
@@ -166,19 +159,29 @@ class HostPool:
 
     def __init__(self, hosts: Hosts, plans: Sequence[HostPlan], start_timeout: float) -> None:
         self.workers: list[RemoteHost] = []
+        self.closing = False
+        self.released = False
+        self.abandoned = False
         self.failures_in_close: list[tuple[Failure, RemoteHost]] = []
         self.time_waiting = 0.0
         self._hosts = hosts
         self._patience = start_timeout + _START_GRACE
-        self._owner = os.getpid()
         self._seq = 0
         self._arena: Arena | None = None
+        self.owed: Owed | None = None
+        pools.add(self)
         self.readies = self._start(plans)
 
     @property
-    def abandoned(self) -> bool:
-        """Whether this process was forked from the one that asks the hosts."""
-        return os.getpid() != self._owner
+    def processes(self) -> list[RemoteHost]:
+        """All of them: none lives in this process."""
+        return self.workers
+
+    def abandon(self) -> None:
+        """In a forked child: it cannot ask the hosts."""
+        self.abandoned = True
+        if self.owed is not None:
+            self.owed.caller = -1
 
     # -- starting ---------------------------------------------------------------------------------------------------
 
@@ -219,7 +222,7 @@ class HostPool:
                 time.sleep(pause)
         else:
             new = self._launch_one(host.plan)
-        new.attach(self._batch)
+        new.attach(self._batch, self._table)
         self.workers[self.workers.index(host)] = new
         return Ready(new.pid, [], [])
 
@@ -236,11 +239,14 @@ class HostPool:
 
     # -- asking and answering ---------------------------------------------------------------------------------------
 
-    def attach(self, batch: Batch, store: Any, arena: Arena, learn: Callable[[dict[int, Any]], None]) -> None:
+    def attach(
+        self, batch: Batch, store: Any, arena: Arena, learn: Callable[[dict[int, Any]], None], owed: Owed
+    ) -> None:
         """Say where answers go."""
         self._batch = batch
+        self.owed = self._table = owed
         for host in self.workers:
-            host.attach(batch)
+            host.attach(batch, owed)
         self._store = store
         self._arena = arena
         self._learn = learn
@@ -250,92 +256,115 @@ class HostPool:
         self._seq += 1
         return self._seq
 
-    def post(self, host: RemoteHost, request: Request) -> None:
-        """Ask a host."""
-        payload = request.payload
-        request.payload = None
-        whole = len(request.rows) == len(host.rows)
-        steps = payload is None and request.op in (Op.STEP, Op.STEP_SOME)
-        if steps and whole:
-            host.ask_step(request)
-            return
-        if steps:
-            payload = tuple(leaf[list(request.rows)] for leaf in self._batch.actions or ())
-        elif payload is not None:
-            payload = cloudpickle.dumps(payload)
-        rows = None if whole else [row - host.rows.start for row in request.rows]
-        host.ask(request, "serve", int(request.op), rows, payload)
+    def plain_step(self) -> Flight:
+        """A step of all rows, with actions from the batch; :meth:`ask` makes the call."""
+        flight = Flight(self.next_seq(), "step", tuple(self.workers))  # type: ignore[arg-type]
+        flight.parts = {host.index: Part(host, host.rows, Op.STEP) for host in self.workers}  # type: ignore[arg-type]
+        return flight
 
-    def ring(self, seq: int) -> None:
-        """Ask every host for a step of all its rows, with actions from the batch."""
-        for host in self.workers:
-            host.ask_step(Request(seq, Op.STEP, host.rows))
+    def stage(self, part: Part, seq: int) -> Part:
+        """A part made ready to be told. Raises whatever pickling its payload raises; nothing was sent."""
+        if part.payload is not None:
+            part.payload = cloudpickle.dumps(part.payload)
+        elif part.op is Op.STEP_SOME or (part.op is Op.STEP and len(part.rows) < len(part.worker.rows)):
+            part.payload = tuple(leaf[list(part.rows)] for leaf in self._batch.actions or ())
+        return part
 
-    def gather(self, hosts: Sequence[RemoteHost], deadline: float | None) -> list[RemoteHost]:
-        """Wait until each of ``hosts`` has answered; returns those that had not when the time was up."""
+    def ask(self, flight: Flight, *, alone: bool = False) -> None:
+        """Make a call."""
+        self._table.enter(flight, alone=alone)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Send what was not sent, in order."""
+        for flight in list(self._table.flights.values()):
+            for index, part in (flight.parts or {}).items():
+                if part.reference is None and index not in flight.answers:
+                    part.worker.tell(flight.seq, part)  # type: ignore[union-attr,call-arg,arg-type]
+
+    def _awaited(self, flights: Iterable[Flight]) -> dict[Any, tuple[Flight, Part]]:
+        """Reference -> what it answers, of all that is owed."""
+        return {
+            part.reference: (flight, part)
+            for flight in flights
+            for index, part in (flight.parts or {}).items()
+            if index not in flight.answers
+        }
+
+    def gather(self, flight: Flight, deadline: float | None) -> list[RemoteHost]:
+        """Wait until everybody has answered ``flight``; returns those that had not when the time was up."""
+        self._tell()
         began = time.perf_counter()
         try:
-            owing = [host for host in hosts if host.asked]
-            if all(len(host.references) == 1 for host in owing):  # nearly always: one call for everybody
-                replies = self._hosts.fetch([host.references[0] for host in owing], _left(deadline))
+            awaited = self._awaited([flight])
+            if awaited:  # nearly always: one call for everybody
+                replies = self._hosts.fetch(list(awaited), _left(deadline))
+                self._check()
                 if replies is not None:
-                    for host, reply in zip(owing, replies, strict=True):
-                        self._take(host, reply)
+                    for (_, part), reply in zip(awaited.values(), replies, strict=True):
+                        self._take(flight, part, reply)
                     return []
-            while owing and self._take_some(owing, deadline):
-                owing = [host for host in owing if host.asked]
-            return owing
+            while (awaited := self._awaited([flight])) and self._take_some(awaited, deadline):
+                pass
+            return flight.missing()  # type: ignore[return-value]
         finally:
             self.time_waiting += time.perf_counter() - began
 
-    def gather_any(self, deadline: float | None) -> bool:
-        """Take in at least one answer, waiting for it; false when the time was up."""
-        if any(host.replies for host in self.workers):
-            return True
-        owing = [host for host in self.workers if host.asked]
+    def gather_any(self, deadline: float | None, seen: int = 0) -> bool:
+        """Take in answers until more than ``seen`` by row are there; false when the time was up."""
+        self._tell()
         began = time.perf_counter()
         try:
-            return bool(owing) and self._take_some(owing, deadline)
+            while len(self._table.landed) <= seen:
+                awaited = self._awaited(self._table.flights.values())
+                if not awaited or not self._take_some(awaited, deadline):
+                    return False
+            return True
         finally:
             self.time_waiting += time.perf_counter() - began
 
-    def _take_some(self, hosts: Sequence[RemoteHost], deadline: float | None) -> bool:
-        """Take in the oldest answers of those of ``hosts`` that have one; false when the time was up."""
-        oldest = {host.references[0]: host for host in hosts}
-        answered = self._hosts.wait(list(oldest), _left(deadline))
+    def _take_some(self, awaited: dict[Any, tuple[Flight, Part]], deadline: float | None) -> bool:
+        """Take in those that are answered; false when the time was up."""
+        answered = self._hosts.wait(list(awaited), _left(deadline))
+        self._check()
         for reference in answered:
-            host = oldest[reference]
+            flight, part = awaited[reference]
             try:
                 reply = self._hosts.result(reference)
             except Lost as error:
-                host.bury(str(error))
+                part.worker.bury(str(error))  # type: ignore[union-attr]
             else:
-                self._take(host, reply)
+                self._take(flight, part, reply)
         return bool(answered)
 
-    def _take(self, host: RemoteHost, answered: Any) -> None:
-        """Put the answer to the oldest request where the engine looks for it, as a worker does itself."""
+    def _check(self) -> None:
+        if self.closing:
+            raise ClosedEnvironmentError("Trying to operate on a vector environment, after a call to `close()`.")
+
+    def _take(self, flight: Flight, part: Part, answered: Any) -> None:
+        """Put an answer where the engine looks for it, as a worker does itself. It can be done again."""
+        host: Any = part.worker
         reply = host.opened(answered)
-        request = host.asked.popleft()
-        host.references.popleft()
         first = host.rows.start
-        whole = len(request.rows) == len(host.rows)
-        rows: Any = slice(first, host.rows.stop) if whole else np.array(request.rows)
+        whole = len(part.rows) == len(host.rows)
+        rows: Any = slice(first, host.rows.stop) if whole else np.array(part.rows)
         batch = self._batch
         if reply.leaves is not None:
-            self._store.put_part(host.index, None if whole else [row - first for row in request.rows], reply.leaves)
+            self._store.put_part(host.index, None if whole else [row - first for row in part.rows], reply.leaves)
         if reply.numbers is not None:
             batch.rewards[rows], batch.terminations[rows], batch.truncations[rows] = reply.numbers
-        outcome = None if reply.outcome is None else load(reply.outcome)
-        news: dict[int, Definition] = {}
         if reply.infos is not None:
             batch.info_schemas[rows], records, news = reply.infos
             batch.infos[rows, : records.shape[1]] = records
-        elif request.op <= Op.REBUILD_SOME:
+            self._learn(news)
+        elif part.op <= Op.REBUILD_SOME:
             batch.info_schemas[rows] = NO_INFO
-        answer = HostAnswer(request, reply.columns, outcome, None, reply.lost or {}, reply.error)
-        self._learn(news)
-        host.replies.append(answer)
+        plain = reply.outcome is None and not reply.lost and reply.error is None
+        if plain:
+            answer = ONLY_COLUMNS if reply.columns else PLAIN
+        else:
+            answer = Answer(reply.columns, sealed=reply.outcome, lost=reply.lost or {}, error=reply.error)
+        self._table.land(flight.seq, host.index, answer)
 
     def ask_all(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
         """Call a method of every host that is alive; index -> answer, of those that answer within the time."""
@@ -352,17 +381,33 @@ class HostPool:
     # -- ending -----------------------------------------------------------------------------------------------------
 
     def close(self, timeout: float, *, terminate: bool) -> None:
-        """End all hosts within about ``timeout`` seconds: ask, then kill."""
+        """End all hosts within about ``timeout`` seconds: ask, then kill. It can be called again."""
         if self.abandoned:
             return
+        self.closing = True
         try:
             if not terminate:
                 said = self.ask_all("close", timeout, timeout=timeout + GRACE)
                 self.failures_in_close += [(failure, self.workers[index]) for index in said for failure in said[index]]
         finally:
             self._hosts.close()
-            if self._arena is not None:
-                self._arena.close()
+
+    def release(self) -> None:
+        """Let go of everything. Idempotent."""
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+        for name in ("_batch", "_store", "_learn"):
+            self.__dict__.pop(name, None)
+        for host in self.workers:
+            for name in ("_own_actions", "_actions", "_answers"):
+                host.__dict__.pop(name, None)
+        self.released = True
+
+    def end_unclosed(self) -> None:
+        """Nobody closed it and nobody can any more."""
+        if not self.abandoned:
+            self._hosts.close()
 
     def __repr__(self) -> str:
         return f"HostPool({self.workers})"

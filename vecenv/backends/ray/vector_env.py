@@ -25,9 +25,9 @@ from vecenv.backends.ray.store import PartsStore
 from vecenv.engine import Engine, Policy, shares
 from vecenv.observations import PickledStore
 from vecenv.options import check_options
-from vecenv.pool import dump_env_fn
 from vecenv.rows import Expected
 from vecenv.shm import Batch, Layout, fixed_tree
+from vecenv.starting import dump_env_fn
 from vecenv.vector_env import AsyncVectorEnv
 from vecenv.worker import Plan
 
@@ -223,7 +223,7 @@ class RayVectorEnv(AsyncVectorEnv[ObsType, ActType]):
         self.num_workers = sum(host.num_workers for host in pool.workers)
         if policy.restart and policy.step_timeout is not None:
             # the host ends what hangs and builds it anew; who waits for the host gives it the time for that
-            policy = dataclasses.replace(policy, step_timeout=policy.step_timeout + policy.start_timeout)
+            policy = dataclasses.replace(policy, step_timeout=policy.step_timeout + (policy.start_timeout or 0.0))
         observations = fixed_tree(self.single_observation_space) if self.shared_memory else None
         layout = Layout.of(observations, fixed_tree(self.single_action_space, "action"), self.num_envs, 1, final=False)
 

@@ -1,0 +1,89 @@
+"""Descriptors with one owner each.
+
+A descriptor is a number, and the kernel gives a number that was closed to whoever opens a file next. So two who both believe
+that a number is theirs will one day close, or read, somebody else's file; finalizers, which run in any order when the
+collector meets a cycle, are who does. Here a number lives in a :class:`Descriptor`, which it enters as it is opened and
+leaves as it is closed, each in a single call of C that no signal handler and no other thread can get into. There is no moment
+at which a number is open and in none of them, or in one and not open. What is left of them is closed when their owner
+is collected or the program ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable
+from itertools import chain, starmap
+from typing import Any
+
+__all__ = ["Descriptor", "Holdings"]
+
+
+class Descriptor:
+    """An open file number, until :meth:`close`."""
+
+    __slots__ = ("_cell",)
+
+    def __init__(self) -> None:
+        self._cell: list[int] = []
+
+    @property
+    def number(self) -> int:
+        """The number; -1 when it is closed."""
+        return self._cell[0] if self._cell else -1
+
+    def close(self) -> None:
+        """Close it. Idempotent."""
+        with contextlib.suppress(IndexError, OSError):
+            deque(map(os.close, map(self._cell.pop, (-1,))), maxlen=0)
+
+    def __repr__(self) -> str:
+        return f"Descriptor({self.number})"
+
+
+class Holdings:
+    """Descriptors that are closed at the latest when ``owner`` is collected.
+
+    Args:
+        owner: Whose they are.
+    """
+
+    def __init__(self, owner: object) -> None:
+        self._held: list[Descriptor] = []
+        weakref.finalize(owner, _close_all, self._held, os.getpid())
+
+    def open(self, function: Callable[..., int], *args: Any) -> Descriptor:
+        """What ``function(*args)`` opens."""
+        descriptor = self._new()
+        descriptor._cell.extend(starmap(function, (args,)))
+        return descriptor
+
+    def pipe(self) -> tuple[Descriptor, Descriptor]:
+        """A new pipe: its reading and its writing end."""
+        reader, writer = self._new(), self._new()
+        reader._cell.extend(chain.from_iterable(starmap(os.pipe, ((),))))
+        writer._cell.extend(map(reader._cell.pop, (-1,)))
+        return reader, writer
+
+    def _new(self) -> Descriptor:
+        if len(self._held) > 64:
+            self._held[:] = [descriptor for descriptor in self._held if descriptor.number >= 0]
+        descriptor = Descriptor()
+        self._held.append(descriptor)
+        return descriptor
+
+    def close_all(self) -> None:
+        """Close what is left. Idempotent."""
+        _close_all(self._held, os.getpid())
+
+    def __len__(self) -> int:
+        return sum(1 for descriptor in self._held if descriptor.number >= 0)
+
+
+def _close_all(held: list[Descriptor], owner: int) -> None:
+    if os.getpid() != owner:  # at the end of a forked child, whose copies these are: it closes what it likes itself
+        return
+    for descriptor in held:
+        descriptor.close()

@@ -134,18 +134,15 @@ class Engine:
 
     # -- asking -----------------------------------------------------------------------------------------------------
 
-    def ask_step(self, actions: list[Any] | None) -> None:
+    def ask_step(self, actions: list[Any] | None) -> Flight:
         """Step every row. ``actions``: one a row, or ``None`` if they are in shared memory."""
         failed = self.failed
         if failed and not self.policy.restart:
             self.ledger.refuse(failed)
         if actions is None and not failed:
-            flight = self.pool.plain_step()
-            flight.uncounted = self.num_envs
-            self.pool.ask(flight)
-            return
+            return self.pool.ask_plain_step()
         rows = range(self.num_envs)
-        self._ask("step", Op.STEP, Op.STEP_SOME, rows, lambda mine: actions and [actions[row] for row in mine])
+        return self._ask("step", Op.STEP, Op.STEP_SOME, rows, lambda mine: actions and [actions[row] for row in mine])
 
     def ask_rows(self, rows: Sequence[int], actions: list[Any] | None) -> None:
         """Step some rows, to be received one by one. ``actions`` in their order; ``None``: they are in shared memory."""
@@ -169,7 +166,7 @@ class Engine:
         *,
         by_row: bool = False,
         **about: Any,
-    ) -> None:
+    ) -> Flight:
         """Ask the workers of some rows, each about its own; those that have failed are left out of a step.
 
         Args:
@@ -200,6 +197,7 @@ class Engine:
         for name, value in about.items():
             setattr(flight, name, value)
         self.pool.ask(flight, alone=command == "reset")
+        return flight
 
     def ask_reset(self, seeds: Sequence[Any], options: dict[str, Any] | None, mask: Array | None) -> None:
         """Reset the rows of ``mask`` (``None``: all), rebuilding those that had failed. What was sent by row is dropped."""
@@ -280,7 +278,7 @@ class Engine:
         """
         hang = timeout is None and flight.command in ("step", "reset")
         limit = self.policy.step_timeout if hang else timeout
-        late = self.pool.gather(flight, deadline_of(limit))
+        late = self.pool.gather(flight, None if limit is None else deadline_of(limit))
         if late:
             if not (hang and self.policy.restart):
                 raise self.timeout_error(late, flight.command, limit)

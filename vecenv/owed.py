@@ -186,6 +186,7 @@ class Flight:
     # What most flights leave alone: a plain step sets none of it.
     parts: dict[int, Part] | None = None
     data: bytes = b""
+    told: list[int]
     by_row: bool = False
     lost: Sequence[int] = ()  # rows that had failed before and were left out, to be rebuilt
     mask: Array | None = None
@@ -199,7 +200,6 @@ class Flight:
         self.seq = seq
         self.command = command
         self.workers = workers
-        self.told: list[int] = []
         self.answers: dict[int, Answer] = {}
 
     @property

@@ -73,7 +73,7 @@ class WorkerPool:
         self.failures_in_close: list[tuple[Failure, AnyWorker]] = []
         self.time_waiting = 0.0
         self.replaced = 0  # how many workers were
-        self.batch: Batch | None = batch
+        self.batch = batch
         self.owed = owed
         self._options = options
         self._place = Workplace(plan, arena, options, owed, Holdings(self))
@@ -152,10 +152,27 @@ class WorkerPool:
         self._seq = self._seq % 0xFFFFFFFF + 1
         return self._seq
 
-    def plain_step(self) -> Flight:
-        """A step of all rows of everybody, with actions in shared memory; :meth:`ask` makes the call."""
-        flight = Flight(self.next_seq(), "step", self.everyone)
-        flight.data = encode(_STEP, flight.seq)
+    def ask_plain_step(self) -> Flight:
+        """Ask everybody for a step of all rows, with actions in shared memory."""
+        self._seq = seq = self._seq % 0xFFFFFFFF + 1
+        flight = Flight(seq, "step", self.everyone)
+        flight.uncounted = len(self.batch.rewards)
+        if not self._outs:
+            self.owed.flights[seq] = flight
+            return flight
+        flight.data = data = encode(_STEP, seq)
+        told: list[int] = []
+        flight.told = told
+        self.behind = True
+        self.owed.flights[seq] = flight
+        if self._options.max_busy is None:
+            try:
+                write_once(told, self._outs, repeat(data))
+                self.behind = False
+                return flight
+            except OSError:  # somebody is gone: found out below
+                pass
+        self.pump(_HEAD_START)
         return flight
 
     def stage(self, part: Part, seq: int) -> Part:
@@ -171,13 +188,6 @@ class WorkerPool:
         """
         self.behind = True
         self.owed.enter(flight, alone=alone)
-        if flight.parts is None and self._options.max_busy is None:
-            try:
-                write_once(flight.told, self._outs, repeat(flight.data))
-                self.behind = False
-                return
-            except OSError:  # somebody is gone: find out below
-                pass
         self.pump(_HEAD_START)
 
     def pump(self, patience_ms: float = 0.0) -> None:
@@ -243,8 +253,13 @@ class WorkerPool:
 
     def gather(self, flight: Flight, deadline: float | None) -> list[AnyWorker]:
         """Wait until everybody has answered ``flight``; returns those that had not when the time was up."""
-        if self.own is not None:
-            self._perform_until(flight)
+        own = self.own
+        if own is not None:
+            if flight.parts is None:  # it is all there is
+                if own.index not in flight.answers:
+                    own.perform(flight)
+            else:
+                self._perform_until(flight)
         if not self.processes:
             return []
         began = time.perf_counter()
@@ -420,7 +435,7 @@ class WorkerPool:
         self._place.processes.clear()
         self._forget_any()
         self._writers = {}
-        self.batch = None
+        del self.batch
         self._patience.forget()
         self.released = True
         pools.discard(self)

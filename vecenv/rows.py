@@ -304,7 +304,11 @@ class EnvRows:
     def step(self, seq: int, ks: list[int] | None, actions: Sequence[Any]) -> Outcome:
         """Step the environments of rows ``ks`` (``None``: all of them), in order; see :meth:`_begin`."""
         if seq != self._seq:
-            self._begin(seq, ks)
+            if self._dirty or not self._out.is_plain():
+                self._begin(seq, ks)
+            else:
+                self._done = 0
+                self._seq = seq
         steps, untimed = self._steps, self._untimed
         if untimed:
             self._untimed = untimed - 1

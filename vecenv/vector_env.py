@@ -35,7 +35,7 @@ from vecenv.engine import Engine, Policy
 from vecenv.errors import BusyError, ErrorRecord, ForkedError
 from vecenv.observations import PickledStore, RegisteredStore, SharedStore, Store, has_dynamic_part
 from vecenv.options import check_options, workers_and_share
-from vecenv.owed import AS_IT_IS, Result
+from vecenv.owed import AS_IT_IS, Flight, Result
 from vecenv.plan import Plan as WorkerPlan
 from vecenv.pool import WorkerPool
 from vecenv.protocol import Op, Phase, advance
@@ -214,6 +214,8 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         self._card: StatsCard | None = None
         self._refuses = ""  # why calls are refused: "closing" or "closed"
         self._figures: dict[str, float] | None = None  # the last, after close()
+        kind = type(self)
+        self._own_step = kind.step_async is AsyncVectorEnv.step_async and kind.step_wait is AsyncVectorEnv.step_wait
         policy = Policy(
             on_failure == "restart", restart_limit, restart_period, seconds_of(step_timeout, "step_timeout"),
             seconds_of(start_timeout, "start_timeout"),
@@ -394,6 +396,8 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         """
         result = self._finish("reset_wait", Phase.WAITING_RESET, timeout)
         engine = self._engine
+        if self._card is not None:
+            self._card.update()
         try:
             return engine.store.batch(self.copy), engine.infos(result)
         except Exception as error:
@@ -407,8 +411,10 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         self, actions: ActType
     ) -> tuple[ObsType, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]:
         """Step all environments; see :meth:`step_async` and :meth:`step_wait`."""
-        self.step_async(actions)
-        return self.step_wait()
+        if not self._own_step:  # a subclass has a part of its own in it
+            self.step_async(actions)
+            return self.step_wait()
+        return self._step_answer(self._engine.finish(self._ask_step(actions), None))
 
     @_one_call
     def step_async(self, actions: ActType) -> None:
@@ -422,13 +428,16 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
             TypeError, ValueError: Wrong structure, too few or too many; nothing was sent.
             EnvFailed: An environment that failed was not reset since.
         """
-        if self._owed.flights or self._owed.ready:
-            advance(self._owed.phase, "step_async", self)
-            self._engine.first_ready.require_nothing("step_async")
-        engine = self._engine
+        self._ask_step(actions)
+
+    def _ask_step(self, actions: ActType) -> Flight:
+        engine, owed = self._engine, self._owed
+        if owed.flights or owed.ready:
+            advance(owed.phase, "step_async", self)
+            engine.first_ready.require_nothing("step_async")
         if engine.failed and not engine.policy.restart:
             engine.ledger.refuse(engine.failed)
-        engine.ask_step(self._stage.put(actions))
+        return engine.ask_step(self._stage.put(actions))
 
     @_one_call
     def step_wait(
@@ -441,9 +450,15 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
             WorkerDied: A worker process ended; the next ``reset()`` starts it anew.
             Exception: What an environment raised, after all the others have been stepped.
         """
-        result = self._finish("step_wait", Phase.WAITING_STEP, timeout)
+        return self._step_answer(self._finish("step_wait", Phase.WAITING_STEP, timeout))
+
+    def _step_answer(
+        self, result: Result
+    ) -> tuple[ObsType, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]:
         engine = self._engine
         batch = engine.batch
+        if self._card is not None:
+            self._card.update()
         try:
             return (
                 engine.store.batch(self.copy),
@@ -470,10 +485,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         if call is None or call.phase is not wanted:
             advance(self._owed.phase, method, self)
         assert call is not None
-        result = self._engine.finish(call, seconds_of(timeout))
-        if self._card is not None:
-            self._card.update()
-        return result
+        return self._engine.finish(call, seconds_of(timeout))
 
     # -- first-ready batches ----------------------------------------------------------------------------------------
 

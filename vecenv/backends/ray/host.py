@@ -276,7 +276,7 @@ class HostRows(AsyncVectorEnv[Any, Any]):
     def _ask(self, op: Op, rows: list[int] | None, payload: Any) -> None:
         engine = self._engine
         if op in (Op.STEP, Op.STEP_SOME):
-            self._ask_step(rows, payload)
+            self._send_step(rows, payload)
         elif op in (Op.RESET, Op.RESET_SOME):
             self._ask_reset(rows, *(payload or (None, None)))
         elif op is Op.REBUILD_SOME:
@@ -287,7 +287,7 @@ class HostRows(AsyncVectorEnv[Any, Any]):
         else:
             engine.ask_call(op, lambda worker: self._share_of(worker, op, payload), COMMANDS[op])
 
-    def _ask_step(self, rows: list[int] | None, actions: Any) -> None:
+    def _send_step(self, rows: list[int] | None, actions: Any) -> None:
         if isinstance(actions, tuple):  # a batch of the action space, leaf by leaf: where the workers look for it
             assert self._engine.batch.actions is not None
             for leaf, values in zip(self._engine.batch.actions, actions, strict=True):

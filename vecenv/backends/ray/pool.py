@@ -256,10 +256,12 @@ class HostPool:
         self._seq += 1
         return self._seq
 
-    def plain_step(self) -> Flight:
-        """A step of all rows, with actions from the batch; :meth:`ask` makes the call."""
+    def ask_plain_step(self) -> Flight:
+        """Ask for a step of all rows, with actions from the batch."""
         flight = Flight(self.next_seq(), "step", tuple(self.workers))  # type: ignore[arg-type]
         flight.parts = {host.index: Part(host, host.rows, Op.STEP) for host in self.workers}  # type: ignore[arg-type]
+        flight.uncounted = len(self._batch.rewards)
+        self.ask(flight)
         return flight
 
     def stage(self, part: Part, seq: int) -> Part:

@@ -10,6 +10,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final
 
+from gymnasium import logger
+
 from vecenv.channel import ChannelClosed
 from vecenv.failure import Lifeline, end_group
 from vecenv.protocol import Op, Reply, encode
@@ -123,7 +125,10 @@ def _drain(worker: ProcessWorker, failures: list[tuple[Failure, Any]] | None) ->
         while (message := worker.channel.read()) is not None:
             word, seq, payload = message
             if word == Reply.FULL and seq == CLOSING and payload is not None and failures is not None:
-                failures += [(failure, worker) for failure in load(payload).failures]
+                said = load(payload)
+                failures += [(failure, worker) for failure in said.failures]
+                for _, text in said.warnings:
+                    logger.warn("%s", f"worker {worker.index} (pid {worker.pid}): {text}")
             worker.channel.drop()
     except ChannelClosed:
         return False

@@ -234,13 +234,13 @@ class Engine:
 
     # -- answering --------------------------------------------------------------------------------------------------
 
-    def finish(self, flight: Flight, timeout: float | None) -> Result:
-        """Wait for the answers to ``flight`` and take them in. When what they come to has been handed over, ``owed.after``
-        is how the table is to be.
+    def finish(self, flight: Flight, timeout: float | None) -> tuple[Result, Exception | None]:
+        """Wait for the answers to ``flight`` and take them in: what they come to, and the exception that is to be raised.
+
+        When that has been handed over, ``owed.after`` is how the table is to be.
 
         Raises:
             StepTimeout: They are still owed.
-            Exception: What an environment raised, or :class:`~vecenv.errors.WorkerDied`: it is ``owed.verdict``.
         """
         owed = self.owed
         if len(flight.answers) < len(flight.workers):
@@ -257,18 +257,15 @@ class Engine:
                     self.recovery.remembered.keep(range(self.num_envs), everyone=True)
                 self.count(flight)
                 owed.after = {}, owed.landed, owed.ready, owed.latest
-                return result
+                return result, None
         round_ = self.round_of(flight)
         error = self.recovery.settle(round_)
         self.count(flight)
         if error is None and self.policy.restart and flight.command in ("step", "reset"):
             self.recovery.remembered.keep(range(self.num_envs), everyone=True)
         owed.after = {}, {}, [], owed.latest
-        if error is not None:
-            owed.verdict = error
-            raise error
         assert round_.result is not None
-        return round_.result
+        return round_.result, error
 
     def wait_for(self, flight: Flight, timeout: float | None) -> None:
         """Wait for all answers to ``flight``.
@@ -384,7 +381,7 @@ class Engine:
             "wait_fraction": self.pool.time_waiting / elapsed,
             "step_time_mean": spent / max(timed, 1.0),
             "step_time_slowest_env": float(times.max()) if len(times) else float(per_worker.max()),
-            "straggler_share": 1.0 - spent / (busiest * working) if busiest > 0 else 0.0,
+            "straggler_share": 1.0 - spent / (busiest * working) if busiest > 0 and working else 0.0,
             "resets": float(self.resets),
             "restarts": float(self.restarts),
             "errors": float(len(self.ledger.errors)),

@@ -32,20 +32,25 @@ class FirstReady:
             self._owed.landed.setdefault((flight.seq, index), flight)
         flight.by_row = True
 
-    def receive(self, count: int, timeout: float | None) -> tuple[Array, dict[int, Any], dict[int, Any]]:
+    def receive(
+        self, count: int, timeout: float | None
+    ) -> tuple[Array, dict[int, Any], dict[int, Any], Exception | None]:
         """The next ``count`` rows, in the order in which they became ready, and the infos and last observations that came
-        with them by pickle. When they have been handed over, ``owed.after`` is how the table is to be.
+        with them by pickle; or the exception that is to be raised instead.
+
+        When that has been handed over, ``owed.after`` is how the table is to be.
 
         Raises:
             NoAsyncCallError: There are not so many.
             StepTimeout: Not in time; nothing is lost.
-            Exception: What an environment raised: it is ``owed.verdict``.
         """
         engine, owed = self._engine, self._owed
         limit = engine.policy.step_timeout if timeout is None else timeout
         deadline = deadline_of(limit)
         while True:
-            ready, seen = self._look()
+            ready, seen, error = self._look()
+            if error is not None:
+                return owed.latest, {}, {}, error
             if len(ready) >= count:
                 break
             underway = len(owed.underway())
@@ -68,6 +73,7 @@ class FirstReady:
             rows,
             {row: info for row, (info, _) in came if info is not ABSENT},
             {row: final for row, (_, final) in came if final is not ABSENT},
+            None,
         )
 
     def _more(self, seen: dict[tuple[int, int], Flight], deadline: float | None) -> bool:
@@ -78,12 +84,8 @@ class FirstReady:
                 return False
         return True
 
-    def _look(self) -> tuple[list[ReadyRow], dict[tuple[int, int], Flight]]:
-        """All rows that are ready, and which answers that takes into account.
-
-        Raises:
-            Exception: What an environment raised.
-        """
+    def _look(self) -> tuple[list[ReadyRow], dict[tuple[int, int], Flight], Exception | None]:
+        """All rows that are ready, which answers that takes into account, and what one of them is to raise."""
         owed = self._owed
         if self._engine.policy.restart:
             for flight in list(owed.flights.values()):
@@ -97,9 +99,8 @@ class FirstReady:
             ready += round_.entries or ()
             if round_.verdict is not None:
                 self._set_after(seen, ready, owed.latest)
-                owed.verdict = round_.verdict
-                raise round_.verdict
-        return ready, seen
+                return ready, seen, round_.verdict
+        return ready, seen, None
 
     def _set_after(self, seen: dict[tuple[int, int], Flight], ready: list[ReadyRow], latest: Array) -> None:
         """What the table is to be when the answers that were ``seen`` have been taken out of it."""

@@ -81,6 +81,7 @@ class Ledger:
         note = f"env {failure.env}, {worker.who}, during {command}"
         error = raise_ready(failure.error, note)
         packed = failure.error if isinstance(failure.error, PackedError) else pack(error)
+        failure.error = packed  # what raised it holds the failure: a cycle, with the program's frames in it
         if "daemonic processes are not allowed" in summary(error):
             note_once(error, "environments that start processes of their own need AsyncVectorEnv(..., daemon=False)")
         index = -1 if worker.local else worker.index

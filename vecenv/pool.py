@@ -430,8 +430,9 @@ class WorkerPool:
             worker.release()
         self._place.watch.close()
         self._place.lifeline.close()
-        self._place.arena.close()
-        self._place.holdings.close_all()
+        self._place.forget()
+        if self.own is not None:
+            self.own.forget()
         self._place.processes.clear()
         self._forget_any()
         self._writers = {}

@@ -187,6 +187,11 @@ class EnvRows:
         rows = [memoryview(array[k]) if flat else array[k] for k in range(self.count)]
         return (np.ndarray, leaf.dtype, leaf.shape), rows, flat
 
+    @property
+    def span(self) -> str:
+        """Which environments, in words."""
+        return f"{self.first}-{self.first + self.count - 1}"
+
     # -- building ---------------------------------------------------------------------------------------------------
 
     def build(self) -> tuple[list[Failure], list[tuple[int, str, str]]]:

@@ -74,7 +74,7 @@ class Workplace:
 
     def __init__(self, plan: Plan, arena: Arena, options: PoolOptions, owed: Owed, holdings: Holdings) -> None:
         self.plan = plan
-        self.arena = arena
+        self.arena: Arena | None = arena
         self.options = options
         self.owed = owed
         self.holdings = holdings
@@ -82,6 +82,14 @@ class Workplace:
         self.watch = DeathWatch(holdings)
         self.processes: list[Any] = []
         self.channels: weakref.WeakSet[CallerEnd] = weakref.WeakSet()
+
+
+    def forget(self) -> None:
+        """Let go of the shared memory, and of every descriptor that is left."""
+        if self.arena is not None:
+            self.arena.close()
+            self.arena = None
+        self.holdings.close_all()
 
 
 def launch(
@@ -104,6 +112,7 @@ def launch(
         channel = CallerEnd(place.holdings)
         place.channels.add(channel)
         black_box = BlackBox(place.holdings)
+        assert place.arena is not None
         with _no_signals() as mask:
             start = Start(
                 index, rows[0], blobs, not forks, place.plan, place.arena, channel.theirs, place.lifeline, black_box, seat,

@@ -15,7 +15,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from threading import get_ident
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
 import cloudpickle
 import numpy as np
@@ -83,9 +83,10 @@ def _one_call(method: Callable[P, R]) -> Callable[P, R]:
             owed.caller = 0
             if self._refuses:
                 self._leave()
-            if error is owed.verdict and owed.after is not None:
-                owed.flights, owed.landed, owed.ready, owed.latest = owed.after; raise  # noqa: E702 - see above
-            raise
+            if error is not owed.verdict or owed.after is None:
+                raise
+            owed.verdict = None
+            owed.flights, owed.landed, owed.ready, owed.latest = owed.after; raise  # noqa: E702 - see above
         owed.caller = 0
         if self._refuses:
             self._leave()
@@ -414,7 +415,8 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         if not self._own_step:  # a subclass has a part of its own in it
             self.step_async(actions)
             return self.step_wait()
-        return self._step_answer(self._engine.finish(self._ask_step(actions), None))
+        result, error = self._engine.finish(self._ask_step(actions), None)
+        return self._step_answer(result if error is None else self._judge(error))
 
     @_one_call
     def step_async(self, actions: ActType) -> None:
@@ -485,7 +487,17 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         if call is None or call.phase is not wanted:
             advance(self._owed.phase, method, self)
         assert call is not None
-        return self._engine.finish(call, seconds_of(timeout))
+        result, error = self._engine.finish(call, seconds_of(timeout))
+        del call  # it holds the exception, whose traceback would hold it
+        return result if error is None else self._judge(error)
+
+    def _judge(self, error: Exception) -> NoReturn:
+        """Raise the exception that is the answer."""
+        self._owed.verdict = error
+        try:
+            raise error
+        finally:
+            del error
 
     # -- first-ready batches ----------------------------------------------------------------------------------------
 
@@ -551,15 +563,17 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
             if call.phase is not Phase.WAITING_RESET:
                 advance(call.phase, "reset_async", self)
             engine.first_ready.launch(call)
-        rows, infos, finals = engine.first_ready.receive(self.batch_size, seconds_of(timeout))
+        rows, infos, finals, error = engine.first_ready.receive(self.batch_size, seconds_of(timeout))
+        if error is not None:
+            self._judge(error)
         if self._card is not None:
             self._card.update()
         batch = engine.batch
         try:
             said = engine.infos_of(rows, infos, finals)
             observations = engine.store.take(rows)
-        except Exception as error:
-            self._blame(error, lambda: (engine.infos_of(rows, infos, finals), engine.store.take(rows)))
+        except Exception as wrong:
+            self._blame(wrong, lambda: (engine.infos_of(rows, infos, finals), engine.store.take(rows)))
             raise
         said["env_id"], said["_env_id"] = rows.copy(), rows >= 0
         return observations, batch.rewards[rows], batch.terminations[rows], batch.truncations[rows], said

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import multiprocessing
 import os
 import pickle
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,6 +37,7 @@ from vecenv.wire import dump
 
 __all__ = ["Plan", "Ready", "Start", "answer", "main", "make_rows"]
 
+_THREADS_GRACE: Final = 0.2  # seconds for threads of environments that end by themselves
 _THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
@@ -168,6 +172,8 @@ def serve(channel: WorkerEnd, rows: EnvRows, patience: Patience) -> bool:
                 continue
         elif op == Op.CLOSE:
             outcome = rows.close()
+            if left := left_behind():
+                outcome.warnings.append(("left", f"after close() environments {rows.span} left running: {left}"))
             with contextlib.suppress(ChannelClosed):
                 channel.send(Reply.FULL, seq, dump(outcome))
             return not outcome.failures
@@ -179,6 +185,17 @@ def serve(channel: WorkerEnd, rows: EnvRows, patience: Patience) -> bool:
             channel.send(Reply.COLUMNS if outcome.columns else Reply.PLAIN, seq)
         else:
             channel.send(Reply.FULL, seq, dump(outcome))
+
+
+def left_behind() -> str:
+    """What would keep this process from ending: threads and processes that environments started and did not end."""
+    threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread() and not thread.daemon]
+    deadline = time.monotonic() + _THREADS_GRACE
+    for thread in threads:
+        thread.join(max(deadline - time.monotonic(), 0.0))
+    names = [f"thread {thread.name!r}" for thread in threads if thread.is_alive()]
+    names += [f"process {process.pid}" for process in multiprocessing.active_children() if not process.daemon]
+    return ", ".join(names)
 
 
 def _loader(payload: bytes | None) -> Callable[[], Any]:
@@ -228,6 +245,8 @@ def main(start: Start) -> None:
     sys.stderr.flush()
     if abandoned:  # nobody is left to see to the helpers that environments started
         end_own_group()
+    if left_behind():  # an ordinary exit would wait for them
+        os._exit(0 if clean else 1)
     if not clean:
         raise SystemExit(1)
 

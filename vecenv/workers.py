@@ -60,7 +60,7 @@ def staged(part: Part, seq: int) -> Part:
     if part.payload is not None:
         try:
             payload = pickle.dumps(part.payload, pickle.HIGHEST_PROTOCOL)
-        except Exception:
+        except (pickle.PicklingError, TypeError, AttributeError):  # and no time limit's exception
             payload = cloudpickle.dumps(part.payload)
     part.data = encode(part.op, seq, payload)
     part.payload = None
@@ -106,6 +106,10 @@ class CallerWorker:
 
     def close(self) -> Outcome:
         return self._rows.close()
+
+    def forget(self) -> None:
+        """Let go of the environments, which are closed, and of the shared memory."""
+        self.__dict__.pop("_rows", None)
 
 
 class ProcessWorker:
@@ -291,6 +295,8 @@ class ProcessWorker:
             with contextlib.suppress(ValueError):  # its process object is closed
                 self.exitcode = self._reap()
         with contextlib.suppress(ValueError, AttributeError):
+            if self.exitcode is None and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+                self.process._popen.returncode = 0  # the kernel has reaped it, and `multiprocessing` would wait for ever
             self.process.close()
 
 

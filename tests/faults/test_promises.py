@@ -1,0 +1,635 @@
+"""Promises that were broken once: nothing hangs, nothing shifts, nothing stays, and messages are true."""
+
+from __future__ import annotations
+
+import gc
+import math
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.error import ClosedEnvironmentError
+
+import vecenv
+from vecenv.errors import ForkedError, StepTimeout, WorkerDied
+from vecenv.testing import assert_identical
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Counting(gymnasium.Env[Any, Any]):
+    """Counts its steps: the observation is (index, resets, steps), the reward is the step's number, the info says both.
+
+    A step takes ``action`` milliseconds. What happens in step ``at`` is ``fault``.
+    """
+
+    observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float64)
+    action_space = spaces.Box(0, 0.001, (), np.float64)
+
+    def __init__(self, index: int, fault: Callable[[Counting], Any] | None = None, at: int = -1) -> None:
+        self.index, self.resets, self.steps = index, 0, 0
+        self.fault, self.at = fault, at
+
+    def _observation(self) -> Any:
+        return np.array([self.index, self.resets, self.steps], np.float64)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self.resets, self.steps = self.resets + 1, 0
+        return self._observation(), {"tag": f"{self.index}:reset"}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.steps += 1
+        time.sleep(float(action) / 1000)
+        info: dict[str, Any] = {"tag": f"{self.index}:{self.steps}", "step": self.steps}
+        if self.steps == self.at and self.fault is not None and (extra := self.fault(self)) is not None:
+            info.update(extra)
+        return self._observation(), float(self.steps), False, False, info
+
+
+def makers(count: int, fault: Callable[[Counting], Any] | None = None, *, env: int = 0, at: int = 1) -> list[Callable[[], Any]]:
+    """Functions that build ``count`` environments, of which one has a fault."""
+    return [(lambda i=i: Counting(i, fault if i == env else None, at)) for i in range(count)]
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "one worker": {"num_workers": 1},
+    "two workers": {"num_workers": 2},
+    "one process per environment": {},
+    "turns": {"max_concurrency": 2},
+    "caller's share": {"num_workers": 1, "use_caller": True},
+}
+
+
+class TimeIsUp(Exception):
+    """What a time limit's signal handler raises."""
+
+
+@contextmanager
+def alarm(seconds: float) -> Iterator[None]:
+    """Raise :class:`TimeIsUp` after so many seconds, wherever the program is."""
+
+    def handler(number: int, frame: Any) -> None:
+        raise TimeIsUp
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def quick(count: int) -> Any:
+    return np.zeros(count)
+
+
+def slow(count: int) -> Any:
+    return np.full(count, 300.0)
+
+
+# --- a time limit falls into a wait ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("actions", ["array", "list"])
+def test_an_answer_that_a_time_limit_interrupted_is_still_owed(engine: str, actions: str) -> None:
+    envs = vecenv.AsyncVectorEnv(makers(4), **ENGINES[engine])
+    try:
+        envs.reset(seed=0)
+        for step in range(1, 4):
+            given = slow(4) if actions == "array" else slow(4).tolist()
+            with pytest.raises(TimeIsUp), alarm(0.1):
+                envs.step(given)
+            if "caller" in engine:  # it fell into an environment, which has to be reset
+                with pytest.raises(vecenv.errors.EnvFailed, match="env 0"):
+                    envs.step(quick(4))
+                assert envs.reset()[0][:, 2].tolist() == [0] * 4
+                assert envs.step(quick(4))[1].tolist() == [1] * 4
+                return
+            answer = envs.step_wait()
+            assert answer[0][:, 2].tolist() == [step] * 4
+            assert answer[1].tolist() == [step] * 4
+            assert answer[4]["tag"].tolist() == [f"{i}:{step}" for i in range(4)]
+    finally:
+        envs.close(terminate=True)
+
+
+@pytest.mark.parametrize("call", ["reset", "call", "set_attr", "exec_func"])
+def test_every_call_is_still_owed(call: str) -> None:
+    envs = vecenv.AsyncVectorEnv(makers(4), num_workers=2)
+    try:
+        envs.reset(seed=0)
+        pid = envs.processes[1].pid
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(TimeIsUp), alarm(0.2):
+            if call == "reset":
+                envs.reset()
+            elif call == "call":
+                envs.call("_observation")
+            elif call == "set_attr":
+                envs.set_attr("mark", [1, 2, 3, 4])
+            else:
+                envs.exec_func(lambda env: env.index)
+        assert envs._state.value == ("reset" if call == "reset" else "call")
+        os.kill(pid, signal.SIGCONT)
+        if call == "reset":
+            assert envs.reset_wait()[0][:, 1].tolist() == [2] * 4
+        elif call == "call":
+            assert [found.tolist() for found in envs.call_wait()] == [[i, 1, 0] for i in range(4)]
+        elif call == "set_attr":
+            assert envs.call_wait() == (None,) * 4
+            assert envs.get_attr("mark") == (1, 2, 3, 4)
+        else:
+            assert envs.call_wait() == (0, 1, 2, 3)
+        assert envs._state.value == "default"
+        assert envs.step(quick(4))[1].tolist() == [1] * 4
+    finally:
+        envs.close(terminate=True)
+
+
+def test_rows_that_a_time_limit_interrupted_are_received_once() -> None:
+    envs = vecenv.AsyncVectorEnv(makers(4), num_workers=2, batch_size=2)
+    try:
+        envs.reset(seed=0)
+        envs.send(slow(4), np.arange(4))
+        with pytest.raises(TimeIsUp), alarm(0.1):
+            envs.recv()
+        rows = [row for _ in range(2) for row in envs.recv()[4]["env_id"].tolist()]
+        assert sorted(rows) == [0, 1, 2, 3]
+        assert envs.stats()["in_flight"] == 0
+    finally:
+        envs.close(terminate=True)
+
+
+@pytest.mark.parametrize("timeout", [math.inf, 1e7, 3e6, 10**400])
+def test_a_timeout_longer_than_any_wait_is_none(timeout: float) -> None:
+    envs = vecenv.AsyncVectorEnv(makers(2), num_workers=1, step_timeout=timeout if timeout < 1e300 else None)
+    try:
+        envs.reset(seed=0)
+        envs.step_async(quick(2))
+        assert envs.step_wait(timeout=timeout)[1].tolist() == [1, 1]
+        envs.send(quick(2), [0, 1])
+        assert len(envs.recv(timeout=timeout)[1]) == 2
+    finally:
+        envs.close(timeout=timeout)
+
+
+@pytest.mark.parametrize(("timeout", "kind"), [(math.nan, ValueError), ("1", TypeError), (True, TypeError), ([1], TypeError)])
+def test_what_is_no_timeout_is_refused_and_nothing_is_lost(timeout: Any, kind: type[Exception]) -> None:
+    envs = vecenv.AsyncVectorEnv(makers(2), num_workers=1)
+    try:
+        envs.reset(seed=0)
+        envs.step_async(quick(2))
+        with pytest.raises(kind, match="`timeout` must be a number of seconds or None"):
+            envs.step_wait(timeout=timeout)
+        assert envs.step_wait()[1].tolist() == [1, 1]
+        with pytest.raises(kind, match="timeout"):
+            envs.close(timeout=timeout)
+    finally:
+        envs.close(terminate=True)
+    with pytest.raises(ValueError, match="step_timeout"):
+        vecenv.AsyncVectorEnv(makers(2), step_timeout=math.nan)
+
+
+def test_a_reset_that_waits_for_rows_has_the_time_of_a_step() -> None:
+    envs = vecenv.AsyncVectorEnv(makers(2), num_workers=2, step_timeout=0.3)
+    try:
+        envs.reset(seed=0)
+        envs.send(np.array([60_000.0, 0.0]), [0, 1])
+        began = time.monotonic()
+        with pytest.raises(StepTimeout):
+            envs.reset()
+        assert time.monotonic() - began < 20
+    finally:
+        envs.close(terminate=True)
+
+
+def test_a_reset_that_waits_for_rows_ends_what_hangs_under_restart() -> None:
+    envs = vecenv.AsyncVectorEnv(makers(2), num_workers=2, step_timeout=0.3, on_failure="restart")
+    try:
+        envs.reset(seed=0)
+        envs.send(np.array([60_000.0, 0.0]), [0, 1])
+        observations, _ = envs.reset()
+        assert observations[:, 2].tolist() == [0, 0]
+        assert envs.step(quick(2))[1].tolist() == [1, 1]
+    finally:
+        envs.close(terminate=True)
+
+
+# --- longer than a pipe ---------------------------------------------------------------------------
+
+
+class Bulky(Counting):
+    """What it says does not fit into a pipe, nor does its action."""
+
+    action_space = spaces.Box(0, 0.001, (40_000,), np.float64)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        observation, reward, *rest, info = super().step(np.asarray(action)[0])
+        return observation, reward, *rest, {**info, "blob": b"x" * 300_000}  # type: ignore[return-value]
+
+
+def test_a_worker_waits_for_a_caller_that_thinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long: a minute was taken for the end. (Its constant is gone, so a second has to do.)"""
+    envs = vecenv.AsyncVectorEnv([lambda: Bulky(0)], num_workers=1)
+    try:
+        envs.reset()
+        envs.step_async(np.zeros((1, 40_000)))
+        time.sleep(1.0)
+        assert len(envs.step_wait()[4]["blob"][0]) == 300_000
+    finally:
+        envs.close()
+    source = Path(vecenv.__file__).parent.joinpath("channel.py").read_text()
+    assert "60_000" not in source
+    assert "STALLED" not in source
+
+
+def test_sending_to_a_busy_worker_does_not_block() -> None:
+    """320 KB of actions, as a list, for a worker in the middle of a step."""
+    envs = vecenv.AsyncVectorEnv([lambda i=i: Bulky(i) for i in range(2)], num_workers=1)
+    try:
+        envs.reset()
+        busy = np.zeros(40_000)
+        busy[0] = 1500.0
+        envs.send([busy], [0])
+        began = time.monotonic()
+        envs.send([np.zeros(40_000)], [1])
+        assert time.monotonic() - began < 1.0
+        envs.batch_size = 1
+        assert sorted(int(envs.recv()[4]["env_id"][0]) for _ in range(2)) == [0, 1]
+        assert not envs.errors
+    finally:
+        envs.close(terminate=True)
+
+
+def test_a_stopped_worker_is_a_timeout_whatever_is_sent_to_it() -> None:
+    envs = vecenv.AsyncVectorEnv([lambda: Bulky(0)], num_workers=1, step_timeout=0.5)
+    try:
+        envs.reset()
+        os.kill(envs.processes[0].pid, signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(StepTimeout, match="SIGSTOP"):
+            envs.step([np.zeros(40_000)])
+        assert time.monotonic() - began < 20
+        os.kill(envs.processes[0].pid, signal.SIGCONT)
+        assert envs.step_wait()[1].tolist() == [1]
+    finally:
+        envs.close(terminate=True)
+
+
+# --- restarts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
+def test_idle_environments_of_a_dead_worker_say_that_they_are_new(mode: str) -> None:
+    envs = vecenv.AsyncVectorEnv(
+        makers(3, lambda env: os.kill(os.getpid(), signal.SIGKILL), env=0, at=3), num_workers=1, on_failure="restart",
+        autoreset_mode=mode, batch_size=1,
+    )  # fmt: skip
+    try:
+        envs.reset(seed=0)
+        envs.batch_size = 3
+        for _ in range(2):
+            envs.send(quick(3), np.arange(3))
+            envs.recv()
+        envs.batch_size = 1
+        envs.send(quick(1), [0])
+        *_, truncated, infos = envs.recv()
+        assert truncated.tolist() == [True]
+        assert infos["restarted"].tolist() == [True]
+        for row in (1, 2):  # nobody asked them anything when their worker died
+            envs.send(quick(1), [row])
+            observation, reward, terminated, truncated, infos = envs.recv()
+            assert (reward.tolist(), terminated.tolist(), truncated.tolist()) == ([0.0], [False], [True])
+            assert infos["restarted"].tolist() == [True]
+            assert infos["final_obs"][0].tolist() == [row, 1, 2]
+            assert observation[0].tolist() == ([row, 1, 0] if mode == "SameStep" else [row, 1, 2])
+        assert envs.stats()["restarts"] == 1
+    finally:
+        envs.close(terminate=True)
+
+
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise TypeError("this never travels")
+
+
+class Wordy(Counting):
+    """Its observation travels by pickle, or does not."""
+
+    observation_space = spaces.Text(20)
+
+    def _observation(self) -> Any:
+        return Unpicklable() if self.steps == self.at else f"{self.index}:{self.steps}"
+
+
+@pytest.mark.parametrize("what", ["observation", "info"])
+def test_what_cannot_travel_is_not_hidden_by_a_restart(what: str) -> None:
+    fns = [lambda: Wordy(0, at=2)] if what == "observation" else makers(1, lambda env: {"bad": Unpicklable()}, at=2)
+    envs = vecenv.AsyncVectorEnv(fns, num_workers=1, on_failure="restart")
+    try:
+        envs.reset(seed=0)
+        envs.step(quick(1))
+        observations, _, _, truncated, infos = envs.step(quick(1))
+        assert truncated.tolist() == [True]
+        assert infos["restarted"].tolist() == [True]
+        assert observations[0] is not None
+        assert "never travels" in str(envs.errors[-1].error)
+    finally:
+        envs.close(terminate=True)
+
+
+def test_the_last_stack_is_the_last_one() -> None:
+    """Not the one that a timeout asked for long before."""
+
+    def crash(env: Counting) -> None:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    envs = vecenv.AsyncVectorEnv(makers(1, crash, at=2), num_workers=1)
+    try:
+        envs.reset(seed=0)
+        envs.step_async(np.array([2000.0]))
+        sizes = []
+        for _ in range(3):
+            with pytest.raises(StepTimeout, match="in step"):
+                envs.step_wait(timeout=0.3)
+            sizes.append(os.fstat(envs._pool.workers[0].black_box._descriptor).st_size)
+        assert max(sizes) == 0
+        envs.step_wait()
+        with pytest.raises(WorkerDied, match="SIGSEGV") as caught:
+            envs.step(quick(1))
+        assert "in crash" in str(caught.value)
+    finally:
+        envs.close(terminate=True)
+
+
+@pytest.mark.parametrize("handler", ["default", "own"])
+def test_asking_for_a_stack_needs_no_signal_of_the_environments(handler: str, tmp_path: Path) -> None:
+    """One that has SIGUSR1 for itself is neither killed by a timeout nor does its handler run."""
+    called = tmp_path / "called"
+
+    def change(env: Counting) -> None:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL if handler == "default" else lambda *_: called.touch())
+
+    envs = vecenv.AsyncVectorEnv(makers(1, change, at=1), num_workers=1)
+    try:
+        envs.reset(seed=0)
+        envs.step(quick(1))
+        envs.step_async(np.array([1000.0]))
+        with pytest.raises(StepTimeout, match="in step"):
+            envs.step_wait(timeout=0.2)
+        assert envs.step_wait()[1].tolist() == [2]
+        assert not called.exists()
+    finally:
+        envs.close(terminate=True)
+
+
+# --- closing --------------------------------------------------------------------------------------
+
+
+def descriptors() -> dict[str, str]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[name] = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+    return found
+
+
+def test_closing_that_was_interrupted_goes_on() -> None:
+    before = descriptors()
+    envs = vecenv.AsyncVectorEnv([lambda i=i: Lingering(i) for i in range(2)], num_workers=2)
+    pids = [process.pid for process in envs.processes]
+    envs.reset(seed=0)
+    with pytest.raises(TimeIsUp), alarm(0.3):
+        envs.close()
+    assert not envs.closed
+    with pytest.raises(ClosedEnvironmentError):
+        envs.step(quick(2))
+    began = time.monotonic()
+    envs.close()
+    assert time.monotonic() - began < 20
+    assert envs.closed
+    assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}/exe") and os.access(f"/proc/{pid}/exe", os.R_OK)]
+    assert len(descriptors()) <= len(before)
+
+
+class Lingering(Counting):
+    """Its ``close`` takes its time."""
+
+    def close(self) -> None:
+        time.sleep(30)
+
+
+@pytest.mark.parametrize("ending", ["return", "exit"])
+def test_a_signal_handler_may_close(ending: str) -> None:
+    program = f"""
+import os, signal, sys, threading, time
+sys.path[:0] = {sys.path!r}
+from tests_promises import Counting
+import numpy as np, vecenv
+from gymnasium.error import ClosedEnvironmentError
+envs = vecenv.AsyncVectorEnv([lambda: Counting(0)] * 2, num_workers=2)
+envs.reset()
+pids = [process.pid for process in envs.processes]
+def handler(number, frame):
+    envs.close()
+    if {ending!r} == "exit":
+        sys.exit(3)
+signal.signal(signal.SIGTERM, handler)
+threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+try:
+    envs.step(np.full(2, 20_000.0))
+except ClosedEnvironmentError:
+    print("closed")
+except SystemExit:
+    print("exit")
+    raise
+finally:
+    print(sum(os.path.exists(f"/proc/{{pid}}") for pid in pids), len(os.listdir("/proc/self/fd")), envs.closed)
+"""
+    folder = Path(__file__).parent
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+    program = program.replace("from tests_promises import", "from test_promises import")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False, env=env)
+    lines = done.stdout.splitlines()
+    assert lines[0] == ("closed" if ending == "return" else "exit"), done.stderr
+    left, _, closed = lines[1].split()
+    assert (left, closed) == ("0", "True")
+    assert done.returncode == (0 if ending == "return" else 3)
+
+
+def test_closing_in_a_forked_child_leaves_the_owner_alone() -> None:
+    """Also where another thread is in a call when the fork happens."""
+    envs = vecenv.AsyncVectorEnv(makers(2), num_workers=2)
+    try:
+        envs.reset(seed=0)
+        answers: list[Any] = []
+        thread = threading.Thread(target=lambda: answers.append(envs.step(np.full(2, 1500.0))))
+        thread.start()
+        time.sleep(0.3)
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                try:
+                    envs.step(quick(2))
+                except ForkedError:
+                    envs.close()
+                    code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        thread.join(20)
+        assert answers[0][1].tolist() == [1, 1]
+        assert envs.step(quick(2))[1].tolist() == [2, 2]
+    finally:
+        envs.close(terminate=True)
+
+
+def test_closing_frees_memory_at_once() -> None:
+    """Not when the garbage collector comes by."""
+
+    def mapped() -> int:
+        maps = Path("/proc/self/maps").read_text()
+        return maps.count("/memfd:vecenv ")
+
+    gc.collect()
+    gc.disable()
+    try:
+        before, mappings = len(descriptors()), mapped()
+        for options in ({"num_workers": 2}, {"num_workers": 0}, {"num_workers": 1, "use_caller": True}):
+            for fault in (None, lambda env: {"a": 1} if env.index else 1 / 0):
+                envs = vecenv.AsyncVectorEnv(makers(4, fault, at=2), **options)
+                envs.reset(seed=0)
+                for _ in range(3):
+                    try:
+                        envs.step(quick(4))
+                    except ZeroDivisionError:
+                        envs.reset()
+                envs.reset()
+                envs.send(quick(4), np.arange(4))
+                envs.recv()
+                envs.close()
+                assert mapped() == mappings, (options, fault)
+                assert len(descriptors()) == before, (options, fault)
+    finally:
+        gc.enable()
+
+
+def test_an_observation_outlives_its_engine() -> None:
+    envs = vecenv.AsyncVectorEnv(makers(2), num_workers=1, copy=False)
+    envs.reset(seed=0)
+    observations = envs.step(quick(2))[0]
+    envs.close()
+    assert observations[:, 2].tolist() == [1, 1]
+
+
+def test_records_of_failures_do_not_keep_the_programs_frames() -> None:
+    envs = vecenv.AsyncVectorEnv(makers(1, lambda env: 1 / 0, at=1), num_workers=1)
+    try:
+
+        def fail() -> Any:
+            large = Large()
+            envs.reset(seed=0)
+            try:
+                envs.step(quick(1))
+            except ZeroDivisionError:
+                return None
+            return large
+
+        for _ in range(5):
+            fail()
+        assert len(envs.errors) == 5
+        assert isinstance(envs.errors[0].error, ZeroDivisionError)
+        assert Large.alive == 0
+        envs.reset(seed=0)
+        os.kill(envs.processes[0].pid, signal.SIGKILL)
+
+        def die() -> Any:
+            large = Large()
+            try:
+                envs.step(quick(1))
+            except WorkerDied:
+                return None
+            return large
+
+        die()
+        assert isinstance(envs.errors[-1].error, WorkerDied)
+        assert Large.alive == 0
+    finally:
+        envs.close(terminate=True)
+
+
+class Large:
+    """Something whose life is counted."""
+
+    alive = 0
+
+    def __init__(self) -> None:
+        Large.alive += 1
+
+    def __del__(self) -> None:
+        Large.alive -= 1
+
+
+def test_a_thread_that_an_environment_left_is_named_and_does_not_delay_closing() -> None:
+    def leave(env: Counting) -> None:
+        threading.Thread(target=time.sleep, args=(50,), name="left over").start()
+
+    envs = vecenv.AsyncVectorEnv(makers(1, leave, at=1), num_workers=1)
+    envs.reset(seed=0)
+    envs.step(quick(1))
+    began = time.monotonic()
+    with pytest.warns(UserWarning, match="left over"):
+        envs.close()
+    assert time.monotonic() - began < 15
+
+
+def test_closing_is_quick_where_the_program_ignores_its_children() -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        envs = vecenv.AsyncVectorEnv(makers(6), context="fork")
+        envs.reset(seed=0)
+        began = time.monotonic()
+        envs.close()
+        assert time.monotonic() - began < 2.5  # it was half a second a worker
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert multiprocessing.active_children() == []
+
+
+def test_an_info_whose_own_code_fails_is_its_environments_failure() -> None:
+    class Evil(dict[str, Any]):
+        def items(self) -> Any:
+            raise RuntimeError("not today")
+
+    class EvilInfo(Counting):
+        def step(self, action: Any) -> Any:
+            *rest, _ = super().step(action)
+            return *rest, Evil(a=1)
+
+    for options in ({"num_workers": 1}, {"num_workers": 0}):
+        envs = vecenv.AsyncVectorEnv([lambda: EvilInfo(0)], **options)
+        try:
+            envs.reset(seed=0)
+            with pytest.raises(Exception, match="not today"):
+                envs.step(quick(1))
+            envs.reset(seed=0)
+            assert_identical(envs.call("index"), (0,))
+        finally:
+            envs.close(terminate=True)

@@ -30,6 +30,7 @@ import vecenv
 from vecenv.testing import assert_identical
 
 HERE = str(Path(__file__).parent)
+UNDISTURBED = contextlib.nullcontext()
 PATIENCE = 5.0  # seconds until an attempt is taken to hang; one takes milliseconds
 
 # --- configurations -----------------------------------------------------------------------------
@@ -268,6 +269,9 @@ class Subject:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
         self._end(terminate=False)
 
     def _open(self) -> None:
@@ -338,7 +342,7 @@ class Subject:
             todo = {"whole": call.whole, "begin": call.begin, "wait": call.wait}[part]
             while True:
                 returned = False
-                with interruptions.pop(0) if interruptions else contextlib.nullcontext():
+                with interruptions.pop(0) if interruptions else UNDISTURBED:
                     found = todo(envs)  # type: ignore[misc]
                     returned = True
                 state = envs._state.value

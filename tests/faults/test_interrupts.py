@@ -344,8 +344,9 @@ def test_without_an_interruption_a_failure_is_told(case: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*")
-@pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("setting", ENDS)
+@pytest.mark.parametrize(
+    ("setting", "state"), [*((name, "idle") for name in ENDS), *(("two workers", state) for state in STATES[1:])]
+)
 def test_without_an_interruption_close_leaves_nothing(setting: str, state: str) -> None:
     warm_up(ENDS[setting])
     interrupted_close(ENDS[setting], state, [])

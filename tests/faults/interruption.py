@@ -7,6 +7,7 @@ result is then gone). :class:`Interruption` raises at the k-th such moment, or b
 
 from __future__ import annotations
 
+import dis
 import itertools
 import sys
 from collections.abc import Iterator
@@ -30,7 +31,8 @@ class Interruption:
 
     Args:
         kind: ``"line"``: before a line; ``"call"``: at the beginning or the end of a function, or right after a C function
-            has returned; ``"opcode"``: before a bytecode.
+            has returned; ``"opcode"``: before a bytecode, but in the outermost function, whose last bytecodes nothing can
+            come after, only where Python looks for signals.
         moment: Which one.
         error: What is raised: a class without arguments.
         within: Beginnings of the names of the files that count.
@@ -48,6 +50,7 @@ class Interruption:
         self.kind, self.moment, self.error, self.within = kind, moment, error, within
         self._left = moment
         self._raised: BaseException | None = None
+        self._latest: dict[FrameType, str] = {}  # the bytecode before
         self.fired = self.came_out = self.in_a_finalizer = False
         self.where = "nowhere"
 
@@ -69,6 +72,7 @@ class Interruption:
         sys.unraisablehook = self._before[2]
         self.came_out = error is not None and error is self._raised
         self._raised = None
+        self._latest.clear()
         return self.came_out
 
     @property
@@ -93,9 +97,13 @@ class Interruption:
         return self._within_frame
 
     def _within_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if event == self.kind:
+        if event == self.kind and (event == "line" or self._may_interrupt(frame)):
             self._chance(frame, event)
         return self._within_frame
+
+    def _may_interrupt(self, frame: FrameType) -> bool:
+        before, self._latest[frame] = self._latest.get(frame, "RESUME"), dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        return self._counts(frame.f_back) or before.startswith("CALL") or before in ("RESUME", "JUMP_BACKWARD")
 
     def _profile(self, frame: FrameType, event: str, arg: Any) -> None:
         # the outermost return has nothing after it: what was returned is the caller's

@@ -116,7 +116,7 @@ class Model:
         self.setting = CHOICES[name]
         self.restart = "on_failure" in self.setting.options
         self.known = children()
-        self.log: list[str] = [name]
+        self.log: list[object] = [name]
         self.tick = 0
         self.envs: Any = None
         self.open()
@@ -190,6 +190,7 @@ class Model:
             return UNDISTURBED
         COUNTS["interrupted"] += 1
         self.was_interrupted = True
+        self.log.append(self.armed[0])
         return self.armed.pop(0)
 
     def until_done(self, first: Callable[[], Any], again: Callable[[], Any] | None, kind: str) -> Any:
@@ -207,7 +208,6 @@ class Model:
                 answer, returned = todo(), True
             if interruption is not UNDISTURBED:
                 assert not interruption.swallowed, f"swallowed: {interruption}"
-                self.log.append(repr(interruption))
             state = self.envs._state.value
             if returned:
                 assert state == ("default" if again is not None else kind), state
@@ -488,8 +488,8 @@ class Calm(RuleBasedStateMachine):
         try:
             model.guard(move)
         except BaseException as error:
-            note("; ".join(model.log[-25:]))
-            error.add_note("the last moves: " + "; ".join(model.log[-12:]))
+            note("; ".join(map(str, model.log[-25:])))
+            error.add_note("the last moves: " + "; ".join(map(str, model.log[-12:])))
             raise
         if model.was_interrupted:
             model.armed = []

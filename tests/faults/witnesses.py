@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import re
 import signal
@@ -215,36 +216,55 @@ def in_flight(envs: Any) -> int:
     return flow.underway + len(flow.ready) + (envs.num_envs if envs._state.value == "reset" else 0)
 
 
+class Hung(AssertionError):
+    """It did not end until it was ended by force."""
+
+
 class Watchdog:
-    """A thread that kills the processes which were started since, when the body of its ``with`` takes too long."""
+    """A thread that kills the processes which were started since, when the body of its ``with`` takes too long.
+
+    Where that does not help either, for instance where they are started again and again, it raises :class:`Hung` in the main
+    thread, by a signal: again and again, until it comes out.
+    """
+
+    _active: list[Watchdog] = []  # noqa: RUF012
 
     def __init__(self, known: set[int], patience: float = PATIENCE) -> None:
         self._known, self._patience = known, patience
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog")
-        self.bit = False
+        self.bit = self._raising = False
 
     def __enter__(self) -> Watchdog:
+        signal.signal(signal.SIGURG, Watchdog._raise)
+        Watchdog._active.append(self)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        Watchdog._active.remove(self)
         self._over.set()
         self._thread.join()
 
+    @staticmethod
+    def _raise(number: int, frame: object) -> None:
+        if any(one._raising for one in Watchdog._active):
+            raise Hung("it did not end when its workers were killed")
+
     def _watch(self) -> None:
         wait = self._patience
-        while not self._over.wait(wait):
+        for bites in itertools.count():
+            if self._over.wait(wait):
+                break
             self.bit = True
             kill(children() - self._known)
             wait = 0.5
+            if bites > 6:
+                self._raising = True
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
 
 
 # --- how it is judged ---------------------------------------------------------------------------
-
-
-class Hung(AssertionError):
-    """It did not end until its workers were killed."""
 
 
 @dataclass

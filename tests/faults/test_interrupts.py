@@ -245,7 +245,7 @@ FAULTY = {
 
 def step_that_fails(subject: Subject, case: str, interruption: Interruption) -> None:
     _, lost, fault, demand = FAULTY[case]
-    with Watchdog(subject.known, 10.0) as watchdog:
+    with Watchdog(subject.known) as watchdog:
         try:
             demand(subject, lost, fault, interruption)
         except BaseException as error:
@@ -267,6 +267,7 @@ def test_a_failure_in_the_interrupted_step_is_not_lost(case: str, every: int) ->
 
 
 # --- beginning and end --------------------------------------------------------------------------
+
 
 @pytest.mark.filterwarnings("ignore:.*")
 @pytest.mark.parametrize(

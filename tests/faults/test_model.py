@@ -296,9 +296,7 @@ class Model:
             return check
 
         if name == "get_attr":
-            same(tuple(env.marks for env in plain))(
-                self.until_done(lambda: envs.get_attr("marks"), envs.call_wait, "call")
-            )
+            same(tuple(env.marks for env in plain))(self.until_done(lambda: envs.get_attr("marks"), envs.call_wait, "call"))
         elif name == "set_attr":
             marks = [f"{word} of {index}" for index in range(COUNT)]
             for env, mark in zip(plain, marks, strict=True):

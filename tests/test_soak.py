@@ -1,10 +1,13 @@
-"""Slow leaks: row 45 of the table in ``docs/faults.md``. Run with ``pytest -m soak``."""
+"""Slow leaks: row 45 of the table in ``docs/faults.md``. Run with ``pytest -m soak``; a little of some in every run."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+import random
 import threading
+import tracemalloc
 from typing import Any
 
 import gymnasium as gym
@@ -14,7 +17,8 @@ import pytest
 
 import vecenv
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800, method="signal")]
+pytestmark = pytest.mark.timeout(1800, method="signal")
+soak = pytest.mark.soak
 
 CYCLES = 1_000
 STEPS = 1_000_000
@@ -71,6 +75,7 @@ def open_and_close(context: str) -> None:
     envs.close()
 
 
+@soak
 @pytest.mark.parametrize(("context", "cycles"), [("fork", CYCLES), ("forkserver", CYCLES), ("spawn", 20)])
 def test_soak(context: str, cycles: int) -> None:
     """Open, step, close, a thousand times: everything that can be counted is the same after as before."""
@@ -89,6 +94,7 @@ def test_soak(context: str, cycles: int) -> None:
     assert flat(memory, allowed=4), f"resident memory over time, MiB: {[round(size) for size in memory]}"
 
 
+@soak
 def test_soak_in_a_failing_constructor() -> None:
     """Engines that never came to be leave nothing either."""
 
@@ -110,6 +116,7 @@ def test_soak_in_a_failing_constructor() -> None:
     }
 
 
+@soak
 @pytest.mark.parametrize("workers", [0, 2])
 def test_soak_steps(workers: int) -> None:
     """A million steps: the trainer's memory is flat, and so is every worker's."""
@@ -132,6 +139,7 @@ def test_soak_steps(workers: int) -> None:
         envs.close()
 
 
+@soak
 def test_soak_restarts(tmp_path: Any) -> None:
     """Hundreds of restarts in one engine: nothing of the dead stays."""
     from vecenv.testing.faulty import FaultyEnv
@@ -157,3 +165,128 @@ def test_soak_restarts(tmp_path: Any) -> None:
 def step(envs: Any, count: int) -> None:
     for _ in range(count):
         envs.step([0, 0])
+
+
+# --- what memory must not keep ------------------------------------------------------------------
+
+
+class Talkative(Small):
+    """Each of five keys is in an info or not, as chance has it; so the sets of keys in one batch hardly ever repeat."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.chance = random.Random(index)
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        self.count += 1
+        bits = self.chance.getrandbits(5)
+        info = {f"key {bit}": self.count + bit for bit in range(5) if bits >> bit & 1}
+        return self.row, 1.0, self.count % 100 == 0, False, info
+
+
+class Raising(Small):
+    """Raises when it is told to by its action."""
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        if action:
+            raise ValueError("it was told to raise")
+        return super().step(action)
+
+
+@pytest.mark.parametrize(
+    ("workers", "steps"), [pytest.param(0, STEPS, marks=soak), pytest.param(2, STEPS, marks=soak), (0, 12_000)]
+)
+def test_memory_is_flat_while_keys_come_and_go(workers: int, steps: int) -> None:
+    """Whatever is kept of a combination of keys, there are thousands of them.
+
+    In a short run the caller's objects are measured, in a long one the whole of every process.
+    """
+    envs = vecenv.AsyncVectorEnv(
+        [functools.partial(Talkative, index) for index in range(8)], num_workers=workers, context="fork"
+    )
+    short = steps < STEPS
+    if short:
+        tracemalloc.start()
+    try:
+        envs.reset(seed=1)
+        pids = [os.getpid(), *(process.pid for process in envs.processes)]
+        series: dict[int, list[float]] = {pid: [] for pid in (pids[:1] if short else pids)}
+        actions = np.zeros(8, np.int64)
+        rounds = steps // 8
+        for step in range(rounds):
+            envs.step(actions)
+            if step % (rounds // 40) == 0:
+                for pid, samples in series.items():
+                    size = tracemalloc.get_traced_memory()[0] if short else psutil.Process(pid).memory_info().rss
+                    samples.append(size / MIB)
+        for pid, samples in series.items():
+            assert flat(samples[28:], 0.1 if short else 4.0), f"pid {pid}: {[round(size, 2) for size in samples]}"
+    finally:
+        tracemalloc.stop()
+        envs.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("failures", [pytest.param(10_000, marks=soak), 150])
+def test_failures_do_not_keep_what_the_program_had(workers: int, failures: int) -> None:
+    """An error that is kept keeps its traceback, and that the frames of the program with all their variables."""
+    envs = vecenv.AsyncVectorEnv([Raising, Raising], num_workers=workers, context="fork")
+
+    def fail() -> None:
+        large = np.ones(MIB)  # 8 MiB
+        try:
+            envs.step(np.array([0, 1]))
+        except ValueError:
+            envs.reset(seed=int(large[0]))
+            return
+        raise AssertionError("it did not fail")
+
+    try:
+        envs.reset(seed=1)
+        for _ in range(5):
+            fail()
+        gc.collect()
+        before = resident()
+        highest = 0.0
+        for count in range(failures):
+            fail()
+            if count % 50 == 49:
+                gc.collect()
+                highest = max(highest, resident() - before)
+                assert highest < 100, f"{highest:.0f} MiB more after {count + 1} failures with 8 MiB each"
+        assert len(envs.errors) <= 1000
+    finally:
+        envs.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("cycles", [pytest.param(2_000, marks=soak), 25])
+def test_a_closed_engine_is_gone_without_the_collector(workers: int, cycles: int) -> None:
+    """With the cyclic collector off, as some trainers have it: memory, descriptors and mappings are flat."""
+
+    def one() -> None:
+        envs = vecenv.AsyncVectorEnv([Small] * 2, num_workers=workers, context="fork")
+        envs.reset(seed=1)
+        envs.step(np.zeros(2, np.int64))
+        envs.close()
+
+    def mappings() -> int:
+        with open("/proc/self/maps") as file:
+            return sum("memfd:" in line or "/dev/shm" in line for line in file)
+
+    for _ in range(3):
+        one()
+    gc.collect()
+    gc.disable()
+    try:
+        own = psutil.Process()
+        descriptors, mapped, memory = own.num_fds(), mappings(), []
+        for cycle in range(cycles):
+            one()
+            assert (own.num_fds() - descriptors, mappings() - mapped) == (0, 0), f"more after engine {cycle + 1}"
+            memory.append(resident())
+        middle = memory[cycles // 3 :]
+        assert flat(middle, allowed=4), f"MiB: {[round(size, 1) for size in memory[:: max(1, cycles // 40)]]}"
+    finally:
+        gc.enable()

@@ -1,0 +1,105 @@
+"""Environments that count all that happens to them, in a file of their own: it may be interrupted like the package."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+RAISE, DIE = 6, 7
+"""Actions that are faults. They are not in the action space: nobody who samples it meets them."""
+
+
+class Counting(gym.Env):
+    """Counts all that happens to it. Rewards are ``index + total / 1000``; infos hold numbers and strings, and come and go.
+
+    Args:
+        index: Which one it is.
+        length: Steps of an episode; 0: it never ends.
+    """
+
+    def __init__(self, index: int, length: int = 0) -> None:
+        self.index, self.length = index, length
+        self.observation_space = gym.spaces.Box(-1, 2**60, (6,), np.int64)
+        self.action_space: gym.Space = gym.spaces.Discrete(RAISE)
+        self.anew(-1)
+        self.steps = 0
+
+    def anew(self, seed: int) -> None:
+        self.first_seed = seed
+        self.resets = self.total = self.digest = self.calls = self.marks = 0
+        self._mark = "none"
+
+    @property
+    def mark(self) -> str:
+        return self._mark
+
+    @mark.setter
+    def mark(self, value: str) -> None:
+        self._mark = value
+        self.marks += 1
+
+    def numbers(self) -> list[int]:
+        return [self.index, self.first_seed, self.resets, self.steps, self.total, self.digest]
+
+    def observe(self) -> Any:
+        return np.array(self.numbers(), np.int64)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        if seed is not None:
+            self.anew(seed)
+        self.resets += 1
+        self.steps = 0
+        return self.observe(), {"resets": self.resets, "tag": f"{self.index} reset {self.first_seed}.{self.resets}"}
+
+    def number_of(self, action: Any) -> int:
+        return int(action)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        number = self.number_of(action)
+        if number == RAISE:
+            raise ValueError("it was told to raise")
+        if number == DIE:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.steps += 1
+        self.total += 1
+        self.digest = (self.digest * 31 + number + 1) % 1_000_003
+        info: dict[str, Any] = {"total": self.total, "tag": f"{self.index} {self.first_seed}.{self.total} {self._mark}"}
+        if self.total % 3 == self.index % 3:
+            info["now and then"] = self.total / 7
+        return self.observe(), self.index + self.total / 1000, self.steps == self.length, False, info
+
+    def tell(self, word: str) -> tuple[int, int, int, str]:
+        """A call that counts itself."""
+        self.calls += 1
+        return self.index, self.calls, self.total, word
+
+
+class Texts(Counting):
+    """Observations are of varying length, and go by pickle."""
+
+    def __init__(self, index: int, length: int = 0) -> None:
+        super().__init__(index, length)
+        self.observation_space = gym.spaces.Text(120, charset="0123456789-/")  # type: ignore[assignment]
+
+    def observe(self) -> Any:
+        return "/".join(map(str, self.numbers()))
+
+
+class Words(Counting):
+    """Actions are words, and go by pickle."""
+
+    def __init__(self, index: int, length: int = 0) -> None:
+        super().__init__(index, length)
+        self.action_space = gym.spaces.Text(8, charset="abcdef")
+
+    def number_of(self, action: Any) -> int:
+        assert type(action) is str
+        return "abcdefgh".index(action[0]) if action else 0
+
+
+def tell(env: Any, word: str) -> Any:
+    return env.unwrapped.tell(word)

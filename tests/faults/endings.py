@@ -1,0 +1,64 @@
+"""Closing engines, and what may not be left of them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+from typing import Any
+
+from witnesses import RESTART, SETTINGS, UNDISTURBED, Setting, Watchdog, belongings, children, kill, new_since
+
+ENDS = {
+    "two workers": Setting({"num_workers": 2}),
+    "in process": Setting({"num_workers": 0}),
+    "caller's share": Setting({"num_workers": 1, "use_caller": True}),
+    "restart, Text observations": Setting({"num_workers": 2, **RESTART}, kind=SETTINGS["Text observations"].kind),
+    "batch_size": Setting({"num_workers": 2, "batch_size": 2}),
+}
+STATES = ("idle", "a step pending", "a late step pending", "dead")
+
+
+def leaves_nothing(before: dict[str, list[str]], known: set[int], patience: float = 3.0) -> None:
+    """What is here is what was here; garbage is collected once, and what is left of processes is killed."""
+    gc.collect()
+    left = new_since(before)
+    if left:
+        kill(children() - known)
+    for pid in children() - known:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+    assert not left, f"left behind: {left}"
+
+
+def interrupted_close(setting: Setting, state: str, interruptions: list[Any]) -> None:
+    known, before = children(), belongings()
+    with Watchdog(known, 8.0) as watchdog:
+        envs = setting.open()
+        if state != "idle":
+            envs.reset(seed=1)
+        if state.endswith("pending"):
+            envs.step_async(setting.actions([1] * setting.count))
+        workers = list(children() - known)
+        if state == "a late step pending" and workers:
+            os.kill(workers[0], signal.SIGSTOP)
+        if state == "dead" and workers:
+            kill(workers[:1])
+        waiting = [*interruptions, UNDISTURBED]
+        while waiting:
+            with waiting.pop(0):
+                envs.close(**({"timeout": 1.0} if state == "a late step pending" else {}))
+    assert not watchdog.bit, "close() took longer than 8 s"
+    envs.close()
+    assert envs.closed
+    del envs
+    leaves_nothing(before, known)
+    assert not any(interruption.swallowed for interruption in interruptions), "the exception was swallowed"
+
+
+def warm_up(setting: Setting) -> None:
+    """What the first engine of a process opens for good is no leak of the others."""
+    for _ in range(2):
+        setting.open().close()
+    gc.collect()

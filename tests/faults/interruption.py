@@ -1,0 +1,151 @@
+"""An exception at a chosen moment inside the package: where a signal handler may raise, and everywhere else too.
+
+Python runs a signal handler when a function begins, when a loop jumps back, or right after a C function has returned (whose
+result is then gone). :class:`Interruption` raises at the k-th such moment, or before the k-th line or bytecode, and
+:func:`moments` lets k run through all there are.
+"""
+
+from __future__ import annotations
+
+import dis
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import vecenv
+
+PACKAGE = str(Path(vecenv.__file__).parent)
+KINDS = ("line", "call")
+"""Kinds of moments that every test looks at; ``"opcode"``, before every bytecode, takes ten times as many."""
+
+
+class Stopped(Exception):
+    """As a time limit raises it out of a signal handler: neither a ``KeyboardInterrupt`` nor one of the package's errors."""
+
+
+class Interruption:
+    """Raises in the body of its ``with``, at the ``moment``-th chance (from 0) within this package, and catches it again.
+
+    Args:
+        kind: ``"line"``: before a line; ``"call"``: at the beginning or the end of a function, or right after a C function
+            has returned; ``"opcode"``: before a bytecode, but in the outermost function, whose last bytecodes nothing can
+            come after, only where Python looks for signals.
+        moment: Which one.
+        error: What is raised: a class without arguments.
+        within: Beginnings of the names of the files that count.
+
+    Attributes:
+        fired: Whether it came to pass.
+        where: File, line and function it fell into.
+        came_out: Whether it came out of the body, as itself.
+        in_a_finalizer: Whether it fell into a finalizer, out of which nothing can come.
+    """
+
+    def __init__(
+        self, kind: str, moment: int, error: type[BaseException] = KeyboardInterrupt, within: tuple[str, ...] = (PACKAGE,)
+    ) -> None:
+        self.kind, self.moment, self.error, self.within = kind, moment, error, within
+        self._left = moment
+        self._raised: BaseException | None = None
+        self._latest: dict[FrameType, str] = {}  # the bytecode before
+        self.fired = self.came_out = self.in_a_finalizer = False
+        self.where = "nowhere"
+
+    def __repr__(self) -> str:
+        return f"{self.error.__name__} at {self.kind} {self.moment}, {self.where}"
+
+    def __enter__(self) -> Interruption:
+        self._before = sys.gettrace(), sys.getprofile(), sys.unraisablehook
+        sys.unraisablehook = self._ignored
+        if self.kind == "call":
+            sys.setprofile(self._profile)
+        else:
+            sys.settrace(self._enter_frame)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> bool:
+        sys.settrace(self._before[0])
+        sys.setprofile(self._before[1])
+        sys.unraisablehook = self._before[2]
+        self.came_out = error is not None and error is self._raised
+        self._raised = None
+        self._latest.clear()
+        return self.came_out
+
+    @property
+    def swallowed(self) -> bool:
+        """It fell where it could come out, and something kept it."""
+        return self.fired and not self.came_out and not self.in_a_finalizer
+
+    def _ignored(self, unraisable: Any) -> None:
+        if unraisable.exc_value is not None and unraisable.exc_value is self._raised:
+            self.in_a_finalizer = True
+        else:
+            self._before[2](unraisable)
+
+    def _counts(self, frame: FrameType | None) -> bool:
+        return frame is not None and frame.f_code.co_filename.startswith(self.within)
+
+    def _enter_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if not self._counts(frame):
+            return None
+        if self.kind == "opcode":
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._within_frame
+
+    def _within_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == self.kind and (event == "line" or self._may_interrupt(frame)):
+            self._chance(frame, event)
+        return self._within_frame
+
+    def _may_interrupt(self, frame: FrameType) -> bool:
+        before, self._latest[frame] = self._latest.get(frame, "RESUME"), dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        return self._counts(frame.f_back) or before.startswith("CALL") or before in ("RESUME", "JUMP_BACKWARD")
+
+    def _profile(self, frame: FrameType, event: str, arg: Any) -> None:
+        # the outermost return has nothing after it: what was returned is the caller's
+        out = event == "return" and not self._counts(frame.f_back)
+        if event in ("call", "return", "c_return") and not out and self._counts(frame):
+            name = getattr(arg, "__qualname__", "") if event == "c_return" else ""
+            self._chance(frame, f"{event} {name}".strip())
+
+    def _chance(self, frame: FrameType, event: str) -> None:
+        self._left -= 1
+        if self._left < 0 and not self.fired:
+            self.fired = True
+            code = frame.f_code
+            self.where = f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_qualname} ({event})"
+            self._raised = self.error()
+            raise self._raised
+
+
+def moments(
+    kind: str,
+    *,
+    every: int = 1,
+    offset: int = 0,
+    least: int = 0,
+    errors: tuple[type[BaseException], ...] = (KeyboardInterrupt, Stopped),
+    within: tuple[str, ...] = (PACKAGE,),
+) -> Iterator[Interruption]:
+    """One interruption after the other, until three in a row did not come to pass.
+
+    Args:
+        kind: See :class:`Interruption`.
+        every: Only every so many-th moment ...
+        offset: ... beginning with this one.
+        least: So many moments there must have been.
+        errors: What is raised, in turn.
+        within: See :class:`Interruption`.
+    """
+    unfired = 0
+    for count, moment in enumerate(itertools.count(offset % every, every)):
+        interruption = Interruption(kind, moment, errors[count % len(errors)], within)
+        yield interruption
+        unfired = 0 if interruption.fired else unfired + 1
+        if unfired == 3:
+            break
+    assert moment - 2 * every >= least, f"only {moment} moments: the path was not followed"

@@ -1,0 +1,147 @@
+"""Rows that are sent and received first-ready, each checked against a twin of its environment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import numpy as np
+from counting import RAISE
+from gymnasium.vector import SyncVectorEnv
+from interruption import Interruption, Stopped
+from witnesses import RESTART, UNDISTURBED, Hung, Setting, Watchdog, brief, children, in_flight, kill
+
+from vecenv.testing import assert_identical
+
+
+class Stream:
+    """Rows that are sent and received; what each must say next is known from a twin of that environment alone.
+
+    Its k-th action depends on the environment and on k only, so the order in which rows come does not matter.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting, self.count = setting, setting.count
+        self.known = children()
+        self.envs: Any = None
+        self.excused = 0
+        self.begin()
+
+    def begin(self) -> None:
+        self.envs = self.setting.open()
+        self.twins = [SyncVectorEnv([make]) for make in self.setting.env_fns()]
+        self.seed = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """A reset with a seed, and nothing is in flight."""
+        self.seed += 100
+        observations, _ = self.envs.reset(seed=self.seed)
+        for row, twin in enumerate(self.twins):
+            assert_identical(observations[row], twin.reset(seed=self.seed + row)[0][0], f"reset of {row}")
+        self.sent = [0] * self.count
+        self.expected: dict[int, tuple[Any, ...]] = {}
+
+    def end(self) -> None:
+        envs, self.envs = self.envs, None
+        if envs is not None:
+            with Watchdog(self.known, 2.0):
+                envs.close(terminate=True)
+
+    def renew(self) -> None:
+        with contextlib.suppress(Exception):
+            self.end()
+        left = children() - self.known
+        kill(left)
+        for pid in left:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+        self.begin()
+
+    def send(self, ids: list[int], interruption: Any = UNDISTURBED) -> None:
+        """All of these rows are on their way afterwards, or none was, and then they are sent again."""
+        actions = np.array([(3 * row + self.sent[row]) % RAISE for row in ids])
+        before = in_flight(self.envs)
+        with interruption:
+            self.envs.send(actions, np.array(ids))
+        more = in_flight(self.envs) - before
+        assert more in (0, len(ids)), f"of {len(ids)} rows {more} were sent"
+        if not more:
+            self.envs.send(actions, np.array(ids))
+        for row, action in zip(ids, actions, strict=True):
+            self.sent[row] += 1
+            self.expected[row] = self.twins[row].step(np.array([action]))
+
+    def reset_async(self, interruption: Any = UNDISTURBED) -> None:
+        assert not self.expected
+        self.seed += 100
+        with interruption:
+            self.envs.reset_async(seed=self.seed)
+        if not in_flight(self.envs):
+            self.envs.reset_async(seed=self.seed)
+        assert in_flight(self.envs) == self.count
+        for row, twin in enumerate(self.twins):
+            observations, infos = twin.reset(seed=self.seed + row)
+            self.expected[row] = (observations, np.zeros(1), np.zeros(1, bool), np.zeros(1, bool), infos)
+
+    def receive(self, *interruptions: Any, timeout: float | None = None) -> list[int]:
+        """Some rows, each with its own numbers and infos."""
+        answer = None
+        waiting = [*interruptions, UNDISTURBED]
+        while answer is None:
+            before = in_flight(self.envs)
+            with waiting.pop(0):
+                answer = self.envs.recv(timeout)
+            assert answer is not None or in_flight(self.envs) == before, "rows were lost"
+        ids = answer[-1]["env_id"].tolist()
+        assert len(ids) == len(set(ids)) == self.envs.batch_size
+        for at, row in enumerate(ids):
+            assert row in self.expected, f"row {row} came and was not on its way"
+            wanted = self.expected.pop(row)
+            for field, name in enumerate(("observations", "rewards", "terminations", "truncations")):
+                assert_identical(answer[field][at], wanted[field][0], f"{name} of env {row}")
+            self.check_infos(answer[-1], at, wanted[-1])
+        return ids
+
+    def check_infos(self, infos: dict[str, Any], at: int, wanted: dict[str, Any]) -> None:
+        present = {key for key in infos if not key.startswith("_") and infos[f"_{key}"][at]} - {"env_id"}
+        assert present == {key for key in wanted if not key.startswith("_")}, present
+        for key in present:
+            assert infos[key][at] == wanted[key][0], (key, infos[key][at], wanted[key][0])
+
+    def cycle(self, which: str, interruption: Interruption, tick: int) -> None:
+        """Send, receive all, reset, receive all; one of these is interrupted."""
+        everyone = list(range(self.count))
+        again = Interruption(interruption.kind, tick * 11 % 40, Stopped)
+        timeout = None if tick % 2 else 30.0
+        with Watchdog(self.known) as watchdog:
+            try:
+                self.send(everyone[:: 1 if tick % 2 else -1], interruption if which == "send" else UNDISTURBED)
+                ids = self.receive(*[interruption, again] if which == "recv" else [], timeout=timeout)
+                self.send(ids)
+                while self.expected:
+                    self.receive()
+                self.reset_async(interruption if which == "reset_async" else UNDISTURBED)
+                self.receive(*[interruption, again] if which == "recv of a reset" else [], timeout=timeout)
+                while self.expected:
+                    self.receive()
+                self.sent = [0] * self.count
+                assert in_flight(self.envs) == 0
+            except BaseException as error:
+                if watchdog.bit:
+                    raise Hung(f"it hung; ended by force it said: {brief(error)}") from None
+                raise
+        assert not watchdog.bit
+        assert not interruption.swallowed, "the exception was swallowed"
+
+
+FIRST_READY = {
+    "two of four": Setting({"num_workers": 2, "batch_size": 2}),
+    "one of eight": Setting({"num_workers": 4, "batch_size": 1}, count=8),
+    "all of four": Setting({"num_workers": 4, "batch_size": 4}),
+    "list actions": Setting({"num_workers": 4, "batch_size": 2}, listed=True),
+    "max_concurrency": Setting({"num_workers": 4, "batch_size": 2, "max_concurrency": 2}),
+    "restart": Setting({"num_workers": 2, "batch_size": 2, **RESTART}),
+    "no shared memory": Setting({"num_workers": 2, "batch_size": 2, "shared_memory": False}),
+}

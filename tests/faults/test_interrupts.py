@@ -1,0 +1,405 @@
+"""An exception loses nothing, wherever it falls.
+
+After it, either the call was never made, or its answer is owed and the same ``*_wait`` gives it. Every moment of every call
+is tried, with Ctrl-C and with an exception that is nobody's; by default every seventh, another seventh each day
+(``VECENV_OFFSET`` chooses), in few configurations. All of them: ``pytest -m slow tests/faults/test_interrupts.py``.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import gc
+import os
+import random
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from counting import DIE, RAISE, Counting
+from endings import ENDS, STATES, interrupted_close, leaves_nothing, warm_up
+from gymnasium.vector import SyncVectorEnv
+from interruption import KINDS, Interruption, Stopped, moments
+from observe import FAULTS
+from streams import FIRST_READY, Stream
+from witnesses import (
+    CALLS,
+    RESTART,
+    SETTINGS,
+    Hung,
+    Setting,
+    Subject,
+    Verdicts,
+    Watchdog,
+    belongings,
+    brief,
+    children,
+    make_call,
+    pythons_own_ctrl_c,
+    within,
+)
+
+import vecenv
+from vecenv.testing import assert_identical
+
+pytestmark = [
+    *(mark for mark in FAULTS if mark.name != "timeout"),
+    pytest.mark.timeout(120, method="signal"),
+    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
+]
+slow = [pytest.mark.slow, pytest.mark.timeout(3600, method="signal")]
+
+OFFSET = int(os.environ.get("VECENV_OFFSET", datetime.date.today().toordinal()))
+EVERY = 7
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c() -> Iterator[None]:
+    with pythons_own_ctrl_c():
+        yield
+
+
+def offset_of(*names: object) -> int:
+    """Tests begin at different moments, and each at another one tomorrow."""
+    return OFFSET + zlib.crc32(repr(names).encode())
+
+
+def sweep(
+    attempt: Callable[[Interruption], None],
+    renew: Callable[[], None],
+    names: tuple[object, ...],
+    *,
+    every: int,
+    kinds: tuple[str, ...] = KINDS,
+    least: int = 10,
+    verdicts: Verdicts | None = None,
+    **options: Any,
+) -> Verdicts:
+    """Attempt something with an interruption at every ``every``-th moment of each kind, and say what became of all."""
+    verdicts = verdicts or Verdicts()
+    for kind in kinds:
+        for interruption in moments(kind, every=every, offset=offset_of(*names, kind), least=least, **options):
+            verdicts.attempts += 1
+            try:
+                attempt(interruption)
+            except (Exception, KeyboardInterrupt, Stopped) as error:
+                verdicts.add(error, repr(interruption))
+                del error
+                renew()
+            verdicts.fired += interruption.fired
+            if verdicts.enough:
+                return verdicts
+    return verdicts
+
+
+# --- calls --------------------------------------------------------------------------------------
+
+QUICK = [
+    ("in process", "step", "whole"), ("in process", "reset", "whole"),
+    ("caller's share", "step", "whole"), ("caller's share", "call", "whole"),
+    ("one worker", "step", "whole"), ("one worker", "step", "begin"), ("one worker", "step", "wait"),
+    ("one worker", "reset", "whole"), ("one worker", "reset_some", "whole"), ("one worker", "call", "whole"),
+    ("one worker", "set_attr", "whole"), ("one worker", "exec_func", "whole"), ("one worker", "get_attr", "whole"),
+    ("four workers", "step", "whole"), ("four workers", "set_attr", "whole"),
+    ("max_concurrency", "step", "whole"), ("restart", "step", "whole"), ("restart", "reset", "whole"),
+    ("list actions", "step", "whole"), ("Text actions", "step", "wait"), ("Text observations", "step", "whole"),
+    ("Text observations", "reset", "wait"), ("no shared memory", "step", "whole"), ("same step", "step", "whole"),
+    ("batch_size", "step", "whole"),
+]  # fmt: skip
+PARTS = [(name, part) for name in CALLS for part in ("whole", "begin", "wait") if part == "whole" or "_attr" not in name]
+
+
+@pytest.mark.parametrize(
+    ("setting", "call", "part", "every"),
+    [
+        *((*case, EVERY) for case in QUICK),
+        *(
+            pytest.param(setting, call, part, 1, marks=slow, id=f"all-{setting}-{call}-{part}")
+            for setting in SETTINGS
+            for call, part in PARTS
+        ),
+    ],
+)
+def test_the_call_was_not_made_or_its_answer_is_owed(setting: str, call: str, part: str, every: int) -> None:
+    """The answer is that of an undisturbed twin, and so is what is asked next."""
+    chosen = SETTINGS[setting]
+    chance = random.Random(OFFSET)
+
+    def attempt(interruption: Interruption) -> None:
+        again = []
+        if interruption.moment % 3 == 0:  # and once more, in what is called to get the answer
+            again = [Interruption(interruption.kind, chance.randrange(30), Stopped)]
+        subject.attempt(call, part, [interruption, *again])
+
+    with Subject(chosen) as subject:
+        names = (setting, call, part)
+        verdicts = sweep(attempt, subject.renew, names, every=every, within=within(chosen))
+    verdicts.excused = subject.excused
+    verdicts.check()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600, method="signal")
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("setting", ["one worker", "caller's share", "list actions", "batch_size"])
+def test_before_any_bytecode(setting: str, call: str) -> None:
+    """As above; an exception before each bytecode, of which there are thousands."""
+    chosen = SETTINGS[setting]
+    with Subject(chosen) as subject:
+        verdicts = sweep(
+            lambda interruption: subject.attempt(call, "whole", [interruption]), subject.renew, (setting, call),
+            every=3, kinds=("opcode",), within=within(chosen),
+        )  # fmt: skip
+    verdicts.excused = subject.excused
+    verdicts.check()
+
+
+# --- first-ready batches ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["send", "recv", "reset_async", "recv of a reset"])
+@pytest.mark.parametrize(
+    ("setting", "every"),
+    [("two of four", EVERY), *(pytest.param(name, 1, marks=slow, id=f"all-{name}") for name in FIRST_READY)],
+)
+def test_rows_are_sent_all_or_none_and_each_comes_once(setting: str, which: str, every: int) -> None:
+    stream = Stream(FIRST_READY[setting])
+    ticks = iter(range(10**9))
+    try:
+        sweep(
+            lambda interruption: stream.cycle(which, interruption, next(ticks)), stream.renew, (setting, which), every=every
+        ).check()
+    finally:
+        stream.end()
+
+
+# --- environments that fail in the interrupted step ---------------------------------------------
+
+
+def step_with_a_fault(envs: Any, actions: Any, interruption: Interruption) -> Any:
+    """The answer to a step that is interrupted, as the state says how to get it."""
+    with interruption:
+        return envs.step(actions)
+    if envs._state.value == "default":
+        return envs.step(actions)
+    assert envs._state.value == "step"
+    return envs.step_wait()
+
+
+def restarted_rows_are_right(subject: Subject, lost: list[int], fault: int, interruption: Interruption) -> None:
+    """The lost rows say that they were restarted; all others, and the next step, are as if nothing had happened."""
+    envs, same, count = subject.envs, subject.same, subject.setting.count
+    subject.in_step()
+    numbers = [(subject.tick + row) % RAISE for row in range(count)]
+    assert_identical(envs.step(np.array(numbers)), same.step(np.array(numbers)), "the step before")
+    last = envs.observations.copy()
+    wanted = same.step(np.array(numbers))
+    numbers[lost[0]] = fault
+    restarts = envs.stats()["restarts"]
+    found = step_with_a_fault(envs, np.array(numbers), interruption)
+    assert envs._state.value == "default"
+    for row in range(count):
+        if row in lost:
+            assert (found[1][row], found[2][row], found[3][row]) == (0.0, False, True), f"row {row} says not that it ended"
+            assert found[4]["restarted"][row]
+            assert_identical(found[4]["final_obs"][row], last[row], f"final_obs of {row}")
+        else:
+            for field in range(4):
+                assert_identical(found[field][row], wanted[field][row], f"field {field} of env {row}")
+            assert found[4]["tag"][row] == wanted[4]["tag"][row]
+            assert not found[4]["_restarted"][row]
+    assert envs.stats()["restarts"] == restarts + 1
+    beginnings, *_ = envs.step(np.zeros(count, np.int64))
+    for row in lost:
+        assert beginnings[row].tolist()[3:] == [0, 0, 0], f"row {row} did not begin anew: {beginnings[row]}"
+
+
+def failure_is_told(subject: Subject, lost: list[int], fault: int, interruption: Interruption) -> None:
+    """The error comes, once, and names the environment; the next reset brings it back."""
+    envs, count = subject.envs, subject.setting.count
+    subject.in_step()
+    actions = np.array([fault if row == lost[0] else row % RAISE for row in range(count)])
+    error_class: type[Exception] = ValueError if fault == RAISE else vecenv.errors.WorkerDied
+    with pytest.raises(error_class) as raised:
+        step_with_a_fault(envs, actions, interruption)
+    if fault == RAISE:
+        assert re.search(rf"env {lost[0]}\b", brief(raised.value, whole=True)), brief(raised.value)
+    else:
+        assert set(lost) == set(raised.value.envs)  # type: ignore[attr-defined]
+    assert envs._state.value == "default"
+    with pytest.raises(vecenv.errors.EnvFailed):
+        envs.step(np.zeros(count, np.int64))
+    subject.in_step()
+
+
+FAULTY = {
+    "restart, one raises": (Setting({"num_workers": 2, **RESTART}), [1], RAISE, restarted_rows_are_right),
+    "restart, a worker dies": (Setting({"num_workers": 2, **RESTART}), [1, 0], DIE, restarted_rows_are_right),
+    "one raises": (Setting({"num_workers": 2}), [1], RAISE, failure_is_told),
+    "a worker dies": (Setting({"num_workers": 2}), [1, 0], DIE, failure_is_told),
+}
+
+
+def step_that_fails(subject: Subject, case: str, interruption: Interruption) -> None:
+    _, lost, fault, demand = FAULTY[case]
+    with Watchdog(subject.known) as watchdog:
+        try:
+            demand(subject, lost, fault, interruption)
+        except BaseException as error:
+            if watchdog.bit:
+                raise Hung(f"it hung; ended by force it said: {brief(error)}") from None
+            raise
+    assert not watchdog.bit
+    assert not interruption.swallowed, "the exception was swallowed"
+
+
+@pytest.mark.parametrize(
+    ("case", "every"),
+    [*((name, 19) for name in FAULTY), *(pytest.param(name, 1, marks=slow, id=f"all-{name}") for name in FAULTY)],
+)
+def test_a_failure_in_the_interrupted_step_is_not_lost(case: str, every: int) -> None:
+    with Subject(FAULTY[case][0]) as subject:
+        attempt = functools.partial(step_that_fails, subject, case)
+        sweep(attempt, subject.renew, (case,), every=every, verdicts=Verdicts(most_wrong=4)).check()
+
+
+# --- beginning and end --------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*")
+@pytest.mark.parametrize(
+    ("setting", "state", "every"),
+    [
+        ("two workers", "idle", 31), ("two workers", "a step pending", 31), ("in process", "idle", 11),
+        *(pytest.param(name, state, 1, marks=slow, id=f"all-{name}-{state}") for name in ENDS for state in STATES),
+    ],
+)  # fmt: skip
+def test_an_interrupted_close_can_be_called_again(setting: str, state: str, every: int) -> None:
+    """And then it ends within seconds, and nothing is left."""
+    chance = random.Random(OFFSET)
+
+    def attempt(interruption: Interruption) -> None:
+        again = [Interruption(interruption.kind, chance.randrange(60), Stopped)] if interruption.moment % 2 else []
+        interrupted_close(ENDS[setting], state, [interruption, *again])
+
+    warm_up(ENDS[setting])
+    sweep(attempt, gc.collect, (setting, state), every=every, verdicts=Verdicts(most_wrong=6)).check()
+
+
+@pytest.mark.filterwarnings("ignore:.*")
+@pytest.mark.parametrize(
+    ("setting", "every"),
+    [("two workers", 41), ("in process", 23), *(pytest.param(name, 1, marks=slow, id=f"all-{name}") for name in ENDS)],
+)
+def test_an_interrupted_constructor_leaves_nothing(setting: str, every: int) -> None:
+    chosen = ENDS[setting]
+    warm_up(chosen)
+
+    def attempt(interruption: Interruption) -> None:
+        known, before = children(), belongings()
+        envs = None
+        with Watchdog(known, 8.0) as watchdog, interruption:
+            envs = chosen.open()
+        assert not watchdog.bit, "it hung"
+        if envs is not None:
+            envs.close()
+        del envs
+        leaves_nothing(before, known)
+
+    sweep(attempt, gc.collect, (setting,), every=every, verdicts=Verdicts(most_wrong=6)).check()
+
+
+# --- undisturbed --------------------------------------------------------------------------------
+
+NEVER = 10**9
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_without_an_interruption_all_is_right(setting: str) -> None:
+    """What the tests above demand of an interrupted call holds of one that is not."""
+    with Subject(SETTINGS[setting]) as subject:
+        for _ in range(3):
+            for call, part in PARTS:
+                subject.attempt(call, part, [Interruption("line", NEVER)])
+    assert not subject.excused
+
+
+@pytest.mark.parametrize("setting", FIRST_READY)
+def test_without_an_interruption_all_rows_come(setting: str) -> None:
+    stream = Stream(FIRST_READY[setting])
+    try:
+        for tick in range(6):
+            stream.cycle(["send", "recv", "reset_async"][tick % 3], Interruption("line", NEVER), tick)
+    finally:
+        stream.end()
+
+
+@pytest.mark.parametrize("case", FAULTY)
+def test_without_an_interruption_a_failure_is_told(case: str) -> None:
+    with Subject(FAULTY[case][0]) as subject:
+        for _ in range(3):
+            step_that_fails(subject, case, Interruption("line", NEVER))
+
+
+@pytest.mark.filterwarnings("ignore:.*")
+@pytest.mark.parametrize(
+    ("setting", "state"), [*((name, "idle") for name in ENDS), *(("two workers", state) for state in STATES[1:])]
+)
+def test_without_an_interruption_close_leaves_nothing(setting: str, state: str) -> None:
+    warm_up(ENDS[setting])
+    interrupted_close(ENDS[setting], state, [])
+
+
+# --- the judge ----------------------------------------------------------------------------------
+
+
+class Careless(SyncVectorEnv):
+    """A vector environment that is wrong in one way when it is interrupted, to see whether that is noticed."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__([functools.partial(Counting, index) for index in range(4)])
+        self.how, self.armed = how, False
+        self.state, self.owed = "default", None
+
+    @property
+    def _state(self) -> Any:
+        return type("State", (), {"value": self.state})
+
+    def step(self, actions: Any) -> Any:
+        if not self.armed:
+            return super().step(actions)
+        self.armed = False
+        self.owed = super().step(actions)
+        if self.how != "twice":
+            self.state = "step"
+        if self.how == "garbled":
+            self.owed[1][2] += 1
+        raise KeyboardInterrupt
+
+    def step_wait(self) -> Any:
+        self.state = "default"
+        return self.owed
+
+
+@pytest.mark.parametrize("how", ["right", "twice", "garbled"])
+def test_the_judge_notices(how: str) -> None:
+    """A check that cannot fail shows nothing."""
+
+    class Always(Interruption):
+        def __exit__(self, kind: Any, error: Any, where: Any) -> bool:
+            super().__exit__(kind, error, where)
+            return kind is KeyboardInterrupt
+
+    subject = Subject(Setting({}))
+    subject.envs, subject.same = Careless(how), subject.setting.reference()
+    subject.in_step()
+    subject.envs.armed = True
+    call = make_call("step", subject.setting, 3)
+    if how == "right":
+        subject._attempt(call, "whole", [Always("line", 10**6)])
+    else:
+        with pytest.raises(AssertionError):
+            subject._attempt(call, "whole", [Always("line", 10**6)])

@@ -1,0 +1,93 @@
+"""Signals at random moments: a timer whose handler raises, and Ctrl-C. Nothing is wrong afterwards and nothing hangs.
+
+Each test runs ``at_random.py``, a program of its own, and prints its figures (``pytest -rP`` shows them). By default 40
+trials of each call; ``pytest -m slow`` makes it 1,000, in all configurations; ``VECENV_TRIALS`` sets another number,
+``VECENV_SEED`` other moments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from observe import PACKAGE
+from streams import FIRST_READY
+from witnesses import CALLS, SETTINGS
+
+PROGRAM = Path(__file__).with_name("at_random.py")
+TRIALS = os.environ.get("VECENV_TRIALS")
+slow = [pytest.mark.slow, pytest.mark.timeout(7200, method="signal")]
+pytestmark = pytest.mark.timeout(300, method="signal")
+
+
+def run_program(kind: str, setting: str, trials: int, calls: tuple[str, ...], limit: float) -> None:
+    """Run it, end it after ``limit`` seconds with all that it started, and demand that nothing was wrong."""
+    seed = os.environ.get("VECENV_SEED", str(random.randrange(10**6)))
+    command = [sys.executable, str(PROGRAM), kind, setting, str(int(TRIALS or trials)), seed, *calls]
+    path = [str(PACKAGE), str(PROGRAM.parent), os.environ.get("PYTHONPATH", "")]
+    program = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+        start_new_session=True,
+    )
+    try:
+        output, errors = program.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        output, errors = "", f"it did not end within {limit:g} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)
+        program.communicate()
+    lines = output.splitlines()
+    assert program.returncode == 0, f"{command}\nhung, or failed:\n{errors[-4000:]}"
+    found = json.loads(lines[-1])
+    report = []
+    for call, figures in found.items():
+        report.append(
+            f"{setting}, {call}, {kind}: {figures['trials']} trials, {figures['raised']} interrupted, "
+            f"{figures['wrong']} wrong, {figures['hung']} hung, {figures['excused']} failed as they may"
+        )
+        report += [f"    {text}" for text in figures["texts"]]
+    print("\n".join(report))
+    assert not any(figures["wrong"] or figures["hung"] for figures in found.values()), f"seed {seed}\n" + "\n".join(report)
+    raised = sum(figures["raised"] for figures in found.values())
+    assert raised > sum(figures["trials"] for figures in found.values()) / 10, f"only {raised} signals came in time"
+
+
+@pytest.mark.parametrize("kind", ["ALARM", "SIGINT"])
+@pytest.mark.parametrize("setting", ["one worker", "caller's share", "list actions", "restart"])
+def test_calls(setting: str, kind: str) -> None:
+    run_program(kind, setting, 40, ("step", "reset", "call", "set_attr"), 200)
+
+
+@pytest.mark.parametrize("kind", ["ALARM", "SIGINT"])
+def test_first_ready(kind: str) -> None:
+    run_program(kind, "two of four", 40, ("send", "recv", "reset_async"), 200)
+
+
+@pytest.mark.parametrize("kind", ["ALARM", "SIGINT"])
+def test_close(kind: str) -> None:
+    run_program(kind, "two workers", 20, ("close",), 200)
+
+
+@pytest.mark.parametrize("kind", ["ALARM", "SIGINT"])
+@pytest.mark.parametrize("setting", [pytest.param(name, marks=slow) for name in SETTINGS])
+def test_a_thousand_of_each_call(setting: str, kind: str) -> None:
+    run_program(kind, setting, 1000, (*CALLS, "close"), 7000)
+
+
+@pytest.mark.parametrize("kind", ["ALARM", "SIGINT"])
+@pytest.mark.parametrize("setting", [pytest.param(name, marks=slow) for name in FIRST_READY])
+def test_a_thousand_batches(setting: str, kind: str) -> None:
+    run_program(kind, setting, 1000, ("send", "recv", "reset_async"), 7000)

@@ -1,0 +1,643 @@
+"""Every call in any order, with faults and interruptions, against a model: one plain environment a row.
+
+By default a few seconds; ``VECENV_SOAK_SECONDS=600 pytest -m soak -s tests/faults/test_model.py`` goes on for so long (3,600
+where it is not set) and prints how many runs and moves there were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from counting import RAISE, Counting, tell
+from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
+from hypothesis import HealthCheck, Phase, note, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from interruption import Interruption, Stopped
+from observe import FAULTS, remaining
+from witnesses import (
+    RESTART,
+    SETTINGS,
+    UNDISTURBED,
+    Hung,
+    Setting,
+    Watchdog,
+    brief,
+    children,
+    in_flight,
+    kill,
+    pythons_own_ctrl_c,
+    within,
+)
+
+from vecenv.errors import EnvFailed, StepTimeout, WorkerDied
+
+pytestmark = [mark for mark in FAULTS if mark.name != "timeout"]
+
+COUNT, BATCH, LENGTH = 4, 2, 4
+CHOICES: dict[str, Setting] = {
+    name: replace(SETTINGS[base], options={**SETTINGS[base].options, "batch_size": BATCH, **more}, length=LENGTH)
+    for name, base, more in [
+        ("in process", "in process", {}),
+        ("caller's share", "caller's share", {}),
+        ("one worker", "one worker", {}),
+        ("two workers", "batch_size", {}),
+        ("restart", "restart", {}),
+        ("max_concurrency", "max_concurrency", {}),
+        ("list actions", "list actions", {}),
+        ("Text actions, restart", "Text actions", RESTART),
+        ("Text observations", "Text observations", {}),
+        ("no shared memory, restart", "no shared memory", RESTART),
+    ]
+}
+COUNTS = {"runs": 0, "moves": 0, "interrupted": 0, "excused": 0}
+
+
+class Row:
+    """One environment and what its row must say; a step after the end of an episode is a reset."""
+
+    def __init__(self, setting: Setting, index: int) -> None:
+        self.env: Counting = setting.kind(index, setting.length)
+        self.done = False
+        self.last: Any = None
+
+    def reset(self, seed: int | None) -> tuple[Any, ...]:
+        self.last, info = self.env.reset(seed=seed)
+        self.done = False
+        return self.last, 0.0, False, False, info
+
+    def step(self, action: Any) -> tuple[Any, ...]:
+        if self.done:
+            return self.reset(None)
+        answer = self.env.step(action)
+        self.last, self.done = answer[0], answer[2]
+        return answer
+
+
+def says(answer: tuple[Any, ...], at: int, wanted: tuple[Any, ...], who: str) -> None:
+    """Assert that row ``at`` of an answer, of five parts or of the two of a reset, is this one."""
+    observation = answer[0][at]
+    assert type(observation) is str or observation.dtype == wanted[0].dtype
+    assert np.array_equal(observation, wanted[0]), f"{who} says {observation}, wanted {wanted[0]}"
+    if len(answer) == 5:
+        found = tuple(column[at] for column in answer[1:4])
+        assert found == wanted[1:4], f"{who} says {found}, wanted {wanted[1:4]}"
+    check_infos(answer[-1], at, wanted[4], who)
+
+
+def check_infos(infos: dict[str, Any], at: int, wanted: dict[str, Any], who: str) -> None:
+    here = {key: infos[key][at] for key in infos if not key.startswith("_") and infos[f"_{key}"][at]}
+    here.pop("env_id", None)
+    assert here == wanted, f"infos of {who}: {here}, wanted {wanted}"
+
+
+class Model:
+    """An engine, the rows as they must be, and what is owed.
+
+    Attributes:
+        owed: Kind of the call whose answer is owed, and what checks the answer.
+        flying: Rows that were sent and not received, and what they must say.
+        armed: Falls into the next call.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.setting = CHOICES[name]
+        self.restart = "on_failure" in self.setting.options
+        self.known = children()
+        self.log: list[object] = [name]
+        self.tick = 0
+        self.envs: Any = None
+        self.open()
+
+    def open(self) -> None:
+        self.envs = self.setting.open()
+        self.rows = [Row(self.setting, index) for index in range(COUNT)]
+        self.owed: tuple[str, Callable[[Any], None]] | None = None
+        self.flying: dict[int, tuple[Any, ...]] = {}
+        self.armed: list[Interruption] = []
+        self.recover()
+
+    def close(self, **options: Any) -> None:
+        envs, self.envs = self.envs, None
+        if envs is not None:
+            with warnings.catch_warnings(), Watchdog(self.known, 5.0):
+                warnings.simplefilter("ignore")
+                envs.close(**options)
+        left = children() - self.known
+        kill(left)
+        for pid in left:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+        assert not (left and envs is not None), f"processes {left} were left by close()"
+
+    # what every move needs
+
+    def seed(self) -> int:
+        self.tick += 1
+        return 100 * self.tick
+
+    def recover(self) -> None:
+        """After a fault: a reset with a seed, and everything is known again."""
+        seed = self.seed()
+        for _ in range(COUNT + 1):
+            try:
+                observations, _ = self.envs.reset(seed=seed)
+                break
+            except WorkerDied:
+                continue  # one more of which nobody knew
+        for index, row in enumerate(self.rows):
+            wanted = row.reset(seed + index)[0]
+            assert np.array_equal(observations[index], wanted), f"after reset() env {index} says {observations[index]}"
+        self.owed = None
+        self.flying = {}
+
+    def guard(self, move: Callable[[], None]) -> None:
+        """A move with an end, and with an excuse where an environment of this process was hit itself."""
+        with Watchdog(self.known) as watchdog:
+            try:
+                move()
+            except Exception as error:
+                if watchdog.bit:
+                    raise Hung(f"it hung; ended by force it said: {brief(error)}") from None
+                if isinstance(error, AssertionError) or not self.excused(error):
+                    raise
+                COUNTS["excused"] += 1
+                if self.envs._state.value != "default":
+                    raise AssertionError(f"the error came, and {self.envs._state.value} is still owed") from error
+                self.recover()
+        assert not watchdog.bit, "it went on only when its workers were killed"
+
+    def excused(self, error: Exception) -> bool:
+        named = re.search(r"\benvs? \[?(\d+)", brief(error, whole=True))
+        return self.was_interrupted and bool(self.setting.local) and named is not None
+
+    was_interrupted = False
+
+    def interruption(self) -> Any:
+        if not self.armed:
+            return UNDISTURBED
+        COUNTS["interrupted"] += 1
+        self.was_interrupted = True
+        self.log.append(self.armed[0])
+        return self.armed.pop(0)
+
+    def until_done(self, first: Callable[[], Any], again: Callable[[], Any] | None, kind: str) -> Any:
+        """The answer to a call, interrupted or not: made again if it was not made, waited for if it is owed.
+
+        Args:
+            first: Makes it.
+            again: Waits for it; ``None``: ``first`` only makes a call, and there is no answer yet.
+            kind: What the state says meanwhile.
+        """
+        todo, begun = first, False
+        while True:
+            returned, answer, interruption = False, None, self.interruption()
+            with interruption:
+                answer, returned = todo(), True
+            if interruption is not UNDISTURBED:
+                assert not interruption.swallowed, f"swallowed: {interruption}"
+            state = self.envs._state.value
+            if returned:
+                assert state == ("default" if again is not None else kind), state
+                return answer
+            assert state in ("default", kind), state
+            assert state == kind or not begun, "the answer is owed, and the state says default"
+            begun = begun or state == kind
+            if begun:
+                if again is None:
+                    return None
+                todo = again
+
+    def all_rows(self, answer: tuple[Any, ...], wanted: list[tuple[Any, ...]]) -> None:
+        for index in range(COUNT):
+            says(answer, index, wanted[index], f"env {index}")
+
+    def actions(self, numbers: list[int]) -> Any:
+        return self.setting.actions(numbers)
+
+    def action_of(self, number: int) -> Any:
+        return self.setting.actions([number])[0]
+
+    # moves
+
+    def stepped(self, numbers: list[int]) -> list[tuple[Any, ...]]:
+        return [row.step(self.action_of(number)) for row, number in zip(self.rows, numbers, strict=True)]
+
+    def step(self, numbers: list[int]) -> None:
+        wanted = self.stepped(numbers)
+        actions = self.actions(numbers)
+        self.all_rows(self.until_done(lambda: self.envs.step(actions), self.envs.step_wait, "step"), wanted)
+
+    def step_async(self, numbers: list[int]) -> None:
+        wanted = self.stepped(numbers)
+        actions = self.actions(numbers)
+        self.until_done(lambda: self.envs.step_async(actions), None, "step")
+        self.owed = "step", lambda answer: self.all_rows(answer, wanted)
+
+    def reset_rows(self, seed: int | None, mask: list[bool] | None) -> tuple[dict[str, Any], list[tuple[Any, ...]]]:
+        wanted = []
+        for index, row in enumerate(self.rows):
+            if mask is None or mask[index]:
+                wanted.append(row.reset(None if seed is None else seed + index))
+            else:
+                wanted.append((row.last, 0.0, False, False, {}))
+        options = {} if mask is None else {"options": {"reset_mask": np.array(mask)}}
+        return {"seed": seed, **options}, wanted
+
+    def reset(self, seed: int | None, mask: list[bool] | None) -> None:
+        arguments, wanted = self.reset_rows(seed, mask)
+        self.all_rows(self.until_done(lambda: self.envs.reset(**arguments), self.envs.reset_wait, "reset"), wanted)
+        self.flying = {}
+
+    def reset_async(self, seed: int | None) -> None:
+        arguments, wanted = self.reset_rows(seed, None)
+        self.until_done(lambda: self.envs.reset_async(**arguments), None, "reset")
+        self.flying = {}
+        self.launched = dict(enumerate(wanted))
+        self.owed = "reset", lambda answer: self.all_rows(answer, wanted)
+
+    def wait(self, timeout: float | None) -> None:
+        """What is owed; or it is not there yet, and stays owed."""
+        assert self.owed is not None
+        kind, check = self.owed
+        wait = getattr(self.envs, f"{kind}_wait")
+        while True:
+            try:
+                answer = self.until_done(lambda: wait(timeout=timeout), wait, kind)
+                break
+            except StepTimeout:
+                assert timeout is not None
+                assert self.envs._state.value == kind
+                return
+        self.owed = None
+        check(answer)
+
+    def call(self, name: str, begin_only: bool) -> None:
+        self.tick += 1
+        word, envs = f"word {self.tick}", self.envs
+        plain = [row.env for row in self.rows]
+
+        def same(wanted: Any) -> Callable[[Any], None]:
+            def check(answer: Any) -> None:
+                assert answer == wanted, (answer, wanted)
+
+            return check
+
+        if name == "get_attr":
+            same(tuple(env.marks for env in plain))(self.until_done(lambda: envs.get_attr("marks"), envs.call_wait, "call"))
+        elif name == "set_attr":
+            marks = [f"{word} of {index}" for index in range(COUNT)]
+            for env, mark in zip(plain, marks, strict=True):
+                env.mark = mark
+            answer = self.until_done(lambda: envs.set_attr("mark", marks), envs.call_wait, "call")
+            assert answer in (None, (None,) * COUNT)
+            assert envs.get_attr("mark") == tuple(marks)
+        elif name == "exec_func":
+            wanted = tuple(tell(env, word) if index in (0, 3) else None for index, env in enumerate(plain))
+            if begin_only:
+                self.until_done(lambda: envs.exec_func_send(tell, [3, 0], word), None, "call")
+                self.owed = "call", same(wanted)
+            else:
+                same(wanted)(self.until_done(lambda: envs.exec_func(tell, [3, 0], word), envs.call_wait, "call"))
+        else:
+            wanted = tuple(tell(env, word) for env in plain)
+            if begin_only:
+                self.until_done(lambda: envs.call_async("tell", word), None, "call")
+                self.owed = "call", same(wanted)
+            else:
+                same(wanted)(self.until_done(lambda: envs.call("tell", word), envs.call_wait, "call"))
+
+    def send(self, ids: list[int], numbers: list[int]) -> None:
+        actions, before = self.actions(numbers), in_flight(self.envs)
+        while True:
+            with self.interruption():
+                self.envs.send(actions, np.array(ids))
+            more = in_flight(self.envs) - before
+            assert more in (0, len(ids)), f"{more} of {len(ids)} rows were sent"
+            if more:
+                break
+        for index, number in zip(ids, numbers, strict=True):
+            self.flying[index] = self.rows[index].step(self.action_of(number))
+
+    def recv(self, timeout: float | None) -> None:
+        answer = None
+        while answer is None:
+            try:
+                with self.interruption():
+                    answer = self.envs.recv(timeout)
+            except StepTimeout:
+                assert timeout is not None
+                timeout = None
+        if self.owed is not None:  # a reset, received as it comes
+            self.flying, self.owed = self.launched, None
+        ids = answer[-1]["env_id"].tolist()
+        assert len(set(ids)) == BATCH
+        for at, index in enumerate(ids):
+            assert index in self.flying, f"row {index} came and was not on its way"
+            says(answer, at, self.flying.pop(index), f"env {index}")
+
+    def fail(self, who: int) -> None:
+        """One environment raises in a step."""
+        self.recover()
+        numbers = [RAISE if index == who else 1 for index in range(COUNT)]
+        wanted = [row.step(self.action_of(1)) for row in self.rows]
+        if self.restart:
+            self.restarted(self.envs.step(self.actions(numbers)), wanted, {who})
+        else:
+            with pytest.raises(ValueError, match="it was told to raise") as raised:
+                self.envs.step(self.actions(numbers))
+            assert re.search(rf"env {who}\b", brief(raised.value, whole=True))
+            with pytest.raises(EnvFailed):
+                self.envs.step(self.actions([1] * COUNT))
+        self.recover()
+
+    def restarted(self, answer: tuple[Any, ...], wanted: list[tuple[Any, ...]], lost: set[int]) -> None:
+        for index in range(COUNT):
+            if index in lost:
+                assert (answer[1][index], answer[2][index], answer[3][index]) == (0.0, False, True)
+                assert answer[4]["restarted"][index]
+            else:
+                says(answer, index, wanted[index], f"env {index}")
+
+    def worker_pids(self) -> list[int]:
+        return [process.pid for process in self.envs.processes]
+
+    def die(self, which: int, discovered: str) -> None:
+        """A worker is killed and nobody is told; a step, a call or a reset finds out."""
+        self.recover()
+        pids = self.worker_pids()
+        victim = which % len(pids)
+        os.kill(pids[victim], signal.SIGKILL)
+        assert not remaining([pids[victim]], 5)
+        if discovered == "step":
+            wanted = [row.step(self.action_of(1)) for row in self.rows]
+            if self.restart:
+                share = COUNT // len(pids)
+                self.restarted(
+                    self.envs.step(self.actions([1] * COUNT)), wanted, set(range(victim * share, (victim + 1) * share))
+                )
+            else:
+                with pytest.raises(WorkerDied):
+                    self.envs.step(self.actions([1] * COUNT))
+        elif discovered == "call":
+            with pytest.raises((WorkerDied, EnvFailed)):
+                self.envs.call("tell", "x")
+        self.recover()
+
+    def die_at_work(self, which: int) -> None:
+        """A worker is killed while a step is under way: it had answered, or it is told."""
+        self.recover()
+        pids = self.worker_pids()
+        wanted = [row.step(self.action_of(1)) for row in self.rows]
+        self.envs.step_async(self.actions([1] * COUNT))
+        os.kill(pids[which % len(pids)], signal.SIGKILL)
+        try:
+            answer = self.envs.step_wait()
+        except WorkerDied:
+            assert not self.restart
+        else:
+            lost = set(np.flatnonzero(answer[4].get("_restarted", np.zeros(COUNT, bool))).tolist())
+            assert self.restart or not lost
+            self.restarted(answer, wanted, lost)
+        assert not remaining([pids[which % len(pids)]], 5)
+        self.recover()
+
+    def stop_and_go(self, which: int, numbers: list[int]) -> None:
+        """A worker is stopped, its answer is late, then it goes on."""
+        pids = self.worker_pids()
+        victim = pids[which % len(pids)]
+        os.kill(victim, signal.SIGSTOP)
+        try:
+            self.step_async(numbers)
+            self.wait(0.02)
+        finally:
+            os.kill(victim, signal.SIGCONT)
+        if self.owed is not None:
+            self.wait(None)
+
+    def wrong_calls(self) -> None:
+        """Calls out of order are refused, and change nothing."""
+        envs = self.envs
+        if self.owed is not None:
+            for call in (lambda: envs.step_async(self.actions([1] * COUNT)), lambda: envs.get_attr("marks")):
+                with pytest.raises(AlreadyPendingCallError):
+                    call()
+        else:
+            for wait in (envs.step_wait, envs.reset_wait, envs.call_wait):
+                with pytest.raises(NoAsyncCallError):
+                    wait()
+        if self.flying:
+            with pytest.raises(AlreadyPendingCallError):
+                envs.send(self.actions([1]), np.array([next(iter(self.flying))]))
+
+
+NUMBERS = st.lists(st.integers(0, RAISE - 1), min_size=COUNT, max_size=COUNT)
+SEEDS = st.one_of(st.none(), st.integers(10, 99))
+
+
+def when(condition: Callable[[Any], bool]) -> Callable[[Any], Any]:
+    """A rule that is a move now or nothing.
+
+    Not a precondition: what is owed depends on chance, and what hypothesis draws must not, or it cannot repeat it.
+    """
+
+    def decorate(method: Any) -> Any:
+        @functools.wraps(method)
+        def maybe(self: Any, **arguments: Any) -> None:
+            if condition(self):
+                method(self, **arguments)
+
+        return maybe
+
+    return decorate
+
+
+def idle(machine: Any) -> bool:
+    return machine.model.owed is None and not machine.model.flying
+
+
+class Calm(RuleBasedStateMachine):
+    """Hypothesis at the controls; all faults, and no interruptions."""
+
+    model: Model
+
+    @initialize(name=st.sampled_from(sorted(CHOICES)))
+    def start(self, name: str) -> None:
+        COUNTS["runs"] += 1
+        self.model = Model(name)
+
+    def move(self, text: str, move: Callable[[], None]) -> None:
+        model = self.model
+        COUNTS["moves"] += 1
+        model.log.append(text)
+        model.was_interrupted = False
+        try:
+            model.guard(move)
+        except BaseException as error:
+            note("; ".join(map(str, model.log[-25:])))
+            error.add_note("the last moves: " + "; ".join(map(str, model.log[-12:])))
+            raise
+        if model.was_interrupted:
+            model.armed = []
+
+    @rule(numbers=NUMBERS)
+    @when(idle)
+    def step(self, numbers: list[int]) -> None:
+        self.move(f"step({numbers})", lambda: self.model.step(numbers))
+
+    @rule(numbers=NUMBERS)
+    @when(idle)
+    def step_async(self, numbers: list[int]) -> None:
+        self.move(f"step_async({numbers})", lambda: self.model.step_async(numbers))
+
+    @rule(seed=SEEDS)
+    @when(lambda self: self.model.owed is None)
+    def reset(self, seed: int | None) -> None:
+        self.move(f"reset({seed})", lambda: self.model.reset(seed, None))
+
+    @rule(seed=SEEDS, mask=st.lists(st.booleans(), min_size=COUNT, max_size=COUNT).filter(any))
+    @when(idle)
+    def reset_some(self, seed: int | None, mask: list[bool]) -> None:
+        self.move(f"reset({seed}, {mask})", lambda: self.model.reset(seed, mask))
+
+    @rule(seed=SEEDS)
+    @when(idle)
+    def reset_async(self, seed: int | None) -> None:
+        self.move(f"reset_async({seed})", lambda: self.model.reset_async(seed))
+
+    @rule(timeout=st.sampled_from([None, 0.0, 30.0]))
+    @when(lambda self: self.model.owed is not None)
+    def wait(self, timeout: float | None) -> None:
+        self.move(f"wait({timeout})", lambda: self.model.wait(timeout))
+
+    @rule(name=st.sampled_from(["call", "get_attr", "set_attr", "exec_func"]), begin_only=st.booleans())
+    @when(idle)
+    def call(self, name: str, begin_only: bool) -> None:
+        self.move(f"{name}({begin_only})", lambda: self.model.call(name, begin_only))
+
+    @rule(chosen=st.permutations(range(COUNT)), many=st.integers(1, COUNT), numbers=NUMBERS)
+    @when(lambda self: self.model.owed is None and len(self.model.flying) < COUNT)
+    def send(self, chosen: list[int], many: int, numbers: list[int]) -> None:
+        ids = [index for index in chosen if index not in self.model.flying][:many]
+        self.move(f"send({ids}, {numbers})", lambda: self.model.send(ids, numbers[: len(ids)]))
+
+    @rule(timeout=st.sampled_from([None, 0.0, 30.0]))
+    @when(lambda self: len(self.model.flying) >= BATCH or (self.model.owed or " ")[0] == "reset")
+    def recv(self, timeout: float | None) -> None:
+        self.move(f"recv({timeout})", lambda: self.model.recv(timeout))
+
+    @rule(who=st.integers(0, COUNT - 1))
+    @when(lambda self: idle(self) and not self.model.armed)
+    def an_environment_raises(self, who: int) -> None:
+        self.move(f"raise in {who}", lambda: self.model.fail(who))
+
+    @rule(which=st.integers(0, COUNT - 1), discovered=st.sampled_from(["step", "call", "reset"]))
+    @when(lambda self: idle(self) and not self.model.armed and not self.model.setting.local)
+    def a_worker_is_killed(self, which: int, discovered: str) -> None:
+        self.move(f"kill {which}, found by {discovered}", lambda: self.model.die(which, discovered))
+
+    @rule(which=st.integers(0, COUNT - 1))
+    @when(lambda self: idle(self) and not self.model.armed and not self.model.setting.local)
+    def a_worker_is_killed_at_work(self, which: int) -> None:
+        self.move(f"kill {which} at work", lambda: self.model.die_at_work(which))
+
+    @rule(which=st.integers(0, COUNT - 1), numbers=NUMBERS)
+    @when(lambda self: idle(self) and not self.model.setting.local)
+    def a_worker_is_stopped(self, which: int, numbers: list[int]) -> None:
+        self.move(f"stop {which} and go on", lambda: self.model.stop_and_go(which, numbers))
+
+    @rule()
+    def wrong_calls(self) -> None:
+        self.move("wrong calls", self.model.wrong_calls)
+
+    @rule(timeout=st.sampled_from([None, 1.0]), really=st.sampled_from([False, False, False, True]))
+    def close_and_build(self, timeout: float | None, really: bool) -> None:
+        if not really:  # it takes longer than all others
+            return
+
+        def move() -> None:
+            self.model.close(timeout=timeout)
+            self.model.open()
+
+        self.move(f"close({timeout})", move)
+
+    @invariant()
+    def the_state_is_what_is_owed(self) -> None:
+        model = getattr(self, "model", None)
+        if model is None or model.envs is None:
+            return
+        kind = model.owed[0] if model.owed is not None else "default"
+        assert model.envs._state.value == kind
+        assert in_flight(model.envs) == len(model.flying) + (COUNT if kind == "reset" else 0)
+
+    def teardown(self) -> None:
+        model = getattr(self, "model", None)
+        if model is not None:
+            model.close(terminate=sys.exc_info()[0] is not None)
+
+
+class Machine(Calm):
+    """And interruptions."""
+
+    @rule(
+        kind=st.sampled_from(["line", "call"]), moment=st.integers(0, 160), again=st.integers(0, 60),
+        error=st.sampled_from([KeyboardInterrupt, Stopped]),
+    )  # fmt: skip
+    @when(lambda self: not self.model.armed)
+    def interrupt_the_next_call(self, kind: str, moment: int, again: int, error: type[BaseException]) -> None:
+        files = within(self.model.setting)
+        self.model.armed = [Interruption(kind, moment, error, files)]
+        if again < 20:
+            self.model.armed.append(Interruption(kind, again, Stopped, files))
+
+
+def play(machine: type[Calm], examples: int, moves: int) -> None:
+    with pythons_own_ctrl_c():
+        run_state_machine_as_test(
+            machine,
+            settings=settings(
+                max_examples=examples,
+                stateful_step_count=moves,
+                deadline=None,
+                suppress_health_check=list(HealthCheck),
+                database=None,
+                phases=[Phase.generate],  # to shrink what kills processes takes minutes; the last moves are in the note
+            ),
+        )
+
+
+@pytest.mark.timeout(120, method="signal")
+def test_any_order() -> None:
+    """Few runs, with all that can happen in them."""
+    play(Machine, 12, 50)
+
+
+@pytest.mark.timeout(120, method="signal")
+def test_any_order_without_interruptions() -> None:
+    """The same, undisturbed: what the model demands of a calm engine."""
+    play(Calm, 6, 50)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(10**6, method="signal")
+def test_any_order_for_long() -> None:
+    """For as long as ``VECENV_SOAK_SECONDS`` says."""
+    deadline = time.monotonic() + float(os.environ.get("VECENV_SOAK_SECONDS", "3600"))
+    COUNTS.update(dict.fromkeys(COUNTS, 0))
+    try:
+        while time.monotonic() < deadline:
+            play(Machine, 20, 100)
+    finally:
+        print(", ".join(f"{count} {name}" for name, count in COUNTS.items()))

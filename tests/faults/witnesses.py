@@ -1,0 +1,468 @@
+"""What the tests of interruptions share: how environments are run, the calls, and how an attempt is judged.
+
+Whatever an environment (``counting.py``) says follows from the seed of its last seeded reset and from what it was asked
+since, and every answer is unique. So an answer that is old, repeated, torn or somebody else's is not the one that a second,
+undisturbed ``SyncVectorEnv`` gives; and after a seeded reset both are equal again, whatever was before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from counting import RAISE, Counting, Texts, Words, tell
+from gymnasium.vector import SyncVectorEnv
+from interruption import PACKAGE, Interruption
+
+import vecenv
+from vecenv.testing import assert_identical
+
+HERE = str(Path(__file__).parent)
+UNDISTURBED = contextlib.nullcontext()
+PATIENCE = 5.0  # seconds until an attempt is taken to hang; one takes milliseconds
+
+# --- configurations -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How environments are run.
+
+    Attributes:
+        options: Arguments of the engine.
+        count: How many environments.
+        kind: Their class.
+        length: Steps of an episode; 0: no end.
+        listed: Actions are given as a list.
+        local: Environments that live in the calling process.
+    """
+
+    options: dict[str, Any]
+    count: int = 4
+    kind: type[Counting] = Counting
+    length: int = 0
+    listed: bool = False
+    local: tuple[int, ...] = ()
+
+    def env_fns(self) -> list[Callable[[], Any]]:
+        return [functools.partial(self.kind, index, self.length) for index in range(self.count)]
+
+    def open(self) -> vecenv.AsyncVectorEnv:
+        return vecenv.AsyncVectorEnv(self.env_fns(), context="fork", **self.options)
+
+    def reference(self) -> SyncVectorEnv:
+        mode = self.options.get("autoreset_mode", "NextStep")
+        return SyncVectorEnv(self.env_fns(), autoreset_mode=mode)
+
+    def actions(self, numbers: Sequence[int]) -> Any:
+        if self.kind is Words:
+            return tuple("abcdefgh"[number] * (1 + number % 3) for number in numbers)
+        return list(map(int, numbers)) if self.listed else np.array(numbers, np.int64)
+
+
+RESTART = {"on_failure": "restart", "restart_limit": 10**6, "restart_period": 1e6}
+SETTINGS = {
+    "in process": Setting({"num_workers": 0}, length=5, local=(0, 1, 2, 3)),
+    "caller's share": Setting({"num_workers": 1, "use_caller": True}, local=(0, 1, 2, 3)),
+    "one worker": Setting({"num_workers": 1}, length=5),
+    "four workers": Setting({"num_workers": 4}, count=8),
+    "same step": Setting({"num_workers": 2, "autoreset_mode": "SameStep"}, length=3),
+    "max_concurrency": Setting({"num_workers": 4, "max_concurrency": 2}),
+    "restart": Setting({"num_workers": 2, **RESTART}, length=5),
+    "list actions": Setting({"num_workers": 2}, listed=True),
+    "Text actions": Setting({"num_workers": 2}, kind=Words),
+    "Text observations": Setting({"num_workers": 2}, kind=Texts, length=5),
+    "no shared memory": Setting({"num_workers": 2, "shared_memory": False}),
+    "batch_size": Setting({"num_workers": 2, "batch_size": 2}),
+}
+
+# --- calls --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call with its arguments.
+
+    Attributes:
+        state: What ``_state`` says while its answer is owed.
+        whole: Makes it and gives the answer.
+        begin: Only makes it; ``None`` where there is no such method.
+        wait: Gives the answer that is owed.
+        reference: The same with a ``SyncVectorEnv``.
+    """
+
+    name: str
+    state: str
+    whole: Callable[[Any], Any]
+    begin: Callable[[Any], Any] | None
+    wait: Callable[[Any], Any]
+    reference: Callable[[SyncVectorEnv], Any]
+
+
+CALLS = ("step", "reset", "reset_some", "call", "get_attr", "set_attr", "exec_func")
+
+
+def make_call(name: str, setting: Setting, tick: int) -> Call:
+    """The ``tick``-th call: its arguments are like no other's."""
+    word = f"word {tick}"
+    if name == "step":
+        actions = setting.actions([(tick * 3 + row * 5) % RAISE for row in range(setting.count)])
+        return Call(
+            name, "step", lambda e: e.step(actions), lambda e: e.step_async(actions), lambda e: e.step_wait(),
+            lambda s: s.step(actions),
+        )  # fmt: skip
+    if name in ("reset", "reset_some"):
+        some: dict[str, Any] = {"seed": 1000 * tick} if tick % 3 else {}
+        if name == "reset_some":
+            mask = (np.arange(setting.count) + tick) % 2 == 0
+            some["options"] = {"reset_mask": mask}
+        return Call(
+            name, "reset", lambda e: e.reset(**some), lambda e: e.reset_async(**some), lambda e: e.reset_wait(),
+            lambda s: s.reset(**{key: dict(value) if key == "options" else value for key, value in some.items()}),
+        )  # fmt: skip
+    if name == "call":
+        return Call(
+            name, "call", lambda e: e.call("tell", word), lambda e: e.call_async("tell", word), lambda e: e.call_wait(),
+            lambda s: s.call("tell", word),
+        )  # fmt: skip
+    if name == "get_attr":
+        return Call(
+            name, "call", lambda e: e.get_attr("total"), None, lambda e: e.call_wait(), lambda s: s.get_attr("total")
+        )
+    if name == "exec_func":
+        chosen = None if tick % 2 else [0, setting.count - 1]
+
+        def some_of_them(same: SyncVectorEnv) -> Any:
+            ids = range(setting.count) if chosen is None else chosen
+            return tuple(tell(env, word) if row in ids else None for row, env in enumerate(same.envs))
+
+        return Call(
+            name, "call", lambda e: e.exec_func(tell, chosen, word), lambda e: e.exec_func_send(tell, chosen, word),
+            lambda e: e.exec_func_fetch(), some_of_them,
+        )  # fmt: skip
+    assert name == "set_attr"
+    marks = [f"mark {tick} of {row}" for row in range(setting.count)]
+
+    def nothing(answer: Any) -> None:
+        assert answer is None or answer == (None,) * setting.count, answer
+
+    return Call(
+        name, "call", lambda e: nothing(e.set_attr("mark", marks)), None, lambda e: nothing(e.call_wait()),
+        lambda s: s.set_attr("mark", marks),
+    )  # fmt: skip
+
+
+# --- what is there ------------------------------------------------------------------------------
+
+
+def children() -> set[int]:
+    """Processes that this one started and did not reap."""
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            found |= {int(pid) for pid in (task / "children").read_text().split()}
+    return found
+
+
+def kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def belongings() -> dict[str, list[str]]:
+    """Processes, descriptors with what they lead to, entries of /dev/shm, and mappings of shared memory."""
+    descriptors = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if not re.fullmatch(r"/proc/\d+/fd", target):  # the one that reads this list
+                descriptors.append(f"{name} -> {target}")
+    mappings = Path("/proc/self/maps").read_text().splitlines()
+    shared = [line for line in mappings if re.search("memfd:|/dev/shm/|vecenv-", line)]
+    return {
+        "processes": sorted(map(str, children())),
+        "descriptors": sorted(descriptors),
+        "/dev/shm": sorted(os.listdir("/dev/shm")),
+        "mappings": sorted(line.split(maxsplit=5)[0] + " " + line.split(maxsplit=5)[-1] for line in shared),
+    }
+
+
+def new_since(before: dict[str, list[str]]) -> dict[str, list[str]]:
+    """What is here now and was not before."""
+    now = belongings()
+    return {kind: new for kind in now if (new := sorted(set(now[kind]) - set(before[kind])))}
+
+
+def in_flight(envs: Any) -> int:
+    """Rows that were sent, or asked to reset by ``reset_async``, and not received yet."""
+    stats = envs.stats()
+    if "in_flight" in stats:
+        return int(stats["in_flight"])
+    flow = envs._engine.first_ready
+    return flow.underway + len(flow.ready) + (envs.num_envs if envs._state.value == "reset" else 0)
+
+
+class Hung(AssertionError):
+    """It did not end until it was ended by force."""
+
+
+class Watchdog:
+    """A thread that kills the processes which were started since, when the body of its ``with`` takes too long.
+
+    Where that does not help either, for instance where they are started again and again, it raises :class:`Hung` in the main
+    thread, by a signal: again and again, until it comes out.
+    """
+
+    _active: list[Watchdog] = []  # noqa: RUF012
+
+    def __init__(self, known: set[int], patience: float = PATIENCE) -> None:
+        self._known, self._patience = known, patience
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog")
+        self.bit = self._raising = False
+
+    def __enter__(self) -> Watchdog:
+        signal.signal(signal.SIGURG, Watchdog._raise)
+        Watchdog._active.append(self)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Watchdog._active.remove(self)
+        self._over.set()
+        self._thread.join()
+
+    @staticmethod
+    def _raise(number: int, frame: object) -> None:
+        if any(one._raising for one in Watchdog._active):
+            raise Hung("it did not end when its workers were killed")
+
+    def _watch(self) -> None:
+        wait = self._patience
+        for bites in itertools.count():
+            if self._over.wait(wait):
+                break
+            self.bit = True
+            kill(children() - self._known)
+            wait = 0.5
+            if bites > 6:
+                self._raising = True
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
+
+
+# --- how it is judged ---------------------------------------------------------------------------
+
+
+@dataclass
+class Subject:
+    """An engine and an undisturbed twin. A wrong answer spoils it: :meth:`renew` builds another.
+
+    Attributes:
+        tick: Calls so far.
+        excused: How often an environment in the calling process failed, as it may.
+    """
+
+    setting: Setting
+    tick: int = 0
+    excused: int = 0
+    envs: Any = None
+    same: Any = None
+    known: set[int] = field(default_factory=set)
+
+    def __enter__(self) -> Subject:
+        self.known = children()
+        self._open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        self._end(terminate=False)
+
+    def _open(self) -> None:
+        self.envs, self.same = self.setting.open(), self.setting.reference()
+        self.in_step()
+
+    def _end(self, terminate: bool) -> None:
+        envs, self.envs, self.same = self.envs, None, None
+        if envs is not None:
+            ignored = BaseException if terminate else ()
+            with Watchdog(self.known, 1.0 if terminate else 10.0), contextlib.suppress(ignored):
+                envs.close(terminate=terminate)
+        del envs
+        self.reap()
+
+    def reap(self) -> None:
+        """Kill and reap what was started here and is still there."""
+        left = children() - self.known
+        kill(left)
+        for pid in left:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+    def renew(self) -> None:
+        self._end(terminate=True)
+        self._open()
+
+    def in_step(self) -> None:
+        """After a reset with a seed both are the same."""
+        self.tick += 1
+        assert_identical(self.envs.reset(seed=7 * self.tick), self.same.reset(seed=7 * self.tick), "seeded reset")
+
+    def attempt(self, name: str, part: str, interruptions: Sequence[Interruption]) -> None:
+        """Make a call, interrupt it, and demand the answer.
+
+        Args:
+            name: Which call, of :data:`CALLS`.
+            part: ``"whole"``, or the half in which it is interrupted: ``"begin"`` or ``"wait"``.
+            interruptions: The first falls into the call, the others into what is called to get the answer.
+
+        Raises:
+            Hung: It had to be ended by force.
+            AssertionError: The answer is wrong, or ``_state`` does not say what is owed.
+            BaseException: It failed.
+        """
+        self.tick += 1
+        call = make_call(name, self.setting, self.tick)
+        with Watchdog(self.known) as watchdog:
+            try:
+                self._attempt(call, part, list(interruptions))
+                self._checked()
+            except BaseException as error:
+                if watchdog.bit:
+                    raise Hung(f"it hung; ended by force it said: {brief(error)}") from None
+                raise
+        if watchdog.bit:
+            raise Hung("it went on only when its workers were killed")
+        for interruption in interruptions:
+            assert not interruption.swallowed, "the exception was swallowed"
+
+    def _attempt(self, call: Call, part: str, interruptions: list[Interruption]) -> None:
+        envs = self.envs
+        wanted = call.reference(self.same)
+        begun = part == "wait"
+        try:
+            if begun:
+                call.begin(envs)  # type: ignore[misc]
+            todo = {"whole": call.whole, "begin": call.begin, "wait": call.wait}[part]
+            while True:
+                returned = False
+                with interruptions.pop(0) if interruptions else UNDISTURBED:
+                    found = todo(envs)  # type: ignore[misc]
+                    returned = True
+                state = envs._state.value
+                if returned and todo is not call.begin:
+                    break
+                assert state in ("default", call.state), f"after an interrupted {call.name} the state is {state!r}"
+                assert state == call.state or not (begun or returned), f"{call.name} was begun, and the state is {state!r}"
+                begun = begun or state == call.state
+                todo = call.wait if begun else call.whole
+        except Exception as error:
+            if isinstance(error, AssertionError) or not self._may_fail(error):
+                raise
+            self.excused += 1
+            self.in_step()
+            return
+        assert_identical(found, wanted, call.name)
+        assert state == "default", f"after {call.name} the state is {state!r}"
+
+    def _checked(self) -> None:
+        """A step and a call afterwards are right: nothing was executed twice, and nothing is a question behind."""
+        self.tick += 1
+        envs, same = self.envs, self.same
+        for name in ("step", "call"):
+            call = make_call(name, self.setting, self.tick)
+            assert_identical(call.whole(envs), call.reference(same), f"{name} afterwards")
+        for name in ("mark", "marks"):
+            assert_identical(envs.get_attr(name), same.get_attr(name), f"{name} afterwards")
+
+    def _may_fail(self, error: Exception) -> bool:
+        """An environment in the calling process may have been hit itself, and then it is named."""
+        named = re.search(r"\benvs?\b \[?(\d+)", brief(error, whole=True))
+        return bool(self.setting.local) and named is not None and int(named[1]) in self.setting.local
+
+
+def brief(error: BaseException, whole: bool = False) -> str:
+    """An exception with its notes, on one line; without ``whole`` the beginning of it."""
+    text = " | ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+    return text if whole else " ".join(text.split())[:300]
+
+
+@dataclass
+class Verdicts:
+    """What became of many attempts; ``enough`` says when to stop."""
+
+    attempts: int = 0
+    fired: int = 0
+    hung: int = 0
+    wrong: int = 0
+    excused: int = 0
+    texts: list[str] = field(default_factory=list)
+    most_hung: int = 2
+    most_wrong: int = 8
+
+    @property
+    def enough(self) -> bool:
+        return self.hung >= self.most_hung or self.hung + self.wrong >= self.most_wrong
+
+    def add(self, error: BaseException, what: str) -> None:
+        if isinstance(error, Hung):
+            self.hung += 1
+        else:
+            self.wrong += 1
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        self.texts.append(f"{what}: {brief(error)} [{Path(place.filename).name}:{place.lineno}]")
+
+    def __str__(self) -> str:
+        stopped = " (stopped here)" if self.enough else ""
+        return (
+            f"{self.attempts} attempts, {self.fired} interrupted, {self.wrong} wrong, {self.hung} hung{stopped}, "
+            f"{self.excused} failed as they may\n  " + "\n  ".join(self.texts)
+        )
+
+    def check(self) -> None:
+        assert self.wrong + self.hung == 0, str(self)
+
+
+@contextlib.contextmanager
+def pythons_own_ctrl_c() -> Iterator[None]:
+    """Python's own handler, also where this was started in the background and SIGINT is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def within(setting: Setting) -> tuple[str, ...]:
+    """Whose code is interrupted: the package's, and the environments' own where they live in this process."""
+    return (PACKAGE, HERE + os.sep + "counting.py") if setting.local else (PACKAGE,)
+
+
+def seconds(call: Callable[[], Any], times: int = 5) -> float:
+    """How long a call takes, the median of some."""
+    found = []
+    for _ in range(times):
+        before = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - before)
+    return sorted(found)[times // 2]
+
+
+if sys.platform != "linux":  # everything here looks at /proc
+    raise ImportError("for Linux only")

@@ -20,7 +20,7 @@ The limits. Out of reach is a helper that lost both marks and its descent: execu
 was killed from outside. So is what another service started on request (``docker run``, ``systemd-run``). And when the whole
 program is killed by SIGKILL nobody is left to look: then the kernel ends the workers' groups, and no more.
 
-Off Linux everything here does nothing. Nothing here raises.
+Off Linux everything here does nothing. Nothing here raises, except what a signal handler does, and that at the end.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from typing import Final, NamedTuple
+
+from vecenv.uninterrupted import Uninterrupted
 
 __all__ = ["MARK", "Descendants", "adopt", "end_descendants", "end_marked", "end_own", "new_token", "snapshot"]
 
@@ -126,6 +128,10 @@ class Descendants:
 
     def end(self) -> int:
         """Kill them, wait until they are gone, and let go; returns how many there were."""
+        with Uninterrupted():
+            return self._end()
+
+    def _end(self) -> int:
         count = sum(_kill(process, descriptor) for process, descriptor in self._held)
         if count:
             deadline = time.monotonic() + _GONE_SECONDS
@@ -156,7 +162,8 @@ def snapshot(pids: Collection[int]) -> Descendants:
     """
     if not _LINUX or not pids:
         return Descendants()
-    return Descendants(_without_trackers(_below(_look(), pids)))
+    with Uninterrupted():
+        return Descendants(_without_trackers(_below(_look(), pids)))
 
 
 def end_descendants(pids: Collection[int]) -> int:
@@ -305,10 +312,11 @@ def _end_all(find: Callable[[dict[int, _Process]], list[_Process]]) -> int:
     """Look and end, until a look finds nobody."""
     count = 0
     for _ in range(_ROUNDS if _LINUX else 0):
-        others = {process.pid: process for process in find(_look()) if process.pid != os.getpid()}
-        if not (found := _without_trackers(others.values())):
-            break
-        count += Descendants(found).end()
+        with Uninterrupted():
+            others = {process.pid: process for process in find(_look()) if process.pid != os.getpid()}
+            if not (found := _without_trackers(others.values())):
+                break
+            count += Descendants(found).end()
     return count
 
 

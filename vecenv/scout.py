@@ -32,7 +32,8 @@ _PROBE_STEPS: Final = 3000
 _CHORES: Final = 100
 _CHORE_SECONDS: Final = 40e-6  # of one, where a step of CartPole-v1 takes 6 us: there the constants of plan.py were measured
 _CLOSE_SECONDS: Final = 5.0  # for env.close()
-_STAY_AWAKE: Final = b""  # from the scout: wait for the rest without sleeping
+_READY: Final = b"?"  # from the scout: it wants to know what to build
+_STAY_AWAKE: Final = b"!"  # from the scout: wait for the rest without sleeping
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,11 +186,13 @@ def scout(
     """
     mp = context if context is not None else multiprocessing.get_context()
     wanted = list(env_fns if everyone else env_fns[:1])
-    blob = wanted if mp.get_start_method() == "fork" else cloudpickle.dumps(wanted)
-    ward = Ward(mp, _scout_main, (blob, everyone, step), name="vecenv-scout", daemon=daemon, abrupt=True)
+    forks = mp.get_start_method() == "fork"
+    blob = b"" if forks else cloudpickle.dumps(wanted)
+    args = (wanted if forks else None, everyone, step)
+    ward = Ward(mp, _scout_main, args, name="vecenv-scout", daemon=daemon, abrupt=True)
     try:
         deadline = time.monotonic() + timeout
-        message = _hear(ward, ward.start(), deadline, timeout)
+        message = _hear(ward, ward.start(), blob, deadline, timeout)
         where = f"one environment, pid {ward.pid}, built to look at it"
         ward.wait_for_end(_CLOSE_SECONDS)  # it closes its environment, which may hold what the first worker needs
     finally:
@@ -200,20 +203,25 @@ def scout(
     return Scouted(_opened(result[0], where), result[1])
 
 
-def _hear(ward: Ward, pipe: Connection[Any, Any], deadline: float, timeout: float) -> bytes:
-    """What it found out, as it was sent. That its pipe is open says nothing: a helper may hold it."""
+def _hear(ward: Ward, pipe: Connection[Any, Any], blob: bytes, deadline: float, timeout: float) -> bytes:
+    """What it found out, as it was sent. That its pipe is open says nothing: a helper may hold it.
+
+    A new interpreter gets the environments' functions when it is there to read them: they may be larger than a pipe, and
+    what it imports first may take for ever.
+    """
     message = b""
     closed = False
     try:
-        if ward.wait(deadline) and pipe.poll(0):
-            message = pipe.recv_bytes()
+        if ward.wait(deadline):
+            message = ward.receive()
+        if message == _READY:
+            pipe.send_bytes(blob)
+            message = ward.receive() if ward.wait(deadline) else b""
         if message == _STAY_AWAKE:
-            message = b""
             while not pipe.poll(0) and not ward.has_ended() and time.monotonic() < deadline:
                 pass
-            if pipe.poll(0):
-                message = pipe.recv_bytes()
-    except (EOFError, OSError):
+            message = ward.receive()
+    except (EOFError, ConnectionError):
         closed, message = True, b""
     if message:
         return message
@@ -235,10 +243,12 @@ def _opened(described: bytes | PackedError, where: str) -> Described | Exception
     return opened
 
 
-def _scout_main(connection: Connection[Any, Any], blob: Any, everyone: bool, step: bool) -> None:
+def _scout_main(connection: Connection[Any, Any], env_fns: Any, everyone: bool, step: bool) -> None:
     pid, env = os.getpid(), None
     try:
-        env_fns = cloudpickle.loads(blob) if isinstance(blob, bytes) else blob
+        if env_fns is None:
+            connection.send_bytes(_READY)
+            env_fns = cloudpickle.loads(connection.recv_bytes())
         env = env_fns[0]()
         described = _sealed(_read(env, env_fns, everyone))
         result: Any = (described, _step_for_a_moment(env, connection) if step else None)

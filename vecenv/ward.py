@@ -103,6 +103,22 @@ class Ward:
                 return True
         return bool(connection.wait([self.pipe, self._death()], 0))
 
+    def receive(self) -> bytes:
+        """The next message; empty if there is none yet.
+
+        Raises:
+            EOFError: It closed its end, maybe in the middle of a message. What a signal handler raises, a ``TimeoutError``
+                say, is not mistaken for that.
+        """
+        try:
+            return self.pipe.recv_bytes() if self.pipe.poll(0) else b""
+        except ConnectionError:
+            raise EOFError from None
+        except OSError as error:
+            if type(error) is OSError and error.errno is None:
+                raise EOFError from None
+            raise
+
     def has_ended(self) -> bool:
         """Whether it has; that it can be seen in ``/proc`` still means nothing."""
         return bool(connection.wait([self._death()], 0))

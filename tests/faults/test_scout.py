@@ -31,8 +31,9 @@ pytestmark = FAULTS
 
 
 def write(path: Path, text: object = "") -> None:
-    path.with_suffix(".part").write_text(str(text))
-    path.with_suffix(".part").rename(path)
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_text(str(text))
+    part.rename(path)
 
 
 class Closes(Obedient):
@@ -162,11 +163,24 @@ def test_any_timeout_can_be_waited_for(timeout: float) -> None:
     assert probe(functools.partial(Obedient, 0), timeout=timeout).steps > 0
 
 
+class Large(Obedient):
+    """Larger than a pipe when it is pickled."""
+
+    def __init__(self, ballast: bytes) -> None:
+        super().__init__(len(ballast) % 7)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_built_may_be_larger_than_a_pipe(method: str) -> None:
+    env_fn = functools.partial(Large, b"x" * 2_000_000)
+    assert isinstance(scout([env_fn], multiprocessing.get_context(method), step=False).described, Described)
+
+
 # --- interrupted callers ------------------------------------------------------------------------
 
 
-class Alarm(Exception):
-    """What a time limit made of SIGALRM raises."""
+class Alarm(TimeoutError):
+    """What a time limit made of SIGALRM raises: an ``OSError``, as a broken pipe is."""
 
 
 @contextmanager

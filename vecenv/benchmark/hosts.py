@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -122,19 +123,19 @@ class _Host:
     def ask(self, method: str, *arguments: Any) -> None:
         try:
             self._ward.pipe.send((method, arguments))
-        except OSError:
+        except ConnectionError:
             raise HostFailed(self._obituary()) from None
 
     def answer(self, timeout: float) -> Any:
-        pipe = self._ward.pipe
+        if not self._ward.wait(time.monotonic() + timeout):
+            raise HostFailed(f"gave no answer within {timeout:.0f} s")
         try:
-            if not self._ward.wait(time.monotonic() + timeout):
-                raise HostFailed(f"gave no answer within {timeout:.0f} s")
-            if not pipe.poll(0):  # it has ended, and something that it started holds its pipe
-                raise HostFailed(self._obituary())
-            status, value = pipe.recv()
-        except (EOFError, OSError):
-            raise HostFailed(self._obituary()) from None
+            message = self._ward.receive()
+        except EOFError:
+            message = b""
+        if not message:  # it has ended, though something that it started may hold its pipe
+            raise HostFailed(self._obituary())
+        status, value = pickle.loads(message)
         if status == "unavailable":
             raise Unavailable(value)
         if status == "failed":
@@ -150,7 +151,7 @@ class _Host:
         return f"its process ended with exit code {code}"
 
     def ask_to_close(self) -> None:
-        with suppress(OSError):
+        with suppress(ConnectionError):
             self._ward.pipe.send(("close", ()))
 
     def close(self, timeout: float = 10.0) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from observe import FAULTS, METHODS, PACKAGE, alive, remaining, wait_for
+from observe import FAULTS, METHODS, PACKAGE, remaining, wait_for
 from vandals import Obedient
 
 import vecenv
@@ -133,7 +133,7 @@ def test_helpers_end_with_it(tmp_path: Path, end: str, own_session: bool) -> Non
         with pytest.raises(expected):
             probe(env_fn, timeout=1.0)
     helper = int((tmp_path / "helper").read_text())
-    assert not alive(helper)
+    assert not remaining([helper], 1.0)
 
 
 def test_death_is_noticed_while_a_helper_holds_its_pipe(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_death_is_noticed_while_a_helper_holds_its_pipe(tmp_path: Path) -> None:
     with pytest.raises(WorkerDied, match="exit code 5"):
         probe(functools.partial(HoldsThePipe, tmp_path / "helper"))
     assert time.monotonic() - began < 5
-    assert not alive(int((tmp_path / "helper").read_text()))
+    assert not remaining([int((tmp_path / "helper").read_text())], 1.0)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -206,7 +206,7 @@ def test_an_exception_while_the_caller_waits_ends_everything(tmp_path: Path) -> 
     env_fn = functools.partial(Helped, tmp_path / "helper", True, stop)
     with pytest.raises(Alarm), alarm_after(1.0):
         probe(env_fn)
-    assert not alive(int((tmp_path / "helper").read_text()))
+    assert not remaining([int((tmp_path / "helper").read_text())], 1.0)
     assert not multiprocessing.active_children()
 
 

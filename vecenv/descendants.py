@@ -49,6 +49,7 @@ _PAGE_NAME: Final = "vecenv-worker-"
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _PR_GET_CHILD_SUBREAPER: Final = 37
 _ROUNDS: Final = 10  # of looking and ending: a helper may have forked while it was being ended
+_LOOKS_FOR_NOTHING: Final = 3
 _GONE_SECONDS: Final = 0.5  # until what was sent SIGKILL has ended; longer only in an uninterruptible call of the kernel
 
 
@@ -309,15 +310,26 @@ def _adopts() -> bool:
 
 
 def _end_all(find: Callable[[dict[int, _Process]], list[_Process]]) -> int:
-    """Look and end, until a look finds nobody."""
+    """Look and end, until a look finds nobody; one during which anybody forked may have missed the child."""
     count = 0
+    again = _LOOKS_FOR_NOTHING
     for _ in range(_ROUNDS if _LINUX else 0):
         with Uninterrupted():
+            newest = _newest_pid()
             others = {process.pid: process for process in find(_look()) if process.pid != os.getpid()}
-            if not (found := _without_trackers(others.values())):
+            if found := _without_trackers(others.values()):
+                count += Descendants(found).end()
+                continue
+            again -= 1
+            if not again or _newest_pid() == newest:
                 break
-            count += Descendants(found).end()
     return count
+
+
+def _newest_pid() -> bytes:
+    with contextlib.suppress(OSError), open("/proc/loadavg", "rb") as file:
+        return file.read().rpartition(b" ")[2]
+    return b""
 
 
 def _without_trackers(processes: Iterable[_Process]) -> list[_Process]:

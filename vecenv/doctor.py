@@ -28,7 +28,7 @@ from vecenv.shm.arena import available_memory, memory_limits
 if sys.platform != "win32":
     import resource
 
-__all__ = ["Finding", "Verdict", "examine", "main"]
+__all__ = ["Finding", "Verdict", "examine", "main", "shortage"]
 
 Verdict = Literal["ok", "warn", "bad"]
 
@@ -36,6 +36,8 @@ MIB: Final = 2**20
 GIB: Final = 2**30
 DESCRIPTORS_PER_WORKER: Final = 5
 """Open files that a worker costs the caller: its socket, sentinel, pidfd, black box, and one to spare while it starts."""
+LEAST_MEMORY: Final = 8 * MIB
+"""Memory that a forked Python process takes for itself at the very least."""
 FLEETS: Final = (64, 256, 1024)
 _BACKENDS: Final = {
     # distribution -> what to install to get it, and what for
@@ -224,6 +226,18 @@ def _open_files() -> Iterator[Finding]:
 
 
 def _processes() -> Iterator[Finding]:
+    found = _process_limit()
+    if found is None:
+        yield Finding("processes", "no limit")
+        return
+    limit, where = found
+    verdict: Verdict = "bad" if limit < FLEETS[0] else "warn" if limit < FLEETS[1] else "ok"
+    advice = f"every worker is a process, and its threads count as well; the limit is {where}"
+    yield Finding("processes", f"at most {limit}", verdict, advice if verdict != "ok" else "")
+
+
+def _process_limit() -> tuple[int, str] | None:
+    """The lowest limit of processes, and where it is set."""
     limits: list[tuple[int, str]] = []
     if sys.platform != "win32":
         soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
@@ -232,13 +246,32 @@ def _processes() -> Iterator[Finding]:
     pids = _read("/sys/fs/cgroup/pids.max").strip() or _read("/sys/fs/cgroup/pids/pids.max").strip()
     if pids.isdigit():
         limits.append((int(pids), "the control group's pids.max, `docker run --pids-limit`"))
-    if not limits:
-        yield Finding("processes", "no limit")
-        return
-    limit, where = min(limits)
-    verdict: Verdict = "bad" if limit < FLEETS[0] else "warn" if limit < FLEETS[1] else "ok"
-    advice = f"every worker is a process, and its threads count as well; the limit is {where}"
-    yield Finding("processes", f"at most {limit}", verdict, advice if verdict != "ok" else "")
+    pids = _read("/proc/sys/kernel/pid_max").strip()
+    if pids.isdigit():
+        limits.append((int(pids), "the kernel's, `sysctl kernel.pid_max`"))
+    return min(limits, default=None)
+
+
+def shortage(processes: int, workers: int = 0) -> str | None:
+    """Why this machine cannot hold so many processes at once, or ``None`` if nothing is known against it.
+
+    Args:
+        processes: All of them.
+        workers: The most that are workers of one program, which needs open files for each.
+    """
+    limit = _process_limit()
+    if limit is not None and processes > limit[0]:
+        return f"{processes} processes are more than the {limit[0]} that can be ({limit[1]})"
+    if sys.platform != "win32":
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        need = len(os.listdir("/dev/fd")) - 1 + workers * DESCRIPTORS_PER_WORKER
+        if soft != resource.RLIM_INFINITY and need > soft:
+            return f"{workers} workers of one program need {need} open files, and the limit is {soft} (ulimit -n)"
+    free = [number for number in (available_memory(), *(limit[1] for limit in memory_limits())) if number is not None]
+    if free and processes * LEAST_MEMORY > min(free):
+        need_text = f"{processes} processes need {_bytes(processes * LEAST_MEMORY)} of memory or more"
+        return f"{need_text}, and {_bytes(min(free))} are available"
+    return None
 
 
 def _cores() -> Iterator[Finding]:

@@ -1,6 +1,7 @@
 """One environment, built in a process of its own to see what it is and how long its steps take.
 
 Nothing of it is left in the caller: no GPU context, no threads, no open simulator that every forked worker would inherit.
+And nothing of it is left on the machine: that process is a :class:`~vecenv.ward.Ward`.
 """
 
 from __future__ import annotations
@@ -8,9 +9,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import signal
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -22,6 +23,7 @@ from gymnasium import Space
 from vecenv.cores import seconds_waited
 from vecenv.errors import StartupTimeout, WorkerDied
 from vecenv.failure import PackedError, describe_exit, pack, unpack
+from vecenv.ward import Ward
 
 __all__ = ["Described", "Probe", "Scouted", "Trial", "describe", "probe", "scout"]
 
@@ -29,7 +31,9 @@ _PROBE_SECONDS: Final = 0.15
 _PROBE_STEPS: Final = 3000
 _CHORES: Final = 100
 _CHORE_SECONDS: Final = 40e-6  # of one, where a step of CartPole-v1 takes 6 us: there the constants of plan.py were measured
-_STAY_AWAKE: Final = b""  # from the scout: wait for the rest without sleeping
+_CLOSE_SECONDS: Final = 5.0  # for env.close()
+_READY: Final = b"?"  # from the scout: it wants to know what to build
+_STAY_AWAKE: Final = b"!"  # from the scout: wait for the rest without sleeping
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +98,20 @@ class Trial:
         timeout: Seconds that building and trying may take in another process.
         here: Whether to describe one built in this process; ``None``: unless another process steps one anyway.
         step: The time of its steps will be wanted.
+        daemon: As of the workers: a daemonic process may not have ``multiprocessing`` children.
     """
 
     def __init__(
-        self, env_fns: Sequence[Callable[[], Any]], context: Any, timeout: float, here: bool | None, *, step: bool
+        self,
+        env_fns: Sequence[Callable[[], Any]],
+        context: Any,
+        timeout: float,
+        here: bool | None,
+        *,
+        step: bool,
+        daemon: bool = True,
     ) -> None:
-        self._env_fns, self._context, self._timeout = env_fns, context, timeout
+        self._env_fns, self._context, self._timeout, self._daemon = env_fns, context, timeout, daemon
         self._here, self._step = here, step
         self._probe: Probe | None = None
 
@@ -111,7 +123,7 @@ class Trial:
         """
         if self._here or (self._here is None and not self._step):
             return describe(self._env_fns, everyone)
-        found = scout(self._env_fns, self._context, self._timeout, everyone=everyone, step=self._step)
+        found = scout(self._env_fns, self._context, self._timeout, everyone=everyone, step=self._step, daemon=self._daemon)
         self._probe = found.probe
         if isinstance(found.described, Described):
             return found.described
@@ -121,7 +133,7 @@ class Trial:
 
     def measure(self) -> Probe:
         """The time of the first environment's steps."""
-        return self._probe or probe(self._env_fns[0], self._context, self._timeout)
+        return self._probe or probe(self._env_fns[0], self._context, self._timeout, daemon=self._daemon)
 
 
 def describe(env_fns: Sequence[Callable[[], Any]], everyone: bool) -> Described:
@@ -147,9 +159,9 @@ def _observation_space(env_fn: Callable[[], Any]) -> Space[Any]:
         env.close()
 
 
-def probe(env_fn: Callable[[], Any], context: Any = None, timeout: float = 60.0) -> Probe:
+def probe(env_fn: Callable[[], Any], context: Any = None, timeout: float = 60.0, *, daemon: bool = True) -> Probe:
     """Step one environment with random actions for a moment, in a process of its own; raises as :func:`scout` does."""
-    found = scout([env_fn], context, timeout).probe
+    found = scout([env_fn], context, timeout, daemon=daemon).probe
     assert found is not None
     return found
 
@@ -161,49 +173,64 @@ def scout(
     *,
     everyone: bool = False,
     step: bool = True,
+    daemon: bool = True,
 ) -> Scouted:
     """Describe environments in a process of their own, and with ``step`` the first one's steps for a moment.
 
+    That process closes the environment, for which it has a few seconds, and ends whatever the environment started.
+
     Raises:
         StartupTimeout: Nothing came back within ``timeout`` seconds; the process was killed.
-        WorkerDied: The process ended.
+        WorkerDied: The process ended, or closed its pipe.
         Exception: What the environment raised.
     """
     mp = context if context is not None else multiprocessing.get_context()
     wanted = list(env_fns if everyone else env_fns[:1])
-    blob = wanted if mp.get_start_method() == "fork" else cloudpickle.dumps(wanted)
-    ours, theirs = mp.Pipe()
-    process = mp.Process(target=_scout_main, args=(blob, theirs, everyone, step), daemon=True, name="vecenv-scout")
-    process.start()
-    theirs.close()
-    deadline = time.monotonic() + timeout
+    forks = mp.get_start_method() == "fork"
+    blob = b"" if forks else cloudpickle.dumps(wanted)
+    args = (wanted if forks else None, everyone, step)
+    ward = Ward(mp, _scout_main, args, name="vecenv-scout", daemon=daemon, abrupt=True)
     try:
-        try:
-            found = ours.poll(timeout)
-            message = ours.recv_bytes() if found else b""
-            if found and message == _STAY_AWAKE:
-                while not (found := ours.poll(0)) and time.monotonic() < deadline:
-                    pass
-                message = ours.recv_bytes() if found else b""
-        except EOFError:
-            process.join(5.0)
-            text = f"the environment that was built to look at it {describe_exit(process.exitcode)}"
-            raise WorkerDied(text, pid=process.pid, exitcode=process.exitcode, command="plan") from None
-        if not found:
-            raise StartupTimeout(f"an environment could not be built and looked at within {timeout} seconds")
-        result: PackedError | tuple[bytes | PackedError, Probe | None] = pickle.loads(message)
-        where = f"one environment, pid {process.pid}, built to look at it"
-        if isinstance(result, PackedError):
-            raise unpack(result, where)
-        return Scouted(_opened(result[0], where), result[1])
+        deadline = time.monotonic() + timeout
+        message = _hear(ward, ward.start(), blob, deadline, timeout)
+        where = f"one environment, pid {ward.pid}, built to look at it"
+        ward.wait_for_end(_CLOSE_SECONDS)  # it closes its environment, which may hold what the first worker needs
     finally:
-        ours.close()
-        if process.is_alive():
-            process.join(1.0)
-        if process.is_alive():
-            process.kill()
-            process.join()
-        process.close()
+        ward.end()
+    result: PackedError | tuple[bytes | PackedError, Probe | None] = pickle.loads(message)
+    if isinstance(result, PackedError):
+        raise unpack(result, where)
+    return Scouted(_opened(result[0], where), result[1])
+
+
+def _hear(ward: Ward, pipe: Connection[Any, Any], blob: bytes, deadline: float, timeout: float) -> bytes:
+    """What it found out, as it was sent. That its pipe is open says nothing: a helper may hold it.
+
+    A new interpreter gets the environments' functions when it is there to read them: they may be larger than a pipe, and
+    what it imports first may take for ever.
+    """
+    message = b""
+    closed = False
+    try:
+        if ward.wait(deadline):
+            message = ward.receive()
+        if message == _READY:
+            pipe.send_bytes(blob)
+            message = ward.receive() if ward.wait(deadline) else b""
+        if message == _STAY_AWAKE:
+            while not pipe.poll(0) and not ward.has_ended() and time.monotonic() < deadline:
+                pass
+            message = ward.receive()
+    except (EOFError, ConnectionError):
+        closed, message = True, b""
+    if message:
+        return message
+    if not closed and not ward.has_ended():
+        raise StartupTimeout(f"an environment could not be built and looked at within {timeout} seconds")
+    code = ward.exit_code() if ward.wait_for_end(_CLOSE_SECONDS) else None
+    how = "closed its pipe" if code is None else describe_exit(code)
+    text = f"the environment that was built to look at it {how}"
+    raise WorkerDied(text, pid=ward.pid, exitcode=code, command="plan")
 
 
 def _opened(described: bytes | PackedError, where: str) -> Described | Exception:
@@ -216,18 +243,25 @@ def _opened(described: bytes | PackedError, where: str) -> Described | Exception
     return opened
 
 
-def _scout_main(blob: Any, connection: Connection[Any, Any], everyone: bool, step: bool) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _scout_main(connection: Connection[Any, Any], env_fns: Any, everyone: bool, step: bool) -> None:
+    pid, env = os.getpid(), None
     try:
-        env_fns = cloudpickle.loads(blob) if isinstance(blob, bytes) else blob
+        if env_fns is None:
+            connection.send_bytes(_READY)
+            env_fns = cloudpickle.loads(connection.recv_bytes())
         env = env_fns[0]()
         described = _sealed(_read(env, env_fns, everyone))
         result: Any = (described, _step_for_a_moment(env, connection) if step else None)
     except BaseException as error:
         result = pack(error)
+    if os.getpid() != pid:  # a child that the environment forked has come back from it
+        os._exit(0)
     connection.send_bytes(pickle.dumps(result))
-    connection.close()
-    os._exit(0)  # nothing of the environment's is waited for
+    if env is not None:
+        try:
+            env.close()
+        except BaseException:  # what was asked is answered; a worker's environment will say this to the caller
+            traceback.print_exc()
 
 
 def _sealed(described: Described) -> bytes | PackedError:
@@ -278,5 +312,3 @@ def _chores() -> float:
 def _step(env: Any, action: Any) -> bool:
     _, _, terminated, truncated, _ = env.step(action)
     return bool(terminated or truncated)
-
-

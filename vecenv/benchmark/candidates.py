@@ -30,12 +30,21 @@ def vecenv_candidate(name: str, label: str, env_fn: EnvFn, num_envs: int, **opti
     """The engine with these options; ``batch_size`` among them makes it run first-ready."""
     make_envs = partial(_build_vecenv, env_fn, num_envs, options)
     workers = options.get("num_workers")
-    crowd = (num_envs if workers is None else 0 if workers == "auto" else workers) > CROWD
+    processes = num_envs if workers is None else 0 if workers == "auto" else workers
     if "batch_size" in options:
         build: Callable[[], Runner] = partial(FirstReadyRunner, make_envs, options["batch_size"])
     else:
         build = partial(VectorRunner, make_envs)
-    return Candidate(name, label, (build,), kind="vecenv", checked=True, alone=workers == "auto", crowd=crowd)
+    return Candidate(
+        name,
+        label,
+        (build,),
+        kind="vecenv",
+        checked=True,
+        alone=workers == "auto",
+        crowd=processes > CROWD,
+        processes=processes,
+    )
 
 
 def _build_gymnasium(kind: str, env_fn: EnvFn, num_envs: int) -> Any:
@@ -44,9 +53,8 @@ def _build_gymnasium(kind: str, env_fn: EnvFn, num_envs: int) -> Any:
 
 def gymnasium_candidate(name: str, kind: str, env_fn: EnvFn, num_envs: int) -> Candidate:
     build = partial(VectorRunner, partial(_build_gymnasium, kind, env_fn, num_envs))
-    return Candidate(
-        name, f"Gymnasium {kind}", (build,), kind="gymnasium", crowd=kind == "AsyncVectorEnv" and num_envs > CROWD
-    )
+    processes = num_envs if kind == "AsyncVectorEnv" else 0
+    return Candidate(name, f"Gymnasium {kind}", (build,), kind="gymnasium", crowd=processes > CROWD, processes=processes)
 
 
 def limit_candidate(env_fn: EnvFn, num_envs: int, workers: int) -> Candidate:
@@ -60,7 +68,9 @@ def limit_candidate(env_fn: EnvFn, num_envs: int, workers: int) -> Candidate:
 def bare_pipes_candidate(env_fn: EnvFn, num_envs: int) -> Candidate:
     """What a process per environment costs at least."""
     build = partial(BarePipes, env_fn, num_envs)
-    return Candidate("bare-pipes", "bare pipes, one process per env", (build,), kind="limit", crowd=num_envs > CROWD)
+    return Candidate(
+        "bare-pipes", "bare pipes, one process per env", (build,), kind="limit", crowd=num_envs > CROWD, processes=num_envs
+    )
 
 
 def _workers(count: int) -> str:

@@ -10,7 +10,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from vecenv import benchmark
+from vecenv import benchmark, doctor
 from vecenv.benchmark import tables
 from vecenv.benchmark.compare import Report
 from vecenv.benchmark.hosts import Candidate, Progress
@@ -57,6 +57,20 @@ def _choose(candidates: list[Candidate], names: str | None) -> list[Candidate]:
     return [candidate for candidate in candidates if candidate.name in wanted]
 
 
+def _refuse_what_cannot_be(candidates: list[Candidate]) -> None:
+    """Say so before anything is started where the machine cannot hold what would run at once."""
+    crowds = [candidate.processes + 1 for candidate in candidates if candidate.crowd]
+    others = sum(candidate.processes + len(candidate.builds) for candidate in candidates if not candidate.crowd)
+    in_one = max((candidate.processes for candidate in candidates), default=0)
+    reason = doctor.shortage(others + max(crowds, default=0), in_one)
+    if reason is None:
+        return
+    greedy = [candidate.name for candidate in candidates if candidate.crowd]
+    rest = [candidate.name for candidate in candidates if not candidate.crowd]
+    advice = f", or leave out {', '.join(greedy)} (--engines {','.join(rest)})" if greedy and rest else ""
+    raise CliError(f"{reason}; take fewer environments or workers{advice}")
+
+
 def _file_stem(arguments: argparse.Namespace) -> Path:
     name = re.sub(r"[^\w.-]+", "_", arguments.env_id)
     stem: Path = arguments.out / f"{name}-{arguments.num_envs}"
@@ -65,6 +79,7 @@ def _file_stem(arguments: argparse.Namespace) -> Path:
 
 def _main_job(arguments: argparse.Namespace, env_fn: EnvFn, workers: int) -> int:
     candidates = _choose(benchmark.default_candidates(env_fn, arguments.num_envs, workers), arguments.engines)
+    _refuse_what_cannot_be(candidates)
     arguments.out.mkdir(parents=True, exist_ok=True)
     with tables.progress_bar() as progress:
         report = benchmark.compare(
@@ -91,7 +106,9 @@ def _main_job(arguments: argparse.Namespace, env_fn: EnvFn, workers: int) -> int
 def _scale(arguments: argparse.Namespace, env_fn: EnvFn, workers: int) -> int:
     reports: list[Report] = []
     largest = benchmark.scale_candidates(env_fn, arguments.num_envs, _doubling(workers))
-    names = {candidate.name for candidate in _choose(largest, arguments.engines)}  # some need more than one environment
+    chosen = _choose(largest, arguments.engines)
+    _refuse_what_cannot_be(chosen)
+    names = {candidate.name for candidate in chosen}  # some need more than one environment
     arguments.out.mkdir(parents=True, exist_ok=True)
     with tables.progress_bar() as progress:
         for size in _doubling(arguments.num_envs):

@@ -1,8 +1,8 @@
 """A process for each candidate, which plays the part of the training program.
 
 One that dies, hangs, prints or changes its own CPU affinity does so in its own process and session. The
-parent asks one question at a time and always with a timeout; ending a host ends everything that grew in its
-session.
+parent asks one question at a time and always with a timeout. A host is a :class:`~vecenv.ward.Ward`: it dies with
+the parent, also while it builds an engine, and ending it ends everything that grew there.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from typing import Any
 import cloudpickle
 
 from vecenv.benchmark.runners import Runner
+from vecenv.ward import Ward
 
 Progress = Callable[[str, int, int], None]  # what is being done, how much of it is done, of how much
 
@@ -54,6 +56,7 @@ class Candidate:
             the mere existence of so many address spaces slows down whoever runs beside them.
         settle: Seconds to leave the machine alone after its turn, for engines whose idle workers still spin.
         environ: Environment variables that its hosts, and only they, start with.
+        processes: How many a host of it starts, as far as that is known before.
     """
 
     name: str
@@ -65,6 +68,7 @@ class Candidate:
     crowd: bool = False
     settle: float = 0.0
     environ: Mapping[str, str] = field(default_factory=dict)
+    processes: int = 0
 
 
 def _one_line(error: BaseException) -> str:
@@ -79,8 +83,6 @@ def _host_main(pipe: Any, blob: bytes, environ: Mapping[str, str], log: str, sta
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
-    if hasattr(os, "setsid"):  # Ctrl-C is the parent's business, and one signal can end all that grew here
-        os.setsid()
     runner = None
     try:
         runner = cloudpickle.loads(blob)()
@@ -104,32 +106,36 @@ def _host_main(pipe: Any, blob: bytes, environ: Mapping[str, str], log: str, sta
 
 
 class _Host:
-    """One process, one runner, one question at a time."""
+    """One process, one runner, one question at a time. To be ended in any case, also if :meth:`start` failed."""
 
     def __init__(self, build: Callable[[], Runner], environ: Mapping[str, str], log: Path) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(
-            target=_host_main,
-            args=(theirs, cloudpickle.dumps(build), dict(environ), str(log), multiprocessing.get_start_method()),
-            daemon=False,
-        )
-        self.process.start()
-        theirs.close()
+        args = (cloudpickle.dumps(build), dict(environ), str(log), multiprocessing.get_start_method())
+        self._ward = Ward(multiprocessing.get_context("spawn"), _host_main, args, name="vecenv-bench-host", daemon=False)
+
+    def start(self) -> None:
+        self._ward.start()
+
+    @property
+    def process(self) -> Any:
+        """The host itself, while it has not been ended."""
+        return self._ward.process
 
     def ask(self, method: str, *arguments: Any) -> None:
         try:
-            self._pipe.send((method, arguments))
-        except OSError:
+            self._ward.pipe.send((method, arguments))
+        except ConnectionError:
             raise HostFailed(self._obituary()) from None
 
     def answer(self, timeout: float) -> Any:
+        if not self._ward.wait(time.monotonic() + timeout):
+            raise HostFailed(f"gave no answer within {timeout:.0f} s")
         try:
-            if not self._pipe.poll(timeout):
-                raise HostFailed(f"gave no answer within {timeout:.0f} s")
-            status, value = self._pipe.recv()
-        except (EOFError, OSError):
-            raise HostFailed(self._obituary()) from None
+            message = self._ward.receive()
+        except EOFError:
+            message = b""
+        if not message:  # it has ended, though something that it started may hold its pipe
+            raise HostFailed(self._obituary())
+        status, value = pickle.loads(message)
         if status == "unavailable":
             raise Unavailable(value)
         if status == "failed":
@@ -137,24 +143,24 @@ class _Host:
         return value
 
     def _obituary(self) -> str:
-        self.process.join(1.0)
-        code = self.process.exitcode
+        if not self._ward.wait_for_end(1.0):
+            return "it closed its pipe"
+        code = self._ward.exit_code()
         if code is not None and code < 0:
             return f"its process was killed by {signal.Signals(-code).name}"
         return f"its process ended with exit code {code}"
 
+    def ask_to_close(self) -> None:
+        with suppress(ConnectionError):
+            self._ward.pipe.send(("close", ()))
+
     def close(self, timeout: float = 10.0) -> None:
-        with suppress(OSError):
-            self._pipe.send(("close", ()))
-        self.process.join(timeout)
-        if hasattr(os, "killpg"):  # what is left of its session, in case it could not close properly
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid or 0, signal.SIGKILL)
-        elif self.process.is_alive():
-            self.process.kill()
-        self.process.join()
-        self.process.close()
-        self._pipe.close()
+        """Wait so long for it to close what it runs, then end it with all that grew there."""
+        try:
+            if self._ward.process is not None:
+                self._ward.wait_for_end(timeout)
+        finally:
+            self._ward.end()
 
 
 class Live:
@@ -177,6 +183,12 @@ class Live:
         """Start its hosts, unless they run."""
         if not self.hosts:
             self.hosts = [_Host(build, self.candidate.environ, self.log) for build in self.candidate.builds]
+            try:
+                for host in self.hosts:
+                    host.start()
+            except BaseException:
+                self.end()
+                raise
 
     def _wake(self) -> bool:
         """Start a crowd that rests, and wait for it; false if nothing had to be started."""
@@ -235,22 +247,42 @@ class Live:
         return sum(sample.rate for sample in samples) if samples else math.nan
 
     def close(self) -> None:
-        hosts, self.hosts = self.hosts, []
-        for host in hosts:
-            host.close()
+        """Let its hosts close what they run, all at once, and end them."""
+        try:
+            for host in self.hosts:
+                host.ask_to_close()
+            while self.hosts:
+                self.hosts[-1].close()
+                self.hosts.pop()
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """End its hosts as they are."""
+        while self.hosts:
+            self.hosts[-1].close(timeout=0.0)
+            self.hosts.pop()
+
+
+def _start_order(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
+    """Who starts together: those that measure something themselves, the others, and then each crowd for itself."""
+    together = [c for c in candidates if not c.crowd]
+    return [[c for c in together if c.alone], [c for c in together if not c.alone], *([c] for c in candidates if c.crowd)]
 
 
 @contextmanager
 def started(candidates: Sequence[Candidate], progress: Progress | None = None) -> Iterator[list[Live]]:
-    """All candidates alive at once, but for crowds, which were started once and rest; nothing is left afterwards."""
+    """All candidates alive at once, but for crowds, which were started once and rest; nothing is left afterwards.
+
+    After an exception, Ctrl-C among them, hosts are ended at once and not asked.
+    """
     with tempfile.TemporaryDirectory(prefix="vecenv-bench-") as folder:
         lives: list[Live] = []
         try:
-            for alone in (True, False):
+            for group in _start_order(candidates):
                 first = len(lives)
-                for candidate in candidates:
-                    if candidate.alone is alone:
-                        lives.append(Live(candidate, Path(folder)))  # noqa: PERF401 - one may fail, all must end
+                for candidate in group:
+                    lives.append(Live(candidate, Path(folder)))  # noqa: PERF401 - one may fail, all must end
                 for live in lives[first:]:
                     if progress:
                         progress(f"starting {live.candidate.label}", lives.index(live), len(candidates))
@@ -258,6 +290,8 @@ def started(candidates: Sequence[Candidate], progress: Progress | None = None) -
                     live.rest()
             order = [candidate.name for candidate in candidates]
             yield sorted(lives, key=lambda live: order.index(live.candidate.name))
-        finally:
             for live in lives:
                 live.close()
+        finally:
+            for live in lives:
+                live.end()

@@ -1,0 +1,283 @@
+"""The process that tries an environment: it closes it, and nothing of it stays, however it or its caller ends."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from observe import FAULTS, METHODS, PACKAGE, remaining, wait_for
+from vandals import Obedient
+
+import vecenv
+from vecenv import scout as scouting
+from vecenv.errors import StartupTimeout, WorkerDied
+from vecenv.scout import Described, Trial, probe, scout
+from vecenv.testing.faulty import NestedEnv
+
+pytestmark = FAULTS
+
+
+def write(path: Path, text: object = "") -> None:
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_text(str(text))
+    part.rename(path)
+
+
+class Closes(Obedient):
+    """Writes a file when it is closed."""
+
+    def __init__(self, path: Path, seconds: float = 0.0) -> None:
+        super().__init__(0)
+        self._path, self._seconds = path, seconds
+
+    def close(self) -> None:
+        time.sleep(self._seconds)
+        write(self._path)
+
+
+class Helped(Obedient):
+    """Has a helper that it never ends, in its own session or not; then does whatever it is told."""
+
+    def __init__(self, path: Path, own_session: bool, then: Callable[[], object] = bool) -> None:
+        super().__init__(0)
+        write(path, subprocess.Popen(["sleep", "60"], start_new_session=own_session).pid)
+        then()
+
+
+class HoldsThePipe(Obedient):
+    """Dies while a forked helper still holds everything it had open."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(0)
+        if os.fork() == 0:
+            write(path, os.getpid())
+            time.sleep(60)
+        wait_for(path)
+        os._exit(5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("step", [False, True])
+def test_the_environment_that_was_tried_is_closed(tmp_path: Path, method: str, step: bool) -> None:
+    found = scout([functools.partial(Closes, tmp_path / "closed")], multiprocessing.get_context(method), step=step)
+    assert isinstance(found.described, Described)
+    assert (found.probe is not None) == step
+    assert (tmp_path / "closed").exists()
+
+
+@pytest.mark.parametrize("options", [{"num_workers": "auto"}, {"use_caller": True}, {"dummy_env": False}])
+def test_engines_that_try_an_environment_close_it(tmp_path: Path, options: dict[str, Any]) -> None:
+    envs = vecenv.AsyncVectorEnv([functools.partial(Closes, tmp_path / "closed")] * 2, **options)
+    assert (tmp_path / "closed").exists()
+    envs.close()
+
+
+def test_a_close_that_takes_for_ever_is_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scouting, "_CLOSE_SECONDS", 0.3)
+    began = time.monotonic()
+    assert probe(functools.partial(Closes, tmp_path / "closed", 60.0)).steps > 0
+    assert time.monotonic() - began < 5
+    assert not (tmp_path / "closed").exists()
+
+
+class ClosesBadly(Obedient):
+    def close(self) -> None:
+        raise SystemExit("no")
+
+
+def test_a_close_that_raises_costs_nothing() -> None:
+    assert probe(functools.partial(ClosesBadly, 0)).steps > 0
+
+
+def stop() -> None:
+    time.sleep(60)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail() -> None:
+    raise ZeroDivisionError
+
+
+ENDS: dict[str, tuple[Callable[[], object], type[Exception] | None]] = {
+    "well": (bool, None),
+    "raises": (fail, ZeroDivisionError),
+    "killed": (die, WorkerDied),
+    "hangs": (stop, StartupTimeout),
+}
+
+
+@pytest.mark.parametrize("own_session", [False, True])
+@pytest.mark.parametrize("end", ENDS)
+def test_helpers_end_with_it(tmp_path: Path, end: str, own_session: bool) -> None:
+    then, expected = ENDS[end]
+    env_fn = functools.partial(Helped, tmp_path / "helper", own_session, then)
+    if expected is None:
+        probe(env_fn)
+    else:
+        with pytest.raises(expected):
+            probe(env_fn, timeout=1.0)
+    helper = int((tmp_path / "helper").read_text())
+    assert not remaining([helper], 1.0)
+
+
+def test_death_is_noticed_while_a_helper_holds_its_pipe(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(WorkerDied, match="exit code 5"):
+        probe(functools.partial(HoldsThePipe, tmp_path / "helper"))
+    assert time.monotonic() - began < 5
+    assert not remaining([int((tmp_path / "helper").read_text())], 1.0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_without_daemon_an_environment_may_have_children(method: str) -> None:
+    """A vector environment inside an environment."""
+    context = multiprocessing.get_context(method)
+    inner = functools.partial(vecenv.AsyncVectorEnv, [functools.partial(Obedient, k) for k in range(2)], context=method)
+    env_fn = functools.partial(NestedEnv, inner)
+    with pytest.raises(Exception, match="daemon"):
+        probe(env_fn, context, 15.0)
+    trial = Trial([env_fn], context, 15.0, False, step=True, daemon=False)
+    assert trial.describe(False).metadata is not None
+    assert trial.measure().steps > 0
+    assert probe(env_fn, context, 15.0, daemon=False).steps > 0
+
+
+@pytest.mark.parametrize("timeout", [math.inf, 1e7, 1e300])
+def test_any_timeout_can_be_waited_for(timeout: float) -> None:
+    assert probe(functools.partial(Obedient, 0), timeout=timeout).steps > 0
+
+
+class Large(Obedient):
+    """Larger than a pipe when it is pickled."""
+
+    def __init__(self, ballast: bytes) -> None:
+        super().__init__(len(ballast) % 7)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_built_may_be_larger_than_a_pipe(method: str) -> None:
+    env_fn = functools.partial(Large, b"x" * 2_000_000)
+    assert isinstance(scout([env_fn], multiprocessing.get_context(method), step=False).described, Described)
+
+
+# --- interrupted callers ------------------------------------------------------------------------
+
+
+class Alarm(TimeoutError):
+    """What a time limit made of SIGALRM raises: an ``OSError``, as a broken pipe is."""
+
+
+@contextmanager
+def alarm_after(seconds: float, interval: float = 0.0) -> Iterator[None]:
+    def ring(*_: object) -> None:
+        raise Alarm
+
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds, interval)
+        yield
+    finally:
+        while True:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, before)
+                break
+            except Alarm:
+                pass
+
+
+def test_an_exception_while_the_caller_waits_ends_everything(tmp_path: Path) -> None:
+    env_fn = functools.partial(Helped, tmp_path / "helper", True, stop)
+    with pytest.raises(Alarm), alarm_after(1.0):
+        probe(env_fn)
+    assert not remaining([int((tmp_path / "helper").read_text())], 1.0)
+    assert not multiprocessing.active_children()
+
+
+def test_an_exception_at_any_moment_leaves_nothing(take_stock: Callable[[], Any]) -> None:
+    """Compared after each: a later trial could hide what an earlier one left."""
+    env_fn = functools.partial(Obedient, 0)
+    scout([env_fn], step=False)
+    moments = random.Random(1)
+    interrupted = 0
+    for _ in range(60):
+        before = take_stock()
+        try:
+            with alarm_after(moments.uniform(1e-4, 0.03)):
+                scout([env_fn], step=False)
+        except Alarm:
+            interrupted += 1
+        left = take_stock().beyond(before, ("processes", "descriptors"))
+        assert not left
+    assert interrupted > 5
+
+
+def test_one_exception_after_the_other_leaves_nothing(take_stock: Callable[[], Any]) -> None:
+    before = take_stock()
+    for _ in range(10):
+        with pytest.raises(Alarm), alarm_after(0.002, 0.0005):
+            scout([functools.partial(Obedient, 0)], step=False)
+    gc.collect()
+    assert not take_stock().beyond(before, ("processes", "descriptors"))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+KILLED = """
+import functools, multiprocessing, os, subprocess, sys, time
+from pathlib import Path
+from vandals import Obedient
+from vecenv.scout import probe
+
+def build(folder):
+    helper = subprocess.Popen(["sleep", "60"])
+    (folder / "part").write_text(f"{os.getpid()} {helper.pid}")
+    (folder / "part").rename(folder / "pids")
+    time.sleep(60)
+
+if __name__ == "__main__":
+    probe(functools.partial(build, Path(sys.argv[2])), multiprocessing.get_context(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_program_that_is_killed_leaves_nothing(tmp_path: Path, method: str) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(KILLED)
+    path = os.pathsep.join([str(PACKAGE), str(Path(__file__).parent)])
+    program = subprocess.Popen([sys.executable, str(script), method, str(tmp_path)], env={**os.environ, "PYTHONPATH": path})
+    try:
+        wait_for(tmp_path / "pids")
+    finally:
+        program.kill()
+        program.wait()
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert not remaining(pids, 3.0)
+
+
+def test_it_lives_in_a_session_of_its_own_where_ctrl_c_does_not_reach() -> None:
+    class Tells(Obedient):
+        def __init__(self) -> None:
+            super().__init__(0)
+            self.metadata = {"session": os.getsid(0), "pid": os.getpid(), "sigint": signal.getsignal(signal.SIGINT)}
+
+    described = scout([Tells], multiprocessing.get_context("fork"), step=False).described
+    assert isinstance(described, Described)
+    found = [described.metadata[name] for name in ("session", "pid", "sigint")]
+    assert found[0] == found[1] != os.getpid()
+    assert found[2] == signal.SIG_IGN

@@ -1,0 +1,210 @@
+"""How ``vecenv bench`` and ``doctor`` end: killed, interrupted, or refused before anything starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import vecenv
+from vecenv import benchmark, cli, doctor
+from vecenv.benchmark import Candidate, Sample
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sessions and signals of POSIX")
+
+SLOW_ENV = """
+import os, subprocess, time
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+
+class Slow(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(0, 1, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self):
+        helper = subprocess.Popen(["sleep", "120"])
+        Path(f"{os.getpid()}-{helper.pid}.pids").touch()
+        time.sleep(float(os.environ["SLOW"]))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(2, np.float32), 0.0, False, False, {}
+"""
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start a command of vecenv in a group of its own."""
+    running: list[subprocess.Popen[str]] = []
+    (tmp_path / "slowly.py").write_text(SLOW_ENV)
+
+    def launch(*arguments: str, slow: float = 60.0) -> subprocess.Popen[str]:
+        path = os.pathsep.join([str(Path(vecenv.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+        running.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "vecenv", *arguments],
+                cwd=tmp_path,
+                env={**os.environ, "PYTHONPATH": path, "SLOW": str(slow)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        )
+        return running[-1]
+
+    yield launch
+    for one in running:
+        if one.poll() is None:
+            one.kill()
+        one.communicate()
+
+
+def built(folder: Path, count: int, within: float = 30.0) -> list[int]:
+    """The processes that are building environments, and their helpers, once there are so many."""
+    deadline = time.monotonic() + within
+    while len(found := list(folder.glob("*.pids"))) < count:
+        assert time.monotonic() < deadline, f"only {found}"
+        time.sleep(0.02)
+    return [int(pid) for file in found for pid in file.stem.split("-")]
+
+
+def family(process: subprocess.Popen[str]) -> list[int]:
+    return [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+
+
+def remaining(pids: list[int], within: float) -> list[int]:
+    def runs(pid: int) -> bool:
+        try:
+            return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        except psutil.NoSuchProcess:
+            return False
+
+    deadline = time.monotonic() + within
+    while (left := [pid for pid in pids if runs(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+BENCH = ["bench", "slowly:Slow", "--num-envs", "3", "--engines", "workers,per-env,gym-sync,gym-async,bare-pipes,limit"]
+
+
+def test_a_bench_that_is_killed_while_engines_are_built_takes_everything_along(start: Start, tmp_path: Path) -> None:
+    bench = start(*BENCH)
+    pids = {*built(tmp_path, 8), *family(bench)}
+    bench.kill()
+    bench.wait()
+    assert not remaining([*pids, *(int(p) for f in tmp_path.glob("*.pids") for p in f.stem.split("-"))], 5.0)
+
+
+def test_ctrl_c_ends_a_bench_that_builds_engines_at_once(start: Start, tmp_path: Path) -> None:
+    bench = start(*BENCH)
+    pids = {*built(tmp_path, 8), *family(bench)}
+    os.killpg(bench.pid, signal.SIGINT)  # as a terminal does
+    began = time.monotonic()
+    _, errors = bench.communicate(timeout=20)
+    assert time.monotonic() - began < 5
+    assert bench.returncode == 130, errors
+    assert errors.strip() == "vecenv: interrupted"
+    assert not remaining(list(pids), 1.0)
+
+
+@pytest.mark.parametrize("moment", [1.0, 1.5, 3.0])
+def test_ctrl_c_ends_a_bench_at_any_moment(start: Start, moment: float) -> None:
+    bench = start("bench", "CartPole-v1", "--num-envs", "2", "--engines", "workers,limit", "--seconds", "5")
+    time.sleep(moment)
+    pids = family(bench)
+    os.killpg(bench.pid, signal.SIGINT)
+    _, errors = bench.communicate(timeout=20)
+    assert bench.returncode == 130, errors
+    assert errors.strip() == "vecenv: interrupted"
+    assert not remaining(pids, 1.0)
+
+
+def test_ctrl_c_ends_doctor_without_a_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def look() -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)
+        yield
+
+    monkeypatch.setattr(doctor, "_LOOKS", (look,))
+    assert cli.main(["doctor"]) == 130
+    assert capsys.readouterr().err == "vecenv: interrupted\n"
+
+
+@pytest.mark.parametrize("how", [[], ["--scale"]])
+def test_more_processes_than_can_be_are_refused_at_once(
+    how: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(benchmark, "compare", lambda *_, **__: pytest.fail("something was started"))
+    monkeypatch.setattr(doctor, "_process_limit", lambda: (32768, "a test"))
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["bench", "--num-envs", "100000", *how]) == 2
+    message = capsys.readouterr().err
+    assert "the 32768 that can be (a test)" in message
+    assert "leave out per-env, gym-async, bare-pipes (--engines auto,use-caller" in message
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_limits_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_process_limit", lambda: (1000, "a test"))
+    monkeypatch.setattr(doctor, "available_memory", lambda: 800 * doctor.MIB)
+    monkeypatch.setattr(doctor, "memory_limits", lambda: iter(()))
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (1024, 1024))
+    assert doctor.shortage(1, 1) is None
+    assert "1001 processes are more than the 1000" in (doctor.shortage(1001) or "")
+    assert "400 workers of one program need" in (doctor.shortage(10, 400) or "")
+    assert "200 processes need 1.6 GiB of memory or more, and 800 MiB are available" in (doctor.shortage(200) or "")
+
+
+class Family:
+    """Starts what a host would leave behind."""
+
+    def __init__(self) -> None:
+        self.pids = [subprocess.Popen(["sleep", "60"], start_new_session=own).pid for own in (False, True)]
+
+    def describe(self) -> str:
+        return " ".join(map(str, self.pids))
+
+    def run(self, seconds: float) -> Sample:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return Sample(1, 1.0)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_host_that_ends_takes_its_helpers_along(killed: bool) -> None:
+    with benchmark.started([Candidate("family", "family", (Family,))]) as (live,):
+        pids = [int(pid) for pid in live.description.split()]
+        assert remaining(pids, 0.0) == pids
+        if killed:
+            assert live.ask("run", 0.0) == []
+            assert live.failed == "its process was killed by SIGKILL"
+    assert not remaining(pids, 1.0)
+
+
+def test_crowds_start_one_after_the_other() -> None:
+    names = [[c.name for c in group] for group in benchmark.hosts._start_order(candidates())]
+    assert names[0] == ["auto"]
+    assert names[2:] == [["per-env"], ["gym-async"], ["bare-pipes"]]
+
+
+def candidates() -> list[Candidate]:
+    return benchmark.default_candidates(lambda: pytest.fail("built"), 64, 2)

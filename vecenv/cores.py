@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Final
 
@@ -90,16 +91,11 @@ def seats(workers: int) -> tuple[list[Seat], float]:
 def seconds_waited() -> float | None:
     """How long this thread was ready to run and no core was given to it, since it began; ``None`` where that is not told."""
     try:
-        file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        ran, waited = os.read(file, 64).split()[:2]
+        with FileIO("/proc/thread-self/schedstat") as file:  # a tenth of what `open` takes
+            ran, waited = file.read(64).split()[:2]
         return int(waited) * 1e-9 if int(ran) else None  # a kernel that keeps no such accounts says zero to all
     except (OSError, ValueError):
         return None
-    finally:
-        os.close(file)
 
 
 class Patience:

@@ -13,6 +13,7 @@ from typing import Any, Final
 from gymnasium import logger
 
 from vecenv.channel import ChannelClosed
+from vecenv.descendants import end_marked, snapshot
 from vecenv.failure import Lifeline, end_group
 from vecenv.protocol import Op, Reply, encode
 from vecenv.rows import Failure
@@ -40,6 +41,7 @@ def end(
         failures: Where to note what environments raised in their ``close``, and by whom.
     """
     deadline = time.monotonic() + timeout
+    helpers = snapshot([worker.pid for worker in workers if not worker.gone])
     alive = [worker for worker in workers if worker.death is None and not _ended(worker)]
     if terminate:
         for worker in alive:
@@ -60,6 +62,9 @@ def end(
             worker.signal(signal.SIGKILL)
     _wait_for_ends(alive, time.monotonic() + _KILLED, failures)
     end_group(worker.pid for worker in alive)
+    helpers.end()
+    helpers.close()
+    end_marked([worker.token for worker in workers])
 
 
 def end_unclosed(lifeline: Lifeline, processes: list[Any], owner: int) -> None:

@@ -386,7 +386,7 @@ class Engine:
             "restarts": float(self.restarts),
             "errors": float(len(self.ledger.errors)),
             "bytes_pickled": float(sum(w.channel.bytes_pickled for w in self.pool.workers if isinstance(w, ProcessWorker))),
-            "in_flight": float(len(self.owed.waiting())),
+            "in_flight": float(self.owed.in_flight),
         }
 
     def close(self, timeout: float, *, terminate: bool) -> None:

@@ -251,6 +251,7 @@ class Owed:
         after: The four above as they will be when the answer being given has been taken; ``None``: as they are.
         verdict: The exception that is the answer being given; any other leaves it owed.
         caller: The thread that is in a call; 0: nobody.
+        calm: The latest call ended by itself.
     """
 
     def __init__(self, num_envs: int) -> None:
@@ -261,6 +262,7 @@ class Owed:
         self.after: After | None = AS_IT_IS
         self.verdict: BaseException | None = None
         self.caller = 0
+        self.calm = True
 
     @property
     def call(self) -> Flight | None:
@@ -313,6 +315,13 @@ class Owed:
             rows.extend(flight.rows_at(index))
         rows.extend(row for row, _ in self.ready)
         return rows
+
+    @property
+    def in_flight(self) -> int:
+        """How many rows were sent, by ``send`` or ``reset_async``, and not received."""
+        call = self.call
+        resets = 0 if call is None or call.command != "reset" else sum(len(call.rows_of(worker)) for worker in call.workers)
+        return len(self.waiting()) + resets
 
     @property
     def idle(self) -> bool:

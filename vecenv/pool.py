@@ -23,6 +23,7 @@ from gymnasium.vector.utils import clear_mpi_env_vars
 from vecenv.channel import write_once
 from vecenv.cores import Patience
 from vecenv.deadlines import deadline_of, milliseconds
+from vecenv.descendants import end_marked
 from vecenv.ending import end, end_unclosed
 from vecenv.holdings import Holdings
 from vecenv.owed import Flight, Owed, Part
@@ -131,6 +132,7 @@ class WorkerPool:
         Until the new one is there the place is taken by the dead one, and whoever wants it tries again.
         """
         worker.release()
+        end_marked([worker.token])
         started: list[ProcessWorker] = []
         try:
             with clear_mpi_env_vars():
@@ -250,6 +252,13 @@ class WorkerPool:
         return self._options.max_busy - busy
 
     # -- waiting ----------------------------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """The call before was interrupted: bring the table and the pipes into agreement."""
+        self.behind = True
+        for worker in self.processes:
+            while worker.channel.raw and worker.receive() and worker.death is None:
+                pass
 
     def gather(self, flight: Flight, deadline: float | None) -> list[AnyWorker]:
         """Wait until everybody has answered ``flight``; returns those that had not when the time was up."""
@@ -433,7 +442,7 @@ class WorkerPool:
         self._place.forget()
         if self.own is not None:
             self.own.forget()
-        self._place.processes.clear()
+        end_unclosed(self._place.lifeline, self._place.processes, os.getpid())
         self._forget_any()
         self._writers = {}
         del self.batch

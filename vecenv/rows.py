@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from operator import length_hint
 from typing import Any, Final
 
 import gymnasium
@@ -170,6 +171,7 @@ class EnvRows:
         self._out = Outcome()
         self._seq = -1  # the message that is being carried out, or was last
         self._done = 0  # how many of its rows are done
+        self._walk: Any = None  # the rows that are being gone through
         self._dirty = False  # some row's info columns or final flag are set
         self._counted = 0  # messages that were timed
         self._untimed = 0  # messages to come that are not
@@ -288,6 +290,7 @@ class EnvRows:
             self._clean(ks)
             out.columns = False
         self._done = 0
+        self._walk = None
         self._seq = seq
 
     def _stopped(self, ks: Sequence[int] | None, begun: int, done: int) -> None:
@@ -305,6 +308,13 @@ class EnvRows:
             self._drop(begun)
         if begun >= 0:
             self._done = (begun if ks is None else list(ks).index(begun)) + 1
+        self._walk = None
+
+    def _lost_place(self, ks: Sequence[int] | None) -> None:
+        """As :meth:`_stopped`, where nobody noted: the row that was taken up last may or may not have been done."""
+        every = list(range(self.count) if ks is None else ks)[self._done :]
+        taken = len(every) - length_hint(self._walk)
+        self._stopped(ks, every[taken - 1] if taken else -1, -1)
 
     def step(self, seq: int, ks: list[int] | None, actions: Sequence[Any]) -> Outcome:
         """Step the environments of rows ``ks`` (``None``: all of them), in order; see :meth:`_begin`."""
@@ -314,6 +324,8 @@ class EnvRows:
             else:
                 self._done = 0
                 self._seq = seq
+        elif self._walk is not None:
+            self._lost_place(ks)
         steps, untimed = self._steps, self._untimed
         if untimed:
             self._untimed = untimed - 1
@@ -330,12 +342,13 @@ class EnvRows:
             start = self._done
             where, steps, rows, actions = list(where)[start:], steps[start:], rows[start:], list(actions)[start:]
         begun = done = -1
+        walk = self._walk = iter(where)
         out, at_end, put, note, offered = self._out, self._at_end, self._put, self._note, self._offered
         forked = self.forked
         (array, dtype, shape), flat = self._direct, self._flat
         rewards, terminations, truncations = self._reward_cells, self._termination_cells, self._truncation_cells
         try:
-            for k, step, row, action in zip(where, steps, rows, actions, strict=True):
+            for k, step, row, action in zip(walk, steps, rows, actions, strict=True):
                 try:
                     begun = k
                     observation, reward, terminated, truncated, info = step(action)
@@ -376,6 +389,7 @@ class EnvRows:
         except BaseException:
             self._stopped(ks, begun, done)
             raise
+        self._done, self._walk = self.count, None
         if not untimed:
             self._count(_clock() - began, len(steps))
         return self._finish()
@@ -467,10 +481,13 @@ class EnvRows:
         """
         if seq != self._seq:
             self._begin(seq, ks)
+        elif self._walk is not None:
+            self._lost_place(ks)
         out, start = self._out, self._done
         begun = done = -1
+        walk = self._walk = iter(list(range(self.count) if ks is None else ks)[start:])
         try:
-            for k, seed in list(zip(range(self.count) if ks is None else ks, seeds, strict=True))[start:]:
+            for k, seed in zip(walk, list(seeds)[start:], strict=True):
                 try:
                     begun = k
                     env = self._envs[k] or self._build(k)
@@ -488,6 +505,7 @@ class EnvRows:
         except BaseException:
             self._stopped(ks, begun, done)
             raise
+        self._done, self._walk = self.count, None
         return self._finish()
 
     def rebuild(
@@ -496,6 +514,8 @@ class EnvRows:
         """Replace the environments of rows ``ks`` by new ones (unless they are new already) and reset those."""
         if seq != self._seq:
             self._begin(seq, ks)
+        elif self._walk is not None:
+            self._lost_place(ks)
         for k in list(range(self.count) if ks is None else ks)[self._done :]:
             if self._used[k]:
                 self._drop(k)

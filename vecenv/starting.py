@@ -7,11 +7,10 @@ import errno
 import multiprocessing
 import os
 import pickle
-import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -20,11 +19,13 @@ import cloudpickle
 from vecenv.channel import CallerEnd, ChannelClosed
 from vecenv.cores import Seat
 from vecenv.deadlines import milliseconds
+from vecenv.descendants import new_token
 from vecenv.errors import StartupTimeout
 from vecenv.failure import BlackBox, DeathWatch, Lifeline
 from vecenv.holdings import Holdings
 from vecenv.owed import Owed
 from vecenv.shm import Arena
+from vecenv.uninterrupted import Uninterrupted
 from vecenv.worker import Plan, Ready, Start, main
 from vecenv.workers import ProcessWorker, envs_text
 
@@ -112,17 +113,19 @@ def launch(
         channel = CallerEnd(place.holdings)
         place.channels.add(channel)
         black_box = BlackBox(place.holdings)
+        token = new_token()
         assert place.arena is not None
-        with _no_signals() as mask:
-            start = Start(
-                index, rows[0], blobs, not forks, place.plan, place.arena, channel.theirs, place.lifeline, black_box, seat,
-                mask,
-            )  # fmt: skip
+        start = Start(
+            index, rows[0], blobs, not forks, place.plan, place.arena, channel.theirs, place.lifeline, black_box, seat, token
+        )  # fmt: skip
+        with Uninterrupted():  # half-way it is nobody's
             process = options.context.Process(target=main, name=f"Worker<{options.name}>-{index}", args=(start,))
             process.daemon = options.daemon
             place.processes.append(process)
             process.start()
-            worker = ProcessWorker(index, rows, process, channel, black_box, place.watch, place.owed, seat.with_caller)
+            worker = ProcessWorker(
+                index, rows, process, channel, black_box, place.watch, place.owed, token, seat.with_caller
+            )  # fmt: skip
             into.append(worker)
         channel.started()
     except BaseException as error:
@@ -133,21 +136,6 @@ def launch(
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             raise _too_few_descriptors(error, workers) from error
         raise
-
-
-@contextlib.contextmanager
-def _no_signals() -> Iterator[set[int] | None]:
-    """No handler interrupts the start of a process: half-way it is nobody's. Gives the mask that the process is to have."""
-    if not hasattr(signal, "pthread_sigmask") or threading.current_thread() is not threading.main_thread():
-        yield None
-        return
-    handled = {number for number in signal.valid_signals() if callable(signal.getsignal(number))}
-    before = {int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())}
-    try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, handled)
-        yield before
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def await_ready(worker: ProcessWorker, deadline: float | None, options: PoolOptions) -> Ready:
@@ -181,23 +169,15 @@ def await_ready(worker: ProcessWorker, deadline: float | None, options: PoolOpti
 
 
 def preload(context: Any) -> None:
-    """Let a fork server that is not running yet import the engine once, and not every worker anew.
-
-    It starts here, as the tracker does that both it and ``spawn`` need: they serve the whole program, and must not get the
-    signal mask of a worker's start.
-    """
-    if context.get_start_method() == "fork":
-        return
-    from multiprocessing import forkserver, resource_tracker
-
-    resource_tracker.ensure_running()
+    """Let a fork server that is not running yet import the engine once, and not every worker anew."""
     if context.get_start_method() != "forkserver":
         return
+    from multiprocessing import forkserver
+
     server: Any = forkserver._forkserver
     with contextlib.suppress(AttributeError):  # private names: without them it only starts more slowly
         if server._forkserver_pid is None and server._preload_modules == ["__main__"]:
             context.set_forkserver_preload(["__main__", "vecenv.worker"])
-    forkserver.ensure_running()
 
 
 def dump_env_fn(env: int, env_fn: Callable[[], Any], who_needs_it: str) -> bytes:

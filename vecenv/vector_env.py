@@ -76,8 +76,10 @@ def _one_call(method: Callable[P, R]) -> Callable[P, R]:
             return method(self, *args, **kwargs)  # type: ignore[arg-type]
         if owed.caller or self._refuses:
             self._refuse(method.__name__)
+        if not owed.calm:
+            self._pool.resume()
         try:
-            owed.caller, owed.after, owed.verdict = me, AS_IT_IS, None
+            owed.caller, owed.calm, owed.after, owed.verdict = me, False, AS_IT_IS, None
             answer = method(self, *args, **kwargs)  # type: ignore[arg-type]
         except BaseException as error:
             owed.caller = 0
@@ -87,7 +89,7 @@ def _one_call(method: Callable[P, R]) -> Callable[P, R]:
                 raise
             owed.verdict = None
             owed.flights, owed.landed, owed.ready, owed.latest = owed.after; raise  # noqa: E702 - see above
-        owed.caller = 0
+        owed.caller, owed.calm = 0, True
         if self._refuses:
             self._leave()
         if owed.after is None:
@@ -209,7 +211,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
             threads_per_worker, use_caller, strict, dummy_env,
         )  # fmt: skip
         mp = multiprocessing.get_context(context)
-        self._trial = Trial(env_fns, mp, start_timeout, dummy_env, step=num_workers == "auto" or use_caller)
+        self._trial = Trial(env_fns, mp, start_timeout, dummy_env, step=num_workers == "auto" or use_caller, daemon=daemon)
         self._read_spaces(env_fns)
         self.batch_size = self.num_envs if batch_size is None else batch_size
         self._card: StatsCard | None = None

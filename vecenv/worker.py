@@ -27,12 +27,14 @@ from gymnasium.vector import AutoresetMode
 
 from vecenv.channel import ChannelClosed, Ends, WorkerEnd
 from vecenv.cores import Patience, Seat
+from vecenv.descendants import adopt, end_own
 from vecenv.errors import ObservationError
-from vecenv.failure import BlackBox, Lifeline, end_own_group, pack
+from vecenv.failure import BlackBox, Lifeline, pack
 from vecenv.observations import KEPT, Put, checked_value, tree_writer
 from vecenv.protocol import Op, Reply
 from vecenv.rows import EnvRows, Expected, Failure, Outcome
 from vecenv.shm import Arena, Batch, Layout, fixed_tree
+from vecenv.uninterrupted import let_in
 from vecenv.wire import dump
 
 __all__ = ["Plan", "Ready", "Start", "answer", "main", "make_rows"]
@@ -76,7 +78,7 @@ class Start:
     lifeline: Lifeline
     black_box: BlackBox
     seat: Seat
-    mask: set[int] | None
+    token: str
 
 
 @dataclass(slots=True)
@@ -204,14 +206,14 @@ def _loader(payload: bytes | None) -> Callable[[], Any]:
 
 def main(start: Start) -> None:
     """The body of a worker process."""
+    let_in()
     with contextlib.suppress(OSError):
         os.setsid()  # keeps a terminal's Ctrl-C out, and makes the environments' own helpers one group with us
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if start.mask is not None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, start.mask)
     start.lifeline.arm()
     start.black_box.arm()
+    adopt(start.token)
     gc.freeze()  # what came with the fork stays shared with the caller instead of being copied by the collector
     _limit_threads(start.plan.threads)
     channel = WorkerEnd(start.ends, blocks=not start.seat.spin)
@@ -244,7 +246,7 @@ def main(start: Start) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if abandoned:  # nobody is left to see to the helpers that environments started
-        end_own_group()
+        end_own(start.token)
     if left_behind():  # an ordinary exit would wait for them
         os._exit(0 if clean else 1)
     if not clean:

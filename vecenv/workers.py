@@ -105,7 +105,9 @@ class CallerWorker:
             flight.answers[self.index] = said
 
     def close(self) -> Outcome:
-        return self._rows.close()
+        """Close the environments. Idempotent."""
+        rows = self.__dict__.get("_rows")
+        return Outcome() if rows is None else rows.close()
 
     def forget(self) -> None:
         """Let go of the environments, which are closed, and of the shared memory."""
@@ -126,6 +128,7 @@ class ProcessWorker:
         black_box: BlackBox,
         watch: DeathWatch,
         owed: Owed,
+        token: str,
         with_caller: bool = False,
     ) -> None:
         self.index = index
@@ -139,6 +142,7 @@ class ProcessWorker:
         self.exitcode: int | None = None
         self.overdue = False  # an answer did not come in time; close() is less patient then
         self.with_caller = with_caller
+        self.token = token  # by which what its environments started is known
         self.starting = True
         self.paid = False  # its death is in the budget of restarts
         self.asked_to_close = False

@@ -53,6 +53,7 @@ class Interruption:
         self._latest: dict[FrameType, str] = {}  # the bytecode before
         self.fired = self.came_out = self.in_a_finalizer = False
         self.where = "nowhere"
+        self.said = ""  # what was noted on the exception on its way out
 
     def __repr__(self) -> str:
         return f"{self.error.__name__} at {self.kind} {self.moment}, {self.where}"
@@ -71,6 +72,7 @@ class Interruption:
         sys.setprofile(self._before[1])
         sys.unraisablehook = self._before[2]
         self.came_out = error is not None and error is self._raised
+        self.said = "\n".join(getattr(error, "__notes__", ()))
         self._raised = None
         self._latest.clear()
         return self.came_out

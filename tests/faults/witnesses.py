@@ -362,10 +362,16 @@ class Subject:
             todo = {"whole": call.whole, "begin": call.begin, "wait": call.wait}[part]
             while True:
                 returned = False
-                with interruptions.pop(0) if interruptions else UNDISTURBED:
+                interruption: Any = interruptions.pop(0) if interruptions else UNDISTURBED
+                with interruption:
                     found = todo(envs)  # type: ignore[misc]
                     returned = True
                 state = envs._state.value
+                if self._names_a_local(getattr(interruption, "said", "")):  # it fell into an environment, and says so
+                    assert state == "default"
+                    self.excused += 1
+                    self.in_step()
+                    return
                 if returned and todo is not call.begin:
                     break
                 assert state in ("default", call.state), f"after an interrupted {call.name} the state is {state!r}"
@@ -393,7 +399,10 @@ class Subject:
 
     def _may_fail(self, error: Exception) -> bool:
         """An environment in the calling process may have been hit itself, and then it is named."""
-        named = re.search(r"\benvs?\b \[?(\d+)", brief(error, whole=True))
+        return self._names_a_local(brief(error, whole=True))
+
+    def _names_a_local(self, text: str) -> bool:
+        named = re.search(r"\benvs?\b \[?(\d+)", text)
         return bool(self.setting.local) and named is not None and int(named[1]) in self.setting.local
 
 

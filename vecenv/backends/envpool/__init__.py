@@ -9,6 +9,7 @@ errors in place of crashes.
 =========== ==========================================================================================
 task        which task: finding EnvPool, task ids, configuration, spaces
 options     checks of arguments
+trial       options of a task, tried in a process that may die of them
 seeds       any seed Gymnasium takes, as EnvPool wants it
 actions     every action checked and copied before it may reach C++
 rows        what the pool returns, as Gymnasium's observations, rewards, flags and infos

@@ -296,8 +296,12 @@ def test_a_key_that_changes_its_type_and_stays_equal_is_a_new_one(engine: dict[s
     oracle.close()
 
 
-def test_an_info_that_cannot_be_looked_at_names_its_environment_and_the_engine_goes_on() -> None:
-    with opened([info_env([info, {}]) for info in ({}, Unreadable())], num_workers=0) as envs:
+SEALED = pytest.mark.skip(reason="waits for wire.dump to make a failure of an info that cannot be looked at")
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=SEALED)])
+def test_an_info_that_cannot_be_looked_at_names_its_environment_and_the_engine_goes_on(num_workers: int) -> None:
+    with opened([info_env([info, {}]) for info in ({}, Unreadable())], num_workers=num_workers) as envs:
         envs.reset(seed=1)
         with pytest.raises(RuntimeError, match="no keys today") as caught:
             envs.step([0, 0])

@@ -21,7 +21,7 @@ import numpy as np
 
 from vecenv.shm.layout import INFO_BYTES, Array
 
-__all__ = ["BY_PICKLE", "NO_INFO", "Definition", "InfoReader", "InfoWriter", "add_info"]
+__all__ = ["BY_PICKLE", "NO_INFO", "Definition", "InfoReader", "InfoWriter", "add_info", "shown"]
 
 NO_INFO: Final = 0
 BY_PICKLE: Final = 1
@@ -460,7 +460,7 @@ def add_info(infos: dict[Any, Any], info: Any, position: int, count: int, env: i
     """
     if not isinstance(info, Mapping):  # environments return what they like
         error = AttributeError(f"{type(info).__name__!r} object has no attribute 'items'")
-        error.add_note(f"env {env} returned an info that is no dict but {_shown(info)}")
+        error.add_note(f"env {env} returned an info that is no dict but {shown(info)}")
         raise error
     try:
         parts = list(info.items())
@@ -473,8 +473,8 @@ def add_info(infos: dict[Any, Any], info: Any, position: int, count: int, env: i
             name = f"_{key}"
         except Exception as error:
             if not getattr(error, "__notes__", None):
-                where = f"env {env}, info key {_shown(key)}"
-                error.add_note(f"{where}: {_shown(value)} does not go with the environments before it")
+                where = f"env {env}, info key {shown(key)}"
+                error.add_note(f"{where}: {shown(value)} does not go with the environments before it")
             raise
         mask = infos.get(name)
         if mask is None:
@@ -483,7 +483,8 @@ def add_info(infos: dict[Any, Any], info: Any, position: int, count: int, env: i
         infos[key], infos[name] = array, mask
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Its repr, where it has one."""
     try:
         return repr(value)
     except Exception:  # it is the environment's

@@ -8,6 +8,7 @@ programs live with them, and the tests take the answers from Gymnasium's own fun
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ import pytest
 from envs import VALUE_ENGINES, counters, info_env, opened
 from gymnasium.vector import SyncVectorEnv, VectorEnv
 
+from vecenv.infos import InfoReader, InfoWriter
+from vecenv.shm import INFO_BYTES
 from vecenv.testing import assert_identical
 
 engines = pytest.mark.parametrize("engine", VALUE_ENGINES.values(), ids=list(VALUE_ENGINES))
@@ -22,6 +25,23 @@ engines = pytest.mark.parametrize("engine", VALUE_ENGINES.values(), ids=list(VAL
 
 class Colour(enum.IntEnum):
     RED = 1
+
+
+class Name(str, enum.Enum):  # noqa: UP042 - a StrEnum is formatted as its value, and so is its mask
+    A = "a"
+
+
+class Unreadable(Mapping[str, int]):
+    """An info that raises when it is looked at."""
+
+    def __getitem__(self, key: str) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[str]:
+        raise RuntimeError("no keys today")
+
+    def __len__(self) -> int:
+        return 1
 
 
 def merged(infos: list[dict[Any, Any]]) -> dict[Any, Any]:
@@ -86,6 +106,9 @@ CASES: dict[str, list[dict[Any, Any]]] = {
     "key that looks like a mask": [{"a": 1, "_a": 7}, {"a": 2}, {}],
     "mask name first": [{"_a": 7, "a": 1}, {}, {}],
     "big unsigned": [{"a": np.uint64(2**63 + 1)}] * 3,
+    "keys that are equal and of different types": [{1: 5}, {True: 6, "d": {0: 1}}, {1.0: 7, "d": {False: 2}}],
+    "a number and its text as keys": [{1: 5}, {"1": 6}, {1: 7}],
+    "a key and an equal one of an enum": [{"a": 5}, {Name.A: 6}, {"a": 7}],
     "int32 then int": [{"a": np.int32(1)}, {"a": 2**31 - 1}, {}],
 }
 
@@ -254,3 +277,84 @@ def test_two_environments_with_different_keys_never_mix(engine: dict[str, Any]) 
         _, infos = envs.reset(seed=1)
         assert set(infos) == {"reset_kwargs", "_reset_kwargs"}
         assert set(envs.step([0, 0, 0])[4]) == {"steps", "_steps"}
+
+
+@engines
+def test_a_key_that_changes_its_type_and_stays_equal_is_a_new_one(engine: dict[str, Any]) -> None:
+    turns: list[dict[Any, Any]] = [{1: 5}, {True: 6}, {1.0: 7}, {"d": {0: 1}}, {"d": {False: 2}}, {"a": 1}, {Name.A: 2}]
+    fns = [info_env(turns), info_env(turns[1:] + turns[:1])]
+    oracle = SyncVectorEnv(fns)
+    oracle.reset(seed=1)
+    with opened(fns, **engine) as envs:
+        envs.reset(seed=1)
+        for t in range(2 * len(turns)):
+            mine, theirs = envs.step([0, 0])[4], oracle.step([0, 0])[4]
+            assert_identical(mine, theirs, f"step {t}")
+            assert [*map(repr, mine)] == [*map(repr, theirs)], f"step {t}"  # 1, True and 1.0 are equal
+            if "d" in theirs:
+                assert [*map(repr, mine["d"])] == [*map(repr, theirs["d"])]
+    oracle.close()
+
+
+SEALED = pytest.mark.skip(reason="waits for wire.dump to make a failure of an info that cannot be looked at")
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=SEALED)])
+def test_an_info_that_cannot_be_looked_at_names_its_environment_and_the_engine_goes_on(num_workers: int) -> None:
+    with opened([info_env([info, {}]) for info in ({}, Unreadable())], num_workers=num_workers) as envs:
+        envs.reset(seed=1)
+        with pytest.raises(RuntimeError, match="no keys today") as caught:
+            envs.step([0, 0])
+        assert "env 1: its info, a Unreadable, cannot be read" in caught.value.__notes__
+        assert envs.step([0, 0])[4] == {}
+
+
+def test_the_order_of_keys_is_that_of_the_environments() -> None:
+    infos: list[dict[str, Any]] = [{"b": 1, "z": 2}, {"a": 3, "b": 1}, {}, {"y": 1, "b": 2, "a": 5}, {"c": {"e": 1, "d": 1}}]
+    for _ in range(len(infos)):
+        infos = infos[1:] + infos[:1]
+        wanted = merged(infos)
+        with opened([info_env([info]) for info in infos], num_workers=0) as envs:
+            envs.reset(seed=1)
+            assert list(envs.step([0] * 5)[4]) == list(wanted)
+
+
+def test_thousands_of_combinations_of_keys_are_right_and_are_not_all_remembered() -> None:
+    rng, rows = np.random.default_rng(0), 12
+    schemas, records = np.zeros(rows, np.uint64), np.zeros((rows, INFO_BYTES), np.uint8)
+    writer, reader = InfoWriter(schemas, records), InfoReader(schemas, records)
+    combinations = set()
+    for t in range(6000):
+        alike = t % 3 == 0
+        kinds = np.repeat(rng.integers(1, 64), rows) if alike else rng.integers(0, 64, rows)
+        infos: list[dict[str, Any]] = [
+            {f"k{bit}": t + row if bit % 2 else np.full(bit, t, np.float32) for bit in range(6) if kind >> bit & 1}
+            for row, kind in enumerate(kinds.tolist())
+        ]
+        for row, info in enumerate(infos):
+            if info:
+                assert writer.write(row, info)
+            else:
+                schemas[row] = 0
+        reader.learn(writer.news())
+        combinations.add(frozenset(kinds.tolist()))
+        assert_identical(reader.read(None, rows, {}, {}), merged(infos))
+    assert len(combinations) > 3500
+    caches = {name: len(value) for name, value in vars(reader).items() if isinstance(value, dict)}
+    assert caches["_plans"] <= 256, caches
+    assert caches["_alike"] <= 256, caches
+    assert max(caches.values()) <= 4096, caches
+    assert sum(map(len, (value for value in vars(writer).values() if isinstance(value, dict)))) <= 2 * 64
+
+
+def test_keys_that_never_repeat_are_right_and_are_not_remembered() -> None:
+    rows = 3
+    schemas, records = np.zeros(rows, np.uint64), np.zeros((rows, INFO_BYTES), np.uint8)
+    writer, reader = InfoWriter(schemas, records), InfoReader(schemas, records)
+    for t in range(5000):
+        infos = [{f"k{t}": t, "x": 1.5}, {"x": 2.5}, {f"k{t + row}": 1 for row in range(2)}]
+        pickled = {row: info for row, info in enumerate(infos) if not writer.write(row, info)}
+        reader.learn(writer.news())
+        assert_identical(reader.read(None, rows, pickled, {}), merged(infos))
+    sizes = [len(value) for holder in (writer, reader) for value in vars(holder).values() if isinstance(value, dict)]
+    assert max(sizes) <= 256, sizes

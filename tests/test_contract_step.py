@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,18 @@ ARM = spaces.Dict({"arm": spaces.Box(-1, 1, (2,), np.float32), "gear": spaces.Di
             (np.array([1, 2], np.int8), [[1.0, 2.0], [3.0, 4.0]]),
             None,
         ),
+        (spaces.Tuple((spaces.Discrete(3), BOX)), [np.array([1, 2]), np.ones((2, 2), np.float32)], None),
+        (spaces.Tuple((spaces.Discrete(3), BOX)), [[1, 2], [[1.0, 2.0], [3.0, 4.0]]], None),
+        (spaces.Tuple((spaces.Discrete(3),) * 3), np.array([[1, 2], [0, 1], [2, 2]]), None),
+        (spaces.Tuple((spaces.Discrete(3),) * 3), [[1, 2], (0, 1), np.array([2, 2])], None),
+        (spaces.Tuple((spaces.Discrete(3), ARM)), [[1, 2], {"gear": [1, 0], "arm": np.ones((2, 2))}], None),
+        (spaces.Tuple((spaces.Text(3), spaces.Discrete(3), spaces.Text(3))), [["a", "b"], [1, 2], ("c", "d")], None),
+        (spaces.Tuple((spaces.Text(3), spaces.Text(3), spaces.Text(3))), (["a", "b"], ["e", "f"], ("c", "d")), None),
+        (spaces.Tuple((spaces.Tuple((spaces.Discrete(3), BOX)),)), [[[1, 2], np.ones((2, 2))]], None),
+        (spaces.Tuple((spaces.Discrete(3), BOX)), {1: np.ones((2, 2)), 0: [1, 2]}, None),
+        (ARM, types.MappingProxyType({"arm": np.ones((2, 2)), "gear": [1, 2]}), None),
+        (ARM, np.array([([1, 2], 3), ([4, 5], 6)], [("arm", np.float32, 2), ("gear", np.int64)]), None),
+        (spaces.Dict({"t": spaces.Tuple((spaces.Discrete(3), spaces.Text(3)))}), {"t": [[1, 2], ["a", "b"]]}, None),
     ],
 )
 def test_actions_reach_the_environments_uncast(
@@ -199,6 +212,38 @@ def test_actions_of_the_wrong_structure_are_refused_before_any_environment_moves
             envs.step(actions)
         assert envs.call("history") == ([], [], [])
         assert envs.step(envs.action_space.sample())[0].tolist() == [1, 1, 1]
+
+
+PAIR = spaces.Tuple((spaces.Discrete(5), spaces.Box(-1, 1, (2,), np.float32), spaces.Text(3)))
+
+
+@engines
+@pytest.mark.parametrize(
+    "actions",
+    [
+        [[0, 1], np.zeros((2, 2))],
+        [[0, 1], np.zeros((2, 2)), ["a", "b"], 5],
+        [[0, 1], np.zeros((3, 2)), ["a", "b"]],
+        [[0, 1, 2], np.zeros((2, 2)), ["a", "b"]],
+        ([0, 1], np.zeros((2, 2)), ["a", "b", "c"]),
+        [[0, 1], np.zeros((2, 2)), ["a"]],
+        [(0, np.zeros(2), "a"), (1, np.zeros(2), "b")],
+        {0: [0, 1], 1: np.zeros((2, 2))},
+        {"x": 1},
+        iter([1, 2]),
+        5,
+    ],
+    ids=repr,
+)
+def test_parts_of_a_tuple_action_that_do_not_fit_are_refused_before_any_environment_moves(
+    engine: dict[str, Any], actions: Any
+) -> None:
+    with opened([echo(PAIR)] * 2, **engine) as envs:
+        envs.reset(seed=1)
+        with pytest.raises((ValueError, TypeError)):
+            envs.step(actions)
+        assert envs.call("history") == ([], [])
+        assert envs.step([[0, 1], np.zeros((2, 2)), ["a", "b"]])[0].tolist() == [1, 1]
 
 
 @engines

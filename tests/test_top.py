@@ -7,6 +7,7 @@ import json
 import os
 import select
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -238,3 +239,169 @@ def test_nothing_to_show_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out) == {"programs": []}
     assert cli.main(["top"]) == cli.USAGE
     assert "--once or --json" in capsys.readouterr().err
+
+
+# --- cards that nobody can trust ------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def memory(name: str, content: bytes) -> Iterator[int]:
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+    try:
+        os.write(descriptor, content)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+LIVE = published._LIVE.pack(1.0, 2.0, 3.0, 4.0, 5.0)
+COUNTERS = struct.pack("=8d", *range(8))
+
+
+def about(arena: int, **changes: Any) -> dict[str, Any]:
+    """A card's words, as they should be: two environments and one worker."""
+    worker = {"index": 0, "kind": "process", "pid": os.getpid(), "started": 5, "first": 0, "last": 1, "restarts": 0}
+    return {
+        "format": 1, "name": "made up", "pid": os.getpid(), "num_envs": 2, "began": 1.0, "arena": arena,
+        "fields": {"worker_time": [0, 1], "worker_steps": [8, 1], "step_time": [16, 2]}, "workers": [worker], **changes,
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def made_up(live: bytes = LIVE, counters: bytes = COUNTERS, **changes: Any) -> Iterator[None]:
+    with (
+        memory("vecenv", counters) as arena,
+        memory("vecenv-top", live + json.dumps({**about(arena), **changes}).encode()),
+    ):
+        yield
+
+
+def test_a_made_up_card_that_is_right_is_shown() -> None:
+    with made_up(newer="words", workers=[{**about(0)["workers"][0], "newer": 1}]):
+        (row,) = rows()
+    assert (row.name, row.num_envs, row.resets, row.workers[0].slowest_env) == ("made up", 2, 3, 1)
+
+
+BAD: dict[str, dict[str, Any]] = {
+    "a newer format": {"format": 2},
+    "no format": {"format": None},
+    "a number for a name": {"name": 3},
+    "no environments": {"num_envs": 0},
+    "many environments": {"num_envs": 10**30},
+    "other environments": {"num_envs": 3},
+    "a time that is none": {"began": "now"},
+    "a time without end": {"began": float("inf")},
+    "no arena": {"arena": 10**6},
+    "an arena by a path": {"arena": "../../../etc/passwd"},
+    "an arena that is a pipe": {"arena": "a pipe"},
+    "an arena that is no number": {"arena": True},
+    "no fields": {"fields": None},
+    "a field is missing": {"fields": {"worker_time": [0, 1]}},
+    "a field is huge": {"fields": {"worker_time": [0, 10**12], "worker_steps": [0, 10**12], "step_time": [0, 2]}},
+    "a field is beyond the end": {"fields": {"worker_time": [0, 1], "worker_steps": [8, 1], "step_time": [1 << 40, 2]}},
+    "a field is before the beginning": {"fields": {"worker_time": [-8, 1], "worker_steps": [8, 1], "step_time": [16, 2]}},
+    "a field has three numbers": {"fields": {"worker_time": [0, 1, 2], "worker_steps": [8, 1], "step_time": [16, 2]}},
+    "workers are no list": {"workers": {"index": 0}},
+    "a worker is no dict": {"workers": [7]},
+    "a worker has nothing": {"workers": [{}]},
+    "a worker beyond the counters": {"workers": [{**about(0)["workers"][0], "index": 1}]},
+    "a worker beyond the environments": {"workers": [{**about(0)["workers"][0], "last": 2}]},
+    "a worker without environments": {"workers": [{**about(0)["workers"][0], "first": 1, "last": 0}]},
+    "a worker before the environments": {"workers": [{**about(0)["workers"][0], "first": -1}]},
+    "counters that are no numbers": {"counters": struct.pack("=8d", *[float("nan")] * 8)},
+    "counters that are negative": {"counters": struct.pack("=8d", *[-1.0] * 8)},
+    "no counters": {"counters": b""},
+    "numbers that are none": {"live": published._LIVE.pack(*[float("nan")] * 5)},
+    "numbers without end": {"live": published._LIVE.pack(*[float("inf")] * 5)},
+    "half of the numbers": {"live": LIVE[:20]},
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_card_that_cannot_be_read_is_left_out_with_a_word(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from vecenv import cli
+
+    watcher = top.Watcher(os.getpid())
+    changes, pipe = dict(BAD[name]), os.pipe()
+    if changes.get("arena") == "a pipe":
+        changes["arena"] = pipe[0]
+    with made_up(name="beside"), made_up(**changes), contextlib.ExitStack() as stack:
+        for end in pipe:
+            stack.callback(os.close, end)
+        assert [row.name for row in watcher.read()] == ["beside"]
+        assert watcher.left_out == [], "it might be being written"
+        rows = watcher.read()
+        assert [row.name for row in rows] == ["beside"]
+        (word,) = watcher.left_out
+        assert word.startswith(f"a card of pid {os.getpid()}: ")
+        for shown in ("--json", "--once"):
+            assert cli.main(["top", shown, "--interval", "0.01", "--pid", str(os.getpid())]) == 0
+            out, err = capsys.readouterr()
+            assert "beside" in out
+            assert f"vecenv: left out: {word}" in err
+    assert watcher.read() == []
+    assert watcher.left_out == []
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        LIVE,
+        LIVE + b"no JSON",
+        LIVE + b"[" * 100_000,
+        LIVE + b"\xff\xfe",
+        LIVE + b"7",
+        LIVE + b"9" * 6000,
+        bytes(20 << 20),
+    ],
+    ids=lambda content: f"{content[40:50]!r}-{len(content)}",
+)
+def test_a_card_that_cannot_be_parsed_is_left_out(content: bytes) -> None:
+    watcher = top.Watcher(os.getpid())
+    with memory("vecenv-top", content):
+        assert [watcher.read(), watcher.read()] == [[], []]
+        assert len(watcher.left_out) == 1
+
+
+def test_a_card_that_changes_between_two_readings_is_read_anew() -> None:
+    watcher = top.Watcher(os.getpid())
+    with memory("vecenv", COUNTERS) as arena, memory("vecenv-top", LIVE + json.dumps(about(arena)).encode()) as card:
+        watcher.read()
+        fields = {"worker_time": [0, 2], "worker_steps": [16, 2], "step_time": [32, 2]}
+        os.pwrite(card, LIVE + json.dumps(about(arena, fields=fields)).encode(), 0)
+        assert [row.name for row in watcher.read()] == ["made up"]
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("[red]x[/blue]", "[red]x[/blue]: 2 environments"),
+        ("[/]", "[/]: 2 environments"),
+        ("[link=file:///etc/passwd]x[/link]", "[link=file:///etc/passwd]x[/link]: 2"),
+        ("\x1b[2J\x1b]0;title\x07", r"\x1b[2J\x1b]0;title\x07: 2"),
+        ("two\nlines\rand\x9b31m", r"two\nlines\rand\x9b31m: 2"),
+        ("\u202eright to left \ud800", r"\u202eright to left \ud800: 2"),
+        ("x" * 5000, "x" * 77 + "...: 2"),
+        ("CartPole-v1 \u00e9\u4e16", "CartPole-v1 \u00e9\u4e16: 2"),
+    ],
+)
+def test_a_name_does_nothing_to_the_terminal(name: str, shown: str) -> None:
+    console = pytest.importorskip("rich.console").Console(width=400, force_terminal=True, color_system=None)
+    with made_up(name=name):
+        found = rows()
+    assert found[0].name == name
+    with console.capture() as captured:
+        console.print(top.table(found, ["a card of pid 1: [/] it is odd"]))
+    text = captured.get()
+    assert shown in text.replace("\n", "")  # a title is as wide as its table
+    assert "Left out: a card of pid 1: [/] it is odd." in text
+    assert not {one for one in text.replace("\x1b[3m", "").replace("\x1b[0m", "").replace("\x1b[2m", "") if one < " "} - {
+        "\n"
+    }
+
+
+def test_a_name_that_is_no_text_is_published_as_one() -> None:
+    with contextlib.closing(make()) as envs:
+        envs.publish_stats(Path("a/path"))
+        assert [row.name for row in rows()] == ["a/path"]

@@ -9,7 +9,7 @@ anything is sent.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sized
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from gymnasium import Space, spaces
@@ -78,37 +78,44 @@ class ActionStage:
         space = self._spaces.get(count)
         if space is None:
             space = self._spaces[count] = batch_space(self._single_space, count)
-        _check_counts(space, actions, count, "actions")
+        _check_counts(self._single_space, space, actions, count, "actions")
         items = list(iterate(space, actions))
         if len(items) != count:
             raise ValueError(f"got {len(items)} actions for {count} environments; nothing was sent")
         return items
 
 
-def _check_counts(space: Space[Any], actions: Any, count: int, name: str) -> None:
-    """Every leaf of a structured batch has a row an environment; ``zip`` would silently drop what one leaf has too many."""
-    if isinstance(space, spaces.Dict):
-        missing = [key for key in space.spaces if not isinstance(actions, dict) or key not in actions]
-        if missing:
+def _check_counts(single: Space[Any], space: Space[Any], actions: Any, count: int, name: str) -> None:
+    """Every leaf of a structured batch has a row an environment; ``zip`` would silently drop what one leaf has too many.
+
+    What holds the parts may be anything that has them by their keys, as for ``iterate``: a list is as good as a tuple.
+    """
+    if isinstance(space, spaces.Dict) and isinstance(single, spaces.Dict):
+        parts = [_part(actions, key) for key in space.spaces]
+        if any(part is _MISSING for part in parts):
             got = f"a dict with {list(actions)}" if isinstance(actions, dict) else type(actions).__name__
             raise ValueError(f"{name}: got {got}, wanted a dict with {list(space.spaces)}; nothing was sent")
-        for key, sub in space.spaces.items():
-            _check_counts(sub, actions[key], count, f"{name}[{key!r}]")
-    elif isinstance(space, spaces.Tuple) and isinstance(actions, tuple) and _is_structure(space, count):
-        if len(actions) != len(space.spaces):
-            raise ValueError(f"{name}: got a tuple of {len(actions)}, wanted {len(space.spaces)}; nothing was sent")
-        for index, (sub, action) in enumerate(zip(space.spaces, actions, strict=True)):
-            _check_counts(sub, action, count, f"{name}[{index}]")
+        for key, part in zip(space.spaces, parts, strict=True):
+            _check_counts(single.spaces[key], space.spaces[key], part, count, f"{name}[{key!r}]")
+    elif isinstance(space, spaces.Tuple) and isinstance(single, spaces.Tuple):  # of others, a batch is a tuple as well
+        size = len(space.spaces)
+        parts = [_part(actions, index) for index in range(size)]
+        if any(part is _MISSING for part in parts) or (isinstance(actions, Sized) and len(actions) != size):
+            length = f" of {len(actions)}" if isinstance(actions, Sized) else ""
+            raise ValueError(f"{name}: got a {type(actions).__name__}{length}, wanted a tuple of {size}; nothing was sent")
+        for index, part in enumerate(parts):
+            _check_counts(single.spaces[index], space.spaces[index], part, count, f"{name}[{index}]")
     elif isinstance(actions, np.ndarray) and actions.ndim == 0:
         raise TypeError(f"{name}: got a scalar, wanted {count} actions; nothing was sent")
     elif isinstance(actions, Sized) and isinstance(actions, Iterable) and len(actions) != count:
         raise ValueError(f"{name}: got {len(actions)}, wanted {count}, one an environment; nothing was sent")
 
 
-def _is_structure(space: spaces.Tuple[Any], count: int) -> bool:
-    """A batched ``Tuple`` space has a batch a part; a batch of custom or dynamic spaces is a tuple of environments."""
-    return not (
-        len(space.spaces) == count
-        and all(sub == space.spaces[0] for sub in space.spaces)
-        and not isinstance(space.spaces[0], (spaces.Box, spaces.MultiDiscrete, spaces.Dict))
-    )
+_MISSING: Final = object()
+
+
+def _part(actions: Any, key: Any) -> Any:
+    try:
+        return actions[key]
+    except (KeyError, IndexError, TypeError, ValueError):  # ValueError: an array without such a field
+        return _MISSING

@@ -180,6 +180,8 @@ def _top(arguments: argparse.Namespace) -> int:
     watcher.read()
     time.sleep(arguments.interval)
     programs = watcher.read()
+    for word in watcher.left_out:
+        print(f"vecenv: left out: {word}", file=sys.stderr)
     if arguments.json:
         print(json.dumps(top.to_dict(programs), indent=1))
     elif programs:

@@ -21,7 +21,7 @@ import numpy as np
 
 from vecenv.shm.layout import INFO_BYTES, Array
 
-__all__ = ["BY_PICKLE", "NO_INFO", "Definition", "InfoReader", "InfoWriter", "add_info"]
+__all__ = ["BY_PICKLE", "NO_INFO", "Definition", "InfoReader", "InfoWriter", "add_info", "shown"]
 
 NO_INFO: Final = 0
 BY_PICKLE: Final = 1
@@ -30,6 +30,8 @@ BY_PICKLE: Final = 1
 Definition: TypeAlias = tuple[tuple[Any, Any], ...]
 
 _MAX_SCHEMAS: Final = 64  # a worker that needs more than this has keys that do not repeat
+_MAX_PLANS: Final = 256  # remembered by a reader: keys that come and go make a new combination of schemas at every step
+_MAX_VIEWS: Final = 4096
 
 _SCALARS: Final[dict[type, str]] = {
     int: "q", float: "d", bool: "?",
@@ -42,6 +44,8 @@ _BY_NAME: Final[dict[str, type]] = {kind.__name__: kind for kind in _SCALARS}
 
 def define(info: Mapping[Any, Any]) -> Definition | None:
     """The definition of ``info``, or ``None`` if it cannot be written as columns."""
+    if type(info) is not dict:  # other mappings may do anything when they are looked at
+        return None
     entries: list[tuple[Any, Any]] = []
     for key, value in info.items():
         # `final_obs` is an array of objects at every level; `x` beside `_x` would write into the mask of `x`
@@ -93,6 +97,7 @@ class Schema:
         self._struct = struct.Struct("".join(self._format))
         self.fits = self._struct.size <= INFO_BYTES
         self._keys = tuple(key for key, _ in definition)
+        self._key_types = tuple(map(type, self._keys))
         self._types = tuple(_type_of(spec) for _, spec in definition)
         self._flat = all(spec[0] == "s" for _, spec in definition)
 
@@ -118,7 +123,11 @@ class Schema:
 
     def write(self, info: Mapping[Any, Any], record: memoryview) -> bool:
         """Write ``info`` into its record; ``False``, and nothing of use written, if it does not follow this schema."""
-        if tuple(info) != self._keys or tuple(map(type, info.values())) != self._types:
+        keys = tuple(info)
+        # True and 1.0 are equal to 1, and each has a mask of another name
+        if keys != self._keys or tuple(map(type, keys)) != self._key_types:
+            return False
+        if tuple(map(type, info.values())) != self._types:
             return False
         values: list[Any] = []
         if self._flat:
@@ -152,7 +161,7 @@ def _is_of(value: Any, spec: Any) -> bool:
 def _collect(info: Mapping[Any, Any], definition: Definition, values: list[Any]) -> bool:
     for (key, spec), name in zip(definition, info, strict=True):
         value: Any = info[name]
-        if key != name or not _is_of(value, spec):
+        if key != name or type(key) is not type(name) or not _is_of(value, spec):
             return False
         if spec[0] == "s":
             values.append(value)
@@ -194,6 +203,9 @@ class InfoWriter:
 
     def write(self, index: int, info: Mapping[Any, Any]) -> bool:
         """Write a row's info; ``False`` if it has to travel by pickle (the row is then marked so)."""
+        if type(info) is not dict:
+            self._numbers[index] = BY_PICKLE
+            return False
         schema = self._last[index]
         if schema is None or not schema.write(info, self._records[index]):
             schema = self._schema_for(info)
@@ -233,6 +245,9 @@ _Plan: TypeAlias = Any  # nested: key -> ("d", {...}, numbers) | ("c", dtype, sh
 class InfoReader:
     """The caller's side: makes Gymnasium's dict of arrays out of rows, their records and what came by pickle.
 
+    It keeps every schema that it was told, because it is told once; that is no more than a worker may have. What it makes of
+    them can be made again, and is forgotten all at once when there is too much.
+
     Args:
         schemas: uint64 ``(n,)``.
         records: uint8 ``(n, INFO_BYTES)``.
@@ -242,7 +257,7 @@ class InfoReader:
         self._numbers = schemas
         self._records = records
         self._schemas: dict[int, Schema] = {}
-        self._plans: dict[frozenset[int], _Plan | None] = {}
+        self._plans: dict[tuple[int, ...], _Plan | None] = {}
         self._views: dict[tuple[int, str, tuple[int, ...]], Array] = {}
         self._alike: dict[bytes, _Columns | None] = {}
         self._everyone = np.ones(len(schemas), np.bool_)
@@ -295,15 +310,17 @@ class InfoReader:
         first = numbers[:1].tobytes()  # as bytes: for few rows an operation of NumPy costs more than all the rest
         if numbers.tobytes() == first * count:
             if first not in self._alike:
+                _make_room(self._alike, _MAX_PLANS)
                 self._alike[first] = self._columns_of(int(numbers[0]))
             columns = self._alike[first]
             if columns is None:
                 return self._one_by_one(rows, count, pickled, final_obs)
             _fill(infos, columns, rows, self._everyone[:count])
         else:
-            present = frozenset(np.unique(numbers).tolist()) - {NO_INFO}
+            present = tuple(dict.fromkeys(numbers.tolist()))  # as they first appear, which is the order of the keys
             if present not in self._plans:
-                self._plans[present] = _plan([self._schemas[number] for number in present])
+                _make_room(self._plans, _MAX_PLANS)
+                self._plans[present] = _plan([self._schemas[number] for number in present if number != NO_INFO])
             plan = self._plans[present]
             if plan is None:
                 return self._one_by_one(rows, count, pickled, final_obs)
@@ -346,6 +363,7 @@ class InfoReader:
         view = self._views.get(name)
         if view is None:
             record = np.dtype({"names": ["v"], "formats": [(dtype, shape)], "offsets": [offset], "itemsize": INFO_BYTES})
+            _make_room(self._views, _MAX_VIEWS)
             view = self._views[name] = self._records.reshape(-1).view(record)["v"]
         return view
 
@@ -364,6 +382,11 @@ class InfoReader:
                 info = {**info, "final_obs": final_obs[position]}
             add_info(infos, info, position, count, row)
         return infos
+
+
+def _make_room(cache: dict[Any, Any], limit: int) -> None:
+    if len(cache) >= limit:
+        cache.clear()
 
 
 def _fill(infos: dict[Any, Any], columns: _Columns, rows: Array | None, everyone: Array) -> None:
@@ -410,6 +433,8 @@ def _plan_into(plan: dict[Any, Any], definition: Definition, number: int, column
 
 
 def _mask_conflict(plan: dict[Any, Any]) -> bool:
+    if len({str(key) for key in plan}) < len(plan):  # 1 and "1" have one mask
+        return True
     return any(f"_{key}" in plan or (entry[0] == "d" and _mask_conflict(entry[1])) for key, entry in plan.items())
 
 
@@ -429,25 +454,40 @@ def add_info(infos: dict[Any, Any], info: Any, position: int, count: int, env: i
         env: Index of the environment, for the note on errors.
 
     Raises:
-        Whatever numpy raises for a value that does not fit the column that an earlier environment began; a note names the
-        environment and the key.
+        Whatever numpy raises for a value that does not fit the column that an earlier environment began, or the info itself
+        when it is looked at; a note names the environment, and the key.
     """
     if not isinstance(info, Mapping):  # environments return what they like
         error = AttributeError(f"{type(info).__name__!r} object has no attribute 'items'")
-        error.add_note(f"env {env} returned an info that is no dict but {info!r}")
+        error.add_note(f"env {env} returned an info that is no dict but {shown(info)}")
         raise error
-    for key, value in info.items():
+    try:
+        parts = list(info.items())
+    except Exception as error:
+        error.add_note(f"env {env}: its info, a {type(info).__name__}, cannot be read")
+        raise
+    for key, value in parts:
         try:
             array = _merge(infos, key, value, position, count, env)
+            name = f"_{key}"
         except Exception as error:
             if not getattr(error, "__notes__", None):
-                error.add_note(f"env {env}, info key {key!r}: {value!r} does not go with the environments before it")
+                where = f"env {env}, info key {shown(key)}"
+                error.add_note(f"{where}: {shown(value)} does not go with the environments before it")
             raise
-        mask = infos.get(f"_{key}")
+        mask = infos.get(name)
         if mask is None:
             mask = np.zeros(count, np.bool_)
         mask[position] = True
-        infos[key], infos[f"_{key}"] = array, mask
+        infos[key], infos[name] = array, mask
+
+
+def shown(value: Any) -> str:
+    """Its repr, where it has one."""
+    try:
+        return repr(value)
+    except Exception:  # it is the environment's
+        return f"a {type(value).__name__}"
 
 
 def _merge(infos: dict[Any, Any], key: Any, value: Any, position: int, count: int, env: int) -> Any:

@@ -286,7 +286,7 @@ def _leaf_writer(leaf: Leaf, array: Array, first: int, warn: Callable[[str, str]
 
         return write_scalar
 
-    if len(shape) == 1:
+    if leaf.flat:
         cells = [memoryview(row) for row in rows]  # type: ignore[arg-type]
 
         def write_flat(k: int, value: Any) -> None:

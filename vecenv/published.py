@@ -5,21 +5,25 @@ numbers that change with every answer. The counters of the workers are in the en
 card says where. A reader finds cards by looking through ``/proc/*/fd``, and reads both. So nothing listens, no thread runs,
 no file is written, and nothing can be left behind by whatever end the program meets; an answer costs the program half a
 microsecond more.
+
+A card is whatever another process wrote, of another version or for a joke: nothing in it is taken for granted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import mmap
 import os
+import stat
 import struct
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -28,8 +32,8 @@ from vecenv.shm.layout import Array
 from vecenv.workers import AnyWorker, CallerWorker, ProcessWorker
 
 __all__ = [
-    "Live", "PublishedStats", "PublishedWorker", "StatsCard", "asked_for", "available", "has_counters", "process_state",
-    "published",
+    "BadCard", "Live", "PublishedStats", "PublishedWorker", "StatsCard", "asked_for", "available", "has_counters",
+    "process_state", "published",
 ]  # fmt: skip
 
 _NAME: Final = "vecenv-top"
@@ -37,6 +41,12 @@ _LINK: Final = f"/memfd:{_NAME}"
 _FORMAT: Final = 1
 _LIVE: Final = struct.Struct("=5d")
 _COUNTERS: Final = ("worker_time", "worker_steps", "step_time")
+
+# What a reader believes at most.
+_LONGEST: Final = 16 << 20  # bytes of a card: 100,000 workers
+_MOST: Final = 1 << 20  # environments or workers
+_HIGHEST: Final = 1e15  # of any count, and seconds
+_LARGEST_PID: Final = 1 << 22
 
 
 def available() -> bool:
@@ -114,7 +124,7 @@ class StatsCard:
     def __init__(self, name: str, engine: Engine) -> None:
         fields = engine.layout.fields
         self._about = {
-            "format": _FORMAT, "name": name, "pid": os.getpid(), "num_envs": engine.num_envs, "began": time.monotonic(),
+            "format": _FORMAT, "name": str(name), "pid": os.getpid(), "num_envs": engine.num_envs, "began": time.monotonic(),
             "arena": engine.arena.fileno(), "fields": {key: (fields[key].offset, fields[key].shape[0]) for key in _COUNTERS},
         }  # fmt: skip
         self._engine = engine
@@ -195,28 +205,121 @@ class PublishedStats:
         """Read a card of :func:`published`.
 
         Raises:
-            OSError, ValueError, KeyError: It is gone, or being written, or of another version of vecenv.
+            OSError: It is gone, or somebody else's.
+            BadCard: It is being written, of another version of vecenv, or no card at all.
         """
-        card = path.read_bytes()
-        about = json.loads(card[_LIVE.size :])
-        if about["format"] != _FORMAT:
-            raise ValueError(f"the card has format {about['format']}, this version reads {_FORMAT}")
-        with path.with_name(str(about["arena"])).open("rb") as arena:
-            counters = {name: _counter(arena.fileno(), *place) for name, place in about["fields"].items()}
+        card = _contents(path, _LONGEST)
+        about = _parsed(card)
+        if about.get("format") != _FORMAT:
+            raise BadCard(f"it is of another version of vecenv: this one reads format {_FORMAT}")
+        num_envs = _integer(about, "num_envs", 1, _MOST)
+        fields, listed = about.get("fields"), about.get("workers")
+        if not isinstance(fields, dict) or not isinstance(listed, list):
+            raise BadCard("its workers or their counters are missing")
+        counters = _counters(path, about, fields, num_envs)
         return cls(
-            name=about["name"],
-            pid=about["pid"],
-            num_envs=about["num_envs"],
-            began=about["began"],
+            name=_text(about, "name"),
+            pid=_integer(about, "pid", 1, _LARGEST_PID),
+            num_envs=num_envs,
+            began=_number("began", about.get("began")),
             at=time.monotonic(),
-            workers=[PublishedWorker(**worker) for worker in about["workers"]],
-            live=Live(*_LIVE.unpack_from(card)),
+            workers=[_worker(entry, len(counters["worker_time"]), num_envs) for entry in listed],
+            live=Live(*(_number("live", value) for value in _LIVE.unpack_from(card))),
             **counters,
         )
 
 
-def _counter(arena: int, offset: int, count: int) -> Array:
-    return np.frombuffer(os.pread(arena, 8 * count, offset), np.float64)
+class BadCard(ValueError):
+    """What a descriptor with the name of a card holds is none that this version can read."""
+
+
+def _contents(path: Path, most: int) -> bytes:
+    size = _size(path, "it is no memory")
+    if not _LIVE.size < size <= most:
+        raise BadCard(f"it has {size:,} bytes")
+    with path.open("rb") as file:
+        return file.read(most)
+
+
+def _size(path: Path, complaint: str) -> int:
+    """Of a descriptor that is to be opened: opening a pipe would wait for a writer."""
+    about = path.stat()
+    if not stat.S_ISREG(about.st_mode):
+        raise BadCard(complaint)
+    return about.st_size
+
+
+def _parsed(card: bytes) -> dict[str, Any]:
+    try:
+        about = json.loads(card[_LIVE.size :])
+    except (ValueError, RecursionError):
+        about = None
+    if not isinstance(about, dict):
+        raise BadCard("it cannot be parsed")
+    return about
+
+
+def _integer(about: dict[str, Any], key: str, low: int, high: int) -> int:
+    value = about.get(key)
+    if type(value) is not int or not low <= value <= high:
+        raise BadCard(f"its {key} is none")
+    return value
+
+
+def _number(key: str, value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value) or not 0 <= value <= _HIGHEST:
+        raise BadCard(f"its {key} is none")
+    return float(value)
+
+
+def _text(about: dict[str, Any], key: str) -> str:
+    value = about.get(key)
+    if not isinstance(value, str):
+        raise BadCard(f"its {key} is none")
+    return value
+
+
+def _worker(entry: Any, count: int, num_envs: int) -> PublishedWorker:
+    if not isinstance(entry, dict):
+        raise BadCard("one of its workers is none")
+    first = _integer(entry, "first", 0, num_envs - 1)
+    return PublishedWorker(
+        index=_integer(entry, "index", 0, count - 1),
+        kind=_text(entry, "kind"),
+        pid=_integer(entry, "pid", -1, _LARGEST_PID),
+        started=_integer(entry, "started", -1, 1 << 63),
+        first=first,
+        last=_integer(entry, "last", first, num_envs - 1),
+        restarts=_integer(entry, "restarts", 0, 1 << 63),
+    )
+
+
+def _counters(path: Path, about: dict[str, Any], fields: dict[str, Any], num_envs: int) -> dict[str, Array]:
+    """The counters, out of a descriptor of the program that is the card's own word: it is looked at before it is opened."""
+    where = path.with_name(str(_integer(about, "arena", 0, 1 << 30)))
+    try:
+        _size(where, "its counters are no memory")
+        with where.open("rb") as arena:
+            found = {name: _counter(arena.fileno(), fields.get(name)) for name in _COUNTERS}
+    except OSError as error:
+        raise BadCard("its counters are gone") from error
+    if len(found["step_time"]) != num_envs or len(found["worker_time"]) != len(found["worker_steps"]):
+        raise BadCard("its counters are of others")
+    return found
+
+
+def _counter(arena: int, place: Any) -> Array:
+    if not isinstance(place, list) or len(place) != 2:
+        raise BadCard("its counters are nowhere")
+    given = {"offset": place[0], "count": place[1]}
+    offset, count = _integer(given, "offset", 0, 1 << 62), _integer(given, "count", 1, _MOST)
+    values = np.frombuffer(os.pread(arena, 8 * count, offset)[: 8 * count], np.uint8)
+    if len(values) != 8 * count:
+        raise BadCard("its counters end too early")
+    numbers = values.view(np.float64)
+    if not (np.isfinite(numbers) & (numbers >= 0) & (numbers <= _HIGHEST)).all():
+        raise BadCard("its counters are no numbers")
+    return numbers
 
 
 def published() -> Iterator[tuple[tuple[int, int], Path]]:
@@ -227,5 +330,5 @@ def published() -> Iterator[tuple[tuple[int, int], Path]]:
         with contextlib.suppress(OSError):  # somebody else's, or gone
             for descriptor in (process / "fd").iterdir():
                 with contextlib.suppress(OSError):
-                    if os.readlink(descriptor).startswith(_LINK):
+                    if os.readlink(descriptor).removesuffix(" (deleted)") == _LINK:
                         yield (int(process.name), descriptor.stat().st_ino), descriptor

@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from vecenv.published import PublishedStats, PublishedWorker, process_state, published
+from vecenv.published import BadCard, PublishedStats, PublishedWorker, process_state, published
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -22,6 +23,7 @@ __all__ = ["HOW_TO_PUBLISH", "ProgramRow", "Watcher", "WorkerRow", "print_table"
 
 HOW_TO_PUBLISH: Final = "a program shows its workers here after envs.publish_stats(), or when run with VECENV_TOP=1"
 _WIDTH: Final = 110  # of a table that does not go to a terminal
+_LONGEST_NAME: Final = 80
 _LATE: Final = 1.0  # seconds without an answer that are worth a word
 _COLOURS: Final = {"stepping": "green", "busy": "yellow", "stopped": "red", "dead": "red"}
 
@@ -90,11 +92,17 @@ class Watcher:
 
     Args:
         pid: Only this program.
+
+    Attributes:
+        left_out: A word on each card that could not be read in the two latest readings. (One that is being written cannot
+            be read either, for a moment.)
     """
 
     def __init__(self, pid: int | None = None) -> None:
+        self.left_out: list[str] = []
         self._pid = pid
         self._before: dict[tuple[int, int], PublishedStats] = {}
+        self._bad: set[tuple[int, int]] = set()
 
     def read(self) -> list[ProgramRow]:
         """The programs that there are, in the order of their ids and ages.
@@ -102,19 +110,28 @@ class Watcher:
         One that was not there at the last reading is shown over the time since it began to publish.
         """
         now: dict[tuple[int, int], PublishedStats] = {}
+        bad: dict[tuple[int, int], BadCard] = {}
         for key, path in published():
-            if key in now or self._pid not in (None, key[0]):
+            if key in now or key in bad or self._pid not in (None, key[0]):
                 continue
-            with contextlib.suppress(OSError, ValueError, KeyError):  # gone, or being written
-                stats = PublishedStats.read(path)
+            with contextlib.suppress(OSError):  # gone
+                try:
+                    stats = PublishedStats.read(path)
+                except BadCard as error:
+                    bad[key] = error
+                    continue
                 if stats.pid == key[0]:  # a forked child has its parent's descriptors, and is not the program
                     now[key] = stats
+        self.left_out = [f"a card of pid {key[0]}: {error}" for key, error in bad.items() if key in self._bad]
+        self._bad = set(bad)
         rows = [(stats.pid, stats.began, _program(self._before.get(key), stats)) for key, stats in now.items()]
         self._before = now
         return [row for *_, row in sorted(rows, key=lambda entry: entry[:2])]
 
 
 def _program(before: PublishedStats | None, now: PublishedStats) -> ProgramRow:
+    if before is not None and (before.began != now.began or len(before.worker_steps) != len(now.worker_steps)):
+        before = None  # another card in the same place
     seconds = max(now.at - (before.at if before else now.began), 1e-9)
     steps = now.worker_steps - (before.worker_steps if before else 0.0)
     inside = now.worker_time - (before.worker_time if before else 0.0)
@@ -169,11 +186,19 @@ def _state(worker: PublishedWorker, *, stepped: bool) -> str:
 # --- for people -----------------------------------------------------------------------------------
 
 
-def table(rows: list[ProgramRow]) -> RenderableType:
-    """All programs, a table each."""
+def table(rows: list[ProgramRow], left_out: Sequence[str] = ()) -> RenderableType:
+    """All programs, a table each, and what was left out."""
     from rich.console import Group
+    from rich.text import Text
 
-    return Group(*(_table(row) for row in rows)) if rows else f"Nothing to show: {HOW_TO_PUBLISH}."
+    shown: list[RenderableType] = [_table(row) for row in rows] or [Text(f"Nothing to show: {HOW_TO_PUBLISH}.")]
+    return Group(*shown, *(Text(f"Left out: {word}.", style="dim") for word in left_out))
+
+
+def _plain(name: str) -> str:
+    """A name that does nothing to a terminal."""
+    short = name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 3] + "..."
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in short)
 
 
 def _table(program: ProgramRow) -> RenderableType:
@@ -182,8 +207,11 @@ def _table(program: ProgramRow) -> RenderableType:
 
     late = f", no answer for {program.since_answer:.1f} s" if program.since_answer > _LATE else ""
     found = Table(
-        title=f"{program.name}: {program.num_envs} environments, pid {program.pid}, "
-        f"{program.steps_per_second:,.0f} steps/s, waits {program.waiting:.0%}{late}",
+        title=Text(  # and no markup: the name is the program's
+            f"{_plain(program.name)}: {program.num_envs} environments, pid {program.pid}, "
+            f"{program.steps_per_second:,.0f} steps/s, waits {program.waiting:.0%}{late}",
+            style="table.title",
+        ),
         title_justify="left",
         caption=f"{program.resets:,} resets, {program.restarts:,} automatic restarts, {program.errors:,} errors",
         caption_justify="left",
@@ -227,7 +255,7 @@ def show(watcher: Watcher, console: Console, interval: float) -> None:
     """Show the table and renew it every ``interval`` seconds, until Ctrl-C."""
     from rich.live import Live as LiveTable
 
-    with LiveTable(table(watcher.read()), console=console, screen=True, auto_refresh=False) as live:
+    with LiveTable(table(watcher.read(), watcher.left_out), console=console, screen=True, auto_refresh=False) as live:
         while True:
             time.sleep(interval)
-            live.update(table(watcher.read()), refresh=True)
+            live.update(table(watcher.read(), watcher.left_out), refresh=True)

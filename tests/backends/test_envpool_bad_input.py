@@ -20,6 +20,7 @@ from gymnasium.error import UnregisteredEnv
 from gymnasium.spaces import Box, Dict, Discrete
 
 from vecenv.backends import EnvPoolVectorEnv
+from vecenv.backends.envpool import trial
 from vecenv.backends.envpool.actions import ActionChecker
 
 RUNNER = """
@@ -63,7 +64,7 @@ for case, lines in json.load(sys.stdin).items():
             os.dup2(said.fileno(), 1)
             os.dup2(said.fileno(), 2)
             import signal
-            signal.alarm(30)
+            signal.alarm(60)
             try:
                 run(lines)
                 sys.stdout.flush()
@@ -245,6 +246,47 @@ CRASHES = {
         envs.send(np.zeros(4, int))
         refused(lambda: envs.recv(timeout=0.01), StepTimeout)
     """,
+    "options of Atari that are out of range": """
+        for option, value, says in [
+            ("noop_max", 0, "noop_max must be from 1 to 10000, got 0"),
+            ("noop_max", -1, "noop_max"),
+            ("noop_max", 2**31 - 1, "noop_max"),
+            ("stack_num", 0, "stack_num must be from 1 to 256, got 0"),
+            ("stack_num", -1, "stack_num"),
+            ("img_height", 0, "img_height must be from 1 to 4096, got 0"),
+            ("img_width", 0, "img_width must be from 1 to 4096, got 0"),
+            ("img_width", 10**6, "img_width"),
+            ("frame_skip", 0, "frame_skip must be from 1"),
+            ("repeat_action_probability", 1.5, "from 0 to 1"),
+            ("repeat_action_probability", float("nan"), "must be a number"),
+        ]:
+            refused(lambda: make("Pong-v5", 1, **{option: value}), ValueError, says=says)
+        refused(lambda: make("Pong-v5", 1, stack_num="four"), TypeError, says="stack_num must be an integer")
+        refused(lambda: make("Pong-v5", 1, max_num_players=2), TypeError, says="belongs to the task")
+        envs = make("Pong-v5", 1, noop_max=1, stack_num=1, img_height=1, img_width=100, frame_skip=1)
+        assert envs.observation_space.shape == (1, 1, 1, 100)
+    """,
+    "games that EnvPool does not have": """
+        refused(lambda: make("Pong-v5", 1, task="brakeout"), ValueError, says="did you mean 'breakout'")
+        refused(lambda: make("Pong-v5", 1, task=3), TypeError, says="task must be a string")
+        refused(lambda: make("AcrobotSwingup-v1", 1, task_name="swim"), ValueError)
+        refused(lambda: make("MiniGrid-Empty-5x5-v0", 1, env_name=""), ValueError, says="Accepted: ")
+        refused(lambda: make("HandReach-v0", 1, hand_task="x"), ValueError, says="Accepted: manipulate, reach")
+        envs = make("Pong-v5", 1, task="pong")
+    """,
+    "more threads than a machine can have": """
+        refused(lambda: make(num_threads=10**6), ValueError, says="num_threads must be from 1 to 4096")
+        envs = make(num_threads=16)
+    """,
+    "options that end the process together with others": """
+        refused(lambda: make("BabyAI-ActionObjDoor-v0", 1, num_cols=0), ValueError, says="num_cols=0: a process that tried")
+        refused(lambda: make("Go9x9-v1", 1, board_size=1), ValueError, says="Check failed: size_ > 1")
+        refused(lambda: make("Go9x9-v1", 1, history_length=0), ValueError, says="history_length=0")
+        refused(lambda: make("Exit-v0", 1, policy_frequency=0), ValueError, says="policy_frequency=0")
+        refused(lambda: make("AdroitHandDoor-v1", 1, obs_dim=5), ValueError, says="Unexpected Adroit observation size")
+        refused(lambda: make("Highway-v0", 1, observation_vehicles_count=-1), ValueError, says="a process that tried")
+        envs = make("Highway-v0", 1, vehicles_count=20)
+    """,
     "arrays that are read only, strided or of the other byte order": """
         envs = make("Pendulum-v1")
         wide = np.zeros((8, 3), np.float32)
@@ -266,7 +308,7 @@ def outcomes() -> dict[str, tuple[int, str]]:
     """Case -> exit code (negative for a signal) and what was printed."""
     cases = {case: textwrap.dedent(lines) for case, lines in CRASHES.items()}
     done = subprocess.run(
-        [sys.executable, "-c", RUNNER], input=json.dumps(cases), capture_output=True, text=True, timeout=110, check=True
+        [sys.executable, "-c", RUNNER], input=json.dumps(cases), capture_output=True, text=True, timeout=200, check=True
     )
     return {case: (code, said) for case, (code, said) in json.loads(done.stdout).items()}
 
@@ -402,3 +444,34 @@ def test_dict_actions_are_checked_leaf_by_leaf() -> None:
         check([1, 2], ids)
     assert [array.shape for array in check.dummy(3)] == [(3,), (3, 2)]
     assert check.dummy(1)[0].tolist() == [1]
+
+
+def test_options_are_tried_once_and_common_ones_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    class Done:
+        returncode, stdout, stderr = 0, b"tried", b""
+
+    monkeypatch.setattr(trial.subprocess, "run", lambda *_, **__: tried.append(1) or Done)
+    trial._tried.cache_clear()
+    try:
+        EnvPoolVectorEnv(
+            "Pong-v5", 1, frame_skip=2, stack_num=2, noop_max=10, episodic_life=True, img_height=64, img_width=64
+        )
+        EnvPoolVectorEnv("FrozenLake-v1", 1, size=4)  # the default
+        assert not tried
+        for _ in range(2):
+            EnvPoolVectorEnv("Ant-v4", 1, ctrl_cost_weight=0.25)
+        assert tried == [1]
+        EnvPoolVectorEnv("Ant-v4", 1, ctrl_cost_weight=0.125)
+        assert tried == [1, 1]
+    finally:
+        trial._tried.cache_clear()
+
+
+def test_a_trial_that_does_not_end_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_PATIENCE", 0.01)
+    trial._tried.cache_clear()
+    with pytest.raises(ValueError, match=r"cannot be had with ctrl_cost_weight=0.75: .* no answer within 0.01 s"):
+        EnvPoolVectorEnv("Ant-v4", 1, ctrl_cost_weight=0.75)
+    trial._tried.cache_clear()

@@ -332,3 +332,64 @@ def test_interrupts_at_any_moment_lose_no_step(mode: str) -> None:
         [sys.executable, "-c", INTERRUPTED.format(mode=mode)], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+LEAVING = """
+import sys, time
+sys.modules["jax"] = None
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(4.0)  # while Python is being taken down
+
+keep = Slow()
+
+import numpy as np
+from vecenv.backends import EnvPoolVectorEnv
+from vecenv.errors import StepTimeout
+
+if {public}:
+    import vecenv.backends.envpool.pools as pools
+    pools.is_complete = lambda pool: False
+
+def ant(**options):
+    envs = EnvPoolVectorEnv("Ant-v4", 2, num_threads=1, seed=0, **options)
+    if envs.batch_size == 2:
+        envs.reset()
+    else:
+        envs.reset_async()
+        envs.recv(), envs.recv()
+    return envs
+
+began = time.monotonic()
+ant(frame_skip=1000).step(np.zeros((2, 8)))
+each = (time.monotonic() - began) / 1000
+envs = ant(frame_skip=max(100, int({seconds} / each)), batch_size={batch_size})
+try:
+    if {batch_size} == 2:
+        envs.step_async(np.zeros((2, 8)))
+        envs.step_wait(timeout=0.001)
+    else:
+        envs.send(np.zeros((2, 8)), [0, 1])
+        envs.recv(timeout=0.001)
+except StepTimeout:
+    print("timed out")
+if {closes}:
+    envs.close()
+print("the end", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "batch_size", "public", "closes"),
+    [(0.5, 2, False, False), (3.0, 2, False, False), (3.0, 1, False, False), (3.0, 2, True, False), (7.5, 2, False, True)],
+    ids=["done soon", "done late", "first-ready", "public", "closed"],
+)
+def test_a_program_whose_last_step_timed_out_ends_as_it_should(
+    seconds: float, batch_size: int, public: bool, closes: bool
+) -> None:
+    script = LEAVING.format(seconds=seconds, batch_size=batch_size, public=public, closes=closes)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split("\n")[-2:] == ["the end", ""], done.stderr
+    assert "timed out" in done.stdout
+    assert (done.returncode, done.stderr) == (0, "")

@@ -13,6 +13,7 @@ import pytest
 from bridge_envs import Logged
 
 import vecenv.jax as vj
+from vecenv.errors import StaleStateError
 from vecenv.jax.host_call import primitive_problem
 
 KEY = jax.random.key(0)
@@ -64,6 +65,34 @@ def test_a_missing_private_name_is_a_reason_and_not_an_error(monkeypatch: pytest
         monkeypatch.undo()
         host_call._primitive.cache_clear()
         host_call.primitive_problem.cache_clear()
+
+
+def test_without_compilation_every_call_is_made_once_and_in_order(env: vj.Bridge) -> None:
+    def program(key: Any) -> Any:
+        return jax.lax.scan(lambda state, _: (env.step(state, ACTION), None), env.reset(key), None, length=3)[0]
+
+    compiled = vj.run(jax.jit(program), KEY)
+    made = calls(env)
+    env.envs.log.clear()
+    with jax.disable_jit():
+        plain = vj.run(program, KEY)
+    assert calls(env) == made
+    for one, other in zip(
+        jax.tree.leaves(plain.replace(token=None)), jax.tree.leaves(compiled.replace(token=None)), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_the_fast_transport_is_chosen_without_compilation_too() -> None:
+    from vecenv.jax import host_call
+
+    host_call.primitive_problem.cache_clear()
+    with jax.disable_jit(), vj.bridge(Logged()) as env:
+        assert env.transport == "primitive"
+        state = env.reset(KEY)
+        env.step(state, ACTION)
+        with pytest.raises(StaleStateError):
+            env.step(state, ACTION)
 
 
 def test_construction_calls_nothing(env: vj.Bridge) -> None:

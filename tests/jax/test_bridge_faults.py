@@ -62,6 +62,10 @@ def five(env: vj.Bridge) -> Any:
     return jax.jit(lambda state: jax.lax.scan(lambda s, _: (env.step(s, action), None), state, None, length=5)[0])
 
 
+def still(env: vj.Bridge) -> Any:
+    return jnp.zeros(env.action_space.shape, jax.dtypes.canonicalize_dtype(env.action_space.dtype))
+
+
 # -- states ----------------------------------------------------------------------------------------------------------
 
 
@@ -86,6 +90,49 @@ def test_a_state_of_an_earlier_reset_or_of_another_bridge_is_refused(logged: vj.
         other.reset(KEY)
         with pytest.raises(StaleStateError, match="another bridge"):
             other.step(new, jnp.zeros((2, 1)))
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
+def test_two_bridges_over_one_vector_env_do_not_take_each_others_resets_for_their_own(transport: str, wrapped: bool) -> None:
+    envs = Logged()
+    over = gym.wrappers.vector.ClipReward(envs, -1.0, 1.0) if wrapped else envs
+    first, second = vj.bridge(envs, transport=transport), vj.bridge(over, transport=transport)
+    old = first.step(first.reset(KEY), still(first))
+    new = second.reset(KEY)
+    made = str(envs.calls)
+    with pytest.raises(StaleStateError, match="another bridge over the same vector env has reset them"):
+        first.step(old, still(first))
+    assert str(envs.calls) == made  # nothing was stepped
+    assert second.step(new, still(second)).valid.all()
+    again = first.reset(KEY)
+    with pytest.raises(StaleStateError, match="another bridge over the same vector env"):
+        second.step(new, still(second))
+    assert first.step(again, still(first)).valid.all()
+    first.close()
+
+
+def test_a_bridge_that_is_gone_has_reset_the_environments_all_the_same(transport: str) -> None:
+    envs = Logged()
+    first = vj.bridge(envs, transport=transport)
+    state = first.reset(KEY)
+    second = vj.bridge(envs, transport=transport)
+    second.reset(KEY)
+    del second
+    gc.collect()
+    with pytest.raises(StaleStateError, match="another bridge"):
+        first.step(state, still(first))
+    first.close()
+
+
+def test_a_bridge_takes_over_from_one_whose_step_is_underway(transport: str) -> None:
+    envs = workers(tracks(2))
+    with vj.bridge(envs, transport=transport) as first:
+        pending = first.send(first.reset(KEY), still(first))
+        second = vj.bridge(envs, transport=transport)
+        state = second.reset(KEY)
+        with pytest.raises(StaleStateError, match="another bridge"):
+            first.recv(pending)
+        assert second.step(state, still(second)).steps.tolist() == [1, 1]
 
 
 def test_a_pending_state_can_only_be_received(logged: vj.Bridge) -> None:

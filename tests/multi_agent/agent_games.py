@@ -226,6 +226,12 @@ class Broken(Scripted):
                 observations["b"] = np.zeros(7, np.float32)
             elif self.fault == "blind":
                 del observations["b"]
+            elif self.fault == "unpaid":
+                del rewards["b"]
+            elif self.fault == "unpaid at its end":
+                del rewards["b"]
+                terminations["b"] = True
+                self.agents = ["a"]
             elif self.fault == "reward":
                 rewards["b"] = "a lot"
             elif self.fault == "raises":
@@ -238,4 +244,27 @@ class Broken(Scripted):
         if self.time == 4 and self.fault == "revival":
             observations["a"] = np.zeros(2, np.float32)
             self.agents = ["a", "b"]
+        return observations, rewards, terminations, truncations, infos
+
+
+class ForAll(Scripted):
+    """Says in its third step that it is over for ``"__all__"``, by the flags that ``which`` names, and nothing else of it.
+
+    Agent ``a`` dies in the first step, ``d`` is never born in time; ``last`` says whether the last step has observations and
+    rewards, and ``leaves`` whether nobody is in ``agents`` afterwards.
+    """
+
+    def __init__(self, which: tuple[str, ...], last: bool = True, leaves: bool = True) -> None:
+        super().__init__({"a": (0, 1), "b": (0, 9), "c": (0, 9), "d": (8, 9)})
+        self.which, self.last, self.leaves = which, last, leaves
+
+    def step(self, actions: dict[Any, Any]) -> Any:
+        observations, rewards, terminations, truncations, infos = super().step(actions)
+        over = self.time == 3
+        terminations["__all__"] = over and "terminations" in self.which
+        truncations["__all__"] = over and "truncations" in self.which
+        if over and self.leaves:
+            self.agents = []
+        if over and not self.last:
+            observations, rewards = {}, {}
         return observations, rewards, terminations, truncations, infos

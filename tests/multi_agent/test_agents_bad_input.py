@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 from decimal import Decimal
 from fractions import Fraction
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_games import Broken, RandomGame, Scripted
+from agent_games import Broken, ForAll, RandomGame, Scripted
 from gymnasium import spaces
 
 import vecenv
@@ -66,6 +67,8 @@ def step_often(envs: MultiAgentVecEnv, actions: Any, times: int) -> None:
         ("unknown reward", ValueError, r"env 1: unknown agents \['stranger'\]"),
         ("wrong shape", vecenv.errors.ObservationError, r"env 1, agent 'b'.*shape \(7,\).*wanted shape \(2,\)"),
         ("blind", vecenv.errors.ObservationError, r"env 1, agent 'b': is alive and has no observation"),
+        ("unpaid", vecenv.errors.ObservationError, r"env 1, agent 'b': reward: there is none.*rewards of \['a'\]"),
+        ("unpaid at its end", vecenv.errors.ObservationError, r"env 1, agent 'b': reward: there is none"),
         ("reward", vecenv.errors.ObservationError, r"env 1, agent 'b': reward: got 'a lot'"),
         ("raises", ValueError, "out of luck"),
         ("four values", ValueError, "env 1: step must return five dicts, got a tuple of 4"),
@@ -93,6 +96,79 @@ def test_what_an_environment_does_wrong_is_named(fault: str, error: Any, match: 
         envs.reset(seed=0)
         _, rewards, *_ = envs.step(actions)
         assert rewards.tolist() == [[1, 1]] * 4
+
+
+class Miser(Scripted):
+    """Pays only those who may not be left out: not the newborn, not who has vanished, not who died before."""
+
+    def step(self, actions: dict[Any, Any]) -> Any:
+        observations, rewards, terminations, truncations, infos = super().step(actions)
+        for agent, (born, dies) in self.lives.items():
+            if born == self.time and born:
+                del rewards[agent]
+            if dies == self.time:
+                for each in (observations, rewards, terminations, truncations, infos):
+                    each.pop(agent)
+        return observations, rewards, terminations, truncations, infos
+
+
+@WORKERS
+def test_who_has_not_acted_or_has_vanished_need_not_be_paid(num_workers: int) -> None:
+    lives = {"a": (0, 2), "b": (1, 4), "c": (0, 6)}
+    with MultiAgentVecEnv([functools.partial(Miser, lives)] * 2, num_workers=num_workers) as envs:
+        envs.reset(seed=0)
+        paid = [envs.step(np.zeros((2, 3), np.int64))[1][1].tolist() for _ in range(6)]
+        assert paid == [[1, 0, 1], [0, 1, 1], [0, 1, 1], [0, 0, 1], [0, 0, 1], [0, 0, 0]]
+
+
+class Defaults(Scripted):
+    """Rewards are a defaultdict with those that are not 0, as conversions of PettingZoo make them."""
+
+    def step(self, actions: dict[Any, Any]) -> Any:
+        observations, rewards, *rest = super().step(actions)
+        return observations, collections.defaultdict(int, {"a": rewards["a"]} if "a" in rewards else {}), *rest
+
+
+def test_a_defaultdict_has_a_reward_for_everybody() -> None:
+    with MultiAgentVecEnv([Defaults], num_workers=0) as envs:
+        envs.reset(seed=0)
+        assert [envs.step(np.zeros((1, 3), np.int64))[1].tolist() for _ in range(3)] == [
+            [[1, 0, 0]],
+            [[1, 0, 0]],
+            [[0, 0, 0]],
+        ]
+
+
+@WORKERS
+@pytest.mark.parametrize("leaves", [True, False], ids=["nobody-left", "still-listed"])
+@pytest.mark.parametrize("last", [True, False], ids=["told", "silent"])
+@pytest.mark.parametrize("which", [("terminations",), ("truncations",), ("terminations", "truncations")], ids="+".join)
+def test_what_is_said_of_all_is_the_end_of_everybody(
+    which: tuple[str, ...], last: bool, leaves: bool, num_workers: int
+) -> None:
+    fns = [functools.partial(ForAll, which, last, leaves), functools.partial(Scripted, ForAll(()).lives)]
+    with MultiAgentVecEnv(fns, num_workers=num_workers) as envs:
+        envs.reset(seed=0)
+        actions = np.zeros((2, 4), np.int64)
+        assert envs.step(actions)[2].tolist() == [[True, False, False, False]] * 2
+        envs.step(actions)
+        _, rewards, terminations, truncations, infos = envs.step(actions)
+        everybody = [False, True, True, False]  # a was dead, and d was not there
+        nobody = [False] * 4
+        assert terminations.tolist() == [everybody if "terminations" in which else nobody, nobody]
+        assert truncations.tolist() == [everybody if "truncations" in which else nobody, nobody]
+        assert rewards[0].tolist() == ([0, 1, 1, 0] if last else [0] * 4)
+        assert infos["agent_mask"].tolist() == [nobody, everybody]
+        envs.step(actions)  # resets the first one
+        _, rewards, terminations, *_ = envs.step(actions)
+        assert terminations.tolist() == [[True, False, False, False], nobody]
+        assert rewards.tolist() == [[1, 1, 1, 0], [0, 1, 1, 0]]
+
+
+def test_an_agent_may_be_called_all() -> None:
+    with MultiAgentVecEnv([functools.partial(Scripted, {"__all__": (0, 1), "b": (0, 9)})], num_workers=0) as envs:
+        envs.reset(seed=0)
+        assert envs.step(np.zeros((1, 2), np.int64))[2].tolist() == [[True, False]]
 
 
 class Pays(Scripted):

@@ -11,6 +11,7 @@ handed in with every call, and must be the newest.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -31,6 +32,8 @@ Array: TypeAlias = npt.NDArray[Any]
 Result: TypeAlias = tuple[tuple[int, ...], np.dtype[Any]]  # shape and dtype
 
 _epochs = itertools.count(1)  # of all bridges, so that a state of another one is recognised
+_holders: weakref.WeakValueDictionary[int, Host] = weakref.WeakValueDictionary()
+"""Id of a vector env -> which of the hosts over it reset it last; no other one's states are of use."""
 
 
 def space_tree(space: gymnasium.Space[Any], name: str) -> Tree:
@@ -110,6 +113,7 @@ class Host:
     def _reset(self, seeds: Array) -> list[Array]:
         self._why_not = "because a reset failed"
         self._pending, self._underway = False, None
+        self._take_over()
         observations, infos = self._calls.reset(seeds.reshape(-1).tolist())
         self._over[:] = False
         outcome = self._apart(observations, self.num_envs) + self._infos.read(infos, self.num_envs)
@@ -220,6 +224,18 @@ class Host:
 
     def _blank(self, specs: Sequence[Result]) -> list[Array]:
         return [np.zeros((self.num_envs, *shape), dtype) for shape, dtype in specs]
+
+    # -- several bridges over one vector env -----------------------------------------------------------------------------
+
+    def _take_over(self) -> None:
+        """End the states of another bridge over the same vector env: this one resets what they are states of."""
+        name = id(self.envs.unwrapped)  # wrapped once more, it is the same
+        holder = _holders.get(name)
+        if holder is not None and holder is not self:
+            holder._why_not = "because another bridge over the same vector env has reset them"
+            holder._calls.drain()  # raises while there is an answer that does not come; then it is still the holder
+            holder._pending, holder._underway = False, None
+        _holders[name] = self
 
     # -- the ticket ------------------------------------------------------------------------------------------------------
 

@@ -109,7 +109,7 @@ def primitive_problem(platform: str) -> str | None:
         return jax.lax.scan(lambda i, _: (host_call(count, [shape], [i], "primitive")[0], None), start, None, length=3)[0]
 
     try:
-        with jax.ensure_compile_time_eval():
+        with jax.disable_jit(False), jax.ensure_compile_time_eval():
             last = int(jax.jit(program)(np.int32(0)))
     except Exception as error:  # whatever a version that moved things around may raise
         return f"{type(error).__name__}: {error}"
@@ -144,8 +144,18 @@ def _primitive() -> Any:
         return called
 
     mlir.register_lowering(primitive, lower, cacheable=False)
-    primitive.def_impl(lambda *args, **params: jax.jit(lambda *arrays: primitive.bind(*arrays, **params))(*args))
+    primitive.def_impl(_compiled(primitive))
     return primitive
+
+
+def _compiled(primitive: Any) -> Callable[..., Any]:
+    """A call outside of any program, as a program of its own: also under ``disable_jit``, which would come back here."""
+
+    def call(*args: Any, **params: Any) -> Any:
+        with jax.disable_jit(False):
+            return jax.jit(lambda *arrays: primitive.bind(*arrays, **params))(*args)
+
+    return call
 
 
 def _aval(result: jax.ShapeDtypeStruct) -> Any:

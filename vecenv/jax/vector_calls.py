@@ -89,6 +89,9 @@ class Calls:
         """The outcome of :meth:`begin_some`: of which rows (``None``: of everybody), and what."""
         return None, self.finish()
 
+    def drain(self) -> None:
+        """Wait for an answer that is still owed, and forget it."""
+
 
 class AsyncCalls(Calls):
     """A vector env with ``step_async`` and ``step_wait``."""
@@ -97,7 +100,7 @@ class AsyncCalls(Calls):
     _lost: BaseException | None = None
 
     def _reset(self, seeds: list[int] | None, options: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
-        self._drain()
+        self.drain()
         self.envs.reset_async(seed=seeds, options=options)
         observations, infos = self._wait("reset_wait")
         return observations, infos
@@ -125,8 +128,7 @@ class AsyncCalls(Calls):
         self._owed = None
         return answer
 
-    def _drain(self) -> None:
-        """Wait for an answer that is still owed, and forget it."""
+    def drain(self) -> None:
         self._require()
         if self._owed is None:
             return
@@ -172,10 +174,10 @@ class ProcessCalls(RowCalls):
         finally:
             self.envs.batch_size = whole
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
         if self._owed == "recv":
             self._owed = None  # a reset takes back what is in flight
-        super()._drain()
+        super().drain()
 
 
 class PoolCalls(RowCalls):

@@ -25,6 +25,7 @@ from vecenv.shm.layout import Array
 
 __all__ = ["AgentsEnv", "EnvFn"]
 
+ALL = "__all__"
 _MASK_KEYS = ("action_mask", "action_masks")
 _NUMBERS = frozenset({float, int, bool, np.float64, np.float32, np.float16, np.int64, np.int32})  # what most rewards are
 
@@ -103,7 +104,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
             self._puts.append(self._writer(tree, rows, place, self._names[part.agents[place]]))
             self._rows.append([leaf[place : place + 1] for leaf in rows])
             if tree.leaf is not None:
-                cells = memoryview(self._rows[-1][0][0]) if len(tree.leaf.shape) == 1 else None
+                cells = memoryview(self._rows[-1][0][0]) if tree.leaf.flat else None
                 self._plain.append((self._names[part.agents[place]], cells, self._puts[-1]))
         if roster.state_space is not None:
             tree = tree_of(roster.state_space, "state")
@@ -227,13 +228,20 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         terminations: Mapping[Any, Any],
         truncations: Mapping[Any, Any],
     ) -> tuple[list[Any], list[bool], list[bool]]:
-        """What the step meant for each agent: rewards and flags; keeps observations and who is alive."""
+        """What the step meant for each agent: rewards and flags; keeps observations and who is alive.
+
+        ``"__all__"`` among the flags, as RLlib's games have it, is the end of everybody who is there.
+        """
+        all_ended, all_cut = self._of_all(terminations), self._of_all(truncations)
         paid: list[Any] = []
         ended: list[bool] = []
         cut: list[bool] = []
         alive, dead, puts = self._alive, self._dead, self._puts
         for i, name in enumerate(self._names):
             terminated, truncated = bool(terminations.get(name, False)), bool(truncations.get(name, False))
+            named = terminated or truncated
+            if (all_ended or all_cut) and not dead[i] and (alive[i] or name in present or named):
+                terminated, truncated = terminated or all_ended, truncated or all_cut
             lives = name in present and not (terminated or truncated)
             if dead[i]:
                 if lives:
@@ -250,9 +258,14 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
                 self._refuse_blind(name)
             else:
                 self._pad(i)
+            if name in rewards or (
+                self._acting[i] and (lives or named)
+            ):  # who has vanished or was just born need not be paid
+                paid.append(self._reward(name, rewards))
+            else:
+                paid.append(0.0)
             dead[i] = (alive[i] and not lives) or terminated or truncated
             alive[i] = lives
-            paid.append(rewards.get(name, 0.0))
             ended.append(terminated)
             cut.append(truncated)
         return paid, ended, cut
@@ -265,12 +278,24 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         return present
 
     def _refuse_unknown(self, *dicts: Mapping[Any, Any]) -> None:
-        unknown = sorted({str(name) for each in dicts for name in each if name not in self._known and name != "__all__"})
+        unknown = sorted({str(name) for each in dicts for name in each if name not in self._known and name != ALL})
         if unknown:
             raise ValueError(f"env {self.index}: unknown agents {unknown}; possible_agents are {list(self._names)}")
 
     def _refuse_blind(self, name: Any) -> None:
         raise ObservationError(f"env {self.index}, agent {name!r}: is alive and has no observation")
+
+    def _reward(self, name: Any, rewards: Mapping[Any, Any]) -> Any:
+        try:
+            return rewards[name]  # not `in`: a defaultdict has one for everybody
+        except KeyError:
+            raise ObservationError(
+                f"env {self.index}, agent {name!r}: reward: there is none, and the agent has acted; there are rewards of "
+                f"{list(rewards)}"
+            ) from None
+
+    def _of_all(self, flags: Mapping[Any, Any]) -> bool:
+        return ALL in flags and ALL not in self._known and bool(flags[ALL])
 
     def _who_acts(self) -> list[bool]:
         if not self._turns:

@@ -47,6 +47,11 @@ class Leaf:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", _canonical(self.dtype))
 
+    @property
+    def flat(self) -> bool:
+        """Whether a memoryview can write one environment's array: it has one axis, and this machine's byte order."""
+        return len(self.shape) == 1 and self.dtype.isnative
+
     def __reduce__(self) -> tuple[Any, ...]:
         return Leaf, (self.name, self.dtype, self.shape)
 

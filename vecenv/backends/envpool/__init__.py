@@ -9,10 +9,12 @@ errors in place of crashes.
 =========== ==========================================================================================
 task        which task: finding EnvPool, task ids, configuration, spaces
 options     checks of arguments
+trial       options of a task, tried in a process that may die of them
 seeds       any seed Gymnasium takes, as EnvPool wants it
 actions     every action checked and copied before it may reach C++
 rows        what the pool returns, as Gymnasium's observations, rewards, flags and infos
 wire        talking to a pool so that neither Ctrl-C nor a timeout loses an answer
+helpers     threads that wait inside a pool while the interpreter ends
 driver      one pool, its outstanding calls and its episodes; driven in ``lockstep`` or ``first_ready``
 public      a pool whose private functions are missing, driven through its public ones
 pools       which pool there is: building, lending to compiled code, letting go, forks

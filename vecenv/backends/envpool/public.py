@@ -15,11 +15,12 @@ import operator
 import weakref
 from collections.abc import Callable, Mapping
 from queue import SimpleQueue
-from threading import Thread
+from threading import Thread, current_thread
 from typing import Any
 
 import numpy as np
 
+from vecenv.backends.envpool.helpers import join, watch
 from vecenv.backends.envpool.rows import Array, States
 from vecenv.backends.envpool.task import Task, quietly
 
@@ -73,7 +74,7 @@ class PublicPool:
     def close(self, timeout: float = 5.0) -> None:
         """End the helper thread and let go of the pool."""
         self._end()
-        self._thread.join(timeout)
+        join(self._thread, timeout)
         self._pool = None
 
 
@@ -93,11 +94,14 @@ class _Server:
         self._num_envs, self._batch_size = int(task.config["num_envs"]), batch_size
         self._lockstep = batch_size == self._num_envs
         self._action_keys, self._state_keys = task.action_keys, task.state_keys
+        self.thread_inside: Thread | None = None
+        watch(self)
 
     def serve(self) -> None:
         """Requests in their order; answers as soon as the pool has enough for one."""
         flying = 0
         while (request := self._requests.get()) is not None:
+            self.thread_inside = current_thread()
             try:
                 if isinstance(request, list):
                     flying += len(request[0])
@@ -114,6 +118,7 @@ class _Server:
                     self._answers.put([self._states(*answer)].pop)
             except Exception as error:
                 self._answers.put(_raising(error))
+            self.thread_inside = None
 
     def _reset_some(self, ids: Array) -> States:
         if not self._lockstep:

@@ -21,6 +21,9 @@ from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.error import UnregisteredEnv
 
+from vecenv.backends.envpool import trial
+from vecenv.backends.envpool.options import check_env_config
+
 __all__ = ["NO_LIMIT", "Task", "family_of", "import_envpool", "quietly", "task_ids"]
 
 NO_LIMIT = 2**31 - 1
@@ -35,6 +38,7 @@ _RESERVED = {
     "env_seed": "pass seed= with one seed for each environment",
     "gym_reset_return_info": "infos are always returned",
     "render_env_id": "render() draws every environment",
+    "max_num_players": "it belongs to the task",
 }
 _OWN_KEYS = frozenset(
     {"num_envs", "batch_size", "num_threads", "thread_affinity_offset", "seed", "max_episode_steps", "base_path", *_RESERVED}
@@ -156,11 +160,14 @@ class Task:
         Raises:
             UnregisteredEnv: No such task.
             TypeError: Unknown configuration keys, or values of the wrong type.
-            ValueError: Values that EnvPool refuses, or ``exact_time_limit`` where it would change the task.
+            ValueError: Values that EnvPool refuses, or that end a process; ``exact_time_limit`` where it would change the
+                task.
             ImportError: EnvPool, or a system library that this family needs, is missing.
         """
         family = family_of(task_id)
-        accepted = _check_keys(task_id, env_config)
+        accepted, defaults = _check_keys(task_id, env_config)
+        if unknown := check_env_config(task_id, family, defaults, _names_in(family), env_config):
+            trial.require(task_id, unknown, env_config)
         config: dict[str, Any] = {
             "num_envs": num_envs,
             "batch_size": batch_size,
@@ -220,19 +227,31 @@ def _make_spec(task_id: str, config: Mapping[str, Any], accepted: list[str]) -> 
         raise ValueError(f"EnvPool refuses the configuration of {task_id!r}: {error or dict(config)}") from error
 
 
-def _check_keys(task_id: str, env_config: Mapping[str, Any]) -> list[str]:
-    """The keys that may be in a task's configuration; raises for any other."""
+def _names_in(family: str) -> dict[str, list[str]]:
+    """Option -> all texts that EnvPool's own tasks of a family have for it."""
+    found: dict[str, set[str]] = {}
+    for where, _, options in _registered().values():
+        if where == f"envpool.{family}":
+            for key, value in options.items():
+                if isinstance(value, str):
+                    found.setdefault(key, set()).add(value)
+    return {key: sorted(values) for key, values in found.items()}
+
+
+def _check_keys(task_id: str, env_config: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """The keys that may be in a task's configuration, and what it is without any; raises for any other key."""
     for key, advice in _RESERVED.items():
         if key in env_config:
             raise TypeError(f"{key!r} cannot be set here: {advice}")
     spec = _make_spec(task_id, {}, [])
-    accepted = sorted(({key.replace(".", "_") for key in spec._config_keys} | _MAKE_KEYS) - _OWN_KEYS)
+    names = [key.replace(".", "_") for key in spec._config_keys]
+    accepted = sorted((set(names) | _MAKE_KEYS) - _OWN_KEYS)
     for key in env_config:
         if key not in accepted:
             close = difflib.get_close_matches(key, [*accepted, *_OWN_KEYS - _RESERVED.keys()], n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"EnvPool's {task_id!r} has no option {key!r}.{hint} Accepted keys: {', '.join(accepted)}")
-    return accepted
+    return accepted, dict(zip(names, spec._config_values, strict=True))
 
 
 def quietly(build: Any) -> Any:

@@ -17,6 +17,8 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 
+from vecenv.backends.envpool.helpers import join, watch
+
 __all__ = ["ONCE", "Receiver", "deadline_after", "together"]
 
 ONCE: tuple[tuple[()]] = ((),)
@@ -51,6 +53,7 @@ class Receiver:
         self._requests: SimpleQueue[bool] = SimpleQueue()
         self._answered: SimpleQueue[bool] = SimpleQueue()
         self._thread: Thread | None = None
+        self._helper: Thread | None = None  # the latest thread there was; one that was left behind is still of interest
         self.waited = 0.0
         """Seconds spent waiting in :meth:`receive`."""
 
@@ -90,11 +93,17 @@ class Receiver:
         thread, self._thread = self._thread, None
         if thread is not None:
             self._requests.put(False)
-            thread.join(timeout)
+            join(thread, timeout)
+
+    @property
+    def thread_inside(self) -> Thread | None:
+        """The helper thread, while it is in ``recv``."""
+        return self._helper if self._asked else None
 
     def _start(self) -> None:
         if self._thread is None or not self._thread.is_alive():
-            self._thread = Thread(target=self._help, name="vecenv-envpool-recv", daemon=True)
+            self._thread = self._helper = Thread(target=self._help, name="vecenv-envpool-recv", daemon=True)
+            watch(self)
             self._thread.start()
 
     def _help(self) -> None:

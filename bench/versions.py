@@ -1,20 +1,29 @@
 """What a change does to the engine's own time: two versions of it in one process, by turns.
 
     python bench/versions.py HEAD~1                  # this checkout against another revision
-    python bench/versions.py /path/to/a/checkout --env CartPole-v1 --num-envs 1 2 8
+    python bench/versions.py /path/to/a/checkout --env CartPole-v1 --num-envs 1 8 64 --num-workers 0 2 --call step recv
 
 Differences of one or two percent are lost between processes: where each one's memory happens to lie is worth as much. So
-both versions are imported into the same process, each with environments of its own, take turns of 60 batches in random
-order, and a ratio is formed within each pair of turns. Its median is taken over some thousand pairs, and again over several
-processes, of which each imports the versions in an order of its own. Only without worker processes (``num_workers=0``):
-those could not tell whose they are. A version against a copy of itself gives 1.00 within 0.004.
+both versions are imported into the same process, each with environments of its own, take turns of a few milliseconds in
+random order, and a ratio is formed within each pair of turns. Its median is taken over some hundred pairs, and again over
+several processes, half of which import the other version first; the least and the greatest of them are printed too.
+
+``--call recv`` is rounds of ``recv()`` and ``send()`` with half the environments in a batch. Worker processes
+(``--num-workers``) are forked while ``sys.modules`` holds the modules of their own version and no others, as it does in
+every turn; each says before the first turn from which files its code comes. Those of the version that is not playing sleep,
+as its turn ended with nothing in flight, and the next one begins with a pause that is longer than they spin.
+
+Without worker processes a version against a copy of itself gives 1.00 within 0.005, also while others use all cores. With
+them the machine has to be quiet: while others used all cores, single processes gave 0.9 to 1.1.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
+import itertools
 import json
 import random
 import statistics
@@ -22,23 +31,29 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import gymnasium
+import numpy as np
+from gymnasium.vector.utils import batch_space
 
-TURN = 60  # batches; a turn is short beside a change of the machine's pace, and long beside a look at the clock
+TURN = 0.003  # seconds; short beside a change of the machine's pace, and long beside a look at the clock
+PAUSE = 0.0005  # seconds before a turn; three times as long as an idle worker spins
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
-    """Parse, measure, print a table."""
+    """Parse, measure, print a line for each case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", help="a folder with another vecenv/ in it, or a revision of this repository")
     parser.add_argument("--env", default="CartPole-v1")
     parser.add_argument("--num-envs", type=int, nargs="+", default=[1, 2, 8])
-    parser.add_argument("--pairs", type=int, default=1500, help="pairs of turns in each process")
+    parser.add_argument("--num-workers", type=int, nargs="+", default=[0])
+    parser.add_argument("--call", choices=["step", "recv"], nargs="+", default=["step"])
+    parser.add_argument("--pairs", type=int, default=600, help="pairs of turns in each process")
     parser.add_argument("--processes", type=int, default=6)
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)  # set in the processes that measure
     options = parser.parse_args()
@@ -49,18 +64,21 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder, progress_bar() as progress:
         other = options.other if (Path(options.other) / "vecenv").is_dir() else _checkout(options.other, folder)
-        for count in options.num_envs:
-            rest = ["--env", options.env, "--num-envs", str(count), "--pairs", str(options.pairs)]
+        for workers, call, count in itertools.product(options.num_workers, options.call, options.num_envs):
+            case = f"{options.env} x {count}, {workers} workers, {call}"
+            which = ["--num-envs", str(count), "--num-workers", str(workers), "--call", call]
+            rest = ["--env", options.env, *which, "--pairs", str(options.pairs)]
             samples = []
             for seed in range(options.processes):
-                progress(f"{options.env} x {count}", seed, options.processes)
+                progress(case, seed, options.processes)
                 command = [sys.executable, __file__, other, *rest, "--seed", str(seed)]
                 samples.append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout))
             ratios = [ratio for ratio, _ in samples]
             batch = statistics.median(batch for _, batch in samples)
             print(
-                f"{options.env} x {count}: a batch takes {batch:.2f} us in {options.other}, "
-                f"and here {statistics.median(ratios):.4f} of that ({min(ratios):.4f} - {max(ratios):.4f})"
+                f"{case}: a batch takes {batch:.2f} us in {options.other}, "
+                f"and here {statistics.median(ratios):.4f} of that ({min(ratios):.4f} - {max(ratios):.4f})",
+                flush=True,
             )
 
 
@@ -75,42 +93,111 @@ def _checkout(revision: str, folder: str) -> str:
 def measure(here: Path, other: Path, options: argparse.Namespace) -> tuple[float, float]:
     """The median ratio of the pairs, and the median time of a batch of the other version in microseconds."""
     chance = random.Random(options.seed)
-    folders = [here, other]
-    chance.shuffle(folders)
-    env_fns = [functools.partial(gymnasium.make, options.env)] * options.num_envs[0]
-    envs = {folder: _load(folder).AsyncVectorEnv(env_fns, num_workers=0) for folder in folders}
-    for each in envs.values():
-        each.reset(seed=0)
-    actions = next(iter(envs.values())).action_space.sample()
+    order = [other, here] if options.seed % 2 else [here, other]
+    players = {folder: Player(folder, options) for folder in order}
+    tries = [player.turn(10) for _ in range(10) for player in players.values()]
+    batches = max(10, round(TURN / min(tries)))
     ratios, times = [], []
     for _ in range(options.pairs):
-        chance.shuffle(folders)
-        took = {folder: _turn(envs[folder], actions) for folder in folders}
+        chance.shuffle(order)
+        took = {folder: players[folder].turn(batches) for folder in order}
         ratios.append(took[here] / took[other])
-        times.append(took[other] / TURN * 1e6)
-    for each in envs.values():
-        each.close()
+        times.append(took[other] * 1e6)
+    for player in players.values():
+        player.close()
     return statistics.median(ratios), statistics.median(times)
 
 
-def _load(folder: Path) -> ModuleType:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "vecenv"]:
-        del sys.modules[name]
-    sys.path.insert(0, str(folder))
-    try:
-        module = importlib.import_module("vecenv")
-    finally:
-        sys.path.remove(str(folder))
-    if module.__file__ is None or Path(module.__file__).resolve().parent != folder / "vecenv":
-        raise SystemExit(f"vecenv came from {module.__file__}, wanted it from {folder}")
-    return module
+class Player:
+    """One version, and the environments that are its own.
+
+    Its modules are in ``sys.modules`` while it is used, and only then: for what it imports late, what it pickles and
+    unpickles, and the workers that are forked.
+    """
+
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+        self._folder = folder
+        self._modules: dict[str, ModuleType] = {}
+        self._workers, self._receives = options.num_workers[0], options.call[0] == "recv"
+        num_envs = options.num_envs[0]
+        size = max(1, num_envs // 2) if self._receives else num_envs
+        self._batches = np.arange(num_envs // size * size).reshape(-1, size)  # the rows that are sent when a turn begins
+        env_fns = [functools.partial(gymnasium.make, options.env)] * num_envs
+        with self._in_place():
+            sys.path.insert(0, str(folder))
+            try:
+                engine = importlib.import_module("vecenv").AsyncVectorEnv
+            finally:
+                sys.path.remove(str(folder))
+            self._envs = engine(env_fns, num_workers=self._workers, batch_size=size, context="fork")
+            self._envs.reset(seed=0)
+            space = batch_space(self._envs.single_action_space, size)
+            space.seed(options.seed)
+            self._actions = space.sample()
+            wrong = {file for files in self._envs.exec_func(_files) for file in files if not self._owns(file)}
+        if wrong:
+            raise SystemExit(f"code of {folder / 'vecenv'} was wanted, and there is {', '.join(sorted(wrong))}")
+
+    def _owns(self, file: str) -> bool:
+        return Path(file).resolve().is_relative_to(self._folder / "vecenv")
+
+    @contextlib.contextmanager
+    def _in_place(self) -> Iterator[None]:
+        sys.modules.update(self._modules)
+        try:
+            yield
+        finally:
+            self._modules = _loaded()
+            for name in self._modules:
+                del sys.modules[name]
+
+    def turn(self, batches: int) -> float:
+        """Seconds a batch, over so many of them after a few that are not timed."""
+        play = self._receive if self._receives else self._step
+        with self._in_place():
+            if self._workers:
+                time.sleep(PAUSE)
+            if self._receives:
+                for rows in self._batches:
+                    self._envs.send(self._actions, rows)
+            play(max(2, batches // 10))
+            began = time.perf_counter()
+            play(batches)
+            took = time.perf_counter() - began
+            if self._receives:
+                for _ in self._batches:
+                    self._envs.recv()
+        return took / batches
+
+    def _step(self, batches: int) -> None:
+        step, actions = self._envs.step, self._actions
+        for _ in range(batches):
+            step(actions)
+
+    def _receive(self, batches: int) -> None:
+        send, recv, actions = self._envs.send, self._envs.recv, self._actions
+        for _ in range(batches):
+            send(actions, recv()[4]["env_id"])
+
+    def close(self) -> None:
+        """End its workers."""
+        with self._in_place():
+            self._envs.close()
 
 
-def _turn(envs: Any, actions: Any) -> float:
-    began = time.perf_counter()
-    for _ in range(TURN):
-        envs.step(actions)
-    return time.perf_counter() - began
+def _loaded() -> dict[str, ModuleType]:
+    return {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "vecenv"}
+
+
+def _files(env: Any) -> set[str]:
+    """Where the engine that calls this comes from: all its modules there are, and the functions that are being executed."""
+    files = {str(module.__file__) for name, module in sys.modules.items() if name.partition(".")[0] == "vecenv"}
+    frame = sys._getframe(1)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] == "vecenv":
+            files.add(frame.f_code.co_filename)
+        frame = frame.f_back
+    return files
 
 
 if __name__ == "__main__":

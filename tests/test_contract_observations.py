@@ -434,21 +434,12 @@ FOREIGN: dict[str, spaces.Space] = {
     "in a dict": spaces.Dict({"a": spaces.Box(-9, 9, (3,), ">f4"), "b": spaces.Box(-9, 9, (2,), np.float32)}),
     "in a tuple": spaces.Tuple((spaces.Box(0, 9, (3,), ">u4"), spaces.Discrete(4))),
 }
-# The step loop writes a space of one array by itself, and asks of it how many axes it has instead of `Leaf.flat`.
-FLAT = pytest.mark.skip(reason="waits for EnvRows._direct_writes to say `flat = leaf.flat`")
 
 
 @engines
 @memories
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=FLAT) if isinstance(space, (spaces.Box, spaces.MultiDiscrete)) and len(space.shape) == 1
-        else name
-        for name, space in FOREIGN.items()
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name", FOREIGN)
 @pytest.mark.parametrize("copied", [True, False], ids=["copied", "views"])
 def test_spaces_in_the_other_byte_order_are_as_in_sync_vector_env(
     engine: dict[str, Any], shared_memory: bool, mode: str, name: str, copied: bool

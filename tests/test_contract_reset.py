@@ -62,7 +62,9 @@ def test_a_list_of_seeds_must_have_one_for_each_environment(engine: dict[str, An
 
 
 @engines
-@pytest.mark.parametrize("seed", ["abc", 1.5, {"a": 1, "b": 2, "c": 3}.keys(), object()], ids=lambda seed: type(seed).__name__)
+@pytest.mark.parametrize(
+    "seed", ["abc", 1.5, {"a": 1, "b": 2, "c": 3}.keys(), object()], ids=lambda seed: type(seed).__name__
+)
 def test_a_seed_of_another_type_never_gives_a_wrong_answer(engine: dict[str, Any], seed: Any) -> None:
     with opened(counters(3), **engine) as envs:
         with pytest.raises(Exception):  # noqa: B017 - Gymnasium's depends on where it is noticed

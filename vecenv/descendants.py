@@ -35,6 +35,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
+from io import FileIO
 from typing import Final, NamedTuple
 
 from vecenv.uninterrupted import Uninterrupted
@@ -203,18 +204,10 @@ def _look_at(pid: int) -> _Process | None:
 def _read(pid: int, name: str) -> bytes:
     """A file of a process; empty if it is gone or somebody else's."""
     try:
-        descriptor = os.open(f"/proc/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+        with FileIO(f"/proc/{pid}/{name}") as file:
+            return file.readall()
     except OSError:
         return b""
-    parts = []
-    try:
-        while part := os.read(descriptor, 1 << 16):
-            parts.append(part)
-    except OSError:
-        pass
-    finally:
-        os.close(descriptor)
-    return b"".join(parts)
 
 
 def _children(table: dict[int, _Process]) -> defaultdict[int, list[_Process]]:

@@ -256,16 +256,19 @@ class Engine:
                 if self.policy.restart:
                     self.recovery.remembered.keep(range(self.num_envs), everyone=True)
                 self.count(flight)
-                owed.after = {}, owed.landed, owed.ready, owed.latest
+                owed.after = {}, owed.landed, owed.ready, owed.latest, owed.rounds
                 return result, None
         round_ = self.round_of(flight)
         error = self.recovery.settle(round_)
         self.count(flight)
         if error is None and self.policy.restart and flight.command in ("step", "reset"):
             self.recovery.remembered.keep(range(self.num_envs), everyone=True)
-        owed.after = {}, {}, [], owed.latest
+        owed.after = {}, {}, [], owed.latest, {}
         assert round_.result is not None
-        return round_.result, error
+        try:
+            return round_.result, error
+        finally:
+            del round_, error  # in this process the exception's frames hold this one
 
     def wait_for(self, flight: Flight, timeout: float | None) -> None:
         """Wait for all answers to ``flight``.
@@ -283,10 +286,11 @@ class Engine:
 
     def round_of(self, flight: Flight) -> Round:
         """The answers of a flight, read."""
-        if flight.rounds is None:
+        key = flight.seq, ALL
+        if key not in self.owed.rounds:
             rows = [row for worker in flight.workers for row in flight.rows_of(worker)]
-            flight.rounds = {ALL: Round(flight, [*rows, *flight.lost], flight.lost)}
-        round_ = flight.rounds[ALL]
+            self.owed.rounds[key] = Round(flight, [*rows, *flight.lost], flight.lost)
+        round_ = self.owed.rounds[key]
         if round_.result is None:
             if flight.command == "reset":
                 for row in round_.rows:

@@ -16,7 +16,10 @@ from vecenv.shm.layout import Array
 if TYPE_CHECKING:
     from vecenv.engine import Engine
 
-__all__ = ["FirstReady"]
+__all__ = ["FirstReady", "Received"]
+
+Received = tuple[Array, dict[int, Any], dict[int, Any]]
+"""Rows, and by row the infos and the last observations that came with them by pickle."""
 
 
 class FirstReady:
@@ -32,11 +35,8 @@ class FirstReady:
             self._owed.landed.setdefault((flight.seq, index), flight)
         flight.by_row = True
 
-    def receive(
-        self, count: int, timeout: float | None
-    ) -> tuple[Array, dict[int, Any], dict[int, Any], Exception | None]:
-        """The next ``count`` rows, in the order in which they became ready, and the infos and last observations that came
-        with them by pickle; or the exception that is to be raised instead.
+    def receive(self, count: int, timeout: float | None) -> tuple[Received, Exception | None]:
+        """The next ``count`` rows, in the order in which they became ready; or the exception that is to be raised instead.
 
         When that has been handed over, ``owed.after`` is how the table is to be.
 
@@ -50,7 +50,10 @@ class FirstReady:
         while True:
             ready, seen, error = self._look()
             if error is not None:
-                return owed.latest, {}, {}, error
+                try:
+                    return (owed.latest, {}, {}), error
+                finally:
+                    del error  # in this process the exception's frames hold this one
             if len(ready) >= count:
                 break
             underway = len(owed.underway())
@@ -69,12 +72,8 @@ class FirstReady:
         rows = np.array([row for row, _ in taken], np.intp)
         came = [(row, said) for row, said in taken if said is not None]
         self._set_after(seen, rest, rows)
-        return (
-            rows,
-            {row: info for row, (info, _) in came if info is not ABSENT},
-            {row: final for row, (_, final) in came if final is not ABSENT},
-            None,
-        )
+        infos = {row: info for row, (info, _) in came if info is not ABSENT}
+        return (rows, infos, {row: final for row, (_, final) in came if final is not ABSENT}), None
 
     def _more(self, seen: dict[tuple[int, int], Flight], deadline: float | None) -> bool:
         """Wait until something has landed that was not ``seen``; false when the time was up."""
@@ -112,20 +111,21 @@ class FirstReady:
         flights = {
             seq: flight for seq, flight in owed.flights.items() if flight.by_row and (seq in waiting or flight.missing())
         }
-        owed.after = flights, landed, ready, latest
+        rounds = {}
+        if len(owed.rounds) > len(seen):
+            rounds = {key: round_ for key, round_ in owed.rounds.items() if key not in seen}
+        owed.after = flights, landed, ready, latest, rounds
 
     def _absorb(self, flight: Flight, index: int) -> Round:
         """Read one worker's answer, see to what failed, and make its rows ready. It can be called again."""
         engine = self._engine
-        rounds = flight.rounds
-        if rounds is None:
-            rounds = flight.rounds = {}
-        round_ = rounds.get(index)
+        rounds, key = self._owed.rounds, (flight.seq, index)
+        round_ = rounds.get(key)
         if round_ is None:
             rows = flight.rows_at(index)
             round_ = Round(flight, rows, rows if index == ALL else ())
             round_.uncounted = len(rows) if index != ALL and flight.command == "step" else 0
-            rounds[index] = round_
+            rounds[key] = round_
         if round_.entries is not None:
             return round_
         rows, answer = list(round_.rows), flight.answers[index]
@@ -178,8 +178,9 @@ class FirstReady:
                 if not engine.policy.restart:
                     raise engine.timeout_error(late, "recv", limit)
                 engine.end_late(late, limit)
-        for (_, index), flight in list(owed.landed.items()):
-            if index == ALL or (flight.rounds is not None and index in flight.rounds):
+        for key, flight in list(owed.landed.items()):
+            index = key[1]
+            if index == ALL or key in owed.rounds:
                 continue  # it was looked at
             worker = next(worker for worker in flight.workers if worker.index == index)
             result = engine.read([(worker, flight.answers[index])])
@@ -189,7 +190,7 @@ class FirstReady:
             round_.uncounted = len(round_.rows) if flight.command == "step" else 0
             engine.count(round_)
             round_.result, round_.entries = result, []
-            flight.rounds = {**(flight.rounds or {}), index: round_}
+            owed.rounds[key] = round_
 
     def require_nothing(self, method: str) -> None:
         """First-ready batches and calls to everybody do not mix."""

@@ -3,8 +3,8 @@
 A descriptor is a number, and the kernel gives a number that was closed to whoever opens a file next. So two who both believe
 that a number is theirs will one day close, or read, somebody else's file; finalizers, which run in any order when the
 collector meets a cycle, are who does. Here a number lives in a :class:`Descriptor`, which it enters as it is opened and
-leaves as it is closed, each in a single call of C that no signal handler and no other thread can get into. There is no moment
-at which a number is open and in none of them, or in one and not open. What is left of them is closed when their owner
+leaves as it is closed, each in a single call of C that no signal handler and no other thread can get into. There is no
+moment at which a number is open and in none of them, or in one and not open. What is left of them is closed when their owner
 is collected or the program ends.
 """
 

@@ -66,7 +66,7 @@ class Ledger:
                 records.append(ErrorRecord(None, death.worker, pid, death.command, error, death.text, now))
             self.latest_death = death
         for failure, worker in sorted(failures, key=lambda pair: pair[0].env):
-            made, record = self.exception(failure, worker, round_.flight.command)
+            made, record = self.exception(failure, worker, round_.command)
             raised.append((failure.env, made))
             records.append(record)
         round_.records, round_.raised = records, raised

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from vecenv.workers import AnyWorker
 
 __all__ = [
-    "ABSENT", "ALL", "AS_IT_IS", "COLUMNS", "COMMANDS", "NOTHING", "ONLY_COLUMNS", "PLAIN", "Answer", "Death", "Flight", "Owed", "Part",
-    "ReadyRow", "Result", "Round",
+    "ABSENT", "ALL", "AS_IT_IS", "COLUMNS", "COMMANDS", "NOTHING", "ONLY_COLUMNS", "PLAIN", "Answer", "Death", "Flight",
+    "Owed", "Part", "ReadyRow", "Result", "Round",
 ]  # fmt: skip
 
 COMMANDS: Final = {
@@ -143,7 +143,7 @@ class Round:
     What is done about failures cannot be done twice, and takes long. So each step of it is noted here when it is done.
 
     Attributes:
-        flight: Which one.
+        command, by_row, mask, seeds, options: Of the flight.
         rows: Which environments these answers are about.
         lost: Of those, the ones that had failed before and were not asked.
         result: The answers, read.
@@ -154,7 +154,11 @@ class Round:
     """
 
     def __init__(self, flight: Flight, rows: Sequence[int], lost: Sequence[int]) -> None:
-        self.flight = flight
+        self.command = flight.command
+        self.by_row = flight.by_row
+        self.mask = flight.mask
+        self.seeds = flight.seeds
+        self.options = flight.options
         self.rows = rows
         self.lost = lost
         self.result: Result | None = None
@@ -194,7 +198,6 @@ class Flight:
     options: Any = None
     uncounted: int = 0  # environment steps that the counter does not know of yet ...
     unreset: int = 0  # ... or resets
-    rounds: dict[int, Round] | None = None  # by the worker's index; ALL: of all of them together
 
     def __init__(self, seq: int, command: str, workers: Sequence[AnyWorker]) -> None:
         self.seq = seq
@@ -233,7 +236,8 @@ ABSENT: Final = object()
 ReadyRow = tuple[int, "tuple[Any, Any] | None"]
 """A row that was answered and not received, and the (info, final observation) that came with it by pickle, or neither."""
 
-After = tuple[dict[int, Flight], dict[tuple[int, int], Flight], list[ReadyRow], Array]
+Rounds = dict[tuple[int, int], Round]
+After = tuple[dict[int, Flight], dict[tuple[int, int], Flight], list[ReadyRow], Array, Rounds]
 
 AS_IT_IS: Final[After | None] = None
 """The table does not change."""
@@ -248,7 +252,8 @@ class Owed:
         landed: (number, worker's index) of the answers to flights by row, in the order in which they came.
         ready: Rows that were answered and not received, the earliest first.
         latest: Whom ``send`` means by default: the rows of the latest ``recv``.
-        after: The four above as they will be when the answer being given has been taken; ``None``: as they are.
+        rounds: (number, worker's index, or :data:`ALL`) of answers that are being looked at.
+        after: The five above as they will be when the answer being given has been taken; ``None``: as they are.
         verdict: The exception that is the answer being given; any other leaves it owed.
         caller: The thread that is in a call; 0: nobody.
         calm: The latest call ended by itself.
@@ -259,6 +264,7 @@ class Owed:
         self.landed: dict[tuple[int, int], Flight] = {}
         self.ready: list[ReadyRow] = []
         self.latest: Array = np.arange(num_envs)
+        self.rounds: Rounds = {}
         self.after: After | None = AS_IT_IS
         self.verdict: BaseException | None = None
         self.caller = 0
@@ -280,7 +286,7 @@ class Owed:
     def enter(self, flight: Flight, *, alone: bool = False) -> None:
         """From here on the call was made; ``alone``: and all there was before is dropped."""
         if alone:
-            self.flights, self.landed, self.ready = {flight.seq: flight}, {}, []
+            self.flights, self.landed, self.ready, self.rounds = {flight.seq: flight}, {}, [], {}
         else:
             self.flights[flight.seq] = flight
 
@@ -289,9 +295,9 @@ class Owed:
         flight = self.flights.get(seq)
         if flight is None:
             return
-        flight.answers.setdefault(index, answer)
-        if flight.by_row:
+        if flight.by_row and index not in flight.answers:
             self.landed.setdefault((seq, index), flight)
+        flight.answers.setdefault(index, answer)
 
     def lose(self, worker: AnyWorker, death: Death) -> None:
         """A worker died: what it was asked is answered by that. Idempotent."""
@@ -305,7 +311,8 @@ class Owed:
         for flight in self.flights.values():
             if flight.by_row:
                 for worker in flight.missing():
-                    rows.extend(flight.rows_of(worker))
+                    if (flight.seq, worker.index) not in self.landed:
+                        rows.extend(flight.rows_of(worker))
         return rows
 
     def waiting(self) -> list[int]:

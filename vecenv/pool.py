@@ -445,7 +445,7 @@ class WorkerPool:
         end_unclosed(self._place.lifeline, self._place.processes, os.getpid())
         self._forget_any()
         self._writers = {}
-        del self.batch
+        self.__dict__.pop("batch", None)
         self._patience.forget()
         self.released = True
         pools.discard(self)

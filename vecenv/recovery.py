@@ -39,6 +39,7 @@ class Workers(Protocol):
     """A pool of workers, here or on other machines, as far as recovery needs it."""
 
     workers: list[Any]
+    owed: Any
 
     def next_seq(self) -> int: ...
 
@@ -168,12 +169,12 @@ class Recovery:
         if round_.settled or round_.verdict is not None:
             return round_.verdict
         if result.failures or result.deaths or result.errors or round_.lost:
-            rebuilds = self._policy.restart and round_.flight.command in ("step", "reset")
+            rebuilds = self._policy.restart and round_.command in ("step", "reset")
             self._ledger.record(round_, result.failures, result.deaths, result.errors)
             if round_.todo is None:
                 self._ledger.lose(result.failures, result.deaths, round_.rows, all_of_them=rebuilds)
             if result.errors or not rebuilds:
-                if result.failures and round_.flight.command in ("step", "reset"):
+                if result.failures and round_.command in ("step", "reset"):
                     self._ledger.log(result.failures)
                 others = [error for error, _ in result.errors]
                 round_.verdict = self._ledger.verdict(round_.raised or (), result.deaths, others)
@@ -197,7 +198,9 @@ class Recovery:
                     return gave_up
                 if any(self._worker_of(row).death is not None for row in round_.todo):
                     continue
-                round_.rebuild = self._ask_rebuild(sorted(round_.todo), round_.flight)
+                round_.rebuild = self._rebuild_flight(sorted(round_.todo), round_)
+            if round_.rebuild.seq not in self._pool.owed.flights:
+                self._pool.ask(round_.rebuild)
             limit = (self._policy.start_timeout or 0.0) + (self._policy.step_timeout or 0.0)
             limit_or_never = None if self._policy.start_timeout is None else limit
             if late := self._pool.gather(round_.rebuild, deadline_of(limit_or_never)):
@@ -217,8 +220,6 @@ class Recovery:
         ledger = self._ledger
         dead = {worker.index: worker for worker in map(self._worker_of, round_.todo) if worker.death is not None}
         causes = [(worker.death.text.partition("\n")[0], list(worker.rows)) for worker in dead.values() if not worker.paid]
-        for worker in dead.values():
-            worker.paid = True
         covered = {row for worker in dead.values() for row in worker.rows}
         causes += [
             (f"env {row}: {ledger.failed.get(row, 'it failed again')}", [row])
@@ -226,12 +227,15 @@ class Recovery:
             if row not in ledger.paid
         ]
         for cause, rows in causes:
+            # noted first: who interrupts here gets one restart for nothing, and none is counted twice
+            ledger.restarts, worker = ledger.restarts + 1, self._worker_of(rows[0])
             ledger.paid.update(rows)
+            worker.paid = worker.death is not None
             if not self._budget.spend(cause):
+                ledger.restarts -= 1
                 return self._give_up(round_)
-            ledger.restarts += 1
         for worker in dead.values():
-            if not round_.flight.by_row:  # all its rows belong to this call
+            if not round_.by_row:  # all its rows belong to this call
                 round_.todo |= set(worker.rows) & set(round_.rows)
             try:
                 self._replace(worker)
@@ -240,8 +244,8 @@ class Recovery:
                 worker.paid = False
         return None
 
-    def _ask_rebuild(self, rows: list[int], cause: Flight) -> Flight:
-        """Ask for new environments.
+    def _rebuild_flight(self, rows: list[int], cause: Round) -> Flight:
+        """A request for new environments.
 
         Those that failed in a reset get the seed and the options of that reset again, all others a fresh seed.
         """
@@ -259,7 +263,6 @@ class Recovery:
             parts[worker.index] = self._pool.stage(Part(worker, mine, Op.REBUILD_SOME, payload), flight.seq)
         flight.parts = parts
         flight.workers = tuple(part.worker for part in parts.values())
-        self._pool.ask(flight)
         return flight
 
     def _take_rebuilt(self, round_: Round, rebuild: Flight) -> None:
@@ -298,7 +301,7 @@ class Recovery:
         """Write what the caller is to see of the rows that were rebuilt."""
         assert round_.result is not None
         result = round_.result = writeable(round_.result)
-        stepping = round_.flight.command == "step"
+        stepping = round_.command == "step"
         result.columns = True
         for row in sorted(round_.rebuilt):
             info: dict[Any, Any] = {"restarted": True}

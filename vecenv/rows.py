@@ -185,7 +185,7 @@ class EnvRows:
         if leaf is None or leaf.shape == () or not self._observation_leaves:
             return (KEPT, None, None), [None] * self.count, False  # no observation has this class
         array = self._observation_leaves[0]
-        flat = len(leaf.shape) == 1
+        flat = leaf.flat
         rows = [memoryview(array[k]) if flat else array[k] for k in range(self.count)]
         return (np.ndarray, leaf.dtype, leaf.shape), rows, flat
 
@@ -572,6 +572,10 @@ class EnvRows:
                 self._let_through(error)
                 out.failures.append(Failure(self.first + k, error))
         return out
+
+    def forget(self) -> None:
+        """Let go of everything, the shared memory first of all; nothing can be asked of it any more."""
+        self.__dict__.clear()
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from threading import get_ident
-from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import cloudpickle
 import numpy as np
@@ -81,6 +81,7 @@ def _one_call(method: Callable[P, R]) -> Callable[P, R]:
         try:
             owed.caller, owed.calm, owed.after, owed.verdict = me, False, AS_IT_IS, None
             answer = method(self, *args, **kwargs)  # type: ignore[arg-type]
+            owed.caller, owed.calm = 0, True
         except BaseException as error:
             owed.caller = 0
             if self._refuses:
@@ -88,13 +89,12 @@ def _one_call(method: Callable[P, R]) -> Callable[P, R]:
             if error is not owed.verdict or owed.after is None:
                 raise
             owed.verdict = None
-            owed.flights, owed.landed, owed.ready, owed.latest = owed.after; raise  # noqa: E702 - see above
-        owed.caller, owed.calm = 0, True
+            owed.flights, owed.landed, owed.ready, owed.latest, owed.rounds = owed.after; raise  # noqa: E702 - see above
         if self._refuses:
             self._leave()
         if owed.after is None:
             return answer
-        owed.flights, owed.landed, owed.ready, owed.latest = owed.after; return answer  # noqa: E702 - see above
+        owed.flights, owed.landed, owed.ready, owed.latest, owed.rounds = owed.after; return answer  # noqa: E702
 
     return guarded  # type: ignore[return-value]
 
@@ -417,8 +417,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         if not self._own_step:  # a subclass has a part of its own in it
             self.step_async(actions)
             return self.step_wait()
-        result, error = self._engine.finish(self._ask_step(actions), None)
-        return self._step_answer(result if error is None else self._judge(error))
+        return self._step_answer(self._told(self._engine.finish(self._ask_step(actions), None)))
 
     @_one_call
     def step_async(self, actions: ActType) -> None:
@@ -489,17 +488,20 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         if call is None or call.phase is not wanted:
             advance(self._owed.phase, method, self)
         assert call is not None
-        result, error = self._engine.finish(call, seconds_of(timeout))
-        del call  # it holds the exception, whose traceback would hold it
-        return result if error is None else self._judge(error)
-
-    def _judge(self, error: Exception) -> NoReturn:
-        """Raise the exception that is the answer."""
-        self._owed.verdict = error
         try:
-            raise error
+            return self._told(self._engine.finish(call, seconds_of(timeout)))
         finally:
-            del error
+            del call  # it holds the exception, whose traceback would hold it
+
+    def _told(self, answer: tuple[R, Exception | None]) -> R:
+        """What there is to be dressed; or the exception that is the answer, raised where no frame keeps it."""
+        if answer[1] is None:
+            return answer[0]
+        self._owed.verdict = answer[1]
+        try:
+            raise answer[1]
+        finally:
+            del answer
 
     # -- first-ready batches ----------------------------------------------------------------------------------------
 
@@ -565,9 +567,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
             if call.phase is not Phase.WAITING_RESET:
                 advance(call.phase, "reset_async", self)
             engine.first_ready.launch(call)
-        rows, infos, finals, error = engine.first_ready.receive(self.batch_size, seconds_of(timeout))
-        if error is not None:
-            self._judge(error)
+        rows, infos, finals = self._told(engine.first_ready.receive(self.batch_size, seconds_of(timeout)))
         if self._card is not None:
             self._card.update()
         batch = engine.batch

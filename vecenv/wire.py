@@ -12,6 +12,7 @@ from typing import Any
 
 from vecenv.errors import EnvError
 from vecenv.failure import PackedError, opens, pack, summary
+from vecenv.infos import shown
 from vecenv.rows import Failure, Outcome
 
 __all__ = ["dump", "load"]
@@ -23,7 +24,8 @@ def dump(outcome: Outcome) -> bytes:
         if not isinstance(failure.error, PackedError):
             failure.error = pack(failure.error)
     for row, info in list(outcome.infos.items()):
-        sealed = [_seal(outcome, row, _name_of(key), (key, value)) for key, value in _items_of(outcome, row, info)]
+        items = _items_of(outcome, row, info)
+        sealed = [_seal(outcome, row, f"info key {shown(key)}", (key, value)) for key, value in items]
         outcome.infos[row] = (isinstance(info, Mapping), [blob for blob in sealed if blob is not None])
     for table, what in ((outcome.results, "result"), (outcome.observations, "observation"), (outcome.finals, "observation")):
         for row, value in list(table.items()):
@@ -37,17 +39,10 @@ def _items_of(outcome: Outcome, row: int, info: Any) -> list[tuple[Any, Any]]:
         return [(None, info)]
     try:
         return [(key, value) for key, value in info.items()]
-    except BaseException as error:
-        said = EnvError(f"env {row}: its info cannot be read: {summary(error)}")
-        outcome.failures.append(Failure(row, pack(said), fatal=False))
+    except BaseException as error:  # it is the environment's; the worker goes on
+        error.add_note(f"env {row}: its info, a {type(info).__name__}, cannot be read")
+        outcome.failures.append(Failure(row, pack(error), fatal=False))
         return []
-
-
-def _name_of(key: Any) -> str:
-    try:
-        return f"info key {key!r}"
-    except BaseException:
-        return f"info key of {type(key).__name__}"
 
 
 def _seal(outcome: Outcome, row: int, what: str, value: Any) -> bytes | None:

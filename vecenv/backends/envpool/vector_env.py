@@ -28,7 +28,7 @@ from vecenv.backends.envpool.pools import Pools
 from vecenv.backends.envpool.rows import Array, Infos, RowReader
 from vecenv.backends.envpool.seeds import Seed, spread
 from vecenv.backends.envpool.task import Task, task_ids
-from vecenv.backends.envpool.wire import deadline_after
+from vecenv.deadlines import deadline_of
 from vecenv.errors import BusyError, ForkedError
 from vecenv.protocol import Phase, advance
 
@@ -237,7 +237,7 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
         return driver
 
     def _reset_result(self, driver: Driver, timeout: float | None) -> tuple[Any, Infos]:
-        ids, states, leaves, *_ = driver.finish(deadline_after(timeout))
+        ids, states, leaves, *_ = driver.finish(deadline_of(timeout))
         reader = self._reader
         if ids is driver.all_ids:
             return reader.build(leaves), reader.infos(states)
@@ -292,7 +292,7 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
         return self._step_result(driver, timeout)
 
     def _step_result(self, driver: Driver, timeout: float | None) -> StepResult:
-        rows = driver.finish(deadline_after(timeout))
+        rows = driver.finish(deadline_of(timeout))
         return self._dressed(rows, self._reader.infos(rows[1]))
 
     def _dressed(self, rows: Rows, infos: Infos) -> StepResult:
@@ -346,7 +346,7 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
         try:
             try:
                 driver = self._pools.driver or self._pool_driver("recv")
-                rows = driver.recv(None if timeout is None else deadline_after(timeout))
+                rows = driver.recv(deadline_of(timeout))
                 result = self._dressed(rows, self._reader.infos_of_rows(rows[1]))
                 taking = True
                 driver.taken()

@@ -19,7 +19,7 @@ from typing import Any
 
 from vecenv.backends.envpool.helpers import join, watch
 
-__all__ = ["ONCE", "Receiver", "deadline_after", "together"]
+__all__ = ["ONCE", "Receiver", "together"]
 
 ONCE: tuple[tuple[()]] = ((),)
 """``list.extend(starmap(f, ONCE))`` calls ``f()`` once and keeps the result, in one instruction."""
@@ -32,11 +32,6 @@ def together(*calls: tuple[Any, ...]) -> None:
         *calls: Function and arguments, each a tuple. The functions must be implemented in C.
     """
     list(starmap(call, calls))
-
-
-def deadline_after(timeout: float | None) -> float | None:
-    """When ``timeout`` seconds from now will be, by ``time.monotonic()``; ``None`` means never."""
-    return None if timeout is None else time.monotonic() + timeout
 
 
 class Receiver:

@@ -82,6 +82,8 @@ class HostsEngine(Engine):
     def stats(self) -> dict[str, float]:
         """As :meth:`Engine.stats`, of all hosts together; one that is busy for long or dead is left out."""
         own = super().stats()
+        if self._host_pool.closing:  # there is nobody to ask any more
+            return own
         each = list(self._host_pool.ask_all("stats", timeout=GRACE).values())
         if each:
             for key in ("restarts", "bytes_pickled"):

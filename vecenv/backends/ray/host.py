@@ -20,6 +20,7 @@ import cloudpickle
 import numpy as np
 
 from vecenv.backends.ray.packing import Packed, Packing
+from vecenv.descendants import end_descendants
 from vecenv.engine import Engine
 from vecenv.errors import WorkerDied
 from vecenv.failure import PackedError, pack
@@ -162,7 +163,9 @@ class Host:
 
     def close(self, timeout: float) -> list[Failure]:
         """Close all environments and end all workers; what environments raised in their own ``close``."""
-        return [] if self._rows is None else self._rows.shut(timeout)
+        said = [] if self._rows is None else self._rows.shut(timeout)
+        end_descendants([os.getpid()])  # what environments of the host's own share started
+        return said
 
 
 def _build(plan: HostPlan) -> HostRows:
@@ -183,7 +186,8 @@ def _build(plan: HostPlan) -> HostRows:
     if workers == "auto":
         isolate = options.get("on_failure") == "restart" or options.get("step_timeout") is not None
         context = multiprocessing.get_context(options["context"])
-        chosen = choose(probe(env_fns[0], context, options["start_timeout"]), len(env_fns), plan.cpus, isolate=isolate)
+        tried = probe(env_fns[0], context, options["start_timeout"], daemon=options.get("daemon", True))
+        chosen = choose(tried, len(env_fns), plan.cpus, isolate=isolate)
         workers = chosen.num_workers
         if chosen.use_caller:
             options["use_caller"] = True

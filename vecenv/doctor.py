@@ -24,6 +24,7 @@ from typing import Any, Final, Literal
 
 from vecenv.cores import usable_cores
 from vecenv.shm.arena import available_memory, memory_limits
+from vecenv.starting import DESCRIPTORS, SPARE_DESCRIPTORS
 
 if sys.platform != "win32":
     import resource
@@ -34,8 +35,6 @@ Verdict = Literal["ok", "warn", "bad"]
 
 MIB: Final = 2**20
 GIB: Final = 2**30
-DESCRIPTORS_PER_WORKER: Final = 5
-"""Open files that a worker costs the caller: its socket, sentinel, pidfd, black box, and one to spare while it starts."""
 LEAST_MEMORY: Final = 8 * MIB
 """Memory that a forked Python process takes for itself at the very least."""
 FLEETS: Final = (64, 256, 1024)
@@ -214,8 +213,8 @@ def _open_files() -> Iterator[Finding]:
     if soft == resource.RLIM_INFINITY:
         yield Finding("open files", "unlimited")
         return
-    needs = {workers: used + workers * DESCRIPTORS_PER_WORKER for workers in FLEETS}
-    most = (soft - used) // DESCRIPTORS_PER_WORKER
+    needs = {workers: used + workers * DESCRIPTORS + SPARE_DESCRIPTORS for workers in FLEETS}
+    most = (soft - used - SPARE_DESCRIPTORS) // DESCRIPTORS
     value = f"limit {soft}, {used} in use: about {max(most, 0)} workers; " + ", ".join(
         f"{workers} need {need}" for workers, need in needs.items()
     )
@@ -264,7 +263,7 @@ def shortage(processes: int, workers: int = 0) -> str | None:
         return f"{processes} processes are more than the {limit[0]} that can be ({limit[1]})"
     if sys.platform != "win32":
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        need = len(os.listdir("/dev/fd")) - 1 + workers * DESCRIPTORS_PER_WORKER
+        need = len(os.listdir("/dev/fd")) - 1 + workers * DESCRIPTORS + SPARE_DESCRIPTORS
         if soft != resource.RLIM_INFINITY and need > soft:
             return f"{workers} workers of one program need {need} open files, and the limit is {soft} (ulimit -n)"
     free = [number for number in (available_memory(), *(limit[1] for limit in memory_limits())) if number is not None]

@@ -209,6 +209,8 @@ class Model:
             if interruption is not UNDISTURBED:
                 assert not interruption.swallowed, f"swallowed: {interruption}"
             state = self.envs._state.value
+            if not returned and state == "default":
+                self.fell_into_an_environment(interruption)
             if returned:
                 assert state == ("default" if again is not None else kind), state
                 return answer
@@ -219,6 +221,11 @@ class Model:
                 if again is None:
                     return None
                 todo = again
+
+    def fell_into_an_environment(self, interruption: Any) -> None:
+        """In this process the exception may be the answer: it is noted on it whose it was."""
+        if self.setting.local and re.search(r"\benvs? \[?(\d+)", getattr(interruption, "said", "")):
+            raise RuntimeError(interruption.said)
 
     def all_rows(self, answer: tuple[Any, ...], wanted: list[tuple[Any, ...]]) -> None:
         for index in range(COUNT):
@@ -275,7 +282,8 @@ class Model:
         wait = getattr(self.envs, f"{kind}_wait")
         while True:
             try:
-                answer = self.until_done(lambda: wait(timeout=timeout), wait, kind)
+                # made again with the same patience: what is stopped goes on only afterwards
+                answer = self.until_done(lambda: wait(timeout=timeout), lambda: wait(timeout=timeout), kind)
                 break
             except StepTimeout:
                 assert timeout is not None
@@ -335,8 +343,11 @@ class Model:
         answer = None
         while answer is None:
             try:
-                with self.interruption():
+                interruption = self.interruption()
+                with interruption:
                     answer = self.envs.recv(timeout)
+                if answer is None:
+                    self.fell_into_an_environment(interruption)
             except StepTimeout:
                 assert timeout is not None
                 timeout = None

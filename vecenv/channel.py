@@ -99,7 +99,8 @@ class CallerEnd:
         os.set_blocking(self.fd, False)
         os.set_blocking(self.out, False)
         self.bytes_pickled = 0
-        self.raw: list[bytes] = []  # read, and not dropped
+        self.raw: list[bytes] = []  # read, and not dropped ...
+        self._counted = 0, 0  # ... of which so many chunks are so many bytes
         self._reading = (self.fd,)
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)
@@ -144,7 +145,11 @@ class CallerEnd:
         if len(head) < _FULL_HEAD or head[0] < PAYLOAD:
             return missing(head)
         (length,) = LENGTH.unpack_from(head, _HEAD)
-        return _FULL_HEAD + int(length) - sum(map(len, self.raw))
+        chunks, have = self._counted
+        if chunks < len(self.raw):
+            have += sum(map(len, self.raw[chunks:]))
+            self._counted = len(self.raw), have
+        return _FULL_HEAD + int(length) - have
 
     def take(self, expected: bytes) -> bool:
         """Whether the next message is this one, a few bytes without a payload; reads once at most."""
@@ -160,6 +165,7 @@ class CallerEnd:
 
     def drop(self) -> None:
         """The message that :meth:`read` gave is where it belongs."""
+        self._counted = 0, 0
         self.raw.clear()
 
     def write(self, data: bytes, written: list[int]) -> bool:

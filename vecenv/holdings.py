@@ -36,8 +36,9 @@ class Descriptor:
 
     def close(self) -> None:
         """Close it. Idempotent."""
-        with contextlib.suppress(IndexError, OSError):
-            deque(map(os.close, map(self._cell.pop, (-1,))), maxlen=0)
+        while self._cell:  # of a pipe that was interrupted between its two ends, both
+            with contextlib.suppress(IndexError, OSError):
+                deque(map(os.close, map(self._cell.pop, (-1,))), maxlen=0)
 
     def __repr__(self) -> str:
         return f"Descriptor({self.number})"

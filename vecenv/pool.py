@@ -15,12 +15,12 @@ import time
 import weakref
 from collections.abc import Sequence
 from itertools import repeat
+from os import write
 from typing import Any, Final
 
 from gymnasium.error import ClosedEnvironmentError
 from gymnasium.vector.utils import clear_mpi_env_vars
 
-from vecenv.channel import write_once
 from vecenv.cores import Patience
 from vecenv.deadlines import deadline_of, milliseconds
 from vecenv.descendants import end_marked
@@ -169,7 +169,7 @@ class WorkerPool:
         self.owed.flights[seq] = flight
         if self._options.max_busy is None:
             try:
-                write_once(told, self._outs, repeat(data))
+                told.extend(map(write, self._outs, repeat(data)))  # as `write_once` does
                 self.behind = False
                 return flight
             except OSError:  # somebody is gone: found out below
@@ -309,9 +309,10 @@ class WorkerPool:
         first, last = asked[0], asked[-1]
         if first.with_caller:
             while first.index not in answers:
-                if not first.wait(milliseconds(deadline)):
+                if not first.wait(None if deadline is None else milliseconds(deadline)):
                     return self._late(flight)
-                self._check()
+                if self.closing:
+                    self._check()
                 first.receive()
         elif not self._options.caller_spin and last.index not in answers and last.death is None:
             last.wait(milliseconds(deadline))
@@ -321,12 +322,17 @@ class WorkerPool:
                 for worker in reversed(asked):
                     if worker.index not in answers and worker.death is None:
                         worker.take_plain(flight, expected)
+        spin = self._patience.spin
         for worker in reversed(asked):
-            while worker.index not in answers:
-                self._patience.spin(worker.channel.poll)
-                if not worker.receive() and worker.index not in answers and not worker.wait(milliseconds(deadline)):
+            index = worker.index
+            while index not in answers:
+                spin(worker.channel.poll)
+                if worker.receive() or index in answers:
+                    continue
+                if not worker.wait(None if deadline is None else milliseconds(deadline)):
                     return self._late(flight)
-                self._check()
+                if self.closing:
+                    self._check()
         return []
 
     def _late(self, flight: Flight) -> list[AnyWorker]:

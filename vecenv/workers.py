@@ -37,7 +37,7 @@ from vecenv.protocol import Reply, encode
 from vecenv.rows import EnvRows, Outcome
 from vecenv.worker import answer
 
-__all__ = ["AnyWorker", "CallerWorker", "ProcessWorker", "command_of", "envs_text", "raise_ready", "staged"]
+__all__ = ["AnyWorker", "CallerWorker", "ProcessWorker", "close_process", "command_of", "envs_text", "raise_ready", "staged"]
 
 _PLAIN: Final = int(Reply.PLAIN)
 _LAST_MOMENTS: Final = 0.5  # between the end of a worker's pipe and the end of its process
@@ -196,9 +196,15 @@ class ProcessWorker:
         if payload is not None:
             self._owed.land(seq, self.index, Answer(True, sealed=payload))
             self.channel.bytes_pickled += len(payload)
+            self.channel.drop()
+            return True
+        answer = PLAIN if word == _PLAIN else ONLY_COLUMNS
+        flight = self._owed.flights.get(seq)
+        if flight is not None and not flight.by_row:
+            flight.answers[self.index] = answer
         else:
-            self._owed.land(seq, self.index, PLAIN if word == _PLAIN else ONLY_COLUMNS)
-        self.channel.drop()
+            self._owed.land(seq, self.index, answer)
+        self.channel.raw.clear()  # as `drop` does, of a message in one chunk
         return True
 
     def wait(self, timeout_ms: float | None) -> bool:
@@ -300,10 +306,19 @@ class ProcessWorker:
         if self.exitcode is None:
             with contextlib.suppress(ValueError):  # its process object is closed
                 self.exitcode = self._reap()
-        with contextlib.suppress(ValueError, AttributeError):
-            if self.exitcode is None and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
-                self.process._popen.returncode = 0  # the kernel has reaped it, and `multiprocessing` would wait for ever
-            self.process.close()
+        close_process(self.process)
+
+
+def close_process(process: Any) -> None:
+    """Let go of a process that has ended, and of the descriptors that `multiprocessing` holds of it. Idempotent.
+
+    Where nobody knows its exit code any more (SIGCHLD is ignored, or an interruption fell right behind the system call that
+    told it), `multiprocessing` would take it for alive for ever.
+    """
+    with contextlib.suppress(ValueError, AttributeError, AssertionError):
+        if process.exitcode is None and not os.path.exists(f"/proc/{process.pid}") and os.path.exists("/proc/self"):
+            process._popen.returncode = 255
+        process.close()
 
 
 AnyWorker: TypeAlias = CallerWorker | ProcessWorker

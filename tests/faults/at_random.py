@@ -44,6 +44,8 @@ class AtRandom:
         self.fired = self.came_out = self.in_a_finalizer = False
         self._raised: BaseException | None = None
 
+    said = ""  # what was noted on the exception on its way out
+
     def __repr__(self) -> str:
         return f"{self.kind} after {self.delay * 1e6:.0f} us"
 
@@ -56,6 +58,7 @@ class AtRandom:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: Any) -> bool:
+        self.said = "\n".join(getattr(error, "__notes__", ()))
         AtRandom.armed = None
         signal.setitimer(signal.ITIMER_REAL, 0)
         self.came_out = error is not None and error is self._raised

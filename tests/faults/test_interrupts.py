@@ -258,7 +258,10 @@ def step_that_fails(subject: Subject, case: str, interruption: Interruption) -> 
 
 @pytest.mark.parametrize(
     ("case", "every"),
-    [*((name, 19) for name in FAULTY), *(pytest.param(name, 1, marks=slow, id=f"all-{name}") for name in FAULTY)],
+    [
+        *((name, 97 if "dies" in name else 37) for name in FAULTY),
+        *(pytest.param(name, 1, marks=slow, id=f"all-{name}") for name in FAULTY),
+    ],
 )
 def test_a_failure_in_the_interrupted_step_is_not_lost(case: str, every: int) -> None:
     with Subject(FAULTY[case][0]) as subject:

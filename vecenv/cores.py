@@ -44,14 +44,24 @@ def usable_cores() -> int:
 
 
 def _cgroup_quota() -> float | None:
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return None if quota == "max" else max(float(quota) / float(period), 1.0)
-    with contextlib.suppress(OSError, ValueError):
-        base = Path("/sys/fs/cgroup/cpu")
-        micro = float((base / "cpu.cfs_quota_us").read_text())
-        return None if micro <= 0 else max(micro / float((base / "cpu.cfs_period_us").read_text()), 1.0)
-    return None
+    quota, *rest = _words("/sys/fs/cgroup/cpu.max") or ["max"]
+    if rest and quota != "max":
+        return max(float(quota) / float(rest[0]), 1.0)
+    micro = _words("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
+    period = _words("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
+    if not micro or not period or float(micro[0]) <= 0:
+        return None
+    return max(float(micro[0]) / float(period[0]), 1.0)
+
+
+def _words(path: str) -> list[str]:
+    """The words of a file of the kernel's; none where there is no such file."""
+    if not os.path.exists(path):
+        return []
+    try:
+        return Path(path).read_text().split()
+    except OSError:
+        return []
 
 
 @dataclass(frozen=True, slots=True)

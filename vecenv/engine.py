@@ -125,7 +125,9 @@ class Engine:
             failed = [*((failure, own) for failure in failures), *failed]
             mismatches = wrong + mismatches
         self.mismatches = mismatches
-        self.recovery.raise_start(failed)
+        error = self.recovery.start_failure(failed)
+        if error is not None:
+            raise error
 
     @property
     def restarts(self) -> int:

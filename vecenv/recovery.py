@@ -18,7 +18,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from vecenv.deadlines import deadline_of
-from vecenv.errors import WorkerDied
+from vecenv.errors import ClusterError, StartupTimeout, WorkerDied
 from vecenv.failure import RestartBudget
 from vecenv.infos import NO_INFO, InfoReader
 from vecenv.ledger import Ledger
@@ -135,25 +135,29 @@ class Recovery:
         wanted = set(rows)
         for worker in list(self._pool.workers):
             if worker.death is not None and not wanted.isdisjoint(worker.rows):
-                self._replace(worker)
+                failed = self._replace(worker)
+                if failed is not None:
+                    raise failed
 
-    def _replace(self, worker: Any) -> None:
+    def _replace(self, worker: Any) -> Exception | None:
+        """Start a new worker in the place of a dead one; what its environments raised while they were built."""
         for row in worker.rows:
             self._ledger.failed.setdefault(row, "its worker died")
         ready = self._pool.replace(worker)
         self._ledger.paid.update(worker.rows)
         if ready.failures:
             new = next(other for other in self._pool.workers if other.index == worker.index)
-            self.raise_start([(failure, new) for failure in ready.failures])
+            return self.start_failure([(failure, new) for failure in ready.failures])
+        return None
 
-    def raise_start(self, failures: Sequence[tuple[Failure, AnyWorker]]) -> None:
-        """Raise what environments raised while they were built."""
+    def start_failure(self, failures: Sequence[tuple[Failure, AnyWorker]]) -> Exception | None:
+        """The exception for what environments raised while they were built."""
         if not failures:
-            return
+            return None
         round_ = Round(Flight(0, "start", ()), (), ())
         self._ledger.record(round_, failures, ())
         self._ledger.lose(failures, (), (), all_of_them=False)
-        raise self._ledger.verdict(round_.raised or (), (), ())
+        return self._ledger.verdict(round_.raised or (), (), ())
 
     # -- answers ----------------------------------------------------------------------------------------------------
 
@@ -238,10 +242,15 @@ class Recovery:
             if not round_.by_row:  # all its rows belong to this call
                 round_.todo |= set(worker.rows) & set(round_.rows)
             try:
-                self._replace(worker)
-            except (WorkerDied, TimeoutError) as error:
+                if (failed := self._replace(worker)) is not None:
+                    return failed
+            except (WorkerDied, StartupTimeout) as error:
                 ledger.failed.update(dict.fromkeys(worker.rows, str(error).partition("\n")[0]))
                 worker.paid = False
+            except (ClusterError, OSError) as error:
+                if isinstance(error, TimeoutError):  # a time limit's, which interrupts
+                    raise
+                return error  # there is no room for it; to be tried again in the next call
         return None
 
     def _rebuild_flight(self, rows: list[int], cause: Round) -> Flight:

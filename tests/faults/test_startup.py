@@ -40,7 +40,7 @@ Launch = Callable[..., Any]
 
 def patience(method: str) -> float:
     """A start-up timeout that a healthy worker meets with ease: spawn loads an interpreter and numpy first."""
-    return 5.0 if method == "spawn" else 1.5
+    return 10.0 if method == "spawn" else 3.0
 
 
 STARTS = {

@@ -32,7 +32,7 @@ from vecenv.testing import assert_identical
 
 HERE = str(Path(__file__).parent)
 UNDISTURBED = contextlib.nullcontext()
-PATIENCE = 5.0  # seconds until an attempt is taken to hang; one takes milliseconds
+PATIENCE = 20.0  # seconds until an attempt is taken to hang; one takes milliseconds
 
 # --- configurations -----------------------------------------------------------------------------
 

@@ -629,13 +629,13 @@ def play(machine: type[Calm], examples: int, moves: int) -> None:
         )
 
 
-@pytest.mark.timeout(120, method="signal")
+@pytest.mark.timeout(600, method="signal")
 def test_any_order() -> None:
     """Few runs, with all that can happen in them."""
     play(Machine, 12, 50)
 
 
-@pytest.mark.timeout(120, method="signal")
+@pytest.mark.timeout(600, method="signal")
 def test_any_order_without_interruptions() -> None:
     """The same, undisturbed: what the model demands of a calm engine."""
     play(Calm, 6, 50)

@@ -33,7 +33,6 @@ _HEAD: Final = HEADER.size
 _FULL_HEAD: Final = _HEAD + LENGTH.size
 _CHUNK: Final = 1 << 20
 _SHORT: Final = (_HEAD,)
-_LONG: Final = (_CHUNK,)
 
 
 class ChannelClosed(Exception):

@@ -439,14 +439,3 @@ def end_group(pids: Iterable[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
-
-
-def end_own_group() -> None:
-    """In a worker that leads a process group: kill the others in it."""
-    own = os.getpid()
-    if os.getpgrp() != own:
-        return
-    for entry in os.listdir("/proc") if _LINUX else []:
-        with contextlib.suppress(OSError, ValueError):
-            if int(entry) != own and os.getpgid(int(entry)) == own:
-                os.kill(int(entry), signal.SIGKILL)

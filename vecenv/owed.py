@@ -121,7 +121,6 @@ class Result:
     infos: dict[int, Any] = field(default_factory=dict)
     finals: dict[int, Any] = field(default_factory=dict)
     results: dict[int, Any] = field(default_factory=dict)
-    observations: dict[int, Any] = field(default_factory=dict)
     failures: list[tuple[Failure, AnyWorker]] = field(default_factory=list)
     deaths: list[Death] = field(default_factory=list)
     errors: list[tuple[Exception, Any]] = field(default_factory=list)  # of whole hosts, and their records

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import pickle
@@ -399,7 +400,7 @@ def test_nobody_spins_where_the_kernel_does_not_tell_who_waits(monkeypatch: pyte
 
 @pytest.mark.parametrize("told", [b"0 0 0\n", b"", b"what?"])
 def test_a_kernel_may_not_know_how_long_one_waited(told: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "read", lambda file, size: told)
+    monkeypatch.setattr(cores, "FileIO", lambda name: io.BytesIO(told))
     assert cores.seconds_waited() is None
 
 

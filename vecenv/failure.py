@@ -18,6 +18,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import faulthandler
+import functools
 import os
 import pickle
 import select
@@ -49,11 +50,11 @@ __all__ = [
     "catches",
     "describe_exit",
     "innermost",
-    "opens",
     "pack",
     "reaches_down",
     "summary",
     "unpack",
+    "works",
 ]
 
 _LINUX: Final = sys.platform.startswith("linux")
@@ -350,14 +351,18 @@ def summary(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"
     except BaseException:
+        if works(lambda: str(error)):
+            raise
         return f"{type(error).__name__} (it could not be printed)"
 
 
 def pack(error: BaseException) -> PackedError:
-    """Make an exception ready to travel. Runs where it was raised; never raises itself."""
+    """Make an exception ready to travel. Runs where it was raised; nothing that the error does raises here."""
     try:
         text = "".join(traceback.format_exception(error))
     except BaseException:
+        if works(lambda: traceback.format_exception(error)):
+            raise
         text = f"{type(error).__name__} (its traceback could not be formatted)\n"
     blob: bytes | None = None
     if isinstance(error, Exception):
@@ -366,18 +371,19 @@ def pack(error: BaseException) -> PackedError:
             if type(pickle.loads(blob)) is not type(error):
                 blob = None
         except BaseException:  # evil at pickle or at unpickle, SystemExit included: it is tried here, not in the caller
+            if works(lambda: pickle.loads(cloudpickle.dumps(error))):
+                raise
             blob = None
     return PackedError(blob, summary(error), text)
 
 
-def opens(blob: bytes) -> bool:
-    """Whether something can be unpickled.
+def works(foreign: Callable[[], object]) -> bool:
+    """Whether code that is not ours (a ``__str__``, a ``__reduce__``) ends without an exception.
 
-    Asked when it just could not: what opens now failed because somebody interrupted it (Ctrl-C, a time limit), and not
-    because of what it is.
+    Asked when it just raised: what works now was interrupted (Ctrl-C, a time limit), and the interruption goes on its way.
     """
     try:
-        pickle.loads(blob)
+        foreign()
     except BaseException:
         return False
     return True
@@ -395,7 +401,7 @@ def unpack(packed: PackedError, note: str) -> Exception:
             loaded = pickle.loads(packed.blob)
             error = loaded if isinstance(loaded, Exception) else None
         except BaseException:
-            if opens(packed.blob):
+            if works(functools.partial(pickle.loads, packed.blob)):
                 raise
     if error is None:
         error = EnvError(f"{note}: {packed.summary}")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vecenv.errors import EnvError
-from vecenv.failure import PackedError, opens, pack, summary
+from vecenv.failure import PackedError, pack, summary, works
 from vecenv.infos import shown
 from vecenv.rows import Failure, Outcome
 
@@ -70,7 +70,7 @@ def _open(outcome: Outcome, row: int, what: str, blob: bytes) -> Any:
     try:
         return pickle.loads(blob)
     except BaseException as error:  # SystemExit included: an environment must not end its caller
-        if opens(blob):  # it was not the blob: somebody interrupted us, and the answer is read again later
+        if works(lambda: pickle.loads(blob)):  # not the blob's doing; the answer is read again later
             raise
         where = f"env {row}: its {what}{_key_in(blob)} cannot be unpickled: {summary(error)}"
         stand_in = EnvError(where)

@@ -647,10 +647,12 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
 
         self._engine.ask_call(Op.EXEC, payload, "exec_func")
 
+    @_one_call
     def exec_func_fetch(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Fetch the answer to :meth:`exec_func_send`."""
         return self.call_wait(timeout)
 
+    @_one_call
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """An attribute of every environment (of whichever wrapper has it)."""
         return self.call(name)
@@ -674,16 +676,19 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         self._engine.ask_call(Op.SET_ATTR, lambda worker: (name, [each[row] for row in worker.rows]), "set_attr")
         self._finish("call_wait", Phase.WAITING_CALL, None)
 
+    @_one_call
     def render(self) -> tuple[RenderFrame, ...] | None:
         """One frame (or list of frames) an environment, in a tuple."""
         return self.call("render")
 
     @property
+    @_one_call
     def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
         """The environments' seeds."""
         return self.get_attr("np_random_seed")
 
     @property  # type: ignore[misc]
+    @_one_call
     def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]
         """Copies of the environments' generators."""
         return self.get_attr("np_random")

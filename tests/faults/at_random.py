@@ -66,6 +66,10 @@ class AtRandom:
         return self.came_out
 
     @property
+    def name(self) -> str:
+        return Stopped.__name__ if self.kind == "ALARM" else KeyboardInterrupt.__name__
+
+    @property
     def swallowed(self) -> bool:
         return self.fired and not self.came_out and not self.in_a_finalizer
 

@@ -79,6 +79,11 @@ class Interruption:
         return self.came_out
 
     @property
+    def name(self) -> str:
+        """Its class, as messages name it."""
+        return self.error.__name__
+
+    @property
     def swallowed(self) -> bool:
         """It fell where it could come out, and something kept it."""
         return self.fired and not self.came_out and not self.in_a_finalizer

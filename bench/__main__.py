@@ -12,9 +12,9 @@ from pathlib import Path
 
 from bench import goals, micro, plots, suites, tables
 from bench.workloads import WORKLOADS
-from vecenv.benchmark import Report, draw_bars, draw_scale
-from vecenv.benchmark.tables import print_report, print_scale, progress_bar
-from vecenv.cores import usable_cores
+from vecenv.system.cores import usable_cores
+from vecenv.tools.benchmark import Report, draw_bars, draw_scale
+from vecenv.tools.benchmark.tables import print_report, print_scale, progress_bar
 
 MICRO: dict[str, Callable[[suites.Pace], Report]] = {
     "round-trip": micro.round_trip,

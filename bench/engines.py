@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from vecenv.benchmark import (
+from vecenv.tools.benchmark import (
     Candidate,
     EnvFn,
     Runner,

@@ -15,7 +15,7 @@ from pathlib import Path
 from bench import micro, suites
 from bench.engines import OTHERS, candidates
 from bench.workloads import WORKLOADS
-from vecenv.benchmark import Report, Summary, ratio
+from vecenv.tools.benchmark import Report, Summary, ratio
 
 VECENV = ("auto", "auto-view", "use-caller", "workers", "per-env")
 

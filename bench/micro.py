@@ -25,7 +25,7 @@ import gymnasium
 import numpy as np
 
 from bench.workloads import DropInfos, EmptyEnv, KeepInfos, wrapped
-from vecenv.benchmark import (
+from vecenv.tools.benchmark import (
     Candidate,
     EnvFn,
     Report,

@@ -27,8 +27,8 @@ import numpy as np
 from gymnasium import spaces
 from pettingzoo import ParallelEnv
 
-from vecenv.cores import usable_cores
 from vecenv.multi_agent import MultiAgentVecEnv
+from vecenv.system.cores import usable_cores
 
 
 class Pursuit(ParallelEnv[str, Any, Any]):

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.suites import Memory
-from vecenv.benchmark import Report
-from vecenv.benchmark.compare import show_rate
-from vecenv.benchmark.plots import COLOURS, new_figure
+from vecenv.tools.benchmark import Report
+from vecenv.tools.benchmark.compare import show_rate
+from vecenv.tools.benchmark.plots import COLOURS, new_figure
 
 
 def draw_matrix(reports: Sequence[Report], path: Path) -> None:

@@ -15,7 +15,7 @@ import psutil
 
 from bench import engines
 from bench.workloads import WORKLOADS, SleepingEnv
-from vecenv.benchmark import (
+from vecenv.tools.benchmark import (
     Candidate,
     EnvFn,
     FirstReadyRunner,
@@ -168,7 +168,7 @@ class _NoSpin:
         self._build = build
 
     def __call__(self) -> Runner:
-        from vecenv import cores
+        from vecenv.system import cores
 
         cores.SPIN_SECONDS = 0.0  # type: ignore[misc]
         return self._build()

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 import vecenv
-from vecenv import benchmark, cli, doctor
-from vecenv.benchmark import Candidate, Sample
+from vecenv.tools import benchmark, cli, doctor
+from vecenv.tools.benchmark import Candidate, Sample
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sessions and signals of POSIX")
 

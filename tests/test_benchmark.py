@@ -17,9 +17,9 @@ import pytest
 from gymnasium.vector import SyncVectorEnv
 
 from bench import micro
-from vecenv import benchmark
-from vecenv.benchmark import BarePipes, Candidate, Report, Row, Sample, Stream, Summary, VectorRunner
-from vecenv.benchmark.runners import digest
+from vecenv.tools import benchmark
+from vecenv.tools.benchmark import BarePipes, Candidate, Report, Row, Sample, Stream, Summary, VectorRunner
+from vecenv.tools.benchmark.runners import digest
 
 CARTPOLE = partial(benchmark.make_env, "CartPole-v1")
 SHORT = {"seconds": 0.05, "repeats": 2}

@@ -16,7 +16,7 @@ import pytest
 from envs import VALUE_ENGINES, counters, info_env, opened
 from gymnasium.vector import SyncVectorEnv, VectorEnv
 
-from vecenv.infos import InfoReader, InfoWriter
+from vecenv.link.infos import InfoReader, InfoWriter
 from vecenv.shm import INFO_BYTES
 from vecenv.testing import assert_identical
 

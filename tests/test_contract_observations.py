@@ -25,7 +25,7 @@ from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 
 from vecenv.errors import ObservationError
-from vecenv.observations import KEPT, tree_writer
+from vecenv.link.observations import KEPT, tree_writer
 from vecenv.shm import fixed_tree
 from vecenv.testing import assert_identical
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from vecenv import doctor
-from vecenv.doctor import Finding, examine, main
 from vecenv.shm import arena
+from vecenv.tools import doctor
+from vecenv.tools.doctor import Finding, examine, main
 
 GIB = 2**30
 
@@ -64,7 +64,7 @@ def test_examine_covers_what_decides_reliability() -> None:
 def test_examining_changes_nothing() -> None:
     """No start method is fixed, nothing heavy is imported."""
     program = (
-        "import multiprocessing, sys; from vecenv.doctor import examine; examine();"
+        "import multiprocessing, sys; from vecenv.tools.doctor import examine; examine();"
         "assert multiprocessing.get_start_method(allow_none=True) is None;"
         "assert not {'torch', 'jax', 'ray', 'brax', 'envpool', 'rich'} & set(sys.modules)"
     )
@@ -244,7 +244,7 @@ def test_one_broken_look_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatc
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    from vecenv.cli import main as command_line
+    from vecenv.tools.cli import main as command_line
 
     try:
         code = command_line(["doctor", "--json"])

@@ -20,8 +20,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import vecenv
-from vecenv.channel import CallerEnd
 from vecenv.errors import EnvFailed, StepTimeout, WorkerDied
+from vecenv.link.channel import CallerEnd
 
 
 class Ticker(gymnasium.Env[Any, Any]):

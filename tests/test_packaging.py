@@ -189,7 +189,7 @@ def test_the_engine_works_with_three_packages(bare: Path, tmp_path: Path) -> Non
 def test_the_command_line_says_what_it_lacks(
     arguments: list[str], codes: tuple[int, ...], text: str, bare: Path, tmp_path: Path
 ) -> None:
-    done = run(bare, f"from vecenv.cli import main\nsys.exit(main({arguments!r}))", tmp_path)
+    done = run(bare, f"from vecenv.tools.cli import main\nsys.exit(main({arguments!r}))", tmp_path)
     assert done.returncode in codes, done.stderr
     assert text in done.stdout + done.stderr
     assert "Traceback" not in done.stderr

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from vecenv import cli
+from vecenv.tools import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]

@@ -20,11 +20,12 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import vecenv
-from vecenv import cores, rows
-from vecenv.plan import Plan, caller_share, choose
-from vecenv.scout import Probe
+from vecenv.planning.plan import Plan, caller_share, choose
+from vecenv.planning.scout import Probe
 from vecenv.shm import Tree
+from vecenv.system import cores
 from vecenv.testing.contract import assert_identical
+from vecenv.worker import rows
 
 
 class Numbers(gymnasium.Env[Any, Any]):

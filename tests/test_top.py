@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 import vecenv
-from vecenv import published, top
+from vecenv.engine import published
 from vecenv.errors import WorkerDied
+from vecenv.tools import top
 
 pytestmark = pytest.mark.skipif(not published.available(), reason="cards are made of memfd: Linux only")
 
@@ -231,7 +232,7 @@ def test_a_card_costs_next_to_nothing() -> None:
 
 
 def test_nothing_to_show_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    from vecenv import cli
+    from vecenv.tools import cli
 
     assert cli.main(["top", "--once", "--interval", "0.01", "--pid", str(os.getpid())]) == cli.WRONG
     assert "envs.publish_stats(), or when run with VECENV_TOP=1" in capsys.readouterr().err
@@ -319,7 +320,7 @@ BAD: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_card_that_cannot_be_read_is_left_out_with_a_word(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from vecenv import cli
+    from vecenv.tools import cli
 
     watcher = top.Watcher(os.getpid())
     changes, pipe = dict(BAD[name]), os.pipe()

@@ -10,8 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from vecenv import errors
-from vecenv.plan import Plan, plan
-from vecenv.vector_env import AsyncVectorEnv
+from vecenv._version import __version__
+from vecenv.engine.vector_env import AsyncVectorEnv
+from vecenv.planning.plan import Plan, plan
 
 if TYPE_CHECKING:
     from vecenv import adapters as adapters
@@ -19,9 +20,7 @@ if TYPE_CHECKING:
     from vecenv import testing as testing
     from vecenv.make import make_vec as make_vec
     from vecenv.make import register as register
-    from vecenv.pictures import render_grid as render_grid
-
-__version__ = "0.1.0"
+    from vecenv.tools.pictures import render_grid as render_grid
 
 __all__ = ["AsyncVectorEnv", "Plan", "__version__", "errors", "make_vec", "plan", "register", "render_grid"]
 
@@ -32,7 +31,7 @@ _LAZY: dict[str, str] = {
     "jax": "vecenv.jax:",
     "make_vec": "vecenv.make:make_vec",
     "register": "vecenv.make:register",
-    "render_grid": "vecenv.pictures:render_grid",
+    "render_grid": "vecenv.tools.pictures:render_grid",
     "testing": "vecenv.testing:",
     "torch": "vecenv.torch:",
     "backends": "vecenv.backends:",

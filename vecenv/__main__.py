@@ -2,7 +2,7 @@
 
 import sys
 
-from vecenv.cli import main
+from vecenv.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -23,7 +23,7 @@ import numpy as np
 from gymnasium.envs.registration import EnvSpec, _find_spec, load_env_creator, registry
 from gymnasium.vector import VectorEnv
 
-from vecenv.vector_env import AsyncVectorEnv
+from vecenv.engine.vector_env import AsyncVectorEnv
 
 __all__ = ["make_vec", "register"]
 

@@ -24,10 +24,10 @@ except ModuleNotFoundError as error:
     raise ImportError(f"vecenv.torch needs JAX and torch; no {error.name}: pip install 'vecenv[jax]' torch") from error
 
 from vecenv.backends.jax_native import JaxVectorEnv
-from vecenv.jax.adapters import require_gradient
-from vecenv.jax.native import FunctionalVectorEnv
-from vecenv.jax.seeding import entropy_seeds, seed_keys
-from vecenv.jax.state import EnvState
+from vecenv.jax.native.adapters import require_gradient
+from vecenv.jax.native.functional import FunctionalVectorEnv
+from vecenv.jax.native.seeding import entropy_seeds, seed_keys
+from vecenv.jax.native.state import EnvState
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from observe import FAULTS, alive, remaining, wait_for
 
-from vecenv import descendants
-from vecenv.descendants import MARK, adopt, end_descendants, end_marked, end_own, new_token, snapshot
+from vecenv.system import descendants
+from vecenv.system.descendants import MARK, adopt, end_descendants, end_marked, end_own, new_token, snapshot
 
 pytestmark = [*FAULTS, pytest.mark.skipif(sys.platform != "linux", reason="Linux only")]
 
@@ -280,7 +280,7 @@ def test_a_mark_costs_no_descriptor_and_no_memory() -> None:
     """In a process of its own, because a mark stays."""
     code = f"""
 import os
-from vecenv.descendants import adopt
+from vecenv.system.descendants import adopt
 before = os.listdir("/proc/self/fd")
 adopt("first"), adopt("second")
 assert os.listdir("/proc/self/fd") == before

@@ -18,9 +18,9 @@ from gymnasium.error import AlreadyPendingCallError
 from observe import CHEAP, FAULTS, alive, names, remaining, report, wait_for
 from vandals import Announce, Ledger, Pause, Touch, crew, vandal
 
+from vecenv.engine.handles import ProcessWorker
 from vecenv.errors import StepTimeout
-from vecenv.failure import BlackBox
-from vecenv.workers import ProcessWorker
+from vecenv.system.supervision import BlackBox
 
 pytestmark = FAULTS
 

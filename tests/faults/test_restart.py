@@ -20,8 +20,8 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from observe import CHEAP, FAULTS, alive, report
 from vandals import Chain, Ledger, Obedient, crew, vandal, witness
 
+from vecenv.engine.policy import RestartBudget
 from vecenv.errors import StepTimeout, WorkerDied
-from vecenv.failure import RestartBudget
 from vecenv.testing.faulty import FaultyConstructor, FaultyEnv, WitnessEnv
 
 pytestmark = FAULTS

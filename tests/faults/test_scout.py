@@ -22,9 +22,9 @@ from observe import FAULTS, METHODS, PACKAGE, remaining, wait_for
 from vandals import Obedient
 
 import vecenv
-from vecenv import scout as scouting
 from vecenv.errors import StartupTimeout, WorkerDied
-from vecenv.scout import Described, Trial, probe, scout
+from vecenv.planning import scout as scouting
+from vecenv.planning.scout import Described, Trial, probe, scout
 from vecenv.testing.faulty import NestedEnv
 
 pytestmark = FAULTS
@@ -242,7 +242,7 @@ KILLED = """
 import functools, multiprocessing, os, subprocess, sys, time
 from pathlib import Path
 from vandals import Obedient
-from vecenv.scout import probe
+from vecenv.planning.scout import probe
 
 def build(folder):
     helper = subprocess.Popen(["sleep", "60"])

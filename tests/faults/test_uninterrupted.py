@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from observe import FAULTS
 
-from vecenv.uninterrupted import Uninterrupted, let_in
+from vecenv.system.uninterrupted import Uninterrupted, let_in
 
 pytestmark = FAULTS
 

@@ -14,7 +14,7 @@ from bridge_envs import Logged
 
 import vecenv.jax as vj
 from vecenv.errors import StaleStateError
-from vecenv.jax.host_call import primitive_problem
+from vecenv.jax.bridging.host_call import primitive_problem
 
 KEY = jax.random.key(0)
 ACTION = jnp.zeros((2, 1))
@@ -43,7 +43,7 @@ def test_the_fast_transport_passes_its_self_test() -> None:
 
 
 def test_the_fast_transport_is_left_alone_where_its_self_test_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vecenv.jax.host_call.primitive_problem", lambda platform: "a test says so")
+    monkeypatch.setattr("vecenv.jax.bridging.host_call.primitive_problem", lambda platform: "a test says so")
     with vj.bridge(Logged()) as env:
         assert env.transport == "io_callback"
     with pytest.raises(RuntimeError, match="a test says so"):
@@ -53,7 +53,7 @@ def test_the_fast_transport_is_left_alone_where_its_self_test_fails(monkeypatch:
 def test_a_missing_private_name_is_a_reason_and_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     import jax._src.callback
 
-    from vecenv.jax import host_call
+    from vecenv.jax.bridging import host_call
 
     monkeypatch.delattr(jax._src.callback, "_OrderedIOEffect")
     host_call._primitive.cache_clear()
@@ -84,7 +84,7 @@ def test_without_compilation_every_call_is_made_once_and_in_order(env: vj.Bridge
 
 
 def test_the_fast_transport_is_chosen_without_compilation_too() -> None:
-    from vecenv.jax import host_call
+    from vecenv.jax.bridging import host_call
 
     host_call.primitive_problem.cache_clear()
     with jax.disable_jit(), vj.bridge(Logged()) as env:
@@ -287,7 +287,7 @@ def test_a_host_call_costs_a_fraction_of_an_io_callback() -> None:
     """In a scan over small arrays, side by side; ``bench/bridge_cost.py`` has the microseconds."""
     from jax.experimental import io_callback
 
-    from vecenv.jax.host_call import host_call
+    from vecenv.jax.bridging.host_call import host_call
 
     array = np.zeros((8, 4), np.float32)
     result: Any = jax.ShapeDtypeStruct(array.shape, array.dtype)

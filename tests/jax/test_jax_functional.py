@@ -18,7 +18,7 @@ from gymnasium.vector import AutoresetMode
 from jax_envs import Counter
 
 from vecenv.jax import FunctionalVectorEnv
-from vecenv.jax.state import EnvState
+from vecenv.jax.native.state import EnvState
 
 KEY = jax.random.key(0)
 PUSH = np.full((5, 1), 0.6, np.float32)

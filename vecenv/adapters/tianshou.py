@@ -16,7 +16,7 @@ from gymnasium.vector.utils import iterate
 from tianshou.env import BaseVectorEnv
 
 from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, info_rows, require
-from vecenv.vector_env import AsyncVectorEnv
+from vecenv.engine.vector_env import AsyncVectorEnv
 
 __all__ = ["TianshouVectorEnv", "as_tianshou"]
 

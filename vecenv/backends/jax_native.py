@@ -20,14 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from vecenv.deadlines import deadline_of
 from vecenv.errors import ForkedError, StaleStateError, StepTimeout
-from vecenv.jax.adapters import adapt
-from vecenv.jax.catalog import available_envs, make_env
-from vecenv.jax.handover import from_torch, info_arrays, masked_infos, require_torch, rows_of, to_numpy, to_torch
-from vecenv.jax.native import FunctionalVectorEnv
-from vecenv.jax.seeding import entropy_seeds, seed_keys
-from vecenv.jax.state import EnvState
+from vecenv.front.deadlines import deadline_of
+from vecenv.jax.native.adapters import adapt
+from vecenv.jax.native.catalog import available_envs, make_env
+from vecenv.jax.native.functional import FunctionalVectorEnv
+from vecenv.jax.native.handover import from_torch, info_arrays, masked_infos, require_torch, rows_of, to_numpy, to_torch
+from vecenv.jax.native.seeding import entropy_seeds, seed_keys
+from vecenv.jax.native.state import EnvState
 
 __all__ = ["JaxVectorEnv", "available_envs", "make_jax_vec"]
 

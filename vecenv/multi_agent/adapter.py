@@ -17,9 +17,9 @@ import gymnasium
 import numpy as np
 
 from vecenv.errors import ObservationError
+from vecenv.link.observations import tree_writer
 from vecenv.multi_agent.conventions import as_parallel
 from vecenv.multi_agent.roster import FLAGS, Part, Roster, tree_of
-from vecenv.observations import tree_writer
 from vecenv.shm import Tree
 from vecenv.shm.layout import Array
 

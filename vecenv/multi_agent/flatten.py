@@ -8,7 +8,7 @@ is bootstrapped from padding into the next episode and episode statistics are ri
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +19,6 @@ from vecenv.multi_agent.infos import own_keys
 from vecenv.multi_agent.roster import tree_of
 from vecenv.shm import Tree
 from vecenv.shm.layout import Array
-
-if TYPE_CHECKING:
-    from vecenv.multi_agent.vector_env import MultiAgentVecEnv
 
 __all__ = ["FlattenAgents"]
 
@@ -46,7 +43,7 @@ class FlattenAgents(VectorEnv[Any, Any, Any]):
     before the others has one too.
     """
 
-    def __init__(self, envs: MultiAgentVecEnv, *, padding_done: bool = True) -> None:
+    def __init__(self, envs: Any, *, padding_done: bool = True) -> None:
         if envs.layout != "stack":
             raise ValueError(f"flatten_agents() needs layout='stack', not {envs.layout!r}: rows must have equal spaces")
         self.envs = envs
@@ -198,11 +195,11 @@ class FlattenAgents(VectorEnv[Any, Any, Any]):
 
     def render(self) -> tuple[Any, ...] | None:
         """One frame an environment (not a row)."""
-        return self.envs.render()
+        return self.envs.render()  # type: ignore[no-any-return]
 
     def stats(self) -> dict[str, float]:
         """Figures of the engine."""
-        return self.envs.stats()
+        return self.envs.stats()  # type: ignore[no-any-return]
 
     def close_extras(self, **kwargs: Any) -> None:
         """Close the environments."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 from gymnasium import spaces
@@ -12,9 +12,6 @@ from gymnasium.vector import AutoresetMode
 
 from vecenv.multi_agent.infos import list_of_dicts
 from vecenv.shm.layout import Array
-
-if TYPE_CHECKING:
-    from vecenv.multi_agent.vector_env import MultiAgentVecEnv
 
 __all__ = ["OpenRLView"]
 
@@ -38,7 +35,7 @@ class OpenRLView:
         ValueError: It has another layout or autoreset mode.
     """
 
-    def __init__(self, envs: MultiAgentVecEnv) -> None:
+    def __init__(self, envs: Any) -> None:
         if envs.layout != "stack":
             raise ValueError(f"to_openrl() needs layout='stack', not {envs.layout!r}")
         if envs.autoreset_mode is AutoresetMode.NEXT_STEP:
@@ -128,11 +125,11 @@ class OpenRLView:
 
     def exec_func(self, func: Callable[..., Any], indices: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """As of ``MultiAgentVecEnv``."""
-        return self.envs.exec_func(func, indices, *args, **kwargs)
+        return self.envs.exec_func(func, indices, *args, **kwargs)  # type: ignore[no-any-return]
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """As of ``MultiAgentVecEnv``."""
-        return self.envs.call(name, *args, **kwargs)
+        return self.envs.call(name, *args, **kwargs)  # type: ignore[no-any-return]
 
     def call_send(self, name: str, *args: Any, **kwargs: Any) -> None:
         """Begin a :meth:`call`."""
@@ -140,11 +137,11 @@ class OpenRLView:
 
     def call_fetch(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Fetch the answer to :meth:`call_send`."""
-        return self.envs.call_wait(timeout)
+        return self.envs.call_wait(timeout)  # type: ignore[no-any-return]
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """As of ``MultiAgentVecEnv``."""
-        return self.envs.get_attr(name)
+        return self.envs.get_attr(name)  # type: ignore[no-any-return]
 
     def set_attr(self, name: str, values: Any) -> None:
         """As of ``MultiAgentVecEnv``."""

@@ -19,6 +19,7 @@ from gymnasium.spaces import Dict
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
+from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.multi_agent.actions import AgentActions
 from vecenv.multi_agent.adapter import PROBLEMS, AgentsEnv, EnvFn
 from vecenv.multi_agent.conventions import as_parallel
@@ -26,7 +27,6 @@ from vecenv.multi_agent.infos import agents_to_axis
 from vecenv.multi_agent.masks import ActionMasks
 from vecenv.multi_agent.roster import FLAGS, Roster, env_name, read_roster, tree_of
 from vecenv.shm.layout import Array
-from vecenv.vector_env import AsyncVectorEnv
 
 if TYPE_CHECKING:
     from vecenv.multi_agent.flatten import FlattenAgents

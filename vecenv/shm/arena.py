@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from vecenv.errors import ArenaError
-from vecenv.holdings import Holdings
+from vecenv.system.holdings import Holdings
 
 if sys.platform != "win32":
     import fcntl

@@ -175,7 +175,7 @@ class Batch:
         worker_time, worker_steps: float64 seconds and steps spent inside environments, a row a worker; short messages are
             extrapolated, and a few of them may not be in it yet.
         step_time: float64 ``(n,)``: seconds of the last sampled step of each environment.
-        resting_until: float64 ``(1,)``: until when nobody spins (:class:`vecenv.cores.Patience`).
+        resting_until: float64 ``(1,)``: until when nobody spins (:class:`vecenv.system.cores.Patience`).
     """
 
     actions: list[Array] | None

@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
-
-if TYPE_CHECKING:
-    from vecenv.backends.envpool.vector_env import EnvPoolVectorEnv
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 __all__ = ["answering", "one_at_a_time"]
 
@@ -24,12 +21,12 @@ R = TypeVar("R")
 
 
 def one_at_a_time(
-    method: Callable[Concatenate[EnvPoolVectorEnv, P], R],
-) -> Callable[Concatenate[EnvPoolVectorEnv, P], R]:
+    method: Callable[Concatenate[Any, P], R],
+) -> Callable[Concatenate[Any, P], R]:
     """Refuse a second thread: two calls at once on a pool overwrite each other's rows."""
 
     @functools.wraps(method)
-    def guarded(self: EnvPoolVectorEnv, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def guarded(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
         if not self._lock.acquire(blocking=False):
             self._refuse_second_thread(method.__name__)
         try:
@@ -41,12 +38,12 @@ def one_at_a_time(
 
 
 def answering(
-    method: Callable[Concatenate[EnvPoolVectorEnv, P], R],
-) -> Callable[Concatenate[EnvPoolVectorEnv, P], R]:
+    method: Callable[Concatenate[Any, P], R],
+) -> Callable[Concatenate[Any, P], R]:
     """The same for a method that returns the answer to a call for all environments, as ``driver.finish`` gave it."""
 
     @functools.wraps(method)
-    def guarded(self: EnvPoolVectorEnv, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def guarded(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
         taking = False
         if not self._lock.acquire(blocking=False):
             self._refuse_second_thread(method.__name__)

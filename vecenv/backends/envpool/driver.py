@@ -18,7 +18,7 @@ from gymnasium.vector import AutoresetMode
 from vecenv.backends.envpool.actions import ActionChecker
 from vecenv.backends.envpool.rows import Array, Infos, RowReader, States
 from vecenv.backends.envpool.wire import Receiver
-from vecenv.protocol import Phase
+from vecenv.front.phases import Phase
 
 PHASES = {"step": Phase.WAITING_STEP, "send": Phase.WAITING_STEP, "reset": Phase.WAITING_RESET}
 

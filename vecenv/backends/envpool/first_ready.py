@@ -16,7 +16,7 @@ from vecenv.backends.envpool.options import env_ids
 from vecenv.backends.envpool.rows import Array, States
 from vecenv.backends.envpool.wire import together
 from vecenv.errors import StepTimeout
-from vecenv.protocol import Phase
+from vecenv.front.phases import Phase
 
 __all__ = ["FirstReady"]
 

@@ -18,7 +18,7 @@ from vecenv.backends.envpool.driver import PHASES, Driver, Kit, Rows, too_late
 from vecenv.backends.envpool.options import env_ids
 from vecenv.backends.envpool.rows import Array, Infos, States
 from vecenv.errors import StepTimeout
-from vecenv.protocol import Phase
+from vecenv.front.phases import Phase
 
 __all__ = ["Lockstep"]
 

@@ -28,9 +28,9 @@ from vecenv.backends.envpool.pools import Pools
 from vecenv.backends.envpool.rows import Array, Infos, RowReader
 from vecenv.backends.envpool.seeds import Seed, spread
 from vecenv.backends.envpool.task import Task, task_ids
-from vecenv.deadlines import deadline_of
 from vecenv.errors import BusyError, ForkedError
-from vecenv.protocol import Phase, advance
+from vecenv.front.deadlines import deadline_of
+from vecenv.front.phases import Phase, advance
 
 __all__ = ["EnvPoolVectorEnv"]
 

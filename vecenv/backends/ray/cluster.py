@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from vecenv.backends.ray.host import Host, HostPlan, HostReady
 from vecenv.backends.ray.pool import Lost
-from vecenv.cores import usable_cores
 from vecenv.errors import ClusterError
+from vecenv.system.cores import usable_cores
 
 __all__ = ["Cluster"]
 

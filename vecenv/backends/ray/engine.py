@@ -1,6 +1,6 @@
 """The engine with hosts for workers, and what only hosts have to say.
 
-Everything else, phases and seeds to restarts, is :class:`~vecenv.engine.Engine`'s.
+Everything else, phases and seeds to restarts, is :class:`~vecenv.engine.engine.Engine`'s.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import numpy as np
 
 from vecenv.backends.ray.host import HostPlan, HostReady
 from vecenv.backends.ray.pool import GRACE, HostPool
-from vecenv.engine import Engine, Policy
+from vecenv.engine.engine import Engine, Policy
+from vecenv.engine.handles import command_of, envs_text
+from vecenv.engine.owed import Answer, Result, Worker
+from vecenv.engine.recovery import Remembered, writeable
+from vecenv.engine.starting import PoolOptions
 from vecenv.errors import ErrorRecord
-from vecenv.failure import PackedError, unpack
-from vecenv.owed import Answer, Result
-from vecenv.recovery import Remembered, writeable
+from vecenv.link.packing import PackedError, unpack
 from vecenv.shm import Arena, Batch, Layout
-from vecenv.starting import PoolOptions
-from vecenv.worker import Plan
-from vecenv.workers import AnyWorker, command_of, envs_text
+from vecenv.worker.main import Plan
 
 __all__ = ["HostsEngine", "disagreements"]
 
@@ -33,7 +33,7 @@ class HostsEngine(Engine):
         pool: Hosts that are ready.
         num_envs: Number of environments in all of them.
         layout: What lies where in the caller's memory.
-        make_store: As of :class:`~vecenv.engine.Engine`.
+        make_store: As of :class:`~vecenv.engine.engine.Engine`.
         plan: Of which only the autoreset mode is read.
         policy: What to do about hosts that fail.
     """
@@ -62,7 +62,7 @@ class HostsEngine(Engine):
         self.mismatches = self._found
         self.recovery.remembered = _LastSent(self.store, self.layout.observations)
 
-    def read(self, answers: Iterable[tuple[AnyWorker, Answer]]) -> Result:
+    def read(self, answers: Iterable[tuple[Worker, Answer]]) -> Result:
         listed = list(answers)
         result = super().read(listed)
         for host, answer in listed:
@@ -72,7 +72,7 @@ class HostsEngine(Engine):
                 result.errors.append(self._error_of(host, answer.error))
         return result
 
-    def _error_of(self, host: AnyWorker, packed: PackedError) -> tuple[Exception, ErrorRecord]:
+    def _error_of(self, host: Worker, packed: PackedError) -> tuple[Exception, ErrorRecord]:
         busy = self.owed.oldest_of(host)
         command = "a request" if busy is None else command_of(busy, host)
         note = f"{host.who}, {envs_text(host.rows)}, during {command}"

@@ -20,24 +20,24 @@ import cloudpickle
 import numpy as np
 
 from vecenv.backends.ray.packing import Packed, Packing
-from vecenv.descendants import end_descendants
-from vecenv.engine import Engine
+from vecenv.engine.engine import Engine
+from vecenv.engine.handles import envs_text
+from vecenv.engine.owed import COMMANDS, Death, Result, Round, Worker
+from vecenv.engine.pool import WorkerPool
+from vecenv.engine.starting import PoolOptions
+from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import WorkerDied
-from vecenv.failure import PackedError, pack
-from vecenv.infos import Definition
-from vecenv.owed import COMMANDS, Death, Result, Round
-from vecenv.plan import choose
-from vecenv.pool import WorkerPool
-from vecenv.protocol import Op
-from vecenv.rows import Failure, Outcome
-from vecenv.scout import probe
+from vecenv.link.infos import Definition
+from vecenv.link.outcomes import Failure, Outcome
+from vecenv.link.packing import PackedError, pack
+from vecenv.link.protocol import Op
+from vecenv.link.sealing import dump
+from vecenv.planning.plan import choose
+from vecenv.planning.scout import probe
 from vecenv.shm import Arena
 from vecenv.shm.layout import Array
-from vecenv.starting import PoolOptions
-from vecenv.vector_env import AsyncVectorEnv
-from vecenv.wire import dump
-from vecenv.worker import Plan
-from vecenv.workers import AnyWorker, envs_text
+from vecenv.system.descendants import end_descendants
+from vecenv.worker.main import Plan
 
 __all__ = ["Host", "HostPlan", "HostReady", "Reply"]
 
@@ -91,8 +91,8 @@ class Reply:
         leaves: Observations of fixed size, a row an environment asked for.
         numbers: Rewards, terminations, truncations.
         columns: There are infos or final observations.
-        infos: Schema numbers, records, definitions that are new; see :meth:`vecenv.infos.InfoReader.export`.
-        outcome: Everything else, sealed (:mod:`vecenv.wire`).
+        infos: Schema numbers, records, definitions that are new; see :meth:`vecenv.link.infos.InfoReader.export`.
+        outcome: Everything else, sealed (:mod:`vecenv.link.sealing`).
         lost: Environments that only a reset brings back, and why.
         error: What the request as a whole failed of.
     """
@@ -133,7 +133,7 @@ class Host:
 
         Args:
             seq: Its number.
-            op: A word of :class:`~vecenv.protocol.Op`.
+            op: A word of :class:`~vecenv.link.protocol.Op`.
             rows: Which environments, counted from this host's first; ``None``: all.
             payload: As a worker gets it, pickled; or for a step the leaves of a batch of actions.
 
@@ -314,7 +314,7 @@ class HostRows(AsyncVectorEnv[Any, Any]):
             each[row] = seed
         self._engine.ask_reset(each, options, mask)
 
-    def _share_of(self, worker: AnyWorker, op: Op, payload: Any) -> Any:
+    def _share_of(self, worker: Worker, op: Op, payload: Any) -> Any:
         first = worker.rows[0]
         if op is Op.SET_ATTR:
             name, values = payload

@@ -21,16 +21,16 @@ from gymnasium.error import ClosedEnvironmentError
 
 from vecenv.backends.ray.host import HostPlan, HostReady, Reply
 from vecenv.backends.ray.packing import Packing
+from vecenv.engine.handles import command_of, envs_text
+from vecenv.engine.owed import ONLY_COLUMNS, PLAIN, Answer, Death, Flight, Owed, Part
+from vecenv.engine.pool import pools
 from vecenv.errors import HostDied, StartupTimeout
-from vecenv.failure import unpack
-from vecenv.infos import NO_INFO
-from vecenv.owed import ONLY_COLUMNS, PLAIN, Answer, Death, Flight, Owed, Part
-from vecenv.pool import pools
-from vecenv.protocol import Op
-from vecenv.rows import Failure
+from vecenv.link.infos import NO_INFO
+from vecenv.link.outcomes import Failure
+from vecenv.link.packing import unpack
+from vecenv.link.protocol import Op
 from vecenv.shm import Arena, Batch
-from vecenv.worker import Ready
-from vecenv.workers import command_of, envs_text
+from vecenv.worker.main import Ready
 
 __all__ = ["HostPool", "Hosts", "Lost", "RemoteHost"]
 
@@ -93,7 +93,7 @@ class RemoteHost:
         self._owed = owed
 
     def __repr__(self) -> str:
-        busy = self._owed is not None and self._owed.is_owed(self)  # type: ignore[arg-type]
+        busy = self._owed is not None and self._owed.is_owed(self)
         state = "dead" if self.death else "busy" if busy else "idle"
         return f"RemoteHost({self.index}, {envs_text(self.rows)}, node={self.node}, pid={self.pid}, {state})"
 
@@ -128,7 +128,7 @@ class RemoteHost:
         """End the host for good; everything it was asked is lost."""
         if self.death is None:
             self._hosts.kill(self.actor)
-            busy = None if self._owed is None else self._owed.oldest_of(self)  # type: ignore[arg-type]
+            busy = None if self._owed is None else self._owed.oldest_of(self)
             command = "idle" if busy is None else command_of(busy, self)
             doing = "while idle" if command == "idle" else f"during {command}"
             text = f"{self.who}, {envs_text(self.rows)}, died {doing}: {reason}"
@@ -137,7 +137,7 @@ class RemoteHost:
 
     def _lose_all(self) -> None:
         if self._owed is not None and self.death is not None:
-            self._owed.lose(self, self.death)  # type: ignore[arg-type]
+            self._owed.lose(self, self.death)
 
     # What a worker process has, so that a host can be late and be ended like one.
 
@@ -155,7 +155,7 @@ class RemoteHost:
 
 
 class HostPool:
-    """The hosts of one vector environment: what :class:`~vecenv.pool.WorkerPool` is for worker processes."""
+    """The hosts of one vector environment: what :class:`~vecenv.engine.pool.WorkerPool` is for worker processes."""
 
     def __init__(self, hosts: Hosts, plans: Sequence[HostPlan], start_timeout: float) -> None:
         self.workers: list[RemoteHost] = []
@@ -258,8 +258,8 @@ class HostPool:
 
     def ask_plain_step(self) -> Flight:
         """Ask for a step of all rows, with actions from the batch."""
-        flight = Flight(self.next_seq(), "step", tuple(self.workers))  # type: ignore[arg-type]
-        flight.parts = {host.index: Part(host, host.rows, Op.STEP) for host in self.workers}  # type: ignore[arg-type]
+        flight = Flight(self.next_seq(), "step", tuple(self.workers))
+        flight.parts = {host.index: Part(host, host.rows, Op.STEP) for host in self.workers}
         flight.uncounted = len(self._batch.rewards)
         self.ask(flight)
         return flight
@@ -285,7 +285,8 @@ class HostPool:
         for flight in list(self._table.flights.values()):
             for index, part in (flight.parts or {}).items():
                 if part.reference is None and index not in flight.answers:
-                    part.worker.tell(flight.seq, part)  # type: ignore[union-attr,call-arg,arg-type]
+                    assert isinstance(part.worker, RemoteHost)
+                    part.worker.tell(flight.seq, part)
 
     def _awaited(self, flights: Iterable[Flight]) -> dict[Any, tuple[Flight, Part]]:
         """Reference -> what it answers, of all that is owed."""
@@ -337,7 +338,7 @@ class HostPool:
             try:
                 reply = self._hosts.result(reference)
             except Lost as error:
-                part.worker.bury(str(error))  # type: ignore[union-attr]
+                part.worker.bury(str(error))
             else:
                 self._take(flight, part, reply)
         return bool(answered)

@@ -14,7 +14,7 @@ __all__ = ["PartsStore"]
 
 
 class PartsStore:
-    """A :class:`~vecenv.observations.Store` of what hosts sent.
+    """A :class:`~vecenv.link.observations.Store` of what hosts sent.
 
     A part is a host's share of a leaf: the array of its latest answer, which may be a read-only view of somebody's memory.
     It is let go of when the next one comes.

@@ -22,14 +22,14 @@ from vecenv.backends.ray.engine import HostsEngine, disagreements
 from vecenv.backends.ray.host import HostPlan
 from vecenv.backends.ray.pool import HostPool
 from vecenv.backends.ray.store import PartsStore
-from vecenv.engine import Engine, Policy, shares
-from vecenv.observations import PickledStore
-from vecenv.options import check_options
-from vecenv.rows import Expected
+from vecenv.engine.engine import Engine, Policy, shares
+from vecenv.engine.starting import dump_env_fn
+from vecenv.engine.vector_env import AsyncVectorEnv
+from vecenv.link.observations import PickledStore
+from vecenv.planning.options import check_options
 from vecenv.shm import Batch, Layout, fixed_tree
-from vecenv.starting import dump_env_fn
-from vecenv.vector_env import AsyncVectorEnv
-from vecenv.worker import Plan
+from vecenv.worker.main import Plan
+from vecenv.worker.rows import Expected
 
 __all__ = ["RayVectorEnv"]
 

@@ -1,0 +1,311 @@
+"""The engine: rows of environments that are asked and answer, whatever they look like from outside.
+
+It composes the shared block, the store of observations, the table of what is owed (:mod:`vecenv.engine.owed`), the pool of
+workers, and what is done about failures (:mod:`vecenv.engine.recovery`). Which calls are legal, what an action space is and
+what a caller sees is the business of the classes on top (:mod:`vecenv.engine.vector_env`).
+
+A call is made in one step and taken in another. *Asking* writes what it is about, and then puts a flight into the table;
+before that nothing has happened. *Answering* computes, from what lies in the table, what the caller gets and what the table
+is to be afterwards (``owed.after``); whoever hands the answer over puts that in place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium import logger
+
+from vecenv.engine.answering import Answering
+from vecenv.engine.first_ready import FirstReady
+from vecenv.engine.handles import CallerWorker, ProcessWorker
+from vecenv.engine.ledger import Ledger
+from vecenv.engine.owed import Flight, Owed, Part, Result, Worker
+from vecenv.engine.policy import Policy
+from vecenv.engine.pool import PoolOptions, WorkerPool
+from vecenv.engine.reading import Reading
+from vecenv.engine.recovery import Recovery
+from vecenv.link.infos import NO_INFO, Definition, InfoReader
+from vecenv.link.observations import Store
+from vecenv.link.outcomes import Failure
+from vecenv.link.packing import PackedError, summary
+from vecenv.link.protocol import Op
+from vecenv.shm import Arena, Batch, Layout
+from vecenv.shm.layout import Array
+from vecenv.system.cores import seats
+from vecenv.worker.main import Plan, make_rows
+
+__all__ = ["Engine", "Policy", "shares"]
+
+
+def shares(num_envs: int, parts: int, first: int = 0) -> list[range]:
+    """``num_envs`` rows from ``first`` on in ``parts`` contiguous ranges whose lengths differ by one at most."""
+    bounds = [first + num_envs * part // parts for part in range(parts + 1)]
+    return [range(low, high) for low, high in itertools.pairwise(bounds)]
+
+
+class Engine(Answering):
+    """Environments in workers, and what is known of each row.
+
+    Args:
+        env_fns: What builds the environments.
+        layout: What lies where.
+        make_store: Builds the store of observations from the views of the shared block.
+        plan: What every worker is told.
+        options: How to run worker processes.
+        policy: What to do about failures.
+        num_workers: Worker processes; 0 with ``caller_share=num_envs`` is no process at all.
+        caller_share: How many rows, the first ones, the caller steps itself.
+    """
+
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[[], Any]],
+        layout: Layout,
+        make_store: Callable[[Batch], Store],
+        plan: Plan,
+        options: PoolOptions,
+        policy: Policy,
+        num_workers: int,
+        caller_share: int,
+    ) -> None:
+        self.num_envs = len(env_fns)
+        self.policy = policy
+        self.mode = plan.autoreset_mode
+        self.ledger = Ledger()
+        self.failed = self.ledger.failed
+        self.resets = 0
+        self.env_steps = 0
+        self.began = time.monotonic()
+        self.owed = Owed(self.num_envs)
+
+        arena = self.arena = Arena(layout.size)
+        self.batch = layout.view(arena.buffer)
+        self.store = make_store(self.batch)
+        self.layout = layout
+        self._infos = InfoReader(self.batch.info_schemas, self.batch.infos)
+        self._reading = Reading(self._infos, self.store)
+        self.mismatches: list[tuple[int, str, str]] = []
+        self.pool = self._open_pool(plan, arena, options, num_workers)
+        self.recovery = Recovery(
+            self.pool, policy, self.mode, layout, self.batch, self.store, self._infos, self.read, self.ledger,
+            self.end_late,
+        )  # fmt: skip
+        try:
+            self._start(env_fns, plan, num_workers, caller_share)
+        except BaseException:
+            self.pool.close(0.0, terminate=True)
+            self.pool.release()
+            raise
+        self.first_ready = FirstReady(self)
+
+    def _open_pool(self, plan: Plan, arena: Arena, options: PoolOptions, num_workers: int) -> WorkerPool:
+        options.seats, options.caller_spin = seats(num_workers)
+        return WorkerPool(plan, arena, self.batch, options, self.owed)
+
+    def _start(self, env_fns: Sequence[Callable[[], Any]], plan: Plan, num_workers: int, caller_share: int) -> None:
+        rows = shares(self.num_envs - caller_share, num_workers, caller_share) if num_workers else []
+        own: CallerWorker | None = None
+        if caller_share:
+            env_rows = make_rows(env_fns[:caller_share], 0, num_workers, plan, self.batch, interrupts=True)
+            own = CallerWorker(num_workers, range(caller_share), env_rows, self.owed)
+        started, readies = self.pool.start([(part, env_fns[part.start : part.stop]) for part in rows])
+        workers: list[Worker] = [*([own] if own is not None else []), *started]
+        self.pool.settle(workers)
+        failed: list[tuple[Failure, Worker]] = []
+        for worker, ready in zip(started, readies, strict=True):
+            failed += [(failure, worker) for failure in ready.failures]
+        mismatches = [mismatch for ready in readies for mismatch in ready.mismatches]
+        if own is not None:
+            failures, wrong = env_rows.build()
+            failed = [*((failure, own) for failure in failures), *failed]
+            mismatches = wrong + mismatches
+        self.mismatches = mismatches
+        error = self.recovery.start_failure(failed)
+        if error is not None:
+            raise error
+
+    @property
+    def restarts(self) -> int:
+        """How many there were."""
+        return self.ledger.restarts
+
+    # -- asking -----------------------------------------------------------------------------------------------------
+
+    def ask_step(self, actions: list[Any] | None) -> Flight:
+        """Step every row. ``actions``: one a row, or ``None`` if they are in shared memory."""
+        failed = self.failed
+        if failed and not self.policy.restart:
+            self.ledger.refuse(failed)
+        if actions is None and not failed:
+            return self.pool.ask_plain_step()
+        rows = range(self.num_envs)
+        return self._ask("step", Op.STEP, Op.STEP_SOME, rows, lambda mine: actions and [actions[row] for row in mine])
+
+    def ask_rows(self, rows: Sequence[int], actions: list[Any] | None) -> None:
+        """Step some rows, to be received one by one. ``actions`` in their order; ``None``: they are in shared memory."""
+        position = {row: place for place, row in enumerate(rows)}
+        self._ask(
+            "step", Op.STEP_SOME, Op.STEP_SOME, sorted(rows),
+            lambda mine: actions and [actions[position[row]] for row in mine], by_row=True,
+        )  # fmt: skip
+
+    def ask_some(self, command: str, op: Op, rows: Sequence[int], payload_of: Callable[[list[int]], Any]) -> None:
+        """Ask about some rows, in words of one's own."""
+        self._ask(command, op, op, rows, payload_of)
+
+    def _ask(
+        self,
+        command: str,
+        whole: Op,
+        some: Op,
+        rows: Sequence[int],
+        payload_of: Callable[[list[int]], Any],
+        *,
+        by_row: bool = False,
+        **about: Any,
+    ) -> Flight:
+        """Ask the workers of some rows, each about its own; those that have failed are left out of a step.
+
+        Args:
+            command: What it is called.
+            whole, some: The message about all rows of a worker, and that about some.
+            rows: Which, in order.
+            payload_of: What goes with the message about some of them.
+            by_row: They are received one by one.
+            about: Other attributes of the flight.
+        """
+        flight = Flight(self.pool.next_seq(), command, ())
+        flight.by_row = by_row
+        lost = [row for row in rows if row in self.failed] if command == "step" else []
+        left = rows if not lost else [row for row in rows if row not in self.failed]
+        wanted = set(left)
+        parts: dict[int, Part] = {}
+        for worker in self.pool.workers:
+            mine = [row for row in worker.rows if row in wanted]
+            if mine:
+                op = whole if len(mine) == len(worker.rows) and whole is not some else some
+                parts[worker.index] = self.pool.stage(Part(worker, mine, op, payload_of(mine)), flight.seq)
+        self.batch.requested[left] = flight.seq
+        flight.parts = parts
+        flight.workers = tuple(part.worker for part in parts.values())
+        flight.lost = lost
+        flight.uncounted = len(left) if command == "step" and not by_row else 0
+        flight.unreset = len(left) if command == "reset" else 0
+        for name, value in about.items():
+            setattr(flight, name, value)
+        self.pool.ask(flight, alone=command == "reset")
+        return flight
+
+    def ask_reset(self, seeds: Sequence[Any], options: dict[str, Any] | None, mask: Array | None) -> None:
+        """Reset the rows of ``mask`` (``None``: all), rebuilding those that had failed. What was sent by row is dropped."""
+        chosen = list(range(self.num_envs)) if mask is None else np.flatnonzero(mask).tolist()
+        if not self.owed.idle:
+            self.first_ready.drain()
+        if mask is None and self.num_envs and isinstance(seeds[0], (int, np.integer)):
+            self.recovery.seeds = np.random.SeedSequence(abs(int(seeds[0])))
+        self.recovery.revive(chosen)
+
+        def payload_of(mine: list[int]) -> Any:
+            own = [seeds[row] for row in mine]
+            return None if options is None and all(seed is None for seed in own) else (own, options)
+
+        if mask is not None:
+            self.batch.info_schemas[~mask] = NO_INFO
+            self.batch.final[~mask] = False
+        self._ask("reset", Op.RESET, Op.RESET_SOME, chosen, payload_of, mask=mask, seeds=seeds, options=options)
+
+    def ask_call(self, op: Op, payload_of: Callable[[Worker], Any], command: str) -> None:
+        """``CALL``, ``SET_ATTR`` or ``EXEC``; workers for which ``payload_of`` gives ``None`` are left out."""
+        dead = [row for worker in self.pool.workers if worker.death is not None for row in worker.rows]
+        if dead:
+            self.ledger.refuse({row: self.failed.get(row, "its worker died") for row in dead})
+        flight = Flight(self.pool.next_seq(), command, ())
+        payloads = [(worker, payload_of(worker)) for worker in self.pool.workers]
+        flight.parts = {
+            worker.index: self.pool.stage(Part(worker, worker.rows, op, payload), flight.seq)
+            for worker, payload in payloads
+            if payload is not None
+        }
+        flight.workers = tuple(part.worker for part in flight.parts.values())
+        self.pool.ask(flight)
+
+    # -- what the caller gets ---------------------------------------------------------------------------------------
+
+    def infos(self, result: Result) -> dict[Any, Any]:
+        """The infos of all rows as one dict of arrays."""
+        if not result.columns:
+            return {}
+        ended = self.batch.final
+        finals = result.finals
+        if b"\1" in ended.tobytes():  # a tenth of what `any` takes
+            finals = self.finals(np.flatnonzero(ended).tolist()) | finals
+        return self._infos.read(None, self.num_envs, result.infos, finals)
+
+    def export_infos(self, rows: Any, told: set[int]) -> tuple[Array, Array, dict[int, Definition]]:
+        """The infos of some rows for a reader elsewhere; see :meth:`vecenv.link.infos.InfoReader.export`."""
+        return self._infos.export(rows, told)
+
+    def finals(self, rows: Sequence[int]) -> dict[int, Any]:
+        """Row -> last observation of its episode, for those of ``rows`` that have one in shared memory."""
+        tree, leaves = self.layout.observations, self.batch.final_observations
+        if leaves is None or tree is None:
+            return {}
+        flags = self.batch.final
+        return {row: tree.build(iter([leaf[row].copy() for leaf in leaves])) for row in rows if flags[row]}
+
+    def infos_of(self, rows: Array, infos: dict[int, Any], finals: dict[int, Any]) -> dict[Any, Any]:
+        """The infos of some rows, compact; ``infos`` and ``finals`` came by pickle, by row."""
+        listed = rows.tolist()
+        finals = self.finals(listed) | finals
+        positions = {row: position for position, row in enumerate(listed)}
+        return self._infos.read(
+            rows,
+            len(listed),
+            {positions[row]: info for row, info in infos.items()},
+            {positions[row]: observation for row, observation in finals.items()},
+        )
+
+    # -- figures and end --------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, float]:
+        """Figures since the start; see :meth:`vecenv.AsyncVectorEnv.stats`."""
+        elapsed = max(time.monotonic() - self.began, 1e-9)
+        timed = float(self.batch.worker_steps.sum())
+        working = int(np.count_nonzero(self.batch.worker_steps))  # the caller has a row there, whether it has a share or not
+        spent = float(self.batch.worker_time.sum())
+        per_worker = self.batch.worker_time / np.maximum(self.batch.worker_steps, 1.0)
+        times = self.batch.step_time[self.batch.step_time > 0]
+        busiest = float(self.batch.worker_time.max())
+        return {
+            "steps": float(self.env_steps),
+            "steps_per_second": self.env_steps / elapsed,
+            "wait_fraction": self.pool.time_waiting / elapsed,
+            "step_time_mean": spent / max(timed, 1.0),
+            "step_time_slowest_env": float(times.max()) if len(times) else float(per_worker.max()),
+            "straggler_share": 1.0 - spent / (busiest * working) if busiest > 0 and working else 0.0,
+            "resets": float(self.resets),
+            "restarts": float(self.restarts),
+            "errors": float(len(self.ledger.errors)),
+            "bytes_pickled": float(sum(w.channel.bytes_pickled for w in self.pool.workers if isinstance(w, ProcessWorker))),
+            "in_flight": float(self.owed.in_flight),
+        }
+
+    def close(self, timeout: float, *, terminate: bool) -> None:
+        """End the workers; what environments raised in their own ``close`` is said as warnings. It can be called again."""
+        self.pool.close(timeout, terminate=terminate)
+        said = self.pool.failures_in_close
+        while said:
+            failure, _ = said.pop(0)
+            packed = failure.error
+            text = packed.summary if isinstance(packed, PackedError) else summary(packed)
+            logger.warn("%s", f"env {failure.env} raised in close(): {text}")
+
+
+    def forget(self) -> None:
+        """Let go of the shared memory: it is unmapped when no array over it is held outside."""
+        for name in ("arena", "batch", "store", "_infos", "_reading", "recovery", "first_ready"):
+            self.__dict__.pop(name, None)

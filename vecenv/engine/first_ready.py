@@ -1,0 +1,201 @@
+"""First-ready batches: rows that are sent, underway, and ready in the order in which they were answered."""
+
+from __future__ import annotations
+
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
+
+from vecenv.engine.answering import Answering
+from vecenv.engine.owed import ABSENT, ALL, PLAIN, Flight, ReadyRow, Round
+from vecenv.front.deadlines import deadline_of
+from vecenv.link.infos import NO_INFO
+from vecenv.shm.layout import Array
+
+__all__ = ["FirstReady", "Received"]
+
+Received = tuple[Array, dict[int, Any], dict[int, Any]]
+"""Rows, and by row the infos and the last observations that came with them by pickle."""
+
+
+class FirstReady:
+    """Takes rows out of the table of what is owed, whoever was first."""
+
+    def __init__(self, engine: Answering) -> None:
+        self._engine = engine
+        self._owed = engine.owed
+
+    def launch(self, flight: Flight) -> None:
+        """Let the answers to a call to everybody be received row by row, as they come."""
+        for index in flight.answers:
+            self._owed.landed.setdefault((flight.seq, index), flight)
+        flight.by_row = True
+
+    def receive(self, count: int, timeout: float | None) -> tuple[Received, Exception | None]:
+        """The next ``count`` rows, in the order in which they became ready; or the exception that is to be raised instead.
+
+        When that has been handed over, ``owed.after`` is how the table is to be.
+
+        Raises:
+            NoAsyncCallError: There are not so many.
+            StepTimeout: Not in time; nothing is lost.
+        """
+        engine, owed = self._engine, self._owed
+        limit = engine.policy.step_timeout if timeout is None else timeout
+        deadline = deadline_of(limit)
+        while True:
+            ready, seen, error = self._look()
+            if error is not None:
+                try:
+                    return (owed.latest, {}, {}), error
+                finally:
+                    del error  # in this process the exception's frames hold this one
+            if len(ready) >= count:
+                break
+            underway = len(owed.underway())
+            if len(ready) + underway < count:
+                raise NoAsyncCallError(
+                    f"Calling `recv` for {count} environments, but only {underway} are in flight and "
+                    f"{len(ready)} are ready: send() more first.",
+                    "recv",
+                )
+            if not self._more(seen, deadline):
+                late = [worker for worker in engine.pool.workers if owed.is_owed(worker)]
+                if timeout is not None or not engine.policy.restart:
+                    raise engine.timeout_error(late, "recv", limit)
+                engine.end_late(late, limit)
+        taken, rest = ready[:count], ready[count:]
+        rows = np.array([row for row, _ in taken], np.intp)
+        came = [(row, said) for row, said in taken if said is not None]
+        self._set_after(seen, rest, rows)
+        infos = {row: info for row, (info, _) in came if info is not ABSENT}
+        return (rows, infos, {row: final for row, (_, final) in came if final is not ABSENT}), None
+
+    def _more(self, seen: dict[tuple[int, int], Flight], deadline: float | None) -> bool:
+        """Wait until something has landed that was not ``seen``; false when the time was up."""
+        owed, pool = self._owed, self._engine.pool
+        while len(owed.landed) == len(seen):
+            if not pool.gather_any(deadline, len(seen)):
+                return False
+        return True
+
+    def _look(self) -> tuple[list[ReadyRow], dict[tuple[int, int], Flight], Exception | None]:
+        """All rows that are ready, which answers that takes into account, and what one of them is to raise."""
+        owed = self._owed
+        if self._engine.policy.restart:
+            for flight in list(owed.flights.values()):
+                if flight.by_row and flight.lost and ALL not in flight.answers:
+                    owed.land(flight.seq, ALL, PLAIN)
+        ready = owed.ready.copy()
+        seen: dict[tuple[int, int], Flight] = {}
+        for key, flight in list(owed.landed.items()):
+            seen[key] = flight
+            round_ = self._absorb(flight, key[1])
+            ready += round_.entries or ()
+            if round_.verdict is not None:
+                self._set_after(seen, ready, owed.latest)
+                return ready, seen, round_.verdict
+        return ready, seen, None
+
+    def _set_after(self, seen: dict[tuple[int, int], Flight], ready: list[ReadyRow], latest: Array) -> None:
+        """What the table is to be when the answers that were ``seen`` have been taken out of it."""
+        owed = self._owed
+        landed: dict[tuple[int, int], Flight] = {}
+        if len(owed.landed) > len(seen):
+            landed = {key: flight for key, flight in owed.landed.items() if key not in seen}
+        waiting = {seq for seq, _ in landed}
+        flights = {
+            seq: flight for seq, flight in owed.flights.items() if flight.by_row and (seq in waiting or flight.missing())
+        }
+        rounds = {}
+        if len(owed.rounds) > len(seen):
+            rounds = {key: round_ for key, round_ in owed.rounds.items() if key not in seen}
+        owed.after = flights, landed, ready, latest, rounds
+
+    def _absorb(self, flight: Flight, index: int) -> Round:
+        """Read one worker's answer, see to what failed, and make its rows ready. It can be called again."""
+        engine = self._engine
+        rounds, key = self._owed.rounds, (flight.seq, index)
+        round_ = rounds.get(key)
+        if round_ is None:
+            rows = flight.rows_at(index)
+            round_ = Round(flight, rows, rows if index == ALL else ())
+            round_.uncounted = len(rows) if index != ALL and flight.command == "step" else 0
+            rounds[key] = round_
+        if round_.entries is not None:
+            return round_
+        rows, answer = list(round_.rows), flight.answers[index]
+        if round_.result is None:
+            if flight.command == "reset":
+                engine.batch.rewards[rows] = 0.0
+                engine.batch.terminations[rows] = False
+                engine.batch.truncations[rows] = False
+                for row in rows:
+                    engine.ledger.found(row)
+            if not answer.columns:
+                engine.batch.info_schemas[rows] = NO_INFO
+            worker = next((worker for worker in flight.workers if worker.index == index), None)
+            round_.result = engine.read([] if worker is None else [(worker, answer)])
+        result = round_.result
+        bad = {failure.env for failure, _ in result.failures if failure.fatal or engine.policy.restart}
+        if answer.death is not None or index == ALL:
+            bad = set(rows)
+        if engine.policy.restart and not round_.settled:
+            engine.recovery.remembered.keep([row for row in rows if row not in bad], everyone=False)
+        verdict = engine.recovery.settle(round_)
+        engine.count(round_)
+        engine.count(flight)
+        result = round_.result
+        good = rows if verdict is None else [row for row in rows if row not in bad]
+        entries: list[ReadyRow] = list(zip(good, repeat(None)))
+        if result.infos or result.finals:
+            infos, finals = result.infos, result.finals
+            entries = [
+                (row, (infos.get(row, ABSENT), finals.get(row, ABSENT)) if row in infos or row in finals else None)
+                for row in good
+            ]
+        round_.entries = entries
+        return round_
+
+    def drain(self) -> None:
+        """Wait for all that is underway, before a reset that forgets it. What failed is on record.
+
+        Raises:
+            StepTimeout: Not within the engine's ``step_timeout``; nothing is lost.
+        """
+        engine, owed = self._engine, self._owed
+        limit = engine.policy.step_timeout
+        deadline = deadline_of(limit)
+        while owed.underway():
+            if not self._more(dict(owed.landed), deadline):
+                late = [worker for worker in engine.pool.workers if owed.is_owed(worker)]
+                if not late:
+                    break
+                if not engine.policy.restart:
+                    raise engine.timeout_error(late, "recv", limit)
+                engine.end_late(late, limit)
+        for key, flight in list(owed.landed.items()):
+            index = key[1]
+            if index == ALL or key in owed.rounds:
+                continue  # it was looked at
+            worker = next(worker for worker in flight.workers if worker.index == index)
+            result = engine.read([(worker, flight.answers[index])])
+            round_ = Round(flight, flight.rows_at(index), ())
+            engine.ledger.record(round_, result.failures, result.deaths)
+            engine.ledger.lose(result.failures, result.deaths, round_.rows, all_of_them=False)
+            round_.uncounted = len(round_.rows) if flight.command == "step" else 0
+            engine.count(round_)
+            round_.result, round_.entries = result, []
+            owed.rounds[key] = round_
+
+    def require_nothing(self, method: str) -> None:
+        """First-ready batches and calls to everybody do not mix."""
+        if not self._owed.idle:
+            underway = len(self._owed.underway())
+            raise AlreadyPendingCallError(
+                f"Calling `{method}` while {underway} environments are in flight by `send` and "
+                f"{len(self._owed.waiting()) - underway} are ready for `recv`.",
+                "send",
+            )

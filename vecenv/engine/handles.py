@@ -1,0 +1,362 @@
+"""Workers, seen from the caller: asked, heard, dead.
+
+What a worker was asked and has answered stands in the table of what is owed (:mod:`vecenv.engine.owed`) and nowhere else;
+here is how it is told and heard, and how it died. The caller's own share of the environments is a worker like the others
+(:class:`CallerWorker`): it answers when somebody waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import signal
+import time
+from copy import deepcopy
+from typing import Any, Final, Literal
+
+import cloudpickle
+
+from vecenv.engine.owed import COMMANDS, ONLY_COLUMNS, PLAIN, Answer, Death, Flight, Owed, Part
+from vecenv.errors import EnvError
+from vecenv.link.channel import CallerEnd, ChannelClosed
+from vecenv.link.outcomes import Outcome
+from vecenv.link.packing import summary, unpack
+from vecenv.link.protocol import Reply, encode
+from vecenv.system.supervision import STACK_SIGNAL, BlackBox, DeathWatch, catches, describe_exit, end_group
+from vecenv.worker.main import answer
+from vecenv.worker.rows import EnvRows
+from vecenv.worker.stacks import innermost, reaches_down
+
+__all__ = ["CallerWorker", "ProcessWorker", "close_process", "command_of", "envs_text", "raise_ready", "staged"]
+
+_PLAIN: Final = int(Reply.PLAIN)
+_LAST_MOMENTS: Final = 0.5  # between the end of a worker's pipe and the end of its process
+_FIRST_WORD: Final = 0.05  # until a late worker begins to write its stack, if it can
+_LAST_WORD: Final = 0.3  # until it has written it, if it has begun, or waits for a core to begin
+_REAP: Final = 0.5  # for the exit code of a process that has ended
+
+
+def staged(part: Part, seq: int) -> Part:
+    """A part made ready to be told: encoded for a process, and for the caller's own share a copy of its own.
+
+    Raises:
+        Exception: The payload cannot be pickled; nothing was sent.
+    """
+    if part.worker.local:
+        if COMMANDS[part.op] == "step":  # an environment may keep its action and write into it
+            part.payload = deepcopy(part.payload)
+        return part
+    payload = None
+    if part.payload is not None:
+        try:
+            payload = pickle.dumps(part.payload, pickle.HIGHEST_PROTOCOL)
+        except (pickle.PicklingError, TypeError, AttributeError):  # and no time limit's exception
+            payload = cloudpickle.dumps(part.payload)
+    part.data = encode(part.op, seq, payload)
+    part.payload = None
+    return part
+
+
+class CallerWorker:
+    """The caller's own share: its environments live in this process and step when somebody waits for them."""
+
+    local: Literal[True] = True
+    exitcode: int | None = None
+    death: Death | None = None
+    overdue = False
+    paid = False
+
+    def __init__(self, index: int, rows: range, env_rows: EnvRows, owed: Owed) -> None:
+        self.index = index
+        self.rows = rows
+        self._rows = env_rows
+        self._owed = owed
+        self.pid = os.getpid()
+        self.who = f"stepped by the caller, pid {self.pid}"
+
+    def __repr__(self) -> str:
+        return f"CallerWorker(envs={_span(self.rows)})"
+
+    def perform(self, flight: Flight) -> None:
+        """Carry out what a flight asks of this worker, and answer it."""
+        rows, seq, parts = self._rows, flight.seq, flight.parts
+        if parts is None:
+            outcome = rows.step(seq, None, rows.actions(None))
+        else:
+            part = parts[self.index]
+            outcome = answer(rows, part.op, seq, lambda: part.payload)
+        if outcome.is_plain():
+            said = ONLY_COLUMNS if outcome.columns else PLAIN
+        else:
+            said = Answer(True, outcome)
+        if flight.by_row:
+            self._owed.land(seq, self.index, said)
+        else:
+            flight.answers[self.index] = said
+
+    @property
+    def envs(self) -> list[Any]:
+        """Its environments; ``None`` where one failed."""
+        rows = self.__dict__.get("_rows")
+        return [] if rows is None else list(rows.envs)
+
+    # It waits for nobody, and nobody ends it.
+
+    def stack(self) -> str:
+        return ""
+
+    def is_stopped(self) -> bool:
+        return False
+
+    def signal(self, number: int) -> None:
+        pass
+
+    def bury(self, reason: str = "") -> None:
+        pass
+
+    def close(self) -> Outcome:
+        """Close the environments. Idempotent."""
+        rows = self.__dict__.get("_rows")
+        return Outcome() if rows is None else rows.close()
+
+    def forget(self) -> None:
+        """Let go of the environments, which are closed, and of the shared memory."""
+        rows = self.__dict__.pop("_rows", None)
+        if rows is not None:
+            rows.forget()
+
+
+class ProcessWorker:
+    """A worker process, seen from the caller."""
+
+    local: Literal[False] = False
+
+    def __init__(
+        self,
+        index: int,
+        rows: range,
+        process: Any,
+        channel: CallerEnd,
+        black_box: BlackBox,
+        watch: DeathWatch,
+        owed: Owed,
+        token: str,
+        with_caller: bool = False,
+    ) -> None:
+        self.index = index
+        self.rows = rows
+        self.death: Death | None = None
+        self.process = process
+        self.channel = channel
+        self.black_box = black_box
+        self.pid: int = process.pid
+        self.who = f"worker {index}, pid {self.pid}"
+        self.exitcode: int | None = None
+        self.overdue = False  # an answer did not come in time; close() is less patient then
+        self.with_caller = with_caller
+        self.token = token  # by which what its environments started is known
+        self.starting = True
+        self.paid = False  # its death is in the budget of restarts
+        self.asked_to_close = False
+        self._owed = owed
+        self._watch = watch
+        self.descriptor = watch.add(self.pid, process.sentinel, self)
+        self._poll = select.poll()
+        self._poll.register(channel.fd, select.POLLIN)
+        self._poll.register(self.descriptor, select.POLLIN)
+
+    def __repr__(self) -> str:
+        state = "dead" if self.death else "busy" if self._owed.is_owed(self) else "idle"
+        return f"ProcessWorker({self.index}, envs={_span(self.rows)}, pid={self.pid}, {state})"
+
+    def tell(self, part: Part) -> bool:
+        """Write what is left of a part's message; false if the pipe is full. A dead worker's parts count as told."""
+        if self.death is not None:
+            self._owed.lose(self, self.death)
+            return True
+        assert part.data is not None
+        try:
+            return self.channel.write(part.data, part.written)
+        except ChannelClosed:
+            self.bury()
+            return True
+
+    def take_plain(self, flight: Flight, expected: bytes) -> None:
+        """Take in the plain answer to a flight if it is there; anything else is left to :meth:`receive`."""
+        try:
+            if self.channel.take(expected):
+                flight.answers[self.index] = PLAIN
+                self.channel.drop()
+        except ChannelClosed:
+            self.bury()
+
+    def receive(self) -> bool:
+        """Take in one reply if it is there; true if there was one, or if the worker turned out to be dead."""
+        if self.death is not None:
+            self._owed.lose(self, self.death)
+            return False
+        try:
+            message = self.channel.read()
+        except ChannelClosed:
+            self.bury()
+            return True
+        if message is None:
+            return False
+        word, seq, payload = message
+        if payload is not None:
+            self._owed.land(seq, self.index, Answer(True, sealed=payload))
+            self.channel.bytes_pickled += len(payload)
+            self.channel.drop()
+            return True
+        answer = PLAIN if word == _PLAIN else ONLY_COLUMNS
+        flight = self._owed.flights.get(seq)
+        if flight is not None and not flight.by_row:
+            flight.answers[self.index] = answer
+        else:
+            self._owed.land(seq, self.index, answer)
+        self.channel.raw.clear()  # as `drop` does, of a message in one chunk
+        return True
+
+    def wait(self, timeout_ms: float | None) -> bool:
+        """Sleep until there is something to receive or the worker has ended; false when the time is up."""
+        events = self._poll.poll(timeout_ms)
+        if not events:
+            return False
+        ended = all(descriptor == self.descriptor for descriptor, _ in events)
+        if ended and not self.receive():  # and nothing in the pipe: what it wrote before it ended has been taken in
+            self.bury()
+        return True
+
+    def bury(self, reason: str = "") -> None:
+        """Find out how the worker ended; everything it was asked is lost."""
+        if self.death is None:
+            busy = self._owed.oldest_of(self)
+            command = "start" if self.starting else "idle" if busy is None else command_of(busy, self)
+            if not self._watch_says_dead():  # whatever it is that has no pipe any more, it is no worker
+                self.signal(signal.SIGKILL)
+                reason = reason or "it closed its pipe, and was ended for that"
+            self.exitcode = self._reap()
+            stack = innermost(self.black_box.read()) if (self.exitcode or 0) < 0 else ""
+            where = f"worker {self.index} (pid {self.pid}, {envs_text(self.rows)})"
+            doing = {"idle": "while idle", "start": "during its start"}.get(command, f"during {command}")
+            text = f"{where} died {doing}: {reason or describe_exit(self.exitcode)}"
+            if stack:
+                text += f"\nits last Python stack:\n{stack}"
+            end_group([self.pid])
+            self.death = Death(text, self.index, tuple(self.rows), self.pid, self.exitcode, command)
+        self._owed.lose(self, self.death)
+        self._watch.remove(self.descriptor, self)
+        self.channel.close()
+
+    def _watch_says_dead(self) -> bool:
+        poll = select.poll()
+        poll.register(self.descriptor, select.POLLIN)
+        return bool(poll.poll(_LAST_MOMENTS * 1000))
+
+    def _reap(self) -> int | None:
+        """The exit code: never by join(), which a forked helper that holds the sentinel can delay."""
+        deadline = time.monotonic() + _REAP
+        while time.monotonic() < deadline:
+            code: int | None = self.process.exitcode
+            if code is not None:
+                return code
+            if not self._state() and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+                return None  # the kernel has reaped it, and nobody gets the code
+            time.sleep(0.001)
+        return None
+
+    def stack(self) -> str:
+        """The Python stack of a worker that is late, from its black box; empty if it cannot be had."""
+        if STACK_SIGNAL is None or not catches(self.pid, STACK_SIGNAL):
+            return ""
+        self.black_box.clear()
+        self.signal(STACK_SIGNAL)
+        stack, patience, asked = "", _FIRST_WORD, time.monotonic()
+        while time.monotonic() < asked + patience and not reaches_down(stack):
+            time.sleep(0.002)
+            stack = self.black_box.read()
+            if stack or self._state() == "R":  # on a busy machine it may have to wait, also in the middle of a line
+                patience = _LAST_WORD
+        self.black_box.clear()
+        return innermost(stack)
+
+    @property
+    def gone(self) -> bool:
+        """It was seen to its end."""
+        return not self._watch.watches(self.descriptor, self)
+
+    def half_told(self) -> bool:
+        """Whether a message to it is written in part: what is written next is taken for the rest of it."""
+        return any(
+            part.worker is self and part.written and not part.told
+            for flight in self._owed.flights.values()
+            for part in (flight.parts or {}).values()
+        )
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the worker process."""
+        self._watch.signal(self.descriptor, self, number)
+
+    def is_stopped(self) -> bool:
+        """Whether somebody stopped the process (SIGSTOP); only known on Linux."""
+        return self._state() in ("T", "t")
+
+    def _state(self) -> str:
+        """The kernel's letter for what the process does (R: it runs or waits for a core); empty where it does not tell."""
+        # NameError: at the interpreter's exit there is no open() any more
+        with contextlib.suppress(OSError, IndexError, NameError), open(f"/proc/{self.pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0]
+        return ""
+
+    def release(self) -> None:
+        """Close everything the caller holds of an ended worker. Idempotent."""
+        self._watch.remove(self.descriptor, self)
+        self.channel.close()
+        self.black_box.close()
+        if self.exitcode is None:
+            with contextlib.suppress(ValueError):  # its process object is closed
+                self.exitcode = self._reap()
+        close_process(self.process)
+
+
+def close_process(process: Any) -> None:
+    """Let go of a process that has ended, and of the descriptors that `multiprocessing` holds of it. Idempotent.
+
+    Where nobody knows its exit code any more (SIGCHLD is ignored, or an interruption fell right behind the system call that
+    told it), `multiprocessing` would take it for alive for ever.
+    """
+    with contextlib.suppress(ValueError, AttributeError, AssertionError):
+        if process.exitcode is None and not os.path.exists(f"/proc/{process.pid}") and os.path.exists("/proc/self"):
+            process._popen.returncode = 255
+        process.close()
+
+
+def command_of(flight: Flight, worker: Any) -> str:
+    """What a worker does for a flight, in the words of error messages."""
+    return flight.command if flight.parts is None else COMMANDS[flight.parts[worker.index].op]
+
+
+def envs_text(rows: range) -> str:
+    return f"env {rows[0]}" if len(rows) == 1 else f"envs {_span(rows)}"
+
+
+def _span(rows: range) -> str:
+    return f"{rows[0]}-{rows[-1]}" if len(rows) > 1 else f"{rows[0]}" if len(rows) else "none"
+
+
+def raise_ready(error: Any, note: str) -> Exception:
+    """The exception of a failure, whichever way it came, with its note.
+
+    One that is no ``Exception`` (``sys.exit`` in an environment of the caller's own share) gets a stand-in.
+    """
+    if not isinstance(error, BaseException):
+        return unpack(error, note)
+    if isinstance(error, Exception):
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        return error
+    stand_in = EnvError(f"{note}: {summary(error)}")
+    stand_in.__cause__ = error
+    return stand_in

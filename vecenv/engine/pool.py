@@ -1,0 +1,490 @@
+"""The pool of workers: who they are, and how they are told what is owed.
+
+A call is made by putting a flight into the table (:mod:`vecenv.engine.owed`); from then on whoever waits for it sees to it
+that all is told that has to be told: after an interruption, or where a pipe was full or enough workers were busy, the next
+wait goes on where telling stopped (:meth:`WorkerPool.pump`). How processes are started and ended is the business of
+:mod:`vecenv.engine.starting` and :mod:`vecenv.engine.ending`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import time
+import weakref
+from collections.abc import Sequence
+from itertools import repeat
+from os import write
+from typing import Any, Final
+
+from gymnasium.error import ClosedEnvironmentError
+from gymnasium.vector.utils import clear_mpi_env_vars
+
+from vecenv.engine.ending import end, end_unclosed
+from vecenv.engine.handles import CallerWorker, ProcessWorker, staged
+from vecenv.engine.owed import Flight, Owed, Part, Worker
+from vecenv.engine.starting import PoolOptions, Workplace, await_ready, launch, preload, require_descriptors
+from vecenv.front.deadlines import deadline_of, milliseconds
+from vecenv.link.outcomes import Failure
+from vecenv.link.protocol import Op, Reply, encode
+from vecenv.shm import Arena, Batch
+from vecenv.system.cores import Patience
+from vecenv.system.descendants import end_marked
+from vecenv.system.holdings import Holdings
+from vecenv.worker.main import Plan, Ready
+
+__all__ = ["PoolOptions", "WorkerPool", "pools"]
+
+_PLAIN: Final = int(Reply.PLAIN)  # packing an enum takes longer
+_STEP: Final = int(Op.STEP)
+_HEAD_START: Final = 20.0  # milliseconds without progress in which a worker may take in a message longer than its pipe
+
+
+pools: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Every pool of this process, to be let go of in one forked from it."""
+
+
+def _abandon_all() -> None:
+    """In a process forked from the caller: let go of every pool without touching its workers."""
+    for pool in list(pools):
+        pool.abandon()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_all)
+
+
+class WorkerPool:
+    """The workers of one vector environment.
+
+    Args:
+        plan: What every worker is told alike.
+        arena: The shared block.
+        batch: Views of it.
+        options: How to run workers.
+        owed: The table of what is owed.
+    """
+
+    def __init__(self, plan: Plan, arena: Arena, batch: Batch, options: PoolOptions, owed: Owed) -> None:
+        self.workers: list[Worker] = []
+        self.abandoned = False
+        self.closing = False
+        self.released = False
+        self.failures_in_close: list[tuple[Failure, Worker]] = []
+        self.time_waiting = 0.0
+        self.replaced = 0  # how many workers were
+        self.batch = batch
+        self.owed = owed
+        self._options = options
+        self._place = Workplace(plan, arena, options, owed, Holdings(self))
+        self._finalizer = weakref.finalize(self, end_unclosed, self._place.lifeline, self._place.processes, os.getpid())
+        self._env_fns: dict[int, Sequence[Any]] = {}
+        shares_core = any(seat.with_caller for seat in options.seats)
+        self._patience = Patience(options.caller_spin, batch.resting_until, shares=shares_core)
+        self._seq = 0
+        self.behind = False  # something in the table may not have been told yet
+        self._any: select.poll | None = None
+        self._writers: dict[int, ProcessWorker] = {}  # by the descriptors that are polled for any of them
+        self.settle([])
+        pools.add(self)
+
+    def settle(self, workers: list[Worker]) -> None:
+        """These are the workers now."""
+        self.everyone = tuple(workers)
+        self.processes = tuple(worker for worker in workers if isinstance(worker, ProcessWorker))
+        self.own = next((worker for worker in workers if isinstance(worker, CallerWorker)), None)
+        self._outs = tuple(worker.channel.out for worker in self.processes)
+        self._forget_any()
+        self.workers[:] = workers
+
+    # -- starting ---------------------------------------------------------------------------------------------------
+
+    def start(self, shares: Sequence[tuple[range, Sequence[Any]]]) -> tuple[list[ProcessWorker], list[Ready]]:
+        """Start one process a share, all at once, then wait until every one has built its environments.
+
+        Args:
+            shares: (rows, env_fns) of every process.
+
+        Raises:
+            StartupTimeout, WorkerDied, OSError: And nothing is left running.
+        """
+        require_descriptors(len(shares))
+        preload(self._options.context)
+        started: list[ProcessWorker] = []
+        deadline = deadline_of(self._options.start_timeout)
+        try:
+            with clear_mpi_env_vars():
+                for index, (rows, env_fns) in enumerate(shares):
+                    self._env_fns[index] = env_fns
+                    launch(self._place, index, rows, env_fns, len(shares), started)
+            readies = [await_ready(worker, deadline, self._options) for worker in started]
+        except BaseException:
+            end(started, 0.0, terminate=True)
+            for new in started:
+                new.release()
+            raise
+        return started, readies
+
+    def replace(self, worker: ProcessWorker) -> Ready:
+        """Start a new process in the place of a dead one: same index, same rows, its environments built anew.
+
+        Until the new one is there the place is taken by the dead one, and whoever wants it tries again.
+        """
+        worker.release()
+        end_marked([worker.token])
+        started: list[ProcessWorker] = []
+        try:
+            with clear_mpi_env_vars():
+                launch(self._place, worker.index, worker.rows, self._env_fns[worker.index], 1, started)
+            ready = await_ready(started[0], deadline_of(self._options.start_timeout), self._options)
+        except BaseException:
+            end(started, 0.0, terminate=True)
+            for new in started:
+                new.release()
+            raise
+        self.replaced += 1
+        self.settle([started[0] if other is worker else other for other in self.workers])
+        return ready
+
+    # -- asking -----------------------------------------------------------------------------------------------------
+
+    def next_seq(self) -> int:
+        """A fresh sequence number, never 0."""
+        self._seq = self._seq % 0xFFFFFFFF + 1
+        return self._seq
+
+    def ask_plain_step(self) -> Flight:
+        """Ask everybody for a step of all rows, with actions in shared memory."""
+        self._seq = seq = self._seq % 0xFFFFFFFF + 1
+        flight = Flight(seq, "step", self.everyone)
+        flight.uncounted = len(self.batch.rewards)
+        if not self._outs:
+            self.owed.flights[seq] = flight
+            return flight
+        flight.data = data = encode(_STEP, seq)
+        told: list[int] = []
+        flight.told = told
+        self.behind = True
+        self.owed.flights[seq] = flight
+        if self._options.max_busy is None:
+            try:
+                told.extend(map(write, self._outs, repeat(data)))  # as `write_once` does
+                self.behind = False
+                return flight
+            except OSError:  # somebody is gone: found out below
+                pass
+        self.pump(_HEAD_START)
+        return flight
+
+    def stage(self, part: Part, seq: int) -> Part:
+        """A part made ready to be told. Raises whatever pickling its payload raises; nothing was sent."""
+        return staged(part, seq)
+
+    def ask(self, flight: Flight, *, alone: bool = False) -> None:
+        """Make a call: what it is about has been written. When the flight is in the table the call was made.
+
+        Args:
+            flight: What to ask.
+            alone: Nothing else is owed from then on.
+        """
+        self.behind = True
+        self.owed.enter(flight, alone=alone)
+        self.pump(_HEAD_START)
+
+    def pump(self, patience_ms: float = 0.0) -> None:
+        """Tell what has still to be told, in order, as far as pipes take it and workers may be busy.
+
+        Args:
+            patience_ms: How long to wait where a worker that is reading has not made room.
+        """
+        while full := self._tell():
+            poll = select.poll()
+            for worker in full:
+                poll.register(worker.channel.out, select.POLLOUT)
+                poll.register(worker.channel.fd, select.POLLIN)
+            if not poll.poll(patience_ms):
+                return
+            for worker in full:
+                while worker.receive() and worker.death is None:
+                    pass
+
+    def _tell(self) -> list[ProcessWorker]:
+        """One round of telling; returns who reads and has not made room for all that it is to be told."""
+        full: list[ProcessWorker] = []
+        behind = False
+        stuck: set[int] = set()
+        room = self._room()
+        for flight in list(self.owed.flights.values()):
+            if flight.parts is None:
+                if len(flight.told) == len(self._outs) or not self.processes:
+                    continue
+                _split(flight)
+            assert flight.parts is not None
+            for index, part in flight.parts.items():
+                worker = part.worker
+                if not isinstance(worker, ProcessWorker) or index in flight.answers or part.told:
+                    continue
+                if index in stuck or (room <= 0 and part.op <= Op.REBUILD_SOME and not part.written):
+                    stuck.add(index)
+                    behind = True
+                    continue
+                if worker.tell(part):
+                    room -= part.op <= Op.REBUILD_SOME and index not in flight.answers
+                    continue
+                stuck.add(index)
+                behind = True
+                if self.owed.oldest_of(worker) is flight:
+                    full.append(worker)
+        self.behind = behind
+        return full
+
+    def _room(self) -> int:
+        """How many more workers may become busy."""
+        if self._options.max_busy is None:
+            return len(self.workers)
+        busy = sum(
+            1
+            for flight in self.owed.flights.values()
+            for index, part in (flight.parts or {}).items()
+            if part.written and index not in flight.answers and part.op <= Op.REBUILD_SOME
+        )
+        return self._options.max_busy - busy
+
+    # -- waiting ----------------------------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """The call before was interrupted: bring the table and the pipes into agreement."""
+        self.behind = True
+        for worker in self.processes:
+            while worker.channel.raw and worker.receive() and worker.death is None:
+                pass
+
+    def gather(self, flight: Flight, deadline: float | None) -> list[Worker]:
+        """Wait until everybody has answered ``flight``; returns those that had not when the time was up."""
+        own = self.own
+        if own is not None:
+            if flight.parts is None:  # it is all there is
+                if own.index not in flight.answers:
+                    own.perform(flight)
+            else:
+                self._perform_until(flight)
+        if not self.processes:
+            return []
+        began = time.perf_counter()
+        try:
+            if self.behind:
+                self.pump(_HEAD_START)
+            if not self.behind:
+                return self._gather_each(flight, deadline)
+            while flight.missing() and self.take_in(milliseconds(deadline)):
+                pass
+            return flight.missing()
+        finally:
+            self.time_waiting += time.perf_counter() - began
+
+    def _perform_until(self, last: Flight) -> None:
+        """Carry out what the caller's own share is asked, up to ``last``."""
+        own = self.own
+        assert own is not None
+        for flight in list(self.owed.flights.values()):
+            if own.index not in flight.answers and (flight.parts is None or own.index in flight.parts):
+                own.perform(flight)
+            if flight is last:
+                return
+
+    def _gather_each(self, flight: Flight, deadline: float | None) -> list[Worker]:
+        """As :meth:`gather`, where everybody was told.
+
+        Waiting begins with the worker that was asked last. By the time it has answered, most of the others have too, so
+        that the caller wakes up once or twice a step and not once a worker.
+        """
+        answers = flight.answers
+        asked: Sequence[Any] = self.processes
+        if flight.parts is not None:
+            asked = [worker for worker in flight.workers if not worker.local]
+            if not asked:
+                return []
+        # whoever shares our core first: it runs when we sleep, and never while we spin
+        first, last = asked[0], asked[-1]
+        if first.with_caller:
+            while first.index not in answers:
+                if not first.wait(None if deadline is None else milliseconds(deadline)):
+                    return self._late(flight)
+                if self.closing:
+                    self._check()
+                first.receive()
+        elif not self._options.caller_spin and last.index not in answers and last.death is None:
+            last.wait(milliseconds(deadline))
+            self._check()
+            if not flight.by_row:
+                expected = encode(_PLAIN, flight.seq)
+                for worker in reversed(asked):
+                    if worker.index not in answers and worker.death is None:
+                        worker.take_plain(flight, expected)
+        spin = self._patience.spin
+        for worker in reversed(asked):
+            index = worker.index
+            while index not in answers:
+                spin(worker.channel.poll)
+                if worker.receive() or index in answers:
+                    continue
+                if not worker.wait(None if deadline is None else milliseconds(deadline)):
+                    return self._late(flight)
+                if self.closing:
+                    self._check()
+        return []
+
+    def _late(self, flight: Flight) -> list[Worker]:
+        """Who has not answered, after one more look at each."""
+        for worker in flight.missing():
+            while isinstance(worker, ProcessWorker) and worker.receive() and worker.death is None:
+                pass
+        return flight.missing()
+
+    def gather_any(self, deadline: float | None, seen: int = 0) -> bool:
+        """Take in whatever has been answered, until more than ``seen`` answers by row are there; false when the time was up.
+
+        The caller steps its own share when nobody else has an answer, and in its turn where there always is one.
+        """
+        while True:
+            if self.behind:
+                self.pump(_HEAD_START)
+            own = None if self.own is None else self.owed.oldest_of(self.own)
+            if own is not None and self.own is not None and (self._seq - own.seq) % 0xFFFFFFFF > len(self.workers):
+                self.own.perform(own)
+            if len(self.owed.landed) > seen:
+                return True
+            if own is not None and self.own is not None:
+                if not self.take_in(0.0):
+                    self.own.perform(own)
+                continue
+            if not any(flight.missing() for flight in self.owed.flights.values()):
+                return False
+            if not self.take_in(milliseconds(deadline)):
+                return False
+
+    def take_in(self, timeout_ms: float | None) -> bool:
+        """Take in all there is to read, from whoever wrote it, after waiting for somebody; false when the time was up."""
+        if self.behind:
+            self.pump()
+        poll = self._poll_for_any()
+        began = time.perf_counter()
+        events = poll.poll(timeout_ms)
+        self.time_waiting += time.perf_counter() - began
+        self._check()
+        died = False
+        for descriptor, _ in events:
+            writer = self._writers.get(descriptor)
+            if writer is None:
+                died = died or descriptor not in self._outs
+                continue
+            if writer.death is not None:
+                died = True
+                continue
+            writer.receive()  # if there is more, the next poll tells
+        if died:
+            self._bury_the_dead()
+        return bool(events)
+
+    def _poll_for_any(self) -> select.poll:
+        """Everybody's answers, everybody's end and, where a pipe was full, room in it."""
+        if self._any is None:
+            writers = {worker.channel.fd: worker for worker in self.processes if worker.death is None}
+            poll = select.poll()
+            for descriptor in (*writers, *self._place.watch.descriptors()):
+                poll.register(descriptor, select.POLLIN)
+            self._writers, self._any = writers, poll
+        if not self.behind:
+            return self._any
+        poll = select.poll()
+        for descriptor in (*self._writers, *self._place.watch.descriptors()):
+            poll.register(descriptor, select.POLLIN)
+        for flight in self.owed.flights.values():
+            for part in (flight.parts or {}).values():
+                if isinstance(part.worker, ProcessWorker) and part.written and not part.told and part.worker.death is None:
+                    poll.register(part.worker.channel.out, select.POLLOUT)
+        return poll
+
+    def _bury_the_dead(self) -> None:
+        for worker in self._place.watch.dead():
+            if not worker.receive():
+                worker.bury()
+        for worker in self.processes:
+            if worker.death is not None:
+                self.owed.lose(worker, worker.death)
+        self._forget_any()
+
+    def _forget_any(self) -> None:
+        self._any = None
+
+    def _check(self) -> None:
+        """After every sleep: somebody may have closed us meanwhile, a signal handler or another thread."""
+        if self.closing:
+            raise ClosedEnvironmentError("Trying to operate on a vector environment, after a call to `close()`.")
+
+    # -- ending -----------------------------------------------------------------------------------------------------
+
+    def close(self, timeout: float, *, terminate: bool) -> None:
+        """End all workers within about ``timeout`` seconds: ask, then SIGTERM, then SIGKILL for the whole group.
+
+        It can be interrupted anywhere and called again. What it holds is let go of by :meth:`release`.
+        """
+        if self.abandoned:
+            return
+        self.closing = True
+        end(self.processes, timeout, terminate, self.failures_in_close)
+        if self.own is not None:
+            self.failures_in_close += [(failure, self.own) for failure in self.own.close().failures]
+
+    def release(self) -> None:
+        """Close every descriptor. Idempotent."""
+        if self.abandoned:
+            return
+        for worker in self.processes:
+            worker.release()
+        self._place.watch.close()
+        self._place.lifeline.close()
+        self._place.forget()
+        if self.own is not None:
+            self.own.forget()
+        end_unclosed(self._place.lifeline, self._place.processes, os.getpid())
+        self._forget_any()
+        self._writers = {}
+        self.__dict__.pop("batch", None)
+        self._patience.forget()
+        self.released = True
+        pools.discard(self)
+
+    def end_unclosed(self) -> None:
+        """Nobody closed it and nobody can any more: kill the workers, and close what is the caller's own."""
+        self._finalizer()
+        if self.own is not None:
+            self.own.close()
+        self._place.holdings.close_all()
+
+    def abandon(self) -> None:
+        """In a forked child: close the copies of what is the caller's alone."""
+        self.abandoned = True
+        self.owed.caller = -1  # so that every call looks why it is refused
+        for channel in list(self._place.channels):
+            channel.forget()
+        self._place.lifeline.let_go()
+        self._finalizer.detach()
+
+    def __repr__(self) -> str:
+        return f"WorkerPool({self.workers})"
+
+
+def _split(flight: Flight) -> None:
+    """Give a flight that was told to some only, all at once, a part for each: the rest is told one by one."""
+    parts: dict[int, Part] = {}
+    told = iter(flight.told)
+    for worker in flight.workers:
+        part = parts[worker.index] = Part(worker, worker.rows, Op.STEP)
+        if not worker.local:
+            part.data = flight.data
+            with contextlib.suppress(StopIteration):
+                part.written.append(next(told))
+    flight.parts = parts
+

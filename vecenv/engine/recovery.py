@@ -1,0 +1,351 @@
+"""What to do about failures and deaths: raise them, or rebuild what was lost and go on.
+
+Once for steps, for rows that are received one by one, and for hosts of other machines. Rebuilding takes long and cannot be
+done twice, so how far it has got stands in the round (:class:`~vecenv.engine.owed.Round`): after an interruption the next
+wait goes on there.
+
+Under ``on_failure="restart"`` a row that was lost comes back in the same step: truncated, reward 0, ``restarted`` in its
+info, its last good observation as ``final_obs``, and then what the autoreset mode has to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from typing import Any, Protocol
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from vecenv.engine.ledger import Ledger
+from vecenv.engine.owed import COLUMNS, NOTHING, Answer, Flight, Part, Result, Round, Worker
+from vecenv.engine.policy import Policy, RestartBudget
+from vecenv.errors import ClusterError, StartupTimeout, WorkerDied
+from vecenv.front.deadlines import deadline_of
+from vecenv.link.infos import NO_INFO, InfoReader
+from vecenv.link.observations import Store
+from vecenv.link.outcomes import Failure
+from vecenv.link.protocol import Op
+from vecenv.shm import Batch, Layout
+from vecenv.shm.layout import Array, Tree
+from vecenv.worker.main import Ready
+
+__all__ = ["Recovery", "Remembered", "Workers"]
+
+
+class Workers(Protocol):
+    """A pool of workers, here or on other machines, as far as recovery needs it."""
+
+    workers: list[Any]
+    owed: Any
+
+    def next_seq(self) -> int: ...
+
+    def replace(self, worker: Any) -> Ready: ...
+
+    def stage(self, part: Part, seq: int) -> Part: ...
+
+    def ask(self, flight: Flight, *, alone: bool = False) -> None: ...
+
+    def gather(self, flight: Flight, deadline: float | None) -> list[Any]: ...
+
+
+class Remembered:
+    """The last good observation of every environment.
+
+    Args:
+        store: Where observations are.
+        tree: Structure of one, where they are of fixed size.
+    """
+
+    def __init__(self, store: Store, tree: Tree | None) -> None:
+        self._store = store
+        self._tree = tree
+        self._batch: Any = None  # the batch as it was when all was well, where observations are of fixed size ...
+        self._rows: dict[int, Any] = {}  # ... and row by row where they travel by pickle
+
+    def keep(self, rows: Sequence[int], *, everyone: bool) -> None:
+        """Keep the observations of these rows; ``everyone``: they are all there are."""
+        if self._tree is None:
+            for row in rows:
+                self._rows[row] = self._store.row(row)
+        elif self._batch is None or everyone:
+            self._batch = self._store.batch(copy=True)
+        elif rows:
+            _copy_rows(self._batch, self._store, rows, self._tree)
+
+    def keep_lost(self, rows: Sequence[int]) -> None:
+        """These rows were lost and are about to be rebuilt."""
+
+    def of(self, row: int) -> Any:
+        """The observation that was kept of an environment, as an object of its own; ``None`` if there is none."""
+        if self._tree is None:
+            return deepcopy(self._rows.get(row))
+        if self._batch is None:
+            return None
+        return self._tree.map(lambda leaf: leaf[row].copy(), self._batch)
+
+
+class Recovery:
+    """Sees to what failed.
+
+    Args:
+        pool: The workers.
+        policy: What to do.
+        mode: What an environment does at the end of an episode.
+        layout, batch, store: Where its observations and infos are.
+        infos: Reads infos out of shared memory.
+        read: Reads answers.
+        ledger: Where failures are written down.
+        end_late: Ends workers that hang.
+    """
+
+    def __init__(
+        self,
+        pool: Workers,
+        policy: Policy,
+        mode: AutoresetMode,
+        layout: Layout,
+        batch: Batch,
+        store: Store,
+        infos: InfoReader,
+        read: Callable[[Sequence[tuple[Any, Answer]]], Result],
+        ledger: Ledger,
+        end_late: Callable[[Sequence[Any], float | None], None],
+    ) -> None:
+        self.seeds = np.random.SeedSequence()
+        self.remembered = Remembered(store, layout.observations)
+        self._pool = pool
+        self._policy = policy
+        self._mode = mode
+        self._batch = batch
+        self._store = store
+        self._infos = infos
+        self._read = read
+        self._ledger = ledger
+        self._end_late = end_late
+        self._budget = RestartBudget(policy.restart_limit, policy.restart_period)
+
+    # -- workers that died before anything is asked -----------------------------------------------------------------
+
+    def revive(self, rows: Sequence[int]) -> None:
+        """Start anew every dead worker that one of these rows belongs to."""
+        wanted = set(rows)
+        for worker in list(self._pool.workers):
+            if worker.death is not None and not wanted.isdisjoint(worker.rows):
+                failed = self._replace(worker)
+                if failed is not None:
+                    raise failed
+
+    def _replace(self, worker: Any) -> Exception | None:
+        """Start a new worker in the place of a dead one; what its environments raised while they were built."""
+        for row in worker.rows:
+            self._ledger.failed.setdefault(row, "its worker died")
+        ready = self._pool.replace(worker)
+        self._ledger.paid.update(worker.rows)
+        if ready.failures:
+            new = next(other for other in self._pool.workers if other.index == worker.index)
+            return self.start_failure([(failure, new) for failure in ready.failures])
+        return None
+
+    def start_failure(self, failures: Sequence[tuple[Failure, Worker]]) -> Exception | None:
+        """The exception for what environments raised while they were built."""
+        if not failures:
+            return None
+        round_ = Round(Flight(0, "start", ()), (), ())
+        self._ledger.record(round_, failures, ())
+        self._ledger.lose(failures, (), (), all_of_them=False)
+        return self._ledger.verdict(round_.raised or (), (), ())
+
+    # -- answers ----------------------------------------------------------------------------------------------------
+
+    def settle(self, round_: Round) -> Exception | None:
+        """See to what failed in a round whose answers were read.
+
+        Returns:
+            The exception that is the answer; ``None`` where all is well or rebuilt. To be called until it returns: an
+            exception that comes out of it is somebody's who interrupted.
+        """
+        result = round_.result
+        assert result is not None
+        if round_.settled or round_.verdict is not None:
+            return round_.verdict
+        if result.failures or result.deaths or result.errors or round_.lost:
+            rebuilds = self._policy.restart and round_.command in ("step", "reset")
+            self._ledger.record(round_, result.failures, result.deaths, result.errors)
+            if round_.todo is None:
+                self._ledger.lose(result.failures, result.deaths, round_.rows, all_of_them=rebuilds)
+            if result.errors or not rebuilds:
+                if result.failures and round_.command in ("step", "reset"):
+                    self._ledger.log(result.failures)
+                others = [error for error, _ in result.errors]
+                round_.verdict = self._ledger.verdict(round_.raised or (), result.deaths, others)
+                return round_.verdict
+            if round_.todo is None:
+                todo = {row for row in round_.rows if row in self._ledger.failed}
+                self.remembered.keep_lost(sorted(todo))
+                round_.todo = todo
+            if (gave_up := self._rebuild(round_)) is not None:
+                round_.verdict = gave_up
+                return gave_up
+            self._write_rebuilt(round_)
+        round_.settled = True
+        return None
+
+    def _rebuild(self, round_: Round) -> Exception | None:
+        """New environments for the rows that are to be rebuilt, within the budget; the exception if it is used up."""
+        while round_.todo:
+            if round_.rebuild is None:
+                if (gave_up := self._replace_dead(round_)) is not None:
+                    return gave_up
+                if any(self._worker_of(row).death is not None for row in round_.todo):
+                    continue
+                round_.rebuild = self._rebuild_flight(sorted(round_.todo), round_)
+            if round_.rebuild.seq not in self._pool.owed.flights:
+                self._pool.ask(round_.rebuild)
+            limit = (self._policy.start_timeout or 0.0) + (self._policy.step_timeout or 0.0)
+            limit_or_never = None if self._policy.start_timeout is None else limit
+            if late := self._pool.gather(round_.rebuild, deadline_of(limit_or_never)):
+                self._end_late(late, limit)
+            self._take_rebuilt(round_, round_.rebuild)
+        self._ledger.write(round_)
+        for row in round_.rebuilt:
+            self._ledger.found(row)
+        return None
+
+    def _worker_of(self, row: int) -> Any:
+        return next(worker for worker in self._pool.workers if row in worker.rows)
+
+    def _replace_dead(self, round_: Round) -> Exception | None:
+        """Pay for what is to be rebuilt, and start dead workers anew."""
+        assert round_.todo is not None
+        ledger = self._ledger
+        dead = {worker.index: worker for worker in map(self._worker_of, round_.todo) if worker.death is not None}
+        causes = [(worker.death.text.partition("\n")[0], list(worker.rows)) for worker in dead.values() if not worker.paid]
+        covered = {row for worker in dead.values() for row in worker.rows}
+        causes += [
+            (f"env {row}: {ledger.failed.get(row, 'it failed again')}", [row])
+            for row in sorted(round_.todo - covered)
+            if row not in ledger.paid
+        ]
+        for cause, rows in causes:
+            # noted first: who interrupts here gets one restart for nothing, and none is counted twice
+            ledger.restarts, worker = ledger.restarts + 1, self._worker_of(rows[0])
+            ledger.paid.update(rows)
+            worker.paid = worker.death is not None
+            if not self._budget.spend(cause):
+                ledger.restarts -= 1
+                return self._give_up(round_)
+        for worker in dead.values():
+            if not round_.by_row:  # all its rows belong to this call
+                round_.todo |= set(worker.rows) & set(round_.rows)
+            try:
+                if (failed := self._replace(worker)) is not None:
+                    return failed
+            except (WorkerDied, StartupTimeout) as error:
+                ledger.failed.update(dict.fromkeys(worker.rows, str(error).partition("\n")[0]))
+                worker.paid = False
+            except (ClusterError, OSError) as error:
+                if isinstance(error, TimeoutError):  # a time limit's, which interrupts
+                    raise
+                return error  # there is no room for it; to be tried again in the next call
+        return None
+
+    def _rebuild_flight(self, rows: list[int], cause: Round) -> Flight:
+        """A request for new environments.
+
+        Those that failed in a reset get the seed and the options of that reset again, all others a fresh seed.
+        """
+        reset_next = cause.command == "step" and self._mode is AutoresetMode.NEXT_STEP
+        flight = Flight(self._pool.next_seq(), "rebuild", ())
+        self._batch.requested[rows] = flight.seq
+        parts: dict[int, Part] = {}
+        for worker in {id(worker): worker for worker in map(self._worker_of, rows)}.values():
+            mine = [row for row in rows if row in worker.rows]
+            seeds: list[Any] = [int(child.generate_state(1)[0]) for child in self.seeds.spawn(len(mine))]
+            if cause.seeds is not None:
+                asked = [cause.mask is None or bool(cause.mask[row]) for row in mine]
+                seeds = [cause.seeds[row] if was else fresh for row, was, fresh in zip(mine, asked, seeds, strict=True)]
+            payload = (seeds, cause.options, reset_next)
+            parts[worker.index] = self._pool.stage(Part(worker, mine, Op.REBUILD_SOME, payload), flight.seq)
+        flight.parts = parts
+        flight.workers = tuple(part.worker for part in parts.values())
+        return flight
+
+    def _take_rebuilt(self, round_: Round, rebuild: Flight) -> None:
+        """Read what came of a request for new environments: those that failed again are to be rebuilt once more."""
+        assert round_.result is not None
+        assert round_.todo is not None
+        again = self._read([(worker, rebuild.answers[worker.index]) for worker in rebuild.workers])
+        attempt = Round(Flight(rebuild.seq, "reset", ()), rebuild_rows(rebuild), ())
+        failed: set[int] = set()
+        if again.failures or again.deaths:
+            self._ledger.make(attempt, again.failures, again.deaths)
+            self._ledger.lose(again.failures, again.deaths, attempt.rows, all_of_them=True)
+            failed = {row for death in again.deaths for row in death.envs} | {failure.env for failure, _ in again.failures}
+            self._ledger.paid -= failed
+        round_.result = writeable(round_.result)
+        round_.result.infos.update(again.infos)
+        round_.rebuilt |= round_.todo - failed
+        records, todo = round_.records + attempt.records, round_.todo & failed
+        round_.records, round_.todo, round_.rebuild = records, todo, None
+
+    def _give_up(self, round_: Round) -> WorkerDied:
+        self._ledger.write(round_)
+        causes = "\n".join(f"- {cause}" for cause in self._budget.causes)
+        last = self._ledger.latest_death
+        rows = sorted(self._ledger.failed)
+        worker = self._worker_of(rows[0])
+        return WorkerDied(
+            f"more than {self._budget.limit} restarts within {self._budget.period} seconds; the last causes:\n{causes}",
+            worker=last.worker if last else worker.index,
+            pid=last.pid if last else worker.pid,
+            exitcode=last.exitcode if last else None,
+            envs=rows, command="restart",
+        )  # fmt: skip
+
+    def _write_rebuilt(self, round_: Round) -> None:
+        """Write what the caller is to see of the rows that were rebuilt."""
+        assert round_.result is not None
+        result = round_.result = writeable(round_.result)
+        stepping = round_.command == "step"
+        result.columns = True
+        for row in sorted(round_.rebuilt):
+            info: dict[Any, Any] = {"restarted": True}
+            if not stepping or self._mode is AutoresetMode.SAME_STEP:
+                info = {**(result.infos.get(row) or self._infos.one(row)), **info}
+            result.infos[row] = info
+            result.finals.pop(row, None)
+            self._batch.info_schemas[row] = NO_INFO
+            self._batch.final[row] = False
+            if stepping:
+                self._batch.rewards[row] = 0.0
+                self._batch.terminations[row] = False
+                self._batch.truncations[row] = True
+                if (last := self.remembered.of(row)) is not None:
+                    result.finals[row] = last
+                    if self._mode is not AutoresetMode.SAME_STEP:
+                        self._store.put_row(row, self.remembered.of(row))
+
+
+def rebuild_rows(rebuild: Flight) -> list[int]:
+    """Which environments were to be built anew."""
+    return [row for part in (rebuild.parts or {}).values() for row in part.rows]
+
+
+def writeable(result: Result) -> Result:
+    """A result of this round's own."""
+    return Result(columns=result.columns) if result is NOTHING or result is COLUMNS else result
+
+
+def _copy_rows(batch: Any, store: Store, rows: Sequence[int], tree: Tree) -> None:
+    fresh: list[Array] = []
+    tree.map(lambda leaf: fresh.append(leaf) or leaf, store.take(np.array(rows)))  # type: ignore[func-returns-value]
+    parts = iter(fresh)
+
+    def copy(leaf: Array) -> Array:
+        leaf[list(rows)] = next(parts)
+        return leaf
+
+    tree.map(copy, batch)
+

@@ -1,0 +1,240 @@
+"""Starting worker processes, so that whatever interrupts it leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import multiprocessing
+import os
+import pickle
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import cloudpickle
+
+from vecenv.engine.handles import ProcessWorker, envs_text
+from vecenv.engine.owed import Owed
+from vecenv.errors import StartupTimeout
+from vecenv.front.deadlines import milliseconds
+from vecenv.link.channel import CallerEnd, ChannelClosed
+from vecenv.shm import Arena
+from vecenv.system.cores import Seat
+from vecenv.system.descendants import new_token
+from vecenv.system.holdings import Holdings
+from vecenv.system.supervision import BlackBox, DeathWatch, Lifeline
+from vecenv.system.uninterrupted import Uninterrupted
+from vecenv.worker.main import Plan, Ready, Start, main
+
+if sys.platform != "win32":
+    import resource
+
+__all__ = [
+    "DESCRIPTORS", "SPARE_DESCRIPTORS", "PoolOptions", "Workplace", "await_ready", "dump_env_fn", "launch", "preload",
+    "refuse_to_start_while_importing_main", "require_descriptors",
+]  # fmt: skip
+
+DESCRIPTORS: Final = 6
+"""What a worker costs the caller: two pipes, black box, pidfd, sentinel and, under fork, one more."""
+SPARE_DESCRIPTORS: Final = 16
+"""For the length of a start."""
+
+
+@dataclass(slots=True)
+class PoolOptions:
+    """How to run workers.
+
+    Attributes:
+        context: A ``multiprocessing`` context.
+        daemon: ``Process.daemon`` of every worker.
+        name: Process names are ``Worker<name>-index``.
+        start_timeout: Seconds until a worker must have built its environments; ``None``: never.
+        max_busy: At most so many workers are busy at a time; ``None``: all of them.
+        caller_spin: Seconds for which the caller may poll before it sleeps.
+        seats: Where each worker sits.
+    """
+
+    context: Any
+    daemon: bool
+    name: str
+    start_timeout: float | None
+    max_busy: int | None = None
+    caller_spin: float = 0.0
+    seats: list[Seat] = field(default_factory=list)
+
+
+class Workplace:
+    """What all workers of a pool have in common.
+
+    Attributes:
+        processes: Every process that was started and not seen to its end: whoever collects the pool ends them.
+    """
+
+    def __init__(self, plan: Plan, arena: Arena, options: PoolOptions, owed: Owed, holdings: Holdings) -> None:
+        self.plan = plan
+        self.arena: Arena | None = arena
+        self.options = options
+        self.owed = owed
+        self.holdings = holdings
+        self.lifeline = Lifeline(holdings)
+        self.watch = DeathWatch(holdings)
+        self.processes: list[Any] = []
+        self.channels: weakref.WeakSet[CallerEnd] = weakref.WeakSet()
+
+
+    def forget(self) -> None:
+        """Let go of the shared memory, and of every descriptor that is left."""
+        if self.arena is not None:
+            self.arena.close()
+            self.arena = None
+        self.holdings.close_all()
+
+
+def launch(
+    place: Workplace, index: int, rows: range, env_fns: Sequence[Any], workers: int, into: list[ProcessWorker]
+) -> None:
+    """Start the process of one worker, and add it to ``into``.
+
+    Raises:
+        OSError: No process or too few descriptors.
+        Exception: An ``env_fn`` cannot be pickled.
+    """
+    options = place.options
+    forks = options.context.get_start_method() == "fork"
+    why = "the start method of its worker needs"
+    blobs = env_fns if forks else [dump_env_fn(row, fn, why) for row, fn in zip(rows, env_fns, strict=True)]
+    seat = options.seats[index] if index < len(options.seats) else Seat()
+    channel: CallerEnd | None = None
+    black_box: BlackBox | None = None
+    try:
+        channel = CallerEnd(place.holdings)
+        place.channels.add(channel)
+        black_box = BlackBox(place.holdings)
+        token = new_token()
+        assert place.arena is not None
+        start = Start(
+            index, rows[0], blobs, not forks, place.plan, place.arena, channel.theirs, place.lifeline, black_box, seat, token
+        )  # fmt: skip
+        with Uninterrupted():  # half-way it is nobody's
+            process = options.context.Process(target=main, name=f"Worker<{options.name}>-{index}", args=(start,))
+            process.daemon = options.daemon
+            place.processes.append(process)
+            process.start()
+            worker = ProcessWorker(
+                index, rows, process, channel, black_box, place.watch, place.owed, token, seat.with_caller
+            )  # fmt: skip
+            into.append(worker)
+        channel.started()
+    except BaseException as error:
+        if not any(worker.channel is channel for worker in into):
+            for end in (channel, black_box):
+                if end is not None:
+                    end.close()
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            raise _too_few_descriptors(error, workers) from error
+        raise
+
+
+def await_ready(worker: ProcessWorker, deadline: float | None, options: PoolOptions) -> Ready:
+    """A worker's first message.
+
+    Raises:
+        WorkerDied: It ended before.
+        StartupTimeout: It did not come in time.
+    """
+    while True:
+        try:
+            message = worker.channel.read()
+        except ChannelClosed:
+            message = None
+            worker.bury()
+        if worker.death is not None:
+            raise worker.death.error(worker.death.text + _advice_for_start(options.context))
+        if message is not None:
+            ready: Ready = pickle.loads(message[2] or b"")
+            worker.starting = False
+            worker.channel.drop()
+            return ready
+        left = milliseconds(deadline)
+        if left == 0 or not worker.wait(left):
+            stack = worker.stack()
+            raise StartupTimeout(
+                f"worker {worker.index} (pid {worker.pid}, {envs_text(worker.rows)}) was not ready within "
+                f"{options.start_timeout} seconds of its start" + (f"; it is at:\n{stack}" if stack else "")
+                + _advice_for_fork(options.context)
+            )  # fmt: skip
+
+
+def preload(context: Any) -> None:
+    """Let a fork server that is not running yet import the engine once, and not every worker anew."""
+    if context.get_start_method() != "forkserver":
+        return
+    from multiprocessing import forkserver
+
+    server: Any = forkserver._forkserver
+    with contextlib.suppress(AttributeError):  # private names: without them it only starts more slowly
+        if server._forkserver_pid is None and server._preload_modules == ["__main__"]:
+            context.set_forkserver_preload(["__main__", "vecenv.worker.main"])
+
+
+def dump_env_fn(env: int, env_fn: Callable[[], Any], who_needs_it: str) -> bytes:
+    """Pickle what builds an environment; a note on the error says which one could not be."""
+    try:
+        blob: bytes = cloudpickle.dumps(env_fn)
+        return blob
+    except Exception as error:
+        error.add_note(f"env_fns[{env}] ({env_fn!r}) cannot be pickled, which {who_needs_it}")
+        raise
+
+
+def require_descriptors(workers: int) -> None:
+    """Refuse at once what would fail half-way: CPython itself loses descriptors when it meets the limit in a start."""
+    with contextlib.suppress(FileNotFoundError):
+        free = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
+        if free < DESCRIPTORS * workers + SPARE_DESCRIPTORS:
+            raise _too_few_descriptors(OSError(errno.EMFILE, ""), workers)
+
+
+def _too_few_descriptors(error: OSError, workers: int) -> OSError:
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    need = DESCRIPTORS * workers + SPARE_DESCRIPTORS
+    return OSError(
+        error.errno,
+        f"{os.strerror(error.errno or 0)}: {workers} workers need {need} more open files, and RLIMIT_NOFILE is {soft}; "
+        "raise it (ulimit -n), or use fewer workers (num_workers=)",
+    )
+
+
+def _advice_for_start(context: Any) -> str:
+    if context.get_start_method() == "fork" or not getattr(sys.modules.get("__main__"), "__file__", None):
+        return ""
+    return (
+        f"\n(under {context.get_start_method()} the main script is imported again in every worker: its body has to be "
+        "guarded by `if __name__ == '__main__':`)"
+    )
+
+
+def refuse_to_start_while_importing_main() -> None:
+    """In a worker that is importing an unguarded main script again: one sentence instead of a page of tracebacks."""
+    process = multiprocessing.current_process()
+    if getattr(process, "_inheriting", False):
+        if process.name.endswith("-0"):
+            print(
+                "vecenv: this script builds environments while a worker imports it again; guard its body with "
+                "`if __name__ == '__main__':`",
+                file=sys.stderr,
+                flush=True,
+            )
+        os._exit(1)
+
+
+def _advice_for_fork(context: Any) -> str:
+    if context.get_start_method() != "fork" or threading.active_count() < 2:
+        return ""
+    return (
+        f"\n({threading.active_count()} threads were running when it was forked; a lock that one of them held is held for "
+        "ever in the child: use context='forkserver')"
+    )

@@ -1,0 +1,62 @@
+"""What a vector environment is in the middle of, and so which of its methods may be called.
+
+One table, :data:`NEXT`: method -> the phase it needs and the next. Everything else is an illegal call, raised in one place
+(:func:`advance`) with Gymnasium's classes and texts.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Final
+
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
+
+__all__ = ["NEXT", "Phase", "advance"]
+
+
+class Phase(Enum):
+    """What the vector environment is in the middle of; the values are Gymnasium's ``AsyncState`` values."""
+
+    DEFAULT = "default"
+    WAITING_RESET = "reset"
+    WAITING_STEP = "step"
+    WAITING_CALL = "call"
+    CLOSED = "closed"
+
+
+NEXT: Final[dict[str, tuple[Phase, Phase]]] = {
+    "reset_async": (Phase.DEFAULT, Phase.WAITING_RESET),
+    "step_async": (Phase.DEFAULT, Phase.WAITING_STEP),
+    "call_async": (Phase.DEFAULT, Phase.WAITING_CALL),
+    "set_attr": (Phase.DEFAULT, Phase.WAITING_CALL),
+    "reset_wait": (Phase.WAITING_RESET, Phase.DEFAULT),
+    "step_wait": (Phase.WAITING_STEP, Phase.DEFAULT),
+    "call_wait": (Phase.WAITING_CALL, Phase.DEFAULT),
+}
+
+
+def advance(phase: Phase, method: str, owner: object) -> Phase:
+    """The phase after ``method``, or Gymnasium's error for a call that is out of order.
+
+    Args:
+        phase: The phase now.
+        method: One of the seven names in :data:`NEXT`.
+        owner: Whose phase it is; the name of its class stands in the message after ``close()``.
+
+    Raises:
+        ClosedEnvironmentError: After ``close()``.
+        AlreadyPendingCallError: A new request while an answer is owed.
+        NoAsyncCallError: Waiting for an answer that was never asked for.
+    """
+    before, after = NEXT[method]
+    if phase is before:
+        return after
+    if phase is Phase.CLOSED:
+        raise ClosedEnvironmentError(f"Trying to operate on `{type(owner).__name__}`, after a call to `close()`.")
+    verb, _, kind = method.partition("_")
+    if kind == "wait":
+        raise NoAsyncCallError(f"Calling `{method}` without any prior call to `{verb}_async`.", verb)
+    stop = "" if method == "reset_async" else "."  # Gymnasium's own texts differ by this full stop
+    raise AlreadyPendingCallError(
+        f"Calling `{method}` while waiting for a pending call to `{phase.value}` to complete{stop}", phase.value
+    )

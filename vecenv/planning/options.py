@@ -1,0 +1,93 @@
+"""What the options of a vector environment may be, and how many workers follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from vecenv.planning.plan import Plan, caller_share, choose
+from vecenv.planning.scout import Probe
+from vecenv.system.cores import usable_cores
+
+__all__ = ["check_options", "workers_and_share"]
+
+
+def workers_and_share(
+    num_envs: int,
+    num_workers: int | str | None,
+    use_caller: bool,
+    isolate: bool,
+    measure: Callable[[], Probe],
+) -> tuple[int, int, Plan | None]:
+    """How many worker processes, how many environments the caller steps itself, and the plan if one was made.
+
+    ``measure`` steps one environment for a moment; it is called only where the answer depends on it.
+    """
+    cores = usable_cores()
+    if num_workers == "auto" and not use_caller:
+        chosen = choose(measure(), num_envs, cores, isolate=isolate)
+        share = num_envs if chosen.num_workers == 0 else chosen.caller_share
+        return chosen.num_workers, share, chosen
+    if num_workers is None or num_workers == "auto":
+        processes = max(cores - 1, 1) if use_caller else num_envs
+    else:
+        processes = int(num_workers)
+    processes = min(processes, num_envs - 1 if use_caller else num_envs)
+    if processes == 0:
+        return 0, num_envs, None
+    if not use_caller:
+        return processes, 0, None
+    return processes, caller_share(num_envs, processes, measure().step), None
+
+
+def check_options(
+    num_envs: int,
+    num_workers: Any,
+    batch_size: Any,
+    on_failure: Any,
+    restart_limit: Any,
+    restart_period: Any,
+    step_timeout: Any,
+    start_timeout: Any,
+    threads_per_worker: Any,
+    use_caller: Any,
+    strict: Any = False,
+    dummy_env: Any = None,
+) -> None:
+    """Refuse options that mean nothing, by name and with what is accepted.
+
+    Raises:
+        ValueError: Before anything was built.
+    """
+    if step_timeout is not None and (use_caller or num_workers == 0):
+        raise ValueError(
+            "`step_timeout` needs worker processes, which can be killed: it cannot be combined with `use_caller=True` "
+            "or `num_workers=0`"
+        )
+
+    def whole(value: Any, low: int) -> bool:
+        return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= low)
+
+    def seconds(value: Any) -> bool:
+        return isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and bool(value > 0)
+
+    checks = [
+        ("num_workers", num_workers, num_workers is None or num_workers == "auto" or whole(num_workers, 0),
+         "None (one process an environment), 'auto', or an int from 0 on"),
+        ("batch_size", batch_size, batch_size is None or (whole(batch_size, 1) and batch_size <= num_envs),
+         f"None or an int within 1..{num_envs}"),
+        ("on_failure", on_failure, on_failure in ("raise", "restart"), "'raise' or 'restart'"),
+        ("restart_limit", restart_limit, whole(restart_limit, 0), "an int from 0 on"),
+        ("restart_period", restart_period, seconds(restart_period), "a number of seconds above 0"),
+        ("step_timeout", step_timeout, step_timeout is None or seconds(step_timeout), "None or a number of seconds above 0"),
+        ("start_timeout", start_timeout, seconds(start_timeout), "a number of seconds above 0"),
+        ("threads_per_worker", threads_per_worker, threads_per_worker is None or whole(threads_per_worker, 1),
+         "None or an int from 1 on"),
+        ("strict", strict, isinstance(strict, bool), "True or False"),
+        ("dummy_env", dummy_env, dummy_env is None or isinstance(dummy_env, bool), "None, True or False"),
+    ]  # fmt: skip
+    for name, value, good, accepted in checks:
+        if not good:
+            raise ValueError(f"`{name}` must be {accepted}, got {value!r}.")

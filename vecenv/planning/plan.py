@@ -1,0 +1,141 @@
+"""How many workers? Step one real environment for a moment, in a process of its own, and count.
+
+What matters is how long a step takes and how much of that is waiting (for a simulator elsewhere, a socket, a sleep). A step
+that computes wants as many processes as there are cores, one of which may be the caller itself; a step that waits wants more
+processes than cores; and a step that is over before another process could be woken wants no other process at all. The costs
+of handing a batch over that the choice rests on are the constants below, measured with ``python -m bench micro``, times how
+slow this machine is, and how much slower while others compute too: two usable cores may be two threads of one.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from vecenv.planning.scout import Probe, probe
+from vecenv.system.cores import usable_cores
+
+__all__ = ["Plan", "caller_share", "choose", "plan"]
+
+# Seconds. What a batch costs apart from the environments' own steps.
+PER_ENV: Final = 0.5e-6  # action in, observation, reward and flags out
+IN_PROCESS: Final = 6.5e-6  # a batch in this process
+WITH_CALLER: Final = 15e-6  # the caller's share, and workers that spin on cores of their own
+HANDING_OUT: Final = 1.5e-6  # of which the caller is busy while its workers step already
+BY_WORKERS: Final = 28e-6  # as many workers as cores
+WAKE: Final = 12e-6  # each worker more than cores: a sleep and a wake-up
+
+_WAITS: Final = 0.3  # from this share of waiting on, more processes than cores are considered
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A choice of workers, with its reasons; ``print`` it.
+
+    Attributes:
+        num_envs: For how many environments.
+        num_workers: Worker processes; 0: none.
+        use_caller: The calling process steps a share itself.
+        caller_share: How many environments that share is.
+        reason: Why, in a sentence.
+        probe: What was measured.
+        cores: Usable cores.
+        estimates: Expected seconds a batch of every choice that was weighed.
+    """
+
+    num_envs: int
+    num_workers: int
+    use_caller: bool
+    caller_share: int
+    reason: str
+    probe: Probe
+    cores: int
+    estimates: dict[str, float]
+
+    def __str__(self) -> str:
+        probed = self.probe
+        lines = [
+            f"Plan for {self.num_envs} environments on {self.cores} usable cores:",
+            f"  a step takes {probed.step * 1e6:.1f} us, {probed.waits:.0%} of it waiting ({probed.steps} steps measured)",
+            f"  all else takes {probed.pace:.1f} times the usual, {probed.pace * probed.crowding:.1f} with other cores busy",
+        ]
+        for name, seconds in sorted(self.estimates.items(), key=lambda entry: entry[1]):
+            lines.append(f"  {name:<28} {self.num_envs / seconds:>12,.0f} steps per second expected")
+        share = f" (the caller steps {self.caller_share} environments itself)" if self.use_caller else ""
+        lines.append(f"num_workers={self.num_workers}, use_caller={self.use_caller}{share}: {self.reason}")
+        return "\n".join(lines)
+
+
+def caller_share(num_envs: int, workers: int, step: float) -> int:
+    """How many environments the caller steps so that it and its workers are done at the same time.
+
+    Most of the caller's work, handing out actions and collecting the batch, is done while nobody steps; its share is smaller
+    by as many steps as the rest takes.
+    """
+    even = num_envs / (workers + 1)
+    less = HANDING_OUT / max(step + PER_ENV, 1e-9) * workers / (workers + 1)
+    return min(max(round(even - less), 1), max(num_envs - workers, 1))
+
+
+def choose(probed: Probe, num_envs: int, cores: int, *, isolate: bool = False) -> Plan:
+    """The fastest way to step ``num_envs`` such environments.
+
+    Args:
+        probed: What was measured.
+        num_envs: How many environments.
+        cores: Usable cores.
+        isolate: Only worker processes will do: restarts and timeouts need something that can be killed.
+    """
+    waiting_step = max(probed.step - probed.cpu, 0.0)
+    # Who makes two cores slow each other down may as well be a neighbour on the same hardware, who slows a lone process down
+    # too, and comes and goes; so a lone process is expected half way between the two.
+    crowding = min(probed.crowding, 2.0) if cores > 1 else 1.0
+    lonely, crowded = probed.pace * math.sqrt(crowding), probed.pace * crowding
+    alone = waiting_step + probed.cpu * math.sqrt(crowding) + PER_ENV * lonely
+    computing_step = probed.cpu * crowding + PER_ENV * crowded
+    step = waiting_step + computing_step
+    choices: dict[str, tuple[float, int, int]] = {}  # name -> seconds a batch, processes, the caller's share
+    if not isolate:
+        choices["in this process"] = (IN_PROCESS * lonely + num_envs * alone, 0, num_envs)
+        if cores > 1 and num_envs > 1:
+            workers = min(cores - 1, num_envs - 1)
+            share = caller_share(num_envs, workers, probed.step / probed.pace)
+            slower = max(HANDING_OUT * crowded + share * step, -(-(num_envs - share) // workers) * step)
+            choices[f"{workers} + caller"] = (WITH_CALLER * crowded + slower, workers, share)
+    workers = min(cores, num_envs)
+    choices[f"{workers} workers"] = (BY_WORKERS * crowded + -(-num_envs // workers) * step, workers, 0)
+    if probed.waits > _WAITS:
+        for processes in sorted({min(num_envs, cores * 2**power) for power in range(1, 6)}):
+            waiting = -(-num_envs // processes) * step
+            wake = WAKE * crowded
+            computing = num_envs * computing_step / cores + processes * wake / cores
+            expected = BY_WORKERS * crowded + max(waiting, computing) + processes * wake / 4
+            choices[f"{processes} workers"] = (expected, processes, 0)
+    _, processes, share = min(choices.values())
+    reason = "it steps on every usable core"
+    if processes == 0:
+        reason = f"a batch of {num_envs} such steps is over before another process pays"
+    elif processes > cores:
+        reason = f"steps that wait {probed.waits:.0%} of their time overlap in more processes than cores"
+    elif isolate:
+        reason = "restarts and timeouts need processes, one a usable core"
+    estimates = {key: value[0] for key, value in choices.items()}
+    use_caller = share > 0 and processes > 0
+    return Plan(num_envs, processes, use_caller, share if use_caller else 0, reason, probed, cores, estimates)
+
+
+def plan(env_fn: Callable[[], Any], num_envs: int, *, context: str | None = None, isolate: bool = False) -> Plan:
+    """Measure one environment and say how to run ``num_envs`` of them here.
+
+    Args:
+        env_fn: Builds the environment; it is called in a process of its own.
+        num_envs: How many there will be.
+        context: Start method of that process.
+        isolate: Leave out the choices in which the calling process steps environments itself.
+    """
+    if num_envs < 1:
+        raise ValueError(f"`num_envs` must be an int from 1 on, got {num_envs!r}.")
+    return choose(probe(env_fn, multiprocessing.get_context(context)), num_envs, usable_cores(), isolate=isolate)

@@ -1,0 +1,315 @@
+"""One environment, built in a process of its own to see what it is and how long its steps take.
+
+Nothing of it is left in the caller: no GPU context, no threads, no open simulator that every forked worker would inherit.
+And nothing of it is left on the machine: that process is a :class:`~vecenv.system.ward.Ward`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+import cloudpickle
+from gymnasium import Space
+
+from vecenv.errors import StartupTimeout, WorkerDied
+from vecenv.link.packing import PackedError, pack, unpack
+from vecenv.system.cores import seconds_waited
+from vecenv.system.supervision import describe_exit
+from vecenv.system.ward import Ward
+
+__all__ = ["Described", "Probe", "Scouted", "Trial", "describe", "probe", "scout"]
+
+_PROBE_SECONDS: Final = 0.15
+_PROBE_STEPS: Final = 3000
+_CHORES: Final = 100
+_CHORE_SECONDS: Final = 40e-6  # of one, where a step of CartPole-v1 takes 6 us: there the constants of plan.py were measured
+_CLOSE_SECONDS: Final = 5.0  # for env.close()
+_READY: Final = b"?"  # from the scout: it wants to know what to build
+_STAY_AWAKE: Final = b"!"  # from the scout: wait for the rest without sleeping
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What one environment did for a moment.
+
+    Attributes:
+        steps: How many steps (automatic resets included) were timed.
+        step: Seconds a step, mean, resets included, without the time in which other processes had the core.
+        cpu: Seconds a step spent computing.
+        slowest: The longest step in seconds.
+        pace: How long this machine takes over a fixed piece of work, where 1 is the machine behind the constants of
+            :mod:`vecenv.plan`.
+        crowding: How much longer it takes while another process computes as well. 1: each has a core of its own; up to 2
+            where two of the usable cores are two threads of one.
+    """
+
+    steps: int
+    step: float
+    cpu: float
+    slowest: float
+    pace: float = 1.0
+    crowding: float = 1.0
+
+    @property
+    def waits(self) -> float:
+        """Share of a step that is waiting, 0 to 1."""
+        return min(max(1.0 - self.cpu / self.step, 0.0), 1.0) if self.step > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What a vector environment wants to know of the first environment before any worker starts.
+
+    Attributes:
+        metadata: Its metadata, a copy.
+        render_mode: Its render mode.
+        action_space: Its action space.
+        observation_spaces: Its observation space; or, where they may differ, those of all environments.
+    """
+
+    metadata: dict[str, Any]
+    render_mode: str | None
+    action_space: Space[Any]
+    observation_spaces: list[Space[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Scouted:
+    """What came back: the description, or why it could not travel, and the steps' times if they were asked for."""
+
+    described: Described | Exception
+    probe: Probe | None
+
+
+class Trial:
+    """One environment of a vector environment, tried before the others are built.
+
+    Args:
+        env_fns: Functions that build the environments.
+        context: How processes are started.
+        timeout: Seconds that building and trying may take in another process.
+        here: Whether to describe one built in this process; ``None``: unless another process steps one anyway.
+        step: The time of its steps will be wanted.
+        daemon: As of the workers: a daemonic process may not have ``multiprocessing`` children.
+    """
+
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[[], Any]],
+        context: Any,
+        timeout: float,
+        here: bool | None,
+        *,
+        step: bool,
+        daemon: bool = True,
+    ) -> None:
+        self._env_fns, self._context, self._timeout, self._daemon = env_fns, context, timeout, daemon
+        self._here, self._step = here, step
+        self._probe: Probe | None = None
+
+    def describe(self, everyone: bool) -> Described:
+        """Metadata and spaces of the first environment; ``everyone``: the observation spaces of all.
+
+        Raises:
+            Exception: As :func:`scout`; or why the description could not travel, if none may be built here.
+        """
+        if self._here or (self._here is None and not self._step):
+            return describe(self._env_fns, everyone)
+        found = scout(self._env_fns, self._context, self._timeout, everyone=everyone, step=self._step, daemon=self._daemon)
+        self._probe = found.probe
+        if isinstance(found.described, Described):
+            return found.described
+        if self._here is None:
+            return describe(self._env_fns, everyone)
+        raise found.described
+
+    def measure(self) -> Probe:
+        """The time of the first environment's steps."""
+        return self._probe or probe(self._env_fns[0], self._context, self._timeout, daemon=self._daemon)
+
+
+def describe(env_fns: Sequence[Callable[[], Any]], everyone: bool) -> Described:
+    """Build the first environment here and read it; with ``everyone`` also each one's observation space, one at a time."""
+    env = env_fns[0]()
+    try:
+        return _read(env, env_fns, everyone)
+    finally:
+        env.close()
+
+
+def _read(env: Any, env_fns: Sequence[Callable[[], Any]], everyone: bool) -> Described:
+    spaces = [_observation_space(env_fn) for env_fn in env_fns] if everyone else [env.observation_space]
+    return Described({**env.metadata}, env.render_mode, env.action_space, spaces)
+
+
+def _observation_space(env_fn: Callable[[], Any]) -> Space[Any]:
+    env = env_fn()
+    try:
+        space: Space[Any] = env.observation_space
+        return space
+    finally:
+        env.close()
+
+
+def probe(env_fn: Callable[[], Any], context: Any = None, timeout: float = 60.0, *, daemon: bool = True) -> Probe:
+    """Step one environment with random actions for a moment, in a process of its own; raises as :func:`scout` does."""
+    found = scout([env_fn], context, timeout, daemon=daemon).probe
+    assert found is not None
+    return found
+
+
+def scout(
+    env_fns: Sequence[Callable[[], Any]],
+    context: Any = None,
+    timeout: float = 60.0,
+    *,
+    everyone: bool = False,
+    step: bool = True,
+    daemon: bool = True,
+) -> Scouted:
+    """Describe environments in a process of their own, and with ``step`` the first one's steps for a moment.
+
+    That process closes the environment, for which it has a few seconds, and ends whatever the environment started.
+
+    Raises:
+        StartupTimeout: Nothing came back within ``timeout`` seconds; the process was killed.
+        WorkerDied: The process ended, or closed its pipe.
+        Exception: What the environment raised.
+    """
+    mp = context if context is not None else multiprocessing.get_context()
+    wanted = list(env_fns if everyone else env_fns[:1])
+    forks = mp.get_start_method() == "fork"
+    blob = b"" if forks else cloudpickle.dumps(wanted)
+    args = (wanted if forks else None, everyone, step)
+    ward = Ward(mp, _scout_main, args, name="vecenv-scout", daemon=daemon, abrupt=True)
+    try:
+        deadline = time.monotonic() + timeout
+        message = _hear(ward, ward.start(), blob, deadline, timeout)
+        where = f"one environment, pid {ward.pid}, built to look at it"
+        ward.wait_for_end(_CLOSE_SECONDS)  # it closes its environment, which may hold what the first worker needs
+    finally:
+        ward.end()
+    result: PackedError | tuple[bytes | PackedError, Probe | None] = pickle.loads(message)
+    if isinstance(result, PackedError):
+        raise unpack(result, where)
+    return Scouted(_opened(result[0], where), result[1])
+
+
+def _hear(ward: Ward, pipe: Connection[Any, Any], blob: bytes, deadline: float, timeout: float) -> bytes:
+    """What it found out, as it was sent. That its pipe is open says nothing: a helper may hold it.
+
+    A new interpreter gets the environments' functions when it is there to read them: they may be larger than a pipe, and
+    what it imports first may take for ever.
+    """
+    message = b""
+    closed = False
+    try:
+        if ward.wait(deadline):
+            message = ward.receive()
+        if message == _READY:
+            pipe.send_bytes(blob)
+            message = ward.receive() if ward.wait(deadline) else b""
+        if message == _STAY_AWAKE:
+            while not pipe.poll(0) and not ward.has_ended() and time.monotonic() < deadline:
+                pass
+            message = ward.receive()
+    except (EOFError, ConnectionError):
+        closed, message = True, b""
+    if message:
+        return message
+    if not closed and not ward.has_ended():
+        raise StartupTimeout(f"an environment could not be built and looked at within {timeout} seconds")
+    code = ward.exit_code() if ward.wait_for_end(_CLOSE_SECONDS) else None
+    how = "closed its pipe" if code is None else describe_exit(code)
+    text = f"the environment that was built to look at it {how}"
+    raise WorkerDied(text, pid=ward.pid, exitcode=code, command="plan")
+
+
+def _opened(described: bytes | PackedError, where: str) -> Described | Exception:
+    if isinstance(described, PackedError):
+        return unpack(described, where)
+    try:
+        opened: Described = pickle.loads(described)
+    except Exception as error:  # a class of the main module, say, which another start method does not share
+        return error
+    return opened
+
+
+def _scout_main(connection: Connection[Any, Any], env_fns: Any, everyone: bool, step: bool) -> None:
+    pid, env = os.getpid(), None
+    try:
+        if env_fns is None:
+            connection.send_bytes(_READY)
+            env_fns = cloudpickle.loads(connection.recv_bytes())
+        env = env_fns[0]()
+        described = _sealed(_read(env, env_fns, everyone))
+        result: Any = (described, _step_for_a_moment(env, connection) if step else None)
+    except BaseException as error:
+        result = pack(error)
+    if os.getpid() != pid:  # a child that the environment forked has come back from it
+        os._exit(0)
+    connection.send_bytes(pickle.dumps(result))
+    if env is not None:
+        try:
+            env.close()
+        except BaseException:  # what was asked is answered; a worker's environment will say this to the caller
+            traceback.print_exc()
+
+
+def _sealed(described: Described) -> bytes | PackedError:
+    try:
+        return pickle.dumps(described)
+    except Exception as error:
+        error.add_note("the metadata and spaces of an environment could not be sent by the process that built it")
+        return pack(error)
+
+
+def _step_for_a_moment(env: Any, caller: Connection[Any, Any]) -> Probe:
+    env.action_space.seed(0)
+    env.reset(seed=0)
+    actions = [env.action_space.sample() for _ in range(64)]
+    for action in actions[:3]:  # first steps compile, allocate and load
+        if _step(env, action):
+            env.reset()
+    count, slowest = 0, 0.0
+    cpu, queued, began = time.process_time(), seconds_waited() or 0.0, time.perf_counter()
+    until = began + _PROBE_SECONDS
+    last = began
+    while count < _PROBE_STEPS and (last < until or count < 3):
+        if _step(env, actions[count % 64]):
+            env.reset()
+        now = time.perf_counter()
+        slowest, last = max(slowest, now - last), now
+        count += 1
+    computing = (time.process_time() - cpu) / count
+    # what a busy machine takes away is no waiting of the environment's
+    elapsed = (last - began - ((seconds_waited() or 0.0) - queued)) / count
+    alone = _chores()
+    caller.send_bytes(_STAY_AWAKE)
+    return Probe(count, max(elapsed, computing), computing, slowest, alone / _CHORE_SECONDS, max(_chores() / alone, 1.0))
+
+
+def _chores() -> float:
+    """Seconds, the median, that a fixed piece of Python takes right now."""
+    times = []
+    for _ in range(_CHORES):
+        began, total, table = time.perf_counter(), 0.0, {}
+        for i in range(500):
+            table[i & 15] = (i, total)
+            total += len(table) * 0.5
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def _step(env: Any, action: Any) -> bool:
+    _, _, terminated, truncated, _ = env.step(action)
+    return bool(terminated or truncated)

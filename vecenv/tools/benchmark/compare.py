@@ -1,0 +1,233 @@
+"""The comparison itself: check, warm up, interleaved rounds, and what came out of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import random
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from vecenv.system.cores import usable_cores
+from vecenv.tools.benchmark.candidates import gymnasium_candidate
+from vecenv.tools.benchmark.hosts import START_TIMEOUT, WARM_UP, Candidate, HostFailed, Live, Progress, started
+from vecenv.tools.benchmark.runners import SEED, EnvFn, Stream, first_difference
+
+CHECK_STEPS = 256
+CHECK_SECONDS = 1.5
+BASELINES = ("gym-async", "limit")
+
+
+class TrajectoryMismatch(Exception):
+    """An engine returned something else than ``SyncVectorEnv`` did for the same seeds and actions."""
+
+
+def machine() -> dict[str, Any]:
+    """What a reader needs to judge a figure: processor, cores, versions, and how busy the machine was."""
+    model = platform.processor() or platform.machine()
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.partition(":")[2].strip()
+                break
+    return {
+        "cpu": model,
+        "usable_cores": usable_cores(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "gymnasium": gymnasium.__version__,
+        "numpy": np.__version__,
+        "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
+    }
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Median and spread of some samples."""
+
+    median: float
+    lower: float  # first quartile
+    upper: float  # third quartile
+    minimum: float
+    maximum: float
+    count: int
+
+    @classmethod
+    def of(cls, samples: Iterable[float]) -> Summary | None:
+        """Of the samples that are numbers; ``None`` if there is none."""
+        good = [sample for sample in samples if math.isfinite(sample)]
+        if not good:
+            return None
+        lower, upper = (float(q) for q in np.percentile(good, [25, 75]))
+        return cls(statistics.median(good), lower, upper, min(good), max(good), len(good))
+
+
+def show_rate(rate: float) -> str:
+    """A rate for people: whole numbers where they are large, three digits where they are not."""
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+@dataclass
+class Row:
+    """One candidate's samples, one a round, or why there are none."""
+
+    name: str
+    label: str
+    kind: str
+    rates: list[float]
+    failed: str | None = None
+    missing: str | None = None
+    description: str = ""
+    log: str = ""
+
+    @property
+    def summary(self) -> Summary | None:
+        return Summary.of(self.rates)
+
+
+def ratio(row: Row, baseline: Row) -> Summary | None:
+    """How many times faster ``row`` is than ``baseline``, round by round."""
+    return Summary.of(a / b for a, b in zip(row.rates, baseline.rates, strict=True) if b)
+
+
+@dataclass
+class Report:
+    """The outcome of one comparison."""
+
+    env: str
+    num_envs: int
+    seconds: float
+    repeats: int
+    check: str
+    machine: dict[str, Any]
+    rows: list[Row]
+    unit: str = "steps/s"
+
+    def row(self, name: str) -> Row | None:
+        return next((row for row in self.rows if row.name == name), None)
+
+    def ratio(self, name: str, baseline: str) -> Summary | None:
+        row, other = self.row(name), self.row(baseline)
+        return ratio(row, other) if row and other else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON: every sample, the summaries, and the ratios to the baselines."""
+        rows = []
+        for row in self.rows:
+            entry = {key: value for key, value in asdict(row).items() if value not in (None, "")}
+            entry["rates"] = [rate if math.isfinite(rate) else None for rate in row.rates]
+            entry["steps_per_second"] = asdict(row.summary) if row.summary else None
+            ratios = {name: self.ratio(row.name, name) for name in BASELINES if self.row(name)}
+            entry["ratios"] = {name: asdict(value) for name, value in ratios.items() if value}
+            rows.append(entry)
+        return {**asdict(self), "rows": rows}
+
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+
+def _reference(env_fn: EnvFn, num_envs: int, steps: int, seconds: float) -> Stream:
+    """What ``SyncVectorEnv`` returns, in a process of its own."""
+    with started([gymnasium_candidate("reference", "SyncVectorEnv", env_fn, num_envs)]) as (sync,):
+        streams: list[Stream] = sync.ask("trajectory", steps, seconds, timeout=START_TIMEOUT)
+        if not streams:
+            raise HostFailed(f"SyncVectorEnv itself fails on this environment: {sync.failed}")
+        return streams[0]
+
+
+def _check(lives: list[Live], env_fn: EnvFn, num_envs: int, progress: Progress | None) -> str:
+    """Compare every checked candidate with ``SyncVectorEnv``; returns what was established, or raises."""
+    suspects = [live for live in lives if live.candidate.checked]
+    if not suspects:
+        return "nothing to check"
+    wanted = _reference(env_fn, num_envs, CHECK_STEPS, CHECK_SECONDS)
+    steps = len(wanted.observations) - 1
+    for i, live in enumerate(suspects):
+        if progress:
+            progress(f"checking {live.candidate.label}", i, len(suspects))
+        streams = live.trajectory(steps)
+        difference = first_difference(wanted, streams[0]) if streams else None
+        if difference is None:
+            continue
+        if first_difference(wanted, _reference(env_fn, num_envs, steps, math.inf)) is not None:
+            return "not comparable: SyncVectorEnv itself gives other trajectories each time it runs"
+        raise TrajectoryMismatch(f"{live.candidate.label} differs from SyncVectorEnv {difference}")
+    good = sum(live.usable for live in suspects)
+    return f"{good} engines equal SyncVectorEnv over {steps} steps of {num_envs} environments, bit for bit"
+
+
+def compare(
+    env: str,
+    env_fn: EnvFn,
+    num_envs: int,
+    candidates: Sequence[Candidate],
+    *,
+    seconds: float = 1.0,
+    repeats: int = 7,
+    check: bool = True,
+    unit: str = "steps/s",
+    progress: Progress | None = None,
+    inspect_live: Callable[[list[Live]], None] | None = None,
+) -> Report:
+    """Check, warm up, then measure all candidates in ``repeats`` interleaved rounds of ``seconds`` each.
+
+    Args:
+        env: What to call the environment.
+        env_fn: Makes one.
+        num_envs: How many of them.
+        candidates: Who takes part.
+        seconds: Length of one sample.
+        repeats: Rounds; a round has one sample of every candidate.
+        check: Compare the trajectories of the candidates that say so with ``SyncVectorEnv`` first.
+        unit: What the rates are, for tables and pictures.
+        progress: Called with what is being done.
+        inspect_live: Called after the last round, while everything still runs (memory is measured there).
+
+    Raises:
+        TrajectoryMismatch: An engine is wrong; nothing was timed.
+        HostFailed: The environment does not even work in ``SyncVectorEnv``.
+    """
+    about = machine()
+    order = random.Random(SEED)
+    with started(candidates, progress) as lives:
+        verdict = _check(lives, env_fn, num_envs, progress) if check else "not asked for"
+        for live in lives:
+            if not live.candidate.crowd:
+                live.rate(min(seconds, WARM_UP))
+        rates: dict[str, list[float]] = {live.candidate.name: [] for live in lives}
+        for turn in range(repeats):
+            for i, live in enumerate(order.sample(lives, len(lives))):
+                if progress:
+                    progress(f"round {turn + 1} of {repeats}", turn * len(lives) + i, repeats * len(lives))
+                rates[live.candidate.name].append(live.rate(seconds))
+                live.rest()
+        if progress:
+            progress("done", 1, 1)
+        if inspect_live:
+            for live in lives:
+                live.rate(min(seconds, WARM_UP))
+            inspect_live(lives)
+        rows = [
+            Row(
+                live.candidate.name,
+                live.candidate.label,
+                live.candidate.kind,
+                rates[live.candidate.name],
+                live.failed,
+                live.missing,
+                live.description,
+                live.log.read_text(errors="replace")[-8000:] if live.failed and live.log.exists() else "",
+            )
+            for live in lives
+        ]
+    return Report(env, num_envs, seconds, repeats, verdict, about, rows, unit)

@@ -1,0 +1,103 @@
+"""What the terminal shows: a progress bar while it runs, a table at the end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from vecenv.tools.benchmark.compare import Report, Row, show_rate
+from vecenv.tools.benchmark.hosts import Progress
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+WIDTH = 130  # of a table that does not go to a terminal
+
+
+@contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """A bar on stderr, so that stdout holds nothing but the results; nothing at all where stderr is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda stage, done, total: None
+        return
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Bar(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def show(stage: str, done: int, total: int) -> None:
+            bar.update(task, description=stage, completed=done, total=total)
+
+        yield show
+
+
+def _cells(report: Report, row: Row) -> list[str]:
+    summary = row.summary
+    if summary is None or row.failed:
+        return ["died" if row.failed else "left out", "", "", "", ""]
+    against, share = report.ratio(row.name, "gym-async"), report.ratio(row.name, "limit")
+    return [
+        show_rate(summary.median),
+        f"{show_rate(summary.lower)} - {show_rate(summary.upper)}",
+        f"{show_rate(summary.minimum)} - {show_rate(summary.maximum)}",
+        f"{against.median:.2f}" if against else "-",
+        f"{share.median:.3f}" if share else "-",
+    ]
+
+
+def print_report(report: Report) -> None:
+    """The table of one comparison, and below it why rows are empty."""
+    from rich.console import Console
+    from rich.table import Table
+
+    about = report.machine
+    table = Table(
+        title=f"{report.env}, {report.num_envs} environments: {report.repeats} interleaved rounds of {report.seconds:g} s",
+        caption=f"{about['cpu']}, {about['usable_cores']} usable cores; Python {about['python']}, "
+        f"Gymnasium {about['gymnasium']}. Ratios are medians of the rounds' own ratios.",
+    )
+    table.add_column("engine")
+    for heading in (report.unit, "quartiles", "least to greatest", "x Gymnasium Async", "of the limit"):
+        table.add_column(heading, justify="right")
+    for row in report.rows:
+        table.add_row(row.label, *_cells(report, row), style="bold" if row.kind == "vecenv" else None)
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    console.print(f"Trajectories: {report.check}.")
+    console.print(table)
+    auto = report.row("auto")
+    if auto and auto.description:
+        console.print(f"auto chose {auto.description}", markup=False)
+    _print_reasons(console, report.rows)
+
+
+def _print_reasons(console: Console, rows: Sequence[Row], where: str = "") -> None:
+    for row in rows:
+        if row.failed:
+            console.print(f"{row.label}{where} died: {row.failed}", markup=False)
+        elif row.missing:
+            console.print(f"{row.label}{where} left out: {row.missing}", markup=False)
+
+
+def print_scale(reports: Sequence[Report]) -> None:
+    """Medians over the number of environments."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{reports[0].env}: steps per second over the number of environments (median)")
+    table.add_column("engine")
+    for report in reports:
+        table.add_column(str(report.num_envs), justify="right")
+    labels = {row.name: row.label for row in reports[-1].rows}  # the largest has all of them
+    for name, label in labels.items():
+        summaries = [row.summary if (row := report.row(name)) else None for report in reports]
+        table.add_row(label, *(show_rate(summary.median) if summary else "-" for summary in summaries))
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    console.print(table)
+    for report in reports:
+        _print_reasons(console, report.rows, f", {report.num_envs} environments,")

@@ -1,0 +1,371 @@
+"""``vecenv doctor``: what decides reliability on this machine, and what to do about what is not right.
+
+Every fact is one :class:`Finding`, made by one small function that looks at one thing and changes nothing.
+Nothing is imported to find out whether it is installed, no start method is fixed by asking for it, and
+whatever a system does not have (no ``/proc``, no control groups, no ``resource``) is a finding too, not an
+error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import platform
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from vecenv.engine.starting import DESCRIPTORS, SPARE_DESCRIPTORS
+from vecenv.shm.arena import available_memory, memory_limits
+from vecenv.system.cores import usable_cores
+
+if sys.platform != "win32":
+    import resource
+
+__all__ = ["Finding", "Verdict", "examine", "main", "shortage"]
+
+Verdict = Literal["ok", "warn", "bad"]
+
+MIB: Final = 2**20
+GIB: Final = 2**30
+LEAST_MEMORY: Final = 8 * MIB
+"""Memory that a forked Python process takes for itself at the very least."""
+FLEETS: Final = (64, 256, 1024)
+_BACKENDS: Final = {
+    # distribution -> what to install to get it, and what for
+    "envpool": ("vecenv[envpool]", "EnvPool's C++ threads"),
+    "jax": ("jax", "engines inside jit, environments on an accelerator"),
+    "brax": ("brax", "Brax environments"),
+    "playground": ("playground", "MuJoCo Playground environments"),
+    "ray": ("ray", "several machines"),
+    "torch": ("torch", "gradients for PyTorch"),
+    "stable-baselines3": ("stable-baselines3", "the SB3 adapter"),
+    "pettingzoo": ("pettingzoo", "multi-agent environments"),
+}
+_THREADED: Final = ("jax", "torch", "tensorflow")  # start threads that do not survive a fork
+_NEEDED: Final = ("gymnasium", "numpy", "cloudpickle")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One fact about this machine.
+
+    Attributes:
+        name: What was looked at.
+        value: What was found.
+        verdict: ``"ok"``; ``"warn"``: works, but will hurt somebody; ``"bad"``: vecenv will not work well
+            here.
+        advice: What to do about it; empty if nothing.
+    """
+
+    name: str
+    value: str
+    verdict: Verdict = "ok"
+    advice: str = ""
+
+
+def examine() -> list[Finding]:
+    """Look at everything. Starts no process and takes milliseconds."""
+    findings: list[Finding] = []
+    for look in _LOOKS:
+        try:
+            findings.extend(look())
+        except Exception as error:  # a machine odd enough to break one look still deserves the others
+            name = look.__name__.strip("_").replace("_", " ")
+            findings.append(Finding(name, f"could not be examined: {type(error).__name__}: {error}", "warn"))
+    return findings
+
+
+def main(as_json: bool = False) -> int:
+    """Print the findings.
+
+    Args:
+        as_json: One JSON object instead of a table: ``{"verdict": ..., "findings": [...]}``.
+
+    Returns:
+        The exit code: 1 if any verdict is ``"bad"``, else 0.
+    """
+    findings = examine()
+    verdicts = {finding.verdict for finding in findings}
+    worst: Verdict = "bad" if "bad" in verdicts else "warn" if "warn" in verdicts else "ok"
+    if as_json:
+        print(json.dumps({"verdict": worst, "findings": [dataclasses.asdict(f) for f in findings]}, indent=2))
+    else:
+        _print(findings)
+    return 1 if worst == "bad" else 0
+
+
+# --- the looks ----------------------------------------------------------------------------------
+
+
+def _python() -> Iterator[Finding]:
+    version = platform.python_version()
+    value = f"{platform.python_implementation()} {version} on {platform.system()} {platform.release()}"
+    gil = getattr(sys, "_is_gil_enabled", lambda: True)()
+    if not gil:
+        value += ", free-threaded"
+    if sys.platform == "linux":
+        yield Finding("python", value)
+    else:
+        advice = "the portable fallbacks are in use: deaths and dead trainers are noticed a little later than on Linux"
+        yield Finding("python", value, "warn", advice)
+
+
+def _start_methods() -> Iterator[Finding]:
+    methods = multiprocessing.get_all_start_methods()
+    default = multiprocessing.get_start_method(allow_none=True) or methods[0]  # asking must not decide
+    yield Finding("start methods", f"{', '.join(sorted(methods))}; default {default}")
+    others = sorted(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
+    libraries = sorted(name for name in _THREADED if name in sys.modules)
+    value = f"{_thread_count()}; of Python: {', '.join(others) or 'only the main one'}"
+    if libraries:
+        value += f"; loaded: {', '.join(libraries)}"
+    if default == "fork" and (others or libraries):
+        advice = (
+            "a fork copies the locks that other threads hold, and in a worker they stay locked for ever; "
+            'use context="forkserver", or make the vector environment before whatever starts threads'
+        )
+        yield Finding("threads here", value, "warn", advice)
+    else:
+        yield Finding("threads here", value)
+
+
+def _thread_count() -> int:
+    with contextlib.suppress(OSError):
+        return len(os.listdir("/proc/self/task"))  # those of C libraries included; numpy's own survive a fork
+    return threading.active_count()
+
+
+def _memfd() -> Iterator[Finding]:
+    advice = "shared memory falls back to an unlinked file in /dev/shm, bounded by its size"
+    if not hasattr(os, "memfd_create"):
+        yield Finding("memfd", "not available", "warn", advice)
+        return
+    try:
+        os.close(os.memfd_create("vecenv-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+    except OSError as error:
+        yield Finding("memfd", f"refused: {error}", "bad", "the sandbox forbids memfd_create; allow the system call")
+    else:
+        yield Finding("memfd", "works, with seals")
+
+
+def _pidfd() -> Iterator[Finding]:
+    advice = "deaths are noticed through pipes; a helper process that an environment leaves behind can delay that"
+    if not hasattr(os, "pidfd_open"):
+        yield Finding("pidfd", "not available", "warn", advice)
+        return
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        yield Finding("pidfd", f"refused: {error}", "warn", f"{advice}; Linux 5.3 or a laxer sandbox would have it")
+    else:
+        yield Finding("pidfd", "works")
+
+
+def _dev_shm() -> Iterator[Finding]:
+    try:
+        state = os.statvfs("/dev/shm")
+    except (OSError, AttributeError):
+        verdict: Verdict = "ok" if hasattr(os, "memfd_create") else "warn"
+        yield Finding("/dev/shm", "does not exist", verdict)
+        return
+    size, free = state.f_blocks * state.f_frsize, state.f_bavail * state.f_frsize
+    value = f"{_bytes(size)}, {_bytes(free)} free"
+    if hasattr(os, "memfd_create"):
+        yield Finding("/dev/shm", f"{value} (not used: memory comes from memfd)")
+    elif free < 256 * MIB:
+        yield Finding("/dev/shm", value, "warn", "observations live here; in Docker, run with --shm-size or --ipc=host")
+    else:
+        yield Finding("/dev/shm", value)
+
+
+def _memory() -> Iterator[Finding]:
+    available = available_memory()
+    limits = list(memory_limits())
+    if available is None and not limits:
+        yield Finding("memory", "not known on this system")
+        return
+    tightest = min(limits, key=lambda limit: limit[1], default=None)
+    free = min(number for number in (available, tightest[1] if tightest else None) if number is not None)
+    value = f"{_bytes(free)} available"
+    advice = ""
+    if tightest is not None:
+        value += f"; control group {tightest[0]} leaves {_bytes(tightest[1])} of {_bytes(tightest[2])}"
+        advice = "raise the memory limit of the container or job, or use fewer workers"
+    verdict: Verdict = "bad" if free < 256 * MIB else "warn" if free < GIB else "ok"
+    if verdict != "ok" and not advice:
+        advice = "a worker process needs 50 to 300 MB of its own; the kernel kills somebody when memory runs out"
+    yield Finding("memory", value, verdict, advice if verdict != "ok" else "")
+
+
+def _open_files() -> Iterator[Finding]:
+    if sys.platform == "win32":
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/dev/fd")) - 1
+    if soft == resource.RLIM_INFINITY:
+        yield Finding("open files", "unlimited")
+        return
+    needs = {workers: used + workers * DESCRIPTORS + SPARE_DESCRIPTORS for workers in FLEETS}
+    most = (soft - used - SPARE_DESCRIPTORS) // DESCRIPTORS
+    value = f"limit {soft}, {used} in use: about {max(most, 0)} workers; " + ", ".join(
+        f"{workers} need {need}" for workers, need in needs.items()
+    )
+    highest = "no limit" if hard == resource.RLIM_INFINITY else str(hard)
+    advice = f"raise it with `ulimit -n {2 * needs[FLEETS[-1]]}` (possible up to: {highest}), or use fewer workers"
+    verdict: Verdict = "bad" if soft < needs[FLEETS[0]] else "warn" if soft < needs[FLEETS[1]] else "ok"
+    yield Finding("open files", value, verdict, advice if verdict != "ok" else "")
+
+
+def _processes() -> Iterator[Finding]:
+    found = _process_limit()
+    if found is None:
+        yield Finding("processes", "no limit")
+        return
+    limit, where = found
+    verdict: Verdict = "bad" if limit < FLEETS[0] else "warn" if limit < FLEETS[1] else "ok"
+    advice = f"every worker is a process, and its threads count as well; the limit is {where}"
+    yield Finding("processes", f"at most {limit}", verdict, advice if verdict != "ok" else "")
+
+
+def _process_limit() -> tuple[int, str] | None:
+    """The lowest limit of processes, and where it is set."""
+    limits: list[tuple[int, str]] = []
+    if sys.platform != "win32":
+        soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+        if soft != resource.RLIM_INFINITY and os.getuid() != 0:  # root is not held to it
+            limits.append((soft, "ulimit -u"))
+    pids = _read("/sys/fs/cgroup/pids.max").strip() or _read("/sys/fs/cgroup/pids/pids.max").strip()
+    if pids.isdigit():
+        limits.append((int(pids), "the control group's pids.max, `docker run --pids-limit`"))
+    pids = _read("/proc/sys/kernel/pid_max").strip()
+    if pids.isdigit():
+        limits.append((int(pids), "the kernel's, `sysctl kernel.pid_max`"))
+    return min(limits, default=None)
+
+
+def shortage(processes: int, workers: int = 0) -> str | None:
+    """Why this machine cannot hold so many processes at once, or ``None`` if nothing is known against it.
+
+    Args:
+        processes: All of them.
+        workers: The most that are workers of one program, which needs open files for each.
+    """
+    limit = _process_limit()
+    if limit is not None and processes > limit[0]:
+        return f"{processes} processes are more than the {limit[0]} that can be ({limit[1]})"
+    if sys.platform != "win32":
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        need = len(os.listdir("/dev/fd")) - 1 + workers * DESCRIPTORS + SPARE_DESCRIPTORS
+        if soft != resource.RLIM_INFINITY and need > soft:
+            return f"{workers} workers of one program need {need} open files, and the limit is {soft} (ulimit -n)"
+    free = [number for number in (available_memory(), *(limit[1] for limit in memory_limits())) if number is not None]
+    if free and processes * LEAST_MEMORY > min(free):
+        need_text = f"{processes} processes need {_bytes(processes * LEAST_MEMORY)} of memory or more"
+        return f"{need_text}, and {_bytes(min(free))} are available"
+    return None
+
+
+def _cores() -> Iterator[Finding]:
+    usable, there = usable_cores(), os.cpu_count() or 1
+    value = f"{usable} of {there} usable"
+    if usable == 1:
+        advice = "more than one worker only takes turns here; num_workers=0 is faster for anything but sleeping environments"
+        yield Finding("cores", value, "warn", advice)
+    elif usable < there:
+        advice = "libraries that count cores start too many threads: threads_per_worker=1 keeps theirs in bounds"
+        yield Finding("cores", f"{value} (affinity or a quota of the control group)", "ok", advice)
+    else:
+        yield Finding("cores", value)
+
+
+def _packages() -> Iterator[Finding]:
+    for name in _NEEDED:
+        version = _version(name)
+        if version is None:
+            yield Finding(name, "not installed", "bad", f"pip install {name}")
+        else:
+            yield Finding(name, version)
+    for name, (install, purpose) in _BACKENDS.items():
+        version = _version(name)
+        if version is None:
+            yield Finding(name, "not installed", "ok", f"for {purpose}: pip install '{install}'")
+        else:
+            yield Finding(name, f"{version} ({purpose})")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+_LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+    *(_python, _start_methods, _memfd, _pidfd, _dev_shm, _memory, _open_files, _processes, _cores, _packages),
+)
+
+
+# --- printing -----------------------------------------------------------------------------------
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _bytes(number: int) -> str:
+    return f"{number / GIB:.1f} GiB" if number >= GIB else f"{number / MIB:.0f} MiB"
+
+
+def _print(findings: list[Finding]) -> None:
+    try:
+        from rich.console import Console
+    except ImportError:
+        _print_plain(findings)
+    else:
+        _print_rich(findings, Console())
+
+
+def _print_plain(findings: list[Finding]) -> None:
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        print(f"{finding.verdict:<4}  {finding.name:<{width}}  {finding.value}")
+        if finding.advice:
+            print(f"      {'':<{width}}  -> {finding.advice}")
+    print(_summary(findings))
+
+
+def _print_rich(findings: list[Finding], console: Any) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    colours = {"ok": "green", "warn": "yellow", "bad": "bold red"}
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        about = Text(finding.value)
+        if finding.advice:
+            about.append(f"\n{finding.advice}", style="dim" if finding.verdict == "ok" else colours[finding.verdict])
+        table.add_row(Text(finding.verdict, style=colours[finding.verdict]), Text(finding.name, style="bold"), about)
+    console.print(table)
+    console.print(Text(_summary(findings)))
+
+
+def _summary(findings: list[Finding]) -> str:
+    bad = sum(finding.verdict == "bad" for finding in findings)
+    warn = sum(finding.verdict == "warn" for finding in findings)
+    if not bad and not warn:
+        return "Everything that vecenv relies on works here."
+    return f"{bad} bad, {warn} to think about."

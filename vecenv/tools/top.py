@@ -1,0 +1,261 @@
+"""``vecenv top``: the workers of running programs, as a live table or as one snapshot.
+
+Two readings of the counters that a program publishes (:mod:`vecenv.engine.published`) give the rates of the time between
+them; what the kernel says of a worker's process gives its state. The programs themselves are not asked anything, and so a
+program that hangs is shown as well as one that runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from vecenv.engine.published import BadCard, PublishedStats, PublishedWorker, process_state, published
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+__all__ = ["HOW_TO_PUBLISH", "ProgramRow", "Watcher", "WorkerRow", "print_table", "show", "table", "to_dict"]
+
+HOW_TO_PUBLISH: Final = "a program shows its workers here after envs.publish_stats(), or when run with VECENV_TOP=1"
+_WIDTH: Final = 110  # of a table that does not go to a terminal
+_LONGEST_NAME: Final = 80
+_LATE: Final = 1.0  # seconds without an answer that are worth a word
+_COLOURS: Final = {"stepping": "green", "busy": "yellow", "stopped": "red", "dead": "red"}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRow:
+    """One worker between two readings.
+
+    Attributes:
+        index, pid: Which; the caller's own share has the program's pid.
+        kind: ``"process"`` or ``"caller"``.
+        state: ``"stepping"``: it has made steps; ``"busy"``: it computes, and made none; ``"idle"``; ``"stopped"`` (by
+            SIGSTOP); ``"dead"``.
+        envs: (first, last) of its environments.
+        steps_per_second: Of its environments together.
+        waiting: Share of the time that it was not inside an environment, 0 to 1.
+        slowest_env: The environment whose latest sampled step took longest, ``None`` before the first sample.
+        slowest_env_seconds: How long that step took.
+        restarts: How often its process was replaced since the program began to publish.
+    """
+
+    index: int
+    pid: int
+    kind: str
+    state: str
+    envs: tuple[int, int]
+    steps_per_second: float
+    waiting: float
+    slowest_env: int | None
+    slowest_env_seconds: float | None
+    restarts: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramRow:
+    """One vector environment of a running program.
+
+    Attributes:
+        name, pid, num_envs: Which.
+        steps_per_second: Of all workers.
+        waiting: Share of the time that the program waited for its workers, 0 to 1.
+        since_answer: Seconds since the program took in an answer.
+        resets, restarts, errors: Counts, as in ``envs.stats()``.
+        workers: A row each.
+    """
+
+    name: str
+    pid: int
+    num_envs: int
+    steps_per_second: float
+    waiting: float
+    since_answer: float
+    resets: int
+    restarts: int
+    errors: int
+    workers: list[WorkerRow]
+
+
+def to_dict(rows: list[ProgramRow]) -> dict[str, Any]:
+    """Plain values for JSON."""
+    return {"programs": [asdict(row) for row in rows]}
+
+
+class Watcher:
+    """Reads all programs again and again; each :meth:`read` covers the time since the one before.
+
+    Args:
+        pid: Only this program.
+
+    Attributes:
+        left_out: A word on each card that could not be read in the two latest readings. (One that is being written cannot
+            be read either, for a moment.)
+    """
+
+    def __init__(self, pid: int | None = None) -> None:
+        self.left_out: list[str] = []
+        self._pid = pid
+        self._before: dict[tuple[int, int], PublishedStats] = {}
+        self._bad: set[tuple[int, int]] = set()
+
+    def read(self) -> list[ProgramRow]:
+        """The programs that there are, in the order of their ids and ages.
+
+        One that was not there at the last reading is shown over the time since it began to publish.
+        """
+        now: dict[tuple[int, int], PublishedStats] = {}
+        bad: dict[tuple[int, int], BadCard] = {}
+        for key, path in published():
+            if key in now or key in bad or self._pid not in (None, key[0]):
+                continue
+            with contextlib.suppress(OSError):  # gone
+                try:
+                    stats = PublishedStats.read(path)
+                except BadCard as error:
+                    bad[key] = error
+                    continue
+                if stats.pid == key[0]:  # a forked child has its parent's descriptors, and is not the program
+                    now[key] = stats
+        self.left_out = [f"a card of pid {key[0]}: {error}" for key, error in bad.items() if key in self._bad]
+        self._bad = set(bad)
+        rows = [(stats.pid, stats.began, _program(self._before.get(key), stats)) for key, stats in now.items()]
+        self._before = now
+        return [row for *_, row in sorted(rows, key=lambda entry: entry[:2])]
+
+
+def _program(before: PublishedStats | None, now: PublishedStats) -> ProgramRow:
+    if before is not None and (before.began != now.began or len(before.worker_steps) != len(now.worker_steps)):
+        before = None  # another card in the same place
+    seconds = max(now.at - (before.at if before else now.began), 1e-9)
+    steps = now.worker_steps - (before.worker_steps if before else 0.0)
+    inside = now.worker_time - (before.worker_time if before else 0.0)
+    waited = now.live.time_waiting - (before.live.time_waiting if before else 0.0)
+    workers = [_worker(now, w, float(steps[w.index]), float(inside[w.index]), seconds) for w in now.workers]
+    return ProgramRow(
+        name=now.name,
+        pid=now.pid,
+        num_envs=now.num_envs,
+        steps_per_second=sum(worker.steps_per_second for worker in workers),
+        waiting=_share(waited, seconds),
+        since_answer=max(now.at - now.live.answered, 0.0),
+        resets=int(now.live.resets),
+        restarts=int(now.live.restarts),
+        errors=int(now.live.errors),
+        workers=workers,
+    )
+
+
+def _worker(stats: PublishedStats, worker: PublishedWorker, steps: float, inside: float, seconds: float) -> WorkerRow:
+    times = stats.step_time[worker.first : worker.last + 1]
+    slowest = int(times.argmax()) if times.any() else None
+    return WorkerRow(
+        index=worker.index,
+        pid=worker.pid,
+        kind=worker.kind,
+        state=_state(worker, stepped=steps > 0),
+        envs=(worker.first, worker.last),
+        steps_per_second=max(steps, 0.0) / seconds,
+        waiting=1.0 - _share(inside, seconds),
+        slowest_env=None if slowest is None else worker.first + slowest,
+        slowest_env_seconds=None if slowest is None else float(times[slowest]),
+        restarts=worker.restarts,
+    )
+
+
+def _share(part: float, whole: float) -> float:
+    return min(max(part / whole, 0.0), 1.0)
+
+
+def _state(worker: PublishedWorker, *, stepped: bool) -> str:
+    state = process_state(worker.pid)
+    if state is None or state[0] in "ZX" or state[1] != worker.started:
+        return "dead"
+    if state[0] in "Tt":
+        return "stopped"
+    if stepped:
+        return "stepping"
+    return "busy" if state[0] == "R" and worker.kind == "process" else "idle"
+
+
+# --- for people -----------------------------------------------------------------------------------
+
+
+def table(rows: list[ProgramRow], left_out: Sequence[str] = ()) -> RenderableType:
+    """All programs, a table each, and what was left out."""
+    from rich.console import Group
+    from rich.text import Text
+
+    shown: list[RenderableType] = [_table(row) for row in rows] or [Text(f"Nothing to show: {HOW_TO_PUBLISH}.")]
+    return Group(*shown, *(Text(f"Left out: {word}.", style="dim") for word in left_out))
+
+
+def _plain(name: str) -> str:
+    """A name that does nothing to a terminal."""
+    short = name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 3] + "..."
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in short)
+
+
+def _table(program: ProgramRow) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    late = f", no answer for {program.since_answer:.1f} s" if program.since_answer > _LATE else ""
+    found = Table(
+        title=Text(  # and no markup: the name is the program's
+            f"{_plain(program.name)}: {program.num_envs} environments, pid {program.pid}, "
+            f"{program.steps_per_second:,.0f} steps/s, waits {program.waiting:.0%}{late}",
+            style="table.title",
+        ),
+        title_justify="left",
+        caption=f"{program.resets:,} resets, {program.restarts:,} automatic restarts, {program.errors:,} errors",
+        caption_justify="left",
+    )
+    found.add_column("worker", justify="right")
+    found.add_column("pid", justify="right")
+    found.add_column("state")
+    found.add_column("envs")
+    for heading in ("steps/s", "waiting", "slowest env", "restarts"):
+        found.add_column(heading, justify="right")
+    for worker in program.workers:
+        first, last = worker.envs
+        slowest = worker.slowest_env
+        found.add_row(
+            "caller" if worker.kind == "caller" else str(worker.index),
+            str(worker.pid),
+            Text(worker.state, style=_COLOURS.get(worker.state, "dim")),
+            f"{first}" if first == last else f"{first}-{last}",
+            f"{worker.steps_per_second:,.0f}",
+            f"{worker.waiting:.0%}",
+            "-" if slowest is None else f"{slowest}: {_duration(worker.slowest_env_seconds or 0.0)}",
+            str(worker.restarts),
+        )
+    return found
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:,.1f} s"
+
+
+def print_table(rows: list[ProgramRow]) -> None:
+    """The table as it is now, on stdout."""
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False).print(table(rows))
+
+
+def show(watcher: Watcher, console: Console, interval: float) -> None:
+    """Show the table and renew it every ``interval`` seconds, until Ctrl-C."""
+    from rich.live import Live as LiveTable
+
+    with LiveTable(table(watcher.read(), watcher.left_out), console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            time.sleep(interval)
+            live.update(table(watcher.read(), watcher.left_out), refresh=True)

@@ -1,0 +1,281 @@
+"""One worker's whole life: what it is given at its start, and ``serve``: hear a message, answer it.
+
+:func:`answer` turns a message into calls on :class:`~vecenv.worker.rows.EnvRows` and knows nothing of processes; the
+caller's own share of the environments is served by it too. :func:`main` is what runs in a worker process: it arms the
+mechanisms of :mod:`vecenv.system.supervision` first, so that a crash in the very constructor of an environment is already
+reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import cloudpickle
+from gymnasium.vector import AutoresetMode
+
+from vecenv.errors import ObservationError
+from vecenv.link.channel import ChannelClosed, Ends, WorkerEnd
+from vecenv.link.observations import KEPT, Put, checked_value, tree_writer
+from vecenv.link.outcomes import Failure, Outcome
+from vecenv.link.packing import pack
+from vecenv.link.protocol import Op, Reply
+from vecenv.link.sealing import dump
+from vecenv.shm import Arena, Batch, Layout, fixed_tree
+from vecenv.system.cores import Patience, Seat
+from vecenv.system.descendants import adopt, end_own
+from vecenv.system.supervision import BlackBox, Lifeline
+from vecenv.system.uninterrupted import let_in
+from vecenv.worker.rows import EnvRows, Expected
+
+__all__ = ["Plan", "Ready", "Start", "answer", "main", "make_rows"]
+
+_THREADS_GRACE: Final = 0.2  # seconds for threads of environments that end by themselves
+_THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+@dataclass(slots=True)
+class Plan:
+    """What every worker of one vector environment is told alike.
+
+    Attributes:
+        layout: What lies where in the shared block.
+        autoreset_mode: What to do when an episode ends.
+        expected: The spaces to check every environment against.
+        registered: (space, memory) of a custom space with shared-memory functions of its own.
+        threads: At most so many threads for BLAS, OpenMP and torch in a worker; ``None``: as they come.
+        strict: An observation that loses finite numbers in the cast to its space is an error and not a warning.
+    """
+
+    layout: Layout
+    autoreset_mode: AutoresetMode
+    expected: Expected
+    registered: tuple[Any, Any] | None = None
+    threads: int | None = None
+    strict: bool = False
+
+
+@dataclass(slots=True)
+class Start:
+    """What one worker process is given. Everything in it can be pickled while a process is being spawned."""
+
+    index: int
+    first: int
+    env_fns: Sequence[Any]
+    pickled: bool
+    plan: Plan
+    arena: Arena
+    ends: Ends
+    lifeline: Lifeline
+    black_box: BlackBox
+    seat: Seat
+    token: str
+
+
+@dataclass(slots=True)
+class Ready:
+    """A worker's first message: itself, and what went wrong while its environments were built."""
+
+    pid: int
+    failures: list[Failure]
+    mismatches: list[tuple[int, str, str]]
+
+
+def make_rows(
+    env_fns: Sequence[Callable[[], Any]], first: int, worker: int, plan: Plan, batch: Batch, *, interrupts: bool = False
+) -> EnvRows:
+    """The rows of one worker, with writers that fit how observations travel."""
+    tree = plan.layout.observations
+    mine = slice(first, first + len(env_fns))
+    warnings: list[tuple[str, str]] = []
+    put_final: Put | None = None
+
+    def warn(field: str, text: str) -> None:
+        if plan.strict:
+            raise ObservationError(text)
+        warnings.append((field, text))
+
+    if tree is not None and batch.observations is not None:
+        put = tree_writer(tree, [leaf[mine] for leaf in batch.observations], first, warn)
+        if batch.final_observations is not None:
+            put_final = tree_writer(tree, [leaf[mine] for leaf in batch.final_observations], first, warn)
+    elif plan.registered is not None:
+        from gymnasium.vector.utils import write_to_shared_memory
+
+        space, memory = plan.registered
+
+        def put(k: int, observation: Any) -> Any:
+            write_to_shared_memory(space, first + k, observation, memory)
+            return KEPT
+
+    elif (fixed := fixed_tree(plan.expected.observation_space)) is not None:
+        put = checked_value(fixed, first, warn, len(env_fns))
+    else:
+
+        def put(k: int, observation: Any) -> Any:
+            return observation
+
+    rows = EnvRows(
+        env_fns, first, worker, batch, put, put_final, tree, plan.layout.actions, plan.autoreset_mode,
+        plan.expected, interrupts,
+    )  # fmt: skip
+    rows.warnings = warnings
+    return rows
+
+
+def answer(rows: EnvRows, op: int, seq: int, load: Callable[[], Any]) -> Outcome:
+    """Carry out one message on ``rows``. ``load()`` gives its payload, which may be ``None``."""
+    if op == Op.STEP or op == Op.STEP_SOME:
+        ks = None if op == Op.STEP else rows.chosen(seq)
+        actions = load()
+        return rows.step(seq, ks, rows.actions(ks) if actions is None else actions)
+    if op == Op.RESET or op == Op.RESET_SOME:
+        ks = None if op == Op.RESET else rows.chosen(seq)
+        seeds, options = load() or ([None] * (rows.count if ks is None else len(ks)), None)
+        return rows.reset(seq, ks, seeds, options)
+    payload = load()
+    if op == Op.REBUILD_SOME:
+        seeds, options, pending = payload
+        return rows.rebuild(seq, rows.chosen(seq), seeds, options, pending=pending)
+    if op == Op.CALL:
+        return rows.call(seq, *payload)
+    if op == Op.SET_ATTR:
+        return rows.set_attr(seq, *payload)
+    if op == Op.EXEC:
+        return rows.execute(seq, *payload)
+    raise AssertionError(f"unknown message {op}")
+
+
+def serve(channel: WorkerEnd, rows: EnvRows, patience: Patience) -> bool:
+    """Answer messages until told to close; true if every environment closed cleanly.
+
+    Raises:
+        ChannelClosed: The caller is gone.
+    """
+    pid = os.getpid()
+    wait, send, step, actions = channel.wait, channel.send, rows.step, rows.actions
+    plain_step = int(Op.STEP), None
+    plain = int(Reply.PLAIN)
+    while True:
+        op, seq, payload = wait(patience)
+        if (op, payload) == plain_step:  # all rows, actions in shared memory: nearly always
+            outcome = step(seq, None, actions(None))
+            if not outcome.columns and outcome.is_plain() and os.getpid() == pid:
+                send(plain, seq)
+                continue
+        elif op == Op.CLOSE:
+            outcome = rows.close()
+            if left := left_behind():
+                outcome.warnings.append(("left", f"after close() environments {rows.span} left running: {left}"))
+            with contextlib.suppress(ChannelClosed):
+                channel.send(Reply.FULL, seq, dump(outcome))
+            return not outcome.failures
+        else:
+            outcome = answer(rows, op, seq, _loader(payload))
+        if os.getpid() != pid:  # a child that an environment forked has come back from step(): it is not the worker
+            os._exit(0)
+        if outcome.is_plain():
+            channel.send(Reply.COLUMNS if outcome.columns else Reply.PLAIN, seq)
+        else:
+            channel.send(Reply.FULL, seq, dump(outcome))
+
+
+def left_behind() -> str:
+    """What would keep this process from ending: threads and processes that environments started and did not end."""
+    threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread() and not thread.daemon]
+    deadline = time.monotonic() + _THREADS_GRACE
+    for thread in threads:
+        thread.join(max(deadline - time.monotonic(), 0.0))
+    names = [f"thread {thread.name!r}" for thread in threads if thread.is_alive()]
+    names += [f"process {process.pid}" for process in multiprocessing.active_children() if not process.daemon]
+    return ", ".join(names)
+
+
+def _loader(payload: bytes | None) -> Callable[[], Any]:
+    return (lambda: None) if payload is None else (lambda: pickle.loads(payload))
+
+
+def main(start: Start) -> None:
+    """The body of a worker process."""
+    let_in()
+    with contextlib.suppress(OSError):
+        os.setsid()  # keeps a terminal's Ctrl-C out, and makes the environments' own helpers one group with us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    start.lifeline.arm()
+    start.black_box.arm()
+    adopt(start.token)
+    gc.freeze()  # what came with the fork stays shared with the caller instead of being copied by the collector
+    _limit_threads(start.plan.threads)
+    channel = WorkerEnd(start.ends, blocks=not start.seat.spin)
+    try:
+        env_fns = (
+            [_load_env_fn(start.first + k, blob) for k, blob in enumerate(start.env_fns)] if start.pickled else start.env_fns
+        )
+        batch = start.plan.layout.view(start.arena.buffer)
+        rows = make_rows(env_fns, start.first, start.index, start.plan, batch)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=partial(rows.forked.append, True))
+        failures, mismatches = rows.build()
+        rows.leave_if_forked()
+    except BaseException as error:
+        rows, failures, mismatches = None, [Failure(getattr(error, "env", start.first), error)], []
+    for failure in failures:
+        failure.error = pack(failure.error)
+    clean = False
+    abandoned = False
+    try:
+        channel.send(Reply.READY, 0, pickle.dumps(Ready(os.getpid(), failures, mismatches)))
+        if rows is not None:
+            clean = serve(channel, rows, Patience(start.seat.spin, batch.resting_until, start.seat.cpus))
+    except ChannelClosed:  # the caller closed or died; there is nobody to tell
+        clean = abandoned = True
+        if rows is not None:
+            rows.close()
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if abandoned:  # nobody is left to see to the helpers that environments started
+        end_own(start.token)
+    if left_behind():  # an ordinary exit would wait for them
+        os._exit(0 if clean else 1)
+    if not clean:
+        raise SystemExit(1)
+
+
+def _load_env_fn(env: int, blob: bytes) -> Callable[[], Any]:
+    try:
+        env_fn: Callable[[], Any] = cloudpickle.loads(blob)
+        return env_fn
+    except BaseException as error:
+        wrapped = RuntimeError(f"env_fns[{env}] could not be unpickled in its worker: {type(error).__name__}: {error}")
+        wrapped.env = env  # type: ignore[attr-defined]
+        raise wrapped from error
+
+
+def _limit_threads(threads: int | None) -> None:
+    """Keep W workers from starting W times T threads. Libraries loaded later read the variables; loaded ones are told."""
+    if threads is None:
+        return
+    for variable in _THREAD_VARIABLES:
+        os.environ.setdefault(variable, str(threads))
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(threads)
+    with contextlib.suppress(ImportError):
+        import threadpoolctl
+
+        threadpoolctl.threadpool_limits(threads)

@@ -1,0 +1,604 @@
+"""Some environments over their rows of the batch: steps, resets, the three autoreset modes, and what is written where.
+
+:class:`EnvRows` knows nothing of processes and messages; the same object lives in a worker process, in the caller's own
+process (``num_workers=0``, ``use_caller=True``) or on another machine. What does not fit into shared memory comes back in an
+:class:`Outcome`, which is empty for a plain step. One environment's failure is recorded in the outcome and never touches its
+siblings; a failed environment is closed at once and built anew by its next reset.
+
+The step loop is the hot path of the whole package: rewards and flags are gathered in lists and written once, everything it
+needs is bound to local names, and what an autoreset mode does at the end of an episode is looked up in a table and called
+only there.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from operator import length_hint
+from typing import Any, Final
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces.utils import is_space_dtype_shape_equiv
+from gymnasium.vector import AutoresetMode
+
+from vecenv.errors import EnvError, EnvFailed, ObservationError
+from vecenv.link.infos import BY_PICKLE, NO_INFO, InfoWriter
+from vecenv.link.observations import KEPT, Put
+from vecenv.link.outcomes import Failure, Outcome
+from vecenv.link.packing import summary
+from vecenv.shm.layout import Array, Batch, Tree
+
+__all__ = ["EnvRows", "Expected"]
+
+_LONG: Final = 1e-3  # seconds; a message that takes as long is followed by one that is timed, too
+_UNTIMED_MOST: Final = 31
+_SAMPLE_EVERY: Final = 64  # in every so many messages that are timed, the environments are timed one by one
+_clock: Final = time.perf_counter
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The spaces every environment must have; ``mode`` is the ``observation_mode`` of the vector environment."""
+
+    mode: Any
+    observation_space: gymnasium.Space[Any]
+    action_space: gymnasium.Space[Any]
+
+    def mismatch(self, env: gymnasium.Env[Any, Any]) -> tuple[str, str] | None:
+        """``(which, got)`` if a space of ``env`` does not go with the others."""
+        if isinstance(self.mode, str) and self.mode == "same":
+            fits = env.observation_space == self.observation_space
+        else:
+            fits = is_space_dtype_shape_equiv(env.observation_space, self.observation_space)
+        if not fits:
+            return "observation", repr(env.observation_space)
+        if env.action_space != self.action_space:
+            return "action", repr(env.action_space)
+        return None
+
+
+class EnvRows:
+    """Environments ``first .. first + len(env_fns) - 1`` of the batch.
+
+    Args:
+        env_fns: What builds them.
+        first: Index of the first one.
+        worker: Which row of the per-worker counters to write.
+        batch: Views of the whole shared block.
+        put: Writes an observation of row k (:data:`~vecenv.link.observations.Put`).
+        put_final: The same for final observations, or ``None`` where they travel by pickle.
+        observation_tree: Structure of an observation of fixed size, else ``None``.
+        action_tree: Structure of an action of fixed size, else ``None``.
+        autoreset_mode: What to do when an episode ends.
+        expected: The spaces to check every environment against; ``None``: no check.
+        interrupts: A ``KeyboardInterrupt`` belongs to the person at the keyboard (in the caller's own process) and is
+            passed on; in a worker it is the environment's own.
+    """
+
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[[], gymnasium.Env[Any, Any]]],
+        first: int,
+        worker: int,
+        batch: Batch,
+        put: Put,
+        put_final: Put | None,
+        observation_tree: Tree | None,
+        action_tree: Tree | None,
+        autoreset_mode: AutoresetMode,
+        expected: Expected | None = None,
+        interrupts: bool = False,
+    ) -> None:
+        count = len(env_fns)
+        mine = slice(first, first + count)
+        self.first = first
+        self.count = count
+        self.warnings: list[tuple[str, str]] = []
+        self.forked: list[bool] = []  # not empty in a copy of the worker that an environment forked; see leave_if_forked()
+        self._env_fns = list(env_fns)
+        self._expected = expected
+        self._interrupts = interrupts
+        self._put = put
+        self._put_final = put_final
+        self._observation_tree = observation_tree
+        self._action_tree = action_tree
+        self.envs: list[gymnasium.Env[Any, Any] | None] = [None] * count
+        self._steps: list[Callable[[Any], Any]] = [self._step_failed(k) for k in range(count)]
+        self._used = [False] * count
+        self._offered: list[Any] = [None] * count  # what an environment with an observation_buffer writes into
+        self._mode = autoreset_mode
+        self._at_end = {
+            AutoresetMode.NEXT_STEP: self._reset_next_step,
+            AutoresetMode.SAME_STEP: self._reset_same_step,
+            AutoresetMode.DISABLED: self._reset_never,
+        }[autoreset_mode]
+        self._actions = [leaf[mine] for leaf in batch.actions] if batch.actions is not None else []
+        self._observation_leaves = [leaf[mine] for leaf in batch.observations] if batch.observations is not None else []
+        self._reward_cells = _cells(batch.rewards[mine])
+        self._termination_cells = _cells(batch.terminations[mine])
+        self._truncation_cells = _cells(batch.truncations[mine])
+        self._requested = batch.requested[mine]
+        self._schemas = batch.info_schemas[mine]
+        self._final = batch.final[mine]
+        self._step_time = batch.step_time[mine]
+        self._worker_time = _cells(batch.worker_time[worker : worker + 1])
+        self._worker_steps = _cells(batch.worker_steps[worker : worker + 1])
+        self._infos = InfoWriter(self._schemas, batch.infos[mine])
+        self._direct, self._direct_rows, self._flat = self._direct_writes(observation_tree)
+        self._out = Outcome()
+        self._seq = -1  # the message that is being carried out, or was last
+        self._done = 0  # how many of its rows are done
+        self._walk: Any = None  # the rows that are being gone through
+        self._dirty = False  # some row's info columns or final flag are set
+        self._counted = 0  # messages that were timed
+        self._untimed = 0  # messages to come that are not
+        self._weight = 1  # for how many the next one that is timed stands
+
+    def _direct_writes(self, tree: Tree | None) -> tuple[tuple[Any, Any, Any], list[Any], bool]:
+        """How the step loop writes a space of one array by itself, the common case: (class, dtype, shape) to look for, the
+        rows, and whether they are flat: memoryviews, whose slice assignment checks dtype and shape and copies in one go, for
+        a third of the price of an array's. A memoryview can do so with one axis only."""
+        leaf = tree.leaf if tree is not None else None
+        if leaf is None or leaf.shape == () or not self._observation_leaves:
+            return (KEPT, None, None), [None] * self.count, False  # no observation has this class
+        array = self._observation_leaves[0]
+        flat = leaf.flat
+        rows = [memoryview(array[k]) if flat else array[k] for k in range(self.count)]
+        return (np.ndarray, leaf.dtype, leaf.shape), rows, flat
+
+    @property
+    def span(self) -> str:
+        """Which environments, in words."""
+        return f"{self.first}-{self.first + self.count - 1}"
+
+    # -- building ---------------------------------------------------------------------------------------------------
+
+    def build(self) -> tuple[list[Failure], list[tuple[int, str, str]]]:
+        """Build all environments; what raised, and (env, which space, its repr) for spaces that do not match."""
+        failures: list[Failure] = []
+        mismatches: list[tuple[int, str, str]] = []
+        for k in range(self.count):
+            try:
+                env = self._build(k)
+                wrong = self._expected.mismatch(env) if self._expected is not None else None
+            except BaseException as error:
+                self._let_through(error)
+                failures.append(Failure(self.first + k, error))
+                continue
+            if wrong is not None:
+                mismatches.append((self.first + k, *wrong))
+        return failures, mismatches
+
+    def _build(self, k: int) -> gymnasium.Env[Any, Any]:
+        env = self._env_fns[k]()
+        self.envs[k] = env
+        self._steps[k] = env.step
+        self._used[k] = False
+        # looked up on the class so that an environment's __getattr__ cannot pretend to have one
+        offered = getattr(type(env.unwrapped), "observation_buffer", None)
+        if callable(offered) and self._observation_tree is not None:
+            views = [leaf[k : k + 1].reshape(leaf.shape[1:]) for leaf in self._observation_leaves]
+            self._offered[k] = self._observation_tree.build(iter(views))
+            offered(env.unwrapped, self._offered[k])
+        return env
+
+    def _env(self, k: int) -> gymnasium.Env[Any, Any]:
+        env = self.envs[k]
+        if env is None:
+            raise EnvFailed(f"env {self.first + k} failed earlier; reset() builds it anew")
+        return env
+
+    # What stands in for a row's `env.step` when the row is not to be stepped.
+
+    def _step_failed(self, k: int) -> Callable[[Any], Any]:
+        def step(_: Any) -> Any:
+            return self._env(k)
+
+        return step
+
+    def _step_by_reset(self, k: int) -> Callable[[Any], Any]:
+        """The step after an episode's end in next-step mode: ignores its action and resets."""
+
+        def step(_: Any) -> Any:
+            env = self._env(k)
+            self._steps[k] = env.step
+            observation, info = env.reset()
+            return observation, 0.0, False, False, info
+
+        return step
+
+    def leave_if_forked(self) -> None:
+        """End a copy of the worker, which an environment forked and which has come back here.
+
+        It is not the worker, and what it has to say, however late, must not get into the rows.
+        """
+        if self.forked:
+            os._exit(0)
+
+    def _let_through(self, error: BaseException) -> None:
+        if self._interrupts and isinstance(error, KeyboardInterrupt):
+            raise error
+
+    # -- stepping ---------------------------------------------------------------------------------------------------
+
+    def chosen(self, seq: int) -> list[int]:
+        """The rows that message ``seq`` is about."""
+        return np.flatnonzero(self._requested == seq).tolist()
+
+    def actions(self, ks: Sequence[int] | None) -> Sequence[Any]:
+        """The rows' actions out of shared memory, each the environment's own: a scalar or a writeable array."""
+        assert self._action_tree is not None
+        tree = self._action_tree
+        if tree.leaf is not None:
+            return _own(self._actions[0], ks)
+        columns = [_own(leaf, ks) for leaf in self._actions]
+        return [tree.build(iter(leaves)) for leaves in zip(*columns, strict=True)]
+
+    def _begin(self, seq: int, ks: Sequence[int] | None, *, batch: bool = True) -> None:
+        """Begin to carry out message ``seq``. One that was interrupted is asked for again by the same number, and goes on.
+
+        What goes on: the rows that are done are not done again, and what they said is in the outcome already. So in the
+        caller's own process an exception may come out of any line, and no environment is stepped twice or left out.
+        """
+        out = self._out
+        if not batch or not out.is_plain():
+            out = self._out = Outcome()
+        if batch and self._dirty:
+            self._clean(ks)
+            out.columns = False
+        self._done = 0
+        self._walk = None
+        self._seq = seq
+
+    def _stopped(self, ks: Sequence[int] | None, begun: int, done: int) -> None:
+        """An exception that is no environment's got out of a loop over rows: note where to go on.
+
+        Args:
+            ks: The rows of the message; ``None``: all.
+            begun: The row whose environment was run last; -1: none.
+            done: The row that was done last.
+        """
+        if begun != done:  # nobody knows how far it got
+            row = self.first + begun
+            if not any(failure.env == row for failure in self._out.failures):
+                self._out.failures.append(Failure(row, EnvError(f"env {row} was interrupted: it has to be built anew")))
+            self._drop(begun)
+        if begun >= 0:
+            self._done = (begun if ks is None else list(ks).index(begun)) + 1
+        self._walk = None
+
+    def _lost_place(self, ks: Sequence[int] | None) -> None:
+        """As :meth:`_stopped`, where nobody noted: the row that was taken up last may or may not have been done."""
+        every = list(range(self.count) if ks is None else ks)[self._done :]
+        taken = len(every) - length_hint(self._walk)
+        self._stopped(ks, every[taken - 1] if taken else -1, -1)
+
+    def step(self, seq: int, ks: list[int] | None, actions: Sequence[Any]) -> Outcome:
+        """Step the environments of rows ``ks`` (``None``: all of them), in order; see :meth:`_begin`."""
+        if seq != self._seq:
+            if self._dirty or not self._out.is_plain():
+                self._begin(seq, ks)
+            else:
+                self._done = 0
+                self._seq = seq
+        elif self._walk is not None:
+            self._lost_place(ks)
+        steps, untimed = self._steps, self._untimed
+        if untimed:
+            self._untimed = untimed - 1
+            began = 0.0
+        else:
+            if self._counted % _SAMPLE_EVERY == _SAMPLE_EVERY - 1:
+                steps = [self._timed(k) for k in range(self.count)]
+            began = _clock()
+        rows = self._direct_rows
+        where: Iterable[int] = range(self.count)
+        if ks is not None:
+            where, steps, rows = ks, [steps[k] for k in ks], [rows[k] for k in ks]
+        if self._done:  # it was interrupted
+            start = self._done
+            where, steps, rows, actions = list(where)[start:], steps[start:], rows[start:], list(actions)[start:]
+        begun = done = -1
+        walk = self._walk = iter(where)
+        out, at_end, put, note, offered = self._out, self._at_end, self._put, self._note, self._offered
+        forked = self.forked
+        (array, dtype, shape), flat = self._direct, self._flat
+        rewards, terminations, truncations = self._reward_cells, self._termination_cells, self._truncation_cells
+        try:
+            for k, step, row, action in zip(walk, steps, rows, actions, strict=True):
+                try:
+                    begun = k
+                    observation, reward, terminated, truncated, info = step(action)
+                    if forked:
+                        os._exit(0)
+                    if terminated or truncated:
+                        observation, info = at_end(k, observation, info, out)
+                    direct = False
+                    if observation is offered[k] and observation is not None:  # written in place, by the environment
+                        direct = True
+                    elif flat:
+                        try:
+                            row[:] = observation
+                            direct = True
+                        except (TypeError, ValueError):  # another dtype or shape, or no array at all
+                            pass
+                    elif observation.__class__ is array and observation.shape == shape:
+                        own = observation.dtype
+                        if own is dtype or own == dtype:  # equal and not the same where the space has come here by pickle
+                            row[...] = observation
+                            direct = True
+                    if not direct and (travels := put(k, observation)) is not KEPT:
+                        out.observations[self.first + k] = travels
+                    if info or info.__class__ is not dict:
+                        note(k, info, out)
+                    if reward.__class__ is not float:
+                        reward = self._number(k, "reward", reward, np.float64)
+                    rewards[k] = reward
+                    if terminated.__class__ is not bool or truncated.__class__ is not bool:
+                        terminated = self._number(k, "terminated", terminated, np.bool_)
+                        truncated = self._number(k, "truncated", truncated, np.bool_)
+                    terminations[k] = terminated
+                    truncations[k] = truncated
+                except BaseException as error:
+                    self._fail(k, error, out)
+                    rewards[k], terminations[k], truncations[k] = 0.0, False, False
+                done = k
+        except BaseException:
+            self._stopped(ks, begun, done)
+            raise
+        self._done, self._walk = self.count, None
+        if not untimed:
+            self._count(_clock() - began, len(steps))
+        return self._finish()
+
+    def _count(self, elapsed: float, steps: int) -> None:
+        """Count a message that was timed, once for itself and once for each before it that was not.
+
+        Two looks at the clock and this take a microsecond, a tenth of a message with one CartPole-v1: the shorter messages
+        are, the fewer of them are timed, but one in 32 at least, so that a single long one cannot stand for very many.
+        """
+        self._worker_time[0] += self._weight * elapsed
+        self._worker_steps[0] += self._weight * steps
+        self._untimed = min(_UNTIMED_MOST, int(_LONG / max(elapsed, 1e-9)))
+        self._weight = self._untimed + 1
+        self._counted += 1
+
+    def _number(self, k: int, name: str, value: Any, kind: type[np.float64] | type[np.bool_]) -> Any:
+        """A reward or flag that is no plain Python one: converted as Gymnasium does, an array of one squeezed."""
+        if isinstance(value, (np.bool_, np.floating, np.integer, int)):
+            return kind(value)
+        try:
+            array = np.array(value, dtype=kind)
+            if array.size == 1:
+                return kind(array.reshape(())[()])
+            problem: Exception | None = None
+        except (ValueError, TypeError) as error:
+            problem = error
+        raise ObservationError(
+            f"env {self.first + k}: {name}: got {type(value).__name__} {value!r}, wanted one {np.dtype(kind)}"
+        ) from problem
+
+    def _timed(self, k: int) -> Callable[[Any], Any]:
+        step, clock, times = self._steps[k], _clock, self._step_time
+
+        def timed(action: Any) -> Any:
+            began = clock()
+            result = step(action)
+            times[k] = clock() - began
+            return result
+
+        return timed
+
+    # What happens when an episode ends, one function a mode: takes and returns (observation, info).
+
+    def _reset_next_step(self, k: int, observation: Any, info: Any, out: Outcome) -> tuple[Any, Any]:
+        self._steps[k] = self._step_by_reset(k)
+        return observation, info
+
+    def _reset_never(self, k: int, observation: Any, info: Any, out: Outcome) -> tuple[Any, Any]:
+        return observation, info
+
+    def _reset_same_step(self, k: int, observation: Any, info: Any, out: Outcome) -> tuple[Any, Any]:
+        # Both are kept before the reset: an environment may reuse the very objects it returned.
+        if isinstance(info, dict):
+            info = deepcopy(info)
+        exact = None
+        if self._put_final is not None and self._observation_tree is not None:
+            exact = self._observation_tree.exact(observation)
+        if exact is not None and self._put_final is not None:
+            self._put_final(k, observation)
+            kept = None
+        else:
+            kept = deepcopy(observation)
+        reset_observation, reset_info = self._env(k).reset()
+        self.leave_if_forked()
+        if "final_obs" in reset_info or "final_info" in reset_info:  # Gymnasium lets the reset's own keys win
+            final = deepcopy(observation) if kept is None else kept
+            return reset_observation, {"final_info": info, "final_obs": final, **reset_info}
+        if exact is not None:
+            self._final[k] = True
+            self._dirty = out.columns = True
+        else:
+            out.finals[self.first + k] = kept
+        return reset_observation, {"final_info": info, **reset_info}
+
+    # -- resetting --------------------------------------------------------------------------------------------------
+
+    def reset(
+        self, seq: int, ks: list[int] | None, seeds: Sequence[Any], options: dict[str, Any] | None, *, pending: bool = False
+    ) -> Outcome:
+        """Reset the environments of rows ``ks``, building those that had failed.
+
+        Args:
+            seq: The number of the message; see :meth:`_begin`.
+            ks: Which rows; ``None``: all.
+            seeds: One a row of ``ks``.
+            options: Handed to every environment, each its own dict.
+            pending: Let the next step begin with an automatic reset (after a restart in next-step mode).
+        """
+        if seq != self._seq:
+            self._begin(seq, ks)
+        elif self._walk is not None:
+            self._lost_place(ks)
+        out, start = self._out, self._done
+        begun = done = -1
+        walk = self._walk = iter(list(range(self.count) if ks is None else ks)[start:])
+        try:
+            for k, seed in zip(walk, list(seeds)[start:], strict=True):
+                try:
+                    begun = k
+                    env = self.envs[k] or self._build(k)
+                    observation, info = env.reset(seed=seed, options=None if options is None else dict(options))
+                    self.leave_if_forked()
+                    self._steps[k] = self._step_by_reset(k) if pending else env.step
+                    self._used[k] = True
+                    if (travels := self._put(k, observation)) is not KEPT:
+                        out.observations[self.first + k] = travels
+                    if info or info.__class__ is not dict:
+                        self._note(k, info, out)
+                except BaseException as error:
+                    self._fail(k, error, out)
+                done = k
+        except BaseException:
+            self._stopped(ks, begun, done)
+            raise
+        self._done, self._walk = self.count, None
+        return self._finish()
+
+    def rebuild(
+        self, seq: int, ks: list[int] | None, seeds: Sequence[Any], options: dict[str, Any] | None, *, pending: bool
+    ) -> Outcome:
+        """Replace the environments of rows ``ks`` by new ones (unless they are new already) and reset those."""
+        if seq != self._seq:
+            self._begin(seq, ks)
+        elif self._walk is not None:
+            self._lost_place(ks)
+        for k in list(range(self.count) if ks is None else ks)[self._done :]:
+            if self._used[k]:
+                self._drop(k)
+        return self.reset(seq, ks, seeds, options, pending=pending)
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    def call(self, seq: int, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Outcome:
+        """``env.get_wrapper_attr(name)`` of every environment, called if it can be."""
+
+        def one(k: int) -> Any:
+            attribute = self._env(k).get_wrapper_attr(name)
+            return attribute(*args, **kwargs) if callable(attribute) else attribute
+
+        return self._each(seq, range(self.count), one)
+
+    def set_attr(self, seq: int, name: str, values: Sequence[Any]) -> Outcome:
+        """``env.set_wrapper_attr(name, value)``, a value a row."""
+
+        def one(k: int) -> None:
+            self._env(k).set_wrapper_attr(name, values[k])
+
+        return self._each(seq, range(self.count), one)
+
+    def execute(
+        self, seq: int, ks: Sequence[int], function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Outcome:
+        """``function(env, *args, **kwargs)`` for the rows ``ks``."""
+        return self._each(seq, ks, lambda k: function(self._env(k), *args, **kwargs))
+
+    def _each(self, seq: int, ks: Sequence[int], function: Callable[[int], Any]) -> Outcome:
+        if seq != self._seq:
+            self._begin(seq, ks, batch=False)
+        out = self._out
+        for k in ks[self._done :]:
+            try:
+                self._done += 1  # whatever comes of it, it is not called twice
+                out.results[self.first + k] = function(k)
+            except BaseException as error:
+                out.failures.append(Failure(self.first + k, self._told(k, error), fatal=False))
+                self._let_through(error)
+        return out
+
+    def close(self) -> Outcome:
+        """Close all environments, whatever any of them raises."""
+        out = Outcome()
+        for k, env in enumerate(self.envs):
+            if env is None:
+                continue
+            self.envs[k] = None
+            try:
+                env.close()
+            except BaseException as error:
+                self._let_through(error)
+                out.failures.append(Failure(self.first + k, error))
+        return out
+
+    def forget(self) -> None:
+        """Let go of everything, the shared memory first of all; nothing can be asked of it any more."""
+        self.__dict__.clear()
+
+    # -- helpers ----------------------------------------------------------------------------------------------------
+
+    def _note(self, k: int, info: Any, out: Outcome) -> None:
+        """Keep an info that is not empty."""
+        self._dirty = True
+        if info.__class__ is dict and self._infos.write(k, info):
+            out.columns = True
+        else:
+            self._schemas[k] = BY_PICKLE
+            out.infos[self.first + k] = info
+
+    def _clean(self, ks: Sequence[int] | None) -> None:
+        where: Any = slice(None) if ks is None else ks
+        self._schemas[where] = NO_INFO
+        self._final[where] = False
+        self._dirty = ks is not None and bool(self._schemas.any() or self._final.any())
+
+    def _finish(self) -> Outcome:
+        """The outcome of this message; a plain one is the same object every time, read before the next message."""
+        out = self._out
+        if out.columns:
+            self._infos.tell(out.schemas)
+        if self.warnings:
+            out.warnings.extend(self.warnings)
+            self.warnings.clear()
+        return out
+
+    def _fail(self, k: int, error: BaseException, out: Outcome) -> None:
+        self.leave_if_forked()
+        row = self.first + k
+        out.failures.append(Failure(row, self._told(k, error)))
+        self._drop(k)
+        out.observations.pop(row, None)
+        out.infos.pop(row, None)
+        self._let_through(error)
+
+    def _told(self, k: int, error: BaseException) -> BaseException:
+        """What is said of an environment that raised ``error``: it, unless that is the person's at the keyboard."""
+        if self._interrupts and isinstance(error, KeyboardInterrupt):
+            return EnvError(f"env {self.first + k} was interrupted: {summary(error)}")
+        return error
+
+    def _drop(self, k: int) -> None:
+        """Close an environment that is not to be used any more."""
+        env, self.envs[k] = self.envs[k], None
+        self._steps[k] = self._step_failed(k)
+        self._schemas[k] = NO_INFO
+        self._final[k] = False
+        self._used[k] = False
+        if env is not None:
+            try:
+                env.close()
+            except BaseException as error:
+                self._let_through(error)
+
+
+def _cells(array: Array) -> Any:
+    """A memoryview: getting and setting one number costs a fraction of what it does on an array."""
+    return memoryview(array)  # type: ignore[arg-type]
+
+
+def _own(leaf: Array, ks: Sequence[int] | None) -> Sequence[Any]:
+    """Scalars, or rows of a copy made at once: nobody else's, and never the shared block itself."""
+    return list(leaf.copy() if ks is None else leaf[ks])

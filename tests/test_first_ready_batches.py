@@ -495,3 +495,76 @@ def test_a_killed_worker_is_an_error_without_restart() -> None:
         assert envs.reset()[0].shape == (4, 3)
     finally:
         envs.close()
+
+
+@pytest.mark.parametrize("engine", [{"num_workers": 0}, {"num_workers": 1}, {"num_workers": 2, "use_caller": True}], ids=str)
+def test_some_are_reset_while_others_fly(engine: dict[str, Any]) -> None:
+    """Each row by itself goes on as in a plain loop; seeds are by environment, or one for each that is named."""
+    envs = vecenv.AsyncVectorEnv(makers([50] * 4), **engine)
+    try:
+        envs.reset(seed=10)
+        envs.send([1, 1], [0, 1])
+        envs.reset_async(seed=20, env_id=[3, 2])
+        with pytest.raises(AlreadyPendingCallError, match=r"envs \[1\]"):
+            envs.reset_async(env_id=[1])
+        with pytest.raises(AlreadyPendingCallError, match=r"envs \[3\]"):
+            envs.send([1], [3])
+        seen = {}
+        for count in (1, 3):
+            observations, rewards, *_, infos = envs.recv(count=count)
+            assert len(observations) == len(rewards) == len(infos["env_id"]) == count
+            for position, row in enumerate(infos["env_id"].tolist()):
+                said = infos["seed"][position] if row >= 2 else infos["t"][position]
+                seen[row] = (observations[position].tolist(), rewards[position], said)
+        assert seen == {
+            0: ([0, 0, 1], 2.0, 1), 1: ([1, 0, 1], 2.0, 1), 2: ([2, 1, 0], 0.0, 22), 3: ([3, 1, 0], 0.0, 23),
+        }  # fmt: skip
+        envs.reset_async(seed=[7, 8], env_id=[2, 0])
+        infos = envs.recv(count=2)[4]
+        assert dict(zip(infos["env_id"].tolist(), infos["seed"].tolist(), strict=True)) == {2: 7, 0: 8}
+        assert envs.step([0] * 4)[0].tolist() == [[0, 1, 1], [1, 0, 2], [2, 2, 1], [3, 1, 1]]
+        assert envs.stats()["resets"] == 4 + 2 + 2
+    finally:
+        envs.close()
+
+
+def test_wrong_rows_and_counts_are_refused_before_anything_is_sent() -> None:
+    envs = vecenv.AsyncVectorEnv(makers([5] * 3), num_workers=1)
+    try:
+        envs.reset(seed=0)
+        for arguments, error, text in (
+            ({"env_id": [3]}, ValueError, "env_id must lie within 0..2"),
+            ({"env_id": [1, 1]}, ValueError, "twice"),
+            ({"env_id": [0], "seed": [1, 2]}, ValueError, "num_envs=1 but got length=2"),
+            ({"env_id": [0], "options": {"reset_mask": np.ones(3, np.bool_)}}, ValueError, "give one"),
+        ):
+            with pytest.raises(error, match=text):
+                envs.reset_async(**arguments)  # type: ignore[arg-type]
+        for count, error in ((0, ValueError), (4, ValueError), ("2", TypeError), (1.5, TypeError)):
+            with pytest.raises(error, match="count must be"):
+                envs.recv(count=count)
+        assert envs.stats()["in_flight"] == 0
+        with pytest.raises(NoAsyncCallError):
+            envs.recv(count=1)
+    finally:
+        envs.close()
+
+
+@pytest.mark.parametrize("way", ["dies", "raises"])
+def test_a_failed_env_comes_back_by_a_reset_of_its_own(way: str) -> None:
+    envs = vecenv.AsyncVectorEnv(makers([9] * 3, raise_at=2 if way == "raises" else -1), num_workers=3)
+    try:
+        envs.reset(seed=0)
+        envs.step([0] * 3)
+        if way == "dies":
+            os.kill(envs.processes[1].pid, signal.SIGKILL)
+        envs.send([0], [1])
+        with pytest.raises((ArithmeticError, vecenv.errors.WorkerDied)):
+            envs.recv(count=1)
+        envs.reset_async(seed=[5], env_id=[1])
+        observations, *_, infos = envs.recv(count=1)
+        assert (observations[0].tolist(), infos["seed"][0], infos["env_id"][0]) == ([1, 0, 0], 5, 1)
+        envs.send([0], [1])
+        assert envs.recv(count=1)[0][0].tolist() == [1, 0, 1]
+    finally:
+        envs.close()

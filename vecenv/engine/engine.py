@@ -197,7 +197,7 @@ class Engine(Answering):
         flight.unreset = len(left) if command == "reset" else 0
         for name, value in about.items():
             setattr(flight, name, value)
-        self.pool.ask(flight, alone=command == "reset")
+        self.pool.ask(flight, alone=command == "reset" and not by_row)
         return flight
 
     def ask_reset(self, seeds: Sequence[Any], options: dict[str, Any] | None, mask: Array | None) -> None:
@@ -208,15 +208,20 @@ class Engine(Answering):
         if mask is None and self.num_envs and isinstance(seeds[0], (int, np.integer)):
             self.recovery.seeds = np.random.SeedSequence(abs(int(seeds[0])))
         self.recovery.revive(chosen)
-
-        def payload_of(mine: list[int]) -> Any:
-            own = [seeds[row] for row in mine]
-            return None if options is None and all(seed is None for seed in own) else (own, options)
-
         if mask is not None:
             self.batch.info_schemas[~mask] = NO_INFO
             self.batch.final[~mask] = False
-        self._ask("reset", Op.RESET, Op.RESET_SOME, chosen, payload_of, mask=mask, seeds=seeds, options=options)
+        self._ask(
+            "reset", Op.RESET, Op.RESET_SOME, chosen, _reset_payload(seeds, options), mask=mask, seeds=seeds, options=options
+        )  # fmt: skip
+
+    def ask_reset_rows(self, rows: Sequence[int], seeds: Sequence[Any], options: dict[str, Any] | None) -> None:
+        """Reset some rows, to be received one by one; ``seeds`` has an entry for every row there is."""
+        self.recovery.revive(rows)
+        payload_of = _reset_payload(seeds, options)
+        self._ask(
+            "reset", Op.RESET_SOME, Op.RESET_SOME, sorted(rows), payload_of, by_row=True, seeds=seeds, options=options
+        )  # fmt: skip
 
     def ask_call(self, op: Op, payload_of: Callable[[Worker], Any], command: str) -> None:
         """``CALL``, ``SET_ATTR`` or ``EXEC``; workers for which ``payload_of`` gives ``None`` are left out."""
@@ -309,3 +314,11 @@ class Engine(Answering):
         """Let go of the shared memory: it is unmapped when no array over it is held outside."""
         for name in ("arena", "batch", "store", "_infos", "_reading", "recovery", "first_ready"):
             self.__dict__.pop(name, None)
+
+
+def _reset_payload(seeds: Sequence[Any], options: dict[str, Any] | None) -> Callable[[list[int]], Any]:
+    def payload_of(mine: list[int]) -> Any:
+        own = [seeds[row] for row in mine]
+        return None if options is None and all(seed is None for seed in own) else (own, options)
+
+    return payload_of

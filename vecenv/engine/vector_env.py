@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import os
 import time
 import warnings
 from collections import deque
@@ -35,8 +36,11 @@ from vecenv.engine.owed import AS_IT_IS, Flight, Result, Worker
 from vecenv.engine.pool import WorkerPool
 from vecenv.engine.published import StatsCard
 from vecenv.engine.starting import PoolOptions, refuse_to_start_while_importing_main
-from vecenv.errors import BusyError, ErrorRecord, ForkedError
+from vecenv.errors import ErrorRecord
+from vecenv.front.arguments import count_of, env_ids_of, reset_mask_of, seeds_of
+from vecenv.front.capabilities import Capabilities
 from vecenv.front.deadlines import seconds_of
+from vecenv.front.guard import refuse_busy, refuse_closed, refuse_forked
 from vecenv.front.phases import Phase, advance
 from vecenv.link.observations import PickledStore, RegisteredStore, SharedStore, Store, has_dynamic_part
 from vecenv.link.protocol import Op
@@ -146,6 +150,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
     """
 
     _engine_class: type[Engine] = Engine
+    _backend = "process"
 
     def __new__(
         cls,
@@ -233,7 +238,7 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         try:
             self._pool: WorkerPool = self._engine.pool
             self._owed = self._engine.owed
-            self._owner = multiprocessing.current_process().pid
+            self._owner = os.getpid()
             layout = self._engine.layout
             self._stage = ActionStage(
                 self.single_action_space, self.action_space, self.num_envs, layout.actions, self._engine.batch.actions
@@ -342,53 +347,41 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         return self.reset_wait()
 
     @_one_call
-    def reset_async(self, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None) -> None:
+    def reset_async(
+        self,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
+        *,
+        env_id: Any = None,
+    ) -> None:
         """Begin a reset. The answer is fetched by :meth:`reset_wait` for everybody or by :meth:`recv` as it comes.
 
         Args:
             seed: An int gives environment i ``seed + i``; a sequence gives each its own; ``None`` none.
             options: Handed to every environment, except ``"reset_mask"``, a bool array ``(num_envs,)``: only those
                 environments are reset, the others keep their last observation. Environments that failed are built anew.
+            env_id: Only these environments, which must not be in flight, while others may be; :meth:`recv` fetches the
+                answers. A sequence of seeds has one for each of them, in their order.
 
         Raises:
-            TypeError, ValueError: Seeds or mask of the wrong length, type or shape; nothing was sent.
+            TypeError, ValueError: Seeds, mask or indices of the wrong length, type or shape; nothing was sent.
+            AlreadyPendingCallError: An answer is owed; with ``env_id``, one of these environments is in flight.
         """
-        seeds = self._seeds(seed)
+        rows = None if env_id is None else env_ids_of(env_id, self.num_envs).tolist()
+        seeds = seeds_of(seed, self.num_envs) if rows is None else _seeds_by_row(seed, rows, self.num_envs)
         if (phase := self._owed.phase) is not Phase.DEFAULT:
             advance(phase, "reset_async", self)
-        mask = None
-        if options is not None and "reset_mask" in options:
-            # The caller's dict stays as it is. Gymnasium pops the mask out of it, so that its own RecordEpisodeStatistics,
-            # which looks for the mask after the reset, clears the statistics of everybody.
-            mask = self._reset_mask(options["reset_mask"])
-            options = {key: value for key, value in options.items() if key != "reset_mask"}
+        mask, options = reset_mask_of(options, self.num_envs)
+        if rows is not None:
+            if mask is not None:
+                raise ValueError("env_id and options['reset_mask'] both say which environments are to be reset: give one")
+            self._require_idle("reset_async", rows)
         if self._card is None and published.asked_for(self._engine):
             self._publish(None)
-        self._engine.ask_reset(seeds, options, mask)
-
-    def _seeds(self, seed: Any) -> Sequence[Any]:
-        if seed is None:
-            return [None] * self.num_envs
-        if isinstance(seed, (int, np.integer)):
-            return [int(seed) + i for i in range(self.num_envs)]
-        if len(seed) != self.num_envs:
-            raise ValueError(
-                f"If seeds are passed as a list the length must match num_envs={self.num_envs} but got length={len(seed)}."
-            )
-        return list(seed)
-
-    def _reset_mask(self, mask: Any) -> npt.NDArray[np.bool_]:
-        if not isinstance(mask, np.ndarray):
-            raise TypeError(f"`options['reset_mask']` must be a numpy array, got {type(mask)}")
-        if mask.shape != (self.num_envs,):
-            raise ValueError(f"`options['reset_mask']` must have shape `({self.num_envs},)`, got {mask.shape}")
-        if mask.dtype != np.bool_:
-            raise TypeError(f"`options['reset_mask']` must have `dtype=np.bool_`, got {mask.dtype}")
-        if not mask.any():
-            raise ValueError(
-                f"`options['reset_mask']` must contain a boolean array with at least one True value, got reset_mask={mask}"
-            )
-        return mask.copy()
+        if rows is None:
+            self._engine.ask_reset(seeds, options, mask)
+        else:
+            self._engine.ask_reset_rows(rows, seeds, options)
 
     @_one_call
     def reset_wait(self, timeout: float | None = None) -> tuple[ObsType, dict[str, Any]]:
@@ -522,53 +515,50 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         engine, owed = self._engine, self._owed
         if owed.call is not None:
             advance(owed.phase, "step_async", self)
-        rows = owed.latest if env_id is None else self._env_ids(env_id)
+        rows = owed.latest if env_id is None else env_ids_of(env_id, self.num_envs)
         listed = rows.tolist()
-        if owed.flights or owed.ready:
-            on_their_way = set(owed.waiting())
-            if waiting := [row for row in listed if row in on_their_way]:
-                raise AlreadyPendingCallError(
-                    f"Calling `send` for envs {waiting}, which are still in flight: `recv` them first.", "send"
-                )
+        self._require_idle("send", listed)
         if engine.failed and not engine.policy.restart and (failed := engine.failed.keys() & set(listed)):
             engine.ledger.refuse({row: engine.failed[row] for row in failed})
         engine.ask_rows(listed, self._stage.put_some(actions, rows))
 
-    def _env_ids(self, env_id: Any) -> npt.NDArray[np.intp]:
-        rows = np.asarray(env_id)
-        if rows.ndim != 1 or not (rows.dtype.kind in "iu" or rows.size == 0):
-            raise ValueError(f"env_id must be a sequence of int, got {env_id!r}")
-        if rows.size == 0:
-            raise ValueError("env_id is empty: name at least one environment")
-        listed = rows.tolist()
-        if min(listed) < 0 or max(listed) >= self.num_envs:
-            raise ValueError(f"env_id must lie within 0..{self.num_envs - 1}, got {listed}")
-        if len(set(listed)) != len(listed):
-            raise ValueError(f"env_id must not name an environment twice, got {listed}")
-        return rows.astype(np.intp)
+    def _require_idle(self, method: str, rows: Sequence[int]) -> None:
+        """None of these environments is in flight."""
+        owed = self._owed
+        if owed.flights or owed.ready:
+            on_their_way = set(owed.waiting())
+            if waiting := [row for row in rows if row in on_their_way]:
+                raise AlreadyPendingCallError(
+                    f"Calling `{method}` for envs {waiting}, which are still in flight: `recv` them first.", "send"
+                )
 
     @_one_call
     def recv(
-        self, timeout: float | None = None
+        self, timeout: float | None = None, *, count: int | None = None
     ) -> tuple[Any, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]:
-        """The next ``batch_size`` environments that are done, whoever was first.
+        """The next ``count`` environments that are done, whoever was first.
+
+        Args:
+            timeout: Seconds to wait at most.
+            count: How many, 1 to ``num_envs``; ``None``: ``batch_size``.
 
         Returns:
-            What ``step`` returns, with ``batch_size`` rows instead of ``num_envs``, all of them fresh arrays.
-            ``infos["env_id"]``, int ``(batch_size,)``, tells which environments they are. Environments come in the order in
+            What ``step`` returns, with ``count`` rows instead of ``num_envs``, all of them fresh arrays.
+            ``infos["env_id"]``, int ``(count,)``, tells which environments they are. Environments come in the order in
             which they finished. Rows of a reset have reward 0 and both flags False.
 
         Raises:
-            NoAsyncCallError: Fewer than ``batch_size`` environments are in flight or ready.
+            NoAsyncCallError: Fewer than ``count`` environments are in flight or ready.
             StepTimeout: Not within ``timeout`` seconds; nothing is lost, call again.
             Exception: What an environment raised; the rows of the others are kept for the next call.
         """
         engine, owed = self._engine, self._owed
+        number = self.batch_size if count is None else count_of(count, self.batch_size, self.num_envs)
         if (call := owed.call) is not None:
             if call.phase is not Phase.WAITING_RESET:
                 advance(call.phase, "reset_async", self)
             engine.first_ready.launch(call)
-        rows, infos, finals = self._told(engine.first_ready.receive(self.batch_size, seconds_of(timeout)))
+        rows, infos, finals = self._told(engine.first_ready.receive(number, seconds_of(timeout)))
         if self._card is not None:
             self._card.update()
         batch = engine.batch
@@ -639,7 +629,8 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         if indices is None:
             chosen = set(range(self.num_envs))
         else:
-            chosen = set(self._env_ids([indices] if isinstance(indices, (int, np.integer)) else list(indices)).tolist())
+            named = [indices] if isinstance(indices, (int, np.integer)) else list(indices)
+            chosen = set(env_ids_of(named, self.num_envs).tolist())
         _require_picklable((func, args, kwargs), self.num_workers)
 
         def payload(worker: Worker) -> Any:
@@ -723,6 +714,12 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
         return [worker.channel for worker in self._pool.workers if isinstance(worker, ProcessWorker)]
 
     @property
+    def capabilities(self) -> Capabilities:
+        """What this engine can do."""
+        own = self._pool.own is not None
+        return Capabilities(self._backend, restarts=self._engine.policy.restart, in_this_process=own)
+
+    @property
     def local_envs(self) -> list[Env[Any, Any]]:
         """The environments that live in this process, those of the caller's share."""
         own = self._pool.own
@@ -801,13 +798,10 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
     def _refuse(self, name: str) -> None:
         """Say why a call is refused."""
         if self._pool.abandoned:
-            raise ForkedError(
-                f"this {type(self).__name__} belongs to another process (pid {self._owner}); a forked child cannot use "
-                "its workers: build a new one in the child"
-            )
+            refuse_forked(self, self._owner, "its workers")
         if self._refuses:
-            advance(Phase.CLOSED, "call_async", self)
-        raise BusyError(f"another thread is in a call on this {type(self).__name__}; `{name}` was refused")
+            refuse_closed(self)
+        refuse_busy(self, name)
 
     def close(self, **kwargs: Any) -> None:
         """Close all environments and end all workers; idempotent, from any thread or signal handler, in whatever state.
@@ -879,6 +873,16 @@ class AsyncVectorEnv(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, A
             return
         warnings.warn(f"unclosed {type(self).__name__}", ResourceWarning, source=self, stacklevel=2)
         self._pool.end_unclosed()
+
+
+def _seeds_by_row(seed: Any, rows: Sequence[int], num_envs: int) -> list[Any]:
+    """Seeds for some environments, at their places among all: an int gives environment i ``seed + i``."""
+    if seed is None or isinstance(seed, (int, np.integer)):
+        return seeds_of(seed, num_envs)
+    each: list[Any] = [None] * num_envs
+    for row, own in zip(rows, seeds_of(seed, len(rows)), strict=True):
+        each[row] = own
+    return each
 
 
 def _require_picklable(payload: Any, num_workers: int) -> None:

@@ -21,6 +21,7 @@ from gymnasium.vector.utils import batch_space
 
 from vecenv.backends.envpool.players import PlayerRows, PlayerSorter
 from vecenv.backends.envpool.task import import_envpool
+from vecenv.front.capabilities import Capabilities
 from vecenv.multi_agent.roster import FLAGS, Part, Roster
 from vecenv.shm.layout import Array
 
@@ -86,7 +87,7 @@ class PlayerPool:
 
     # -- reset ------------------------------------------------------------------------------------------------------
 
-    def reset_async(self, seed: Any = None, options: dict[str, Any] | None = None) -> None:
+    def reset_async(self, seed: Any = None, options: dict[str, Any] | None = None, *, env_id: Any = None) -> None:
         """Reset all environments; in a new pool if there are seeds."""
         self._require_open()
         if options:
@@ -131,7 +132,9 @@ class PlayerPool:
         """Step some environments."""
         self._send(rows, actions)
 
-    def recv(self, timeout: float | None = None) -> Any:
+    capabilities = Capabilities("envpool", attributes=False, reset_mask=False, masked_seeds=False, reset_options=False)
+
+    def recv(self, timeout: float | None = None, *, count: int | None = None) -> Any:
         """The next ``batch_size`` environments, in ascending order; a pool knows no timeout."""
         self._require_open()
         if self._in_flight.sum() < self.batch_size:

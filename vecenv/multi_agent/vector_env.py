@@ -20,6 +20,8 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
 from vecenv.engine.vector_env import AsyncVectorEnv
+from vecenv.front.arguments import env_ids_of
+from vecenv.front.capabilities import Capabilities
 from vecenv.multi_agent.actions import AgentActions
 from vecenv.multi_agent.adapter import PROBLEMS, AgentsEnv, EnvFn
 from vecenv.multi_agent.conventions import as_parallel
@@ -56,7 +58,7 @@ class _Rows(AsyncVectorEnv[Any, Any]):
 
     def rows(self, env_id: Any) -> npt.NDArray[np.intp]:
         """Which environments a ``send`` is about."""
-        return self._owed.latest if env_id is None else self._env_ids(env_id)
+        return self._owed.latest if env_id is None else env_ids_of(env_id, self.num_envs)
 
 
 _Rows.__name__ = "MultiAgentVecEnv"  # the name in the engine's own messages
@@ -271,16 +273,28 @@ class MultiAgentVecEnv:
         self.reset_async(seed=seed, options=options)
         return self.reset_wait()
 
-    def reset_async(self, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None) -> None:
-        """Begin a reset; its answer is fetched by :meth:`reset_wait`, or as it comes by :meth:`recv`."""
+    def reset_async(
+        self,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
+        *,
+        env_id: Any = None,
+    ) -> None:
+        """Begin a reset; its answer is fetched by :meth:`reset_wait`, or as it comes by :meth:`recv`.
+
+        Args:
+            seed, options: As of :meth:`reset`.
+            env_id: Only these environments, which must not be in flight; for :meth:`recv`.
+        """
+        rows = None if env_id is None else env_ids_of(env_id, self.num_envs)
         seeds: Any = seed
         if isinstance(seed, (int, np.integer)):
-            seeds = [int(seed) + index * self.seed_stride for index in range(self.num_envs)]
-        own = None if options is None else dict(options)
-        mask = None if own is None else own.get("reset_mask")
-        self._rows.reset_async(seed=seeds, options=own)
+            seeds = [int(seed) + int(row) * self.seed_stride for row in (self._everyone if rows is None else rows)]
+        mask = None if options is None else options.get("reset_mask")
+        self._rows.reset_async(seed=seeds, options=options, env_id=env_id)
         self._reset_mask = None if mask is None else mask.copy()
-        self._begun[slice(None) if mask is None else mask] = True
+        begun: Any = rows if rows is not None else slice(None) if mask is None else mask
+        self._begun[begun] = True
         self._all_begun = bool(self._begun.all())
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
@@ -327,9 +341,12 @@ class MultiAgentVecEnv:
         self._require_begun(rows)
         self._rows.send(self._actions.checked(actions, rows, self._alive), rows)
 
-    def recv(self, timeout: float | None = None) -> Step:
-        """What ``step`` returns, of the next ``batch_size`` environments to finish; ``infos["env_id"]`` says which."""
-        batch, _, terminated, truncated, infos = self._rows.recv(timeout)
+    def recv(self, timeout: float | None = None, *, count: int | None = None) -> Step:
+        """What ``step`` returns, of the next ``count`` environments to finish (default ``batch_size``).
+
+        ``infos["env_id"]`` says which.
+        """
+        batch, _, terminated, truncated, infos = self._rows.recv(timeout, count=count)
         return self._unpack(batch, terminated, truncated, infos, infos["env_id"])
 
     def _require_begun(self, rows: Array) -> None:
@@ -477,6 +494,11 @@ class MultiAgentVecEnv:
     def closed(self) -> bool:
         """Whether it was closed."""
         return self._rows.closed
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the engine can do."""
+        return self._rows.capabilities
 
     @property
     def errors(self) -> Any:

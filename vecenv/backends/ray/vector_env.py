@@ -92,6 +92,8 @@ class RayVectorEnv(AsyncVectorEnv[ObsType, ActType]):
     def __new__(cls, *args: Any, **kwargs: Any) -> RayVectorEnv[ObsType, ActType]:
         return object.__new__(cls)
 
+    _backend = "ray"
+
     def __init__(
         self,
         env_fns: Sequence[Callable[[], Env[Any, Any]]],

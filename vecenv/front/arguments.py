@@ -1,0 +1,106 @@
+"""What calls are given, read once for all backends: seeds, reset masks, indices, counts.
+
+Whatever is wrong with them is said before anything is sent, in Gymnasium's words where it has some. Nothing that a caller
+passes is changed.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["count_of", "env_ids_of", "reset_mask_of", "seeds_of"]
+
+
+def seeds_of(seed: Any, num_envs: int) -> list[Any]:
+    """A seed, or ``None``, for each environment.
+
+    Args:
+        seed: An int gives environment i ``seed + i``; a sequence of ``num_envs`` gives each its own; ``None`` none.
+        num_envs: Number of environments.
+
+    Raises:
+        TypeError: Neither an int nor a sequence.
+        ValueError: A sequence of another length.
+    """
+    if seed is None:
+        return [None] * num_envs
+    if isinstance(seed, (int, np.integer)):
+        return [int(seed) + i for i in range(num_envs)]
+    if isinstance(seed, str | bytes) or not hasattr(seed, "__len__"):
+        raise TypeError(f"seed must be an integer, a sequence of {num_envs} of them, or None; got {type(seed).__name__}")
+    if len(seed) != num_envs:
+        raise ValueError(
+            f"If seeds are passed as a list the length must match num_envs={num_envs} but got length={len(seed)}."
+        )
+    return list(seed)
+
+
+def reset_mask_of(
+    options: dict[str, Any] | None, num_envs: int
+) -> tuple[npt.NDArray[np.bool_] | None, dict[str, Any] | None]:
+    """``options["reset_mask"]``, and the other options.
+
+    Gymnasium pops the mask out of the caller's dict, so that its own ``RecordEpisodeStatistics``, which looks for the mask
+    after the reset, clears the statistics of everybody. Here the dict stays as it is.
+
+    Returns:
+        A copy of the mask, bool ``(num_envs,)``, or ``None``; the options without it, or ``None`` if there were none.
+
+    Raises:
+        TypeError: The mask is no NumPy array of bool.
+        ValueError: It has another shape, or chooses nobody.
+    """
+    if options is None or "reset_mask" not in options:
+        return None, options
+    mask, name = options["reset_mask"], "`options['reset_mask']` must"
+    if not isinstance(mask, np.ndarray):
+        raise TypeError(f"{name} be a numpy array, got {type(mask)}")
+    if mask.shape != (num_envs,):
+        raise ValueError(f"{name} have shape `({num_envs},)`, got {mask.shape}")
+    if mask.dtype != np.bool_:
+        raise TypeError(f"{name} have `dtype=np.bool_`, got {mask.dtype}")
+    if not mask.any():
+        raise ValueError(f"{name} contain a boolean array with at least one True value, got reset_mask={mask}")
+    return mask.copy(), {key: value for key, value in options.items() if key != "reset_mask"}
+
+
+def env_ids_of(env_id: Any, num_envs: int) -> npt.NDArray[np.intp]:
+    """Indices of environments, fresh, ``(k,)``.
+
+    Raises:
+        ValueError: Not one or more distinct integers from 0 to ``num_envs - 1``.
+    """
+    ids = np.asarray(env_id)
+    if ids.ndim != 1 or not (ids.dtype.kind in "iu" or ids.size == 0):
+        raise ValueError(f"env_id must be a sequence of int, got {env_id!r}")
+    if ids.size == 0:
+        raise ValueError("env_id is empty: name at least one environment")
+    wide = ids.astype(np.int64)
+    # one comparison for both ends: negative numbers become huge without their sign
+    if np.maximum.reduce(wide.view(np.uint64)) >= num_envs:
+        raise ValueError(f"env_id must lie within 0..{num_envs - 1}, got {ids.tolist()}")
+    if len(set(wide.tolist())) != len(wide):
+        raise ValueError(f"env_id must not name an environment twice, got {ids.tolist()}")
+    return wide.astype(np.intp, copy=False)
+
+
+def count_of(count: Any, batch_size: int, num_envs: int) -> int:
+    """How many environments a ``recv`` is to return: ``count``, or ``batch_size`` for ``None``.
+
+    Raises:
+        TypeError: No integer.
+        ValueError: Not from 1 to ``num_envs``.
+    """
+    if count is None:
+        return batch_size
+    try:
+        number = operator.index(count)
+    except TypeError:
+        raise TypeError(f"count must be an integer or None, got {type(count).__name__}") from None
+    if not 1 <= number <= num_envs:
+        raise ValueError(f"count must be from 1 to num_envs={num_envs}, got {number}")
+    return number

@@ -1,0 +1,58 @@
+"""What a vector environment can do beside ``reset`` and ``step``: said by it, asked of it, never guessed from its class."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Final, NoReturn
+
+__all__ = ["FIGURES", "Capabilities", "figures", "unable"]
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine can do. Everything that is ``False`` here is refused by :class:`NotImplementedError`.
+
+    Attributes:
+        backend: ``"process"``, ``"ray"``, ``"envpool"``, ``"jax"``, ``"native"``.
+        attributes: ``call``, ``get_attr``, ``set_attr``, ``exec_func``: there are Python environments.
+        first_ready: ``send`` to some environments, ``recv`` of those that are done first.
+        reset_mask: ``reset(options={"reset_mask": ...})``.
+        masked_seeds: Seeds together with a reset mask.
+        reset_options: Options other than the mask reach the environments.
+        restarts: ``on_failure="restart"``.
+        in_this_process: Environments are stepped by the calling process.
+        runs_jax: They run as JAX programs of the calling process.
+    """
+
+    backend: str
+    attributes: bool = True
+    first_ready: bool = True
+    reset_mask: bool = True
+    masked_seeds: bool = True
+    reset_options: bool = True
+    restarts: bool = False
+    in_this_process: bool = False
+    runs_jax: bool = False
+
+    def __str__(self) -> str:
+        can = [field.name for field in fields(self) if getattr(self, field.name) is True]
+        return f"{self.backend}: {', '.join(can)}"
+
+
+def unable(envs: object, what: str, reason: str) -> NoReturn:
+    """Say that a backend cannot do something, in the one way there is."""
+    raise NotImplementedError(f"{type(envs).__name__} cannot {what}: {reason}")
+
+
+FIGURES: Final = (
+    "steps", "steps_per_second", "wait_fraction", "step_time_mean", "step_time_slowest_env", "straggler_share", "resets",
+    "restarts", "errors", "bytes_pickled", "in_flight",
+)  # fmt: skip
+"""The keys of ``stats()`` on every backend; see :meth:`vecenv.AsyncVectorEnv.stats`."""
+
+
+def figures(known: Mapping[str, float]) -> dict[str, float]:
+    """All figures, nan where a backend does not know one, and those that it alone has."""
+    return {**dict.fromkeys(FIGURES, math.nan), **known}

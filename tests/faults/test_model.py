@@ -227,6 +227,14 @@ class Model:
         if self.setting.local and re.search(r"\benvs? \[?(\d+)", getattr(interruption, "said", "")):
             raise RuntimeError(interruption.said)
 
+    def fell_into_what_was_dropped(self, before: int) -> None:
+        """A reset carries out what was sent and forgets its answers; an environment that was hit then is on record only."""
+        hit = [record.env for record in list(self.envs.errors)[before:] if record.env in self.setting.local]
+        if hit and self.was_interrupted:
+            if self.envs._state.value == "reset":
+                self.envs.reset_wait()
+            raise RuntimeError(f"env {hit[0]} was interrupted in a step whose answer nobody wants any more")
+
     def all_rows(self, answer: tuple[Any, ...], wanted: list[tuple[Any, ...]]) -> None:
         for index in range(COUNT):
             says(answer, index, wanted[index], f"env {index}")
@@ -265,12 +273,17 @@ class Model:
 
     def reset(self, seed: int | None, mask: list[bool] | None) -> None:
         arguments, wanted = self.reset_rows(seed, mask)
-        self.all_rows(self.until_done(lambda: self.envs.reset(**arguments), self.envs.reset_wait, "reset"), wanted)
+        before = len(self.envs.errors)
+        answer = self.until_done(lambda: self.envs.reset(**arguments), self.envs.reset_wait, "reset")
+        self.fell_into_what_was_dropped(before)
+        self.all_rows(answer, wanted)
         self.flying = {}
 
     def reset_async(self, seed: int | None) -> None:
         arguments, wanted = self.reset_rows(seed, None)
+        before = len(self.envs.errors)
         self.until_done(lambda: self.envs.reset_async(**arguments), None, "reset")
+        self.fell_into_what_was_dropped(before)
         self.flying = {}
         self.launched = dict(enumerate(wanted))
         self.owed = "reset", lambda answer: self.all_rows(answer, wanted)

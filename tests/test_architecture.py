@@ -1,4 +1,4 @@
-"""The rooms of ``docs/architecture.md``: imports run down only, and there are no circles, lazy imports and types included."""
+"""The rooms of ``docs/architecture.md``: imports run down only and in no circles, lazy ones and types included."""
 
 from __future__ import annotations
 

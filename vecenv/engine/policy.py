@@ -6,6 +6,9 @@ import collections
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+from vecenv.front.deadlines import seconds_of
 
 __all__ = ["Policy", "RestartBudget"]
 
@@ -26,6 +29,14 @@ class Policy:
     restart_period: float = 60.0
     step_timeout: float | None = None
     start_timeout: float | None = 60.0
+
+    @classmethod
+    def of(cls, on_failure: str, restart_limit: int, restart_period: float, step_timeout: Any, start_timeout: Any) -> Policy:
+        """From the options of a vector environment."""
+        return cls(
+            on_failure == "restart", restart_limit, restart_period, seconds_of(step_timeout, "step_timeout"),
+            seconds_of(start_timeout, "start_timeout"),
+        )  # fmt: skip
 
 
 class RestartBudget:

@@ -23,8 +23,8 @@ from vecenv.backends.ray.host import HostPlan
 from vecenv.backends.ray.pool import HostPool
 from vecenv.backends.ray.store import PartsStore
 from vecenv.engine.engine import Engine, Policy, shares
+from vecenv.engine.interface import EngineVectorEnv
 from vecenv.engine.starting import dump_env_fn
-from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.link.observations import PickledStore
 from vecenv.planning.options import check_options
 from vecenv.shm import Batch, Layout, fixed_tree
@@ -40,7 +40,7 @@ _ENGINE_OPTIONS = (
 )  # fmt: skip
 
 
-class RayVectorEnv(AsyncVectorEnv[ObsType, ActType]):
+class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
     """Environments on several machines: one host actor a node of a Ray cluster, each with a local engine over its share.
 
     Use it when one host's batch takes 10 ms or more: a step costs a round trip of one to two milliseconds whatever it does.
@@ -89,9 +89,6 @@ class RayVectorEnv(AsyncVectorEnv[ObsType, ActType]):
 
     _cluster: Any = None  # a Cluster, or what stands in for one
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> RayVectorEnv[ObsType, ActType]:
-        return object.__new__(cls)
-
     _backend = "ray"
 
     def __init__(
@@ -131,11 +128,15 @@ class RayVectorEnv(AsyncVectorEnv[ObsType, ActType]):
         }  # fmt: skip
         self._recovery = recovery
         self._host_options = {key: value for key, value in engine_options.items() if key != "copy"}
-        own = {key: value for key, value in engine_options.items() if key not in ("use_caller", "threads_per_worker")}
+        self._take_options(
+            env_fns, engine_options.get("shared_memory", True), engine_options.get("copy", True), engine_options["context"],
+            engine_options.get("daemon", True), engine_options.get("observation_mode", "same"), autoreset_mode,
+            engine_options.get("max_concurrency"),
+        )  # fmt: skip
+        policy = Policy.of(on_failure, restart_limit, restart_period, step_timeout, self._start_timeout)
         try:
-            super().__init__(
-                env_fns, batch_size=batch_size, autoreset_mode=autoreset_mode, num_workers=1, **self._recovery, **own
-            )
+            self._read_spaces(env_fns)
+            self._adopt(self._start_engine(policy), batch_size)
         except BaseException:
             if self._cluster is not None:
                 self._cluster.close()
@@ -218,7 +219,7 @@ class RayVectorEnv(AsyncVectorEnv[ObsType, ActType]):
         count = envs if workers is None else min(int(workers), envs)
         return count + 1, workers if workers is None else count
 
-    def _start_engine(self, context: Any, policy: Policy, share: int, threads: int, strict: bool) -> Engine:
+    def _start_engine(self, policy: Policy) -> Engine:
         pool = self._host_pool
         assert pool is not None
         self.num_hosts = len(pool.workers)

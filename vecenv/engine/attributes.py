@@ -1,0 +1,152 @@
+"""Calls on the environments themselves: methods, attributes, functions, frames."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cloudpickle
+import numpy as np
+from gymnasium.core import RenderFrame
+
+from vecenv.engine.engine import Engine
+from vecenv.engine.guard import one_call
+from vecenv.engine.owed import Owed, Result, Worker
+from vecenv.front.arguments import env_ids_of
+from vecenv.front.phases import Phase, advance
+from vecenv.link.protocol import Op
+
+__all__ = ["Attributes"]
+
+_RESERVED = ("reset", "step", "close", "_setattr", "_check_spaces")
+
+
+class Attributes:
+    """The part of a vector environment that reaches through to the environments."""
+
+    num_envs: int
+    num_workers: int
+    _engine: Engine
+    _owed: Owed
+    _finish: Callable[[str, Phase, float | None], Result]
+
+    @one_call
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """``env.get_wrapper_attr(name)`` of every environment, called with the arguments if it can be called."""
+        self.call_async(name, *args, **kwargs)
+        return self.call_wait()
+
+    @one_call
+    def call_async(self, name: str, /, *args: object, **kwargs: object) -> None:
+        """Begin a :meth:`call`."""
+        self._require_nothing_owed("call_async", "call_async")
+        if name in _RESERVED:
+            raise ValueError(f"Trying to call function `{name}` with `call`, use `{name}` directly instead.")
+        payload = (name, args, kwargs)
+        _require_picklable(payload, self.num_workers)
+        self._engine.ask_call(Op.CALL, lambda worker: payload, "call")
+
+    def _require_nothing_owed(self, method: str, name: str) -> None:
+        if (phase := self._owed.phase) is not Phase.DEFAULT:
+            advance(phase, method, self)
+        self._engine.first_ready.require_nothing(name)
+
+    @one_call
+    def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
+        """Fetch the answer to :meth:`call_async`: a tuple of one result an environment.
+
+        The answers to :meth:`exec_func_send`, and to a :meth:`set_attr` that was interrupted, are fetched by it, too.
+
+        Raises:
+            StepTimeout: Not within ``timeout`` seconds; the answer is still owed, call again.
+            Exception: What the call raised in an environment; the environments stay alive.
+        """
+        result = self._finish("call_wait", Phase.WAITING_CALL, timeout)
+        return tuple(result.results.get(row) for row in range(self.num_envs))
+
+    @one_call
+    def exec_func(
+        self, func: Callable[..., Any], indices: Sequence[int] | int | None = None, *args: Any, **kwargs: Any
+    ) -> tuple[Any, ...]:
+        """``func(env, *args, **kwargs)`` in the workers, for the environments ``indices`` (``None``: all).
+
+        ``func`` may be a lambda or a closure. Returns a tuple of ``num_envs`` results, ``None`` for the others.
+        """
+        self.exec_func_send(func, indices, *args, **kwargs)
+        return self.exec_func_fetch()
+
+    @one_call
+    def exec_func_send(
+        self, func: Callable[..., Any], indices: Sequence[int] | int | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        """Begin an :meth:`exec_func`."""
+        self._require_nothing_owed("call_async", "exec_func")
+        if not callable(func):
+            raise TypeError(f"exec_func wants a function of an environment, got {func!r}")
+        if indices is None:
+            chosen = set(range(self.num_envs))
+        else:
+            named = [indices] if isinstance(indices, (int, np.integer)) else list(indices)
+            chosen = set(env_ids_of(named, self.num_envs).tolist())
+        _require_picklable((func, args, kwargs), self.num_workers)
+
+        def payload(worker: Worker) -> Any:
+            ks = [row - worker.rows[0] for row in worker.rows if row in chosen]
+            return (ks, func, args, kwargs) if ks else None
+
+        self._engine.ask_call(Op.EXEC, payload, "exec_func")
+
+    @one_call
+    def exec_func_fetch(self, timeout: float | None = None) -> tuple[Any, ...]:
+        """Fetch the answer to :meth:`exec_func_send`."""
+        return self.call_wait(timeout)
+
+    @one_call
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """An attribute of every environment (of whichever wrapper has it)."""
+        return self.call(name)
+
+    @one_call
+    def set_attr(self, name: str, values: list[Any] | tuple[Any, ...] | object) -> None:
+        """Set an attribute of every environment; a list or tuple is one value an environment, else all get the same.
+
+        If it is interrupted while the answer is owed, :meth:`call_wait` fetches that.
+        """
+        if not isinstance(values, (list, tuple)):
+            values = [values] * self.num_envs
+        if len(values) != self.num_envs:
+            raise ValueError(
+                "Values must be a list or tuple with length equal to the number of environments. "
+                f"Got `{len(values)}` values for {self.num_envs} environments."
+            )
+        self._require_nothing_owed("set_attr", "set_attr")
+        each = values
+        _require_picklable(each, self.num_workers)
+        self._engine.ask_call(Op.SET_ATTR, lambda worker: (name, [each[row] for row in worker.rows]), "set_attr")
+        self._finish("call_wait", Phase.WAITING_CALL, None)
+
+    @one_call
+    def render(self) -> tuple[RenderFrame, ...] | None:
+        """One frame (or list of frames) an environment, in a tuple."""
+        return self.call("render")
+
+    @property
+    @one_call
+    def np_random_seed(self) -> tuple[int, ...]:
+        """The environments' seeds."""
+        return self.get_attr("np_random_seed")
+
+    @property
+    @one_call
+    def np_random(self) -> tuple[np.random.Generator, ...]:
+        """Copies of the environments' generators."""
+        return self.get_attr("np_random")
+
+    call_send = call_async
+    call_fetch = call_wait
+
+
+def _require_picklable(payload: Any, num_workers: int) -> None:
+    """Arguments that cannot travel are the caller's to know, before anything is sent."""
+    if num_workers:
+        cloudpickle.dumps(payload)

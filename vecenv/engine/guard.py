@@ -1,0 +1,56 @@
+"""One call at a time on an engine, and no answer lost on its way to whoever asked."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any, ParamSpec, TypeVar
+
+from vecenv.engine.owed import AS_IT_IS
+
+__all__ = ["one_call"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def one_call(method: Callable[P, R]) -> Callable[P, R]:
+    """One call at a time, and an answer that counts as taken when it is handed over, not before.
+
+    Refuses a second thread, a process forked from the one that owns the workers, and whoever comes after ``close()``. A call
+    within a call (``step`` calls ``step_async`` and ``step_wait``) is part of it. The method prepares how the table of what
+    is owed is to be once its answer has been taken; that is put in place on the same line that returns, so that whatever is
+    raised before leaves the answer owed. (The interpreter looks for signals and for other threads after calls and at jumps:
+    there is none on that line, nor between looking at ``owed.caller`` and setting it.)
+    """
+
+    @functools.wraps(method)
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> R:
+        owed = self._owed
+        me = get_ident()
+        if owed.caller == me:
+            return method(self, *args, **kwargs)
+        if owed.caller or self._refuses:
+            self._refuse(method.__name__)
+        if not owed.calm:
+            self._pool.resume()
+        try:
+            owed.caller, owed.calm, owed.after, owed.verdict = me, False, AS_IT_IS, None
+            answer = method(self, *args, **kwargs)
+            owed.caller, owed.calm = 0, True
+        except BaseException as error:
+            owed.caller = 0
+            if self._refuses:
+                self._leave()
+            if error is not owed.verdict or owed.after is None:
+                raise
+            owed.verdict = None
+            owed.flights, owed.landed, owed.ready, owed.latest, owed.rounds = owed.after; raise  # noqa: E702 - see above
+        if self._refuses:
+            self._leave()
+        if owed.after is None:
+            return answer
+        owed.flights, owed.landed, owed.ready, owed.latest, owed.rounds = owed.after; return answer  # noqa: E702
+
+    return guarded  # type: ignore[return-value]

@@ -1,0 +1,301 @@
+"""Gymnasium's vector interface over an engine.
+
+Everything a program written for ``gymnasium.vector.AsyncVectorEnv`` can see is honoured here: arguments and their order,
+attributes, the phases and their errors, how seeds, masks, actions, infos and copies behave. What is done differently is what
+hurts there: an answer is never given to another question, a failed environment does not take the others along, and closing
+always ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from gymnasium.core import ActType, ObsType
+from gymnasium.error import AlreadyPendingCallError
+
+from vecenv.engine import published
+from vecenv.engine.attributes import Attributes
+from vecenv.engine.engine import Engine
+from vecenv.engine.guard import one_call
+from vecenv.engine.owed import Flight, Result
+from vecenv.engine.owner import EngineOwner
+from vecenv.front.arguments import count_of, env_ids_of, reset_mask_of, seeds_of
+from vecenv.front.deadlines import seconds_of
+from vecenv.front.phases import Phase, advance
+
+__all__ = ["EngineVectorEnv"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_RESERVED = ("reset", "step", "close", "_setattr", "_check_spaces")
+_PATIENCE = 60.0  # close() without a timeout waits this long for environments to close
+_LITTLE_PATIENCE = 1.0  # the same, when a worker was already late or the caller was interrupted
+_OTHER_THREAD = 10.0  # for another thread's call to notice that its workers are gone
+
+
+class EngineVectorEnv(Attributes, EngineOwner[ObsType, ActType]):  # type: ignore[misc]  # as Gymnasium's, and guarded
+    """What callers see of an engine, whatever its workers are: processes, the calling process, hosts on other machines."""
+
+    def _adopt(self, engine: Engine, batch_size: int | None) -> None:
+        kind, own = type(self), EngineVectorEnv
+        self._own_step = kind.step_async is own.step_async and kind.step_wait is own.step_wait
+        super()._adopt(engine, batch_size)
+
+    # -- reset ------------------------------------------------------------------------------------------------------
+
+    @one_call
+    def reset(
+        self,
+        *,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> tuple[ObsType, dict[str, Any]]:
+        """Reset all environments, or those of ``options["reset_mask"]``; see :meth:`reset_async`."""
+        self.reset_async(seed=seed, options=options)
+        return self.reset_wait()
+
+    @one_call
+    def reset_async(
+        self,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
+        *,
+        env_id: Any = None,
+    ) -> None:
+        """Begin a reset. The answer is fetched by :meth:`reset_wait` for everybody or by :meth:`recv` as it comes.
+
+        Args:
+            seed: An int gives environment i ``seed + i``; a sequence gives each its own; ``None`` none.
+            options: Handed to every environment, except ``"reset_mask"``, a bool array ``(num_envs,)``: only those
+                environments are reset, the others keep their last observation. Environments that failed are built anew.
+            env_id: Only these environments, which must not be in flight, while others may be; :meth:`recv` fetches the
+                answers. A sequence of seeds has one for each of them, in their order.
+
+        Raises:
+            TypeError, ValueError: Seeds, mask or indices of the wrong length, type or shape; nothing was sent.
+            AlreadyPendingCallError: An answer is owed; with ``env_id``, one of these environments is in flight.
+        """
+        rows = None if env_id is None else env_ids_of(env_id, self.num_envs).tolist()
+        seeds = seeds_of(seed, self.num_envs) if rows is None else _seeds_by_row(seed, rows, self.num_envs)
+        if (phase := self._owed.phase) is not Phase.DEFAULT:
+            advance(phase, "reset_async", self)
+        mask, options = reset_mask_of(options, self.num_envs)
+        if rows is not None:
+            if mask is not None:
+                raise ValueError("env_id and options['reset_mask'] both say which environments are to be reset: give one")
+            self._require_idle("reset_async", rows)
+        if self._card is None and published.asked_for(self._engine):
+            self._publish(None)
+        if rows is None:
+            self._engine.ask_reset(seeds, options, mask)
+        else:
+            self._engine.ask_reset_rows(rows, seeds, options)
+
+    @one_call
+    def reset_wait(self, timeout: float | None = None) -> tuple[ObsType, dict[str, Any]]:
+        """Fetch the answer to :meth:`reset_async`.
+
+        Raises:
+            StepTimeout: Not within ``timeout`` seconds; the answer is still owed, call again.
+            Exception: What an environment raised.
+        """
+        result = self._finish("reset_wait", Phase.WAITING_RESET, timeout)
+        engine = self._engine
+        if self._card is not None:
+            self._card.update()
+        try:
+            return engine.store.batch(self.copy), engine.infos(result)
+        except Exception as error:
+            self._blame(error, lambda: (engine.store.batch(self.copy), engine.infos(result)))
+            raise
+
+    # -- step -------------------------------------------------------------------------------------------------------
+
+    @one_call
+    def step(
+        self, actions: ActType
+    ) -> tuple[ObsType, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]:
+        """Step all environments; see :meth:`step_async` and :meth:`step_wait`."""
+        if not self._own_step:  # a subclass has a part of its own in it
+            self.step_async(actions)
+            return self.step_wait()
+        return self._step_answer(self._told(self._engine.finish(self._ask_step(actions), None)))
+
+    @one_call
+    def step_async(self, actions: ActType) -> None:
+        """Begin a step.
+
+        Args:
+            actions: A batch of ``action_space``, or whatever ``gymnasium.vector.utils.iterate`` takes for it. Each
+                environment gets its action as it is passed here, uncast and unclipped, as an array of its own.
+
+        Raises:
+            TypeError, ValueError: Wrong structure, too few or too many; nothing was sent.
+            EnvFailed: An environment that failed was not reset since.
+        """
+        self._ask_step(actions)
+
+    def _ask_step(self, actions: ActType) -> Flight:
+        engine, owed = self._engine, self._owed
+        if owed.flights or owed.ready:
+            advance(owed.phase, "step_async", self)
+            engine.first_ready.require_nothing("step_async")
+        if engine.failed and not engine.policy.restart:
+            engine.ledger.refuse(engine.failed)
+        return engine.ask_step(self._stage.put(actions))
+
+    @one_call
+    def step_wait(
+        self, timeout: float | None = None
+    ) -> tuple[ObsType, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]:
+        """Fetch the answer to :meth:`step_async`.
+
+        Raises:
+            StepTimeout: Not within ``timeout`` seconds; the answer is still owed, call again.
+            WorkerDied: A worker process ended; the next ``reset()`` starts it anew.
+            Exception: What an environment raised, after all the others have been stepped.
+        """
+        return self._step_answer(self._finish("step_wait", Phase.WAITING_STEP, timeout))
+
+    def _step_answer(
+        self, result: Result
+    ) -> tuple[ObsType, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]:
+        engine = self._engine
+        batch = engine.batch
+        if self._card is not None:
+            self._card.update()
+        try:
+            return (
+                engine.store.batch(self.copy),
+                batch.rewards.copy(),
+                batch.terminations.copy(),
+                batch.truncations.copy(),
+                engine.infos(result) if result.columns else {},
+            )
+        except Exception as error:
+            self._blame(error, lambda: (engine.store.batch(self.copy), engine.infos(result)))
+            raise
+
+    def _blame(self, error: Exception, again: Callable[[], object]) -> None:
+        """What environments said does not go together, unless it does at the second look: then somebody interrupted."""
+        try:
+            again()
+        except Exception as same:
+            if type(same) is type(error):
+                self._owed.verdict = error
+
+    def _finish(self, method: str, wanted: Phase, timeout: float | None) -> Result:
+        """The answer to the call that is owed."""
+        call = self._owed.call
+        if call is None or call.phase is not wanted:
+            advance(self._owed.phase, method, self)
+        assert call is not None
+        try:
+            return self._told(self._engine.finish(call, seconds_of(timeout)))
+        finally:
+            del call  # it holds the exception, whose traceback would hold it
+
+    def _told(self, answer: tuple[R, Exception | None]) -> R:
+        """What there is to be dressed; or the exception that is the answer, raised where no frame keeps it."""
+        if answer[1] is None:
+            return answer[0]
+        self._owed.verdict = answer[1]
+        try:
+            raise answer[1]
+        finally:
+            del answer
+
+    # -- first-ready batches ----------------------------------------------------------------------------------------
+
+    @one_call
+    def send(self, actions: Any, env_id: Any = None) -> None:
+        """Step some idle environments, without waiting.
+
+        Args:
+            actions: A batch of as many actions as there are environments in ``env_id``, in its order.
+            env_id: Which environments, distinct indices; ``None``: those of the latest :meth:`recv`, or all at first.
+
+        Raises:
+            ValueError: Indices out of range or twice, or a number of actions that does not go with them.
+            AlreadyPendingCallError: One of them is in flight, or was not received yet.
+            EnvFailed: One of them failed and was not reset since.
+        """
+        engine, owed = self._engine, self._owed
+        if owed.call is not None:
+            advance(owed.phase, "step_async", self)
+        rows = owed.latest if env_id is None else env_ids_of(env_id, self.num_envs)
+        listed = rows.tolist()
+        self._require_idle("send", listed)
+        if engine.failed and not engine.policy.restart and (failed := engine.failed.keys() & set(listed)):
+            engine.ledger.refuse({row: engine.failed[row] for row in failed})
+        engine.ask_rows(listed, self._stage.put_some(actions, rows))
+
+    def _require_idle(self, method: str, rows: Sequence[int]) -> None:
+        """None of these environments is in flight."""
+        owed = self._owed
+        if owed.flights or owed.ready:
+            on_their_way = set(owed.waiting())
+            if waiting := [row for row in rows if row in on_their_way]:
+                raise AlreadyPendingCallError(
+                    f"Calling `{method}` for envs {waiting}, which are still in flight: `recv` them first.", "send"
+                )
+
+    @one_call
+    def recv(
+        self, timeout: float | None = None, *, count: int | None = None
+    ) -> tuple[Any, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]:
+        """The next ``count`` environments that are done, whoever was first.
+
+        Args:
+            timeout: Seconds to wait at most.
+            count: How many, 1 to ``num_envs``; ``None``: ``batch_size``.
+
+        Returns:
+            What ``step`` returns, with ``count`` rows instead of ``num_envs``, all of them fresh arrays.
+            ``infos["env_id"]``, int ``(count,)``, tells which environments they are. Environments come in the order in
+            which they finished. Rows of a reset have reward 0 and both flags False.
+
+        Raises:
+            NoAsyncCallError: Fewer than ``count`` environments are in flight or ready.
+            StepTimeout: Not within ``timeout`` seconds; nothing is lost, call again.
+            Exception: What an environment raised; the rows of the others are kept for the next call.
+        """
+        engine, owed = self._engine, self._owed
+        number = self.batch_size if count is None else count_of(count, self.batch_size, self.num_envs)
+        if (call := owed.call) is not None:
+            if call.phase is not Phase.WAITING_RESET:
+                advance(call.phase, "reset_async", self)
+            engine.first_ready.launch(call)
+        rows, infos, finals = self._told(engine.first_ready.receive(number, seconds_of(timeout)))
+        if self._card is not None:
+            self._card.update()
+        batch = engine.batch
+        try:
+            said = engine.infos_of(rows, infos, finals)
+            observations = engine.store.take(rows)
+        except Exception as wrong:
+            self._blame(wrong, lambda: (engine.infos_of(rows, infos, finals), engine.store.take(rows)))
+            raise
+        said["env_id"], said["_env_id"] = rows.copy(), rows >= 0
+        return observations, batch.rewards[rows], batch.terminations[rows], batch.truncations[rows], said
+
+    # The second set of names: the same methods.
+
+    reset_send = reset_async
+    reset_fetch = reset_wait
+    step_send = step_async
+    step_fetch = step_wait
+
+
+def _seeds_by_row(seed: Any, rows: Sequence[int], num_envs: int) -> list[Any]:
+    """Seeds for some environments, at their places among all: an int gives environment i ``seed + i``."""
+    if seed is None or isinstance(seed, (int, np.integer)):
+        return seeds_of(seed, num_envs)
+    each: list[Any] = [None] * num_envs
+    for row, own in zip(rows, seeds_of(seed, len(rows)), strict=True):
+        each[row] = own
+    return each

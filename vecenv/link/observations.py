@@ -245,31 +245,7 @@ def _writer(tree: Tree, leaves: Any, first: int, warn: Callable[[str, str], None
 def _leaf_writer(leaf: Leaf, array: Array, first: int, warn: Callable[[str, str], None]) -> Callable[[int, Any], None]:
     dtype, shape = leaf.dtype, leaf.shape
     rows = [array[k : k + 1].reshape(shape) for k in range(len(array))]
-
-    def write_any(k: int, value: Any) -> None:
-        """Everything but the exact match: convert, check, cast, and say so if that changed the value."""
-        try:
-            given = np.asarray(value)
-            if given.dtype == object:
-                given = np.asarray(value, dtype=dtype)
-        except (ValueError, TypeError, OverflowError) as error:
-            raise ObservationError(
-                f"env {first + k}: {leaf.name}: got {_brief(value)}, wanted {dtype} of shape {shape}: {error}"
-            ) from error
-        if given.shape != shape:
-            raise ObservationError(
-                f"env {first + k}: {leaf.name}: got shape {given.shape} ({given.dtype}), wanted shape {shape} ({dtype})"
-            )
-        with np.errstate(all="ignore"):
-            rows[k][...] = given if given.dtype == dtype else given.astype(dtype)
-        if given.dtype == dtype or _survives(given, rows[k]):
-            return
-        if given.dtype.kind != "f" or dtype.kind != "f":
-            raise ObservationError(
-                f"env {first + k}: {leaf.name}: got {_brief(value)}, whose values the {dtype} of the space cannot hold"
-            )
-        text = f"env {first + k}: {leaf.name}: {given.dtype} values became infinite in the cast to the {dtype} of the space"
-        warn(leaf.name, text)
+    write_any = _converting_writer(leaf, rows, first, warn)
 
     if shape == ():
         native = {"i": int, "u": int, "f": float, "b": bool}.get(dtype.kind)
@@ -308,6 +284,39 @@ def _leaf_writer(leaf: Leaf, array: Array, first: int, warn: Callable[[str, str]
             write_any(k, value)
 
     return write
+
+
+def _converting_writer(
+    leaf: Leaf, rows: Sequence[Array], first: int, warn: Callable[[str, str], None]
+) -> Callable[[int, Any], None]:
+    """Writes everything but the exact match: converts, checks, casts, and says so if that changed the value."""
+    dtype, shape = leaf.dtype, leaf.shape
+
+    def write_any(k: int, value: Any) -> None:
+        try:
+            given = np.asarray(value)
+            if given.dtype == object:
+                given = np.asarray(value, dtype=dtype)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise ObservationError(
+                f"env {first + k}: {leaf.name}: got {_brief(value)}, wanted {dtype} of shape {shape}: {error}"
+            ) from error
+        if given.shape != shape:
+            raise ObservationError(
+                f"env {first + k}: {leaf.name}: got shape {given.shape} ({given.dtype}), wanted shape {shape} ({dtype})"
+            )
+        with np.errstate(all="ignore"):
+            rows[k][...] = given if given.dtype == dtype else given.astype(dtype)
+        if given.dtype == dtype or _survives(given, rows[k]):
+            return
+        if given.dtype.kind != "f" or dtype.kind != "f":
+            raise ObservationError(
+                f"env {first + k}: {leaf.name}: got {_brief(value)}, whose values the {dtype} of the space cannot hold"
+            )
+        text = f"env {first + k}: {leaf.name}: {given.dtype} values became infinite in the cast to the {dtype} of the space"
+        warn(leaf.name, text)
+
+    return write_any
 
 
 def _survives(given: Array, cast: Array) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from threading import get_ident
-from typing import Any, ParamSpec, TypeVar
+from types import FrameType
+from typing import Any, Final, ParamSpec, TypeVar
 
 from vecenv.engine.owed import AS_IT_IS
 
-__all__ = ["one_call"]
+__all__ = ["is_within_a_call", "one_call"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,9 +31,9 @@ def one_call(method: Callable[P, R]) -> Callable[P, R]:
     def guarded(self: Any, *args: Any, **kwargs: Any) -> R:
         owed = self._owed
         me = get_ident()
-        if owed.caller == me:
+        if owed.caller == me and is_within_a_call(self):
             return method(self, *args, **kwargs)
-        if owed.caller or self._refuses:
+        if owed.caller not in (0, me) or self._refuses:
             self._refuse(method.__name__)
         if not owed.calm:
             self._pool.resume()
@@ -54,3 +56,22 @@ def one_call(method: Callable[P, R]) -> Callable[P, R]:
         owed.flights, owed.landed, owed.ready, owed.latest, owed.rounds = owed.after; return answer  # noqa: E702
 
     return guarded  # type: ignore[return-value]
+
+
+def is_within_a_call(envs: object) -> bool:
+    """Whether a call on a vector environment is on this thread's stack.
+
+    ``owed.caller`` alone does not tell: an exception that falls into the very first instruction after a call has failed
+    leaves it as it was.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    assert frame is not None
+    inner = frame if frame.f_code is _GUARDED else None  # it asks about the calls around itself
+    while frame is not None:
+        if frame.f_code is _GUARDED and frame is not inner and frame.f_locals["self"] is envs:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_GUARDED: Final = one_call(is_within_a_call).__code__

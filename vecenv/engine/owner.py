@@ -19,7 +19,7 @@ from gymnasium.vector.async_vector_env import AsyncState
 from vecenv.engine import published
 from vecenv.engine.actions import ActionStage
 from vecenv.engine.engine import Engine
-from vecenv.engine.guard import one_call
+from vecenv.engine.guard import is_within_a_call, one_call
 from vecenv.engine.handles import ProcessWorker
 from vecenv.engine.pool import WorkerPool
 from vecenv.engine.published import StatsCard
@@ -259,7 +259,7 @@ class EngineOwner(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, ActT
             until = time.monotonic() + _OTHER_THREAD
             while owed.caller and time.monotonic() < until:
                 time.sleep(0.001)
-        nested = owed.caller == me
+        nested = owed.caller == me and is_within_a_call(self)
         if not self._pool.released:
             hurried = again or nested
             self.close_extras(**{**kwargs, "timeout": _LITTLE_PATIENCE if hurried and seconds is None else seconds})

@@ -229,10 +229,9 @@ class Recovery:
             if row not in ledger.paid
         ]
         for cause, rows in causes:
-            # noted first: who interrupts here gets one restart for nothing, and none is counted twice
-            ledger.restarts, worker = ledger.restarts + 1, self._worker_of(rows[0])
-            ledger.paid.update(rows)
-            worker.paid = worker.death is not None
+            # noted first, by stores alone: who interrupts here gets one restart for nothing, and none is counted twice
+            worker, paid = self._worker_of(rows[0]), ledger.paid | set(rows)
+            ledger.restarts, ledger.paid, worker.paid = ledger.restarts + 1, paid, worker.death is not None
             if not self._budget.spend(cause):
                 ledger.restarts -= 1
                 return self._give_up(round_)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import pickle
 import traceback
@@ -91,6 +90,9 @@ def unpack(packed: PackedError, note: str) -> Exception:
     if error is None:
         error = EnvError(f"{note}: {packed.summary}")
     error.__cause__ = RemoteTraceback(packed.text)
-    with contextlib.suppress(Exception):
+    try:
         error.add_note(note)
+    except Exception:
+        if works(functools.partial(error.add_note, note)):
+            raise
     return error

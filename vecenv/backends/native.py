@@ -261,7 +261,7 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
         """Let go of the library, when the call that is under way has ended. In a forked child, do nothing.
 
         Args:
-            timeout: Seconds to wait for another thread that is in a call; afterwards the library goes when that call ends.
+            timeout: Seconds to wait for another thread that is in a call; afterwards the library is left to that call.
             terminate: Do not wait.
         """
         self.closed = True

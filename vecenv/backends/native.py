@@ -179,10 +179,10 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
             if not np.can_cast(given.dtype, space.dtype, "same_kind"):
                 raise TypeError(f"actions must have dtype {space.dtype}, got {given.dtype}; nothing was sent")
             actions = given.astype(space.dtype)
-            wraps = space.dtype.kind in "iu" and not np.array_equal(actions, given)
+            wraps = given.dtype != space.dtype and space.dtype.kind in "iu" and not np.array_equal(actions, given)
         if wraps or actions not in space:
             raise ValueError(f"actions must be {self.num_envs} of {self.single_action_space}, got {given!r}; none was sent")
-        return copies.deepcopy(actions)
+        return copies.deepcopy(actions) if actions is given else actions
 
     # -- asking, and dressing answers ----------------------------------------------------------------------------------
 
@@ -270,7 +270,7 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
             if self._waiter is not None:
                 self._waiter.shutdown(wait=not terminate)
             self.library.close()
-            self.library = self._owed = None  # type: ignore[assignment]
+            self.library = None  # type: ignore[assignment]
 
 
 def _own(value: Any) -> Any:

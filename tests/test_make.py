@@ -285,7 +285,7 @@ def test_neither_id_nor_function_is_refused() -> None:
 
 def test_an_environment_without_an_entry_point_is_refused() -> None:
     with pytest.raises(gymnasium.error.Error, match="no entry point"):
-        make_vec(EnvSpec("OnlyVector-v0", vector_entry_point="x:y"))
+        make_vec(EnvSpec("OnlyVector-v0", vector_entry_point="x:y"), backend="serial")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeAlias
 import gymnasium
 import numpy as np
 from gymnasium.envs.registration import EnvSpec, _find_spec, load_env_creator, registry
-from gymnasium.vector import VectorEnv
+from gymnasium.vector import AutoresetMode, VectorEnv
 
 from vecenv.engine.vector_env import AsyncVectorEnv
 
@@ -52,6 +52,8 @@ def make_vec(
             their threads do not survive a fork. ``"serial"``: the same class in this process. ``"envpool"``: EnvPool's C++
             threads, :class:`vecenv.backends.EnvPoolVectorEnv`. ``"brax"`` and ``"playground"``: on the accelerator.
             ``"ray"``: worker processes on the machines of a Ray cluster, :class:`vecenv.backends.RayVectorEnv`.
+            ``"native"``: the library's own vector environment, :class:`vecenv.backends.NativeVectorEnv`; ``"process"`` takes
+            it too for an id that has nothing but a vector entry point, and ``envs.plan`` says so.
         vector_kwargs: Options of the vector environment, as ``{"autoreset_mode": ..., "batch_size": 16}``.
         wrappers: Functions that wrap each environment. For ``"process"``, ``"serial"`` and ``"ray"``.
         **env_kwargs: For the environment, as ``render_mode=`` or ``max_episode_steps=``.
@@ -67,6 +69,7 @@ def make_vec(
         ImportError: A library is missing; says what to install.
     """
     row = _backend(backend)
+    found = row.spec(id_or_env_fn)
     given = _options(vector_kwargs)
     kwargs = dict(env_kwargs)
     if isinstance(id_or_env_fn, EnvSpec):
@@ -79,6 +82,14 @@ def make_vec(
         kwargs = {**recorded, **kwargs}
     if isinstance(num_envs, bool) or not isinstance(num_envs, (int, np.integer)) or num_envs < 1:
         raise ValueError(f"num_envs must be a positive integer, got {num_envs!r}")
+    if found is not None and found.vector_entry_point == _REGISTERED:
+        settings = kwargs if found is id_or_env_fn else {**found.kwargs, **kwargs}
+        settings["options"] = {**settings["options"], **given}
+        if backend != "process":
+            settings["backend"] = backend
+        return _make_registered(int(num_envs), wrappers=wrappers, **settings)
+    if backend == "process" and found is not None and _only_vector(found):
+        row = _BACKENDS["native"]
     request = Request(id_or_env_fn, int(num_envs), given, _wrappers(wrappers), kwargs)
     envs = row.build(request)
     if (spec := request.result_spec(row.mode, envs.unwrapped.spec)) is not None:
@@ -109,12 +120,15 @@ def register(id: str, *, backend: str = "process", vector_kwargs: Mapping[str, A
         raise TypeError(f"register wants an id, got {id!r}")
     found = row.find(id)
     if isinstance(found, EnvSpec):
-        _check_env_options(found, env_kwargs)
+        _check_env_options(found, env_kwargs, vector=backend == "native" or (backend == "process" and _only_vector(found)))
     name = f"vecenv/{id.rpartition(':')[2].replace('/', '-')}"
     kwargs = {**env_kwargs, "id": id, "backend": backend, "options": _options(vector_kwargs)}
     registry.pop(name, None)
-    gymnasium.register(name, vector_entry_point="vecenv.make:_make_registered", kwargs=kwargs)
+    gymnasium.register(name, vector_entry_point=_REGISTERED, kwargs=kwargs)
     return name
+
+
+_REGISTERED = f"{__name__}:_make_registered"
 
 
 def _make_registered(num_envs: int, *, id: str, backend: str, options: dict[str, Any], **env_kwargs: Any) -> AnyVectorEnv:
@@ -187,6 +201,12 @@ class Backend:
     needs: tuple[str, ...] = ()
     extra: str = ""
     mode: str = "vector_entry_point"
+
+    def spec(self, what: str | EnvSpec | EnvFn) -> EnvSpec | None:
+        """The spec of what Gymnasium's registry knows; ``None`` for functions and other libraries' names."""
+        if isinstance(what, EnvSpec):
+            return what
+        return find_spec(what) if isinstance(what, str) and self.find is find_spec else None
 
     def missing(self) -> list[str]:
         """The needed modules that are not installed."""
@@ -298,19 +318,39 @@ def _engine_options() -> tuple[str, ...]:
     return tuple(name for name in parameters if name not in ("self", "env_fns"))
 
 
-def _check_env_options(spec: EnvSpec, env_kwargs: Mapping[str, Any]) -> None:
-    """Raise for options that the environment's constructor does not have, where its signature tells."""
-    if spec.entry_point is None:
-        raise gymnasium.error.Error(f"{spec.id!r} has no entry point, so there is no single environment to build")
-    creator = load_env_creator(spec.entry_point) if isinstance(spec.entry_point, str) else spec.entry_point
-    try:
-        parameters = inspect.signature(creator).parameters
-    except (TypeError, ValueError):
+def _check_env_options(spec: EnvSpec, env_kwargs: Mapping[str, Any], *, vector: bool = False) -> None:
+    """Raise for options that the constructor of the environment (of the vector environment) does not have."""
+    entry_point = spec.vector_entry_point if vector else spec.entry_point
+    if entry_point is None and vector:
+        raise gymnasium.error.Error(f"{spec.id!r} has no vector entry point, so backend 'native' has nothing to build")
+    if entry_point is None:
+        hint = ": its library steps them, backend='native'" if spec.vector_entry_point is not None else ""
+        raise gymnasium.error.Error(f"{spec.id!r} has no entry point, so there is no single environment to build{hint}")
+    parameters = _parameters(entry_point)
+    if parameters is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+    if vector:
+        _check_names(env_kwargs, sorted({*parameters, *_NATIVE_OPTIONS} - {"num_envs"}), f"{spec.id!r}, backend 'native',")
         return
     accepted = {*parameters, "render_mode", "max_episode_steps", "disable_env_checker"}
     _check_names(env_kwargs, sorted(accepted), repr(spec.id), elsewhere=_engine_options())
+
+
+_NATIVE_OPTIONS = ("autoreset_mode", "copy")
+
+
+def _parameters(entry_point: Any) -> Mapping[str, inspect.Parameter] | None:
+    """Those of the function behind an entry point; ``None`` where it does not tell."""
+    creator = load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
+    try:
+        return inspect.signature(creator).parameters
+    except (TypeError, ValueError):
+        return None
+
+
+def _only_vector(spec: EnvSpec) -> bool:
+    """Whether there is no single environment to build."""
+    return spec.entry_point is None and spec.vector_entry_point is not None
 
 
 # --- the rows -----------------------------------------------------------------------------------
@@ -374,6 +414,37 @@ def _ray(request: Request) -> AnyVectorEnv:
     return RayVectorEnv([_env_fn(request)] * request.num_envs, **request.vector_kwargs)
 
 
+def _native(request: Request) -> AnyVectorEnv:
+    from vecenv.backends import NativeVectorEnv
+
+    request.name("native")
+    spec = copy.deepcopy(find_spec(request.what) if isinstance(request.what, str) else request.what)
+    assert isinstance(spec, EnvSpec)
+    if isinstance(request.what, EnvSpec):
+        spec.kwargs = {}  # make_vec() has merged them
+    options = {**request.env_kwargs, **request.vector_kwargs}
+    _check_env_options(spec, options, vector=True)
+    keep = options.pop("copy", True)
+    mode = options.pop("autoreset_mode", None)
+    if mode is not None:
+        mode = AutoresetMode(mode)
+        if "autoreset_mode" in (_parameters(spec.vector_entry_point) or ()):
+            options["autoreset_mode"] = mode
+    reason = f"{spec.id} has nothing but a vector entry point" if _only_vector(spec) else "backend='native' was asked for"
+    refusal = f"backend 'native': the library of {spec.id!r} does not offer {mode}"
+    try:
+        library = gymnasium.make_vec(spec, request.num_envs, "vector_entry_point", **options)
+    except ValueError as error:
+        if mode is not None and "autoreset_mode" in str(error):
+            raise NotImplementedError(refusal) from error
+        raise
+    envs = NativeVectorEnv(library, copy=keep, reason=reason)
+    if mode is not None and envs.autoreset_mode is not mode:
+        envs.close()
+        raise NotImplementedError(f"{refusal}, only {envs.autoreset_mode}")
+    return envs
+
+
 def _envpool(request: Request) -> AnyVectorEnv:
     from vecenv.backends import EnvPoolVectorEnv
 
@@ -401,4 +472,5 @@ _BACKENDS: dict[str, Backend] = {
     "brax": Backend(functools.partial(_jax_native, "brax"), str, ("jax", "brax"), "brax"),
     "playground": Backend(functools.partial(_jax_native, "playground"), str, ("jax", "mujoco_playground"), "playground"),
     "ray": Backend(_ray, find_spec, ("ray",), "ray", mode="async"),
+    "native": Backend(_native, find_spec),
 }

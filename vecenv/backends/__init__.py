@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vecenv.backends.envpool import EnvPoolVectorEnv
     from vecenv.backends.jax_native import JaxVectorEnv
+    from vecenv.backends.native import NativeVectorEnv
     from vecenv.backends.ray import RayVectorEnv
 
-__all__ = ["EnvPoolVectorEnv", "JaxVectorEnv", "RayVectorEnv"]
+__all__ = ["EnvPoolVectorEnv", "JaxVectorEnv", "NativeVectorEnv", "RayVectorEnv"]
 
 _LAZY: dict[str, str] = {
     # public name -> module that defines it
     "EnvPoolVectorEnv": "vecenv.backends.envpool",
     "JaxVectorEnv": "vecenv.backends.jax_native",
+    "NativeVectorEnv": "vecenv.backends.native",
     "RayVectorEnv": "vecenv.backends.ray",
 }
 

@@ -1,0 +1,627 @@
+"""The libraries' own vector environments: their numbers, and the meaning that calls have on every backend.
+
+ALE loads its game anew for every environment that is built or seeded, a quarter of a second each; so the contract over it is
+slow, and what can be shown with a library of counters is shown with that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.util
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector.utils import batch_space
+
+import vecenv
+from vecenv.backends import NativeVectorEnv, native
+from vecenv.errors import BusyError, ForkedError, StepTimeout
+from vecenv.testing import VectorEnvContract, assert_identical
+
+needs_ale = pytest.mark.skipif(importlib.util.find_spec("ale_py") is None, reason="ale_py is not installed")
+if importlib.util.find_spec("ale_py") is not None:
+    import ale_py
+
+    gymnasium.register_envs(ale_py)
+
+SMALL: dict[str, Any] = {"img_height": 24, "img_width": 24, "stack_num": 2, "max_num_frames_per_episode": 160, "noop_max": 5}
+CARTPOLE = "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv"
+
+
+class Counters(VectorEnv[Any, Any, Any]):
+    """A library for the tests: each environment counts its steps, and ends its episode at ``length``, in the same step.
+
+    ``step`` waits for ``gate``. Actions that arrive are kept. Final observations are a batch, as ALE has them.
+    """
+
+    def __init__(self, num_envs: int = 3, length: int = 4, **extra: Any) -> None:
+        self.num_envs, self.length, self.extra = num_envs, length, extra
+        self.single_observation_space = spaces.Dict(count=spaces.Box(0, 100, (2,), np.float32))
+        self.single_action_space = extra.pop("action_space", spaces.Discrete(5))
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+        self.gate = threading.Event()
+        self.gate.set()
+        self.came: list[Any] = []
+        self.error: Exception | None = None
+        self._counts = np.zeros((num_envs, 2), dtype=np.float32)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.came.append((seed, options))
+        self._counts[...] = 0
+        return {"count": self._counts}, {}
+
+    def step(self, actions: Any) -> Any:
+        self.came.append(actions)
+        assert self.gate.wait(30)
+        if self.error is not None:
+            raise self.error
+        self._counts += 1
+        over = np.arange(self.num_envs) + self.length == self._counts[:, 0]
+        infos: dict[str, Any] = {"half": self._counts[:, 0] / 2, "one for all": 7, "deep": {"word": ["a"] * self.num_envs}}
+        if over.any():
+            infos["final_obs"] = {"count": self._counts.copy()}
+        self._counts[over] = 0
+        return {"count": self._counts}, np.ones(self.num_envs, np.int32), over, np.zeros_like(over), infos
+
+
+@pytest.fixture
+def counters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., NativeVectorEnv]]:
+    """``counters(what it does, **options)``: vector environments over :class:`Counters`, closed at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def build(does: Any = (), copy: bool = True, **options: Any) -> NativeVectorEnv:
+            name = f"{Counters.__module__}.{Counters.__qualname__}"
+            monkeypatch.setitem(native._LIBRARIES, name, does)
+            library = Counters(**options)
+            envs = stack.enter_context(contextlib.closing(NativeVectorEnv(library, copy=copy)))
+            stack.callback(library.gate.set)
+            return envs
+
+        yield build
+
+
+@pytest.fixture
+def only_vector() -> Iterator[str]:
+    """An id that has nothing but a vector entry point."""
+    name = "OnlyVector-v0"
+    gymnasium.register(name, vector_entry_point=CARTPOLE, max_episode_steps=30)
+    yield name
+    for known in (name, f"vecenv/{name}"):
+        gymnasium.registry.pop(known, None)
+
+
+# --- the contract ---------------------------------------------------------------------------------------------------
+
+
+class TestCartPole(VectorEnvContract):
+    """Gymnasium's own vector environment: one generator, all reset together, next-step autoreset."""
+
+    autoreset_modes = (AutoresetMode.NEXT_STEP,)
+    supports_reset_mask = False
+    gives_final_observations = False
+
+    def make(self, num_envs: int = 3, autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP, **kwargs: Any) -> Any:
+        options = {"autoreset_mode": autoreset_mode}
+        return vecenv.make_vec("CartPole-v1", num_envs, "native", vector_kwargs=options, **kwargs)
+
+
+@needs_ale
+@pytest.mark.slow
+class TestAtari(VectorEnvContract):
+    autoreset_modes = (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP)
+
+    def make(self, num_envs: int = 3, autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP, **kwargs: Any) -> Any:
+        options = {"autoreset_mode": autoreset_mode}
+        return vecenv.make_vec("ALE/Breakout-v5", num_envs, "native", vector_kwargs=options, **SMALL, **kwargs)
+
+
+# --- the same numbers as by Gymnasium's route -----------------------------------------------------------------------
+
+
+@needs_ale
+@pytest.mark.parametrize(
+    ("game", "mode", "steps", "options"),
+    [
+        ("ALE/Breakout-v5", AutoresetMode.SAME_STEP, 45, SMALL),
+        *(
+            pytest.param(game, mode, 300, {"max_num_frames_per_episode": 400}, marks=pytest.mark.slow)
+            for game in ("ALE/Breakout-v5", "ALE/Pong-v5")
+            for mode in (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP)
+        ),
+    ],
+)
+def test_frames_rewards_and_flags_are_ale_s_own(game: str, mode: AutoresetMode, steps: int, options: dict[str, Any]) -> None:
+    theirs = gymnasium.make_vec(game, 2, vectorization_mode="vector_entry_point", autoreset_mode=mode, **options)
+    ours = vecenv.make_vec(game, 2, "native", vector_kwargs={"autoreset_mode": mode}, **options)
+    with contextlib.closing(ours), contextlib.closing(theirs):
+        frames, infos = theirs.reset(seed=7)
+        mine = ours.reset(seed=7)
+        assert_identical(mine[0], frames, "frames of the reset")
+        assert_same_infos(mine[1], infos)
+        ends = 0
+        theirs.action_space.seed(1)
+        for t in range(steps):
+            actions = theirs.action_space.sample()
+            frames, rewards, terminations, truncations, infos = theirs.step(actions.copy())
+            mine = ours.step(actions)
+            assert_identical(mine[0], frames, f"frames of step {t}")
+            assert_identical(mine[1], rewards.astype(np.float64), f"rewards of step {t}")
+            assert_identical(mine[2], terminations, f"terminations of step {t}")
+            assert_identical(mine[3], truncations, f"truncations of step {t}")
+            done = terminations | truncations
+            final = infos.pop("final_obs", None)
+            assert ("final_obs" in mine[4]) == (final is not None) == bool(mode is AutoresetMode.SAME_STEP and done.any())
+            if final is not None:
+                assert_identical(mine[4].pop("_final_obs"), done, "_final_obs")
+                assert mine[4].pop("final_info") == {}
+                assert_identical(mine[4].pop("_final_info"), done, "_final_info")
+                for row, last in enumerate(mine[4].pop("final_obs")):
+                    assert (last is not None) == done[row]
+                    if last is not None:
+                        assert_identical(last, final[row], f"final frames of env {row}")
+            assert_same_infos(mine[4], infos)
+            ends += int(done.sum())
+        assert ends
+
+
+def assert_same_infos(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert set(mine) == {*theirs, *(f"_{key}" for key in theirs)}
+    for key, value in theirs.items():
+        assert_identical(mine[key], np.array(value), key)
+        assert mine[f"_{key}"].all()
+
+
+def test_cartpole_s_trajectory_is_gymnasium_s_own() -> None:
+    theirs = gymnasium.make_vec("CartPole-v1", 5, vectorization_mode="vector_entry_point")
+    with contextlib.closing(vecenv.make_vec("CartPole-v1", 5, "native")) as ours:
+        assert_identical(
+            ours.reset(seed=3, options={"low": -0.1, "high": 0.0}), theirs.reset(seed=3, options={"low": -0.1, "high": 0.0})
+        )
+        for _ in range(60):
+            actions = theirs.action_space.sample()
+            mine, wanted = ours.step(actions), theirs.step(actions)
+            assert_identical(mine[0], wanted[0])
+            assert_identical(mine[1], wanted[1].astype(np.float64))
+            assert_identical(mine[2:4], wanted[2:4])
+
+
+# --- reset ----------------------------------------------------------------------------------------------------------
+
+
+@needs_ale
+@pytest.mark.slow
+def test_ale_takes_a_seed_or_none_for_each_environment_of_any_size() -> None:
+    with contextlib.closing(vecenv.make_vec("ALE/Breakout-v5", 3, "native", **SMALL)) as envs:
+        _, by_list = envs.reset(seed=[5, 6, 7])
+        _, by_int = envs.reset(seed=5)
+        assert_identical(by_int, by_list)
+        envs.reset(seed=[2**31 + 5, None, np.int64(7)])
+        _, again = envs.reset(seed=[5, None, 7])
+        assert again["frame_number"][0] == by_list["frame_number"][0]
+        with pytest.raises(TypeError):
+            envs.reset(seed=[1.5, 2, 3])
+
+
+def test_a_library_with_a_seed_for_each_environment_gets_31_bits_for_those_that_are_reset(counters: Any) -> None:
+    envs = counters({"rows"})
+    mask = np.array([True, False, True])
+    options: dict[str, Any] = {"reset_mask": mask}
+    with pytest.raises(ResetNeeded):
+        envs.reset(options=options)
+    with pytest.raises(ValueError, match=r"no reset options but 'reset_mask', got \['lives'\]"):
+        envs.reset(options={"lives": 3})
+    for wrong in ([1.5, 2, 3], ["1", 2, 3]):
+        with pytest.raises(TypeError):
+            envs.reset(seed=wrong)
+    assert envs.library.came == []
+    for seed, chosen, wanted in (
+        (4, None, [4, 5, 6]),
+        ([2**31 + 5, None, np.int64(7)], None, [5, -1, 7]),
+        (None, None, [-1, -1, -1]),
+        (9, options, [9, 11]),
+    ):
+        envs.reset(seed=seed, options=chosen)
+        seeds, rest = envs.library.came[-1]
+        assert seeds.tolist() == wanted
+        assert rest is None or rest["reset_mask"].tolist() == mask.tolist()
+    assert list(options) == ["reset_mask"]
+
+
+def test_a_library_with_one_generator_takes_an_int_consecutive_seeds_or_none(counters: Any) -> None:
+    envs = counters()
+    mask = np.array([True, False, True])
+    for refused in ({"seed": [1, 5, 2]}, {"seed": [1, None, None]}, {"options": {"reset_mask": mask}}):
+        with pytest.raises((NotImplementedError, ResetNeeded), match=r"backend 'native': .*Counters resets all by one seed"):
+            envs.reset(**refused)
+    assert envs.library.came == []
+    everyone = {"reset_mask": np.ones(3, np.bool_), "mine": 1}
+    for seed, options in ((4, None), ([4, 5, 6], everyone), (None, {}), ([None] * 3, None)):
+        envs.reset(seed=seed, options=options)
+    assert envs.library.came == [(4, None), (4, {"mine": 1}), (None, None), (None, None)]
+    assert set(everyone) == {"reset_mask", "mine"}
+
+
+# --- step, actions --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("actions", "error", "text"),
+    [
+        ([0, 1], ValueError, r"3 of Discrete\(5\), got array\(\[0, 1\]\)"),
+        ([0, 1, 2, 3], ValueError, "3 of"),
+        ([[0], [1], [2]], ValueError, "3 of"),
+        (2, ValueError, "3 of"),
+        ([0, 1, 5], ValueError, "3 of"),
+        ([0, -1, 2], ValueError, "3 of"),
+        (np.array([0, 1, 2**63 + 1], dtype=np.uint64), ValueError, "3 of"),
+        ([0.0, 1.0, 2.0], TypeError, "dtype int64, got float64"),
+        ([None, 1, 2], TypeError, "dtype int64, got object"),
+        (["0", "1", "2"], TypeError, "dtype int64"),
+        (None, TypeError, "dtype int64"),
+    ],
+)
+def test_wrong_actions_are_refused_before_the_library_sees_them(counters: Any, actions: Any, error: Any, text: str) -> None:
+    envs = counters()
+    envs.reset()
+    for call in (envs.step, envs.step_async, envs.send):
+        with pytest.raises(error, match=text):
+            call(actions)
+    assert len(envs.library.came) == 1
+    assert envs.step([0, 1, 2])[1].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_actions_of_other_kinds_are_cast_or_held_against_their_space(counters: Any) -> None:
+    box = counters(action_space=spaces.Box(-1, 1, (2,), np.float32))
+    box.reset()
+    box.step(np.full((3, 2), 0.1))
+    assert box.library.came[-1].dtype == np.float32
+    for wrong in (np.full((3, 2), 1.5), np.full((3, 2), np.nan), np.zeros((3, 1))):
+        with pytest.raises(ValueError, match="3 of Box"):
+            box.step(wrong)
+    pair = counters(action_space=spaces.Dict(a=spaces.Discrete(2), b=spaces.Box(0, 1, (1,), np.float32)))
+    pair.reset()
+    actions = pair.action_space.sample()
+    pair.step(actions)
+    assert pair.library.came[-1] is not actions
+    with pytest.raises(ValueError, match="3 of Dict"):
+        pair.step({"a": actions["a"]})
+
+
+# --- what comes back ------------------------------------------------------------------------------------------------
+
+
+def test_every_info_is_an_array_with_its_mask(counters: Any) -> None:
+    envs = counters()
+    envs.reset()
+    infos = envs.step([0, 0, 0])[4]
+    everyone = np.ones(3, np.bool_)
+    wanted = {
+        "half": np.full(3, 0.5, np.float32),
+        "one for all": np.full(3, 7),
+        "deep": {"word": np.array(["a"] * 3), "_word": everyone},
+    }
+    assert_identical(infos, {**wanted, **{f"_{key}": everyone for key in wanted}})
+
+
+def test_final_observations_have_gymnasium_s_form(counters: Any) -> None:
+    envs = counters()
+    envs.reset()
+    for _ in range(3):
+        assert not [key for key in envs.step([0, 0, 0])[4] if "final" in key]
+    observations, _, terminations, _, infos = envs.step([0, 0, 0])
+    assert terminations.tolist() == infos["_final_obs"].tolist() == infos["_final_info"].tolist() == [True, False, False]
+    assert observations["count"][:, 0].tolist() == [0, 4, 4]
+    assert infos["final_obs"][0]["count"].tolist() == [4, 4]
+    assert infos["final_obs"][1:].tolist() == [None, None]
+    assert infos["final_info"] == {}
+
+
+def test_observations_are_the_caller_s_own_unless_copy_is_false(counters: Any) -> None:
+    envs, shared = counters(), counters(copy=False)
+    first, same = envs.reset()[0], shared.reset()[0]
+    kept = copy.deepcopy(first)
+    assert_identical(envs.step([0, 0, 0])[0]["count"], first["count"] + 1)
+    assert_identical(first, kept)
+    assert shared.step([0, 0, 0])[0]["count"] is same["count"]
+
+
+def test_the_autoreset_mode_of_one_vector_environment_is_not_that_of_the_next() -> None:
+    class Silent(Counters):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.metadata
+
+    before = dict(VectorEnv.metadata)
+    VectorEnv.metadata["autoreset_mode"] = AutoresetMode.DISABLED  # as ALE leaves it
+    try:
+        with contextlib.closing(NativeVectorEnv(Silent())) as envs:
+            assert envs.metadata["autoreset_mode"] is AutoresetMode.NEXT_STEP
+    finally:
+        VectorEnv.metadata.clear()
+        VectorEnv.metadata.update(before)
+
+
+# --- calls in two halves --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("does", [(), ("threads",)], ids=["without-threads", "with-threads"])
+def test_calls_out_of_order_are_gymnasium_s_errors(counters: Any, does: Any) -> None:
+    envs = counters(does)
+    with pytest.raises(ResetNeeded):
+        envs.step([0, 0, 0])
+    for wait in (envs.step_wait, envs.reset_wait, envs.recv):
+        with pytest.raises(NoAsyncCallError):
+            wait()
+    envs.reset_async()
+    for call in (envs.reset_async, lambda: envs.step_async([0, 0, 0]), lambda: envs.send([0, 0, 0])):
+        with pytest.raises(AlreadyPendingCallError):
+            call()
+    with pytest.raises(NoAsyncCallError):
+        envs.step_wait()
+    observations, rewards, terminations, truncations, infos = envs.recv()
+    assert not any(array.any() for array in (observations["count"], rewards, terminations, truncations))
+    assert rewards.dtype == np.float64
+    assert_identical(infos, {"env_id": np.arange(3), "_env_id": np.ones(3, np.bool_)})
+    envs.send([1, 2, 3], env_id=infos["env_id"])
+    with pytest.raises(AlreadyPendingCallError):
+        envs.step([0, 0, 0])
+    assert envs.recv()[4]["env_id"].tolist() == [0, 1, 2]
+    assert envs.library.came[-1].tolist() == [1, 2, 3]
+    for some in ([0, 1], [1, 0, 2], 0):
+        with pytest.raises(NotImplementedError, match="backend 'native' steps all environments at once"):
+            envs.send([0, 0, 0], env_id=some)
+
+
+def test_a_late_answer_stays_owed(counters: Any) -> None:
+    envs = counters({"threads"})
+    envs.reset()
+    envs.library.gate.clear()
+    envs.step_async([0, 1, 2])
+    for _ in range(2):
+        with pytest.raises(StepTimeout, match=r"0\.01 seconds"):
+            envs.step_wait(timeout=0.01)
+    with pytest.raises(AlreadyPendingCallError):
+        envs.step([0, 0, 0])
+    envs.library.gate.set()
+    assert envs.step_wait(timeout=30)[0]["count"].tolist() == [[1, 1]] * 3
+    assert envs.step([0, 0, 0])[0]["count"].tolist() == [[2, 2]] * 3
+
+
+def test_a_library_without_threads_steps_when_the_answer_is_fetched_and_knows_no_timeout(counters: Any) -> None:
+    envs = counters()
+    envs.reset()
+    envs.step_async([0, 1, 2])
+    assert len(envs.library.came) == 1
+    with pytest.raises(NotImplementedError, match=r"backend 'native': .*Counters steps in the caller's thread"):
+        envs.step_wait(timeout=1.0)
+    assert envs.step_wait()[0]["count"].tolist() == [[1, 1]] * 3
+
+
+@pytest.mark.parametrize("does", [(), ("threads",)], ids=["without-threads", "with-threads"])
+def test_an_error_of_the_library_is_raised_once_and_the_next_call_goes_on(counters: Any, does: Any) -> None:
+    envs = counters(does)
+    envs.reset()
+    envs.library.error = OSError("no ROM")
+    with pytest.raises(OSError, match="no ROM"):
+        envs.step([0, 0, 0])
+    envs.library.error = None
+    assert envs.step([0, 0, 0])[0]["count"].tolist() == [[1, 1]] * 3
+
+
+def test_an_interruption_while_waiting_leaves_the_answer_owed(counters: Any) -> None:
+    envs = counters({"threads"})
+    envs.reset()
+    envs.library.gate.clear()
+    envs.step_async([0, 1, 2])
+    timer = threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        envs.step_wait()
+    timer.join()
+    envs.library.gate.set()
+    assert envs.step_wait()[0]["count"].tolist() == [[1, 1]] * 3
+
+
+# --- threads, forks, the end ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("does", [(), ("threads",)], ids=["without-threads", "with-threads"])
+def test_a_second_thread_is_refused(counters: Any, does: Any) -> None:
+    envs = counters(does)
+    envs.reset()
+    envs.library.gate.clear()
+    first = threading.Thread(target=envs.step, args=([0, 0, 0],))
+    first.start()
+    wait_until_it_steps(envs.library)
+    for call in (envs.step_wait, envs.reset, envs.render):
+        with pytest.raises((BusyError, AlreadyPendingCallError)) as refused:
+            call()
+    assert refused.type is BusyError
+    envs.library.gate.set()
+    first.join()
+    assert envs.step([0, 0, 0])[0]["count"].tolist() == [[2, 2]] * 3
+
+
+def wait_until_it_steps(library: Counters) -> None:
+    while len(library.came) < 2:
+        time.sleep(0.001)
+
+
+def in_a_fork(check: Callable[[], None]) -> int:
+    """The exit status of a forked child that runs ``check``."""
+    pid = os.fork()
+    if not pid:
+        try:
+            check()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_is_refused_and_may_close_without_touching_the_parent(counters: Any) -> None:
+    check_fork(counters({"threads"}), [0, 0, 0])
+
+
+@needs_ale
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_ale_refuses_what_it_would_hang_over() -> None:
+    """An action out of range, and a forked child, which has none of its threads."""
+    envs = vecenv.make_vec("ALE/Pong-v5", 1, "native", **SMALL)
+    with contextlib.closing(envs):
+        check_fork(envs, np.array([0]))
+        with pytest.raises(ValueError, match=r"1 of Discrete\(6\), got array\(\[6\]\)"):
+            envs.step(np.array([6]))
+        envs.send(np.array([5], dtype=np.uint8))
+        assert envs.recv(timeout=60)[4]["_env_id"].all()
+        envs.reset_async(options={"reset_mask": np.array([True])})
+        assert not envs.recv(timeout=60)[1].any()
+        envs.step_async(np.array([1]))  # close() takes an answer that is owed along
+
+
+def check_fork(envs: Any, actions: Any) -> None:
+    envs.reset()
+
+    def check() -> None:
+        for call in (envs.reset, lambda: envs.step(actions), envs.recv, envs.render):
+            with pytest.raises(ForkedError, match="belongs to another process"):
+                call()
+        envs.close()
+        assert envs.closed
+
+    assert in_a_fork(check) == 0
+    envs.step(actions)
+
+
+@pytest.mark.parametrize("does", [(), ("threads",)], ids=["without-threads", "with-threads"])
+def test_close_is_idempotent_and_everything_after_it_is_refused(counters: Any, does: Any) -> None:
+    envs = counters(does)
+    library = envs.library
+    envs.reset()
+    envs.step_async([0, 0, 0])
+    envs.close(timeout=30)
+    envs.close()
+    assert library.closed
+    assert envs.closed
+    assert envs.library is None
+    for call in (
+        envs.reset,
+        lambda: envs.step([0, 0, 0]),
+        envs.step_wait,
+        envs.recv,
+        lambda: envs.send([0, 0, 0]),
+        envs.render,
+    ):
+        with pytest.raises(ClosedEnvironmentError):
+            call()
+
+
+def test_a_close_does_not_wait_for_another_thread_longer_than_it_is_told(counters: Any) -> None:
+    envs = counters()
+    envs.reset()
+    library = envs.library
+    library.gate.clear()
+    first = threading.Thread(target=envs.step, args=([0, 0, 0],))
+    first.start()
+    wait_until_it_steps(library)
+    envs.close(timeout=0.05)
+    assert envs.closed
+    library.gate.set()
+    first.join()
+
+
+def test_render_is_the_library_s(counters: Any) -> None:
+    envs = counters()
+    assert envs.render() is None
+    envs.render_mode = "rgb_array"
+    with pytest.raises(NotImplementedError):
+        envs.render()
+
+
+# --- make_vec, register ---------------------------------------------------------------------------------------------
+
+
+def test_a_native_engine_is_taken_only_where_it_was_asked_for_or_there_is_nothing_else(only_vector: str) -> None:
+    with contextlib.closing(vecenv.make_vec("CartPole-v1", 2)) as envs:
+        assert type(envs) is vecenv.AsyncVectorEnv
+    with contextlib.closing(vecenv.make_vec("CartPole-v1", 2, "native")) as envs:
+        assert str(envs.plan).endswith("CartPoleVectorEnv: backend='native' was asked for")
+    with contextlib.closing(vecenv.make_vec(only_vector, 2)) as envs:
+        assert str(envs.plan).endswith("CartPoleVectorEnv: OnlyVector-v0 has nothing but a vector entry point")
+        assert envs.library.max_episode_steps == 30
+        assert repr(envs) == "NativeVectorEnv(OnlyVector-v0, num_envs=2)"
+        with contextlib.closing(vecenv.make_vec(envs.spec)) as again:
+            assert again.num_envs == 2
+            assert_identical(again.reset(seed=1), envs.reset(seed=1))
+    with pytest.raises(gymnasium.error.Error, match="backend='native'"):
+        vecenv.make_vec(only_vector, 2, "serial")
+
+
+def test_names_of_register_stand_for_what_they_name(only_vector: str) -> None:
+    name = vecenv.register(only_vector, max_episode_steps=9)
+    for make in (gymnasium.make_vec, vecenv.make_vec):
+        with contextlib.closing(make(name, num_envs=2)) as envs:
+            assert type(envs) is NativeVectorEnv
+            assert envs.library.max_episode_steps == 9
+    name = vecenv.register("CartPole-v1", vector_kwargs={"num_workers": 0})
+    try:
+        with contextlib.closing(vecenv.make_vec(name, 2)) as envs:
+            assert type(envs) is vecenv.AsyncVectorEnv
+            with contextlib.closing(vecenv.make_vec(gymnasium.make_vec(name, num_envs=2).spec)) as again:
+                assert type(again) is vecenv.AsyncVectorEnv
+        with contextlib.closing(vecenv.make_vec(name, 2, vector_kwargs={"autoreset_mode": "SameStep"})) as envs:
+            assert envs.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
+            assert envs.num_workers == 0
+    finally:
+        gymnasium.registry.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"id_or_env_fn": "Acrobot-v1"}, gymnasium.error.Error, "no vector entry point"),
+        ({"id_or_env_fn": SyncVectorEnv}, TypeError, "wants the name of an environment"),
+        ({"wrappers": [lambda env: env]}, ValueError, "wrappers are for Python environments"),
+        ({"max_episode_step": 3}, TypeError, r"'CartPole-v1', backend 'native', has no option .*'max_episode_steps'\?"),
+        ({"vector_kwargs": {"num_workers": 2}}, TypeError, "has no option 'num_workers'"),
+        (
+            {"vector_kwargs": {"autoreset_mode": "SameStep"}},
+            NotImplementedError,
+            r"'CartPole-v1' does not offer .*SAME_STEP, only",
+        ),
+        ({"vector_kwargs": {"autoreset_mode": "Often"}}, ValueError, "'Often' is not a valid AutoresetMode"),
+        ({"num_envs": 0}, ValueError, "num_envs must be a positive integer"),
+    ],
+)
+def test_what_is_wrong_in_the_arguments_is_named(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        vecenv.make_vec(**{"id_or_env_fn": "CartPole-v1", "num_envs": 2, "backend": "native", **arguments})
+
+
+@needs_ale
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"autoreset_mode": AutoresetMode.DISABLED}, NotImplementedError, "does not offer AutoresetMode.DISABLED"),
+        ({"batch_size": 1}, NotImplementedError, "batch_size=1"),
+        ({"frame_skip": 2}, TypeError, "Did you mean 'frameskip'"),
+        ({"render_mode": "rgb_array"}, TypeError, "has no option 'render_mode'"),
+    ],
+)
+def test_what_ale_does_not_offer_is_named(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        vecenv.make_vec("ALE/Pong-v5", 2, "native", **options)

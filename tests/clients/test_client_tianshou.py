@@ -75,6 +75,25 @@ def test_any_choice_of_environments_steps_and_resets_as_in_dummy_vector_env(
     theirs.close()
 
 
+class Fixed(vecenv.AsyncVectorEnv[Any, Any]):
+    """Nobody assigns its batch size."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        assert name != "batch_size" or "batch_size" not in self.__dict__
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("batch_size", [None, 1])
+def test_some_environments_are_stepped_whatever_the_batch_size(batch_size: int | None) -> None:
+    envs: Any = Fixed(tellers(4), num_workers=0, autoreset_mode="Disabled", batch_size=batch_size)
+    ours, theirs = as_tianshou(envs), DummyVectorEnv(tellers(4))
+    assert_equal(ours.reset(seed=3), theirs.reset(seed=3))
+    for ids in ([2, 0], [3], [0, 1, 3]):
+        assert_equal(ours.step(np.zeros(len(ids), int), ids), theirs.step(np.zeros(len(ids), int), ids))
+    ours.close()
+    theirs.close()
+
+
 def policy(space: gym.Space[Any]) -> DiscreteActorPolicy:
     torch.manual_seed(0)
     actor = DiscreteActor(preprocess_net=Net(state_shape=(4,), hidden_sizes=[16]), action_shape=2, softmax_output=False)

@@ -12,6 +12,7 @@ import numpy as np
 from gymnasium import Env, Wrapper
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from vecenv.front.capabilities import capabilities_of
 from vecenv.multi_agent.infos import own_keys
 
 __all__ = ["SingleEnvs", "info_rows", "require"]
@@ -92,7 +93,8 @@ class SingleEnvs:
         return self._ask(_is_wrapped, rows, _name(wrapper))
 
     def _are_python(self) -> bool:
-        return hasattr(self._inner, "exec_func")
+        able = capabilities_of(self._inner)
+        return able is not None and able.attributes
 
     def _refuse(self, name: str) -> None:
         raise AttributeError(

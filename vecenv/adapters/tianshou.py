@@ -16,7 +16,6 @@ from gymnasium.vector.utils import iterate
 from tianshou.env import BaseVectorEnv
 
 from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, info_rows, require
-from vecenv.engine.vector_env import AsyncVectorEnv
 
 __all__ = ["TianshouVectorEnv", "as_tianshou"]
 
@@ -127,13 +126,7 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
     def _step_some(self, actions: npt.NDArray[Any], ids: npt.NDArray[np.intp]) -> Any:
         envs: Any = self.vector_env.unwrapped
         envs.send(actions, ids)
-        if not isinstance(envs, AsyncVectorEnv):
-            return envs.recv()  # of these environments, in this mode
-        usual, envs.batch_size = envs.batch_size, len(ids)
-        try:
-            return envs.recv()
-        finally:
-            envs.batch_size = usual
+        return envs.recv(count=len(ids))
 
     def _ids(self, env_id: Ids) -> npt.NDArray[np.intp]:
         ids: npt.NDArray[np.intp] = np.arange(self.env_num)[self._wrap_id(env_id)]

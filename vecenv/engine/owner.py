@@ -149,6 +149,11 @@ class EngineOwner(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, ActT
         return Capabilities(self._backend, restarts=self._engine.policy.restart, in_this_process=own)
 
     @property
+    def step_timeout(self) -> float | None:
+        """Seconds until a ``reset`` or ``step`` without a timeout of its own is taken to hang; ``None``: never."""
+        return self._engine.policy.step_timeout
+
+    @property
     def local_envs(self) -> list[Env[Any, Any]]:
         """The environments that live in this process, those of the caller's share."""
         own = self._pool.own

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Final, NoReturn
 
-__all__ = ["FIGURES", "Capabilities", "figures", "unable"]
+__all__ = ["FIGURES", "Capabilities", "capabilities_of", "figures", "unable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,12 @@ class Capabilities:
     def __str__(self) -> str:
         can = [field.name for field in fields(self) if getattr(self, field.name) is True]
         return f"{self.backend}: {', '.join(can)}"
+
+
+def capabilities_of(envs: object) -> Capabilities | None:
+    """What a vector environment says it can do; ``None`` if it is none of ours and says nothing."""
+    said = getattr(envs, "capabilities", None)
+    return said if isinstance(said, Capabilities) else None
 
 
 def unable(envs: object, what: str, reason: str) -> NoReturn:

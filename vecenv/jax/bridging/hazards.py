@@ -13,6 +13,8 @@ import gymnasium
 import jax
 from gymnasium.vector import SyncVectorEnv, VectorEnv
 
+from vecenv.front.capabilities import capabilities_of
+
 __all__ = ["refuse_jax_in_process", "warn_of_fork"]
 
 
@@ -25,7 +27,8 @@ def refuse_jax_in_process(envs: VectorEnv[Any, Any, Any]) -> None:
         ValueError: ``envs`` runs JAX, or holds an environment that does.
     """
     base = envs.unwrapped
-    if type(base).__name__ == "JaxVectorEnv" or _uses_jax(base):
+    able = capabilities_of(base)
+    if (able is not None and able.runs_jax) or _uses_jax(base):
         raise ValueError(
             f"{type(base).__name__} runs JAX in this process, and would wait for the program that waits for it. Its "
             "environments need no bridge: use vecenv.jax.FunctionalVectorEnv."

@@ -1,14 +1,16 @@
-"""How to ask a vector env for a step in two halves, for some rows only, or not for ever: what its class allows.
+"""How to ask a vector env for a step in two halves, for some rows only, or not for ever: what it says it can do.
 
 Gymnasium's interface is ``reset`` and ``step`` of everybody. Classes with ``step_async`` and ``step_wait`` can be left
-alone while they step, and given up on. vecenv's own can step some rows. For the others, a row that must not be stepped is
-reset and stepped along with nobody looking.
+alone while they step, and given up on. Those whose capabilities say so can step some rows. For the others, a row that must
+not be stepped is reset and stepped along with nobody looking.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import gymnasium
@@ -17,7 +19,7 @@ import numpy.typing as npt
 from gymnasium.error import NoAsyncCallError
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
-from vecenv.engine.vector_env import AsyncVectorEnv
+from vecenv.front.capabilities import capabilities_of
 
 __all__ = ["Calls", "Rows", "Stepped", "autoreset_mode_of", "calls_of"]
 
@@ -43,14 +45,16 @@ class Calls:
     Args:
         envs: The vector env.
         timeout: Seconds an answer may take, or ``None``. This class has to wait, however long it takes.
-    """
 
-    seeded_masks = True
-    """Whether a reset of some rows takes seeds."""
+    Attributes:
+        seeded_masks: Whether a reset of some rows takes seeds.
+    """
 
     def __init__(self, envs: VectorEnv[Any, Any, Any], timeout: float | None) -> None:
         self.envs: Any = envs
         self.timeout = timeout
+        able = capabilities_of(envs.unwrapped)
+        self.seeded_masks = able is None or able.masked_seeds
         self._actions: Any = None
         self._disabled = autoreset_mode_of(envs) is AutoresetMode.DISABLED
         self._ended = np.zeros(envs.num_envs, np.bool_)  # by now, and not reset
@@ -96,28 +100,29 @@ class Calls:
 class AsyncCalls(Calls):
     """A vector env with ``step_async`` and ``step_wait``."""
 
-    _owed: str | None = None  # the call whose answer is to be waited for
+    _owed: Callable[..., Any] | None = None  # what waits for the answer
     _lost: BaseException | None = None
 
     def _reset(self, seeds: list[int] | None, options: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
         self.drain()
         self.envs.reset_async(seed=seeds, options=options)
-        observations, infos = self._wait("reset_wait")
+        self._owed = self.envs.reset_wait
+        observations, infos = self._wait()
         return observations, infos
 
     def begin(self, actions: Any) -> None:
         self._require()
         self.envs.step_async(actions)
-        self._owed = "step_wait"
+        self._owed = self.envs.step_wait
 
     def _stepped(self) -> Stepped:
-        stepped: Stepped = self._wait("step_wait")
+        stepped: Stepped = self._wait()
         return stepped
 
-    def _wait(self, method: str) -> Any:
-        self._owed = method
+    def _wait(self) -> Any:
+        assert self._owed is not None
         try:
-            answer = getattr(self.envs, method)(timeout=self.timeout)
+            answer = self._owed(timeout=self.timeout)
         except (multiprocessing.TimeoutError, KeyboardInterrupt) as error:
             if isinstance(self.envs, gymnasium.vector.AsyncVectorEnv):
                 self._lost = error  # it would take the late answer for that of the next call
@@ -134,7 +139,7 @@ class AsyncCalls(Calls):
             return
         with contextlib.suppress(NoAsyncCallError):
             try:
-                self._wait(self._owed)
+                self._wait()
             except multiprocessing.TimeoutError:
                 raise
             except Exception:  # of a step that nobody waits for any more; the reset will show whether it mattered
@@ -149,51 +154,25 @@ class AsyncCalls(Calls):
 
 
 class RowCalls(AsyncCalls):
-    """vecenv's own: ``send`` and ``recv`` of some rows."""
+    """One that says it is :attr:`first_ready <vecenv.front.capabilities.Capabilities.first_ready>`: some rows can step."""
 
     def begin_some(self, rows: Rows, actions: Any, chosen: Any) -> None:
+        self._require()
         self.envs.send(chosen, rows)
-        self._owed = "recv"
+        self._owed = functools.partial(self.envs.recv, count=len(rows))
 
     def finish_some(self, rows: Rows) -> tuple[Rows | None, Stepped]:
-        stepped = self._wait_for(len(rows))
+        stepped: Stepped = self._wait()
         return np.asarray(stepped[4]["env_id"], np.intp), stepped
-
-    def _wait_for(self, count: int) -> Stepped:
-        stepped: Stepped = self._wait("recv")
-        return stepped
-
-
-class ProcessCalls(RowCalls):
-    """``AsyncVectorEnv``, whose ``recv`` returns ``batch_size`` rows."""
-
-    def _wait_for(self, count: int) -> Stepped:
-        whole, self.envs.batch_size = self.envs.batch_size, count
-        try:
-            return super()._wait_for(count)
-        finally:
-            self.envs.batch_size = whole
-
-    def drain(self) -> None:
-        if self._owed == "recv":
-            self._owed = None  # a reset takes back what is in flight
-        super().drain()
-
-
-class PoolCalls(RowCalls):
-    """EnvPool, whose environments are seeded when they are built, all at once."""
-
-    seeded_masks = False
 
 
 def calls_of(envs: VectorEnv[Any, Any, Any], timeout: float | None) -> Calls:
-    """The best there is for ``envs``."""
-    if isinstance(envs, AsyncVectorEnv):
-        policy = envs._engine.policy
-        patience = None if policy.restart and policy.step_timeout is not None else timeout  # it will see to it itself
-        return (ProcessCalls if envs.batch_size == envs.num_envs else AsyncCalls)(envs, patience)
-    if type(envs).__module__.startswith("vecenv.backends.envpool"):
-        return PoolCalls(envs, timeout)
-    if hasattr(envs, "step_async") and not isinstance(envs, VectorWrapper):  # past the wrapper
+    """The best there is for ``envs``, by what it says it can do; of a wrapper, ``reset`` and ``step`` only."""
+    if isinstance(envs, VectorWrapper) or not hasattr(envs, "step_async"):
+        return Calls(envs, timeout)
+    able = capabilities_of(envs)
+    if able is None:
         return AsyncCalls(envs, timeout)
-    return Calls(envs, timeout)
+    if able.restarts and getattr(envs, "step_timeout", None) is not None:
+        timeout = None  # it restarts what hangs, unless the caller gives a timeout
+    return (RowCalls if able.first_ready else AsyncCalls)(envs, timeout)

@@ -1,0 +1,138 @@
+"""The bridge asks a vector env what it can do, by its capabilities, and uses no more than that."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from bridge_envs import Logged, faulty, tracks
+from gymnasium.vector import AutoresetMode, VectorWrapper
+
+import vecenv
+import vecenv.jax as vj
+from vecenv.errors import StepTimeout
+from vecenv.front.capabilities import Capabilities
+from vecenv.jax.bridging.vector_calls import calls_of
+
+KEY = jax.random.key(0)
+
+
+class Engine(Logged):
+    """Somebody's engine, which says what it can do; rows are sent and received."""
+
+    def __init__(self, capabilities: Capabilities | None, mode: AutoresetMode = AutoresetMode.DISABLED) -> None:
+        super().__init__(3)
+        self.metadata = {"autoreset_mode": mode}
+        if capabilities is not None:
+            self.capabilities = capabilities
+        self.seeds: list[Any] = []
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.seeds.append(seed)
+        return super().reset(seed=seed, options=options)
+
+    def reset_async(self, seed: Any = None, options: Any = None) -> None:
+        self.answer: Any = self.reset(seed=seed, options=options)
+
+    def step_async(self, actions: Any) -> None:
+        self.answer = self.step(actions)
+
+    def step_wait(self, timeout: float | None = None) -> Any:
+        return self.answer
+
+    reset_wait = step_wait
+
+    def send(self, actions: Any, env_id: Any = None) -> None:
+        self.log.append("s")
+        self.sent = np.asarray(env_id)
+
+    def recv(self, timeout: float | None = None, *, count: int | None = None) -> Any:
+        self.log.append(f"r{count}")
+        rows, k = self.sent, len(self.sent)
+        flags = np.zeros(k, bool)
+        infos = {"env_id": rows, "_env_id": np.ones(k, bool)}
+        return self.observations[rows], np.arange(k, dtype=float), flags, flags.copy(), infos
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "log"),
+    [
+        (Capabilities("theirs"), ["s", "r2"]),
+        (Capabilities("theirs", first_ready=False), ["S"]),
+        (None, ["S"]),
+    ],
+    ids=str,
+)
+def test_some_rows_are_sent_only_to_engines_that_say_they_can(capabilities: Capabilities | None, log: list[str]) -> None:
+    envs = Engine(capabilities)
+    calls = calls_of(envs, 1.0)
+    rows = np.array([0, 2])
+    calls.begin_some(rows, np.zeros((3, 1), np.float32), np.zeros((2, 1), np.float32))
+    answered, _ = calls.finish_some(rows)
+    assert envs.log == log
+    assert (answered is None) == (log == ["S"])
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_engines_that_cannot_seed_some_rows_are_not_given_seeds_for_them(wrapped: bool) -> None:
+    engine = Engine(Capabilities("theirs", masked_seeds=False))
+    with vj.bridge(VectorWrapper(engine) if wrapped else engine) as env:
+        env.reset_mask(env.reset(KEY), jnp.array([True, False, False]), KEY)
+    assert engine.seeds[0] is not None
+    assert engine.seeds[1:] == [None]
+
+
+def test_engines_that_say_they_run_jax_are_refused() -> None:
+    can = Capabilities("theirs", in_this_process=True, runs_jax=True)
+    for envs in (Engine(can), VectorWrapper(Engine(can))):
+        with pytest.raises(ValueError, match=r"Engine runs JAX in this process.*FunctionalVectorEnv"):
+            vj.bridge(envs)
+
+
+class Fixed(vecenv.AsyncVectorEnv[Any, Any]):
+    """Nobody assigns its batch size."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        assert name != "batch_size" or "batch_size" not in self.__dict__
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_only_rows_whose_episodes_go_on_are_stepped_whatever_the_batch_size(batch_size: int | None) -> None:
+    envs = Fixed(tracks(4), num_workers=0, autoreset_mode="Disabled", batch_size=batch_size)
+    with vj.bridge(envs) as env:
+        state, done, stepped = env.reset(KEY), np.zeros(4, bool), 0
+        while not done.all():
+            state = env.step(state, jnp.zeros(4, jnp.int32))
+            stepped += int((~done).sum())
+            done |= np.asarray(state.done)
+        assert envs.stats()["steps"] == stepped
+        assert envs.stats()["resets"] == 4
+
+
+@pytest.mark.parametrize("mode", ["Disabled", "NextStep"])
+def test_a_reset_after_an_answer_that_did_not_come_waits_for_it_first(mode: str) -> None:
+    hang = vecenv.AsyncVectorEnv(faulty("hang"), num_workers=2, context="forkserver", autoreset_mode=mode)
+    with vj.bridge(hang, timeout=0.3) as env:
+        action = jnp.zeros(2, jnp.int32)
+        state = env.step(env.step(env.reset(KEY), action), action)
+        with pytest.raises(StepTimeout):
+            env.step(state, action)
+        with pytest.raises(StepTimeout):
+            env.reset(KEY)
+        env._host._calls.timeout = 60.0
+        env.step(env.reset(KEY), action)
+
+
+def test_the_engine_says_after_what_time_it_takes_a_step_to_hang() -> None:
+    envs = vecenv.AsyncVectorEnv(tracks(1), num_workers=1, on_failure="restart", step_timeout=7, context="forkserver")
+    assert envs.step_timeout == 7.0
+    assert calls_of(envs, 1.0).timeout is None
+    envs.close()
+    with contextlib.closing(vecenv.AsyncVectorEnv(tracks(1), num_workers=0)) as plain:
+        assert plain.step_timeout is None
+        assert calls_of(plain, 1.0).timeout == 1.0

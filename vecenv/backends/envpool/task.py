@@ -119,6 +119,7 @@ class Task:
         pool_config: What ``envpool.make_gymnasium`` gets besides the id and the seeds.
         config: The whole configuration as EnvPool completed it.
         state_keys: Names of the arrays that a pool returns.
+        state_specs: What they are, by name; a shape that begins with -1 is that of an array of players.
         action_keys: Names of the arrays that a pool takes.
         action_dtypes: Their dtypes.
         observation_space: Of one environment, with bounds repaired.
@@ -133,6 +134,7 @@ class Task:
     pool_config: dict[str, Any]
     config: dict[str, Any]
     state_keys: tuple[str, ...]
+    state_specs: Mapping[str, Any]
     action_keys: tuple[str, ...]
     action_dtypes: tuple[npt.DTypeLike, ...]
     observation_space: gymnasium.Space[Any]
@@ -196,6 +198,7 @@ class Task:
             pool_config=config,
             config=completed,
             state_keys=tuple(spec._state_keys),
+            state_specs=dict(spec.state_array_spec),
             action_keys=tuple(spec._action_keys),
             action_dtypes=tuple(array[0] for array in spec._action_spec),
             observation_space=_repaired(quietly(lambda: spec.observation_space)),

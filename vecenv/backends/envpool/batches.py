@@ -175,7 +175,7 @@ class Batches(Driver[A]):
         flying, size = self._num_envs - len(self.idle), self._batch_size
         if flying < count:
             raise too_few(count, flying)
-        if flying - ready < size:
+        if flying - ready < -(-(count - ready) // size) * size:
             raise too_few(count, flying, f" EnvPool answers in whole batches of {size}, and {ready} rows are ready.")
 
     def _parts(self, count: int) -> tuple[int, int, States]:

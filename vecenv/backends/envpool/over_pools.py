@@ -79,10 +79,8 @@ class OverPools(NoAttributes):
         if seeds is not None:
             unable(self, "seed some environments only", "EnvPool seeds its environments when it builds them, all at once")
         if masked and not self.capabilities.reset_mask:
-            unable(
-                self, "take options['reset_mask'] with a batch_size smaller than num_envs",
-                "EnvPool answers in whole batches; use reset_async(env_id=...) and recv()",
-            )  # fmt: skip
+            why = "EnvPool answers in whole batches; use reset_async(env_id=...) and recv()"
+            unable(self, "take options['reset_mask'] in this pool", why)
         if driver is None or not driver.begun:
             raise ResetNeeded("the first reset must be of all environments")
         driver.begin_reset(ids, force=False)

@@ -26,6 +26,7 @@ class PlayerDriver(Batches[PlayerAnswer]):
         super().__init__(pool, num_envs, batch_size)
         self._sorter = PlayerSorter(task.state_keys, task.state_specs, players)
         self._action_dtype = np.dtype(task.action_dtypes[-1])
+        self._turns = "info:current_player" in task.state_keys
         self.present = np.zeros((num_envs, players), np.bool_)
         self.acting = np.zeros((num_envs, players), np.bool_)
 
@@ -34,6 +35,8 @@ class PlayerDriver(Batches[PlayerAnswer]):
         ids, given = ids[order], given[order]
         acting = self.acting[ids]
         given = np.where(acting.reshape(acting.shape + (1,) * (given.ndim - 2)), given, 0).astype(self._action_dtype)
+        if self._turns:  # EnvPool takes the first player's action for that of whose turn it is
+            given[:] = given[np.arange(len(ids)), acting.argmax(axis=1)][:, None]
         return self._sorter.flatten(given, ids, self.present[ids])
 
     def _filler(self, ids: Array) -> list[Array]:

@@ -92,7 +92,8 @@ class SingleEnvs:
         return self._ask(_is_wrapped, rows, _name(wrapper))
 
     def _are_python(self) -> bool:
-        return hasattr(self._inner, "exec_func")
+        can = getattr(self._inner, "capabilities", None)  # Gymnasium's own classes say nothing of the kind
+        return hasattr(self._inner, "exec_func") if can is None else bool(can.attributes)
 
     def _refuse(self, name: str) -> None:
         raise AttributeError(

@@ -177,10 +177,8 @@ class Task:
             "thread_affinity_offset": thread_affinity_offset,
             **env_config,
         }
-        if max_episode_steps is not None:
-            config["max_episode_steps"] = max_episode_steps
-        if render_mode is not None:
-            config["render_mode"] = render_mode
+        given = {"max_episode_steps": max_episode_steps, "render_mode": render_mode}
+        config |= {key: value for key, value in given.items() if value is not None}
         spec = _make_spec(task_id, config, accepted)
         completed = dict(zip(spec._config_keys, spec._config_values, strict=True))
         limit = int(completed.get("max_episode_steps", NO_LIMIT))

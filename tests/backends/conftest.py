@@ -39,11 +39,3 @@ def any_make() -> Iterator[Make]:
 def make(any_make: Make) -> Make:
     """What a file's tests build with; one that wants other pools overrides it."""
     return any_make
-
-
-@pytest.fixture
-def hide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All pools from here on lack their private functions."""
-    from .pool_doubles import hide_private_calls
-
-    hide_private_calls(monkeypatch)

@@ -24,6 +24,7 @@ from gymnasium.vector.utils import iterate
 
 from vecenv.errors import StepTimeout
 from vecenv.front.arguments import count_of, reset_mask_of, seeds_of
+from vecenv.front.attributes import NoAttributes
 from vecenv.front.capabilities import Capabilities, figures, unable
 from vecenv.front.deadlines import seconds_of
 from vecenv.front.guard import refuse_busy, refuse_closed, refuse_forked
@@ -41,7 +42,7 @@ _LIBRARIES: Final[dict[str, Collection[str]]] = {
 _ARRAYS: Final = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
 
-class NativeVectorEnv(VectorEnv[Any, Any, Any]):
+class NativeVectorEnv(NoAttributes, VectorEnv[Any, Any, Any]):
     """A library's own vector environment, with the calls of the other backends.
 
     Args:

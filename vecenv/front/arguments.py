@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+_FEW = 64
+
 __all__ = ["count_of", "env_ids_of", "reset_mask_of", "seeds_of"]
 
 
@@ -83,9 +85,18 @@ def env_ids_of(env_id: Any, num_envs: int) -> npt.NDArray[np.intp]:
     # one comparison for both ends: negative numbers become huge without their sign
     if np.maximum.reduce(wide.view(np.uint64)) >= num_envs:
         raise ValueError(f"env_id must lie within 0..{num_envs - 1}, got {ids.tolist()}")
-    if len(set(wide.tolist())) != len(wide):
+    if _twice(wide, num_envs):
         raise ValueError(f"env_id must not name an environment twice, got {ids.tolist()}")
     return wide.astype(np.intp, copy=False)
+
+
+def _twice(ids: npt.NDArray[np.int64], num_envs: int) -> bool:
+    """Whether an index is there twice. A set is faster for few, a table for many."""
+    if len(ids) <= _FEW:
+        return len(set(ids.tolist())) != len(ids)
+    seen = np.zeros(num_envs, np.bool_)
+    seen[ids] = True
+    return int(np.count_nonzero(seen)) != len(ids)
 
 
 def count_of(count: Any, batch_size: int, num_envs: int) -> int:

@@ -9,19 +9,26 @@ it cannot be seeded again, so a reset with a seed builds a new one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
-from gymnasium.error import ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
-from vecenv.backends.envpool.players import PlayerRows, PlayerSorter
-from vecenv.backends.envpool.task import import_envpool
-from vecenv.front.capabilities import Capabilities
+from vecenv.backends.envpool.calls import answering, one_at_a_time
+from vecenv.backends.envpool.options import check_options
+from vecenv.backends.envpool.over_pools import OverPools
+from vecenv.backends.envpool.player_driver import PlayerAnswer, PlayerDriver
+from vecenv.backends.envpool.players import PlayerRows
+from vecenv.backends.envpool.pools import Pools
+from vecenv.backends.envpool.seeds import spread
+from vecenv.backends.envpool.task import Task
+from vecenv.front.arguments import count_of, env_ids_of
+from vecenv.front.capabilities import Capabilities, unable
+from vecenv.front.deadlines import deadline_of
+from vecenv.front.phases import Phase, advance
 from vecenv.multi_agent.roster import FLAGS, Part, Roster
 from vecenv.shm.layout import Array
 
@@ -31,172 +38,153 @@ _OBSERVATIONS = ("obs", "obs:players.obs")
 _BOOKKEEPING = ("info:env_id", "info:players.env_id", "info:players.id", "info:current_player", "info:legal_action_mask")
 
 
-class PlayerPool:
+class PlayerPool(OverPools):
     """A pool with several players an environment; the part of ``AsyncVectorEnv``'s interface that a pool can have.
 
     Args:
         task_id: EnvPool's.
         num_envs: Number of environments.
-        batch_size: Rows of :meth:`recv`; ``None``: all.
+        batch_size: Rows of :meth:`recv`, must divide ``num_envs``; ``None``: all.
         num_threads: Threads that step; ``None``: EnvPool's choice.
         config: Options of the task.
 
     Raises:
         ImportError: EnvPool is not installed.
+        UnregisteredEnv, TypeError, ValueError: As of :class:`~vecenv.backends.EnvPoolVectorEnv`.
         ValueError: The task has observations that are not one array a player.
     """
 
     autoreset_mode = AutoresetMode.NEXT_STEP
     render_mode = None
     num_workers = 0
+    capabilities = Capabilities(
+        "envpool", attributes=False, reset_mask=False, masked_seeds=False, reset_options=False, in_this_process=True
+    )
 
     def __init__(
         self, task_id: str, num_envs: int, *, batch_size: int | None = None, num_threads: int | None = None, **config: Any
     ) -> None:
-        self.closed = False
-        self.num_envs = num_envs
-        self.batch_size = num_envs if batch_size is None else batch_size
+        self.closed = True  # until there is something to close
+        self.num_envs, self.batch_size = check_options(
+            num_envs, batch_size, num_threads, None, "safe", None, self.autoreset_mode
+        )
         self.errors: deque[Any] = deque()
-        self._task_id = task_id
-        self._config = {**config, "num_threads": num_threads or 0, "batch_size": self.batch_size}
-        self._pool = self._build([None] * num_envs)
-        specs = self._pool.spec.state_array_spec
-        self._keys = list(self._pool._state_keys)
-        players = int(self._pool.config["max_num_players"])
-        self._sorter = PlayerSorter(self._keys, specs, players)
-        found = [key for key in _OBSERVATIONS if key in self._keys and tuple(specs[key].shape[:1]) == (-1,)]
-        space = self._pool.observation_space
+        self.task = task = Task.of(
+            task_id, num_envs=self.num_envs, batch_size=self.batch_size, num_threads=num_threads or 0,
+            thread_affinity_offset=-1, max_episode_steps=config.pop("max_episode_steps", None), exact_time_limit=False,
+            render_mode=None, env_config=config,
+        )  # fmt: skip
+        found = [key for key in _OBSERVATIONS if key in task.state_specs and task.state_specs[key].shape[:1] == [-1]]
+        space = task.observation_space
         if len(found) != 1 or isinstance(space, (spaces.Dict, spaces.Tuple)):
             raise ValueError(f"{task_id}: observations must be one array a player, got {space}")
         self._observed = found[0]
-        self.roster = _roster(players, space, self._pool.action_space)
+        self.roster = _roster(task.max_num_players, space, task.action_space)
         self.metadata = {"name": task_id, "autoreset_mode": self.autoreset_mode}
         self.single_observation_space = self.roster.observation_space()
         self.single_action_space = self.roster.action_space()
-        self.action_space = batch_space(self.single_action_space, num_envs)
-        self._present = np.zeros((num_envs, players), np.bool_)
-        self._acting = np.zeros((num_envs, players), np.bool_)
-        self._latest = np.arange(num_envs)
-        self._in_flight = np.zeros(num_envs, np.bool_)
-        self._fresh = True  # nobody has been asked to reset the pool yet
-        self._steps = 0
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self._generator = np.random.default_rng()
+        seeds = spread(None, self.num_envs, self._generator)
+        self._open(Pools(task, lambda pool: PlayerDriver(pool, task, self.batch_size), seeds))
 
-    def _build(self, seeds: Sequence[int | None]) -> Any:
-        numbers = [int(np.random.SeedSequence().generate_state(1)[0]) >> 1 if seed is None else int(seed) for seed in seeds]
-        return import_envpool().make_gymnasium(self._task_id, num_envs=self.num_envs, seed=numbers, **self._config)
+    def _random(self) -> np.random.Generator:
+        return self._generator
 
     # -- reset ------------------------------------------------------------------------------------------------------
 
+    @one_at_a_time
     def reset_async(self, seed: Any = None, options: dict[str, Any] | None = None, *, env_id: Any = None) -> None:
-        """Reset all environments; in a new pool if there are seeds."""
-        self._require_open()
-        if options:
-            raise ValueError(f"a pool of several players takes no options in a reset, got {sorted(options)}")
-        if seed is not None:
-            if len(seed) != self.num_envs:
-                raise ValueError(f"got {len(seed)} seeds for {self.num_envs} environments")
-            self._pool = self._build(seed)
-        elif not self._fresh:
-            while self._in_flight.any():
-                self._receive()
-        self._fresh = False
-        self._acting[:] = False
-        self._in_flight[:] = True
-        self._pool._reset(np.arange(self.num_envs, dtype=np.int32))
+        """Begin a reset of all environments, in a new pool if there are seeds; or of those in ``env_id``, for :meth:`recv`.
 
+        Raises:
+            TypeError, ValueError: Seeds or indices of the wrong kind; nothing was sent.
+            AlreadyPendingCallError: An answer is owed; with ``env_id``, one of these environments is in flight.
+            NotImplementedError: A mask; any other option; seeds for some environments.
+            ResetNeeded: The first reset must be of all environments.
+        """
+        self._begin_reset(seed, options, env_id)
+
+    @answering
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
-        """All rows, in the order of environments."""
-        batch, _, _, _, infos = self._gathered()
+        """All rows, in the order of environments; raises as ``AsyncVectorEnv.reset_wait``."""
+        batch, _, _, _, infos = self._finish("reset_wait", timeout)
         return batch, infos
 
     # -- step -------------------------------------------------------------------------------------------------------
 
+    @one_at_a_time
     def step_async(self, actions: Array) -> None:
         """Step all environments."""
-        self._send(np.arange(self.num_envs), actions)
+        driver = self._pool_driver("step_async")
+        driver.begin_step("step", [np.asarray(actions)], driver.all_ids)
+        self._steps += self.num_envs
 
+    @answering
     def step_wait(self, timeout: float | None = None) -> Any:
-        """All rows, in the order of environments."""
-        return self._gathered()
+        """All rows, in the order of environments; raises as ``AsyncVectorEnv.step_wait``."""
+        return self._finish("step_wait", timeout)
+
+    def _finish(self, method: str, timeout: float | None) -> Any:
+        self._require_open(method)
+        driver = self._pools.driver
+        advance(Phase.DEFAULT if driver is None else driver.phase, method, self)
+        return self._read(self._pools.current.finish(deadline_of(timeout)))
 
     def rows(self, env_id: Any) -> npt.NDArray[np.intp]:
         """Which environments a ``send`` is about."""
-        chosen = self._latest if env_id is None else np.asarray(env_id, np.intp)
-        if chosen.ndim != 1 or not len(chosen) or len(np.unique(chosen)) != len(chosen):
-            raise ValueError(f"env_id must be distinct indices, got {env_id!r}")
-        if chosen.min() < 0 or chosen.max() >= self.num_envs:
-            raise ValueError(f"env_id must lie within 0..{self.num_envs - 1}, got {chosen.tolist()}")
-        return chosen
+        if env_id is not None:
+            return env_ids_of(env_id, self.num_envs)
+        return self._pool_driver("send").latest[0].astype(np.intp)
 
+    @one_at_a_time
     def send(self, actions: Array, rows: Array) -> None:
-        """Step some environments."""
-        self._send(rows, actions)
+        """Step some environments, which must not be in flight."""
+        driver = self._pool_driver("send")
+        driver.begin_step("send", [np.asarray(actions)], driver.choose(rows))
+        self._steps += len(rows)
 
-    capabilities = Capabilities("envpool", attributes=False, reset_mask=False, masked_seeds=False, reset_options=False)
-
+    @answering
     def recv(self, timeout: float | None = None, *, count: int | None = None) -> Any:
-        """The next ``batch_size`` environments, in ascending order; a pool knows no timeout."""
-        self._require_open()
-        if self._in_flight.sum() < self.batch_size:
-            raise NoAsyncCallError(f"Calling `recv` with {int(self._in_flight.sum())} environments in flight", "recv")
-        rows = self._receive()
-        result = self._read(rows)
-        result[-1]["env_id"], result[-1]["_env_id"] = rows.env_ids.astype(np.intp), np.ones(len(rows.env_ids), np.bool_)
-        self._latest = result[-1]["env_id"].copy()
+        """The next ``count`` environments (default ``batch_size``), as they come from the pool.
+
+        Raises:
+            NoAsyncCallError: Fewer than ``count`` environments are in flight; or EnvPool, which answers in batches of
+                ``batch_size``, cannot fill one with them.
+            AlreadyPendingCallError: The answer to :meth:`step_async` is owed.
+            StepTimeout: Not within ``timeout`` seconds; nothing is lost, call again.
+        """
+        driver = self._pool_driver("recv")
+        number = None if count is None else count_of(count, self.batch_size, self.num_envs)
+        answer = driver.recv(number, deadline_of(timeout))
+        result = self._read(answer)
+        ids = answer[0].env_ids
+        result[-1]["env_id"], result[-1]["_env_id"] = ids.astype(np.intp), np.ones(len(ids), np.bool_)
         return result
-
-    def _send(self, rows: Array, actions: Array) -> None:
-        self._require_open()
-        if self._in_flight[rows].any():
-            raise ValueError(f"envs {rows[self._in_flight[rows]].tolist()} are in flight: recv() them first")
-        order = np.argsort(rows)
-        ids, given = rows[order], np.asarray(actions)[order]
-        dtype = self._pool.spec._action_spec[-1][0]
-        acting = self._acting[ids]
-        given = np.where(acting.reshape(acting.shape + (1,) * (given.ndim - 2)), given, 0).astype(dtype)
-        self._in_flight[ids] = True
-        self._pool._send(self._sorter.flatten(given, ids.astype(np.int32), self._present[ids]))
-
-    def _receive(self) -> PlayerRows:
-        rows = self._sorter(self._pool._recv())
-        self._in_flight[rows.env_ids] = False
-        return rows
-
-    def _gathered(self) -> Any:
-        self._require_open()
-        if self.batch_size < self.num_envs:
-            raise ValueError(f"a pool with batch_size={self.batch_size} of {self.num_envs} answers recv() only")
-        if not self._in_flight.all():
-            raise NoAsyncCallError("nothing was asked of all environments", "step")
-        return self._read(self._receive())
 
     # -- rows -------------------------------------------------------------------------------------------------------
 
-    def _read(self, rows: PlayerRows) -> tuple[Any, Array, Array, Array, dict[Any, Any]]:
+    def _read(self, answer: PlayerAnswer) -> tuple[Any, Array, Array, Array, dict[Any, Any]]:
         """An answer of the pool as rows of all agents, with infos as the engine gives them."""
-        ids, envs, players = rows.env_ids, rows.envs, rows.players
+        rows, acted, acting = answer
+        envs, players = rows.envs, rows.players
         begins = envs["elapsed_step"] == 0
         done = envs["done"].astype(np.bool_) & ~begins
         truncated = done & envs["trunc"].astype(np.bool_)
         terminated = done & ~truncated
-        acting = rows.mask & ~done[:, None]
-        if "info:current_player" in envs:
-            acting &= np.arange(rows.mask.shape[1]) == envs["info:current_player"][:, None]
         flags = {
             "terminations": terminated[:, None] & rows.mask,
             "truncations": truncated[:, None] & rows.mask,
             "agent_mask": acting,
-            "transition_mask": self._acting[ids] & ~begins[:, None],
+            "transition_mask": acted,
         }
-        self._present[ids], self._acting[ids] = rows.mask, acting
-        self._steps += len(ids)
         batch = {
-            "obs": players[self._observed].astype(self._pool.observation_space.dtype),
+            "obs": players[self._observed].astype(self.task.observation_space.dtype),
             "signals": np.stack(
                 [players["reward"] * ~begins[:, None], *(flags[key] for key in FLAGS)], axis=1, dtype=np.float64
             ),
         }
-        return batch, np.zeros(len(ids)), terminated, truncated, self._infos(rows, acting)
+        return batch, np.zeros(len(done)), terminated, truncated, self._infos(rows, acting)
 
     def _infos(self, rows: PlayerRows, acting: Array) -> dict[Any, Any]:
         everywhere = np.ones(len(rows.env_ids), np.bool_)
@@ -220,27 +208,23 @@ class PlayerPool:
 
     # -- the rest ---------------------------------------------------------------------------------------------------
 
-    def _require_open(self) -> None:
-        if self.closed:
-            raise ClosedEnvironmentError("Trying to operate on a pool of players after it was closed.")
+    def render(self) -> Any:
+        """Not here."""
+        unable(self, "`render`", "EnvPool draws no environments of several players")
 
-    def stats(self) -> dict[str, float]:
-        """``steps``: of environments."""
-        return {"steps": float(self._steps)}
-
-    def close(self, **_: Any) -> None:
-        """Let go of the pool."""
-        self.closed = True
-        if hasattr(self, "_pool"):
-            del self._pool
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("call", "call_async", "exec_func_send", "get_attr", "set_attr", "render"):
-            raise NotImplementedError(f"a pool of several players has no `{name}`: its environments live in C++")
-        raise AttributeError(name)
+    def close(self, **kwargs: Any) -> None:
+        """Let go of the pool: its environments and threads are gone when this returns. Idempotent."""
+        if not self.closed:
+            self._let_go(**kwargs)
+            self.closed = True
 
     def __repr__(self) -> str:
-        return f"PlayerPool({self._task_id}, num_envs={self.num_envs})"
+        driver = self._pools.driver
+        phase = Phase.CLOSED if self.closed else Phase.DEFAULT if driver is None else driver.phase
+        return f"PlayerPool({self.task.id}, num_envs={self.num_envs}, phase={phase.name})"
+
+
+PlayerPool.__name__ = "MultiAgentVecEnv"  # the name in messages, which is what the caller has
 
 
 def _roster(players: int, observation: Any, action: Any) -> Roster:

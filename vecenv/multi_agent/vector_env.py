@@ -163,13 +163,14 @@ class MultiAgentVecEnv:
         """A pool of EnvPool's with several players an environment, as ``"TicTacToe-v1"``; players are the agents.
 
         Always ``layout="stack"`` and next-step autoreset; masks of turn-based games as of
-        :class:`~vecenv.multi_agent.TurnBased`. There are no ``reset_mask``, ``call``, ``exec_func``, attributes and frames.
+        :class:`~vecenv.multi_agent.TurnBased`. ``reset_mask``, reset options, ``call``, ``exec_func``, attributes and frames
+        are refused by :class:`NotImplementedError`.
 
         Args:
             task_id: EnvPool's.
             num_envs: Number of environments.
             reward_dtype, seed_stride: As of the class.
-            batch_size: Rows of :meth:`recv`, which then is the way to step; ``None``: all.
+            batch_size: Rows of :meth:`recv`, must divide ``num_envs``; ``None``: all.
             num_threads: Threads that step; ``None``: EnvPool's choice.
             **config: Options of the task.
 

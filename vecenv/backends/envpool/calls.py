@@ -1,63 +1,60 @@
-"""One call at a time on a pool, and no answer lost on its way to whoever asked.
+"""One call at a time on a pool, and an answer that counts as taken when it is handed over, not before.
 
-An answer counts as taken when the method that fetched it returns. A Ctrl-C may strike after the driver was told so and
-before the method has returned; then the answer is given back to the driver, which owes it again. What is left is the
-caller's own code: an answer that was returned is the caller's to keep.
-
-(A Ctrl-C between taking the lock and the ``try`` below leaves it taken by this thread. The lock is re-entrant, so the
-thread is not shut out.)
+A driver prepares how it is to be once its answer was taken (``driver.after``), and that is put in place on the line that
+returns the answer. A Ctrl-C before that line leaves the answer owed; one after it is the caller's own. (The interpreter
+looks for signals and for other threads after calls and at jumps: there is none on that line.)
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from threading import get_ident
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
-__all__ = ["answering", "one_at_a_time"]
+from vecenv.front.guard import one_call, refuse_busy, refuse_closed, refuse_forked
+
+__all__ = ["answering", "one_at_a_time", "refuse"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_LACKING = "its threads"
 
-def one_at_a_time(
-    method: Callable[Concatenate[Any, P], R],
-) -> Callable[Concatenate[Any, P], R]:
-    """Refuse a second thread: two calls at once on a pool overwrite each other's rows."""
+one_at_a_time = one_call(_LACKING)
+"""Refuses a second thread, a forked child, and calls after ``close()``."""
 
-    @functools.wraps(method)
-    def guarded(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if not self._lock.acquire(blocking=False):
-            self._refuse_second_thread(method.__name__)
-        try:
-            return method(self, *args, **kwargs)
-        finally:
-            self._lock.release()
 
-    return guarded
+def refuse(envs: Any, method: str) -> NoReturn:
+    """Say why nobody may call ``method`` now."""
+    if os.getpid() != envs._owner:
+        refuse_forked(envs, envs._owner, _LACKING)
+    if envs.closed:
+        refuse_closed(envs)
+    refuse_busy(envs, method)
 
 
 def answering(
     method: Callable[Concatenate[Any, P], R],
 ) -> Callable[Concatenate[Any, P], R]:
-    """The same for a method that returns the answer to a call for all environments, as ``driver.finish`` gave it."""
+    """The same for a method that returns an answer of the driver's, which is then taken."""
 
     @functools.wraps(method)
     def guarded(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        taking = False
-        if not self._lock.acquire(blocking=False):
-            self._refuse_second_thread(method.__name__)
+        me, outer = get_ident(), self._caller
+        if self.closed or (outer and outer != me):
+            refuse(self, method.__name__)
         try:
-            try:
-                result = method(self, *args, **kwargs)
-                taking = True
-                self._pools.current.settle()
-            finally:
-                self._lock.release()
-            return result
+            self._caller = me
+            answer = method(self, *args, **kwargs)
+            driver = self._pools.current
+            count, after = driver.after
+            self._caller = outer
         except BaseException:
-            if taking:
-                self._pools.current.give_back()
+            self._caller = outer
             raise
+        # one line: see above
+        del driver.wire[:count]; driver.call, driver.latest, driver.offset, driver.held = after; return answer  # noqa: E702
 
     return guarded

@@ -1,28 +1,31 @@
-"""One pool, its outstanding calls and what is known of its episodes: what two ways of driving it have in common.
+"""One pool, its outstanding calls and what is known of its episodes: what all ways of driving it have in common.
 
 :class:`~vecenv.backends.envpool.lockstep.Lockstep` drives a pool whose batch is all its environments,
-:class:`~vecenv.backends.envpool.first_ready.FirstReady` one with smaller batches. Both keep their mutable state so that an
-exception raised anywhere (a Ctrl-C, a timeout) leaves it true: what a call has got so far is in ``wire``, and finishing the
-call again goes on from there.
+:class:`~vecenv.backends.envpool.batches.Batches` one with smaller batches, or with several players an environment. All keep
+their mutable state so that an exception raised anywhere (a Ctrl-C, a timeout) leaves it true: what a call has got so far is
+in ``wire``, and finishing the call again goes on from there.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
-from gymnasium.error import ResetNeeded
+from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
 from gymnasium.vector import AutoresetMode
 
 from vecenv.backends.envpool.actions import ActionChecker
 from vecenv.backends.envpool.rows import Array, Infos, RowReader, States
 from vecenv.backends.envpool.wire import Receiver
+from vecenv.errors import StepTimeout
 from vecenv.front.phases import Phase
 
 PHASES = {"step": Phase.WAITING_STEP, "send": Phase.WAITING_STEP, "reset": Phase.WAITING_RESET}
 
-__all__ = ["PHASES", "Driver", "Kit", "Rows", "too_late"]
+__all__ = ["PHASES", "After", "Driver", "Episodes", "Kit", "Latest", "Rows", "too_few", "too_late"]
+
+A = TypeVar("A")
 
 
 class Kit(NamedTuple):
@@ -39,32 +42,49 @@ class Kit(NamedTuple):
 Rows: TypeAlias = tuple[Array, States, list[Array], Array, Array, Infos | None]
 """The answer to a call, before it is dressed as Gymnasium's: ``(ids, states, leaves, terminated, truncated, final)``.
 
-``ids``, int32 ``(b,)``: environment of each row. ``states``: the pool's arrays. ``leaves``: the arrays of the observation.
+``ids``, intp ``(b,)``: environment of each row. ``states``: the pool's arrays. ``leaves``: the arrays of the observation.
 ``terminated`` and ``truncated``: bool ``(b,)``. ``final``: ``final_obs``, ``final_info`` and their masks where a step in
 same-step mode ended episodes. (A plain tuple: building a named one costs as much as two numpy calls.)
 """
 
+Latest: TypeAlias = tuple[Array, bytes]
+"""Whose rows were taken last, int32, which is whom ``send`` means by default; and the bytes of the same as intp."""
 
-class Driver(ABC):
-    """What both ways of driving share: who is over, what may be reset how, and the end of it."""
+After: TypeAlias = tuple[int, tuple[str, Latest, int, list[Any]]]
+"""How the driver is to be once its answer was taken: so many entries of ``wire`` are gone, and ``(call, latest, offset,
+held)`` are these."""
 
-    def __init__(self, pool: Any, kit: Kit) -> None:
+
+class Driver(ABC, Generic[A]):
+    """What all ways of driving share.
+
+    Attributes:
+        wire: What the pool answered and nobody took.
+        call: The latest one: ``"step"`` or ``"reset"`` of all environments, ``"send"`` of some.
+        latest: Whose rows were taken last.
+        offset: How many rows of the first batch in ``wire`` were taken.
+        held: What was taken last, as long as it is not put away.
+        after: How ``wire``, ``call``, ``latest``, ``offset`` and ``held`` are to be once the answer was taken.
+        begun: Whether it was ever reset.
+        all_ids, everyone: The indices of all environments, as int32 and as intp. What is of all is told by identity.
+    """
+
+    after: After
+
+    def __init__(self, pool: Any, num_envs: int, batch_size: int) -> None:
         self.pool = pool
-        self.kit = kit
-        self._reader, self._num_envs, self._batch_size = kit.reader, kit.num_envs, kit.batch_size
+        self._num_envs, self._batch_size = num_envs, batch_size
         self.wire: list[Any] = []
         self._pool_send = pool._send
-        # what a step has to look at before it may send: otherwise it can go straight ahead
-        self._wary = kit.limited_here or kit.mode is AutoresetMode.DISABLED
         self.receiver = Receiver(pool._recv, self.wire)
-        self.all_ids = np.arange(kit.num_envs, dtype=np.int32)
+        self.all_ids = np.arange(num_envs, dtype=np.int32)
         self.call = ""
         self.begun = False
-        self.latest = self.all_ids  # whose rows were taken last; whom send() means by default
-        # an episode is over until its environment is reset; it is cut if only vecenv's own time limit ended it, so that the
-        # pool does not know and will not reset it by itself
-        self.over = np.zeros(kit.num_envs, dtype=np.bool_)
-        self.cut = np.zeros(kit.num_envs, dtype=np.bool_)
+        self.everyone = np.arange(num_envs)  # the same as intp, which is what numpy indexes with fastest
+        self._all: Latest = self.all_ids, self.everyone.tobytes()
+        self.latest = self._all
+        self.offset = 0
+        self.held: list[Any] = []
 
     @property
     @abstractmethod
@@ -103,36 +123,21 @@ class Driver(ABC):
         """Reset these; with ``force`` even those that would go on with the same game."""
 
     @abstractmethod
-    def finish(self, deadline: float | None) -> Rows:
-        """Wait for the answer of all that :attr:`call` is about. It stays the answer, to be had again, until
-        :meth:`settle`.
+    def finish(self, deadline: float | None) -> A:
+        """Wait for the answer of all that :attr:`call` is about, and prepare :attr:`after`.
 
         Raises:
             StepTimeout: Not within the deadline (of ``time.monotonic()``); it is still owed.
         """
 
     @abstractmethod
-    def settle(self) -> None:
-        """What :meth:`finish` gave has been taken."""
-
-    @abstractmethod
-    def give_back(self) -> None:
-        """What :meth:`settle` or :meth:`taken` was just called for has not been taken after all: it is owed again.
-
-        Right also where that call was interrupted, or did not even begin.
-        """
-
-    @abstractmethod
-    def recv(self, deadline: float | None) -> Rows:
-        """The next rows, as :meth:`finish`, until :meth:`taken`.
+    def recv(self, count: int | None, deadline: float | None) -> A:
+        """The next ``count`` rows (``None``: as many as is usual), as :meth:`finish`.
 
         Raises:
             NoAsyncCallError: Not enough environments are in flight.
+            AlreadyPendingCallError: The answer to a step of all environments is owed.
         """
-
-    @abstractmethod
-    def taken(self) -> None:
-        """What :meth:`recv` gave has been taken."""
 
     def close(self) -> None:
         """End the helper thread and let go of the pool, whose destructor ends its threads."""
@@ -140,6 +145,33 @@ class Driver(ABC):
         self.pool = None
         self._pool_send = _no_pool
         self.receiver = Receiver(_no_pool, self.wire)
+
+    def _receive(self, length: int, deadline: float | None, what: str) -> None:
+        """Wait until ``wire`` has ``length`` entries, one more than now or none."""
+        if not self.receiver.receive(length, deadline):
+            raise StepTimeout(too_late(what))
+
+    def _refuse_if_a_step_is_owed(self) -> None:
+        if self.call == "step" and self.phase is Phase.WAITING_STEP:
+            raise AlreadyPendingCallError(
+                "Calling `recv` while waiting for a pending call to `step` to complete: `step_wait` fetches it.", "step"
+            )
+
+
+class Episodes:
+    """Which episodes are over and which may be reset how, for drivers of environments with one player.
+
+    An episode is over until its environment is reset; it is cut if only vecenv's own time limit ended it, so that the pool
+    does not know and will not reset it by itself.
+    """
+
+    def __init__(self, kit: Kit) -> None:
+        self.kit = kit
+        self._reader = kit.reader
+        # what a step has to look at before it may send: otherwise it can go straight ahead
+        self._wary = kit.limited_here or kit.mode is AutoresetMode.DISABLED
+        self.over = np.zeros(kit.num_envs, dtype=np.bool_)
+        self.cut = np.zeros(kit.num_envs, dtype=np.bool_)
 
     def naturally(self, ids: Array) -> Array:
         """Which of these environments the pool resets by itself at the next action, whatever that is.
@@ -164,3 +196,11 @@ def _no_pool(*_: Any) -> None:
 def too_late(call: str) -> str:
     """What a timeout says."""
     return f"the {call} has not finished within the timeout. It is still owed: wait for it again, or close()."
+
+
+def too_few(count: int, flying: int, why: str = "") -> NoAsyncCallError:
+    """What is raised instead of waiting for rows that nobody sent for."""
+    return NoAsyncCallError(
+        f"Calling `recv` for {count} environments with {flying} environments in flight: `send` or `reset_async` more.{why}",
+        "recv",
+    )

@@ -11,13 +11,12 @@ from itertools import starmap
 from typing import Any, NamedTuple
 
 import numpy as np
-from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
+from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import AutoresetMode
 
-from vecenv.backends.envpool.driver import PHASES, Driver, Kit, Rows, too_late
-from vecenv.backends.envpool.options import env_ids
+from vecenv.backends.envpool.driver import PHASES, Driver, Episodes, Kit, Rows, too_few
 from vecenv.backends.envpool.rows import Array, Infos, States
-from vecenv.errors import StepTimeout
+from vecenv.front.arguments import env_ids_of
 from vecenv.front.phases import Phase
 
 __all__ = ["Lockstep"]
@@ -40,7 +39,7 @@ class _Ended(NamedTuple):
     final: Infos
 
 
-class Lockstep(Driver):
+class Lockstep(Episodes, Driver[Rows]):
     """All environments at once, one call at a time.
 
     ``wire`` alternates: ``None`` for a request that was sent, the states for its answer. An odd length means that the pool
@@ -48,13 +47,14 @@ class Lockstep(Driver):
     """
 
     def __init__(self, pool: Any, kit: Kit) -> None:
-        super().__init__(pool, kit)
+        Driver.__init__(self, pool, kit.num_envs, kit.batch_size)
+        Episodes.__init__(self, kit)
         self._ids = self.all_ids
+        self._rows = self.everyone  # the same as intp
         self._plan: list[_Stage] = []
         self._steps = 0  # how many stages of the plan are the step (or reset) that was asked for
         self._ended: _Ended | None = None
         self._last: list[Array] = []
-        self._settled: list[Any] = []  # what was in the wire
         self._same_step = kit.mode is AutoresetMode.SAME_STEP
 
     @property
@@ -71,7 +71,7 @@ class Lockstep(Driver):
                 "overwrite: `recv` first, or give a batch_size smaller than num_envs for first-ready batches.",
                 "send",
             )
-        return self.latest if env_id is None else env_ids(env_id, self._num_envs)
+        return self.latest[0] if env_id is None else env_ids_of(env_id, self._num_envs).astype(np.int32)
 
     def begin_step(self, call: str, actions: list[Array], ids: Array) -> None:
         plan = [_Stage(self._pool_send, [ids, ids, *actions], ids, None)]
@@ -106,7 +106,8 @@ class Lockstep(Driver):
 
     def finish(self, deadline: float | None) -> Rows:
         self._gather(deadline)
-        ids, reader = self._ids, self._reader
+        self.after = len(self.wire), (self.call, self.latest, 0, self.held)
+        reader = self._reader
         if len(self.wire) == 2:
             states: States = self.wire[1]
         elif len(self._plan) == self._steps:
@@ -116,24 +117,16 @@ class Lockstep(Driver):
         terminated, truncated, over = reader.flags(states)
         leaves = reader.leaves(states)
         self._remember(over, terminated, leaves)
-        return ids, states, leaves, terminated, truncated, None
+        return self._rows, states, leaves, terminated, truncated, None
 
-    def settle(self) -> None:
-        self._settled = self.wire[:]
-        self.wire.clear()
-
-    def give_back(self) -> None:
-        if not self.wire:
-            self.wire.extend(self._settled)
-
-    def recv(self, deadline: float | None) -> Rows:
-        if not self.wire:
-            raise NoAsyncCallError("Calling `recv` without any prior call to `send` or `reset_async`.", "recv")
-        return self.finish(deadline)
-
-    def taken(self) -> None:
-        self.latest = self._ids
-        self.settle()
+    def recv(self, count: int | None, deadline: float | None) -> Rows:
+        flying = self.flying()
+        if not flying or (count is not None and count > flying):
+            raise too_few(1 if count is None else count, flying)
+        self._refuse_if_a_step_is_owed()
+        rows = self.finish(deadline)
+        self.after = len(self.wire), ("send", (self._ids, b""), 0, self.held)
+        return rows[0].copy(), *rows[1:]
 
     def whole(self) -> list[Array]:
         """The latest observations of all environments, as leaves of shape ``(num_envs, ...)``; the caller's own."""
@@ -142,7 +135,9 @@ class Lockstep(Driver):
     def _begin(self, call: str, plan: list[_Stage], ids: Array) -> None:
         self.call, self._plan, self._ids, self.begun = call, plan, ids, True
         if ids is self.all_ids:
-            self.latest = ids
+            self._rows, self.latest = self.everyone, self._all
+        else:
+            self._rows = ids.astype(np.intp)
         self._steps, self._ended = len(plan), None
         self._send(plan[0])
 
@@ -156,8 +151,8 @@ class Lockstep(Driver):
         wire, plan = self.wire, self._plan
         while True:
             have = len(wire)
-            if have & 1 and not self.receiver.receive(have + 1, deadline):
-                raise StepTimeout(too_late(self.call))
+            if have & 1:
+                self._receive(have + 1, deadline, self.call)
             trips = len(wire) // 2
             if trips == len(plan) and not (self._same_step and self._add_resets(trips)):
                 return
@@ -202,7 +197,7 @@ class Lockstep(Driver):
         leaves = reader.leaves(states)
         nothing_over = np.zeros(len(self._ids), dtype=np.bool_)
         self._remember(nothing_over, nothing_over, leaves)
-        return self._ids, states, leaves, *self._ended
+        return self._rows, states, leaves, *self._ended
 
     def _final(self, states: States, rows: Array) -> Infos:
         """What Gymnasium reports of episodes that ended in a step that also began the next ones."""

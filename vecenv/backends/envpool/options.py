@@ -12,8 +12,10 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from vecenv.backends.envpool.rows import Array
+from vecenv.front.arguments import reset_mask_of
+from vecenv.front.capabilities import unable
 
-__all__ = ["check_env_config", "check_options", "env_ids", "reset_ids"]
+__all__ = ["check_env_config", "check_options", "reset_ids"]
 
 _END: Final = 2**31
 _MOST_THREADS: Final = 4096
@@ -167,49 +169,14 @@ def _floats(value: Any) -> list[float]:
     return [float(value)] if isinstance(value, (float, np.floating)) else []
 
 
-def env_ids(env_id: Any, num_envs: int) -> Array:
-    """Environment indices as a fresh int32 array of shape ``(k,)``, k at least 1.
+def reset_ids(envs: object, options: dict[str, Any] | None, num_envs: int) -> Array | None:
+    """The environments of ``options["reset_mask"]``, int32, ``None`` without one. The options are not changed.
 
     Raises:
-        ValueError: Not a sequence of distinct integers from 0 to ``num_envs - 1``.
+        TypeError, ValueError: As of :func:`vecenv.front.arguments.reset_mask_of`.
+        NotImplementedError: Any other option, of which EnvPool has none.
     """
-    ids = np.asarray(env_id)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu" or not ids.size:
-        raise ValueError(f"env_id must be a sequence of at least one integer, got {env_id!r}")
-    wide = ids.astype(np.int64)
-    # one comparison for both ends: negative numbers become huge without their sign
-    if np.maximum.reduce(wide.view(np.uint64)) >= num_envs:
-        raise ValueError(f"env_id must lie within 0..{num_envs - 1}, got {ids.tolist()}")
-    seen = np.zeros(num_envs, dtype=np.bool_)
-    seen[wide] = True
-    if np.count_nonzero(seen) != len(wide):
-        raise ValueError(f"env_id must not name an environment twice, got {ids.tolist()}")
-    return wide.astype(np.int32)
-
-
-def reset_ids(options: Any, num_envs: int) -> Array | None:
-    """The environments of ``options["reset_mask"]``, ``None`` without one. The options are not changed.
-
-    Raises:
-        TypeError, ValueError: As Gymnasium's vector environments; ValueError for any other option, of which EnvPool has
-            none.
-    """
-    if options is None:
-        return None
-    unknown = sorted(str(key) for key in options if key != "reset_mask")
-    if unknown:
-        raise ValueError(f"EnvPool's environments take no reset options, got {unknown}; only 'reset_mask' is known")
-    if "reset_mask" not in options:
-        return None
-    mask = options["reset_mask"]
-    if not isinstance(mask, np.ndarray):
-        raise TypeError(f"`options['reset_mask']` must be a numpy array, got {type(mask)}")
-    if mask.shape != (num_envs,):
-        raise ValueError(f"`options['reset_mask']` must have shape `({num_envs},)`, got {mask.shape}")
-    if mask.dtype != np.bool_:
-        raise TypeError(f"`options['reset_mask']` must have `dtype=np.bool_`, got {mask.dtype}")
-    if not mask.any():
-        raise ValueError(
-            f"`options['reset_mask']` must contain a boolean array with at least one True value, got reset_mask={mask}"
-        )
-    return np.flatnonzero(mask).astype(np.int32)
+    mask, others = reset_mask_of(options, num_envs)
+    if others:
+        unable(envs, f"take the reset options {sorted(map(str, others))}", "EnvPool's environments have none")
+    return None if mask is None else np.flatnonzero(mask).astype(np.int32)

@@ -101,6 +101,20 @@ class PlayerSorter:
         owners = np.repeat(env_ids, mask.sum(axis=1)).astype(np.int32)
         return [env_ids.astype(np.int32), owners, np.ascontiguousarray(actions[mask])]
 
+    def cut_out(self, states: States, first: int, last: int) -> States:
+        """Copies of the rows of some environments, in the order of the answer, and of their players.
+
+        Args:
+            states: An answer.
+            first, last: Environments from the ``first`` to before the ``last``.
+        """
+        chosen = states[self._env_id][first:last]
+        theirs = np.isin(states[self._players_env_id], chosen)
+        return [
+            array[theirs] if of_players else array[first:last].copy()
+            for array, of_players in zip(states, self._of_players, strict=True)
+        ]
+
     def _slots(self, states: States, player_order: Array | None, row: Array, n: int) -> Array:
         """Which of its environment's players each row is: its number where the pool says so, else its place."""
         counts = np.bincount(row, minlength=n)

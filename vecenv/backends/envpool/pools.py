@@ -10,13 +10,11 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from vecenv.backends.envpool import rendering
-from vecenv.backends.envpool.driver import Driver, Kit
-from vecenv.backends.envpool.first_ready import FirstReady
-from vecenv.backends.envpool.lockstep import Lockstep
-from vecenv.backends.envpool.public import PublicPool, is_complete
+from vecenv.backends.envpool.driver import Driver
 from vecenv.backends.envpool.task import Task
 
 __all__ = ["Pools"]
@@ -27,7 +25,7 @@ class Pools:
 
     Args:
         task: What the pools are of.
-        kit: What they have in common.
+        drive: Gives a pool its driver.
         seeds: For the first one.
 
     Attributes:
@@ -35,27 +33,24 @@ class Pools:
         lent: A pool that compiled code steps, or ``None``.
         seeds: Of the latest pool, one for each environment.
         built: How many there have been.
-        owner: Process that they belong to.
-        forked: Whether this is a forked child of that process.
     """
 
-    def __init__(self, task: Task, kit: Kit, seeds: list[int]) -> None:
-        self.driver: Driver | None = None
+    def __init__(self, task: Task, drive: Callable[[Any], Driver[Any]], seeds: list[int]) -> None:
+        self.driver: Driver[Any] | None = None
         self.lent: Any = None
         self.seeds = seeds
         self.built = 0
-        self.owner = os.getpid()
-        self.forked = False
-        self._task, self._kit = task, kit
+        self._waited = 0.0  # for pools there were
+        self._task, self._drive = task, drive
         _LIVE.add(self)
 
     @property
-    def current(self) -> Driver:
+    def current(self) -> Driver[Any]:
         """The driver, where it is known that there is one."""
         assert self.driver is not None
         return self.driver
 
-    def renew(self, seeds: list[int]) -> Driver:
+    def renew(self, seeds: list[int]) -> Driver[Any]:
         """Replace the pool by a new one, with all environments being reset.
 
         It is not :attr:`driver` before its reset is under way, so that one which was interrupted here is never stepped.
@@ -63,42 +58,38 @@ class Pools:
         Args:
             seeds: One for each environment, within int32.
         """
-        task, kit = self._task, self._kit
-        if task.pool_config.get("from_pixels"):
-            rendering.require(task)
+        if self._task.pool_config.get("from_pixels"):
+            rendering.require(self._task)
         self.drop()
-        pool = task.build(seeds)
+        pool = self._task.build(seeds)
         _REAL.add(pool)
         self.seeds, self.built = seeds, self.built + 1
-        try:
-            if not is_complete(pool):
-                pool = PublicPool(pool, task, kit.batch_size)
-            driver = (Lockstep if kit.batch_size == kit.num_envs else FirstReady)(pool, kit)
-            driver.begin_reset(driver.all_ids, force=True)
-            self.driver = driver
-            return driver
-        except BaseException:
-            if isinstance(pool, PublicPool) and self.driver is None:
-                pool.close()
-            raise
+        driver = self._drive(pool)
+        driver.begin_reset(driver.all_ids, force=True)
+        self.driver = driver
+        return driver
 
     def lend(self) -> tuple[Any, Any, Any, Any]:
         """EnvPool's functions for compiled code, which has the pool to itself from now on."""
         driver = self.current
         pool = driver.pool
         functions: tuple[Any, Any, Any, Any] = pool.xla()
+        self._waited += driver.receiver.waited
         driver.close()
         self.driver, self.lent = None, pool
         return functions
 
     def drop(self) -> None:
         """Let go of the pool: its environments and threads are gone when this returns."""
-        driver, pool, self.driver, self.lent = self.driver, self.lent, None, None
+        driver, self.driver, self.lent = self.driver, None, None
         if driver is not None:
-            pool = driver.pool
+            self._waited += driver.receiver.waited
             driver.close()
-        if isinstance(pool, PublicPool):
-            pool.close()
+
+    @property
+    def waited(self) -> float:
+        """Seconds spent waiting for pools."""
+        return self._waited + (0.0 if self.driver is None else self.driver.receiver.waited)
 
 
 _LIVE: weakref.WeakSet[Pools] = weakref.WeakSet()
@@ -110,7 +101,7 @@ def _after_fork_in_child() -> None:
     for pool in list(_REAL):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
     for pools in list(_LIVE):
-        pools.driver, pools.lent, pools.forked = None, None, True
+        pools.driver, pools.lent = None, None
 
 
 if hasattr(os, "register_at_fork"):

@@ -49,7 +49,7 @@ class RowReader:
         index = {key: i for i, key in enumerate(state_keys)}
         self._env_id = index["info:env_id"]
         self._reward, self._done, self._trunc = index["reward"], index["done"], index["trunc"]
-        self._elapsed, self._step_type = index["elapsed_step"], index["step_type"]
+        self._elapsed = index["elapsed_step"]
         self._terminated = index.get("terminated")
         self._game_over = index.get("info:terminated")
         self._reward_dtype = None if reward_dtype is None else np.dtype(reward_dtype)
@@ -108,10 +108,15 @@ class RowReader:
 
     # -- infos -----------------------------------------------------------------------------------------------
 
-    def infos(self, states: States) -> Infos:
-        """All infos of a batch, each with its mask; every row has every key. All masks are the caller's own."""
-        if len(self._ones) != len(states[self._env_id]):
-            self._ones = np.ones(len(states[self._env_id]), dtype=np.bool_)
+    def infos(self, states: States, rows: Array) -> Infos:
+        """All infos of a batch, each with its mask; every row has every key. All masks are the caller's own.
+
+        Args:
+            states: The pool's arrays.
+            rows: Environment of each row, intp, for ``env_id``; the caller's own.
+        """
+        if len(self._ones) != len(rows):
+            self._ones = np.ones(len(rows), dtype=np.bool_)
         mask = self._ones.copy
         infos: Infos = {}
         for key, mask_key, i in self._flat_infos:
@@ -120,15 +125,15 @@ class RowReader:
         for key, plan in self._nested_infos.items():
             infos[key] = _nested(plan, states, len(self._ones))
             infos[f"_{key}"] = mask()
+        if "env_id" in infos:
+            infos["env_id"] = rows
         return infos
 
-    def infos_of_rows(self, states: States) -> Infos:
-        """The same for rows that are not one an environment: with ``env_id``, and ``reset``, which rows begin an episode."""
-        infos = self.infos(states)
+    def infos_of_rows(self, states: States, rows: Array) -> Infos:
+        """The same for rows that are not one an environment: always with ``env_id``."""
+        infos = self.infos(states, rows)
         if "env_id" not in infos:
-            infos["env_id"], infos["_env_id"] = states[self._env_id], self._ones.copy()
-        # step_type is 0 in the first row of an episode
-        infos["reset"], infos["_reset"] = np.logical_not(states[self._step_type]), self._ones.copy()
+            infos["env_id"], infos["_env_id"] = rows, self._ones.copy()
         return infos
 
     def scattered_infos(self, states: States, rows: Array, num_rows: int) -> Infos:
@@ -223,7 +228,8 @@ def _scatter(plan: dict[str, Any], states: States, rows: Array, num_rows: int) -
     for key, where in plan.items():
         if isinstance(where, int):
             values = states[where]
-            infos[key] = np.zeros((num_rows, *values.shape[1:]), dtype=values.dtype)
+            dtype = np.intp if key == "env_id" else values.dtype
+            infos[key] = np.zeros((num_rows, *values.shape[1:]), dtype=dtype)
             infos[key][rows] = values
         else:
             infos[key] = _scatter(where, states, rows, num_rows)

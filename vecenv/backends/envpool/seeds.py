@@ -8,6 +8,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from vecenv.front.arguments import seeds_of
+
 __all__ = ["Seed", "spread"]
 
 Seed: TypeAlias = int | Sequence[int | None] | None
@@ -32,20 +34,7 @@ def spread(seed: Any, num_envs: int, rng: np.random.Generator) -> list[int]:
         TypeError: Not an integer where one is needed.
         ValueError: A negative seed, or a sequence of the wrong length.
     """
-    each: list[Any]
-    if seed is None:
-        each = [None] * num_envs
-    elif isinstance(seed, int | np.integer):
-        each = [int(seed) + i for i in range(num_envs)]
-    elif isinstance(seed, str | bytes) or not hasattr(seed, "__len__"):
-        raise TypeError(f"seed must be an integer, a sequence of {num_envs} of them, or None; got {type(seed).__name__}")
-    else:
-        each = list(seed)
-        if len(each) != num_envs:
-            raise ValueError(
-                f"If seeds are passed as a list the length must match num_envs={num_envs} but got length={len(each)}."
-            )
-    return [_int32(entry, i, rng) for i, entry in enumerate(each)]
+    return [_int32(entry, i, rng) for i, entry in enumerate(seeds_of(seed, num_envs))]
 
 
 def _int32(seed: Any, env: int, rng: np.random.Generator) -> int:

@@ -119,6 +119,7 @@ class Task:
         pool_config: What ``envpool.make_gymnasium`` gets besides the id and the seeds.
         config: The whole configuration as EnvPool completed it.
         state_keys: Names of the arrays that a pool returns.
+        state_specs: What they are, by name; a shape that begins with -1 is that of an array of players.
         action_keys: Names of the arrays that a pool takes.
         action_dtypes: Their dtypes.
         observation_space: Of one environment, with bounds repaired.
@@ -133,6 +134,7 @@ class Task:
     pool_config: dict[str, Any]
     config: dict[str, Any]
     state_keys: tuple[str, ...]
+    state_specs: Mapping[str, Any]
     action_keys: tuple[str, ...]
     action_dtypes: tuple[npt.DTypeLike, ...]
     observation_space: gymnasium.Space[Any]
@@ -175,10 +177,8 @@ class Task:
             "thread_affinity_offset": thread_affinity_offset,
             **env_config,
         }
-        if max_episode_steps is not None:
-            config["max_episode_steps"] = max_episode_steps
-        if render_mode is not None:
-            config["render_mode"] = render_mode
+        given = {"max_episode_steps": max_episode_steps, "render_mode": render_mode}
+        config |= {key: value for key, value in given.items() if value is not None}
         spec = _make_spec(task_id, config, accepted)
         completed = dict(zip(spec._config_keys, spec._config_values, strict=True))
         limit = int(completed.get("max_episode_steps", NO_LIMIT))
@@ -196,6 +196,7 @@ class Task:
             pool_config=config,
             config=completed,
             state_keys=tuple(spec._state_keys),
+            state_specs=dict(spec.state_array_spec),
             action_keys=tuple(spec._action_keys),
             action_dtypes=tuple(array[0] for array in spec._action_spec),
             observation_space=_repaired(quietly(lambda: spec.observation_space)),

@@ -6,29 +6,30 @@ belongs to one pool is in its driver; which pool there is, in ``pools``; that no
 
 from __future__ import annotations
 
-import os
-import threading
-import time
 from collections.abc import Callable, Collection
+from threading import get_ident
 from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
-from gymnasium.error import ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
+from gymnasium.error import NoAsyncCallError
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from vecenv.backends.envpool import rendering
 from vecenv.backends.envpool.actions import ActionChecker, with_dtype
-from vecenv.backends.envpool.calls import answering, one_at_a_time
+from vecenv.backends.envpool.calls import answering, one_at_a_time, refuse
 from vecenv.backends.envpool.driver import Driver, Kit, Rows
+from vecenv.backends.envpool.first_ready import FirstReady
 from vecenv.backends.envpool.lockstep import Lockstep
-from vecenv.backends.envpool.options import check_options, env_ids, reset_ids
+from vecenv.backends.envpool.options import check_options
+from vecenv.backends.envpool.over_pools import OverPools
 from vecenv.backends.envpool.pools import Pools
 from vecenv.backends.envpool.rows import Array, Infos, RowReader
 from vecenv.backends.envpool.seeds import Seed, spread
 from vecenv.backends.envpool.task import Task, task_ids
-from vecenv.errors import BusyError, ForkedError
+from vecenv.front.arguments import count_of
+from vecenv.front.capabilities import Capabilities, unable
 from vecenv.front.deadlines import deadline_of
 from vecenv.front.phases import Phase, advance
 
@@ -37,7 +38,7 @@ __all__ = ["EnvPoolVectorEnv"]
 StepResult = tuple[Any, Array, npt.NDArray[np.bool_], npt.NDArray[np.bool_], Infos]
 
 
-class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
+class EnvPoolVectorEnv(OverPools, VectorEnv[Any, Any, npt.NDArray[Any]]):
     """Environments in EnvPool's C++ threads, behind Gymnasium's vector interface.
 
     No environment is built until the first ``reset``, so that ``reset(seed=...)`` right after construction costs nothing.
@@ -133,25 +134,16 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
         self._reader = RowReader(
-            self.task.state_keys,
-            self.single_observation_space,
-            info_keys=info_keys,
-            reward_dtype=reward_dtype,
+            self.task.state_keys, self.single_observation_space, info_keys=info_keys, reward_dtype=reward_dtype,
             limit=self.task.limit,
-        )
+        )  # fmt: skip
         self._checker = ActionChecker(
-            self.task.action_space,
-            self.task.action_keys[2:],
-            self.task.action_dtypes[2:],
-            full=validate == "full",
+            self.task.action_space, self.task.action_keys[2:], self.task.action_dtypes[2:], full=validate == "full"
         )
         limited_here = self.task.limit is not None
         kit = Kit(self._reader, self._checker, mode, num_envs, batch_size, limited_here)
-        self._pools = Pools(self.task, kit, spread(seed, num_envs, self.np_random))
-        self._lock = threading.RLock()
-        self._began = time.monotonic()
-        self._steps = self._resets = 0
-        self.closed = False
+        drive = Lockstep if batch_size == num_envs else FirstReady
+        self._open(Pools(self.task, lambda pool: drive(pool, kit), spread(seed, num_envs, self.np_random)))
 
     task_ids = staticmethod(task_ids)
 
@@ -177,7 +169,8 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
 
         Raises:
             AlreadyPendingCallError: The answer to ``step_async`` or ``reset_async`` is owed.
-            TypeError, ValueError: Seeds, mask or options of the wrong kind; seed and mask together. Nothing was sent.
+            TypeError, ValueError: Seeds, mask or options of the wrong kind; nothing was sent.
+            NotImplementedError: Seed and mask together; options other than the mask; a mask with first-ready batches.
             ResetNeeded: The first reset must be of all environments.
         """
         return self._reset_result(self._begin_reset(seed, options, None), None)
@@ -188,7 +181,7 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
 
         Args:
             seed, options: As for :meth:`reset`.
-            env_id: Only these environments, which must not be in flight; as with a mask. For :meth:`recv` only.
+            env_id: Only these environments, which must not be in flight; as with a mask. :meth:`recv` fetches the answers.
         """
         self._begin_reset(seed, options, env_id)
 
@@ -203,46 +196,13 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
         advance(driver.phase, "reset_wait", self)
         return self._reset_result(driver, timeout)
 
-    def _begin_reset(self, seed: Any, options: Any, env_id: Any) -> Driver:
-        self._require_open("reset")
-        seeds = None if seed is None else spread(seed, self.num_envs, self.np_random)
-        driver = self._pools.driver
-        if driver is not None:
-            advance(driver.phase, "reset_async", self)
-        some = reset_ids(options, self.num_envs) if env_id is None else env_ids(env_id, self.num_envs)
-        if some is not None:
-            return self._begin_partial_reset(driver, seeds, some, env_id is not None)
-        self._resets += self.num_envs
-        pools = self._pools
-        if seeds is not None:
-            return pools.renew(seeds)
-        if driver is None:
-            return pools.renew(pools.seeds if pools.lent is None else spread(None, self.num_envs, self.np_random))
-        driver.begin_reset(driver.all_ids, force=True)
-        return driver
-
-    def _begin_partial_reset(self, driver: Driver | None, seeds: list[int] | None, ids: Array, by_id: bool) -> Driver:
-        if seeds is not None:
-            raise ValueError(
-                "seed and reset_mask cannot go together: EnvPool seeds its environments when it builds them, all at once"
-            )
-        if driver is None or not driver.begun:
-            raise ResetNeeded("the first reset must be of all environments")
-        if self.batch_size < self.num_envs and not by_id:
-            raise ValueError(
-                "reset_mask is for batch_size=num_envs; with first-ready batches use reset_async(env_id=...) and recv()"
-            )
-        self._resets += len(ids)
-        driver.begin_reset(ids, force=False)
-        return driver
-
-    def _reset_result(self, driver: Driver, timeout: float | None) -> tuple[Any, Infos]:
-        ids, states, leaves, *_ = driver.finish(deadline_of(timeout))
+    def _reset_result(self, driver: Driver[Rows], timeout: float | None) -> tuple[Any, Infos]:
+        rows, states, leaves, *_ = driver.finish(deadline_of(timeout))
         reader = self._reader
-        if ids is driver.all_ids:
-            return reader.build(leaves), reader.infos(states)
+        if rows is driver.everyone:
+            return reader.build(leaves), reader.infos(states, rows.copy())
         assert isinstance(driver, Lockstep)
-        return reader.build(driver.whole()), reader.scattered_infos(states, ids, self.num_envs)
+        return reader.build(driver.whole()), reader.scattered_infos(states, rows, self.num_envs)
 
     # -- step ------------------------------------------------------------------------------------------------
 
@@ -291,9 +251,9 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
             raise NoAsyncCallError("Calling `step_wait` after `send`: `recv` its rows.", "step")
         return self._step_result(driver, timeout)
 
-    def _step_result(self, driver: Driver, timeout: float | None) -> StepResult:
+    def _step_result(self, driver: Driver[Rows], timeout: float | None) -> StepResult:
         rows = driver.finish(deadline_of(timeout))
-        return self._dressed(rows, self._reader.infos(rows[1]))
+        return self._dressed(rows, self._reader.infos(rows[1], rows[0].copy()))
 
     def _dressed(self, rows: Rows, infos: Infos) -> StepResult:
         _, states, leaves, terminated, truncated, final = rows
@@ -302,7 +262,7 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
         return self._reader.build(leaves), self._reader.rewards(states), terminated, truncated, infos
 
     # -- first-ready batches ---------------------------------------------------------------------------------
-    # (The lock is taken in place here: in small batches even the decorator counts.)
+    # (The guard is in place here: in small batches even the decorator counts.)
 
     def send(self, actions: Any, env_id: Any = None) -> None:
         """Step some environments that are not in flight, without waiting.
@@ -317,46 +277,63 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
                 outstanding call, of any environments.
             ResetNeeded: Before the first reset; without autoreset, where an episode is over.
         """
-        if not self._lock.acquire(blocking=False):
-            self._refuse_second_thread("send")
+        me, outer = get_ident(), self._caller
+        if outer and outer != me:
+            refuse(self, "send")
         try:
+            self._caller = me
             driver = self._pools.driver or self._pool_driver("send")
             ids = driver.choose(env_id)
             driver.begin_step("send", self._checker(actions, ids), ids)
             self._steps += len(ids)
-        finally:
-            self._lock.release()
+            self._caller = outer
+        except BaseException:
+            self._caller = outer
+            raise
 
-    def recv(self, timeout: float | None = None) -> StepResult:
-        """The next ``batch_size`` environments that are done, whoever was first.
+    def recv(self, timeout: float | None = None, *, count: int | None = None) -> StepResult:
+        """The next ``count`` environments that are done, whoever was first.
 
-        With ``batch_size=num_envs``, exactly the environments of the outstanding call, in its order.
+        Args:
+            timeout: Seconds to wait at most.
+            count: How many, 1 to ``num_envs``; ``None``: ``batch_size``. EnvPool hands out whole batches of ``batch_size``;
+                what is more than ``count`` is kept for the next call. With ``batch_size=num_envs`` it is always all the
+                environments of the outstanding call, in its order, and ``count`` can only be their number.
 
         Returns:
-            As :meth:`step`, with so many rows. ``infos["env_id"]``, int32, tells which environments they are, and
-            ``infos["reset"]``, bool, which rows begin an episode: their reward is 0 and their flags are False.
+            As :meth:`step`, with so many rows. ``infos["env_id"]``, int ``(count,)``, tells which environments they are.
+            Rows of a reset have reward 0 and both flags False.
 
         Raises:
-            NoAsyncCallError: Fewer than ``batch_size`` environments are in flight.
+            NoAsyncCallError: Fewer than ``count`` environments are in flight; or EnvPool cannot fill a batch with them.
+            AlreadyPendingCallError: The answer to :meth:`step_async` is owed.
+            NotImplementedError: With ``batch_size=num_envs``, fewer than the outstanding call has.
             StepTimeout: Not within ``timeout`` seconds; nothing is lost, call again.
         """
-        taking = False  # as in calls.answering
-        if not self._lock.acquire(blocking=False):
-            self._refuse_second_thread("recv")
+        me, outer = get_ident(), self._caller
+        if outer and outer != me:
+            refuse(self, "recv")
         try:
-            try:
-                driver = self._pools.driver or self._pool_driver("recv")
-                rows = driver.recv(deadline_of(timeout))
-                result = self._dressed(rows, self._reader.infos_of_rows(rows[1]))
-                taking = True
-                driver.taken()
-            finally:
-                self._lock.release()
-            return result
+            self._caller = me
+            driver = self._pools.driver or self._pool_driver("recv")
+            if count is not None:
+                count = self._count(driver, count)
+            rows = driver.recv(count, None if timeout is None else deadline_of(timeout))
+            answer = self._dressed(rows, self._reader.infos_of_rows(rows[1], rows[0]))
+            taken, after = driver.after
+            self._caller = outer
         except BaseException:
-            if taking:
-                driver.give_back()
+            self._caller = outer
             raise
+        # one line: see calls
+        del driver.wire[:taken]; driver.call, driver.latest, driver.offset, driver.held = after; return answer  # noqa: E702
+
+    def _count(self, driver: Driver[Rows], count: Any) -> int:
+        number = count_of(count, self.batch_size, self.num_envs)
+        if self.batch_size == self.num_envs and number < (flying := driver.flying()):
+            why = "with batch_size=num_envs EnvPool answers a call as a whole"
+            unable(self, f"`recv` {number} of {flying} environments", why)
+        return number
 
     reset_send = reset_async
     reset_fetch = reset_wait
@@ -399,6 +376,9 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
         except Exception as error:
             raise RuntimeError(f"EnvPool cannot compile {self.task.id!r} into JAX programs: {error}") from error
 
+    def _random(self) -> np.random.Generator:
+        return self.np_random
+
     # -- what can be looked at -------------------------------------------------------------------------------
 
     @property
@@ -411,24 +391,14 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
         """The task's whole configuration, as EnvPool completed it (with the time limit asked for)."""
         return dict(self.task.config)
 
-    def stats(self) -> dict[str, float]:
-        """Figures since construction.
-
-        ``steps`` of environments; ``steps_per_second``; ``wait_fraction`` (of the time, spent waiting for the pool);
-        ``resets`` asked for; ``pools`` built; ``in_flight`` now; ``num_threads`` of the pool.
-        """
-        elapsed = max(time.monotonic() - self._began, 1e-9)
-        driver = self._pools.driver
-        threads = int(self.task.config["num_threads"]) or min(self.batch_size, os.cpu_count() or 1)
-        return {
-            "steps": float(self._steps),
-            "steps_per_second": self._steps / elapsed,
-            "wait_fraction": (driver.receiver.waited if driver is not None else 0.0) / elapsed,
-            "resets": float(self._resets),
-            "pools": float(self._pools.built),
-            "in_flight": float(driver.flying() if driver is not None else 0),
-            "num_threads": float(threads),
-        }
+    @property
+    def capabilities(self) -> Capabilities:
+        """What EnvPool can do. (Rows can be sent and received with ``batch_size=num_envs`` too, one call at a time.)"""
+        whole = self.batch_size == self.num_envs
+        return Capabilities(
+            "envpool", attributes=False, first_ready=not whole, reset_mask=whole, masked_seeds=False, reset_options=False,
+            in_this_process=True,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         if not hasattr(self, "_pools"):
@@ -440,13 +410,6 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
         else:
             phase = Phase.DEFAULT if self._pools.driver is None else self._pools.driver.phase
         return f"{type(self).__name__}({name}, num_envs={self.num_envs}{batch}, phase={phase.name})"
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name in ("call", "call_async", "call_wait", "get_attr", "set_attr", "exec_func"):
-            raise AttributeError(
-                f"{type(self).__name__} has no {name!r}: its environments are C++ objects without Python attributes"
-            )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
@@ -461,31 +424,4 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, npt.NDArray[Any]]):
         Args:
             **kwargs: ``timeout`` and ``terminate`` of other vector environments; without meaning here.
         """
-        self._pools.drop()
-
-    def _pool_driver(self, method: str) -> Driver:
-        """The driver of the pool; raises for whatever keeps ``method`` from being used now."""
-        self._require_open(method)
-        driver = self._pools.driver
-        if driver is None:
-            if self._pools.lent is not None:
-                raise RuntimeError(
-                    f"the pool was handed over to compiled code by xla(), so `{method}` cannot be used: reset() builds a "
-                    "new one"
-                )
-            raise ResetNeeded(f"Cannot call `{method}` before calling `reset`")
-        if method == "step_async" and driver.phase is not Phase.DEFAULT:
-            advance(driver.phase, method, self)
-        return driver
-
-    def _refuse_second_thread(self, method: str) -> NoReturn:
-        raise BusyError(f"another thread is in a call on this {type(self).__name__}; `{method}` was refused")
-
-    def _require_open(self, method: str) -> None:
-        if self._pools.forked:
-            raise ForkedError(
-                f"this {type(self).__name__} belongs to another process (pid {self._pools.owner}); a forked child has none "
-                f"of its threads, so `{method}` would never return: build a new one in the child"
-            )
-        if self.closed:
-            raise ClosedEnvironmentError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
+        self._let_go(**kwargs)

@@ -19,12 +19,12 @@ from gymnasium.vector import VectorEnv
 from vecenv.backends.jax_native.building import functional_of
 from vecenv.backends.jax_native.driver import Driver
 from vecenv.backends.jax_native.owed import Owed
-from vecenv.backends.jax_native.refusals import NoAttributes
 from vecenv.backends.jax_native.resets import mask_of
 from vecenv.backends.jax_native.results import Stepped
 from vecenv.backends.jax_native.warmup import compile_now
 from vecenv.errors import StepTimeout
 from vecenv.front.arguments import count_of, env_ids_of, seeds_of
+from vecenv.front.attributes import NoAttributes
 from vecenv.front.capabilities import Capabilities, figures, unable
 from vecenv.front.deadlines import deadline_of
 from vecenv.front.guard import one_call, refuse_closed
@@ -73,6 +73,8 @@ class JaxVectorEnv(NoAttributes, VectorEnv[Any, Any, Any]):
         ValueError, TypeError: Options that make no sense.
         ImportError: ``to="torch"`` without torch.
     """
+
+    _why_no_attributes = "its environments are rows of one compiled function, without methods or attributes of their own"
 
     def __init__(
         self,

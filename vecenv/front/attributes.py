@@ -9,45 +9,26 @@ from vecenv.front.capabilities import unable
 __all__ = ["NoAttributes"]
 
 
+def _refused(name: str) -> Any:
+    def refused(self: NoAttributes, *args: Any, **kwargs: Any) -> NoReturn:
+        unable(self, f"`{name}`", self._why_no_attributes)
+
+    refused.__name__ = name
+    refused.__qualname__ = f"NoAttributes.{name}"
+    refused.__doc__ = "Raise :class:`NotImplementedError`: the environments are no Python objects."
+    return refused
+
+
 class NoAttributes:
-    """Refuses ``call``, ``exec_func``, ``get_attr`` and ``set_attr``, with their halves, by :class:`NotImplementedError`."""
+    """Refuses what needs Python environments, with the reason."""
 
     _why_no_attributes: ClassVar[str] = "its environments are no Python objects"
 
-    def _have_none(self, method: str) -> NoReturn:
-        unable(self, f"`{method}`", self._why_no_attributes)
-
-    def call(self, name: str, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not here."""
-        self._have_none("call")
-
-    def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not here."""
-        self._have_none("call_async")
-
-    def call_wait(self, timeout: float | None = None) -> NoReturn:
-        """Not here."""
-        self._have_none("call_wait")
-
-    def exec_func(self, func: Any, indices: Any = None, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not here."""
-        self._have_none("exec_func")
-
-    def exec_func_send(self, func: Any, indices: Any = None, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not here."""
-        self._have_none("exec_func_send")
-
-    def exec_func_fetch(self, timeout: float | None = None) -> NoReturn:
-        """Not here."""
-        self._have_none("exec_func_fetch")
-
-    def get_attr(self, name: str) -> NoReturn:
-        """Not here."""
-        self._have_none("get_attr")
-
-    def set_attr(self, name: str, values: Any) -> NoReturn:
-        """Not here."""
-        self._have_none("set_attr")
-
-    call_send = call_async
-    call_fetch = call_wait
+    call = _refused("call")
+    call_async = call_send = _refused("call_async")
+    call_wait = call_fetch = _refused("call_wait")
+    exec_func = _refused("exec_func")
+    exec_func_send = _refused("exec_func_send")
+    exec_func_fetch = _refused("exec_func_fetch")
+    get_attr = _refused("get_attr")
+    set_attr = _refused("set_attr")

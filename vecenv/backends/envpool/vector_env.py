@@ -108,16 +108,13 @@ class EnvPoolVectorEnv(OverPools, VectorEnv[Any, Any, npt.NDArray[Any]]):
             num_envs, batch_size, num_threads, max_episode_steps, validate, render_mode, mode
         )
         self.task = Task.of(
-            task_id,
-            num_envs=num_envs,
-            batch_size=batch_size,
-            num_threads=num_threads or 0,
+            task_id, num_envs=num_envs, batch_size=batch_size, num_threads=num_threads or 0,
             thread_affinity_offset=thread_affinity_offset,
             max_episode_steps=max_episode_steps,
             exact_time_limit=exact_time_limit,
             render_mode=render_mode,
             env_config=env_config,
-        )
+        )  # fmt: skip
         if self.task.max_num_players > 1:
             raise ValueError(
                 f"{task_id!r} has up to {self.task.max_num_players} players an environment, and a Gymnasium vector "

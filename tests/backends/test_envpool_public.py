@@ -13,6 +13,8 @@ from gymnasium.vector import AutoresetMode
 
 pytest.importorskip("envpool")
 
+from sampling import each_once
+
 from vecenv.backends import EnvPoolVectorEnv
 from vecenv.backends.envpool.public import PublicPool
 from vecenv.errors import StepTimeout
@@ -42,25 +44,23 @@ def private(any_make: Make) -> Make:
     return build
 
 
-TASKS: list[tuple[str, dict[str, Any]]] = [
-    ("CartPole-v1", {"max_episode_steps": 20}),
-    ("Pendulum-v1", {"max_episode_steps": 20}),
-    ("FrozenLake-v1", {}),
-    ("Pong-v5", {"max_episode_steps": 20}),
-    ("Ant-v4", {"max_episode_steps": 20}),
-    ("CheetahRun-v1", {"max_episode_steps": 20}),
-    ("MiniGrid-Empty-5x5-v0", {"max_episode_steps": 20}),
-    ("Maze-v0", {}),
-    ("Play2048-v1", {}),
-    ("LunarLander-v3", {"max_episode_steps": 20, "exact_time_limit": True}),
-]
+TASKS: dict[str, dict[str, Any]] = {
+    "CartPole-v1": {"max_episode_steps": 20},
+    "Pendulum-v1": {"max_episode_steps": 20},
+    "FrozenLake-v1": {},
+    "Pong-v5": {"max_episode_steps": 20},
+    "Ant-v4": {"max_episode_steps": 20},
+    "CheetahRun-v1": {"max_episode_steps": 20},
+    "MiniGrid-Empty-5x5-v0": {"max_episode_steps": 20},
+    "Maze-v0": {},
+    "Play2048-v1": {},
+    "LunarLander-v3": {"max_episode_steps": 20, "exact_time_limit": True},
+}
 
 
-@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-@pytest.mark.parametrize(("task_id", "options"), TASKS, ids=[task_id for task_id, _ in TASKS])
-def test_streams_are_the_same(
-    private: Make, request: pytest.FixtureRequest, task_id: str, options: dict[str, Any], mode: AutoresetMode
-) -> None:
+@pytest.mark.parametrize(("task_id", "mode"), each_once(list(TASKS), [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP]))
+def test_streams_are_the_same(private: Make, request: pytest.FixtureRequest, task_id: str, mode: AutoresetMode) -> None:
+    options = TASKS[task_id]
     wanted = private(3, task_id, autoreset_mode=mode, **options)
     envs = request.getfixturevalue("make")(3, task_id, autoreset_mode=mode, **options)
     observations, _ = envs.reset(seed=3)

@@ -20,9 +20,7 @@ import multiprocessing.resource_tracker
 import os
 import re
 import signal
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -32,31 +30,21 @@ from typing import Any
 
 import psutil
 import pytest
+from sampling import sample_parameter
 
 SETTLE_SECONDS = 2.0
 KINDS = ("processes", "descriptors", "threads", "shared_memory")
 _FAILED = pytest.StashKey[bool]()
 _LINUX = sys.platform == "linux"
 _PR_SET_CHILD_SUBREAPER = 36
-_NATIVE_POOLS = ("jaxlib", "torch", "tensorflow")
+_NATIVE_POOLS = ("torch", "tensorflow")
 
 
-# Suites that run in a process of their own, because importing JAX, as EnvPool does too, starts threads that make every later
-# fork in this process unsafe, and says so in a warning each time. It runs beside this one, which mostly waits.
-APART = ("backends", "distributed", "jax")
-_APART_RUN = pytest.StashKey[tuple["subprocess.Popen[bytes]", Path]]()
-_apart_pid = 0
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave a suite of :data:`APART` out, unless it was named on the command line."""
-    here = Path(__file__).parent
-    for name in APART:
-        suite = here / name
-        asked_for = [Path(config.invocation_params.dir, argument.partition("::")[0]).resolve() for argument in config.args]
-        if collection_path == suite and not any(path.is_relative_to(suite) for path in asked_for):
-            return True
-    return None
+# What starts threads that stay, JAX's backend for one, makes every later fork of its process unsafe; JAX warns each time. So
+# the tests of these folders come last, in this order: a process that has run one, xdist's workers too, forks no more.
+THREADS_STAY = ("backends", "distributed", "jax")
+# Here a test has many cases, and what they show hardly depends on the engine: each case runs with one, the rest is ``slow``.
+ENGINES_ALTERNATE = ("test_contract_step.py", "test_contract_calls.py", "test_contract_infos.py", "test_contract_reset.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -65,58 +53,38 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked ``slow`` or ``soak``, unless ``-m`` says what to run; wait for the suites apart last."""
-    items.sort(key=_waits_for_the_suites_apart)
-    if config.getoption("markexpr"):
-        return
-    chosen = [item for item in items if not {"slow", "soak"} & {mark.name for mark in item.iter_markers()}]
-    if len(chosen) < len(items):
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
-        items[:] = chosen
+    """Leave out ``slow`` and ``soak``, unless ``-m`` says what to run; put last what starts threads that stay."""
+    sample_parameter([item for item in items if item.path.name in ENGINES_ALTERNATE], "engine")
+    if not config.getoption("markexpr"):
+        left_out = [item for item in items if {"slow", "soak"} & {mark.name for mark in item.iter_markers()}]
+        if left_out:
+            config.hook.pytest_deselected(items=left_out)
+            left_out_ids = set(map(id, left_out))
+            items[:] = [item for item in items if id(item) not in left_out_ids]
+    items.sort(key=_starts_threads_that_stay)
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            if _starts_threads_that_stay(item):  # what one test of a file has compiled or started, the next one uses
+                item.add_marker(pytest.mark.xdist_group(item.path.name))
 
 
-def _waits_for_the_suites_apart(item: pytest.Item) -> bool:
-    return "suites_apart" in getattr(item, "fixturenames", ())
+def _starts_threads_that_stay(item: pytest.Item) -> int:
+    """0 for most tests, and for the others the place of their folder."""
+    folder = item.path.relative_to(Path(__file__).parent).parts[0]
+    return THREADS_STAY.index(folder) + 1 if folder in THREADS_STAY else 0
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_collection_finish() -> None:
     """What there is by now stays; the collections of the fixture below look at what the tests make, which is quick."""
+    if _jax_is_up():
+        raise pytest.UsageError("a test module starts JAX's backend when it is imported: every later fork would be unsafe")
     gc.collect()
     gc.freeze()
-    if session.items and _waits_for_the_suites_apart(session.items[-1]) and not session.config.option.collectonly:
-        _start_the_suites_apart(session.config)
 
 
-def _start_the_suites_apart(config: pytest.Config) -> None:
-    global _apart_pid
-    here = Path(__file__).parent
-    output = Path(tempfile.mkstemp(prefix="suites-apart-")[1])
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(str(here / name) for name in APART)]
-    with output.open("wb") as file:
-        process = subprocess.Popen(
-            command, cwd=here.parent, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    _apart_pid = process.pid
-    config.stash[_APART_RUN] = process, output
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    process, output = config.stash.get(_APART_RUN, (None, None))
-    if process is not None and output is not None:
-        if process.poll() is None:  # the session was cut short
-            process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10)
-            process.kill()
-            process.wait()
-        output.unlink(missing_ok=True)
-
-
-@pytest.fixture(scope="session")
-def suites_apart(pytestconfig: pytest.Config) -> Callable[[], tuple[int, str]]:
-    """Waits for the suites apart: their exit status and what they printed."""
-    process, output = pytestconfig.stash[_APART_RUN]
-    return lambda: (process.wait(), output.read_text(errors="replace"))
+def _jax_is_up() -> bool:
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    return bridge is not None and bridge.backends_are_initialized()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -178,12 +146,11 @@ def _processes() -> dict[tuple[int, float], str]:
 
 
 def _family(pid: int | None = None) -> Iterator[psutil.Process]:
-    """All descendants but the suites apart and theirs, which look after themselves."""
+    """All descendants."""
     for child in _children(os.getpid() if pid is None else pid):
-        if child != _apart_pid:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                yield psutil.Process(child)
-            yield from _family(child)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            yield psutil.Process(child)
+        yield from _family(child)
 
 
 def _children(pid: int) -> list[int]:
@@ -255,15 +222,14 @@ def _tolerated() -> Tolerated:
        number.
     2. JAX, PyTorch and TensorFlow start pools of C++ threads with their first operation, and never end them.
     Only threads
-       that Python knows nothing of are excused, and only once one of these libraries is loaded.
+       that Python knows nothing of are excused, and only once one of these libraries is loaded (JAX: in use).
     3. A running Ray keeps starting processes, threads and sockets as it likes; while
     ``ray.is_initialized()``, whatever
        descends from Ray's own processes is Ray's.
     4. multiprocessing's heap, which Gymnasium's own AsyncVectorEnv takes its shared memory from, keeps its
     (unlinked) files
        for later use. They are known from the heap itself.
-    5. An entry of /dev/shm that a process outside this one's family has mapped is that process's
-    (:func:`_is_foreign`).
+    5. An entry of /dev/shm that is not known to be from here is another program's (:func:`_is_foreign`).
     """
     server = multiprocessing.forkserver._forkserver
     ray = sys.modules.get("ray")
@@ -275,7 +241,7 @@ def _tolerated() -> Tolerated:
             getattr(multiprocessing.resource_tracker._resource_tracker, "_fd", None),
         },
         files=_heap_files(),
-        native_threads=any(name in sys.modules for name in _NATIVE_POOLS),
+        native_threads=_jax_is_up() or any(name in sys.modules for name in _NATIVE_POOLS),
         ray=ray is not None and ray.is_initialized(),
     )
 
@@ -321,18 +287,27 @@ def _is_rays(pid: int) -> bool:
 
 
 def _is_foreign(name: str) -> bool:
-    """Whether a process that is not of this family has this entry of /dev/shm mapped or open."""
+    """Whether this entry of /dev/shm is not known to have been made by this family of processes.
+
+    Who has it mapped or open made it. Where nobody has, its name tells: this package's begin with ``vecenv``, and a pid in
+    it is its maker's. Other programs leave what they like in /dev/shm, at any moment.
+    """
     path = f"/dev/shm/{name}"
     if not os.path.exists(path):
         return True
     family = {os.getpid(), *(process.pid for process in _family())}
-    for pid in psutil.pids():
-        if pid not in family:
-            with contextlib.suppress(OSError):
-                if path in Path(f"/proc/{pid}/maps").read_text(errors="replace"):
-                    return True
-                if any(os.readlink(fd) == path for fd in Path(f"/proc/{pid}/fd").iterdir()):
-                    return True
+    holders = {pid for pid in psutil.pids() if _holds(pid, path)}
+    if holders:
+        return not holders & family
+    strangers = {int(number) for number in re.findall(r"\d+", name)} - family
+    return not name.startswith("vecenv") or any(map(psutil.pid_exists, strangers))
+
+
+def _holds(pid: int, path: str) -> bool:
+    with contextlib.suppress(OSError):
+        if path in Path(f"/proc/{pid}/maps").read_text(errors="replace"):
+            return True
+        return any(os.readlink(descriptor) == path for descriptor in Path(f"/proc/{pid}/fd").iterdir())
     return False
 
 

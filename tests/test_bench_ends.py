@@ -14,6 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
+sys.path.insert(0, str(Path(__file__).with_name("faults")))
+
+from observe import PATIENCE, remaining
+
 import vecenv
 from vecenv.tools import benchmark, cli, doctor
 from vecenv.tools.benchmark import Candidate, Sample
@@ -88,19 +92,6 @@ def family(process: subprocess.Popen[str]) -> list[int]:
     return [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
 
 
-def remaining(pids: list[int], within: float) -> list[int]:
-    def runs(pid: int) -> bool:
-        try:
-            return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-        except psutil.NoSuchProcess:
-            return False
-
-    deadline = time.monotonic() + within
-    while (left := [pid for pid in pids if runs(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return left
-
-
 BENCH = ["bench", "slowly:Slow", "--num-envs", "3", "--engines", "workers,per-env,gym-sync,gym-async,bare-pipes,limit"]
 
 
@@ -109,7 +100,7 @@ def test_a_bench_that_is_killed_while_engines_are_built_takes_everything_along(s
     pids = {*built(tmp_path, 8), *family(bench)}
     bench.kill()
     bench.wait()
-    assert not remaining([*pids, *(int(p) for f in tmp_path.glob("*.pids") for p in f.stem.split("-"))], 5.0)
+    assert not remaining([*pids, *(int(p) for f in tmp_path.glob("*.pids") for p in f.stem.split("-"))], PATIENCE)
 
 
 def test_ctrl_c_ends_a_bench_that_builds_engines_at_once(start: Start, tmp_path: Path) -> None:
@@ -117,23 +108,27 @@ def test_ctrl_c_ends_a_bench_that_builds_engines_at_once(start: Start, tmp_path:
     pids = {*built(tmp_path, 8), *family(bench)}
     os.killpg(bench.pid, signal.SIGINT)  # as a terminal does
     began = time.monotonic()
-    _, errors = bench.communicate(timeout=20)
-    assert time.monotonic() - began < 5
+    _, errors = bench.communicate(timeout=100)
+    assert time.monotonic() - began < PATIENCE
     assert bench.returncode == 130, errors
     assert errors.strip() == "vecenv: interrupted"
-    assert not remaining(list(pids), 1.0)
+    assert not remaining(list(pids), PATIENCE)
 
 
-@pytest.mark.parametrize("moment", [1.0, 1.5, 3.0])
+@pytest.mark.parametrize("moment", [0.0, 0.5, 2.0])
 def test_ctrl_c_ends_a_bench_at_any_moment(start: Start, moment: float) -> None:
     bench = start("bench", "CartPole-v1", "--num-envs", "2", "--engines", "workers,limit", "--seconds", "5")
+    deadline = time.monotonic() + 60
+    while not family(bench):  # what it imports takes long on a busy machine
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     time.sleep(moment)
     pids = family(bench)
     os.killpg(bench.pid, signal.SIGINT)
-    _, errors = bench.communicate(timeout=20)
+    _, errors = bench.communicate(timeout=100)
     assert bench.returncode == 130, errors
     assert errors.strip() == "vecenv: interrupted"
-    assert not remaining(pids, 1.0)
+    assert not remaining(pids, PATIENCE)
 
 
 def test_ctrl_c_ends_doctor_without_a_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,7 +192,7 @@ def test_a_host_that_ends_takes_its_helpers_along(killed: bool) -> None:
         if killed:
             assert live.ask("run", 0.0) == []
             assert live.failed == "its process was killed by SIGKILL"
-    assert not remaining(pids, 1.0)
+    assert not remaining(pids, PATIENCE)
 
 
 def test_crowds_start_one_after_the_other() -> None:

@@ -59,7 +59,7 @@ def test_run_for_counts_what_it_ran() -> None:
 
     sample = benchmark.run_for(step, 0.05)
     assert sample.units == 3 * len(calls)
-    assert 0.05 <= sample.seconds < 1.0
+    assert 0.05 <= sample.seconds < 30
 
 
 class CountingEnv(gymnasium.Env[np.ndarray, np.int64]):

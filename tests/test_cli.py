@@ -19,7 +19,7 @@ TINY = ["--num-envs", "2", "--seconds", "0.05", "--repeats", "2"]
 
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "vecenv", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=250, check=False)
 
 
 def test_bench_prints_json_and_writes_json_and_picture(tmp_path: Path) -> None:

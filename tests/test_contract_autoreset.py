@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from envs import ALL_SPACES, VALUE_ENGINES, ReturningEnv, ReusingEnv, ScriptedEnv, counters, opened
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from sampling import each_once
 
 from vecenv.testing import assert_identical
 
@@ -101,8 +102,7 @@ def test_a_reset_info_may_override_what_is_reported_as_final(engine: dict[str, A
         assert "theirs" not in infos["final_info"]
 
 
-@memories
-@pytest.mark.parametrize("name", ALL_SPACES)
+@pytest.mark.parametrize(("shared_memory", "name"), each_once({"shared": True, "pickled": False}, list(ALL_SPACES)))
 def test_final_observations_are_the_environments_own_in_every_space(shared_memory: bool, name: str) -> None:
     fns = [lambda i=i: ScriptedEnv(ALL_SPACES[name], env_id=i, lengths=(1 + i, 2), step_infos=({"a": i},)) for i in range(3)]
     oracle = SyncVectorEnv(fns, autoreset_mode="SameStep")

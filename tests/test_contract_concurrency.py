@@ -56,8 +56,8 @@ def test_calls_are_not_limited() -> None:
     with opened([SleepingEnv] * 3, max_concurrency=1) as envs:
         envs.reset(seed=1)
         begin = time.monotonic()
-        envs.call("sleep", 0.6)
-        assert time.monotonic() - begin < 1.6
+        envs.call("sleep", 2.0)
+        assert time.monotonic() - begin < 5
 
 
 @engines

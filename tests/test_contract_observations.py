@@ -23,6 +23,7 @@ from envs import (
 )
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
+from sampling import each_pair
 
 from vecenv.errors import ObservationError
 from vecenv.link.observations import KEPT, tree_writer
@@ -30,7 +31,8 @@ from vecenv.shm import fixed_tree
 from vecenv.testing import assert_identical
 
 engines = pytest.mark.parametrize("engine", VALUE_ENGINES.values(), ids=list(VALUE_ENGINES))
-memories = pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "pickled"])
+MEMORIES = {"shared": True, "pickled": False}
+memories = pytest.mark.parametrize("shared_memory", MEMORIES.values(), ids=list(MEMORIES))
 
 
 ONE_OF_EACH = ["box-float32", "box-0d", "box-empty", "discrete-start", "multi-discrete-2d", "multi-binary", "dict-nested"]
@@ -58,9 +60,7 @@ def returning(space: spaces.Space, observation: Any, good: Any = None) -> list[A
     ]
 
 
-@engines
-@memories
-@pytest.mark.parametrize("name", ALL_SPACES)
+@pytest.mark.parametrize(("engine", "shared_memory", "name"), each_pair(VALUE_ENGINES, MEMORIES, list(ALL_SPACES)))
 def test_observations_of_every_space_equal_those_of_sync_vector_env(
     engine: dict[str, Any], shared_memory: bool, name: str
 ) -> None:
@@ -313,9 +313,7 @@ CASTS: dict[str, tuple[spaces.Space, Any]] = {
 }
 
 
-@engines
-@memories
-@pytest.mark.parametrize("name", CASTS)
+@pytest.mark.parametrize(("engine", "shared_memory", "name"), each_pair(VALUE_ENGINES, MEMORIES, list(CASTS)))
 def test_what_fits_the_space_is_cast_as_sync_vector_env_does(engine: dict[str, Any], shared_memory: bool, name: str) -> None:
     space, observation = CASTS[name]
     fns = returning(space, observation, observation)
@@ -356,9 +354,7 @@ WRONG: dict[str, tuple[spaces.Space, Any, Any, tuple[str, ...]]] = {
 }
 
 
-@engines
-@memories
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize(("engine", "shared_memory", "name"), each_pair(VALUE_ENGINES, MEMORIES, list(WRONG)))
 def test_an_observation_that_does_not_fit_its_space_is_an_error_that_says_where(
     engine: dict[str, Any], shared_memory: bool, name: str
 ) -> None:
@@ -436,11 +432,10 @@ FOREIGN: dict[str, spaces.Space] = {
 }
 
 
-@engines
-@memories
-@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
-@pytest.mark.parametrize("name", FOREIGN)
-@pytest.mark.parametrize("copied", [True, False], ids=["copied", "views"])
+@pytest.mark.parametrize(
+    ("engine", "shared_memory", "mode", "name", "copied"),
+    each_pair(VALUE_ENGINES, MEMORIES, ["NextStep", "SameStep"], list(FOREIGN), {"copied": True, "views": False}),
+)
 def test_spaces_in_the_other_byte_order_are_as_in_sync_vector_env(
     engine: dict[str, Any], shared_memory: bool, mode: str, name: str, copied: bool
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 from envs import VALUE_ENGINES, CounterEnv, counters, describe, opened
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from sampling import each_once
 
 import vecenv
 from vecenv.testing import assert_identical
@@ -175,28 +176,30 @@ def test_a_first_reset_of_some_gives_zeros_for_the_others_in_shared_memory(engin
         assert observations.tolist() == [[0, 0, 0, 0], [1, 0, 1, 2]]
 
 
+WRONG_MASKS = [
+    ([True, False, True], TypeError, "must be a numpy array, got <class 'list'>"),
+    (None, TypeError, "must be a numpy array, got <class 'NoneType'>"),
+    (np.ones(4, dtype=np.bool_), ValueError, "must have shape `(3,)`, got (4,)"),
+    (np.ones((3, 1), dtype=np.bool_), ValueError, "must have shape `(3,)`, got (3, 1)"),
+    (np.ones((), dtype=np.bool_), ValueError, "must have shape `(3,)`, got ()"),
+    (np.array([1, 0, 1]), TypeError, "must have `dtype=np.bool_`, got int64"),
+    (np.array([1.0, 0.0, 1.0]), TypeError, "must have `dtype=np.bool_`, got float64"),
+    (
+        np.zeros(3, dtype=np.bool_),
+        ValueError,
+        "must contain a boolean array with at least one True value, got ",
+    ),
+]
+
+
 @engines
-@pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize(
-    ("mask", "error", "text"),
-    [
-        ([True, False, True], TypeError, "must be a numpy array, got <class 'list'>"),
-        (None, TypeError, "must be a numpy array, got <class 'NoneType'>"),
-        (np.ones(4, dtype=np.bool_), ValueError, "must have shape `(3,)`, got (4,)"),
-        (np.ones((3, 1), dtype=np.bool_), ValueError, "must have shape `(3,)`, got (3, 1)"),
-        (np.ones((), dtype=np.bool_), ValueError, "must have shape `(3,)`, got ()"),
-        (np.array([1, 0, 1]), TypeError, "must have `dtype=np.bool_`, got int64"),
-        (np.array([1.0, 0.0, 1.0]), TypeError, "must have `dtype=np.bool_`, got float64"),
-        (
-            np.zeros(3, dtype=np.bool_),
-            ValueError,
-            "must contain a boolean array with at least one True value, got ",
-        ),
-    ],
+    ("mode", "wrong"), each_once(AutoresetMode, {text: (mask, error, text) for mask, error, text in WRONG_MASKS})
 )
 def test_a_wrong_mask_is_refused_before_anything_is_sent(
-    engine: dict[str, Any], mode: AutoresetMode, mask: Any, error: type[Exception], text: str
+    engine: dict[str, Any], mode: AutoresetMode, wrong: tuple[Any, type[Exception], str]
 ) -> None:
+    mask, error, text = wrong
     with opened(counters(3), autoreset_mode=mode, **engine) as envs:
         envs.reset(seed=1)
         with pytest.raises(error, match=re.escape(f"`options['reset_mask']` {text}")):

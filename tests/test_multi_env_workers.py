@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from envs import CounterEnv, RaisingEnv, counters, opened, raises_logged
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from sampling import each_once
 
 from vecenv.testing import assert_identical
 
@@ -34,9 +35,7 @@ def test_environments_are_shared_out_in_contiguous_and_even_parts(num_envs: int,
         assert envs.reset(seed=1)[0][:, 0].tolist() == list(range(num_envs))
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 5])
-@pytest.mark.parametrize("mode", AutoresetMode)
-@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize(("num_workers", "mode", "shared_memory"), each_once([1, 2, 3, 5], AutoresetMode, [True, False]))
 def test_uneven_shares_give_the_answers_of_sync_vector_env(
     num_workers: int, mode: AutoresetMode, shared_memory: bool
 ) -> None:

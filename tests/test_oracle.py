@@ -18,6 +18,7 @@ from envs import opened
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sampling import each_once, each_pair
 from strategies import (
     Move,
     Vector,
@@ -99,10 +100,12 @@ def compare(data: st.DataObject, vector: Vector, mode: AutoresetMode, **options:
         oracle.close()
 
 
-@pytest.mark.parametrize("mode", AutoresetMode)
-@pytest.mark.parametrize("copied", [True, False], ids=["copy", "no-copy"])
-@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "pickled"])
-@pytest.mark.parametrize("num_workers", ["0", "1", "2", "num_envs"])
+@pytest.mark.parametrize(
+    ("num_workers", "shared_memory", "copied", "mode"),
+    each_pair(
+        ["0", "1", "2", "num_envs"], {"shared": True, "pickled": False}, {"copy": True, "no-copy": False}, AutoresetMode
+    ),
+)
 @few
 @given(data=st.data(), vector=vectors())
 def test_all_streams_equal_those_of_sync_vector_env(
@@ -179,8 +182,7 @@ def space_start(vector: Vector) -> Any:
     return vector.action_space.start
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
-@pytest.mark.parametrize("mode", AutoresetMode)
+@pytest.mark.parametrize(("context", "mode"), each_once(["fork", "spawn", "forkserver"], AutoresetMode))
 @settings(few, max_examples=1)
 @given(data=st.data(), vector=vectors(fixed_spaces, fixed_spaces, min_envs=3, max_envs=3))
 def test_the_start_method_makes_no_difference(

@@ -28,7 +28,7 @@ def build(kind: str, source: Path, folder: Path) -> Path:
     """Build by the backend alone: ``python -m build`` calls the same, in an environment that it first installs."""
     pytest.importorskip("hatchling", reason="needs hatchling")
     command = [sys.executable, "-m", "hatchling", "build", "--target", kind, "--directory", str(folder)]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
     (built,) = folder.glob("*.whl" if kind == "wheel" else "*.tar.gz")
     return built
@@ -146,7 +146,7 @@ def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(bare: Path, program: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Isolated (-I) and without this environment's packages (-S)."""
     command = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(bare)!r})\n{program}"]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=250, check=False)
 
 
 ENGINE = """

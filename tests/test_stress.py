@@ -30,7 +30,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 sys.path.insert(0, str(Path(__file__).with_name("faults")))
 
-from observe import remaining
+from observe import PATIENCE, remaining
 from vandals import Ledger, Obedient
 
 import vecenv
@@ -288,7 +288,7 @@ class Chaos:
         os.kill(victim.pid, signal.SIGKILL)
         self.killed = True
         if certain:
-            assert not remaining([victim.pid], 2)
+            assert not remaining([victim.pid], PATIENCE)
 
     def stop_and_go(self, worker: int) -> None:
         """A worker is stopped, an answer is late, and then it goes on."""

@@ -132,13 +132,13 @@ def test_another_process_sees_who_asked_and_a_kill_leaves_nothing(context: str, 
             assert program.stdout is not None
             assert program.stdout.readline() == "ready\n"
             shown = [sys.executable, "-m", "vecenv", "top", "--pid", str(program.pid), "--interval", "0.3"]
-            done = subprocess.run([*shown, "--json"], capture_output=True, text=True, timeout=60, check=False)
+            done = subprocess.run([*shown, "--json"], capture_output=True, text=True, timeout=250, check=False)
             assert done.returncode == 0, done.stderr
             (row,) = json.loads(done.stdout)["programs"]
             assert row["name"] == ("the program" if asks == "asks" else "CartPole-v1")
             assert [worker["state"] for worker in row["workers"]] == ["stepping"] * 2
             assert row["steps_per_second"] > 0
-            table = subprocess.run([*shown, "--once"], capture_output=True, text=True, timeout=60, check=False)
+            table = subprocess.run([*shown, "--once"], capture_output=True, text=True, timeout=250, check=False)
             assert table.returncode == 0, table.stderr
             assert f"4 environments, pid {program.pid}" in table.stdout
             assert "slowest env" in table.stdout

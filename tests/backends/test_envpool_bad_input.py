@@ -404,14 +404,14 @@ try:
 except ImportError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=250, check=True)
     assert "pip install 'vecenv[envpool]'" in done.stdout
     assert "Python 3.11 to 3.14" in done.stdout
 
 
 def test_importing_the_backend_does_not_import_envpool() -> None:
     program = "import sys, vecenv.backends.envpool; print('envpool' in sys.modules, 'jax' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=250, check=True)
     assert done.stdout.split() == ["False", "False"]
 
 

@@ -260,12 +260,12 @@ def test_a_batch_that_came_too_late_is_the_next_one(make: Make, batch_size: int)
     envs, same = make(4, batch_size=batch_size), make(4)
     envs.reset()
     same.reset()
-    SlowPool(envs, 0.6)
+    SlowPool(envs, 1.5)
     envs.send(zeros(4), np.arange(4))
     began = time.monotonic()
     with pytest.raises(StepTimeout, match="still owed"):
         envs.recv(timeout=0.05)
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < 1.4
     wanted = same.step(zeros(4))[0]
     for _ in range(4 // batch_size):
         observations, *_, infos = envs.recv(timeout=5.0)
@@ -379,7 +379,7 @@ def test_a_forked_child_that_never_touches_it_ends_well() -> None:
     envs.close()
     sys.exit(code)
     """
-    assert subprocess.run([sys.executable, "-c", textwrap.dedent(program)], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", textwrap.dedent(program)], timeout=250, check=False).returncode == 0
 
 
 def test_it_cannot_be_copied_or_pickled(make: Make) -> None:

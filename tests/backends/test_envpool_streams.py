@@ -65,11 +65,11 @@ def in_a_process_of_its_own(test: Callable[..., None]) -> Callable[..., None]:
         if family != "vizdoom" or ALONE in os.environ:
             test(family, task_id, options)
             return
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "slow or not slow"]
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "slow or not slow"]
         done = subprocess.run(
             [*command, f"{Path(__file__)}::{test.__name__}[{family}]"],
             cwd=Path(__file__).parents[2], env={**os.environ, ALONE: "1"},
-            capture_output=True, text=True, timeout=90, check=False,
+            capture_output=True, text=True, timeout=250, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 

@@ -30,7 +30,7 @@ assert {adapter!r} in dir(vecenv.adapters)
 assert "torch" not in sys.modules
 vecenv.adapters.{adapter}
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=250, check=False)
     last = done.stderr.strip().splitlines()[-1]
     wanted = f"vecenv.adapters.{adapter} needs {library}, not installed here: pip install 'vecenv[{extra}]'"
     assert last == f"ImportError: {wanted}"
@@ -56,7 +56,7 @@ def test_an_adapter_that_does_not_exist_is_an_attribute_error() -> None:
 )
 def test_an_example_without_its_library_says_what_to_install(program: str, library: str, extra: str) -> None:
     command = [sys.executable, str(WITHOUT), library, str(EXAMPLES / f"{program}.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     wanted = f"{program}: No module named {library!r}: pip install -e '.[{extra}]'"
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, wanted)
     assert "Traceback" not in done.stderr
@@ -67,7 +67,7 @@ def test_help_says_how_to_run_an_example(program: str) -> None:
     if program == "rllib_vector":
         pytest.importorskip("ray.rllib.algorithms.ppo", reason="needs RLlib: docs/clients.md", exc_type=ImportError)
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / f"{program}.py"), "--help"], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, str(EXAMPLES / f"{program}.py"), "--help"], capture_output=True, text=True, timeout=250, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     for text in (f"python examples/{program}.py", "--num-envs", "default: "):

@@ -68,7 +68,7 @@ def test_no_room_is_said_in_one_line(address: str, tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLE), "--backend", "ray", "--num-hosts", "64"]
     environment = {**os.environ, "RAY_ADDRESS": address}
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250, check=False
     )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("ppo: "), done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""Paths and clusters. These tests run in a process of their own (``APART`` in ``tests/conftest.py``): Ray starts threads."""
+"""Paths and clusters. Ray starts threads that stay, so these tests come late (``THREADS_STAY`` in ``tests/conftest.py``)."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ sys.path.insert(0, str(__import__("pathlib").Path(__file__).parent.parent))
 
 from envs import CounterEnv, NestedDictEnv, SpaceEnv, counters, scripted
 from hosts_here import HostsHere, VectorEnvHere
+from sampling import each_once
 
 import vecenv
 from vecenv.backends import RayVectorEnv
@@ -57,9 +58,7 @@ class TestNestedObservations(VectorEnvContract):
 # -- values --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", AutoresetMode)
-@pytest.mark.parametrize("num_hosts", [1, 2, 3, 5])
-@pytest.mark.parametrize("copy", [True, False])
+@pytest.mark.parametrize(("num_hosts", "mode", "copy"), each_once([1, 2, 3, 5], AutoresetMode, [True, False]))
 def test_trajectories_and_infos_are_those_of_sync_vector_env(num_hosts: int, mode: AutoresetMode, copy: bool) -> None:
     envs = VectorEnvHere(scripted(5), num_hosts=num_hosts, autoreset_mode=mode, copy=copy)
     assert_same_trajectory(envs, SyncVectorEnv(scripted(5), autoreset_mode=mode), 40, seed=[3, 1, None, 9, 2])

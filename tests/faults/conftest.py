@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from observe import METHODS, Trainer
+from sampling import sample_parameter
 
 import vecenv
 
@@ -17,11 +18,14 @@ START_MATTERS = ("test_startup.py", "test_trainer.py")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Elsewhere a new interpreter for every worker adds minutes, and nothing that those of a fork server did not show."""
-    for item in items:
-        params = item.callspec.params if hasattr(item, "callspec") else {}
-        if item.path.parent == HERE and item.path.name not in START_MATTERS and params.get("method") == "spawn":
-            item.add_marker(pytest.mark.slow)
+    """Every case of a test runs with one start method, and every method with one case at least.
+
+    Where the start itself is not the subject, a new interpreter for every worker adds minutes, and nothing that those of a
+    fork server did not show. The whole product is behind ``slow``.
+    """
+    here = [item for item in items if item.path.parent == HERE]
+    sample_parameter([item for item in here if item.path.name in START_MATTERS], "method")
+    sample_parameter([item for item in here if item.path.name not in START_MATTERS], "method", left_out=["spawn"])
 
 
 @pytest.fixture(params=METHODS)

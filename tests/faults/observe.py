@@ -22,12 +22,14 @@ import pytest
 import vecenv
 
 METHODS = [name for name in ("fork", "spawn", "forkserver") if name in multiprocessing.get_all_start_methods()]
+PATIENCE = 20.0
+"""Seconds for what takes a tenth of one, or never happens: other programs may have the cores in the meantime."""
 CHEAP = pytest.mark.parametrize("method", [name for name in METHODS if name != "spawn"], indirect=True)
 """For what goes beyond the table, and does not depend on how a worker was started: not once more with new interpreters."""
 TRAINER = Path(__file__).with_name("trainer.py")
 PACKAGE = Path(vecenv.__file__).parents[1]
 FAULTS = [
-    pytest.mark.timeout(20, method="signal"),
+    pytest.mark.timeout(300, method="signal"),
     # what Gymnasium logs about an environment that raised, and about a close with a call pending
     pytest.mark.filterwarnings("ignore:.*Received the following error"),
     pytest.mark.filterwarnings(r"ignore:[\s\S]*Traceback"),
@@ -68,7 +70,7 @@ def remaining(pids: Iterable[int], within: float) -> list[int]:
     return left
 
 
-def wait_for(path: Path, within: float = 10.0) -> None:
+def wait_for(path: Path, within: float = 60.0) -> None:
     """Wait until a file is there."""
     deadline = time.monotonic() + within
     while not path.exists():
@@ -94,7 +96,7 @@ class Trainer:
             start_new_session=True,
         )
 
-    def hear(self, within: float = 15.0) -> dict[str, Any]:
+    def hear(self, within: float = 60.0) -> dict[str, Any]:
         """The trainer's next message."""
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], within)
@@ -110,7 +112,7 @@ class Trainer:
         """Kill it if it runs, and let go of everything."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(5)
+        self.process.wait(60)
         assert self.process.stdout is not None
         self.process.stdout.close()
         self.errors.close()

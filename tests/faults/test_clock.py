@@ -61,5 +61,5 @@ def test_a_jump_of_the_clock_changes_no_timeout(launch: Callable[..., Any], monk
         begun = time.monotonic()
         with pytest.raises(StepTimeout):
             envs.step_wait(timeout=0.1)
-        assert 0.09 < time.monotonic() - begun < 2
-        ledger.step([1, 1], envs.step_wait(timeout=10))
+        assert 0.09 < time.monotonic() - begun < 60
+        ledger.step([1, 1], envs.step_wait(timeout=60))

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from observe import CHEAP, FAULTS, METHODS, alive, names, remaining, report, wait_for
+from observe import CHEAP, FAULTS, METHODS, PATIENCE, alive, names, remaining, report, wait_for
 from vandals import Announce, ForkAndLinger, Ledger, Pause, crew, vandal
 
 from vecenv.errors import EnvError, EnvFailed, RemoteTraceback, WorkerDied
@@ -27,7 +27,6 @@ Launch = Callable[..., Any]
 
 ENV, WORKER = 3, 1  # where it happens: four environments, two workers
 ACTIONS = [1, 2, 3, 4]
-SOON = 0.5  # the table says 100 ms; five times that, for two cores that others use as well
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ def check_crash(case: Case, moment: str, launch: Launch, tmp_path: Path) -> None
         assert worker_pids(envs) == pids
         assert all(map(alive, pids))
     else:
-        assert took < SOON
+        assert took < PATIENCE
         assert (error.worker, error.pid, error.exitcode, error.command) == (WORKER, pids[1], case.exitcode, command)
         assert tuple(error.envs) == (2, 3)
         assert alive(pids[0])
@@ -164,10 +163,10 @@ def goes_on(envs: Any, ledger: Ledger, lost: set[int]) -> None:
         after.step(ACTIONS, envs.step(ACTIONS))
 
 
-def closes(envs: Any, within: float = 2.0) -> None:
+def closes(envs: Any) -> None:
     begun = time.monotonic()
     envs.close()
-    assert time.monotonic() - begun < within
+    assert time.monotonic() - begun < PATIENCE
     assert envs.closed
 
 
@@ -217,7 +216,7 @@ def test_death_while_idle(launch: Launch) -> None:
     ledger.reset(envs.reset(seed=7))
     pids = worker_pids(envs)
     os.kill(pids[WORKER], signal.SIGKILL)
-    assert not remaining([pids[WORKER]], 2)
+    assert not remaining([pids[WORKER]], PATIENCE)
     with pytest.raises(WorkerDied) as caught:
         envs.step(ACTIONS)
     error = caught.value
@@ -258,7 +257,7 @@ def test_death_with_inherited_descriptors(launch: Launch, tmp_path: Path) -> Non
     begun = time.monotonic()
     with pytest.raises(WorkerDied, match="SIGKILL") as caught:
         envs.step([0, 0])
-    assert time.monotonic() - begun < SOON
+    assert time.monotonic() - begun < PATIENCE
     names(caught.value, env=1, worker=1, pid=pid, command="step")
     closes(envs)
 
@@ -271,7 +270,7 @@ def test_forkserver_killed(launch: Launch) -> None:
     ledger.reset(envs.reset(seed=7))
     server = multiprocessing.forkserver._forkserver._forkserver_pid
     os.kill(server, signal.SIGKILL)
-    assert not remaining([server], 2)
+    assert not remaining([server], PATIENCE)
     for _ in range(3):
         ledger.step(ACTIONS, envs.step(ACTIONS))
     pid = worker_pids(envs)[WORKER]
@@ -279,7 +278,7 @@ def test_forkserver_killed(launch: Launch) -> None:
     begun = time.monotonic()
     with pytest.raises(WorkerDied) as caught:
         envs.step(ACTIONS)
-    assert time.monotonic() - begun < SOON
+    assert time.monotonic() - begun < PATIENCE
     assert (caught.value.worker, caught.value.pid) == (WORKER, pid)
     goes_on(envs, ledger, {2, 3})
     closes(envs)
@@ -294,7 +293,7 @@ def test_forkserver_killed(launch: Launch) -> None:
     ],
     indirect=["method"],
 )
-@pytest.mark.timeout(60, method="signal")
+@pytest.mark.timeout(300, method="signal")
 def test_all_die_at_once(launch: Launch, count: int) -> None:
     """One error names them all. (Starting 64 interpreters takes longer than the default run allows: marked slow.)"""
     envs = launch([vandal(env, "kill", step=2) for env in range(count)])
@@ -303,10 +302,10 @@ def test_all_die_at_once(launch: Launch, count: int) -> None:
     begun = time.monotonic()
     with pytest.raises(WorkerDied, match="SIGKILL") as caught:
         envs.step([0] * count)
-    assert time.monotonic() - begun < SOON + count * 0.02
+    assert time.monotonic() - begun < PATIENCE
     assert tuple(caught.value.envs) == tuple(range(count))
     assert all(re.search(rf"\b{env}\b", report(caught.value)) for env in (0, count // 2, count - 1))
-    closes(envs, within=1.0)
+    closes(envs)
 
 
 @pytest.mark.parametrize("ending", ["close", "terminate", "death", "hang"])
@@ -329,7 +328,7 @@ def test_grandchildren_are_gone(launch: Launch, ending: str, tmp_path: Path) -> 
             envs.close(timeout=0.2)
     if not envs.closed:
         envs.close(terminate=ending == "terminate")
-    assert not remaining([helper], 1.0)
+    assert not remaining([helper], PATIENCE)
 
 
 def test_a_worker_that_loses_its_caller_takes_its_helpers_along(launch: Launch) -> None:
@@ -339,7 +338,7 @@ def test_a_worker_that_loses_its_caller_takes_its_helpers_along(launch: Launch) 
     *_, infos = envs.step([0, 0])
     helper, pid = int(infos["subprocess"][1]), worker_pids(envs)[1]
     os.close(envs._pool.workers[1].channel.out)
-    assert not remaining([pid, helper], 2.0)
+    assert not remaining([pid, helper], PATIENCE)
     with pytest.raises(WorkerDied):
         envs.step([0, 0])
     closes(envs)

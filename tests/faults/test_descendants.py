@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from observe import FAULTS, alive, remaining, wait_for
+from observe import FAULTS, PATIENCE, alive, remaining, wait_for
 
 from vecenv.system import descendants
 from vecenv.system.descendants import MARK, adopt, end_descendants, end_marked, end_own, new_token, snapshot
@@ -151,7 +151,7 @@ def test_helpers_of_a_worker_that_was_killed_are_found_by_its_mark(start: Start,
     worker.kill()
     assert alive(worker.helper)
     assert end_marked([new_token(), worker.token]) >= 1
-    assert not remaining([worker.helper], 1.0)
+    assert not remaining([worker.helper], PATIENCE)
     assert end_marked([worker.token]) == 0
 
 
@@ -164,7 +164,7 @@ def test_descendants_are_held_before_their_worker_ends(start: Start, helps: Call
     worker.kill()
     assert alive(worker.helper)
     assert held.end() >= 1
-    assert not remaining([worker.helper], 1.0)
+    assert not remaining([worker.helper], PATIENCE)
     assert not held
 
 
@@ -172,7 +172,7 @@ def test_descendants_are_held_before_their_worker_ends(start: Start, helps: Call
 def test_descendants_of_a_living_worker_end_and_it_lives(start: Start, helps: Callable[[Path], None]) -> None:
     worker = start(helps)
     assert end_descendants([worker.pid]) >= 1
-    assert not remaining([worker.helper], 1.0)
+    assert not remaining([worker.helper], PATIENCE)
     assert alive(worker.pid)
 
 
@@ -180,7 +180,7 @@ def test_descendants_of_a_living_worker_end_and_it_lives(start: Start, helps: Ca
 def test_a_worker_ends_its_own_helpers(start: Start, helps: Callable[[Path], None]) -> None:
     worker = start(helps, ends=True)
     worker.leave()
-    assert not remaining([worker.helper], 1.0)
+    assert not remaining([worker.helper], PATIENCE)
 
 
 def orphan_without_environment(path: Path) -> None:
@@ -194,7 +194,7 @@ def orphan_without_environment(path: Path) -> None:
 def test_who_adopts_orphans_finds_those_without_any_mark(start: Start) -> None:
     worker = start(orphan_without_environment, orphans=True, ends=True)
     worker.leave()
-    assert not remaining([worker.helper], 1.0)
+    assert not remaining([worker.helper], PATIENCE)
 
 
 def test_only_those_of_the_worker_in_question_end(start: Start) -> None:
@@ -258,7 +258,7 @@ def test_without_pidfds_they_are_ended_as_well(start: Start, monkeypatch: pytest
     worker = start(double_fork)
     worker.kill()
     assert end_marked([worker.token]) == 1
-    assert not remaining([worker.helper], 1.0)
+    assert not remaining([worker.helper], PATIENCE)
 
 
 def test_a_resource_tracker_may_finish_what_it_is_there_for(start: Start) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from gymnasium.error import AlreadyPendingCallError
-from observe import CHEAP, FAULTS, alive, names, remaining, report, wait_for
+from observe import CHEAP, FAULTS, PATIENCE, alive, names, remaining, report, wait_for
 from vandals import Announce, Ledger, Pause, Touch, crew, vandal
 
 from vecenv.engine.handles import ProcessWorker
@@ -26,8 +26,7 @@ pytestmark = FAULTS
 
 Launch = Callable[..., Any]
 
-GRACE = 0.3  # what the tests give close(); the engine may add a little to end what did not end
-SLACK = 1.5
+GRACE = 0.3  # what the tests give close()
 
 
 def worker_pids(envs: Any) -> list[int]:
@@ -39,9 +38,9 @@ def closes(envs: Any, timeout: float = GRACE) -> None:
     pids = worker_pids(envs)
     begun = time.monotonic()
     envs.close(timeout=timeout)
-    assert time.monotonic() - begun < timeout + SLACK
+    assert time.monotonic() - begun < timeout + PATIENCE
     assert envs.closed
-    assert not remaining(pids, 0.5)
+    assert not remaining(pids, PATIENCE)
 
 
 @pytest.mark.parametrize("kind", ["sleep", "gil"])
@@ -57,7 +56,7 @@ def test_hang(launch: Launch, kind: str, tmp_path: Path) -> None:
         begun = time.monotonic()
         with pytest.raises(StepTimeout) as caught:
             envs.step_wait(timeout=0.2)
-        assert 0.19 < time.monotonic() - begun < 0.2 + SLACK
+        assert 0.19 < time.monotonic() - begun < 0.2 + PATIENCE
         assert isinstance(caught.value, multiprocessing.TimeoutError)
         assert isinstance(caught.value, TimeoutError)
         assert re.search(rf"faulty/\w+\.py.*in {fault}", report(caught.value)), report(caught.value)
@@ -132,7 +131,7 @@ def test_step_timeout_option(launch: Launch) -> None:
     begun = time.monotonic()
     with pytest.raises(StepTimeout, match="env"):
         envs.step([0, 0])
-    assert 0.45 < time.monotonic() - begun < 0.5 + SLACK
+    assert 0.45 < time.monotonic() - begun < 0.5 + PATIENCE
     closes(envs)
 
 
@@ -193,7 +192,7 @@ def test_stopped(launch: Launch) -> None:
         assert alive(pid)
         if ending == "continued":
             os.kill(pid, signal.SIGCONT)
-            ledger.step([1, 1], envs.step_wait(timeout=5))
+            ledger.step([1, 1], envs.step_wait(timeout=60))
     closes(envs)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from observe import PACKAGE
+from sampling import each_once
 from streams import FIRST_READY
 from witnesses import CALLS, SETTINGS
 
@@ -65,8 +66,9 @@ def run_program(kind: str, setting: str, trials: int, calls: tuple[str, ...], li
     assert raised > sum(figures["trials"] for figures in found.values()) / 10, f"only {raised} signals came in time"
 
 
-@pytest.mark.parametrize("kind", ["ALARM", "SIGINT"])
-@pytest.mark.parametrize("setting", ["one worker", "caller's share", "list actions", "restart"])
+@pytest.mark.parametrize(
+    ("setting", "kind"), each_once(["one worker", "caller's share", "list actions", "restart"], ["ALARM", "SIGINT"])
+)
 def test_calls(setting: str, kind: str) -> None:
     run_program(kind, setting, 40, ("step", "reset", "call", "set_attr"), 200)
 

@@ -101,15 +101,16 @@ def test_the_arena_cannot_be_truncated() -> None:
         block.close()
 
 
-def test_without_memfd(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memfd(method: str, monkeypatch: pytest.MonkeyPatch, take_stock: Callable[[], Any]) -> None:
     """The fallback, an unlinked file, does the same."""
     monkeypatch.delattr(os, "memfd_create", raising=False)
+    before = take_stock()
     envs = vecenv.AsyncVectorEnv(crew(2), context=method)
     try:
         envs.reset(seed=1)
         rows = [WitnessEnv.read(row) for row in envs.step([1, 2])[0]]
         assert [(row["witness_id"], row["tick"], row["last_action"]) for row in rows] == [(0, 1, 1), (1, 1, 2)]
-        assert not [name for name in os.listdir("/dev/shm") if name.startswith("vecenv")]
+        assert not take_stock().beyond(before, ["shared_memory"])
         maps = Path("/proc/self/maps").read_text()
         assert not [line for line in maps.splitlines() if "vecenv" in line and "(deleted)" not in line]
     finally:

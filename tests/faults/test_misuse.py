@@ -17,7 +17,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError
-from observe import CHEAP, FAULTS, remaining, report, wait_for
+from observe import CHEAP, FAULTS, PATIENCE, remaining, report, wait_for
 from vandals import Announce, Ledger, Pause, crew, vandal, witness
 
 from vecenv.errors import BusyError, EnvError, EnvFailed, ForkedError, ObservationError
@@ -278,7 +278,7 @@ def test_close_anytime(launch: Launch, when: str, tmp_path: Path) -> None:
             other.join(10)
         assert ends == [None] * 4
     assert envs.closed
-    assert not remaining(pids, 1.0)
+    assert not remaining(pids, PATIENCE)
     for call in (lambda: envs.step([0, 0]), envs.reset, lambda: envs.call("echo", 1)):
         with pytest.raises(ClosedEnvironmentError):
             call()

@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, Phase, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from interruption import Interruption, Stopped
-from observe import FAULTS, remaining
+from observe import FAULTS, PATIENCE, remaining
 from witnesses import (
     RESTART,
     SETTINGS,
@@ -404,7 +404,7 @@ class Model:
         pids = self.worker_pids()
         victim = which % len(pids)
         os.kill(pids[victim], signal.SIGKILL)
-        assert not remaining([pids[victim]], 5)
+        assert not remaining([pids[victim]], PATIENCE)
         if discovered == "step":
             wanted = [row.step(self.action_of(1)) for row in self.rows]
             if self.restart:
@@ -435,7 +435,7 @@ class Model:
             lost = set(np.flatnonzero(answer[4].get("_restarted", np.zeros(COUNT, bool))).tolist())
             assert self.restart or not lost
             self.restarted(answer, wanted, lost)
-        assert not remaining([pids[which % len(pids)]], 5)
+        assert not remaining([pids[which % len(pids)]], PATIENCE)
         self.recover()
 
     def stop_and_go(self, which: int, numbers: list[int]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from observe import FAULTS, METHODS, remaining
+from observe import FAULTS, METHODS, PATIENCE, remaining
 
 pytestmark = FAULTS
 
@@ -36,7 +36,7 @@ def test_a_grandchild_in_a_session_of_its_own(take_stock: Stock) -> None:
     (text,) = take_stock().beyond(before)["processes"]
     pid = int(text.removeprefix("pid ").partition(":")[0])
     os.kill(pid, signal.SIGKILL)
-    assert not remaining([pid], 2)
+    assert not remaining([pid], PATIENCE)
     assert not take_stock().beyond(before)
 
 
@@ -44,7 +44,7 @@ def test_a_child_that_nobody_waited_for(take_stock: Stock) -> None:
     before = take_stock()
     child = multiprocessing.get_context("fork").Process(target=os.getpid)
     child.start()
-    assert not remaining([child.pid], 5)
+    assert not remaining([child.pid], PATIENCE)
     assert any("never joined" in text for text in take_stock().beyond(before)["processes"])
     child.join()
     child.close()

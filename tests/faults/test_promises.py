@@ -268,11 +268,11 @@ def test_sending_to_a_busy_worker_does_not_block() -> None:
     try:
         envs.reset()
         busy = np.zeros(40_000)
-        busy[0] = 1500.0
+        busy[0] = 3000.0
         envs.send([busy], [0])
         began = time.monotonic()
         envs.send([np.zeros(40_000)], [1])
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 2.5
         envs.batch_size = 1
         assert sorted(int(envs.recv()[4]["env_id"][0]) for _ in range(2)) == [0, 1]
         assert not envs.errors
@@ -471,7 +471,7 @@ finally:
     folder = Path(__file__).parent
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
     program = program.replace("from tests_promises import", "from test_promises import")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False, env=env)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=250, check=False, env=env)
     lines = done.stdout.splitlines()
     assert lines[0] == ("closed" if ending == "return" else "exit"), done.stderr
     left, _, closed = lines[1].split()
@@ -615,7 +615,7 @@ def test_closing_is_quick_where_the_program_ignores_its_children() -> None:
         envs.reset(seed=0)
         began = time.monotonic()
         envs.close()
-        assert time.monotonic() - began < 2.5  # it was half a second a worker
+        assert time.monotonic() - began < 2.9  # it was half a second a worker
     finally:
         signal.signal(signal.SIGCHLD, before)
     assert multiprocessing.active_children() == []

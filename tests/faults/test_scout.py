@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from observe import FAULTS, METHODS, PACKAGE, remaining, wait_for
+from observe import FAULTS, METHODS, PACKAGE, PATIENCE, remaining, wait_for
 from vandals import Obedient
 
 import vecenv
@@ -89,7 +89,7 @@ def test_a_close_that_takes_for_ever_is_cut_short(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(scouting, "_CLOSE_SECONDS", 0.3)
     began = time.monotonic()
     assert probe(functools.partial(Closes, tmp_path / "closed", 60.0)).steps > 0
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     assert not (tmp_path / "closed").exists()
 
 
@@ -133,15 +133,15 @@ def test_helpers_end_with_it(tmp_path: Path, end: str, own_session: bool) -> Non
         with pytest.raises(expected):
             probe(env_fn, timeout=1.0)
     helper = int((tmp_path / "helper").read_text())
-    assert not remaining([helper], 1.0)
+    assert not remaining([helper], PATIENCE)
 
 
 def test_death_is_noticed_while_a_helper_holds_its_pipe(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(WorkerDied, match="exit code 5"):
         probe(functools.partial(HoldsThePipe, tmp_path / "helper"))
-    assert time.monotonic() - began < 5
-    assert not remaining([int((tmp_path / "helper").read_text())], 1.0)
+    assert time.monotonic() - began < 30
+    assert not remaining([int((tmp_path / "helper").read_text())], PATIENCE)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -206,7 +206,7 @@ def test_an_exception_while_the_caller_waits_ends_everything(tmp_path: Path) -> 
     env_fn = functools.partial(Helped, tmp_path / "helper", True, stop)
     with pytest.raises(Alarm), alarm_after(1.0):
         probe(env_fn)
-    assert not remaining([int((tmp_path / "helper").read_text())], 1.0)
+    assert not remaining([int((tmp_path / "helper").read_text())], PATIENCE)
     assert not multiprocessing.active_children()
 
 
@@ -267,7 +267,7 @@ def test_a_program_that_is_killed_leaves_nothing(tmp_path: Path, method: str) ->
         program.kill()
         program.wait()
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    assert not remaining(pids, 3.0)
+    assert not remaining(pids, PATIENCE)
 
 
 def test_it_lives_in_a_session_of_its_own_where_ctrl_c_does_not_reach() -> None:

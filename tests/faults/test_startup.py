@@ -200,7 +200,7 @@ def test_a_program_without_a_main_guard_gets_one_sentence(method: str, tmp_path:
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, env=environment, timeout=18, check=False
+        [sys.executable, str(program)], capture_output=True, text=True, env=environment, timeout=250, check=False
     )
     assert done.returncode != 0
     assert '__name__ == "__main__"' in done.stderr.replace("'", '"'), done.stderr

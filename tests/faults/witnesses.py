@@ -184,7 +184,7 @@ def kill(pids: Iterable[int]) -> None:
 
 
 def belongings() -> dict[str, list[str]]:
-    """Processes, descriptors with what they lead to, entries of /dev/shm, and mappings of shared memory."""
+    """Processes, descriptors with what they lead to, this package's entries of /dev/shm, and mappings of shared memory."""
     descriptors = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -196,7 +196,7 @@ def belongings() -> dict[str, list[str]]:
     return {
         "processes": sorted(map(str, children())),
         "descriptors": sorted(descriptors),
-        "/dev/shm": sorted(os.listdir("/dev/shm")),
+        "/dev/shm": sorted(name for name in os.listdir("/dev/shm") if re.match("vecenv-(?!test)", name)),
         "mappings": sorted(line.split(maxsplit=5)[0] + " " + line.split(maxsplit=5)[-1] for line in shared),
     }
 

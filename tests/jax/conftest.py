@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sampling import sample_parameter
 
 # Asked of jaxlib: this very folder could pass for a package called jax.
 HAS_JAX = importlib.util.find_spec("jaxlib") is not None
@@ -20,6 +21,18 @@ if HAS_JAX:
     _CACHE = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / "vecenv-test-jax-cache"))
     jax.config.update("jax_compilation_cache_dir", _CACHE)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+HERE = Path(__file__).parent
+TRANSPORT_MATTERS = ("test_bridge_call_log.py", "test_bridge_faults.py")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Two files have the transports as their subject. Elsewhere one for each case will do; compiling takes seconds."""
+    here = [item for item in items if item.path.parent == HERE]
+    sample_parameter([item for item in here if item.path.name in TRANSPORT_MATTERS], "transport")
+    sample_parameter([item for item in here if item.path.name not in TRANSPORT_MATTERS], "transport", all_values=False)
 
 
 class WithoutJax(pytest.Module):

@@ -43,6 +43,20 @@ class Counter:
         return np.full((2, 2, 3), int(state["t"]), np.uint8)
 
 
+class Flat(Counter):
+    """A :class:`Counter` that observes an array, as trainers want it, and pays 1 a step."""
+
+    name = "Flat"
+    single_observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+
+    def step(self, state: Any, action: Any, key: Any) -> Any:
+        moved, obs, _, *rest = super().step(state, action, key)
+        return moved, obs, 1.0, *rest
+
+    def _obs(self, state: Any) -> Any:
+        return jnp.stack([state["x"], state["x"]])
+
+
 class Switch:
     """Discrete actions and observations: the observation is the last action; action 2 ends the episode."""
 

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bridge_envs import Logged
+from jax.random import key as new_key
 
 import vecenv.jax as vj
 from vecenv.errors import StaleStateError
 from vecenv.jax.bridging.host_call import primitive_problem
 
-KEY = jax.random.key(0)
-ACTION = jnp.zeros((2, 1))
+ACTION = np.zeros((2, 1), np.float32)
 
 
 @pytest.fixture(params=["primitive", "io_callback"])
@@ -71,11 +71,11 @@ def test_without_compilation_every_call_is_made_once_and_in_order(env: vj.Bridge
     def program(key: Any) -> Any:
         return jax.lax.scan(lambda state, _: (env.step(state, ACTION), None), env.reset(key), None, length=3)[0]
 
-    compiled = vj.run(jax.jit(program), KEY)
+    compiled = vj.run(jax.jit(program), new_key(0))
     made = calls(env)
     env.envs.log.clear()
     with jax.disable_jit():
-        plain = vj.run(program, KEY)
+        plain = vj.run(program, new_key(0))
     assert calls(env) == made
     for one, other in zip(
         jax.tree.leaves(plain.replace(token=None)), jax.tree.leaves(compiled.replace(token=None)), strict=True
@@ -89,7 +89,7 @@ def test_the_fast_transport_is_chosen_without_compilation_too() -> None:
     host_call.primitive_problem.cache_clear()
     with jax.disable_jit(), vj.bridge(Logged()) as env:
         assert env.transport == "primitive"
-        state = env.reset(KEY)
+        state = env.reset(new_key(0))
         env.step(state, ACTION)
         with pytest.raises(StaleStateError):
             env.step(state, ACTION)
@@ -100,7 +100,7 @@ def test_construction_calls_nothing(env: vj.Bridge) -> None:
 
 
 def test_tracing_and_compiling_call_nothing(env: vj.Bridge) -> None:
-    state = env.reset(KEY)
+    state = env.reset(new_key(0))
     program = jax.jit(env.step)
     jax.eval_shape(env.step, state, ACTION)
     program.lower(state, ACTION).compile()
@@ -108,7 +108,7 @@ def test_tracing_and_compiling_call_nothing(env: vj.Bridge) -> None:
 
 
 def test_a_step_whose_results_are_unused_is_made(env: vj.Bridge) -> None:
-    state = env.reset(KEY)
+    state = env.reset(new_key(0))
 
     @jax.jit
     def program(state: Any) -> Any:
@@ -120,13 +120,13 @@ def test_a_step_whose_results_are_unused_is_made(env: vj.Bridge) -> None:
 
 
 def test_a_step_of_which_only_the_count_is_read_is_made(env: vj.Bridge) -> None:
-    steps = jax.jit(lambda state: env.step(state, ACTION).steps)(env.reset(KEY))
+    steps = jax.jit(lambda state: env.step(state, ACTION).steps)(env.reset(new_key(0)))
     assert steps.tolist() == [1, 1]
     assert calls(env) == "RS"
 
 
 def test_a_reset_whose_observations_are_unused_is_made(env: vj.Bridge) -> None:
-    jax.jit(lambda key: env.reset(key).steps)(KEY)
+    jax.jit(lambda key: env.reset(key).steps)(new_key(0))
     assert calls(env) == "R"
 
 
@@ -139,7 +139,7 @@ def test_the_same_step_twice_is_two_steps(env: vj.Bridge) -> None:
         two = inner(one, ACTION)
         return one.reward, two.reward
 
-    one, two = program(env.reset(KEY))
+    one, two = program(env.reset(new_key(0)))
     assert (one[0], two[0]) == (2.0, 3.0)
     assert calls(env) == "RSS"
 
@@ -151,7 +151,7 @@ def test_a_scan_with_a_constant_action_makes_every_step(env: vj.Bridge, read: st
         last = jax.lax.scan(lambda state, _: (env.step(state, ACTION), None), state, None, length=5)[0]
         return last if read == "everything" else last.token
 
-    program(env.reset(KEY))
+    program(env.reset(new_key(0)))
     assert calls(env) == "RSSSSS"
 
 
@@ -160,7 +160,7 @@ def test_a_while_loop_makes_every_step(env: vj.Bridge) -> None:
     def program(state: Any) -> Any:
         return jax.lax.while_loop(lambda s: s.steps[0] < 5, lambda s: env.step(s, ACTION), state)
 
-    assert program(env.reset(KEY)).steps.tolist() == [5, 5]
+    assert program(env.reset(new_key(0))).steps.tolist() == [5, 5]
     assert calls(env) == "RSSSSS"
 
 
@@ -171,7 +171,7 @@ def test_calls_are_made_in_the_order_of_the_program(env: vj.Bridge) -> None:
         state = env.step(env.step(state, ACTION), ACTION + 1)
         return state.obs, env.reset(two).obs
 
-    obs, again = program(KEY, jax.random.key(1))
+    obs, again = program(new_key(0), jax.random.key(1))
     assert calls(env) == "RSSR"
     assert (obs[0, 0], again[0, 0]) == (3.0, 4.0)
 
@@ -188,21 +188,21 @@ def _returns(env: vj.Bridge, weight: Any, state: Any) -> Any:
 
 
 def test_a_differentiated_rollout_makes_every_step_once(env: vj.Bridge) -> None:
-    state = env.reset(KEY)
+    state = env.reset(new_key(0))
     value, gradient = jax.jit(jax.value_and_grad(lambda weight: _returns(env, weight, state)))(2.0)
     assert calls(env) == "RSSSS"
     assert (value, gradient) == (2.0 * 28.0, 28.0)  # two rows of rewards 2, 3, 4, 5
 
 
 def test_an_action_with_a_gradient_is_taken_as_a_constant(env: vj.Bridge) -> None:
-    state = env.reset(KEY)
+    state = env.reset(new_key(0))
     gradient = jax.grad(lambda w: (w * env.step(state, jnp.full((2, 1), w)).reward).sum())(3.0)
     assert calls(env) == "RS"
     assert gradient == 4.0
 
 
 def test_a_rematerialised_step_is_refused(env: vj.Bridge) -> None:
-    state = env.reset(KEY)
+    state = env.reset(new_key(0))
     step = jax.checkpoint(lambda weight, state: (weight * env.step(state, ACTION).reward).sum())
     with pytest.raises(NotImplementedError, match="Effects not supported"):
         jax.jit(jax.grad(step))(1.0, state)
@@ -210,7 +210,7 @@ def test_a_rematerialised_step_is_refused(env: vj.Bridge) -> None:
 
 
 def test_a_branch_that_is_not_taken_makes_no_call(env: vj.Bridge) -> None:
-    state = env.reset(KEY)
+    state = env.reset(new_key(0))
     program = jax.jit(lambda go, state: jax.lax.cond(go, lambda s: env.step(s, ACTION), lambda s: s, state))
     state = program(False, state)
     assert calls(env) == "R"
@@ -219,24 +219,24 @@ def test_a_branch_that_is_not_taken_makes_no_call(env: vj.Bridge) -> None:
 
 
 def test_vmap_without_lanes_is_refused_while_tracing(env: vj.Bridge) -> None:
-    state = env.reset(KEY)
+    state = env.reset(new_key(0))
     many = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), state)
     with pytest.raises(ValueError, match="lanes=3"):
         jax.vmap(env.step)(many, jnp.zeros((3, 2, 1)))
     with pytest.raises(ValueError, match="lanes=3"):
-        jax.jit(jax.vmap(env.reset))(jax.random.split(KEY, 3))
+        jax.jit(jax.vmap(env.reset))(jax.random.split(new_key(0), 3))
     assert calls(env) == "R"
 
 
 def test_vmap_over_something_else_is_one_call(env: vj.Bridge) -> None:
-    state = env.reset(KEY)
+    state = env.reset(new_key(0))
     jax.vmap(lambda weight: weight * env.step(state, ACTION).reward)(jnp.arange(3.0))
     assert calls(env) == "RS"
 
 
 @pytest.mark.parametrize("loop", ["cond", "while"])
 def test_a_mapped_condition_around_a_step_is_refused(env: vj.Bridge, loop: str) -> None:
-    state = env.reset(KEY)
+    state = env.reset(new_key(0))
 
     def cond(go: Any) -> Any:
         return jax.lax.cond(go, lambda s: env.step(s, ACTION).reward, lambda s: s.reward, state)
@@ -258,7 +258,7 @@ def test_send_and_recv_are_one_step(env: vj.Bridge) -> None:
 
         return jax.lax.scan(body, state, None, length=3)
 
-    state, before = program(env.reset(KEY))
+    state, before = program(env.reset(new_key(0)))
     assert calls(env) == "RSSS"
     assert before[:, 0].tolist() == [0.0, 2.0, 3.0]
     assert state.reward.tolist() == [4.0, 4.0]
@@ -266,7 +266,7 @@ def test_send_and_recv_are_one_step(env: vj.Bridge) -> None:
 
 def test_what_environments_hand_out_is_copied(env: vj.Bridge) -> None:
     """The vector env writes into the same array every time."""
-    one = env.reset(KEY)
+    one = env.reset(new_key(0))
     two = env.step(one, ACTION)
     env.envs.observations[:] = -1
     assert (one.obs[0, 0], two.obs[0, 0]) == (1.0, 2.0)
@@ -277,7 +277,7 @@ def test_a_sharded_program_makes_every_step_once(transport: str) -> None:
         devices = jax.devices()
         mesh = jax.sharding.Mesh(devices, ("rows",))
         action = jax.device_put(jnp.zeros((2, 1)), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
-        state = jax.jit(env.step)(env.reset(KEY), action)
+        state = jax.jit(env.step)(env.reset(new_key(0)), action)
         assert state.steps.tolist() == [1, 1]
         assert calls(env) == "RS"
 

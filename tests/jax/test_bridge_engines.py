@@ -18,7 +18,7 @@ from vecenv.errors import StepTimeout
 from vecenv.front.capabilities import Capabilities
 from vecenv.jax.bridging.vector_calls import calls_of
 
-KEY = jax.random.key(0)
+SEED = 0
 
 
 class Engine(Logged):
@@ -81,7 +81,7 @@ def test_some_rows_are_sent_only_to_engines_that_say_they_can(capabilities: Capa
 def test_engines_that_cannot_seed_some_rows_are_not_given_seeds_for_them(wrapped: bool) -> None:
     engine = Engine(Capabilities("theirs", masked_seeds=False))
     with vj.bridge(VectorWrapper(engine) if wrapped else engine) as env:
-        env.reset_mask(env.reset(KEY), jnp.array([True, False, False]), KEY)
+        env.reset_mask(env.reset(jax.random.key(SEED)), jnp.array([True, False, False]), jax.random.key(SEED))
     assert engine.seeds[0] is not None
     assert engine.seeds[1:] == [None]
 
@@ -105,7 +105,7 @@ class Fixed(vecenv.AsyncVectorEnv[Any, Any]):
 def test_only_rows_whose_episodes_go_on_are_stepped_whatever_the_batch_size(batch_size: int | None) -> None:
     envs = Fixed(tracks(4), num_workers=0, autoreset_mode="Disabled", batch_size=batch_size)
     with vj.bridge(envs) as env:
-        state, done, stepped = env.reset(KEY), np.zeros(4, bool), 0
+        state, done, stepped = env.reset(jax.random.key(SEED)), np.zeros(4, bool), 0
         while not done.all():
             state = env.step(state, jnp.zeros(4, jnp.int32))
             stepped += int((~done).sum())
@@ -119,13 +119,13 @@ def test_a_reset_after_an_answer_that_did_not_come_waits_for_it_first(mode: str)
     hang = vecenv.AsyncVectorEnv(faulty("hang"), num_workers=2, context="forkserver", autoreset_mode=mode)
     with vj.bridge(hang, timeout=0.3) as env:
         action = jnp.zeros(2, jnp.int32)
-        state = env.step(env.step(env.reset(KEY), action), action)
+        state = env.step(env.step(env.reset(jax.random.key(SEED)), action), action)
         with pytest.raises(StepTimeout):
             env.step(state, action)
         with pytest.raises(StepTimeout):
-            env.reset(KEY)
+            env.reset(jax.random.key(SEED))
         env._host._calls.timeout = 60.0
-        env.step(env.reset(KEY), action)
+        env.step(env.reset(jax.random.key(SEED)), action)
 
 
 def test_the_engine_says_after_what_time_it_takes_a_step_to_hang() -> None:

@@ -13,7 +13,9 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import vecenv.jax as vj
 
-KEYS = jax.random.split(jax.random.key(3), 3)
+
+def three_keys() -> Any:
+    return jax.random.split(jax.random.key(3), 3)
 
 
 @pytest.fixture(params=["primitive", "io_callback"])
@@ -32,7 +34,7 @@ def test_a_mapped_scan_is_one_host_call_a_step(transport: str) -> None:
             state = env.reset(key)
             return jax.lax.scan(lambda s, _: (env.step(s, jnp.zeros((2, 1))), None), state, None, length=4)[0]
 
-        state = program(KEYS)
+        state = program(three_keys())
         assert env.envs.calls == "RSSSS"
         assert state.steps.tolist() == [[4, 4]] * 3
         assert state.obs.shape == (3, 2, 1)
@@ -50,28 +52,28 @@ def test_every_lane_is_a_bridge_of_its_own(transport: str, mode: AutoresetMode) 
         return jax.lax.scan(body, env.reset(key), actions)[1].replace(token=None)
 
     with vj.bridge(SyncVectorEnv(tracks(6), autoreset_mode=mode), transport=transport, lanes=3) as env:
-        together = jax.jit(jax.vmap(lambda key, actions: roll(env, key, actions)))(KEYS, actions)
+        together = jax.jit(jax.vmap(lambda key, actions: roll(env, key, actions)))(three_keys(), actions)
     for lane in range(3):
         with vj.bridge(SyncVectorEnv(tracks(2), autoreset_mode=mode), transport=transport) as env:
-            alone = jax.jit(lambda key, actions, env=env: roll(env, key, actions))(KEYS[lane], actions[lane])
+            alone = jax.jit(lambda key, actions, env=env: roll(env, key, actions))(three_keys()[lane], actions[lane])
         mine = jax.tree.map(lambda leaf, lane=lane: leaf[lane], together)
         jax.tree.map(np.testing.assert_array_equal, alone, mine)
 
 
 def test_reset_mask_in_lanes() -> None:
     with vj.bridge(SyncVectorEnv(tracks(6), autoreset_mode=AutoresetMode.DISABLED), lanes=3) as env:
-        state = jax.vmap(env.reset)(KEYS)
+        state = jax.vmap(env.reset)(three_keys())
         for _ in range(6):
             state = jax.vmap(env.step, in_axes=(0, None))(state, jnp.zeros(2, jnp.int32))  # one action for all lanes
         assert state.done.all()
         mask = jnp.array([[True, False], [False, False], [True, True]])
-        state = jax.vmap(env.reset_mask)(state, mask, KEYS)
+        state = jax.vmap(env.reset_mask)(state, mask, three_keys())
         np.testing.assert_array_equal(state.done, ~mask)
 
 
 def test_gradients_pass_over_mapped_steps(transport: str) -> None:
     with vj.bridge(Logged(6), transport=transport, lanes=3) as env:
-        states = jax.vmap(env.reset)(KEYS)
+        states = jax.vmap(env.reset)(three_keys())
 
         def loss(weight: Any, state: Any) -> Any:
             def body(state: Any, _: Any) -> Any:
@@ -88,14 +90,14 @@ def test_gradients_pass_over_mapped_steps(transport: str) -> None:
 def test_wrong_use_of_lanes_is_refused() -> None:
     with vj.bridge(Logged(6), lanes=3) as env:
         with pytest.raises(ValueError, match=r"must be called under jax.vmap over 3 lanes"):
-            env.reset(KEYS[0])
+            env.reset(three_keys()[0])
         with pytest.raises(ValueError, match=r"must be called under jax.vmap over 3 lanes"):
-            jax.jit(env.reset)(KEYS[0])
+            jax.jit(env.reset)(three_keys()[0])
         with pytest.raises(ValueError, match=r"lanes=3; it is called under jax.vmap over 2"):
-            jax.vmap(env.reset)(KEYS[:2])
+            jax.vmap(env.reset)(three_keys()[:2])
         with pytest.raises(ValueError, match=r"another jax.vmap, over 4"):
-            jax.vmap(jax.vmap(env.reset))(jax.random.split(KEYS[0], (4, 3)))
-        state = jax.vmap(env.reset)(KEYS)
+            jax.vmap(jax.vmap(env.reset))(jax.random.split(three_keys()[0], (4, 3)))
+        state = jax.vmap(env.reset)(three_keys())
         with pytest.raises(ValueError, match=r"under jax.vmap over the lanes"):
             env.step(state, jnp.zeros((2, 1)))
         assert env.envs.calls == "R"

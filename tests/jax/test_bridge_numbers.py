@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from bridge_envs import tracks
 from gymnasium.vector import SyncVectorEnv
+from jax.random import key as new_key
 
 import vecenv.jax as vj
-
-KEY = jax.random.key(0)
 
 
 class Wide(gym.Env[Any, Any]):
@@ -58,7 +57,7 @@ def test_dtypes_follow_jaxs_mode(transport: str, x64: bool) -> None:
 def test_float64_keep_needs_the_64_bit_mode() -> None:
     with vj.bridge(SyncVectorEnv([Wide]), float64="keep") as env:
         with pytest.raises(ValueError, match="jax_enable_x64"):
-            env.reset(KEY)
+            env.reset(new_key(0))
         with jax.enable_x64(True):
             assert env.reset(jax.random.key(0)).obs["x"].dtype == np.float64
 
@@ -66,7 +65,7 @@ def test_float64_keep_needs_the_64_bit_mode() -> None:
 def test_an_integer_that_does_not_fit_is_an_error_and_not_another_integer() -> None:
     with vj.bridge(SyncVectorEnv([lambda: Wide(2**40)])) as env:
         with pytest.raises(OverflowError, match="64-bit mode"):
-            env.reset(KEY)
+            env.reset(new_key(0))
         with jax.enable_x64(True):
             assert env.reset(jax.random.key(0)).obs["n"][0, 0] == 2**40
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from bridge_envs import SPACES, leaves, tracks
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from jax.random import key as new_key
 
 import vecenv
 import vecenv.jax as vj
 
-KEY = jax.random.key(7)
 T = 17
 N = 3
 INFOS = {
@@ -59,7 +59,7 @@ def expected(fns: Any, mode: AutoresetMode, actions: list[Any]) -> Iterator[dict
     """The plain loop, with the masks and counts of EnvState worked out row by row."""
     envs = SyncVectorEnv(fns, autoreset_mode=mode)
     disabled = mode is AutoresetMode.DISABLED
-    obs, _ = envs.reset(seed=seeds_of(KEY))
+    obs, _ = envs.reset(seed=seeds_of(new_key(7)))
     over, terminated, truncated = np.zeros(N, bool), np.zeros(N, bool), np.zeros(N, bool)
     length, total, last_length, last_total = np.zeros(N, int), np.zeros(N), np.zeros(N, int), np.zeros(N)
     for action in actions:
@@ -127,7 +127,7 @@ def roll(env: vj.Bridge, actions: list[Any], split: bool = False) -> Any:
         state = env.recv(env.send(state, action)) if split else env.step(state, action)
         return state, state
 
-    states = jax.jit(lambda state, actions: jax.lax.scan(body, state, actions))(env.reset(KEY), stack(actions))[1]
+    states = jax.jit(lambda state, actions: jax.lax.scan(body, state, actions))(env.reset(new_key(7)), stack(actions))[1]
     return jax.tree.map(np.asarray, states)
 
 
@@ -175,8 +175,8 @@ def test_infos_come_with_masks_and_from_final_info(engine: str, mode: AutoresetM
 
 def test_the_same_key_gives_the_same_trajectory_and_another_key_another() -> None:
     with vj.bridge(SyncVectorEnv(tracks(N))) as env:
-        raw = jax.random.key_data(KEY)
-        one, two, three = env.reset(KEY).obs, env.reset(raw).obs, env.reset(jax.random.key(8)).obs
+        raw = jax.random.key_data(new_key(7))
+        one, two, three = env.reset(new_key(7)).obs, env.reset(raw).obs, env.reset(jax.random.key(8)).obs
     np.testing.assert_array_equal(one, two)
     assert not np.array_equal(one, three)
 
@@ -197,7 +197,7 @@ def test_reset_mask_restarts_some_and_leaves_the_others(engine: str, transport: 
     fns = tracks(N)
     with vj.bridge(ENGINES[engine](fns, autoreset_mode=AutoresetMode.DISABLED), transport=transport) as env:
         action = jnp.asarray(actions_of(env.action_space)[0])
-        state = env.reset(KEY)
+        state = env.reset(new_key(7))
         while not bool(state.done.any()):
             state = env.step(state, action)
         before, done, key = state, np.asarray(state.done), jax.random.key(11)
@@ -253,7 +253,7 @@ def test_envpool() -> None:
     for mode in AutoresetMode:
         envs = vecenv.backends.EnvPoolVectorEnv("CartPole-v1", N, autoreset_mode=mode)
         with vj.bridge(envs, info_spec={"elapsed_step": np.int32}) as env:
-            state = env.reset(KEY)
+            state = env.reset(new_key(7))
             for _ in range(40):
                 before, state = state, env.step(state, jnp.zeros(N, jnp.int32))
                 assert (np.asarray(state.valid) == ~np.asarray(before.done)).all() or mode is AutoresetMode.SAME_STEP
@@ -261,7 +261,7 @@ def test_envpool() -> None:
             assert (state.last_length == state.last_return).all()
             assert bool(state.done.all()) or mode is not AutoresetMode.DISABLED
             if mode is AutoresetMode.DISABLED:
-                state = env.reset_mask(state, jnp.array([True, False, True]), KEY)
+                state = env.reset_mask(state, jnp.array([True, False, True]), new_key(7))
                 assert state.done.tolist() == [False, True, False]
                 state = env.step(state, jnp.zeros(N, jnp.int32))
                 assert state.valid.tolist() == [True, False, True]
@@ -271,12 +271,12 @@ def test_envpool() -> None:
 def test_a_key_may_be_a_constant_of_the_program(transport: str) -> None:
     fns = tracks(N)
     sync = SyncVectorEnv(fns)
-    expected_observations, _ = sync.reset(seed=seeds_of(KEY))
+    expected_observations, _ = sync.reset(seed=seeds_of(new_key(7)))
     env = vj.bridge(SyncVectorEnv(fns), transport=transport)
 
     @jax.jit
     def program(scale: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf * scale, env.reset(KEY).obs)
+        return jax.tree.map(lambda leaf: leaf * scale, env.reset(new_key(7)).obs)
 
     for leaf, wanted in zip(leaves(vj.run(program, 1)), leaves(expected_observations), strict=True):
         np.testing.assert_array_equal(leaf, wanted)

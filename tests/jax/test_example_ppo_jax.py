@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax_envs import Flat
 
 for library in ("flax", "optax", "rich", "matplotlib"):
     pytest.importorskip(library, reason="needs what examples need: pip install 'vecenv[examples]'")
@@ -29,15 +30,30 @@ def ppo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 BRIEF = ["--steps", "512", "--num-envs", "4", "--rollout", "32", "--epochs", "1", "--episodes", "4"]
-OPTIONS = [["--workers", "2"], ["--workers", "1", "--overlap"], ["--backend", "brax"]]
+PHYSICS = pytest.param(["--backend", "brax"], marks=[pytest.mark.slow, pytest.mark.timeout(1200)])  # a minute of compiling
+OPTIONS = [["--workers", "2"], ["--workers", "1", "--overlap"], PHYSICS]
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
 def test_a_brief_run_learns_something_and_draws_it(
     ppo: Any, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if "brax" in options:
         pytest.importorskip("brax", reason="needs Brax: pip install 'vecenv[brax]'")
+    brief_run(ppo, options, tmp_path, capsys)
+
+
+@pytest.mark.timeout(600)
+def test_a_brief_run_on_the_device(
+    ppo: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above on an environment that is quick to compile."""
+    monkeypatch.setattr(ppo.vj, "adapt", lambda env_id, backend: Flat())
+    brief_run(ppo, ["--backend", "brax"], tmp_path, capsys)
+
+
+def brief_run(ppo: Any, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ppo.main([*BRIEF, *options, "--out", str(tmp_path)]) >= 1
     said = capsys.readouterr().out
     steps, picture = re.search(r"of 4 episodes after (\d+) steps and \S+ s; (\S+)\n\Z", said).groups()

@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.random import key as new_key
 from jax_envs import Box, Counter, Jumanji, NewGymnax, OldGymnax
 
 from vecenv.jax import FunctionalVectorEnv, JaxEnv, adapt, available_envs, differentiability, make_env, require_gradient
-
-KEY = jax.random.key(0)
 
 
 @pytest.fixture
@@ -62,7 +61,7 @@ def test_brax_adapter_steps_as_brax_does(brax: Any, pendulum: Any) -> None:
     theirs = jax.jit(env.reset)(jax.random.PRNGKey(3))
     np.testing.assert_array_equal(obs, theirs.obs)
     action = jnp.array([0.5])
-    ours = jax.jit(pendulum.step)(state, action, KEY)
+    ours = jax.jit(pendulum.step)(state, action, new_key(0))
     theirs = jax.jit(env.step)(theirs, action)
     np.testing.assert_array_equal(ours[1], theirs.obs)
     assert float(ours[2]) == float(theirs.reward)
@@ -80,8 +79,8 @@ def test_actions_can_be_rescaled(brax: Any, pendulum: Any) -> None:
     assert halved.single_action_space == gym.spaces.Box(0, 0.5, (1,), np.float32)
     state, _ = pendulum.init(jax.random.PRNGKey(0))
     step = jax.jit(pendulum.step)
-    same = [step(state, jnp.array([0.5]), KEY), actuator.step(state, jnp.array([1.5]), KEY)]
-    same.append(halved.step(state, jnp.array([0.375]), KEY))
+    same = [step(state, jnp.array([0.5]), new_key(0)), actuator.step(state, jnp.array([1.5]), new_key(0))]
+    same.append(halved.step(state, jnp.array([0.375]), new_key(0)))
     for other in same[1:]:
         np.testing.assert_allclose(other[1], same[0][1], atol=1e-6)
     with pytest.raises(ValueError, match="bounded"):
@@ -113,7 +112,7 @@ def test_fast_has_a_gradient_of_nothing(brax: Any) -> None:
 def test_brax_dict_observations_make_a_dict_space(brax: Any) -> None:
     env = adapt("fast", asymmetric_obs=True, obs_mode="dict_state")
     assert set(env.single_observation_space) == {"state", "privileged_state"}  # type: ignore[call-overload]
-    state = FunctionalVectorEnv(env, 3).reset(KEY)
+    state = FunctionalVectorEnv(env, 3).reset(new_key(0))
     assert state.obs["privileged_state"].shape == (3, 4)
 
 
@@ -122,7 +121,7 @@ def test_brax_dict_observations_make_a_dict_space(brax: Any) -> None:
 @pytest.mark.parametrize("backend", ["generalized", "positional", "spring", "mjx"])
 def test_all_brax_backends_step(brax: Any, backend: str) -> None:
     env = FunctionalVectorEnv(adapt("inverted_pendulum", backend=backend), 4, "SameStep", max_episode_steps=5)
-    state = env.reset(KEY)
+    state = env.reset(new_key(0))
     for _ in range(12):
         state = env.step(state, np.zeros((4, 1), np.float32))
     assert state.last_length.tolist() == [5] * 4
@@ -154,7 +153,7 @@ def test_models_can_be_randomised(brax: Any) -> None:
     env = FunctionalVectorEnv(adapted, 4, max_episode_steps=5, randomize=randomize)
     plain = FunctionalVectorEnv(adapted, 4, max_episode_steps=5)
     keys = jnp.broadcast_to(jax.random.key(1), (4,))
-    state, other = env.reset(KEY), plain.reset(KEY)
+    state, other = env.reset(new_key(0)), plain.reset(new_key(0))
     assert len(set(np.asarray(state.inner.model[0]).ravel().tolist())) == 4
     for _ in range(3):
         state, other = (e.step(s, np.ones((4, 1), np.float32)) for e, s in ((env, state), (plain, other)))
@@ -190,7 +189,7 @@ def test_playground_steps_as_playground_does(playground: Any, asymmetric: Any) -
     state, obs = jax.jit(env.init)(jax.random.PRNGKey(3))
     theirs = jax.jit(asymmetric.reset)(jax.random.PRNGKey(3))
     np.testing.assert_array_equal(obs["privileged_state"], theirs.obs["privileged_state"])
-    ours = jax.jit(env.step)(state, jnp.array([0.5]), KEY)
+    ours = jax.jit(env.step)(state, jnp.array([0.5]), new_key(0))
     theirs = jax.jit(asymmetric.step)(theirs, jnp.array([0.5]))
     np.testing.assert_array_equal(ours[1]["state"], theirs.obs["state"])
     assert "reward/upright" in ours[5]
@@ -261,7 +260,7 @@ def test_what_is_no_environment_is_refused(thing: Any) -> None:
 def test_gymnax_time_limits_are_truncation(env: Any) -> None:
     vector = FunctionalVectorEnv(env, 4, "SameStep")
     assert vector.single_action_space == gym.spaces.Discrete(2)
-    state = vector.reset(KEY)
+    state = vector.reset(new_key(0))
     for _ in range(6):
         state = vector.step(state, np.array([0, 0, 1, 1]))
     assert state.truncated.tolist() == [True, True, False, False]
@@ -276,14 +275,14 @@ def test_a_gymnax_space_of_another_dtype_than_its_observations_is_put_right() ->
 
     envs = FunctionalVectorEnv(Announced(), 2)
     assert envs.single_observation_space == gym.spaces.Box(0, 1, (1,), np.float32)
-    assert np.asarray(envs.reset(KEY).obs) in envs.observation_space
+    assert np.asarray(envs.reset(new_key(0)).obs) in envs.observation_space
 
 
 def test_jumanji_last_is_split_by_the_discount() -> None:
     vector = FunctionalVectorEnv(Jumanji(), 3, "Disabled")
     assert vector.single_action_space == gym.spaces.Discrete(3)
     assert set(vector.single_observation_space) == {"grid", "action_mask"}  # type: ignore[call-overload]
-    state = vector.reset(KEY)
+    state = vector.reset(new_key(0))
     for _ in range(6):
         state = vector.step(state, np.array([0, 2, 1]))
     assert state.terminated.tolist()[:2] == [False, True]
@@ -302,8 +301,8 @@ def test_gymnax_steps_as_gymnax_does(name: str, action: Any) -> None:
     theirs, params = gymnax.make(name)
     ours = adapt((theirs, params))
     init, step = jax.jit(ours.init), jax.jit(ours.step)
-    state, obs = init(KEY)
-    raw_obs, raw = jax.jit(theirs.reset_env)(KEY, params)
+    state, obs = init(new_key(0))
+    raw_obs, raw = jax.jit(theirs.reset_env)(new_key(0), params)
     np.testing.assert_array_equal(obs, raw_obs)
     assert np.asarray(obs) in ours.single_observation_space
     action = np.asarray(action, ours.single_action_space.dtype)
@@ -323,8 +322,8 @@ def test_jumanji_steps_as_jumanji_does() -> None:
     jumanji = pytest.importorskip("jumanji", reason="needs jumanji")
     theirs = jumanji.make("Snake-v1")
     ours = adapt(theirs)
-    state, obs = jax.jit(ours.init)(KEY)
-    raw, timestep = jax.jit(theirs.reset)(KEY)
+    state, obs = jax.jit(ours.init)(new_key(0))
+    raw, timestep = jax.jit(theirs.reset)(new_key(0))
     ends = 0
     for _ in range(12):  # into a wall
         assert set(obs) == set(timestep.observation._fields)
@@ -332,7 +331,7 @@ def test_jumanji_steps_as_jumanji_does() -> None:
         for field, value in timestep.observation._asdict().items():
             np.testing.assert_array_equal(obs[field], value)
         action = jnp.int32(1)
-        state, obs, reward, terminated, truncated, _ = jax.jit(ours.step)(state, action, KEY)
+        state, obs, reward, terminated, truncated, _ = jax.jit(ours.step)(state, action, new_key(0))
         raw, timestep = jax.jit(theirs.step)(raw, action)
         assert float(reward) == float(timestep.reward)
         assert bool(terminated | truncated) == bool(timestep.last())
@@ -349,7 +348,7 @@ def test_rewards_of_several_agents_are_refused() -> None:
 
     env = FunctionalVectorEnv(Several(), 2)
     with pytest.raises(ValueError, match="MultiToSingleWrapper"):
-        env.step(env.reset(KEY), np.zeros(2, int))
+        env.step(env.reset(new_key(0)), np.zeros(2, int))
 
 
 def test_gymnasium_func_env_keeps_every_transition() -> None:
@@ -357,7 +356,7 @@ def test_gymnasium_func_env_keeps_every_transition() -> None:
     cartpole = pytest.importorskip("gymnasium.envs.phys2d.cartpole", reason="needs Gymnasium's JAX environments")
     env = FunctionalVectorEnv(cartpole.CartPoleFunctional(), 4, max_episode_steps=30)
     assert env.single_action_space == gym.spaces.Discrete(2)
-    state = env.reset(KEY)
+    state = env.reset(new_key(0))
     for t in range(40):
         before = state
         state = env.step(state, np.array([0, 1, t % 2, 1]))

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sampling import each_once
 
 import vecenv
 
@@ -146,12 +147,11 @@ def test_mistakes_are_said_in_one_line(ppo: ModuleType, arguments: list[str], sa
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("program", ["ppo", "ppo_jax"])
-@pytest.mark.parametrize("library", ["flax", "optax", "rich", "matplotlib"])
+@pytest.mark.parametrize(("program", "library"), each_once(["ppo", "ppo_jax"], ["flax", "optax", "rich", "matplotlib"]))
 def test_a_missing_library_is_said_with_what_installs_it(program: str, library: str) -> None:
     path = str(PROGRAM.with_stem(program))
     done = subprocess.run(
-        [sys.executable, str(WITHOUT), library, path], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, str(WITHOUT), library, path], capture_output=True, text=True, timeout=250, check=False
     )
     wanted = f"{program}: No module named {library!r}: pip install -e '.[examples]'"
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, wanted)
@@ -161,7 +161,7 @@ def test_a_missing_library_is_said_with_what_installs_it(program: str, library: 
 @pytest.mark.parametrize("program", ["ppo", "ppo_jax"])
 def test_help_says_how_to_run_it_and_what_can_be_set(ppo: ModuleType, program: str) -> None:
     command = [sys.executable, str(PROGRAM.with_stem(program)), "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     for text in (f"python examples/{program}.py", "--learning-rate", "of Adam", "(default: 64)", "CartPole-v1"):
         assert text in done.stdout

@@ -15,18 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
+from jax.random import key as new_key
 from jax_envs import Counter
 
 from vecenv.jax import FunctionalVectorEnv
 from vecenv.jax.native.state import EnvState
 
-KEY = jax.random.key(0)
 PUSH = np.full((5, 1), 0.6, np.float32)
 
 
-def run(env: FunctionalVectorEnv, steps: int, key: Any = KEY, action: Any = PUSH) -> list[EnvState]:
+def run(env: FunctionalVectorEnv, steps: int, key: Any = None, action: Any = PUSH) -> list[EnvState]:
     """The state after a reset and after each of ``steps`` equal steps, in numpy."""
-    state = env.reset(key)
+    state = env.reset(new_key(0) if key is None else key)
     states = [state]
     for _ in range(steps):
         state = env.step(state, action)
@@ -91,7 +91,7 @@ def test_statistics_are_sums_over_episodes(counters: Any) -> None:
 
 def test_termination_and_truncation_may_come_together() -> None:
     env = FunctionalVectorEnv(Counter(), 3, "Disabled", max_episode_steps=2)
-    state = env.step(env.reset(KEY), np.array([[0.0], [2.0], [2.0]], np.float32))
+    state = env.step(env.reset(new_key(0)), np.array([[0.0], [2.0], [2.0]], np.float32))
     assert state.truncated.tolist() == [False, False, False]
     state = env.step(state, np.array([[0.0], [0.0], [2.0]], np.float32))
     assert state.truncated.tolist() == [True, True, True]
@@ -119,14 +119,14 @@ def test_no_limit_is_minus_one() -> None:
 # -- starts --------------------------------------------------------------------------------------------------------
 
 
-def starts(env: FunctionalVectorEnv, steps: int, key: Any = KEY) -> list[list[float]]:
+def starts(env: FunctionalVectorEnv, steps: int, key: Any = None) -> list[list[float]]:
     """For each row, where each of its episodes began."""
 
     def one(state: Any, _: Any) -> Any:
         state = env.step(state, PUSH[:1].repeat(env.num_envs, 0))
         return state, (state.first, state.obs["place"][..., 0])
 
-    state = env.reset(key)
+    state = env.reset(new_key(0) if key is None else key)
     _, (first, place) = jax.jit(lambda s: jax.lax.scan(one, s, None, length=steps))(state)
     first, place = np.asarray(first), np.asarray(place)
     begun = np.asarray(state.obs["place"])[:, 0]
@@ -197,15 +197,15 @@ def test_stagger_spreads_the_first_time_out() -> None:
 
 def test_masked_resets_go_on_or_begin_anew(counters: Any) -> None:
     env = counters()
-    state = env.step(env.reset(KEY), PUSH)
+    state = env.step(env.reset(new_key(0)), PUSH)
     mask = np.array([True, False, True, False, False])
     after = env.reset_mask(state, mask)
     assert after.inner.episode.tolist() == [1, 0, 1, 0, 0]
     assert after.first.tolist() == [True, False, True, False, False]
     assert after.steps.tolist() == [0, 1, 0, 1, 1]
     np.testing.assert_array_equal(after.obs["place"][~mask], state.obs["place"][~mask])
-    anew = env.reset_mask(state, mask, KEY)
-    np.testing.assert_array_equal(anew.obs["place"][mask], env.reset(KEY).obs["place"][mask])
+    anew = env.reset_mask(state, mask, new_key(0))
+    np.testing.assert_array_equal(anew.obs["place"][mask], env.reset(new_key(0)).obs["place"][mask])
     np.testing.assert_array_equal(anew.reward[~mask], state.reward[~mask])
     for wrong in (np.ones(4, bool), np.ones(5)):
         with pytest.raises(ValueError, match="bool"):
@@ -219,7 +219,7 @@ def test_frame_skip_sums_rewards_and_stops_at_the_end() -> None:
     one = FunctionalVectorEnv(Counter(), 1, "Disabled", max_episode_steps=-1)
     many = FunctionalVectorEnv(Counter(), 1, "Disabled", max_episode_steps=-1, frame_skip=4)
     push = np.ones((1, 1), np.float32)
-    state = many.step(many.reset(KEY), push)
+    state = many.step(many.reset(new_key(0)), push)
     places = [float(s.reward[0]) for s in run(one, 4, action=push)[1:]]
     assert state.terminated.tolist() == [True]
     frames = int(state.obs["step"][0])
@@ -239,7 +239,7 @@ def test_micro_batches_give_the_same() -> None:
 def test_batches_of_any_shape(shape: tuple[int, ...]) -> None:
     env = FunctionalVectorEnv(Counter(), shape)
     flat = FunctionalVectorEnv(Counter(), int(np.prod(shape)))
-    state, reference = env.reset(KEY), flat.reset(KEY)
+    state, reference = env.reset(new_key(0)), flat.reset(new_key(0))
     for _ in range(10):
         state = env.step(state, np.full((*shape, 1), 0.6, np.float32))
         reference = flat.step(reference, np.full((flat.num_envs, 1), 0.6, np.float32))
@@ -250,7 +250,7 @@ def test_batches_of_any_shape(shape: tuple[int, ...]) -> None:
 
 def test_one_step_may_be_mapped_over_a_population(counters: Any) -> None:
     env = counters()
-    keys = jax.random.split(KEY, 2)
+    keys = jax.random.split(new_key(0), 2)
     state = jax.vmap(env.reset)(keys)
     for _ in range(9):
         state = jax.vmap(env.step, (0, None))(state, PUSH)
@@ -260,7 +260,7 @@ def test_one_step_may_be_mapped_over_a_population(counters: Any) -> None:
 
 def test_states_can_be_branched_and_returned_to(counters: Any) -> None:
     env = counters()
-    state = env.step(env.reset(KEY), PUSH)
+    state = env.step(env.reset(new_key(0)), PUSH)
     left, right, again = env.step(state, PUSH), env.step(state, -PUSH), env.step(state, PUSH)
     np.testing.assert_array_equal(left.obs["place"], again.obs["place"])
     assert (left.obs["place"] != right.obs["place"]).all()
@@ -304,7 +304,7 @@ def test_rows_are_spread_over_devices() -> None:
 
 def test_memory_does_not_grow_over_a_thousand_episodes(counters: Any) -> None:
     env = counters(autoreset_mode="SameStep")
-    state = env.reset(KEY)
+    state = env.reset(new_key(0))
     for _ in range(20):
         state = env.step(state, PUSH)
     compiled = env._step._cache_size()
@@ -340,12 +340,12 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], words: str) -
 
 def test_what_is_no_state_is_refused(counters: Any) -> None:
     env = counters()
-    state = env.reset(KEY)
+    state = env.reset(new_key(0))
     for wrong in (None, state.obs, state.replace(inner=None)):
         with pytest.raises(TypeError, match="EnvState"):
             env.step(wrong, PUSH)
     with pytest.raises(ValueError, match=r"\(3,\)"):
-        env.step(counters(3).reset(KEY), PUSH)
+        env.step(counters(3).reset(new_key(0)), PUSH)
 
 
 class Faulty(Counter):
@@ -370,4 +370,4 @@ class Faulty(Counter):
 def test_environments_that_break_the_protocol_are_named(fault: str, words: str) -> None:
     env = FunctionalVectorEnv(Faulty(fault), 5)
     with pytest.raises(ValueError, match=words):
-        env.step(env.reset(KEY), PUSH)
+        env.step(env.reset(new_key(0)), PUSH)

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.random import key as new_key
 from jax_envs import Counter, Switch
 
 from vecenv.jax import FunctionalVectorEnv, adapt, differentiability, require_gradient, rollout, stateless, truncated_bptt
 
-KEY, NOISE = jax.random.key(0), jax.random.key(1)
 linear = stateless(lambda params, obs, key: (jnp.tanh(obs @ params["w"][:, None]), {}))
 steady = stateless(lambda params, obs, key: (jnp.broadcast_to(params, (5, 1)), {}))
 
@@ -36,7 +36,7 @@ def test_gradients_through_fresh_starts(counters: Any, mode: str, checkpoint: bo
     env = counters(autoreset_mode=mode)
 
     def loss(push: Any) -> Any:
-        trajectory, _, _ = rollout(env, steady, push, env.reset(KEY), (), NOISE, 20, checkpoint=checkpoint)
+        trajectory, _, _ = rollout(env, steady, push, env.reset(new_key(0)), (), new_key(1), 20, checkpoint=checkpoint)
         return jnp.mean(trajectory.next_obs["place"] ** 2)
 
     check(loss, jnp.float32(0.55), 1e-3, 1e-2)
@@ -46,7 +46,7 @@ def test_a_restart_forgets_the_gradient(counters: Any) -> None:
     env = counters(autoreset_mode="SameStep")
 
     def place(push: Any, steps: int) -> Any:
-        state = env.reset(KEY)
+        state = env.reset(new_key(0))
         for t in range(steps):
             state = env.step(state, jnp.full((5, 1), push if t < 1 else 1.9))
         return state.obs["place"][0, 0], state.first[0]
@@ -76,7 +76,7 @@ def test_what_lies_beyond_the_end_of_an_episode_never_reaches_a_gradient(mode: s
         env = FunctionalVectorEnv(Cliff(fence), 5, mode)
 
         def loss(push: Any) -> Any:
-            trajectory, _, _ = rollout(env, steady, push, env.reset(KEY), (), NOISE, 12, extras=("left",))
+            trajectory, _, _ = rollout(env, steady, push, env.reset(new_key(0)), (), new_key(1), 12, extras=("left",))
             return jnp.mean((trajectory.reward + trajectory.env_extras["left"]) * trajectory.valid)
 
         return jax.jit(jax.grad(loss))(jnp.float32(0.1))
@@ -92,7 +92,7 @@ def test_inverted_pendulum_against_finite_differences(pendulum: Any) -> None:
     env = FunctionalVectorEnv(pendulum, 4, "SameStep", max_episode_steps=20)
 
     def loss(params: Any) -> Any:
-        trajectory, _, _ = rollout(env, linear, params, env.reset(KEY), (), NOISE, 32)
+        trajectory, _, _ = rollout(env, linear, params, env.reset(new_key(0)), (), new_key(1), 32)
         return jnp.mean(jnp.sum(trajectory.next_obs**2, -1))
 
     check(loss, {"w": jnp.array([0.1, -0.2, 0.3, 0.05])}, 1e-3, 2e-2)
@@ -109,7 +109,7 @@ def test_ant_in_double_precision_against_finite_differences() -> None:
         policy = stateless(lambda actions, obs, key: (actions, {}))
 
         def loss(action: Any) -> Any:
-            trajectory, _, _ = rollout(env, policy, action, env.reset(KEY), (), NOISE, 3)
+            trajectory, _, _ = rollout(env, policy, action, env.reset(new_key(0)), (), new_key(1), 3)
             return jnp.mean(trajectory.reward)
 
         check(loss, 0.1 * jnp.ones((3, 8), jnp.float64), 1e-6, 1e-6)
@@ -119,18 +119,18 @@ def test_ant_in_double_precision_against_finite_differences() -> None:
 
 def test_truncated_gradients_are_the_mean_over_pieces(counters: Any) -> None:
     env = counters(autoreset_mode="SameStep")
-    state, push = env.reset(KEY), jnp.float32(0.4)
+    state, push = env.reset(new_key(0)), jnp.float32(0.4)
 
     def loss(trajectory: Any) -> Any:
         return jnp.mean(trajectory.next_obs["place"])
 
     gradients = jax.jit(truncated_bptt(env, steady, 4, loss), static_argnums=4)
-    value, grads, after, _ = gradients(push, state, (), NOISE, 5)
+    value, grads, after, _ = gradients(push, state, (), new_key(1), 5)
     values, slopes, here = [], [], state
     for piece in range(5):
 
         def piece_loss(push: Any, here: Any = here, piece: int = piece) -> Any:
-            trajectory, end, _ = rollout(env, steady, push, here, (), jax.random.fold_in(NOISE, piece), 4)
+            trajectory, end, _ = rollout(env, steady, push, here, (), jax.random.fold_in(new_key(1), piece), 4)
             return loss(trajectory), end
 
         (each, here), slope = jax.value_and_grad(piece_loss, has_aux=True)(push)
@@ -139,7 +139,7 @@ def test_truncated_gradients_are_the_mean_over_pieces(counters: Any) -> None:
     np.testing.assert_allclose(value, np.mean(values), rtol=1e-5)
     np.testing.assert_allclose(grads, np.mean(slopes), rtol=1e-5)
     np.testing.assert_array_equal(after.steps, here.steps)
-    clipped = truncated_bptt(env, steady, 4, loss, max_norm=0.1)(push, state, (), NOISE, 5)[1]
+    clipped = truncated_bptt(env, steady, 4, loss, max_norm=0.1)(push, state, (), new_key(1), 5)[1]
     np.testing.assert_allclose(clipped, 0.1, rtol=1e-5)
     with pytest.raises(ValueError, match="horizon"):
         truncated_bptt(env, steady, 0)

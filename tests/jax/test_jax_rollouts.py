@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.random import key as new_key
 
 from vecenv.jax import (
     eval_rollout_episode,
@@ -17,18 +18,17 @@ from vecenv.jax import (
     stateless,
 )
 
-KEY, NOISE = jax.random.key(0), jax.random.key(1)
 policy = stateless(
     lambda params, obs, key: (params + 0.3 * jax.random.normal(key, (obs["place"].shape[0], 1)), {"seen": obs["step"]})
 )
-PARAMS = jnp.float32(0.5)
+PARAMS = np.float32(0.5)
 
 
 def loop(env: Any, steps: int) -> list[tuple[Any, Any, Any]]:
     """``(state, action, state after)`` of a Python loop under the same keys."""
-    state, out = env.reset(KEY), []
+    state, out = env.reset(new_key(0)), []
     for t in range(steps):
-        _, action, _ = policy(PARAMS, (), state.obs, state.first, jax.random.fold_in(NOISE, t))
+        _, action, _ = policy(PARAMS, (), state.obs, state.first, jax.random.fold_in(new_key(1), t))
         after = env.step(state, action)
         out.append((state, action, after))
         state = after
@@ -50,7 +50,7 @@ def first_episodes(env: Any, steps: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
 def test_a_rollout_is_a_loop(counters: Any, mode: str) -> None:
     env = counters(autoreset_mode=mode)
-    trajectory, state, carry = rollout(env, policy, PARAMS, env.reset(KEY), (), NOISE, 20, ("steps", "odd"))
+    trajectory, state, carry = rollout(env, policy, PARAMS, env.reset(new_key(0)), (), new_key(1), 20, ("steps", "odd"))
     assert carry == ()
     for t, (before, action, after) in enumerate(loop(env, 20)):
         np.testing.assert_allclose(trajectory.action[t], action, rtol=1e-5)
@@ -68,9 +68,9 @@ def test_a_rollout_is_a_loop(counters: Any, mode: str) -> None:
 def test_two_rollouts_in_a_row_are_one_long_one(counters: Any) -> None:
     env = counters()
     still = stateless(lambda params, obs, key: (jnp.full((5, 1), params), {}))
-    whole, _, _ = rollout(env, still, PARAMS, env.reset(KEY), (), NOISE, 20)
-    first, state, carry = rollout(env, still, PARAMS, env.reset(KEY), (), NOISE, 12)
-    second, _, _ = rollout(env, still, PARAMS, state, carry, NOISE, 8)
+    whole, _, _ = rollout(env, still, PARAMS, env.reset(new_key(0)), (), new_key(1), 20)
+    first, state, carry = rollout(env, still, PARAMS, env.reset(new_key(0)), (), new_key(1), 12)
+    second, _, _ = rollout(env, still, PARAMS, state, carry, new_key(1), 8)
     jax.tree.map(lambda w, a, b: np.testing.assert_array_equal(w, np.concatenate([a, b])), whole, first, second)
 
 
@@ -82,7 +82,7 @@ def test_a_recurrent_policy_forgets_where_an_episode_begins(counters: Any, mode:
         carry = reset_carry(first, carry, jnp.zeros((), jnp.int32)) + 1
         return carry, jnp.full((5, 1), params), {"memory": carry}
 
-    trajectory, _, _ = rollout(env, counting, PARAMS, env.reset(KEY), jnp.full(5, 99), NOISE, 30)
+    trajectory, _, _ = rollout(env, counting, PARAMS, env.reset(new_key(0)), jnp.full(5, 99), new_key(1), 30)
     acting = ~(trajectory.terminated | trajectory.truncated)
     memory, step = trajectory.policy_extras["memory"], trajectory.obs["step"]
     begun = np.asarray(trajectory.first) | (np.asarray(step) > 0)
@@ -93,17 +93,17 @@ def test_a_recurrent_policy_forgets_where_an_episode_begins(counters: Any, mode:
 def test_unknown_extras_are_refused(counters: Any) -> None:
     env = counters()
     with pytest.raises(ValueError, match=r"'speed'.*'steps'.*'odd'"):
-        rollout(env, policy, PARAMS, env.reset(KEY), (), NOISE, 2, ("speed",))
+        rollout(env, policy, PARAMS, env.reset(new_key(0)), (), new_key(1), 2, ("speed",))
 
 
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
 def test_all_evaluations_agree_with_a_plain_loop(counters: Any, mode: str) -> None:
     env = counters(autoreset_mode=mode)
     wanted = first_episodes(env, 12)
-    state = env.reset(KEY)
-    trajectory, metrics, _ = eval_rollout_episode(env, policy, PARAMS, state, (), NOISE, 12)
-    masked, plain, _ = eval_rollout_episode(env, policy, PARAMS, state, (), NOISE, 12, early_stop=False)
-    fast, _ = fast_eval_rollout_episode(env, policy, PARAMS, state, (), NOISE, 12)
+    state = env.reset(new_key(0))
+    trajectory, metrics, _ = eval_rollout_episode(env, policy, PARAMS, state, (), new_key(1), 12)
+    masked, plain, _ = eval_rollout_episode(env, policy, PARAMS, state, (), new_key(1), 12, early_stop=False)
+    fast, _ = fast_eval_rollout_episode(env, policy, PARAMS, state, (), new_key(1), 12)
     longest = max(row["episode_length"] for row in wanted)
     assert int(metrics.env_steps) == int(fast.env_steps) == longest < 12
     for found in (metrics, plain, fast):
@@ -119,8 +119,8 @@ def test_all_evaluations_agree_with_a_plain_loop(counters: Any, mode: str) -> No
 def test_an_evaluation_that_is_too_short_says_so(counters: Any) -> None:
     env = counters(discount=0.5)
     for metrics in (
-        eval_rollout_episode(env, policy, PARAMS, env.reset(KEY), (), NOISE, 2)[1],
-        fast_eval_rollout_episode(env, policy, PARAMS, env.reset(KEY), (), NOISE, 2)[0],
+        eval_rollout_episode(env, policy, PARAMS, env.reset(new_key(0)), (), new_key(1), 2)[1],
+        fast_eval_rollout_episode(env, policy, PARAMS, env.reset(new_key(0)), (), new_key(1), 2)[0],
     ):
         assert not metrics.finished.any()
         assert metrics.episode_length.tolist() == [2] * 5
@@ -131,7 +131,7 @@ def test_an_evaluation_that_is_too_short_says_so(counters: Any) -> None:
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
 def test_many_episodes_are_shared_out_evenly(counters: Any, mode: str) -> None:
     env = counters(autoreset_mode=mode)
-    metrics, _ = fast_eval_rollout_episode(env, policy, PARAMS, env.reset(KEY), (), NOISE, 12, 13)
+    metrics, _ = fast_eval_rollout_episode(env, policy, PARAMS, env.reset(new_key(0)), (), new_key(1), 12, 13)
     assert metrics.finished.shape == (13,)
     assert metrics.finished.all()
     ended: list[list[tuple[float, int]]] = [[] for _ in range(5)]
@@ -155,11 +155,11 @@ def test_no_step_is_made_that_is_not_wanted(counters: Any) -> None:
             jax.debug.callback(lambda: calls.append(1), ordered=True)
             return counters().step(state, action)
 
-    state = counters().reset(KEY)
+    state = counters().reset(new_key(0))
     for run, expected in (
-        (lambda: rollout(Counted(), policy, PARAMS, state, (), NOISE, 6), 6),
-        (lambda: eval_rollout_episode(Counted(), policy, PARAMS, state, (), NOISE, 12), None),
-        (lambda: fast_eval_rollout_episode(Counted(), policy, PARAMS, state, (), NOISE, 12), None),
+        (lambda: rollout(Counted(), policy, PARAMS, state, (), new_key(1), 6), 6),
+        (lambda: eval_rollout_episode(Counted(), policy, PARAMS, state, (), new_key(1), 12), None),
+        (lambda: fast_eval_rollout_episode(Counted(), policy, PARAMS, state, (), new_key(1), 12), None),
     ):
         calls.clear()
         result = jax.block_until_ready(run())
@@ -171,10 +171,10 @@ def test_no_step_is_made_that_is_not_wanted(counters: Any) -> None:
 
 def test_evaluations_may_be_mapped_over_parameters(counters: Any) -> None:
     env = counters()
-    state = env.reset(KEY)
+    state = env.reset(new_key(0))
 
     def evaluate(params: Any) -> Any:
-        return eval_rollout_episode(env, policy, params, state, (), NOISE, 12, early_stop=False)[1]
+        return eval_rollout_episode(env, policy, params, state, (), new_key(1), 12, early_stop=False)[1]
 
     together = jax.vmap(evaluate)(jnp.array([0.2, 0.9], jnp.float32))
     alone = evaluate(jnp.float32(0.9))

@@ -10,6 +10,7 @@ import pytest
 from agent_games import RandomGame
 from gymnasium.vector import AutoresetMode
 from plain_loop import PlainLoop, agents_view, assert_seen
+from sampling import each_once, each_pair
 
 from vecenv.multi_agent import MultiAgentVecEnv
 
@@ -77,9 +78,7 @@ def assert_same_trajectory(envs: MultiAgentVecEnv, env_fns: list[Any], steps: in
     loop.close()
 
 
-@pytest.mark.parametrize("num_workers", WORKERS)
-@pytest.mark.parametrize("mode", AutoresetMode)
-@pytest.mark.parametrize("game", GAMES)
+@pytest.mark.parametrize(("game", "mode", "num_workers"), each_pair(list(GAMES), AutoresetMode, WORKERS))
 def test_it_is_what_a_plain_loop_gives(game: str, mode: AutoresetMode, num_workers: int) -> None:
     with MultiAgentVecEnv(functions(game), autoreset_mode=mode, num_workers=num_workers) as envs:
         assert envs.layout == ("agents" if game == "different spaces" else "stack")
@@ -93,19 +92,17 @@ def test_groups_are_what_a_plain_loop_gives(mode: AutoresetMode) -> None:
         assert_same_trajectory(envs, functions("different spaces"), 30)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"shared_memory": False, "num_workers": 1},
-        {"copy": False, "num_workers": 1},
-        {"context": "spawn", "num_workers": 1},
-        {"use_caller": True, "num_workers": 1},
-        {"pad_value": 7, "num_workers": 0},
-        {"seed_stride": 10086, "num_workers": 0},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("game", ["deaths", "different spaces"])
+OPTIONS = [
+    {"shared_memory": False, "num_workers": 1},
+    {"copy": False, "num_workers": 1},
+    {"context": "spawn", "num_workers": 1},
+    {"use_caller": True, "num_workers": 1},
+    {"pad_value": 7, "num_workers": 0},
+    {"seed_stride": 10086, "num_workers": 0},
+]
+
+
+@pytest.mark.parametrize(("game", "options"), each_once(["deaths", "different spaces"], OPTIONS), ids=str)
 def test_no_option_of_the_engine_changes_a_trajectory(game: str, options: dict[str, Any]) -> None:
     with MultiAgentVecEnv(functions(game), autoreset_mode=AutoresetMode.SAME_STEP, **options) as envs:
         assert_same_trajectory(envs, functions(game), 20, pad=options.get("pad_value", 0))

@@ -12,6 +12,7 @@ from gymnasium.vector import AutoresetMode
 
 pytest.importorskip("pettingzoo")
 
+from sampling import each_once
 from test_agents_trajectories import assert_same_trajectory
 
 from vecenv.multi_agent import MultiAgentVecEnv, TurnBased, from_aec
@@ -63,9 +64,10 @@ NEEDS = {spread: "mpe2", speaker_listener: "mpe2", pistonball: "pymunk", knights
          tictactoe: "pygame", rock_paper_scissors: "pygame"}  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", AutoresetMode)
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("game", [spread, speaker_listener, tictactoe, rock_paper_scissors])
+@pytest.mark.parametrize(
+    ("game", "num_workers", "mode"),
+    each_once([spread, speaker_listener, tictactoe, rock_paper_scissors], [0, 2], AutoresetMode),
+)
 def test_a_real_game_is_what_a_plain_loop_gives(game: Any, num_workers: int, mode: AutoresetMode) -> None:
     pytest.importorskip(NEEDS[game])
     with MultiAgentVecEnv([game] * 2, num_workers=num_workers, autoreset_mode=mode) as envs:

@@ -1,0 +1,88 @@
+"""A sample of a product of parameters for the default run; the rest of the product is marked ``slow``.
+
+@pytest.mark.parametrize(("mode", "num_workers"), each_once(MODES, WORKERS))
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def each_pair(*axes: Iterable[Any]) -> list[Any]:
+    """The product of the axes; unmarked are as few as it takes for every pair of values of two axes to meet."""
+    return _product(axes, 2)
+
+
+def each_once(*axes: Iterable[Any]) -> list[Any]:
+    """The product of the axes; unmarked are as few as it takes for every value of every axis to come up."""
+    return _product(axes, 1)
+
+
+def _product(axes: tuple[Iterable[Any], ...], strength: int) -> list[Any]:
+    named = [list(axis.items()) if isinstance(axis, Mapping) else [(_name(value), value) for value in axis] for axis in axes]
+    cells = list(itertools.product(*(range(len(axis)) for axis in named)))
+    chosen = _covering(cells, strength)
+    product = []
+    for cell in cells:
+        names, values = zip(*(axis[index] for axis, index in zip(named, cell, strict=True)), strict=True)
+        marks = [] if cell in chosen else [pytest.mark.slow]
+        product.append(pytest.param(*values, id="-".join(names), marks=marks))
+    return product
+
+
+def _name(value: Any) -> str:
+    return value.__name__ if callable(value) and hasattr(value, "__name__") else str(value)
+
+
+def _covering(cells: list[tuple[int, ...]], strength: int) -> set[tuple[int, ...]]:
+    """Few cells that contain all that there is; the next one is always that with the most new in it."""
+
+    def content(cell: tuple[int, ...]) -> set[Any]:
+        return set(itertools.combinations(enumerate(cell), strength))
+
+    missing = set().union(*map(content, cells))
+    chosen = set()
+    while missing:
+        best = max(cells, key=lambda cell: len(content(cell) & missing))
+        chosen.add(best)
+        missing -= content(best)
+    return chosen
+
+
+def sample_parameter(
+    items: Iterable[pytest.Item], name: str, left_out: Sequence[Any] = (), *, all_values: bool = True
+) -> None:
+    """Mark ``slow`` what a sample leaves out of the product of one parameter and a test's other parameters.
+
+    Args:
+        items: Tests; those that do not have the parameter are left alone.
+        name: The parameter, or the fixture with parameters.
+        left_out: Values that no test of the sample has.
+        all_values: Whether each test runs with every value at least once. If not, each case of a test runs with one value,
+            and the next test begins with the next value.
+    """
+    tests: dict[tuple[Path, Any, str], dict[tuple[Any, ...], dict[int, pytest.Item]]] = {}
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        if name in params:
+            test = item.path, getattr(item, "cls", None), getattr(item, "originalname", item.name)
+            case = tuple(sorted((other, id(value)) for other, value in params.items() if other != name))
+            value = params[name]
+            tests.setdefault(test, {}).setdefault(case, {})[-1 if value in left_out else id(value)] = item
+    for number, cases in enumerate(tests.values()):
+        rows = list(cases.values())
+        values = list(dict.fromkeys(value for row in rows for value in row if value != -1))
+        begin, length = (0, max(len(rows), len(values))) if all_values else (number, len(rows))
+        chosen = set()
+        for i in range(begin, begin + length if values else begin):
+            value = values[(i + i // len(values)) % len(values)]  # the shift keeps it out of step with other parameters
+            chosen.add(id(rows[(i - begin) % len(rows)].get(value)))
+        for row in rows:
+            for item in row.values():
+                if id(item) not in chosen:
+                    item.add_marker(pytest.mark.slow)

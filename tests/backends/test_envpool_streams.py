@@ -114,7 +114,7 @@ def assert_same_infos(mine: dict[str, Any], raw: dict[str, Any]) -> None:
     assert {key for key in mine if not key.startswith("_")} == {key for key in raw if key != "players"}
     for key, value in raw.items():
         if key != "players":
-            assert_identical(mine[key], value, key)
+            assert_identical(mine[key], value.astype(np.intp) if key == "env_id" else value, key)
             assert mine[f"_{key}"].all()
 
 

@@ -171,12 +171,9 @@ class Task:
         if unknown := check_env_config(task_id, family, defaults, _names_in(family), env_config):
             trial.require(task_id, unknown, env_config)
         config: dict[str, Any] = {
-            "num_envs": num_envs,
-            "batch_size": batch_size,
-            "num_threads": num_threads,
-            "thread_affinity_offset": thread_affinity_offset,
-            **env_config,
-        }
+            "num_envs": num_envs, "batch_size": batch_size, "num_threads": num_threads,
+            "thread_affinity_offset": thread_affinity_offset, **env_config,
+        }  # fmt: skip
         given = {"max_episode_steps": max_episode_steps, "render_mode": render_mode}
         config |= {key: value for key, value in given.items() if value is not None}
         spec = _make_spec(task_id, config, accepted)

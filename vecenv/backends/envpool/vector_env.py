@@ -134,9 +134,8 @@ class EnvPoolVectorEnv(OverPools, VectorEnv[Any, Any, npt.NDArray[Any]]):
             self.task.state_keys, self.single_observation_space, info_keys=info_keys, reward_dtype=reward_dtype,
             limit=self.task.limit,
         )  # fmt: skip
-        self._checker = ActionChecker(
-            self.task.action_space, self.task.action_keys[2:], self.task.action_dtypes[2:], full=validate == "full"
-        )
+        keys, dtypes = self.task.action_keys[2:], self.task.action_dtypes[2:]
+        self._checker = ActionChecker(self.task.action_space, keys, dtypes, full=validate == "full")
         limited_here = self.task.limit is not None
         kit = Kit(self._reader, self._checker, mode, num_envs, batch_size, limited_here)
         drive = Lockstep if batch_size == num_envs else FirstReady

@@ -201,13 +201,13 @@ class Model:
             again: Waits for it; ``None``: ``first`` only makes a call, and there is no answer yet.
             kind: What the state says meanwhile.
         """
-        todo, begun = first, False
+        todo, begun, before = first, False, len(self.envs.errors)
         while True:
             returned, answer, interruption = False, None, self.interruption()
             with interruption:
                 answer, returned = todo(), True
             if interruption is not UNDISTURBED:
-                assert not interruption.swallowed, f"swallowed: {interruption}"
+                assert not interruption.swallowed or self.on_record(before), f"swallowed: {interruption}"
             state = self.envs._state.value
             if not returned and state == "default":
                 self.fell_into_an_environment(interruption)
@@ -227,10 +227,13 @@ class Model:
         if self.setting.local and re.search(r"\benvs? \[?(\d+)", getattr(interruption, "said", "")):
             raise RuntimeError(interruption.said)
 
+    def on_record(self, before: int) -> list[int]:
+        """Environments of this process that have failed since there were so many records."""
+        return [record.env for record in list(self.envs.errors)[before:] if record.env in self.setting.local]
+
     def fell_into_what_was_dropped(self, before: int) -> None:
         """A reset carries out what was sent and forgets its answers; an environment that was hit then is on record only."""
-        hit = [record.env for record in list(self.envs.errors)[before:] if record.env in self.setting.local]
-        if hit and self.was_interrupted:
+        if (hit := self.on_record(before)) and self.was_interrupted:
             if self.envs._state.value == "reset":
                 self.envs.reset_wait()
             raise RuntimeError(f"env {hit[0]} was interrupted in a step whose answer nobody wants any more")

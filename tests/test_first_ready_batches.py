@@ -510,9 +510,19 @@ def test_wrong_rows_and_counts_are_refused_before_anything_is_sent() -> None:
         envs.close()
 
 
+class RaisesOnce(Ticker):
+    """Its second step raises."""
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if self.total == 1:
+            raise ArithmeticError(f"env {self.env} was told to")
+        return super().step(action)
+
+
 @pytest.mark.parametrize("way", ["dies", "raises"])
 def test_a_failed_env_comes_back_by_a_reset_of_its_own(way: str) -> None:
-    envs = vecenv.AsyncVectorEnv(makers([9] * 3, raise_at=2 if way == "raises" else -1), num_workers=3)
+    kind = RaisesOnce if way == "raises" else Ticker
+    envs = vecenv.AsyncVectorEnv([lambda i=i: kind(i, 9) for i in range(3)], num_workers=3)
     try:
         envs.reset(seed=0)
         envs.step([0] * 3)

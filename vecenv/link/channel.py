@@ -117,12 +117,13 @@ class CallerEnd:
         Raises:
             ChannelClosed: End of file.
         """
+        # Handlers that return stand on one line: what a tracer raises before the `return` of a handler leaves the
+        # interpreter with the handled exception, and its frames with all that they hold, until the thread ends.
         raw = self.raw
         if not raw:
             try:
                 raw.extend(map(read, self._reading, _SHORT))
-            except BlockingIOError:
-                return None
+            except BlockingIOError: return None  # noqa: E701 - see above
             except OSError as error:
                 raise ChannelClosed from error
         head = raw[0]
@@ -137,8 +138,7 @@ class CallerEnd:
                 return decode(b"".join(raw))
             try:
                 raw.extend(map(read, self._reading, (min(lacking, _CHUNK),)))
-            except BlockingIOError:
-                return None
+            except BlockingIOError: return None  # noqa: E701 - see above
             except OSError as error:
                 raise ChannelClosed from error
 
@@ -164,8 +164,7 @@ class CallerEnd:
         if not raw:
             try:
                 raw.extend(map(os.read, self._reading, _SHORT))
-            except BlockingIOError:
-                return False
+            except BlockingIOError: return False  # noqa: E701 - see `read`
             except OSError as error:
                 raise ChannelClosed from error
         return len(raw) == 1 and raw[0] == expected

@@ -514,7 +514,7 @@ class RaisesOnce(Ticker):
     """Its second step raises."""
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        if self.total == 1:
+        if self.t == 1:
             raise ArithmeticError(f"env {self.env} was told to")
         return super().step(action)
 

@@ -309,7 +309,6 @@ class Engine(Answering):
             text = packed.summary if isinstance(packed, PackedError) else summary(packed)
             logger.warn("%s", f"env {failure.env} raised in close(): {text}")
 
-
     def forget(self) -> None:
         """Let go of the shared memory: it is unmapped when no array over it is held outside."""
         for name in ("arena", "batch", "store", "_infos", "_reading", "recovery", "first_ready"):

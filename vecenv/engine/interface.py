@@ -9,7 +9,7 @@ always ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,13 +28,7 @@ from vecenv.front.phases import Phase, advance
 
 __all__ = ["EngineVectorEnv"]
 
-P = ParamSpec("P")
 R = TypeVar("R")
-
-_RESERVED = ("reset", "step", "close", "_setattr", "_check_spaces")
-_PATIENCE = 60.0  # close() without a timeout waits this long for environments to close
-_LITTLE_PATIENCE = 1.0  # the same, when a worker was already late or the caller was interrupted
-_OTHER_THREAD = 10.0  # for another thread's call to notice that its workers are gone
 
 
 class EngineVectorEnv(Attributes, EngineOwner[ObsType, ActType]):  # type: ignore[misc]  # as Gymnasium's, and guarded

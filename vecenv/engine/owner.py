@@ -8,7 +8,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from threading import get_ident
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic
 
 import numpy as np
 from gymnasium import logger
@@ -33,10 +33,7 @@ from vecenv.planning.plan import Plan as WorkerPlan
 
 __all__ = ["EngineOwner"]
 
-P = ParamSpec("P")
-R = TypeVar("R")
 
-_RESERVED = ("reset", "step", "close", "_setattr", "_check_spaces")
 _PATIENCE = 60.0  # close() without a timeout waits this long for environments to close
 _LITTLE_PATIENCE = 1.0  # the same, when a worker was already late or the caller was interrupted
 _OTHER_THREAD = 10.0  # for another thread's call to notice that its workers are gone

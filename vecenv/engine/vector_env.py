@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from gymnasium import Space
 from gymnasium.core import ActType, Env, ObsType
@@ -30,14 +30,6 @@ from vecenv.worker.main import Plan
 from vecenv.worker.rows import Expected
 
 __all__ = ["AsyncVectorEnv"]
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-_RESERVED = ("reset", "step", "close", "_setattr", "_check_spaces")
-_PATIENCE = 60.0  # close() without a timeout waits this long for environments to close
-_LITTLE_PATIENCE = 1.0  # the same, when a worker was already late or the caller was interrupted
-_OTHER_THREAD = 10.0  # for another thread's call to notice that its workers are gone
 
 
 class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType]):

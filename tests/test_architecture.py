@@ -116,7 +116,6 @@ LONGEST_FILE = {
     "vecenv.make": 480,
     "vecenv.multi_agent.vector_env": 540,
     "vecenv.link.infos": 520,
-    "vecenv.engine.pool": 490,
     "vecenv.backends.jax_native.vector_env": 455,
 }
 """Those that want cutting, and may not grow meanwhile."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from vecenv.engine.ledger import Ledger
-from vecenv.engine.owed import ALL, COLUMNS, NOTHING, ONLY_COLUMNS, PLAIN, Answer, Flight, Owed, Result, Round, Worker
+from vecenv.engine.owed import ALL, COLUMNS, NOTHING, ONLY_COLUMNS, PLAIN, Answer, Flight, Owed, Part, Result, Round, Worker
 from vecenv.engine.policy import Policy
 from vecenv.engine.pool import WorkerPool
 from vecenv.engine.reading import Reading
@@ -98,8 +98,12 @@ class Answering:
             round_.result = self.read((worker, flight.answers[worker.index]) for worker in flight.workers)
         return round_
 
-    def count(self, flight: Flight | Round) -> None:
-        """Count the steps, or resets, of a flight or a round, once."""
+    def count_rows(self, part: Part) -> None:
+        """Count the steps of rows that are received one by one, once."""
+        self.env_steps, part.uncounted = self.env_steps + part.uncounted, 0
+
+    def count(self, flight: Flight) -> None:
+        """Count the steps, or resets, of a flight, once."""
         if flight.uncounted:
             self.env_steps, flight.uncounted = self.env_steps + flight.uncounted, 0
         elif flight.unreset:

@@ -12,13 +12,13 @@ from typing import Any, Final
 
 from gymnasium import logger
 
-from vecenv.engine.handles import ProcessWorker, close_process
+from vecenv.engine.handles import ProcessWorker
 from vecenv.link.channel import ChannelClosed
 from vecenv.link.outcomes import Failure
 from vecenv.link.protocol import Op, Reply, encode
 from vecenv.link.sealing import load
 from vecenv.system.descendants import end_marked, snapshot
-from vecenv.system.supervision import Lifeline, end_group
+from vecenv.system.supervision import Lifeline, close_process, end_group
 
 __all__ = ["CLOSING", "end", "end_unclosed"]
 
@@ -110,9 +110,7 @@ def _ended(worker: ProcessWorker) -> bool:
     return bool(poll.poll(0))
 
 
-def _wait_for_ends(
-    workers: Sequence[ProcessWorker], deadline: float, failures: list[tuple[Failure, Any]] | None
-) -> None:
+def _wait_for_ends(workers: Sequence[ProcessWorker], deadline: float, failures: list[tuple[Failure, Any]] | None) -> None:
     for worker in workers:
         if worker.gone:
             continue

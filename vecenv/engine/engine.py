@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -147,11 +148,8 @@ class Engine(Answering):
 
     def ask_rows(self, rows: Sequence[int], actions: list[Any] | None) -> None:
         """Step some rows, to be received one by one. ``actions`` in their order; ``None``: they are in shared memory."""
-        position = {row: place for place, row in enumerate(rows)}
-        self._ask(
-            "step", Op.STEP_SOME, Op.STEP_SOME, sorted(rows),
-            lambda mine: actions and [actions[position[row]] for row in mine], by_row=True,
-        )  # fmt: skip
+        payload_of = _nothing if actions is None else _actions_payload(dict(zip(rows, actions, strict=True)))
+        self._ask("step", Op.STEP_SOME, Op.STEP_SOME, sorted(rows), payload_of, by_row=True)
 
     def ask_some(self, command: str, op: Op, rows: Sequence[int], payload_of: Callable[[list[int]], Any]) -> None:
         """Ask about some rows, in words of one's own."""
@@ -180,21 +178,28 @@ class Engine(Answering):
         """
         flight = Flight(self.pool.next_seq(), command, ())
         flight.by_row = by_row
-        lost = [row for row in rows if row in self.failed] if command == "step" else []
-        left = rows if not lost else [row for row in rows if row not in self.failed]
-        wanted = set(left)
+        left = list(rows)
+        if self.failed and command == "step":
+            flight.lost = [row for row in left if row in self.failed]
+            left = [row for row in left if row not in self.failed]
         parts: dict[int, Part] = {}
-        for worker in self.pool.workers:
-            mine = [row for row in worker.rows if row in wanted]
-            if mine:
+        began = 0
+        for worker in self.pool.workers:  # in the order of their rows
+            ended = bisect_left(left, worker.rows.stop, began)
+            if ended > began:
+                mine = left[began:ended]
                 op = whole if len(mine) == len(worker.rows) and whole is not some else some
-                parts[worker.index] = self.pool.stage(Part(worker, mine, op, payload_of(mine)), flight.seq)
+                part = parts[worker.index] = self.pool.stage(Part(worker, mine, op, payload_of(mine)), flight.seq)
+                if by_row and command == "step":
+                    part.uncounted = ended - began
+                began = ended
         self.batch.requested[left] = flight.seq
         flight.parts = parts
-        flight.workers = tuple(part.worker for part in parts.values())
-        flight.lost = lost
-        flight.uncounted = len(left) if command == "step" and not by_row else 0
-        flight.unreset = len(left) if command == "reset" else 0
+        flight.workers = tuple([part.worker for part in parts.values()])
+        if command == "step" and not by_row:
+            flight.uncounted = len(left)
+        elif command == "reset":
+            flight.unreset = len(left)
         for name, value in about.items():
             setattr(flight, name, value)
         self.pool.ask(flight, alone=command == "reset" and not by_row)
@@ -264,6 +269,8 @@ class Engine(Answering):
 
     def infos_of(self, rows: Array, infos: dict[int, Any], finals: dict[int, Any]) -> dict[Any, Any]:
         """The infos of some rows, compact; ``infos`` and ``finals`` came by pickle, by row."""
+        if not (infos or finals) and self.batch.final_observations is None:
+            return self._infos.read(rows, len(rows), infos, finals)
         listed = rows.tolist()
         finals = self.finals(listed) | finals
         positions = {row: position for position, row in enumerate(listed)}
@@ -313,6 +320,17 @@ class Engine(Answering):
         """Let go of the shared memory: it is unmapped when no array over it is held outside."""
         for name in ("arena", "batch", "store", "_infos", "_reading", "recovery", "first_ready"):
             self.__dict__.pop(name, None)
+
+
+def _nothing(mine: list[int]) -> Any:
+    """What goes with a message that says it all."""
+
+
+def _actions_payload(of_row: dict[int, Any]) -> Callable[[list[int]], Any]:
+    def payload_of(mine: list[int]) -> Any:
+        return [of_row[row] for row in mine]
+
+    return payload_of
 
 
 def _reset_payload(seeds: Sequence[Any], options: dict[str, Any] | None) -> Callable[[list[int]], Any]:

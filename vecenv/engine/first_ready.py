@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import repeat
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 
 from vecenv.engine.answering import Answering
-from vecenv.engine.owed import ABSENT, ALL, PLAIN, Flight, ReadyRow, Round
+from vecenv.engine.owed import ABSENT, ALL, ONLY_COLUMNS, PLAIN, Flight, ReadyRow, Round
 from vecenv.front.deadlines import deadline_of
 from vecenv.link.infos import NO_INFO
 from vecenv.shm.layout import Array
@@ -45,8 +46,9 @@ class FirstReady:
         engine, owed = self._engine, self._owed
         limit = engine.policy.step_timeout if timeout is None else timeout
         deadline = deadline_of(limit)
+        ready, seen = owed.ready.copy(), dict[tuple[int, int], Flight]()
         while True:
-            ready, seen, error = self._look()
+            error = self._look(ready, seen)
             if error is not None:
                 try:
                     return (owed.latest, {}, {}), error
@@ -66,10 +68,10 @@ class FirstReady:
                 if timeout is not None or not engine.policy.restart:
                     raise engine.timeout_error(late, "recv", limit)
                 engine.end_late(late, limit)
-        taken, rest = ready[:count], ready[count:]
+        taken = ready[:count]
         rows = np.array([row for row, _ in taken], np.intp)
         came = [(row, said) for row, said in taken if said is not None]
-        self._set_after(seen, rest, rows)
+        self._set_after(seen, ready[count:], rows)
         infos = {row: info for row, (info, _) in came if info is not ABSENT}
         return (rows, infos, {row: final for row, (_, final) in came if final is not ABSENT}), None
 
@@ -81,38 +83,52 @@ class FirstReady:
                 return False
         return True
 
-    def _look(self) -> tuple[list[ReadyRow], dict[tuple[int, int], Flight], Exception | None]:
-        """All rows that are ready, which answers that takes into account, and what one of them is to raise."""
+    def _look(self, ready: list[ReadyRow], seen: dict[tuple[int, int], Flight]) -> Exception | None:
+        """Add to ``ready`` the rows of all answers that were not ``seen``; the exception that one of them is to raise."""
         owed = self._owed
         if self._engine.policy.restart:
             for flight in list(owed.flights.values()):
                 if flight.by_row and flight.lost and ALL not in flight.answers:
                     owed.land(flight.seq, ALL, PLAIN)
-        ready = owed.ready.copy()
-        seen: dict[tuple[int, int], Flight] = {}
-        for key, flight in list(owed.landed.items()):
-            seen[key] = flight
-            round_ = self._absorb(flight, key[1])
-            ready += round_.entries or ()
-            if round_.verdict is not None:
-                self._set_after(seen, ready, owed.latest)
-                return ready, seen, round_.verdict
-        return ready, seen, None
+        while len(owed.landed) > len(seen):  # answers land behind those that are there; rebuilding may let some land
+            for key, flight in list(owed.landed.items())[len(seen) :]:
+                seen[key] = flight
+                rows = self._plain(flight, key[1])
+                if rows is not None:
+                    ready += zip(rows, repeat(None))
+                    continue
+                round_ = self._absorb(flight, key[1])
+                ready += round_.entries or ()
+                if round_.verdict is not None:
+                    self._set_after(seen, ready, owed.latest)
+                    return round_.verdict
+        return None
 
     def _set_after(self, seen: dict[tuple[int, int], Flight], ready: list[ReadyRow], latest: Array) -> None:
         """What the table is to be when the answers that were ``seen`` have been taken out of it."""
         owed = self._owed
-        landed: dict[tuple[int, int], Flight] = {}
+        landed = {}
         if len(owed.landed) > len(seen):
             landed = {key: flight for key, flight in owed.landed.items() if key not in seen}
         waiting = {seq for seq, _ in landed}
-        flights = {
-            seq: flight for seq, flight in owed.flights.items() if flight.by_row and (seq in waiting or flight.missing())
-        }
-        rounds = {}
-        if len(owed.rounds) > len(seen):
-            rounds = {key: round_ for key, round_ in owed.rounds.items() if key not in seen}
+        flights = owed.flights.copy()
+        for flight in seen.values() if not owed.rounds else owed.flights.values():  # rebuilding has flights of its own
+            if flight.seq not in waiting and not (flight.by_row and flight.missing()):
+                flights.pop(flight.seq, None)
+        rounds = {key: round_ for key, round_ in owed.rounds.items() if key not in seen} if owed.rounds else {}
         owed.after = flights, landed, ready, latest, rounds
+
+    def _plain(self, flight: Flight, index: int) -> Sequence[int] | None:
+        """The rows of a worker that has stepped them and has nothing else to say, which is nearly always. Idempotent."""
+        if flight.command != "step" or index == ALL or flight.parts is None or self._engine.policy.restart:
+            return None
+        answer, part = flight.answers[index], flight.parts[index]
+        if answer is PLAIN:
+            self._engine.batch.info_schemas[part.rows] = NO_INFO
+        elif answer is not ONLY_COLUMNS:
+            return None
+        self._engine.count_rows(part)
+        return part.rows
 
     def _absorb(self, flight: Flight, index: int) -> Round:
         """Read one worker's answer, see to what failed, and make its rows ready. It can be called again."""
@@ -122,7 +138,6 @@ class FirstReady:
         if round_ is None:
             rows = flight.rows_at(index)
             round_ = Round(flight, rows, rows if index == ALL else ())
-            round_.uncounted = len(rows) if index != ALL and flight.command == "step" else 0
             rounds[key] = round_
         if round_.entries is not None:
             return round_
@@ -145,7 +160,9 @@ class FirstReady:
         if engine.policy.restart and not round_.settled:
             engine.recovery.remembered.keep([row for row in rows if row not in bad], everyone=False)
         verdict = engine.recovery.settle(round_)
-        engine.count(round_)
+        if index != ALL:
+            assert flight.parts is not None
+            engine.count_rows(flight.parts[index])
         engine.count(flight)
         result = round_.result
         good = rows if verdict is None else [row for row in rows if row not in bad]
@@ -185,8 +202,8 @@ class FirstReady:
             round_ = Round(flight, flight.rows_at(index), ())
             engine.ledger.record(round_, result.failures, result.deaths)
             engine.ledger.lose(result.failures, result.deaths, round_.rows, all_of_them=False)
-            round_.uncounted = len(round_.rows) if flight.command == "step" else 0
-            engine.count(round_)
+            assert flight.parts is not None
+            engine.count_rows(flight.parts[index])
             round_.result, round_.entries = result, []
             owed.rounds[key] = round_
 

@@ -24,12 +24,12 @@ from vecenv.link.channel import CallerEnd, ChannelClosed
 from vecenv.link.outcomes import Outcome
 from vecenv.link.packing import summary, unpack
 from vecenv.link.protocol import Reply, encode
-from vecenv.system.supervision import STACK_SIGNAL, BlackBox, DeathWatch, catches, describe_exit, end_group
+from vecenv.system.supervision import STACK_SIGNAL, BlackBox, DeathWatch, catches, close_process, describe_exit, end_group
 from vecenv.worker.main import answer
 from vecenv.worker.rows import EnvRows
 from vecenv.worker.stacks import innermost, reaches_down
 
-__all__ = ["CallerWorker", "ProcessWorker", "close_process", "command_of", "envs_text", "raise_ready", "staged"]
+__all__ = ["CallerWorker", "ProcessWorker", "command_of", "envs_text", "raise_ready", "staged"]
 
 _PLAIN: Final = int(Reply.PLAIN)
 _LAST_MOMENTS: Final = 0.5  # between the end of a worker's pipe and the end of its process
@@ -319,18 +319,6 @@ class ProcessWorker:
             with contextlib.suppress(ValueError):  # its process object is closed
                 self.exitcode = self._reap()
         close_process(self.process)
-
-
-def close_process(process: Any) -> None:
-    """Let go of a process that has ended, and of the descriptors that `multiprocessing` holds of it. Idempotent.
-
-    Where nobody knows its exit code any more (SIGCHLD is ignored, or an interruption fell right behind the system call that
-    told it), `multiprocessing` would take it for alive for ever.
-    """
-    with contextlib.suppress(ValueError, AttributeError, AssertionError):
-        if process.exitcode is None and not os.path.exists(f"/proc/{process.pid}") and os.path.exists("/proc/self"):
-            process._popen.returncode = 255
-        process.close()
 
 
 def command_of(flight: Flight, worker: Any) -> str:

@@ -122,10 +122,11 @@ class Part:
         payload: With what; for those who are not asked by pipe.
         data: The message, encoded.
         written: How many bytes of it each write took.
+        uncounted: Environment steps that the counter does not know of yet.
         reference: Of a host's answer, where there is one.
     """
 
-    __slots__ = ("data", "op", "payload", "reference", "rows", "worker", "written")
+    __slots__ = ("data", "op", "payload", "reference", "rows", "uncounted", "worker", "written")
 
     def __init__(self, worker: Worker, rows: Sequence[int], op: Op, payload: Any = None) -> None:
         self.worker = worker
@@ -134,6 +135,7 @@ class Part:
         self.payload = payload
         self.data: bytes | None = None
         self.written: list[int] = []
+        self.uncounted = 0
         self.reference: Any = None
 
     @property
@@ -198,8 +200,6 @@ class Round:
         self.rebuild: Flight | None = None
         self.settled = False
         self.entries: list[ReadyRow] | None = None
-        self.uncounted = 0
-        self.unreset = 0
 
 
 class Flight:
@@ -241,6 +241,16 @@ class Flight:
     def missing(self) -> list[Worker]:
         """Who has not answered."""
         return [worker for worker in self.workers if worker.index not in self.answers]
+
+    def awaits(self, worker: Worker) -> bool:
+        """Whether a worker was asked and has not answered."""
+        index = worker.index
+        if index in self.answers:
+            return False
+        if self.parts is None:
+            return any(other is worker for other in self.workers)
+        part = self.parts.get(index)
+        return part is not None and part.worker is worker
 
     def rows_of(self, worker: Worker) -> Sequence[int]:
         """Which environments a worker is asked about."""
@@ -330,25 +340,30 @@ class Owed:
     def lose(self, worker: Worker, death: Death) -> None:
         """A worker died: what it was asked is answered by that. Idempotent."""
         for flight in list(self.flights.values()):
-            if worker.index not in flight.answers and any(other is worker for other in flight.workers):
+            if flight.awaits(worker):
                 self.land(flight.seq, worker.index, Answer(death=death))
 
     def underway(self) -> list[int]:
         """Rows that were sent, by ``send`` or ``reset_async``, and whose answers have not come."""
         rows: list[int] = []
         for flight in self.flights.values():
-            if flight.by_row:
-                for worker in flight.missing():
-                    if (flight.seq, worker.index) not in self.landed:
-                        rows.extend(flight.rows_of(worker))
+            if flight.by_row and flight.parts:
+                answers = flight.answers
+                for index, part in flight.parts.items():
+                    if index not in answers and (flight.seq, index) not in self.landed:
+                        rows += part.rows
         return rows
 
     def waiting(self) -> list[int]:
         """Rows that were sent and not received: those underway, those whose answers lie here unread, and those ready."""
         rows = self.underway()
         for (_, index), flight in self.landed.items():
-            rows.extend(flight.rows_at(index))
-        rows.extend(row for row, _ in self.ready)
+            rows += flight.rows_at(index)
+        for flight in self.flights.values():
+            if flight.lost and flight.by_row and ALL not in flight.answers and (flight.seq, ALL) not in self.landed:
+                rows += flight.lost
+        if self.ready:
+            rows += [row for row, _ in self.ready]
         return rows
 
     @property
@@ -365,15 +380,11 @@ class Owed:
 
     def is_owed(self, worker: Worker) -> bool:
         """Whether a worker has been asked something that it has not answered."""
-        return any(
-            worker.index not in flight.answers and any(other is worker for other in flight.workers)
-            for flight in self.flights.values()
-        )
+        return any(flight.awaits(worker) for flight in self.flights.values())
 
     def oldest_of(self, worker: Worker) -> Flight | None:
         """What a worker is busy with."""
         for flight in self.flights.values():
-            if worker.index not in flight.answers and any(other is worker for other in flight.workers):
+            if flight.awaits(worker):
                 return flight
         return None
-

@@ -2,20 +2,17 @@
 
 A call is made by putting a flight into the table (:mod:`vecenv.engine.owed`); from then on whoever waits for it sees to it
 that all is told that has to be told: after an interruption, or where a pipe was full or enough workers were busy, the next
-wait goes on where telling stopped (:meth:`WorkerPool.pump`). How processes are started and ended is the business of
+wait goes on where telling stopped (:mod:`vecenv.engine.telling`). How processes are started and ended is the business of
 :mod:`vecenv.engine.starting` and :mod:`vecenv.engine.ending`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import time
 import weakref
 from collections.abc import Sequence
-from itertools import repeat
-from os import write
 from typing import Any, Final
 
 from gymnasium.error import ClosedEnvironmentError
@@ -25,9 +22,10 @@ from vecenv.engine.ending import end, end_unclosed
 from vecenv.engine.handles import CallerWorker, ProcessWorker, staged
 from vecenv.engine.owed import Flight, Owed, Part, Worker
 from vecenv.engine.starting import PoolOptions, Workplace, await_ready, launch, preload, require_descriptors
+from vecenv.engine.telling import HEAD_START, Telling
 from vecenv.front.deadlines import deadline_of, milliseconds
 from vecenv.link.outcomes import Failure
-from vecenv.link.protocol import Op, Reply, encode
+from vecenv.link.protocol import Reply, encode
 from vecenv.shm import Arena, Batch
 from vecenv.system.cores import Patience
 from vecenv.system.descendants import end_marked
@@ -37,8 +35,6 @@ from vecenv.worker.main import Plan, Ready
 __all__ = ["PoolOptions", "WorkerPool", "pools"]
 
 _PLAIN: Final = int(Reply.PLAIN)  # packing an enum takes longer
-_STEP: Final = int(Op.STEP)
-_HEAD_START: Final = 20.0  # milliseconds without progress in which a worker may take in a message longer than its pipe
 
 
 pools: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -83,7 +79,7 @@ class WorkerPool:
         shares_core = any(seat.with_caller for seat in options.seats)
         self._patience = Patience(options.caller_spin, batch.resting_until, shares=shares_core)
         self._seq = 0
-        self.behind = False  # something in the table may not have been told yet
+        self.telling = Telling(owed, options.max_busy)
         self._any: select.poll | None = None
         self._writers: dict[int, ProcessWorker] = {}  # by the descriptors that are polled for any of them
         self.settle([])
@@ -94,7 +90,7 @@ class WorkerPool:
         self.everyone = tuple(workers)
         self.processes = tuple(worker for worker in workers if isinstance(worker, ProcessWorker))
         self.own = next((worker for worker in workers if isinstance(worker, CallerWorker)), None)
-        self._outs = tuple(worker.channel.out for worker in self.processes)
+        self.telling.settle(self.processes)
         self._forget_any()
         self.workers[:] = workers
 
@@ -159,22 +155,10 @@ class WorkerPool:
         self._seq = seq = self._seq % 0xFFFFFFFF + 1
         flight = Flight(seq, "step", self.everyone)
         flight.uncounted = len(self.batch.rewards)
-        if not self._outs:
+        if not self.processes:
             self.owed.flights[seq] = flight
-            return flight
-        flight.data = data = encode(_STEP, seq)
-        told: list[int] = []
-        flight.told = told
-        self.behind = True
-        self.owed.flights[seq] = flight
-        if self._options.max_busy is None:
-            try:
-                told.extend(map(write, self._outs, repeat(data)))  # as `write_once` does
-                self.behind = False
-                return flight
-            except OSError:  # somebody is gone: found out below
-                pass
-        self.pump(_HEAD_START)
+        else:
+            self.telling.plain_step(flight)
         return flight
 
     def stage(self, part: Part, seq: int) -> Part:
@@ -188,74 +172,13 @@ class WorkerPool:
             flight: What to ask.
             alone: Nothing else is owed from then on.
         """
-        self.behind = True
-        self.owed.enter(flight, alone=alone)
-        self.pump(_HEAD_START)
-
-    def pump(self, patience_ms: float = 0.0) -> None:
-        """Tell what has still to be told, in order, as far as pipes take it and workers may be busy.
-
-        Args:
-            patience_ms: How long to wait where a worker that is reading has not made room.
-        """
-        while full := self._tell():
-            poll = select.poll()
-            for worker in full:
-                poll.register(worker.channel.out, select.POLLOUT)
-                poll.register(worker.channel.fd, select.POLLIN)
-            if not poll.poll(patience_ms):
-                return
-            for worker in full:
-                while worker.receive() and worker.death is None:
-                    pass
-
-    def _tell(self) -> list[ProcessWorker]:
-        """One round of telling; returns who reads and has not made room for all that it is to be told."""
-        full: list[ProcessWorker] = []
-        behind = False
-        stuck: set[int] = set()
-        room = self._room()
-        for flight in list(self.owed.flights.values()):
-            if flight.parts is None:
-                if len(flight.told) == len(self._outs) or not self.processes:
-                    continue
-                _split(flight)
-            assert flight.parts is not None
-            for index, part in flight.parts.items():
-                worker = part.worker
-                if not isinstance(worker, ProcessWorker) or index in flight.answers or part.told:
-                    continue
-                if index in stuck or (room <= 0 and part.op <= Op.REBUILD_SOME and not part.written):
-                    stuck.add(index)
-                    behind = True
-                    continue
-                if worker.tell(part):
-                    room -= part.op <= Op.REBUILD_SOME and index not in flight.answers
-                    continue
-                stuck.add(index)
-                behind = True
-                if self.owed.oldest_of(worker) is flight:
-                    full.append(worker)
-        self.behind = behind
-        return full
-
-    def _room(self) -> int:
-        """How many more workers may become busy."""
-        if self._options.max_busy is None:
-            return len(self.workers)
-        busy = sum(
-            1
-            for flight in self.owed.flights.values()
-            for index, part in (flight.parts or {}).items()
-            if part.written and index not in flight.answers and part.op <= Op.REBUILD_SOME
-        )
-        return self._options.max_busy - busy
+        self.telling.ask(flight, alone=alone)
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
     def resume(self) -> None:
         """The call before was interrupted: bring the table and the pipes into agreement."""
-        self.behind = True
+        self.telling.behind = True
         for worker in self.processes:
             while worker.channel.raw and worker.receive() and worker.death is None:
                 pass
@@ -273,9 +196,9 @@ class WorkerPool:
             return []
         began = time.perf_counter()
         try:
-            if self.behind:
-                self.pump(_HEAD_START)
-            if not self.behind:
+            if self.telling.behind:
+                self.telling.pump(HEAD_START)
+            if not self.telling.behind:
                 return self._gather_each(flight, deadline)
             while flight.missing() and self.take_in(milliseconds(deadline)):
                 pass
@@ -348,16 +271,17 @@ class WorkerPool:
         The caller steps its own share when nobody else has an answer, and in its turn where there always is one.
         """
         while True:
-            if self.behind:
-                self.pump(_HEAD_START)
-            own = None if self.own is None else self.owed.oldest_of(self.own)
-            if own is not None and self.own is not None and (self._seq - own.seq) % 0xFFFFFFFF > len(self.workers):
-                self.own.perform(own)
+            if self.telling.behind:
+                self.telling.pump(HEAD_START)
+            own = self.own
+            mine = None if own is None else self.owed.oldest_of(own)
+            if mine is not None and own is not None:
+                in_turn = (self._seq - mine.seq) % 0xFFFFFFFF > len(self.workers)
+                if in_turn or (len(self.owed.landed) <= seen and not (self.processes and self.take_in(0.0))):
+                    own.perform(mine)
             if len(self.owed.landed) > seen:
                 return True
-            if own is not None and self.own is not None:
-                if not self.take_in(0.0):
-                    self.own.perform(own)
+            if mine is not None:
                 continue
             if not any(flight.missing() for flight in self.owed.flights.values()):
                 return False
@@ -366,8 +290,8 @@ class WorkerPool:
 
     def take_in(self, timeout_ms: float | None) -> bool:
         """Take in all there is to read, from whoever wrote it, after waiting for somebody; false when the time was up."""
-        if self.behind:
-            self.pump()
+        if self.telling.behind:
+            self.telling.pump()
         poll = self._poll_for_any()
         began = time.perf_counter()
         events = poll.poll(timeout_ms)
@@ -377,7 +301,7 @@ class WorkerPool:
         for descriptor, _ in events:
             writer = self._writers.get(descriptor)
             if writer is None:
-                died = died or descriptor not in self._outs
+                died = died or descriptor not in self.telling.outs
                 continue
             if writer.death is not None:
                 died = True
@@ -395,7 +319,7 @@ class WorkerPool:
             for descriptor in (*writers, *self._place.watch.descriptors()):
                 poll.register(descriptor, select.POLLIN)
             self._writers, self._any = writers, poll
-        if not self.behind:
+        if not self.telling.behind:
             return self._any
         poll = select.poll()
         for descriptor in (*self._writers, *self._place.watch.descriptors()):
@@ -474,17 +398,3 @@ class WorkerPool:
 
     def __repr__(self) -> str:
         return f"WorkerPool({self.workers})"
-
-
-def _split(flight: Flight) -> None:
-    """Give a flight that was told to some only, all at once, a part for each: the rest is told one by one."""
-    parts: dict[int, Part] = {}
-    told = iter(flight.told)
-    for worker in flight.workers:
-        part = parts[worker.index] = Part(worker, worker.rows, Op.STEP)
-        if not worker.local:
-            part.data = flight.data
-            with contextlib.suppress(StopIteration):
-                part.written.append(next(told))
-    flight.parts = parts
-

@@ -81,22 +81,27 @@ def env_ids_of(env_id: Any, num_envs: int) -> npt.NDArray[np.intp]:
         raise ValueError(f"env_id must be a sequence of int, got {env_id!r}")
     if ids.size == 0:
         raise ValueError("env_id is empty: name at least one environment")
-    wide = ids.astype(np.int64)
-    # one comparison for both ends: negative numbers become huge without their sign
-    if np.maximum.reduce(wide.view(np.uint64)) >= num_envs:
+    if len(ids) <= _FEW:  # lists are faster for few, tables for many
+        listed = ids.tolist()
+        outside = min(listed) < 0 or max(listed) >= num_envs
+        twice = len(set(listed)) != len(listed)
+    else:
+        wide = ids.astype(np.int64)
+        # one comparison for both ends: negative numbers become huge without their sign
+        outside = bool(np.maximum.reduce(wide.view(np.uint64)) >= num_envs)
+        twice = not outside and np.count_nonzero(_table(wide, num_envs)) != len(ids)
+    if outside:
         raise ValueError(f"env_id must lie within 0..{num_envs - 1}, got {ids.tolist()}")
-    if _twice(wide, num_envs):
+    if twice:
         raise ValueError(f"env_id must not name an environment twice, got {ids.tolist()}")
-    return wide.astype(np.intp, copy=False)
+    return ids.astype(np.intp)
 
 
-def _twice(ids: npt.NDArray[np.int64], num_envs: int) -> bool:
-    """Whether an index is there twice. A set is faster for few, a table for many."""
-    if len(ids) <= _FEW:
-        return len(set(ids.tolist())) != len(ids)
-    seen = np.zeros(num_envs, np.bool_)
-    seen[ids] = True
-    return int(np.count_nonzero(seen)) != len(ids)
+def _table(ids: npt.NDArray[np.int64], num_envs: int) -> npt.NDArray[np.bool_]:
+    """Which environments are named."""
+    named = np.zeros(num_envs, np.bool_)
+    named[ids] = True
+    return named
 
 
 def count_of(count: Any, batch_size: int, num_envs: int) -> int:

@@ -29,7 +29,9 @@ from vecenv.system.holdings import Descriptor, Holdings
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["STACK_SIGNAL", "BlackBox", "DeathWatch", "Lifeline", "catches", "describe_exit", "end_group"]
+__all__ = [
+    "STACK_SIGNAL", "BlackBox", "DeathWatch", "Lifeline", "catches", "close_process", "describe_exit", "end_group",
+]  # fmt: skip
 
 _LINUX: Final = sys.platform.startswith("linux")
 
@@ -269,6 +271,18 @@ class DeathWatch:
             self.remove(descriptor, worker)
         if self._epoll is not None:
             self._epoll.close()
+
+
+def close_process(process: Any) -> None:
+    """Let go of a process that has ended, and of the descriptors that `multiprocessing` holds of it. Idempotent.
+
+    Where nobody knows its exit code any more (SIGCHLD is ignored, or an interruption fell right behind the system call that
+    told it), `multiprocessing` would take it for alive for ever.
+    """
+    with contextlib.suppress(ValueError, AttributeError, AssertionError):
+        if process.exitcode is None and not os.path.exists(f"/proc/{process.pid}") and os.path.exists("/proc/self"):
+            process._popen.returncode = 255
+        process.close()
 
 
 def describe_exit(exitcode: int | None) -> str:

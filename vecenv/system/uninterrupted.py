@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["Uninterrupted", "let_in"]
+__all__ = ["Uninterrupted", "blocked", "let_in"]
 
 _current: list[Uninterrupted] = []
 
@@ -40,7 +40,7 @@ class Uninterrupted:
             if callable(handler):
                 self._handlers[number] = handler
         try:
-            with _blocked(self._handlers):
+            with blocked(self._handlers):
                 for number in self._handlers:
                     self._replaced.append(number)
                     signal.signal(number, self._note)
@@ -80,7 +80,7 @@ class Uninterrupted:
 
     def _put_back(self) -> None:
         raised: BaseException | None = None
-        with _blocked(self._replaced):
+        with blocked(self._replaced):
             self._over = True
             while self._replaced:
                 number = self._replaced[-1]
@@ -94,7 +94,7 @@ class Uninterrupted:
 
 
 @contextlib.contextmanager
-def _blocked(numbers: Iterable[int]) -> Iterator[None]:
+def blocked(numbers: Iterable[int]) -> Iterator[None]:
     """None of these reaches this thread: handlers are exchanged one by one, and those there already may raise."""
     if not hasattr(signal, "pthread_sigmask"):
         yield

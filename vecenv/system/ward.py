@@ -13,14 +13,15 @@ import signal
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
 from vecenv.system.descendants import Descendants, adopt, end_marked, end_own, new_token, snapshot
-from vecenv.system.supervision import Lifeline
-from vecenv.system.uninterrupted import Uninterrupted, let_in
+from vecenv.system.holdings import Descriptor, Holdings
+from vecenv.system.supervision import Lifeline, close_process
+from vecenv.system.uninterrupted import Uninterrupted, blocked, let_in
 
 __all__ = ["Ward"]
 
@@ -68,7 +69,8 @@ class Ward:
         self._name, self._daemon, self._abrupt = name, daemon, abrupt
         self._token = new_token()
         self._lifeline: Lifeline | None = None
-        self._descriptor = -1  # a pidfd; or -1, and then the sentinel does
+        self._holdings = Holdings(self)
+        self._pidfd = Descriptor()  # or none, and then the sentinel does
         self._group_ended = False
         self._owner = os.getpid()
 
@@ -81,12 +83,11 @@ class Ward:
             self.pipe = ours
             try:
                 args = (self._lifeline, self._token, self._abrupt, self._target, theirs, self._args)
-                process = self._context.Process(target=_main, args=args, daemon=self._daemon, name=self._name)
+                self.process = self._context.Process(target=_main, args=args, daemon=self._daemon, name=self._name)
                 with _ctrl_c_blocked(self._context.get_start_method()):
-                    process.start()
-                self.process = process
+                    self.process.start()
                 with contextlib.suppress(OSError, AttributeError):
-                    self._descriptor = os.pidfd_open(process.pid)
+                    self._pidfd = self._holdings.open(os.pidfd_open, self.process.pid)
             finally:
                 theirs.close()
         return ours
@@ -94,7 +95,10 @@ class Ward:
     @property
     def pid(self) -> int | None:
         """Its process id, once it has been started."""
-        return self.process.pid if self.process is not None else None
+        try:
+            return self.process.pid if self.process is not None else None
+        except ValueError:  # it is closed
+            return None
 
     def wait(self, deadline: float) -> bool:
         """Wait until it has said something or has ended; false if neither happened until ``deadline`` (monotonic)."""
@@ -135,7 +139,8 @@ class Ward:
         return code
 
     def _death(self) -> int:
-        return self._descriptor if self._descriptor >= 0 else int(self.process.sentinel)
+        number = self._pidfd.number
+        return number if number >= 0 else int(self.process.sentinel)
 
     def end(self) -> None:
         """End it, its group, and what it started in whatever session; give everything back. Idempotent.
@@ -162,27 +167,22 @@ class Ward:
                 self.end()
 
     def _end(self) -> None:
-        process, held = self.process, Descendants()
-        if process is not None:
+        held, pid = Descendants(), self.pid
+        if pid is not None:
             if not self.has_ended():
-                held = snapshot([process.pid])
-                process.kill()
+                held = snapshot([pid])
+                self.process.kill()
             self._kill_group()
         if self._lifeline is not None:
             self._lifeline.close()
             self._lifeline = None
-        if process is not None:
-            process.join(_REAP_SECONDS)
+        if pid is not None:
+            self.process.join(_REAP_SECONDS)  # in vain where the kernel is in a call that cannot be interrupted
             held.end()
             end_marked([self._token])
-            with contextlib.suppress(
-                ValueError
-            ):  # the kernel is in a call that cannot be interrupted, or somebody reaped it
-                process.close()
-            self.process = None
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+            close_process(self.process)
+        self.process = None
+        self._pidfd.close()
         if self.pipe is not None:
             self.pipe.close()
             self.pipe = None
@@ -190,27 +190,20 @@ class Ward:
     def _kill_group(self) -> None:
         """Before it is reaped: until then nobody else can have its process id, nor a group of that number."""
         if not self._group_ended and hasattr(os, "killpg"):
-            self._group_ended = True
             with contextlib.suppress(OSError):
                 os.killpg(self.process.pid, signal.SIGKILL)
+            self._group_ended = True
 
 
-@contextlib.contextmanager
-def _ctrl_c_blocked(method: str) -> Iterator[None]:
+def _ctrl_c_blocked(method: str) -> contextlib.AbstractContextManager[None]:
     """Until it is in its own session it would die of the terminal's Ctrl-C, with a traceback."""
-    if method == "forkserver" or not hasattr(signal, "pthread_sigmask"):  # a new server would keep the mask for all it forks
-        yield
-        return
+    if method == "forkserver":  # a new server would keep the mask for all it forks
+        return contextlib.nullcontext()
     if method == "spawn":
         from multiprocessing import resource_tracker
 
         resource_tracker.ensure_running()  # which would let Ctrl-C in again if it was started with the process
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return blocked((signal.SIGINT,))
 
 
 def _main(

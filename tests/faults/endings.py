@@ -58,7 +58,8 @@ def interrupted_close(setting: Setting, state: str, interruptions: list[Any]) ->
 
 
 def warm_up(setting: Setting) -> None:
-    """What the first engine of a process opens for good is no leak of the others."""
+    """What the first engine of a process opens for good is no leak of the others, and no work for the collector."""
     for _ in range(2):
         setting.open().close()
     gc.collect()
+    gc.freeze()

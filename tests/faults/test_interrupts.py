@@ -59,6 +59,7 @@ EVERY = 19
 def ctrl_c() -> Iterator[None]:
     with pythons_own_ctrl_c():
         yield
+    gc.unfreeze()
 
 
 def offset_of(*names: object) -> int:

@@ -12,7 +12,7 @@ from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from vecenv.engine.answering import Answering
 from vecenv.engine.owed import ABSENT, ALL, ONLY_COLUMNS, PLAIN, Flight, ReadyRow, Round
 from vecenv.front.deadlines import deadline_of
-from vecenv.link.infos import NO_INFO
+from vecenv.link.schemas import NO_INFO
 from vecenv.shm.layout import Array
 
 __all__ = ["FirstReady", "Received"]

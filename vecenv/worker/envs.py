@@ -1,4 +1,4 @@
-"""Environments of some rows: built, checked, closed, and what stands in for their ``step`` when they are not to be stepped."""
+"""Environments of some rows: built, checked, closed, and what stands in for ``step`` where one is not to be stepped."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _clock: Final = time.perf_counter
 
 
 class EnvRows(Envs):
-    """Environments ``first .. first + len(env_fns) - 1`` of the batch, stepped and reset; arguments beside those of ``Envs``:
+    """Environments ``first .. first + len(env_fns) - 1`` of the batch, stepped and reset; see :class:`Envs`.
 
     Args:
         worker: Which row of the per-worker counters to write.

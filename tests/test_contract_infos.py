@@ -16,9 +16,10 @@ import pytest
 from envs import VALUE_ENGINES, counters, info_env, opened
 from gymnasium.vector import SyncVectorEnv, VectorEnv
 
-from vecenv.link.infos import InfoReader, InfoWriter
+from vecenv.link.infos import InfoReader
 from vecenv.shm import INFO_BYTES
 from vecenv.testing import assert_identical
+from vecenv.worker.infos import InfoWriter
 
 engines = pytest.mark.parametrize("engine", VALUE_ENGINES.values(), ids=list(VALUE_ENGINES))
 

@@ -66,8 +66,8 @@ def test_serial_starts_no_process(make: Callable[..., Any]) -> None:
 def test_processes_are_as_many_as_is_fastest_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(vecenv.make, "AsyncVectorEnv", lambda env_fns, **options: seen.append(options) or _Nothing())
-    vecenv.make._engine_options.cache_clear()
-    monkeypatch.setattr(vecenv.make, "_engine_options", lambda: ("num_workers", "context"))
+    vecenv.ids.engine_options.cache_clear()
+    monkeypatch.setattr(vecenv.make, "engine_options", lambda: ("num_workers", "context"))
     make_vec("CartPole-v1", 2)
     make_vec("CartPole-v1", 2, vector_kwargs={"num_workers": None})
     assert [options["num_workers"] for options in seen] == ["auto", None]
@@ -79,7 +79,7 @@ def test_forkserver_is_used_where_threads_do_not_survive_a_fork(
 ) -> None:
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(vecenv.make, "AsyncVectorEnv", lambda env_fns, **options: seen.append(options) or _Nothing())
-    monkeypatch.setattr(vecenv.make, "_engine_options", lambda: ("num_workers", "context"))
+    monkeypatch.setattr(vecenv.make, "engine_options", lambda: ("num_workers", "context"))
     for name in ("jax", "torch"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     for name in modules:

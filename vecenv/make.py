@@ -11,19 +11,19 @@ import copy
 import difflib
 import functools
 import importlib.util
-import inspect
 import multiprocessing
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
 import gymnasium
 import numpy as np
-from gymnasium.envs.registration import EnvSpec, _find_spec, load_env_creator, registry
+from gymnasium.envs.registration import EnvSpec, registry
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from vecenv.engine.vector_env import AsyncVectorEnv
+from vecenv.ids import check_env_options, check_names, engine_options, find_spec, only_vector, parameters_of
 
 __all__ = ["make_vec", "register"]
 
@@ -88,7 +88,7 @@ def make_vec(
         if backend != "process":
             settings["backend"] = backend
         return _make_registered(int(num_envs), wrappers=wrappers, **settings)
-    if backend == "process" and found is not None and _only_vector(found):
+    if backend == "process" and found is not None and only_vector(found):
         row = _BACKENDS["native"]
     request = Request(id_or_env_fn, int(num_envs), given, _wrappers(wrappers), kwargs)
     envs = row.build(request)
@@ -120,7 +120,7 @@ def register(id: str, *, backend: str = "process", vector_kwargs: Mapping[str, A
         raise TypeError(f"register wants an id, got {id!r}")
     found = row.find(id)
     if isinstance(found, EnvSpec):
-        _check_env_options(found, env_kwargs, vector=backend == "native" or (backend == "process" and _only_vector(found)))
+        check_env_options(found, env_kwargs, vector=backend == "native" or (backend == "process" and only_vector(found)))
     name = f"vecenv/{id.rpartition(':')[2].replace('/', '-')}"
     kwargs = {**env_kwargs, "id": id, "backend": backend, "options": _options(vector_kwargs)}
     registry.pop(name, None)
@@ -220,50 +220,6 @@ class Backend:
             )
 
 
-# --- ids ----------------------------------------------------------------------------------------
-
-
-def find_spec(env_id: str) -> EnvSpec:
-    """A spec of Gymnasium's registry.
-
-    Raises:
-        gymnasium.error.UnregisteredEnv: There is none (in one of its subclasses); names close ones, and where else there
-            is one of this name.
-        ModuleNotFoundError: The module of a ``module:Env`` id cannot be imported.
-    """
-    try:
-        return _find_spec(env_id)  # unlike gymnasium.spec, it knows modules and the newest version
-    except gymnasium.error.Error as error:
-        kind = type(error) if isinstance(error, gymnasium.error.UnregisteredEnv) else gymnasium.error.UnregisteredEnv
-        raise kind(f"{error} {_other_places(env_id)}".rstrip()) from None
-
-
-def _other_places(env_id: str) -> str:
-    """Where an environment that Gymnasium does not know may be found."""
-    name = env_id.rpartition(":")[2]
-    hints = []
-    close = difflib.get_close_matches(name, registry, n=3, cutoff=0.7)
-    if close:
-        hints.append(f"Registered ids like it: {', '.join(close)}.")
-    library, package = _LIBRARIES.get(name.partition("/")[0], ("", ""))
-    if library:
-        hints.append(f"Ids of this kind are registered by `import {library}` (pip install {package}).")
-    if not _BACKENDS["envpool"].missing():
-        from vecenv.backends.envpool.task import task_ids
-
-        if name.rpartition("/")[2] in task_ids():
-            hints.append(f"EnvPool has {name.rpartition('/')[2]!r}: backend='envpool'.")
-    return " ".join(hints)
-
-
-_LIBRARIES = {
-    # namespace of an id -> the module that registers it, and its package
-    "ALE": ("ale_py", "'vecenv[bench]'"),
-    "MiniGrid": ("minigrid", "minigrid"),
-    "dm_control": ("shimmy", "'shimmy[dm-control]'"),
-}
-
-
 def _backend(name: str) -> Backend:
     """The row of a backend whose libraries are there."""
     row = _BACKENDS.get(name) if isinstance(name, str) else None
@@ -295,64 +251,6 @@ def _unknown_backend(backend: str) -> NoReturn:
     raise ValueError(f"there is no backend {backend!r}{hint} Backends: {known}")
 
 
-# --- option names -------------------------------------------------------------------------------
-
-
-def _check_names(given: Iterable[str], accepted: Iterable[str], whose: str, *, elsewhere: Sequence[str] = ()) -> None:
-    accepted = list(accepted)
-    for name in given:
-        if name in accepted:
-            continue
-        close = difflib.get_close_matches(name, accepted, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        other = [name] if name in elsewhere else difflib.get_close_matches(name, elsewhere, n=1, cutoff=0.8)
-        if other:
-            what = "It" if other == [name] else f"{other[0]!r}"
-            hint = f" {what} is an option of the vector environment: vector_kwargs={{{other[0]!r}: ...}}."
-        raise TypeError(f"{whose} has no option {name!r}.{hint} Options: {', '.join(accepted)}")
-
-
-@functools.cache
-def _engine_options() -> tuple[str, ...]:
-    parameters = inspect.signature(AsyncVectorEnv.__init__).parameters
-    return tuple(name for name in parameters if name not in ("self", "env_fns"))
-
-
-def _check_env_options(spec: EnvSpec, env_kwargs: Mapping[str, Any], *, vector: bool = False) -> None:
-    """Raise for options that the constructor of the environment (of the vector environment) does not have."""
-    entry_point = spec.vector_entry_point if vector else spec.entry_point
-    if entry_point is None and vector:
-        raise gymnasium.error.Error(f"{spec.id!r} has no vector entry point, so backend 'native' has nothing to build")
-    if entry_point is None:
-        hint = ": its library steps them, backend='native'" if spec.vector_entry_point is not None else ""
-        raise gymnasium.error.Error(f"{spec.id!r} has no entry point, so there is no single environment to build{hint}")
-    parameters = _parameters(entry_point)
-    if parameters is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return
-    if vector:
-        _check_names(env_kwargs, sorted({*parameters, *_NATIVE_OPTIONS} - {"num_envs"}), f"{spec.id!r}, backend 'native',")
-        return
-    accepted = {*parameters, "render_mode", "max_episode_steps", "disable_env_checker"}
-    _check_names(env_kwargs, sorted(accepted), repr(spec.id), elsewhere=_engine_options())
-
-
-_NATIVE_OPTIONS = ("autoreset_mode", "copy")
-
-
-def _parameters(entry_point: Any) -> Mapping[str, inspect.Parameter] | None:
-    """Those of the function behind an entry point; ``None`` where it does not tell."""
-    creator = load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
-    try:
-        return inspect.signature(creator).parameters
-    except (TypeError, ValueError):
-        return None
-
-
-def _only_vector(spec: EnvSpec) -> bool:
-    """Whether there is no single environment to build."""
-    return spec.entry_point is None and spec.vector_entry_point is not None
-
-
 # --- the rows -----------------------------------------------------------------------------------
 
 
@@ -371,7 +269,7 @@ def _serial(request: Request) -> AnyVectorEnv:
 
 
 def _engine(request: Request, options: dict[str, Any]) -> AnyVectorEnv:
-    _check_names(options, _engine_options(), "AsyncVectorEnv")
+    check_names(options, engine_options(), "AsyncVectorEnv")
     env_fn = _env_fn(request)
     return AsyncVectorEnv([env_fn] * request.num_envs, **options)
 
@@ -386,7 +284,7 @@ def _env_fn(request: Request) -> EnvFn:
         spec = copy.deepcopy(find_spec(request.what) if isinstance(request.what, str) else request.what)
         # Gymnasium's make() wants the arguments in its call, not in the spec
         kwargs = request.env_kwargs if isinstance(request.what, EnvSpec) else {**spec.kwargs, **request.env_kwargs}
-        _check_env_options(spec, kwargs)
+        check_env_options(spec, kwargs)
         spec.kwargs = {}
         return functools.partial(_make_one, spec, request.wrappers, kwargs)
     if not callable(request.what):
@@ -423,14 +321,14 @@ def _native(request: Request) -> AnyVectorEnv:
     if isinstance(request.what, EnvSpec):
         spec.kwargs = {}  # make_vec() has merged them
     options = {**request.env_kwargs, **request.vector_kwargs}
-    _check_env_options(spec, options, vector=True)
+    check_env_options(spec, options, vector=True)
     keep = options.pop("copy", True)
     mode = options.pop("autoreset_mode", None)
     if mode is not None:
         mode = AutoresetMode(mode)
-        if "autoreset_mode" in (_parameters(spec.vector_entry_point) or ()):
+        if "autoreset_mode" in (parameters_of(spec.vector_entry_point) or ()):
             options["autoreset_mode"] = mode
-    reason = f"{spec.id} has nothing but a vector entry point" if _only_vector(spec) else "backend='native' was asked for"
+    reason = f"{spec.id} has nothing but a vector entry point" if only_vector(spec) else "backend='native' was asked for"
     refusal = f"backend 'native': the library of {spec.id!r} does not offer {mode}"
     try:
         library = gymnasium.make_vec(spec, request.num_envs, "vector_entry_point", **options)

@@ -8,27 +8,23 @@ reset them together, and it steps when the answer is fetched.
 
 from __future__ import annotations
 
-import contextlib
 import copy as copies
-import os
-import threading
-from collections.abc import Collection, Iterator, Mapping
+import functools
+import time
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, Final
 
 import numpy as np
 from gymnasium import spaces
-from gymnasium.error import NoAsyncCallError, ResetNeeded
+from gymnasium.error import ResetNeeded
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import iterate
 
-from vecenv.errors import StepTimeout
-from vecenv.front.arguments import count_of, reset_mask_of, seeds_of
-from vecenv.front.attributes import NoAttributes
-from vecenv.front.capabilities import Capabilities, figures, unable
-from vecenv.front.deadlines import seconds_of
-from vecenv.front.guard import refuse_busy, refuse_closed, refuse_forked
-from vecenv.front.phases import Phase, advance
+from vecenv.front.arguments import seeds_of
+from vecenv.front.capabilities import Capabilities
+from vecenv.front.phases import Phase
+from vecenv.front.together import Stepped, TogetherVectorEnv, guarded
 
 __all__ = ["NativeVectorEnv"]
 
@@ -42,7 +38,7 @@ _LIBRARIES: Final[dict[str, Collection[str]]] = {
 _ARRAYS: Final = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
 
-class NativeVectorEnv(NoAttributes, VectorEnv[Any, Any, Any]):
+class NativeVectorEnv(TogetherVectorEnv["_Library"]):
     """A library's own vector environment, with the calls of the other backends.
 
     Args:
@@ -60,7 +56,11 @@ class NativeVectorEnv(NoAttributes, VectorEnv[Any, Any, Any]):
     ``step`` returns ``(observations, rewards, terminations, truncations, infos)``: observations of ``observation_space``;
     rewards float64, flags bool, all ``(num_envs,)`` and fresh; infos a dict of arrays with a mask ``_key`` for every key.
     Under same-step autoreset, ``infos["final_obs"]`` and ``infos["final_info"]`` have Gymnasium's form; of an episode's last
-    step ALE tells nothing but the observation, so its ``final_info`` is empty.
+    step ALE tells nothing but the observation, so its ``final_info`` is empty. Actions of another dtype are cast where at
+    most precision is lost.
+
+    ``step_async`` sets ALE's threads to work. Other libraries compute nothing until the answer is fetched, and know no
+    timeouts; those with one generator for all environments take one seed, an int, for all.
     """
 
     def __init__(self, library: VectorEnv[Any, Any, Any], *, copy: bool = True, reason: str = "it was handed in") -> None:
@@ -71,113 +71,74 @@ class NativeVectorEnv(NoAttributes, VectorEnv[Any, Any, Any]):
         stated = {} if library.metadata is VectorEnv.metadata else library.metadata
         self.autoreset_mode = getattr(library, "autoreset_mode", stated.get("autoreset_mode", AutoresetMode.NEXT_STEP))
         self.metadata = {**stated, "autoreset_mode": self.autoreset_mode}
-        self._name = f"{type(library).__module__}.{type(library).__qualname__}"
-        self._does = _LIBRARIES.get(self._name, ())
-        self._own: Any = _own if copy and "fresh" not in self._does else lambda observations: observations
-        self.library, self.plan = library, f"{self._name}: {reason}"
-        self._owner, self._lock, self._phase, self._begun = os.getpid(), threading.RLock(), Phase.DEFAULT, False
-        # It waits in the library, so that the caller can give up waiting (a timeout, Ctrl-C) and the answer is not lost.
-        self._waiter = ThreadPoolExecutor(1, "vecenv-native") if "threads" in self._does else None
+        driver = _Library(library, copy)
+        self.plan, self._why_together = f"{driver.name}: {reason}", f"{driver.name} answers for all of them at once"
         if (rows := getattr(library, "batch_size", self.num_envs)) != self.num_envs:
-            raise NotImplementedError(f"backend 'native' steps all environments at once; {self._name} has batch_size={rows}")
+            raise NotImplementedError(f"backend 'native' steps all at once; {driver.name} has batch_size={rows}")
+        self._open(driver)
 
-    # -- reset ---------------------------------------------------------------------------------------------------------
+    @property
+    def library(self) -> Any:
+        """The library's vector environment; ``None`` after :meth:`close`."""
+        return self._driver.library
 
-    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Reset all environments, or those of ``options["reset_mask"]``; see :meth:`reset_async`."""
-        self.reset_async(seed, options)
-        return self.reset_wait()
+    @guarded
+    def render(self) -> Any:
+        """One frame an environment; ``None`` without a render mode."""
+        self._require_idle("render")
+        return None if self.render_mode is None else self.library.render()
 
-    def reset_async(self, seed: Any = None, options: dict[str, Any] | None = None, *, env_id: Any = None) -> None:
-        """Begin a reset; :meth:`reset_wait` or :meth:`recv` fetches the answer.
 
-        Args:
-            seed: An int (environment i gets ``seed + i``; a library with one generator for all gets ``seed``), one int or
-                ``None`` for each environment, or ``None``.
-            options: ``"reset_mask"``, a bool array ``(num_envs,)``, chooses the environments; the others stay as they are.
-                Other keys are handed to the library. The dict is not changed.
+class _Library:
+    """A library's vector environment as a :class:`vecenv.front.together.Driver`."""
 
-        Raises:
-            NotImplementedError: The library has no seed for each environment, or resets all of them together.
-            TypeError, ValueError: Seeds, mask or options of the wrong kind, length or range.
-            ResetNeeded: The first reset must be of all environments.
-            AlreadyPendingCallError: An answer is owed. In all these cases nothing was sent.
-        """
-        seeds, (mask, others) = seeds_of(seed, self.num_envs), reset_mask_of(options, self.num_envs)
-        mask = np.ones(self.num_envs, np.bool_) if mask is None else mask
-        if env_id is not None:
-            unable(self, "reset environments by env_id", f"{self._name} answers for all of them at once")
-        if "rows" in self._does:
-            if others:
-                raise ValueError(f"{self._name} takes no reset options but 'reset_mask', got {sorted(map(str, others))}")
-            seed = np.array([-1 if one is None else one % 2**31 for one in seeds]).astype(np.int64, casting="safe")[mask]
-            others = {} if mask.all() else {"reset_mask": mask}
-        elif not mask.all() or seeds != seeds_of(seed := seeds[0], self.num_envs):
-            raise NotImplementedError(f"backend 'native': {self._name} resets all by one seed; got {seeds}, mask {mask}")
-        self._begin("reset_async", mask, seed=seed, options=others or None)
+    def __init__(self, library: VectorEnv[Any, Any, Any], copy: bool) -> None:
+        self.name = f"{type(library).__module__}.{type(library).__qualname__}"
+        self.does = _LIBRARIES.get(self.name, ())
+        self.library: Any = library
+        self.asked: Any = None  # what fetches the answer
+        self.failure: BaseException | None = None
+        self.waited, self.yields = 0.0, False
+        self._own: Any = _own if copy and "fresh" not in self.does else lambda observations: observations
+        self._mask: Any = None
+        # It waits in the library, so that the caller can give up waiting (a timeout, Ctrl-C) and the answer is not lost.
+        self._waiter = ThreadPoolExecutor(1, "vecenv-native") if "threads" in self.does else None
 
-    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
-        """Fetch the answer to :meth:`reset_async`; raises as :meth:`step_wait`."""
-        observations, *_, infos = self._finish("reset_wait", timeout)
-        return observations, infos
+    @property
+    def capabilities(self) -> Capabilities:
+        rows = "rows" in self.does
+        return Capabilities(
+            "native", attributes=False, first_ready=False, reset_mask=rows, masked_seeds=rows, reset_options=not rows,
+            in_this_process=True,
+        )  # fmt: skip
 
-    # -- step ----------------------------------------------------------------------------------------------------------
+    def reset(self, seeds: list[Any], mask: Any, options: dict[str, Any] | None) -> None:
+        everyone = mask is None or mask.all()
+        if self.asked is None and not everyone:
+            raise ResetNeeded("The first reset must be of all environments, without reset_mask.")
+        if "rows" in self.does:
+            seed: Any = np.array([-1 if one is None else one % 2**31 for one in seeds]).astype(np.int64, casting="safe")
+            seed, options = (seed, None) if everyone else (seed[mask], {"reset_mask": mask})
+        elif seeds != seeds_of(seed := seeds[0], len(seeds)):
+            raise NotImplementedError(f"backend 'native': {self.name} resets all by one seed; got {seeds}")
+        self._mask = np.ones(len(seeds), np.bool_) if mask is None else mask
+        self._ask(self.library.reset, seed=seed, options=options)
 
-    def step(self, actions: Any) -> Any:
-        """Step all environments; see :meth:`step_async` and :meth:`step_wait`."""
-        self.step_async(actions)
-        return self.step_wait()
+    def step(self, actions: Any) -> None:
+        if self.asked is None:
+            raise ResetNeeded("Call reset first.")
+        actions = self._checked(actions)
+        self._mask = np.ones(self.library.num_envs, np.bool_)
+        self._ask(self.library.step, actions)
 
-    def step_async(self, actions: Any) -> None:
-        """Begin a step: ALE's threads set to work. Other libraries compute nothing until :meth:`step_wait`.
-
-        Args:
-            actions: A batch of ``action_space``; arrays of another dtype are cast where at most precision is lost.
-
-        Raises:
-            TypeError, ValueError: Actions of the wrong dtype, shape or range; nothing was sent.
-            ResetNeeded: Before the first reset.
-            AlreadyPendingCallError: An answer is owed.
-        """
-        self._begin("step_async", None, self._checked(actions))
-
-    def step_wait(self, timeout: float | None = None) -> Any:
-        """Fetch the answer to :meth:`step_async`.
-
-        Raises:
-            StepTimeout: Not within ``timeout`` seconds; the answer is still owed, call again.
-            NotImplementedError: A timeout, where the library steps in the caller's own thread; the answer is still owed.
-            NoAsyncCallError: Nothing is owed.
-            Exception: Whatever the library raises.
-        """
-        return self._finish("step_wait", timeout)
-
-    def send(self, actions: Any, env_id: Any = None) -> None:
-        """As :meth:`step_async`. ``env_id`` may only name all environments, in their order.
-
-        Raises:
-            NotImplementedError: ``env_id`` names only some environments, or another order.
-        """
-        if env_id is not None and not np.array_equal(env_id, np.arange(self.num_envs)):
-            raise NotImplementedError(f"backend 'native' steps all environments at once, in order; got env_id={env_id!r}")
-        self.step_async(actions)
-
-    def recv(self, timeout: float | None = None, *, count: int | None = None) -> Any:
-        """Fetch the answer to :meth:`send` or :meth:`reset_async`, of all environments.
-
-        Returns:
-            What ``step`` returns, with ``infos["env_id"]``. After a reset, rewards are 0 and flags False.
-
-        Raises:
-            NoAsyncCallError: Nothing was sent. Otherwise as :meth:`step_wait`.
-        """
-        if count_of(count, self.num_envs, self.num_envs) != self.num_envs:
-            unable(self, f"receive {count} of {self.num_envs} environments", f"{self._name} answers for all of them at once")
-        return self._finish("recv", timeout)
+    def _ask(self, call: Any, *args: Any, **kwargs: Any) -> None:
+        self.asked = (
+            functools.partial(call, *args, **kwargs) if self._waiter is None else self._waiter.submit(call, *args, **kwargs)
+        )
 
     def _checked(self, actions: Any) -> Any:
         """A copy of the caller's actions that is a batch of the library's action space."""
-        space, given, wraps = self.action_space, actions, False
+        space, given, wraps = self.library.action_space, actions, False
         if isinstance(space, _ARRAYS):
             given = np.asarray(actions)
             if not np.can_cast(given.dtype, space.dtype, "same_kind"):
@@ -185,114 +146,69 @@ class NativeVectorEnv(NoAttributes, VectorEnv[Any, Any, Any]):
             actions = given.astype(space.dtype)
             wraps = given.dtype != space.dtype and space.dtype.kind in "iu" and not np.array_equal(actions, given)
         if wraps or actions not in space:
-            raise ValueError(f"actions must be {self.num_envs} of {self.single_action_space}, got {given!r}; none was sent")
+            single = self.library.single_action_space
+            raise ValueError(f"actions must be {self.library.num_envs} of {single}, got {given!r}; none was sent")
         return copies.deepcopy(actions) if actions is given else actions
 
-    # -- asking, and dressing answers ----------------------------------------------------------------------------------
+    def wait(self, deadline: float) -> bool:
+        if self._waiter is None:
+            raise NotImplementedError(f"backend 'native': {self.name} steps in the caller's thread, without a timeout")
+        began = time.monotonic()
+        done = wait([self.asked], max(deadline - began, 0.0)).done
+        self.waited += time.monotonic() - began
+        return bool(done)
 
-    @contextlib.contextmanager
-    def _alone(self, method: str) -> Iterator[None]:
-        """Refuse a forked child, a call after ``close()``, and a second thread."""
-        if os.getpid() != self._owner:
-            refuse_forked(self, self._owner, "its threads")
-        if self.closed:
-            refuse_closed(self)
-        if not self._lock.acquire(blocking=False):
-            refuse_busy(self, method)
+    def answer(self, kind: Phase) -> Stepped:
+        if self._waiter is not None:
+            wait([self.asked])
+            self.failure = self.asked.exception()
+            if self.failure is not None:
+                raise self.failure
+            return self._dressed(self.asked.result())
         try:
-            yield
-        finally:
-            self._lock.release()
+            said = self.asked()
+        except Exception as error:
+            self.failure = error
+            raise
+        self.asked = functools.partial(_again, said)
+        return self._dressed(said)
 
-    def _begin(self, method: str, mask: Any, *args: Any, **kwargs: Any) -> None:
-        """Call the library, or, without threads, get ready to. From here on the answer is owed."""
-        with self._alone(method):
-            phase = advance(self._phase, method, self)
-            if not self._begun and (mask is None or not mask.all()):
-                raise ResetNeeded(f"`{method}` before the first reset of all environments")
-            call = getattr(self.library, phase.value)
-            self._owed: Any = self._waiter.submit(call, *args, **kwargs) if self._waiter else lambda: call(*args, **kwargs)
-            self._phase, self._begun, self._mask = phase, True, mask
-
-    def _finish(self, method: str, timeout: float | None) -> Any:
-        """Hand the answer over. Not in time, it stays owed."""
-        with self._alone(method):
-            seconds = seconds_of(timeout)
-            if method != "recv":
-                advance(self._phase, method, self)
-            elif self._phase is Phase.DEFAULT:
-                raise NoAsyncCallError("Calling `recv` without any prior call to `send` or `reset_async`.", "recv")
-            if self._waiter is None and seconds is not None:
-                raise NotImplementedError(f"backend 'native': {self._name} steps in the caller's thread, without a timeout")
-            if self._waiter is not None and not wait([self._owed], seconds).done:
-                raise StepTimeout(f"`{method}` has timed out after {timeout} seconds; the answer is still owed: call again")
-            try:
-                answer = self._owed.result() if self._waiter else self._owed()
-            except Exception:
-                self._phase = Phase.DEFAULT
-                raise
-            dressed = self._dressed(answer, method == "recv")
-            self._phase = Phase.DEFAULT
-            return dressed
-
-    def _dressed(self, answer: Any, numbered: bool) -> Any:
-        """What the library returned, in Gymnasium's form, with ``env_id`` among the infos or not."""
+    def _dressed(self, answer: Any) -> Stepped:
+        """What the library returned, in Gymnasium's form."""
+        count = len(self._mask)
         observations, *outcome, told = answer
-        rewards, *flags = outcome or [np.zeros(self.num_envs)] * 3
+        rewards, *flags = outcome or [np.zeros(count)] * 3
         terminations, truncations = np.array(flags, np.bool_)
-        done, infos = terminations | truncations, {**({"env_id": np.arange(self.num_envs)} if numbered else {}), **told}
+        done, infos = terminations | truncations, dict(told)
         if "_final_obs" not in infos and (last := infos.pop("final_obs", None)) is not None and done.any():
-            final = np.full(self.num_envs, None, dtype=object)
-            for row, observation in enumerate(iterate(self.observation_space, last)):
+            final = np.full(count, None, dtype=object)
+            for row, observation in enumerate(iterate(self.library.observation_space, last)):
                 final[row] = copies.deepcopy(observation) if done[row] else None
             infos |= {"final_obs": final, "_final_obs": done, "final_info": infos.get("final_info", {}), "_final_info": done}
-        infos = self._columns(infos, np.ones(self.num_envs, np.bool_) if self._mask is None else self._mask)
-        return self._own(observations), np.array(rewards, np.float64), terminations, truncations, infos
+        columns = self._columns(infos, self._mask)
+        return self._own(observations), np.array(rewards, np.float64), terminations, truncations, columns
 
     def _columns(self, infos: Mapping[str, Any], mask: Any) -> dict[str, Any]:
         """Infos as fresh arrays, a row an environment, each with its mask; what is one for all is repeated."""
         columns: dict[str, Any] = {}
         for key, value in infos.items():
             if not key.startswith("_") or key[1:] not in infos:
-                each = value if np.shape(value)[:1] == (self.num_envs,) else [value] * self.num_envs
+                each = value if np.shape(value)[:1] == (len(mask),) else [value] * len(mask)
                 columns[key] = self._columns(value, mask) if isinstance(value, Mapping) else np.array(each)
                 columns[f"_{key}"] = np.array(infos.get(f"_{key}", mask))
         return columns
 
-    # -- the rest ------------------------------------------------------------------------------------------------------
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What the library can do."""
-        rows = "rows" in self._does
-        return Capabilities(
-            "native", attributes=False, first_ready=False, reset_mask=rows, masked_seeds=rows, reset_options=not rows,
-            in_this_process=True,
-        )  # fmt: skip
-
-    def stats(self) -> dict[str, float]:
-        """The figures of all backends, nan where a library tells none."""
-        return figures({"in_flight": float(self.num_envs if self._phase is not Phase.DEFAULT else 0)})
-
-    def render(self) -> Any:
-        """One frame an environment; ``None`` without a render mode."""
-        with self._alone("render"):
-            return None if self.render_mode is None else self.library.render()
-
-    def close_extras(self, timeout: float | None = 60.0, terminate: bool = False) -> None:
-        """Let go of the library, when the call that is under way has ended. In a forked child, do nothing.
-
-        Args:
-            timeout: Seconds to wait for another thread that is in a call; afterwards the library is left to that call.
-            terminate: Do not wait.
-        """
-        self.closed = True
-        seconds = 0.0 if terminate else seconds_of(timeout)
-        if getattr(self, "_owner", None) == os.getpid() and self._lock.acquire(timeout=-1 if seconds is None else seconds):
-            if self._waiter is not None:
-                self._waiter.shutdown(wait=not terminate)
+    def close(self, *, terminate: bool = False) -> None:
+        if self._waiter is not None:
+            self._waiter.shutdown(wait=not terminate)
+        if self.library is not None:
             self.library.close()
-            self.library = None  # type: ignore[assignment]
+        self.library = None
+
+
+def _again(said: Any) -> Any:
+    """The answer that a library gave, to whoever was interrupted while it was put into form."""
+    return said
 
 
 def _own(value: Any) -> Any:

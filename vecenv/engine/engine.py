@@ -29,11 +29,12 @@ from vecenv.engine.policy import Policy
 from vecenv.engine.pool import PoolOptions, WorkerPool
 from vecenv.engine.reading import Reading
 from vecenv.engine.recovery import Recovery
-from vecenv.link.infos import NO_INFO, Definition, InfoReader
+from vecenv.link.infos import InfoReader
 from vecenv.link.observations import Store
 from vecenv.link.outcomes import Failure
 from vecenv.link.packing import PackedError, summary
 from vecenv.link.protocol import Op
+from vecenv.link.schemas import NO_INFO, Definition
 from vecenv.shm import Arena, Batch, Layout
 from vecenv.shm.layout import Array
 from vecenv.system.cores import seats

@@ -10,9 +10,9 @@ import numpy as np
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 
 from vecenv.engine.answering import Answering
-from vecenv.engine.owed import ABSENT, ALL, ONLY_COLUMNS, PLAIN, Flight, ReadyRow, Round
+from vecenv.engine.owed import ABSENT, ALL, ONLY_COLUMNS, PLAIN, Flight, ReadyRow, Result, Round
 from vecenv.front.deadlines import deadline_of
-from vecenv.link.infos import NO_INFO
+from vecenv.link.schemas import NO_INFO
 from vecenv.shm.layout import Array
 
 __all__ = ["FirstReady", "Received"]
@@ -132,31 +132,19 @@ class FirstReady:
 
     def _absorb(self, flight: Flight, index: int) -> Round:
         """Read one worker's answer, see to what failed, and make its rows ready. It can be called again."""
-        engine = self._engine
-        rounds, key = self._owed.rounds, (flight.seq, index)
-        round_ = rounds.get(key)
+        engine, key = self._engine, (flight.seq, index)
+        round_ = self._owed.rounds.get(key)
         if round_ is None:
             rows = flight.rows_at(index)
-            round_ = Round(flight, rows, rows if index == ALL else ())
-            rounds[key] = round_
+            round_ = self._owed.rounds[key] = Round(flight, rows, rows if index == ALL else ())
         if round_.entries is not None:
             return round_
         rows, answer = list(round_.rows), flight.answers[index]
         if round_.result is None:
-            if flight.command == "reset":
-                engine.batch.rewards[rows] = 0.0
-                engine.batch.terminations[rows] = False
-                engine.batch.truncations[rows] = False
-                for row in rows:
-                    engine.ledger.found(row)
-            if not answer.columns:
-                engine.batch.info_schemas[rows] = NO_INFO
-            worker = next((worker for worker in flight.workers if worker.index == index), None)
-            round_.result = engine.read([] if worker is None else [(worker, answer)])
-        result = round_.result
-        bad = {failure.env for failure, _ in result.failures if failure.fatal or engine.policy.restart}
-        if answer.death is not None or index == ALL:
-            bad = set(rows)
+            round_.result = self._read(flight, index, rows)
+        bad = set(rows)
+        if answer.death is None and index != ALL:
+            bad = {failure.env for failure, _ in round_.result.failures if failure.fatal or engine.policy.restart}
         if engine.policy.restart and not round_.settled:
             engine.recovery.remembered.keep([row for row in rows if row not in bad], everyone=False)
         verdict = engine.recovery.settle(round_)
@@ -164,17 +152,22 @@ class FirstReady:
             assert flight.parts is not None
             engine.count_rows(flight.parts[index])
         engine.count(flight)
-        result = round_.result
-        good = rows if verdict is None else [row for row in rows if row not in bad]
-        entries: list[ReadyRow] = list(zip(good, repeat(None)))
-        if result.infos or result.finals:
-            infos, finals = result.infos, result.finals
-            entries = [
-                (row, (infos.get(row, ABSENT), finals.get(row, ABSENT)) if row in infos or row in finals else None)
-                for row in good
-            ]
-        round_.entries = entries
+        round_.entries = _entries(rows if verdict is None else [row for row in rows if row not in bad], round_.result)
         return round_
+
+    def _read(self, flight: Flight, index: int, rows: list[int]) -> Result:
+        """What one worker's answer says. Idempotent."""
+        engine, answer = self._engine, flight.answers[index]
+        if flight.command == "reset":
+            engine.batch.rewards[rows] = 0.0
+            engine.batch.terminations[rows] = False
+            engine.batch.truncations[rows] = False
+            for row in rows:
+                engine.ledger.found(row)
+        if not answer.columns:
+            engine.batch.info_schemas[rows] = NO_INFO
+        worker = next((worker for worker in flight.workers if worker.index == index), None)
+        return engine.read([] if worker is None else [(worker, answer)])
 
     def drain(self) -> None:
         """Wait for all that is underway, before a reset that forgets it. What failed is on record.
@@ -216,3 +209,13 @@ class FirstReady:
                 f"{len(self._owed.waiting()) - underway} are ready for `recv`.",
                 "send",
             )
+
+
+def _entries(rows: Sequence[int], result: Result) -> list[ReadyRow]:
+    """Rows that are ready, with what came with them by pickle."""
+    infos, finals = result.infos, result.finals
+    if not (infos or finals):
+        return list(zip(rows, repeat(None)))
+    return [
+        (row, (infos.get(row, ABSENT), finals.get(row, ABSENT)) if row in infos or row in finals else None) for row in rows
+    ]

@@ -22,10 +22,11 @@ from vecenv.engine.owed import COLUMNS, NOTHING, Answer, Flight, Part, Result, R
 from vecenv.engine.policy import Policy, RestartBudget
 from vecenv.errors import ClusterError, StartupTimeout, WorkerDied
 from vecenv.front.deadlines import deadline_of
-from vecenv.link.infos import NO_INFO, InfoReader
+from vecenv.link.infos import InfoReader
 from vecenv.link.observations import Store
 from vecenv.link.outcomes import Failure
 from vecenv.link.protocol import Op
+from vecenv.link.schemas import NO_INFO
 from vecenv.shm import Batch, Layout
 from vecenv.shm.layout import Array, Tree
 from vecenv.worker.main import Ready

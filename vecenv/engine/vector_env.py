@@ -26,8 +26,8 @@ from vecenv.planning.options import check_options, workers_and_share
 from vecenv.planning.scout import Trial
 from vecenv.shm import Batch, Layout, fixed_tree
 from vecenv.system.cores import usable_cores
+from vecenv.worker.envs import Expected
 from vecenv.worker.main import Plan
-from vecenv.worker.rows import Expected
 
 __all__ = ["AsyncVectorEnv"]
 

@@ -1,7 +1,7 @@
 """Who may call: one thread at a time, in the process that built the vector environment, until it is closed.
 
-The refusals are the same on every backend. The process engine has a guard of its own
-(:func:`vecenv.engine.vector_env._one_call`), which also settles what a call takes out of the table of what is owed.
+The refusals are the same on every backend. The process engine has a guard of its own (:func:`vecenv.engine.guard.one_call`),
+which also settles what a call takes out of the table of what is owed.
 """
 
 from __future__ import annotations
@@ -10,27 +10,16 @@ import functools
 import os
 from collections.abc import Callable
 from threading import get_ident
-from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 from gymnasium.error import ClosedEnvironmentError
 
 from vecenv.errors import BusyError, ForkedError
 
-__all__ = ["Guarded", "one_call", "refuse_busy", "refuse_closed", "refuse_forked"]
+__all__ = ["one_call", "refuse_busy", "refuse_closed", "refuse_forked"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class Guarded(Protocol):
-    """What :func:`one_call` asks of a vector environment. ``_caller`` is 0 and ``_owner`` the process id at first."""
-
-    closed: bool
-    _caller: int
-    _owner: int
-
-
-G = TypeVar("G", bound=Guarded)
 
 
 def refuse_closed(envs: object) -> NoReturn:
@@ -53,6 +42,8 @@ def refuse_busy(envs: object, method: str) -> NoReturn:
 
 def one_call(lacking: str) -> Callable[[Callable[Concatenate[Any, P], R]], Callable[Concatenate[Any, P], R]]:
     """Let one call in at a time; a call within a call is part of it.
+
+    The vector environment has ``closed``, ``_caller``, 0 at first, and ``_owner``, the process id.
 
     Args:
         lacking: What a forked child has no use of: ``"its threads"``.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from vecenv.link.infos import Definition
+from vecenv.link.schemas import Definition
 
 __all__ = ["Failure", "Outcome"]
 

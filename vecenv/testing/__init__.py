@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vecenv.testing.contract import VectorEnvContract, assert_identical, assert_same_trajectory
+    from vecenv.testing.double import DoubleVectorEnv
 
-__all__ = ["VectorEnvContract", "assert_identical", "assert_same_trajectory"]
+__all__ = ["DoubleVectorEnv", "VectorEnvContract", "assert_identical", "assert_same_trajectory"]
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name on first use (PEP 562); what the contract does not define, ``faulty`` may."""
+    if name == "DoubleVectorEnv":
+        return importlib.import_module("vecenv.testing.double").DoubleVectorEnv
     if name in __all__:
         import pytest
 

@@ -38,7 +38,8 @@ from vecenv.system.cores import Patience, Seat
 from vecenv.system.descendants import adopt, end_own
 from vecenv.system.supervision import BlackBox, Lifeline
 from vecenv.system.uninterrupted import let_in
-from vecenv.worker.rows import EnvRows, Expected
+from vecenv.worker.envs import Expected
+from vecenv.worker.rows import EnvRows
 
 __all__ = ["Plan", "Ready", "Start", "answer", "main", "make_rows"]
 

@@ -5,9 +5,8 @@ process (``num_workers=0``, ``use_caller=True``) or on another machine. What doe
 :class:`Outcome`, which is empty for a plain step. One environment's failure is recorded in the outcome and never touches its
 siblings; a failed environment is closed at once and built anew by its next reset.
 
-The step loop is the hot path of the whole package: rewards and flags are gathered in lists and written once, everything it
-needs is bound to local names, and what an autoreset mode does at the end of an episode is looked up in a table and called
-only there.
+The step loop is the hot path of the whole package: everything it needs is bound to local names, and what an autoreset mode
+does at the end of an episode is looked up in a table and called only there.
 """
 
 from __future__ import annotations
@@ -16,23 +15,22 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from operator import length_hint
 from typing import Any, Final
 
 import gymnasium
 import numpy as np
-from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import AutoresetMode
 
-from vecenv.errors import EnvError, EnvFailed, ObservationError
-from vecenv.link.infos import BY_PICKLE, NO_INFO, InfoWriter
+from vecenv.errors import EnvError
 from vecenv.link.observations import KEPT, Put
 from vecenv.link.outcomes import Failure, Outcome
-from vecenv.link.packing import summary
-from vecenv.shm.layout import Array, Batch, Tree
+from vecenv.link.schemas import BY_PICKLE, NO_INFO
+from vecenv.shm.layout import Array, Batch, Tree, memory_of
+from vecenv.worker.envs import Envs, Expected
+from vecenv.worker.infos import InfoWriter
 
-__all__ = ["EnvRows", "Expected"]
+__all__ = ["EnvRows"]
 
 _LONG: Final = 1e-3  # seconds; a message that takes as long is followed by one that is timed, too
 _UNTIMED_MOST: Final = 31
@@ -40,33 +38,10 @@ _SAMPLE_EVERY: Final = 64  # in every so many messages that are timed, the envir
 _clock: Final = time.perf_counter
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """The spaces every environment must have; ``mode`` is the ``observation_mode`` of the vector environment."""
-
-    mode: Any
-    observation_space: gymnasium.Space[Any]
-    action_space: gymnasium.Space[Any]
-
-    def mismatch(self, env: gymnasium.Env[Any, Any]) -> tuple[str, str] | None:
-        """``(which, got)`` if a space of ``env`` does not go with the others."""
-        if isinstance(self.mode, str) and self.mode == "same":
-            fits = env.observation_space == self.observation_space
-        else:
-            fits = is_space_dtype_shape_equiv(env.observation_space, self.observation_space)
-        if not fits:
-            return "observation", repr(env.observation_space)
-        if env.action_space != self.action_space:
-            return "action", repr(env.action_space)
-        return None
-
-
-class EnvRows:
-    """Environments ``first .. first + len(env_fns) - 1`` of the batch.
+class EnvRows(Envs):
+    """Environments ``first .. first + len(env_fns) - 1`` of the batch, stepped and reset; see :class:`Envs`.
 
     Args:
-        env_fns: What builds them.
-        first: Index of the first one.
         worker: Which row of the per-worker counters to write.
         batch: Views of the whole shared block.
         put: Writes an observation of row k (:data:`~vecenv.link.observations.Put`).
@@ -74,7 +49,6 @@ class EnvRows:
         observation_tree: Structure of an observation of fixed size, else ``None``.
         action_tree: Structure of an action of fixed size, else ``None``.
         autoreset_mode: What to do when an episode ends.
-        expected: The spaces to check every environment against; ``None``: no check.
         interrupts: A ``KeyboardInterrupt`` belongs to the person at the keyboard (in the caller's own process) and is
             passed on; in a worker it is the environment's own.
     """
@@ -95,38 +69,27 @@ class EnvRows:
     ) -> None:
         count = len(env_fns)
         mine = slice(first, first + count)
-        self.first = first
-        self.count = count
+        leaves = [leaf[mine] for leaf in batch.observations] if batch.observations is not None else []
+        super().__init__(env_fns, first, observation_tree, leaves, expected, interrupts)
         self.warnings: list[tuple[str, str]] = []
-        self.forked: list[bool] = []  # not empty in a copy of the worker that an environment forked; see leave_if_forked()
-        self._env_fns = list(env_fns)
-        self._expected = expected
-        self._interrupts = interrupts
         self._put = put
         self._put_final = put_final
-        self._observation_tree = observation_tree
         self._action_tree = action_tree
-        self.envs: list[gymnasium.Env[Any, Any] | None] = [None] * count
-        self._steps: list[Callable[[Any], Any]] = [self._step_failed(k) for k in range(count)]
-        self._used = [False] * count
-        self._offered: list[Any] = [None] * count  # what an environment with an observation_buffer writes into
-        self._mode = autoreset_mode
         self._at_end = {
             AutoresetMode.NEXT_STEP: self._reset_next_step,
             AutoresetMode.SAME_STEP: self._reset_same_step,
             AutoresetMode.DISABLED: self._reset_never,
         }[autoreset_mode]
         self._actions = [leaf[mine] for leaf in batch.actions] if batch.actions is not None else []
-        self._observation_leaves = [leaf[mine] for leaf in batch.observations] if batch.observations is not None else []
-        self._reward_cells = _cells(batch.rewards[mine])
-        self._termination_cells = _cells(batch.terminations[mine])
-        self._truncation_cells = _cells(batch.truncations[mine])
+        self._reward_cells = memory_of(batch.rewards[mine])
+        self._termination_cells = memory_of(batch.terminations[mine])
+        self._truncation_cells = memory_of(batch.truncations[mine])
         self._requested = batch.requested[mine]
         self._schemas = batch.info_schemas[mine]
         self._final = batch.final[mine]
         self._step_time = batch.step_time[mine]
-        self._worker_time = _cells(batch.worker_time[worker : worker + 1])
-        self._worker_steps = _cells(batch.worker_steps[worker : worker + 1])
+        self._worker_time = memory_of(batch.worker_time[worker : worker + 1])
+        self._worker_steps = memory_of(batch.worker_steps[worker : worker + 1])
         self._infos = InfoWriter(self._schemas, batch.infos[mine])
         self._direct, self._direct_rows, self._flat = self._direct_writes(observation_tree)
         self._out = Outcome()
@@ -149,79 +112,6 @@ class EnvRows:
         flat = leaf.flat
         rows = [memoryview(array[k]) if flat else array[k] for k in range(self.count)]
         return (np.ndarray, leaf.dtype, leaf.shape), rows, flat
-
-    @property
-    def span(self) -> str:
-        """Which environments, in words."""
-        return f"{self.first}-{self.first + self.count - 1}"
-
-    # -- building ---------------------------------------------------------------------------------------------------
-
-    def build(self) -> tuple[list[Failure], list[tuple[int, str, str]]]:
-        """Build all environments; what raised, and (env, which space, its repr) for spaces that do not match."""
-        failures: list[Failure] = []
-        mismatches: list[tuple[int, str, str]] = []
-        for k in range(self.count):
-            try:
-                env = self._build(k)
-                wrong = self._expected.mismatch(env) if self._expected is not None else None
-            except BaseException as error:
-                self._let_through(error)
-                failures.append(Failure(self.first + k, error))
-                continue
-            if wrong is not None:
-                mismatches.append((self.first + k, *wrong))
-        return failures, mismatches
-
-    def _build(self, k: int) -> gymnasium.Env[Any, Any]:
-        env = self._env_fns[k]()
-        self.envs[k] = env
-        self._steps[k] = env.step
-        self._used[k] = False
-        # looked up on the class so that an environment's __getattr__ cannot pretend to have one
-        offered = getattr(type(env.unwrapped), "observation_buffer", None)
-        if callable(offered) and self._observation_tree is not None:
-            views = [leaf[k : k + 1].reshape(leaf.shape[1:]) for leaf in self._observation_leaves]
-            self._offered[k] = self._observation_tree.build(iter(views))
-            offered(env.unwrapped, self._offered[k])
-        return env
-
-    def _env(self, k: int) -> gymnasium.Env[Any, Any]:
-        env = self.envs[k]
-        if env is None:
-            raise EnvFailed(f"env {self.first + k} failed earlier; reset() builds it anew")
-        return env
-
-    # What stands in for a row's `env.step` when the row is not to be stepped.
-
-    def _step_failed(self, k: int) -> Callable[[Any], Any]:
-        def step(_: Any) -> Any:
-            return self._env(k)
-
-        return step
-
-    def _step_by_reset(self, k: int) -> Callable[[Any], Any]:
-        """The step after an episode's end in next-step mode: ignores its action and resets."""
-
-        def step(_: Any) -> Any:
-            env = self._env(k)
-            self._steps[k] = env.step
-            observation, info = env.reset()
-            return observation, 0.0, False, False, info
-
-        return step
-
-    def leave_if_forked(self) -> None:
-        """End a copy of the worker, which an environment forked and which has come back here.
-
-        It is not the worker, and what it has to say, however late, must not get into the rows.
-        """
-        if self.forked:
-            os._exit(0)
-
-    def _let_through(self, error: BaseException) -> None:
-        if self._interrupts and isinstance(error, KeyboardInterrupt):
-            raise error
 
     # -- stepping ---------------------------------------------------------------------------------------------------
 
@@ -367,21 +257,6 @@ class EnvRows:
         self._weight = self._untimed + 1
         self._counted += 1
 
-    def _number(self, k: int, name: str, value: Any, kind: type[np.float64] | type[np.bool_]) -> Any:
-        """A reward or flag that is no plain Python one: converted as Gymnasium does, an array of one squeezed."""
-        if isinstance(value, (np.bool_, np.floating, np.integer, int)):
-            return kind(value)
-        try:
-            array = np.array(value, dtype=kind)
-            if array.size == 1:
-                return kind(array.reshape(())[()])
-            problem: Exception | None = None
-        except (ValueError, TypeError) as error:
-            problem = error
-        raise ObservationError(
-            f"env {self.first + k}: {name}: got {type(value).__name__} {value!r}, wanted one {np.dtype(kind)}"
-        ) from problem
-
     def _timed(self, k: int) -> Callable[[Any], Any]:
         step, clock, times = self._steps[k], _clock, self._step_time
 
@@ -520,24 +395,6 @@ class EnvRows:
                 self._let_through(error)
         return out
 
-    def close(self) -> Outcome:
-        """Close all environments, whatever any of them raises."""
-        out = Outcome()
-        for k, env in enumerate(self.envs):
-            if env is None:
-                continue
-            self.envs[k] = None
-            try:
-                env.close()
-            except BaseException as error:
-                self._let_through(error)
-                out.failures.append(Failure(self.first + k, error))
-        return out
-
-    def forget(self) -> None:
-        """Let go of everything, the shared memory first of all; nothing can be asked of it any more."""
-        self.__dict__.clear()
-
     # -- helpers ----------------------------------------------------------------------------------------------------
 
     def _note(self, k: int, info: Any, out: Outcome) -> None:
@@ -574,12 +431,6 @@ class EnvRows:
         out.infos.pop(row, None)
         self._let_through(error)
 
-    def _told(self, k: int, error: BaseException) -> BaseException:
-        """What is said of an environment that raised ``error``: it, unless that is the person's at the keyboard."""
-        if self._interrupts and isinstance(error, KeyboardInterrupt):
-            return EnvError(f"env {self.first + k} was interrupted: {summary(error)}")
-        return error
-
     def _drop(self, k: int) -> None:
         """Close an environment that is not to be used any more."""
         env, self.envs[k] = self.envs[k], None
@@ -592,11 +443,6 @@ class EnvRows:
                 env.close()
             except BaseException as error:
                 self._let_through(error)
-
-
-def _cells(array: Array) -> Any:
-    """A memoryview: getting and setting one number costs a fraction of what it does on an array."""
-    return memoryview(array)  # type: ignore[arg-type]
 
 
 def _own(leaf: Array, ks: Sequence[int] | None) -> Sequence[Any]:

@@ -1,21 +1,31 @@
-"""The state of functional environments, and what is done with it: begun, stepped, read, copied, assigned."""
+"""The state of functional environments, and what is done with it: begun, stepped, read, copied, assigned.
+
+A :class:`vecenv.front.together.Driver`, and what JAX alone can do beside it.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import gymnasium as gym
 import jax
 import jax.numpy as jnp
 
 from vecenv.backends.jax_native import resets
-from vecenv.backends.jax_native.results import Reader, Stepped
+from vecenv.backends.jax_native.results import Reader
 from vecenv.errors import StaleStateError
+from vecenv.front.capabilities import Capabilities
+from vecenv.front.phases import Phase
+from vecenv.front.together import Stepped
 from vecenv.jax.native.functional import FunctionalVectorEnv
 from vecenv.jax.native.handover import from_torch
 from vecenv.jax.native.state import EnvState
 
 __all__ = ["Driver"]
+
+_CAPABILITIES: Final = Capabilities(
+    "jax", attributes=False, first_ready=False, reset_options=False, in_this_process=True, runs_jax=True
+)
 
 
 class Driver:
@@ -37,8 +47,23 @@ class Driver:
         self.reader = Reader(functional, to, infos)
         self.state: EnvState | None = None
         self.seeds: list[int | None] = [None] * functional.num_envs
+        self.failure: BaseException | None = None
+        self.yields = True  # what a call in another thread still needs of the state, it holds
         self._torch = to == "torch"
         self._chunk: Any = None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return _CAPABILITIES
+
+    @property
+    def asked(self) -> EnvState | None:
+        return self.state
+
+    @property
+    def waited(self) -> float:
+        """Seconds spent waiting for the device; what ``to="jax"`` and ``"torch"`` leave to the caller is not in it."""
+        return self.reader.waited
 
     def current(self) -> EnvState:
         """The state.
@@ -50,7 +75,7 @@ class Driver:
             raise gym.error.ResetNeeded("Call reset first.")
         return self.state
 
-    def reset(self, seeds: resets.Seeds, mask: resets.Mask | None) -> None:
+    def reset(self, seeds: resets.Seeds, mask: resets.Mask | None, options: dict[str, Any] | None = None) -> None:
         """Begin episodes; raises as :func:`vecenv.backends.jax_native.resets.begin`."""
         self.state, self.seeds = resets.begin(self.functional, self.state, seeds, mask, self.seeds)
 
@@ -99,7 +124,19 @@ class Driver:
         self.state = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), state)
         self.seeds = [None] * self.functional.num_envs
 
-    def forget(self) -> None:
+    def wait(self, deadline: float) -> bool:
+        """Wait for the device."""
+        return self.reader.wait(self.current(), deadline)
+
+    def answer(self, kind: Phase) -> Stepped:
+        """The state, read."""
+        try:
+            return self.reader.stepped(self.current(), infos=kind is Phase.WAITING_STEP)
+        except (jax.errors.JaxRuntimeError, ValueError) as error:  # an environment's own: there is no state to go on from
+            self.failure, self.state = error, None
+            raise
+
+    def close(self, *, terminate: bool = False) -> None:
         """Let go of the device's memory, and of what was compiled here."""
         self.state = self._chunk = None
 

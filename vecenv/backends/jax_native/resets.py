@@ -10,24 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from vecenv.front.arguments import reset_mask_of
 from vecenv.jax.native.functional import FunctionalVectorEnv
 from vecenv.jax.native.seeding import entropy_seeds, seed_keys
 from vecenv.jax.native.state import EnvState
 
-__all__ = ["Mask", "Seeds", "begin", "mask_of"]
+__all__ = ["Mask", "Seeds", "begin"]
 
 Mask: TypeAlias = npt.NDArray[np.bool_]
 Seeds: TypeAlias = Sequence[int | None]
-
-
-def mask_of(options: dict[str, Any] | None, num_envs: int) -> Mask | None:
-    """``options["reset_mask"]``. Raises as :func:`vecenv.front.arguments.reset_mask_of`; ValueError for any other key."""
-    mask, others = reset_mask_of(options, num_envs)
-    if others:
-        unknown = sorted(map(str, others))
-        raise ValueError(f"JAX-native environments take no reset options, got {unknown}; only 'reset_mask' is known")
-    return mask
 
 
 def begin(

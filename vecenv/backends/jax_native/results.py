@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import time
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
 import numpy.typing as npt
 from gymnasium.vector import AutoresetMode
 
+from vecenv.front.together import Stepped
 from vecenv.jax.native.functional import FunctionalVectorEnv
 from vecenv.jax.native.handover import info_arrays, masked_infos, rows_of, to_numpy, to_torch
 from vecenv.jax.native.state import EnvState
 
-__all__ = ["Reader", "Stepped"]
-
-Stepped: TypeAlias = tuple[Any, Any, Any, Any, dict[str, Any]]
+__all__ = ["Reader"]
 
 _PAUSE = 1e-4  # between two looks at whether the device is done: JAX has no wait with an end
 
@@ -54,15 +53,6 @@ class Reader:
             return True
         finally:
             self.waited += time.monotonic() - began
-
-    def observations(self, state: EnvState) -> Any:
-        """The batch of observations."""
-        if self._to != "numpy":
-            return state.obs if self._to == "jax" else to_torch(state.obs)
-        began = time.perf_counter()
-        observations = to_numpy(self._space, state.obs)
-        self.waited += time.perf_counter() - began
-        return observations
 
     def stepped(self, state: EnvState, infos: bool = True) -> Stepped:
         """What ``step`` returns; without ``infos`` of a state that a reset returned, whose environments report none."""

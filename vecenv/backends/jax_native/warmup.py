@@ -10,6 +10,7 @@ import numpy as np
 
 from vecenv.backends.jax_native.building import spinner
 from vecenv.backends.jax_native.driver import Driver
+from vecenv.front.phases import Phase
 
 __all__ = ["compile_now"]
 
@@ -22,11 +23,11 @@ def compile_now(driver: Driver, chunk: int | None, progress: bool | None) -> dic
     def reset() -> None:
         driver.state = None
         driver.reset(list(range(functional.num_envs)), None)
-        driver.reader.observations(driver.current())
+        driver.answer(Phase.WAITING_RESET)
 
     def step() -> None:
         driver.step(zeros)
-        driver.reader.stepped(driver.current())
+        driver.answer(Phase.WAITING_STEP)
 
     stages: dict[str, Callable[[], object]] = {"reset": reset, "step": step}
     if chunk:

@@ -27,10 +27,10 @@ from vecenv.engine.pool import WorkerPool
 from vecenv.engine.starting import PoolOptions
 from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import WorkerDied
-from vecenv.link.infos import Definition
 from vecenv.link.outcomes import Failure, Outcome
 from vecenv.link.packing import PackedError, pack
 from vecenv.link.protocol import Op
+from vecenv.link.schemas import Definition
 from vecenv.link.sealing import dump
 from vecenv.planning.plan import choose
 from vecenv.planning.scout import probe

@@ -25,10 +25,10 @@ from vecenv.engine.handles import command_of, envs_text
 from vecenv.engine.owed import ONLY_COLUMNS, PLAIN, Answer, Death, Flight, Owed, Part
 from vecenv.engine.pool import pools
 from vecenv.errors import HostDied, StartupTimeout
-from vecenv.link.infos import NO_INFO
 from vecenv.link.outcomes import Failure
 from vecenv.link.packing import unpack
 from vecenv.link.protocol import Op
+from vecenv.link.schemas import NO_INFO
 from vecenv.shm import Arena, Batch
 from vecenv.worker.main import Ready
 

@@ -28,8 +28,8 @@ from vecenv.engine.starting import dump_env_fn
 from vecenv.link.observations import PickledStore
 from vecenv.planning.options import check_options
 from vecenv.shm import Batch, Layout, fixed_tree
+from vecenv.worker.envs import Expected
 from vecenv.worker.main import Plan
-from vecenv.worker.rows import Expected
 
 __all__ = ["RayVectorEnv"]
 

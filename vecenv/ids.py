@@ -1,0 +1,113 @@
+"""Ids of environments and names of their options, as Gymnasium's registry knows them; errors name what is right."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib.util
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import gymnasium
+from gymnasium.envs.registration import EnvSpec, _find_spec, load_env_creator, registry
+
+from vecenv.engine.vector_env import AsyncVectorEnv
+
+__all__ = ["check_env_options", "check_names", "engine_options", "find_spec", "only_vector", "parameters_of"]
+
+
+def find_spec(env_id: str) -> EnvSpec:
+    """A spec of Gymnasium's registry.
+
+    Raises:
+        gymnasium.error.UnregisteredEnv: There is none (in one of its subclasses); names close ones, and where else there
+            is one of this name.
+        ModuleNotFoundError: The module of a ``module:Env`` id cannot be imported.
+    """
+    try:
+        return _find_spec(env_id)  # unlike gymnasium.spec, it knows modules and the newest version
+    except gymnasium.error.Error as error:
+        kind = type(error) if isinstance(error, gymnasium.error.UnregisteredEnv) else gymnasium.error.UnregisteredEnv
+        raise kind(f"{error} {_other_places(env_id)}".rstrip()) from None
+
+
+def _other_places(env_id: str) -> str:
+    """Where an environment that Gymnasium does not know may be found."""
+    name = env_id.rpartition(":")[2]
+    hints = []
+    close = difflib.get_close_matches(name, registry, n=3, cutoff=0.7)
+    if close:
+        hints.append(f"Registered ids like it: {', '.join(close)}.")
+    library, package = _LIBRARIES.get(name.partition("/")[0], ("", ""))
+    if library:
+        hints.append(f"Ids of this kind are registered by `import {library}` (pip install {package}).")
+    if importlib.util.find_spec("envpool") is not None:
+        from vecenv.backends.envpool.task import task_ids
+
+        if name.rpartition("/")[2] in task_ids():
+            hints.append(f"EnvPool has {name.rpartition('/')[2]!r}: backend='envpool'.")
+    return " ".join(hints)
+
+
+_LIBRARIES = {
+    # namespace of an id -> the module that registers it, and its package
+    "ALE": ("ale_py", "'vecenv[bench]'"),
+    "MiniGrid": ("minigrid", "minigrid"),
+    "dm_control": ("shimmy", "'shimmy[dm-control]'"),
+}
+
+
+def check_names(given: Iterable[str], accepted: Iterable[str], whose: str, *, elsewhere: Sequence[str] = ()) -> None:
+    accepted = list(accepted)
+    for name in given:
+        if name in accepted:
+            continue
+        close = difflib.get_close_matches(name, accepted, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        other = [name] if name in elsewhere else difflib.get_close_matches(name, elsewhere, n=1, cutoff=0.8)
+        if other:
+            what = "It" if other == [name] else f"{other[0]!r}"
+            hint = f" {what} is an option of the vector environment: vector_kwargs={{{other[0]!r}: ...}}."
+        raise TypeError(f"{whose} has no option {name!r}.{hint} Options: {', '.join(accepted)}")
+
+
+@functools.cache
+def engine_options() -> tuple[str, ...]:
+    parameters = inspect.signature(AsyncVectorEnv.__init__).parameters
+    return tuple(name for name in parameters if name not in ("self", "env_fns"))
+
+
+def check_env_options(spec: EnvSpec, env_kwargs: Mapping[str, Any], *, vector: bool = False) -> None:
+    """Raise for options that the constructor of the environment (of the vector environment) does not have."""
+    entry_point = spec.vector_entry_point if vector else spec.entry_point
+    if entry_point is None and vector:
+        raise gymnasium.error.Error(f"{spec.id!r} has no vector entry point, so backend 'native' has nothing to build")
+    if entry_point is None:
+        hint = ": its library steps them, backend='native'" if spec.vector_entry_point is not None else ""
+        raise gymnasium.error.Error(f"{spec.id!r} has no entry point, so there is no single environment to build{hint}")
+    parameters = parameters_of(entry_point)
+    if parameters is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    if vector:
+        check_names(env_kwargs, sorted({*parameters, *_NATIVE_OPTIONS} - {"num_envs"}), f"{spec.id!r}, backend 'native',")
+        return
+    accepted = {*parameters, "render_mode", "max_episode_steps", "disable_env_checker"}
+    check_names(env_kwargs, sorted(accepted), repr(spec.id), elsewhere=engine_options())
+
+
+_NATIVE_OPTIONS = ("autoreset_mode", "copy")
+
+
+def parameters_of(entry_point: Any) -> Mapping[str, inspect.Parameter] | None:
+    """Those of the function behind an entry point; ``None`` where it does not tell."""
+    creator = load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
+    try:
+        return inspect.signature(creator).parameters
+    except (TypeError, ValueError):
+        return None
+
+
+def only_vector(spec: EnvSpec) -> bool:
+    """Whether there is no single environment to build."""
+    return spec.entry_point is None and spec.vector_entry_point is not None

@@ -1,0 +1,119 @@
+"""A vector environment without processes, threads or libraries: arithmetic in memory, behind the front of the real ones.
+
+For tests of what is written on top of vector environments, and for the front's own. It can be told to be late.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from gymnasium import spaces
+from gymnasium.error import ResetNeeded
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_space
+
+from vecenv.front.capabilities import Capabilities
+from vecenv.front.phases import Phase
+from vecenv.front.together import Stepped, TogetherVectorEnv
+
+__all__ = ["DoubleVectorEnv"]
+
+_CAPABILITIES: Final = Capabilities(
+    "double", attributes=False, first_ready=False, reset_options=False, in_this_process=True
+)
+_LENGTH: Final = 5  # steps an episode
+
+
+class DoubleVectorEnv(TogetherVectorEnv["_Memory"]):
+    """Counters: an observation is (its seed modulo 1,000, steps in its episode, sum of its actions), float32 ``(3,)``.
+
+    An action is an int from 0 to 4, and is the reward. An episode is truncated after five steps and terminated where the sum
+    of its actions has reached ten; the next step begins the next one.
+
+    Args:
+        num_envs: How many.
+
+    Attributes:
+        ready: A ``threading.Event``; while it is cleared, answers are late.
+    """
+
+    _why_no_attributes = "its environments are rows of arrays"
+
+    def __init__(self, num_envs: int = 1) -> None:
+        self.num_envs = num_envs
+        self.single_observation_space = spaces.Box(0, 1e6, (3,), np.float32)
+        self.single_action_space = spaces.Discrete(5)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self.autoreset_mode = AutoresetMode.NEXT_STEP
+        self.metadata = {"autoreset_mode": self.autoreset_mode}
+        self._open(_Memory(num_envs))
+        self.ready = self._driver.ready
+
+
+class _Memory:
+    """A :class:`vecenv.front.together.Driver`: an answer is computed when it is asked for, handed out when it is ready."""
+
+    capabilities = _CAPABILITIES
+    yields = True
+
+    def __init__(self, num_envs: int) -> None:
+        self.asked: tuple[npt.NDArray[np.float32], Any, Any, Any] | None = None  # the answer
+        self.failure: BaseException | None = None
+        self.waited = 0.0
+        self.ready = threading.Event()
+        self.ready.set()
+        self._over = np.zeros(num_envs, np.bool_)
+
+    def reset(self, seeds: list[Any], mask: npt.NDArray[np.bool_] | None, options: dict[str, Any] | None) -> None:
+        count = len(seeds)
+        rows = np.ones(count, np.bool_) if mask is None else mask
+        if self.asked is None and not rows.all():
+            raise ResetNeeded("The first reset must be of all environments, without reset_mask.")
+        before = np.zeros((count, 3), np.float32) if self.asked is None else self.asked[0]
+        now = before.copy()
+        for row in np.flatnonzero(rows):
+            now[row] = (before[row, 0] + 1 if seeds[row] is None else int(seeds[row])) % 1000, 0, 0
+        self._over = self._over & ~rows
+        self.asked = now, np.zeros(count), np.zeros(count, np.bool_), np.zeros(count, np.bool_)
+
+    def step(self, actions: Any) -> None:
+        if self.asked is None:
+            raise ResetNeeded("Call reset first.")
+        given, before, again = np.asarray(actions), self.asked[0], self._over
+        if given.shape != (len(before),):
+            raise ValueError(f"actions must be {len(before)} of Discrete(5), got shape {given.shape}; nothing was sent")
+        if given.dtype.kind not in "iu":
+            raise TypeError(f"actions must be integers, got {given.dtype}; nothing was sent")
+        if ((given < 0) | (given > 4)).any():
+            raise ValueError(f"actions must lie within 0..4, got {given.tolist()}; nothing was sent")
+        rewards = np.where(again, 0.0, given)
+        now = before + np.stack([again, ~again, rewards], axis=1).astype(np.float32)
+        now[again] = np.stack([now[again, 0] % 1000, np.zeros(again.sum()), np.zeros(again.sum())], axis=1)
+        terminated, truncated = now[:, 2] >= 10, now[:, 1] >= _LENGTH
+        self._over = terminated | truncated
+        self.asked = now, rewards, terminated, truncated
+
+    def wait(self, deadline: float) -> bool:
+        return self._waits(max(deadline - time.monotonic(), 0.0))
+
+    def answer(self, kind: Phase) -> Stepped:
+        self._waits(None)
+        assert self.asked is not None
+        observations, rewards, terminations, truncations = (part.copy() for part in self.asked)
+        steps = {"steps": observations[:, 1].copy(), "_steps": np.ones(len(rewards), np.bool_)}
+        return observations, rewards, terminations, truncations, steps if kind is Phase.WAITING_STEP else {}
+
+    def _waits(self, seconds: float | None) -> bool:
+        began = time.monotonic()
+        try:
+            return self.ready.wait(seconds)
+        finally:
+            self.waited += time.monotonic() - began
+
+    def close(self, *, terminate: bool = False) -> None:
+        self.ready.set()

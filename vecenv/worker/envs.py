@@ -1,0 +1,186 @@
+"""Environments of some rows: built, checked, closed, and what stands in for ``step`` where one is not to be stepped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces.utils import is_space_dtype_shape_equiv
+
+from vecenv.errors import EnvError, EnvFailed, ObservationError
+from vecenv.link.outcomes import Failure, Outcome
+from vecenv.link.packing import summary
+from vecenv.shm.layout import Array, Tree
+
+__all__ = ["Envs", "Expected"]
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The spaces every environment must have; ``mode`` is the ``observation_mode`` of the vector environment."""
+
+    mode: Any
+    observation_space: gymnasium.Space[Any]
+    action_space: gymnasium.Space[Any]
+
+    def mismatch(self, env: gymnasium.Env[Any, Any]) -> tuple[str, str] | None:
+        """``(which, got)`` if a space of ``env`` does not go with the others."""
+        if isinstance(self.mode, str) and self.mode == "same":
+            fits = env.observation_space == self.observation_space
+        else:
+            fits = is_space_dtype_shape_equiv(env.observation_space, self.observation_space)
+        if not fits:
+            return "observation", repr(env.observation_space)
+        if env.action_space != self.action_space:
+            return "action", repr(env.action_space)
+        return None
+
+
+class Envs:
+    """Environments ``first .. first + len(env_fns) - 1`` of the batch; see :class:`vecenv.worker.rows.EnvRows`.
+
+    Args:
+        env_fns: What builds them.
+        first: Index of the first one.
+        observation_tree: Structure of an observation of fixed size, else ``None``.
+        leaves: Where their observations lie in shared memory.
+        expected: The spaces to check every environment against; ``None``: no check.
+        interrupts: A ``KeyboardInterrupt`` is the person's at the keyboard.
+    """
+
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[[], gymnasium.Env[Any, Any]]],
+        first: int,
+        observation_tree: Tree | None,
+        leaves: list[Array],
+        expected: Expected | None,
+        interrupts: bool,
+    ) -> None:
+        count = len(env_fns)
+        self.first = first
+        self.count = count
+        self.forked: list[bool] = []  # not empty in a copy of the worker that an environment forked; see leave_if_forked()
+        self.envs: list[gymnasium.Env[Any, Any] | None] = [None] * count
+        self._env_fns = list(env_fns)
+        self._expected = expected
+        self._interrupts = interrupts
+        self._observation_tree = observation_tree
+        self._observation_leaves = leaves
+        self._steps: list[Callable[[Any], Any]] = [self._step_failed(k) for k in range(count)]
+        self._used = [False] * count
+        self._offered: list[Any] = [None] * count  # what an environment with an observation_buffer writes into
+
+    @property
+    def span(self) -> str:
+        """Which environments, in words."""
+        return f"{self.first}-{self.first + self.count - 1}"
+
+    def build(self) -> tuple[list[Failure], list[tuple[int, str, str]]]:
+        """Build all environments; what raised, and (env, which space, its repr) for spaces that do not match."""
+        failures: list[Failure] = []
+        mismatches: list[tuple[int, str, str]] = []
+        for k in range(self.count):
+            try:
+                env = self._build(k)
+                wrong = self._expected.mismatch(env) if self._expected is not None else None
+            except BaseException as error:
+                self._let_through(error)
+                failures.append(Failure(self.first + k, error))
+                continue
+            if wrong is not None:
+                mismatches.append((self.first + k, *wrong))
+        return failures, mismatches
+
+    def _build(self, k: int) -> gymnasium.Env[Any, Any]:
+        env = self._env_fns[k]()
+        self.envs[k] = env
+        self._steps[k] = env.step
+        self._used[k] = False
+        # looked up on the class so that an environment's __getattr__ cannot pretend to have one
+        offered = getattr(type(env.unwrapped), "observation_buffer", None)
+        if callable(offered) and self._observation_tree is not None:
+            views = [leaf[k : k + 1].reshape(leaf.shape[1:]) for leaf in self._observation_leaves]
+            self._offered[k] = self._observation_tree.build(iter(views))
+            offered(env.unwrapped, self._offered[k])
+        return env
+
+    def _env(self, k: int) -> gymnasium.Env[Any, Any]:
+        env = self.envs[k]
+        if env is None:
+            raise EnvFailed(f"env {self.first + k} failed earlier; reset() builds it anew")
+        return env
+
+    # What stands in for a row's `env.step` when the row is not to be stepped.
+
+    def _step_failed(self, k: int) -> Callable[[Any], Any]:
+        def step(_: Any) -> Any:
+            return self._env(k)
+
+        return step
+
+    def _step_by_reset(self, k: int) -> Callable[[Any], Any]:
+        """The step after an episode's end in next-step mode: ignores its action and resets."""
+
+        def step(_: Any) -> Any:
+            env = self._env(k)
+            self._steps[k] = env.step
+            observation, info = env.reset()
+            return observation, 0.0, False, False, info
+
+        return step
+
+    def leave_if_forked(self) -> None:
+        """End a copy of the worker, which an environment forked and which has come back here.
+
+        It is not the worker, and what it has to say, however late, must not get into the rows.
+        """
+        if self.forked:
+            os._exit(0)
+
+    def _let_through(self, error: BaseException) -> None:
+        if self._interrupts and isinstance(error, KeyboardInterrupt):
+            raise error
+
+    def _told(self, k: int, error: BaseException) -> BaseException:
+        """What is said of an environment that raised ``error``: it, unless that is the person's at the keyboard."""
+        if self._interrupts and isinstance(error, KeyboardInterrupt):
+            return EnvError(f"env {self.first + k} was interrupted: {summary(error)}")
+        return error
+
+    def _number(self, k: int, name: str, value: Any, kind: type[np.float64] | type[np.bool_]) -> Any:
+        """A reward or flag that is no plain Python one: converted as Gymnasium does, an array of one squeezed."""
+        if isinstance(value, (np.bool_, np.floating, np.integer, int)):
+            return kind(value)
+        try:
+            array = np.array(value, dtype=kind)
+            if array.size == 1:
+                return kind(array.reshape(())[()])
+            problem: Exception | None = None
+        except (ValueError, TypeError) as error:
+            problem = error
+        raise ObservationError(
+            f"env {self.first + k}: {name}: got {type(value).__name__} {value!r}, wanted one {np.dtype(kind)}"
+        ) from problem
+
+    def close(self) -> Outcome:
+        """Close all environments, whatever any of them raises."""
+        out = Outcome()
+        for k, env in enumerate(self.envs):
+            if env is None:
+                continue
+            self.envs[k] = None
+            try:
+                env.close()
+            except BaseException as error:
+                self._let_through(error)
+                out.failures.append(Failure(self.first + k, error))
+        return out
+
+    def forget(self) -> None:
+        """Let go of everything, the shared memory first of all; nothing can be asked of it any more."""
+        self.__dict__.clear()

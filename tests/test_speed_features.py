@@ -1,4 +1,4 @@
-"""What makes the engine fast must not change what it says: columns of infos, buffers, the caller's share, plans, seats."""
+"""What makes the engine fast must not change what it says: info columns, buffers, the caller's share, plans, placements."""
 
 from __future__ import annotations
 
@@ -305,24 +305,24 @@ def test_an_env_that_cannot_be_planned_with_says_why(fault: str) -> None:
         vecenv.plan(make, 4)
 
 
-# -- seats and patience ---------------------------------------------------------------------------------------------
+# -- placements and patience ---------------------------------------------------------------------------------------------
 
 
 def test_seats_leave_the_caller_a_core_and_spin_only_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
     monkeypatch.setattr(cores, "_cgroup_quota", lambda: None)
-    alone, caller_spin = cores.seats(2)
+    alone, caller_spin = cores.placements(2)
     assert caller_spin == cores.SPIN_SECONDS
-    assert [seat.cpus for seat in alone] == [frozenset({1}), frozenset({2})]
-    full, caller_spin = cores.seats(4)
+    assert [placement.cpus for placement in alone] == [frozenset({1}), frozenset({2})]
+    full, caller_spin = cores.placements(4)
     assert caller_spin == cores.SPIN_SECONDS
-    assert full[0] == cores.Seat(frozenset({0}), 0.0, with_caller=True)
-    assert len({seat.cpus for seat in full}) == 4
-    crowd, caller_spin = cores.seats(5)
+    assert full[0] == cores.Placement(frozenset({0}), 0.0, with_caller=True)
+    assert len({placement.cpus for placement in full}) == 4
+    crowd, caller_spin = cores.placements(5)
     assert caller_spin == 0.0
-    assert crowd == [cores.Seat()] * 5
+    assert crowd == [cores.Placement()] * 5
     monkeypatch.setattr(cores, "_cgroup_quota", lambda: 2.0)
-    assert cores.seats(2) == ([cores.Seat()] * 2, 0.0)  # a quota is no core of one's own
+    assert cores.placements(2) == ([cores.Placement()] * 2, 0.0)  # a quota is no core of one's own
 
 
 def test_the_callers_own_affinity_is_never_touched() -> None:
@@ -396,7 +396,7 @@ def test_patience_gives_up_after_its_time() -> None:
 def test_nobody_spins_where_the_kernel_does_not_tell_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setattr(cores, "seconds_waited", lambda: None)
-    assert cores.seats(1) == ([cores.Seat()], 0.0)
+    assert cores.placements(1) == ([cores.Placement()], 0.0)
 
 
 @pytest.mark.parametrize("told", [b"0 0 0\n", b"", b"what?"])

@@ -118,7 +118,7 @@ class Answering:
         for worker in late:
             stack = worker.stack()
             worker.signal(9)
-            worker.bury(
+            worker.mark_dead(
                 f"it hung for more than {limit} seconds and was killed" + (f"; it was at:\n{stack}" if stack else "")
             )
 

@@ -37,7 +37,7 @@ from vecenv.link.protocol import Op
 from vecenv.link.schemas import NO_INFO, Definition
 from vecenv.shm import Arena, Batch, Layout
 from vecenv.shm.layout import Array
-from vecenv.system.cores import seats
+from vecenv.system.cores import placements
 from vecenv.worker.main import Plan, make_rows
 
 __all__ = ["Engine", "Policy", "shares"]
@@ -105,7 +105,7 @@ class Engine(Answering):
         self.first_ready = FirstReady(self)
 
     def _open_pool(self, plan: Plan, arena: Arena, options: PoolOptions, num_workers: int) -> WorkerPool:
-        options.seats, options.caller_spin = seats(num_workers)
+        options.placements, options.caller_spin = placements(num_workers)
         return WorkerPool(plan, arena, self.batch, options, self.owed)
 
     def _start(self, env_fns: Sequence[Callable[[], Any]], plan: Plan, num_workers: int, caller_share: int) -> None:

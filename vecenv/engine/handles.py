@@ -113,7 +113,7 @@ class CallerWorker:
     def signal(self, number: int) -> None:
         pass
 
-    def bury(self, reason: str = "") -> None:
+    def mark_dead(self, reason: str = "") -> None:
         pass
 
     def close(self) -> Outcome:
@@ -180,7 +180,7 @@ class ProcessWorker:
         try:
             return self.channel.write(part.data, part.written)
         except ChannelClosed:
-            self.bury()
+            self.mark_dead()
             return True
 
     def take_plain(self, flight: Flight, expected: bytes) -> None:
@@ -190,7 +190,7 @@ class ProcessWorker:
                 flight.answers[self.index] = PLAIN
                 self.channel.drop()
         except ChannelClosed:
-            self.bury()
+            self.mark_dead()
 
     def receive(self) -> bool:
         """Take in one reply if it is there; true if there was one, or if the worker turned out to be dead."""
@@ -200,7 +200,7 @@ class ProcessWorker:
         try:
             message = self.channel.read()
         except ChannelClosed:
-            self.bury()
+            self.mark_dead()
             return True
         if message is None:
             return False
@@ -226,10 +226,10 @@ class ProcessWorker:
             return False
         ended = all(descriptor == self.descriptor for descriptor, _ in events)
         if ended and not self.receive():  # and nothing in the pipe: what it wrote before it ended has been taken in
-            self.bury()
+            self.mark_dead()
         return True
 
-    def bury(self, reason: str = "") -> None:
+    def mark_dead(self, reason: str = "") -> None:
         """Find out how the worker ended; everything it was asked is lost."""
         if self.death is None:
             busy = self._owed.oldest_of(self)

@@ -83,7 +83,7 @@ class Worker(Protocol):
     def signal(self, number: int) -> None:
         """Send it a signal."""
 
-    def bury(self, reason: str = "") -> None:
+    def mark_dead(self, reason: str = "") -> None:
         """End it for good: whatever it was asked is answered by its death."""
 
 

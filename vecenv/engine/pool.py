@@ -76,7 +76,7 @@ class WorkerPool:
         self._place = Workplace(plan, arena, options, owed, Holdings(self))
         self._finalizer = weakref.finalize(self, end_unclosed, self._place.lifeline, self._place.processes, os.getpid())
         self._env_fns: dict[int, Sequence[Any]] = {}
-        shares_core = any(seat.with_caller for seat in options.seats)
+        shares_core = any(placement.with_caller for placement in options.placements)
         self._patience = Patience(options.caller_spin, batch.resting_until, shares=shares_core)
         self._seq = 0
         self.telling = Telling(owed, options.max_busy)
@@ -308,7 +308,7 @@ class WorkerPool:
                 continue
             writer.receive()  # if there is more, the next poll tells
         if died:
-            self._bury_the_dead()
+            self._mark_the_dead()
         return bool(events)
 
     def _poll_for_any(self) -> select.poll:
@@ -330,10 +330,10 @@ class WorkerPool:
                     poll.register(part.worker.channel.out, select.POLLOUT)
         return poll
 
-    def _bury_the_dead(self) -> None:
+    def _mark_the_dead(self) -> None:
         for worker in self._place.watch.dead():
             if not worker.receive():
-                worker.bury()
+                worker.mark_dead()
         for worker in self.processes:
             if worker.death is not None:
                 self.owed.lose(worker, worker.death)

@@ -22,7 +22,7 @@ from vecenv.errors import StartupTimeout
 from vecenv.front.deadlines import milliseconds
 from vecenv.link.channel import CallerEnd, ChannelClosed
 from vecenv.shm import Arena
-from vecenv.system.cores import Seat
+from vecenv.system.cores import Placement
 from vecenv.system.descendants import new_token
 from vecenv.system.holdings import Holdings
 from vecenv.system.supervision import BlackBox, DeathWatch, Lifeline
@@ -54,7 +54,7 @@ class PoolOptions:
         start_timeout: Seconds until a worker must have built its environments; ``None``: never.
         max_busy: At most so many workers are busy at a time; ``None``: all of them.
         caller_spin: Seconds for which the caller may poll before it sleeps.
-        seats: Where each worker sits.
+        placements: Where each worker sits.
     """
 
     context: Any
@@ -63,7 +63,7 @@ class PoolOptions:
     start_timeout: float | None
     max_busy: int | None = None
     caller_spin: float = 0.0
-    seats: list[Seat] = field(default_factory=list)
+    placements: list[Placement] = field(default_factory=list)
 
 
 class Workplace:
@@ -106,7 +106,7 @@ def launch(
     forks = options.context.get_start_method() == "fork"
     why = "the start method of its worker needs"
     blobs = env_fns if forks else [dump_env_fn(row, fn, why) for row, fn in zip(rows, env_fns, strict=True)]
-    seat = options.seats[index] if index < len(options.seats) else Seat()
+    placement = options.placements[index] if index < len(options.placements) else Placement()
     channel: CallerEnd | None = None
     black_box: BlackBox | None = None
     try:
@@ -116,7 +116,8 @@ def launch(
         token = new_token()
         assert place.arena is not None
         start = Start(
-            index, rows[0], blobs, not forks, place.plan, place.arena, channel.theirs, place.lifeline, black_box, seat, token
+            index, rows[0], blobs, not forks, place.plan, place.arena, channel.theirs, place.lifeline, black_box, placement,
+            token,
         )  # fmt: skip
         with Uninterrupted():  # half-way it is nobody's
             process = options.context.Process(target=main, name=f"Worker<{options.name}>-{index}", args=(start,))
@@ -124,7 +125,7 @@ def launch(
             place.processes.append(process)
             process.start()
             worker = ProcessWorker(
-                index, rows, process, channel, black_box, place.watch, place.owed, token, seat.with_caller
+                index, rows, process, channel, black_box, place.watch, place.owed, token, placement.with_caller
             )  # fmt: skip
             into.append(worker)
         channel.started()
@@ -150,7 +151,7 @@ def await_ready(worker: ProcessWorker, deadline: float | None, options: PoolOpti
             message = worker.channel.read()
         except ChannelClosed:
             message = None
-            worker.bury()
+            worker.mark_dead()
         if worker.death is not None:
             raise worker.death.error(worker.death.text + _advice_for_start(options.context))
         if message is not None:

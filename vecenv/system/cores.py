@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["SPIN_SECONDS", "Patience", "Seat", "seats", "seconds_waited", "usable_cores"]
+__all__ = ["SPIN_SECONDS", "Patience", "Placement", "placements", "seconds_waited", "usable_cores"]
 
 SPIN_SECONDS: Final = 150e-6
 """Longest spin before a process goes to sleep: a few wake-ups' worth."""
@@ -65,7 +65,7 @@ def _words(path: str) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class Placement:
     """Where a worker sits: the cores it is bound to (``None``: any), how long it may spin, and whether the caller is there.
 
     A worker that shares the caller's core runs when the caller sleeps, and so must be waited for by sleeping.
@@ -76,26 +76,26 @@ class Seat:
     with_caller: bool = False
 
 
-def seats(workers: int) -> tuple[list[Seat], float]:
-    """A seat for every worker process, and for how many seconds the caller may spin while it waits.
+def placements(workers: int) -> tuple[list[Placement], float]:
+    """A placement for every worker process, and for how many seconds the caller may spin while it waits.
 
     With fewer workers than cores everybody has a core, the caller included, and everybody spins. With as many workers as
     cores one worker shares its core with the caller: that one sleeps as soon as it has answered, which hands the core over
     without a wake-up across cores, and the others spin on theirs. With more workers than cores nobody spins, nor where the
-    kernel does not tell how long one waited for a core. The caller is never bound to anything: the workers' seats leave it
+    kernel does not tell how long one waited for a core. The caller is never bound to anything: the workers' placements leave it
     one place to be.
     """
     cores = usable_cores()
     try:
         cpus = sorted(os.sched_getaffinity(0))
     except AttributeError:
-        return [Seat()] * workers, 0.0
+        return [Placement()] * workers, 0.0
     if workers > cores or cores < 2 or len(cpus) > cores or seconds_waited() is None:
-        return [Seat()] * workers, 0.0
-    spinning = [Seat(frozenset({cpu}), SPIN_SECONDS) for cpu in cpus[1:]]
+        return [Placement()] * workers, 0.0
+    spinning = [Placement(frozenset({cpu}), SPIN_SECONDS) for cpu in cpus[1:]]
     if workers < cores:
         return spinning[:workers], SPIN_SECONDS
-    return [Seat(frozenset({cpus[0]}), with_caller=True), *spinning], SPIN_SECONDS
+    return [Placement(frozenset({cpus[0]}), with_caller=True), *spinning], SPIN_SECONDS
 
 
 def seconds_waited() -> float | None:
@@ -120,7 +120,7 @@ class Patience:
     Args:
         spin: Seconds, when all is well.
         resting_until: float64 ``(1,)``, shared by all processes of an engine: nobody spins before ``time.perf_counter()`` is
-            that far (one clock for all processes of a machine, where there are seats to spin on).
+            that far (one clock for all processes of a machine, where there are placements to spin on).
         cpus: Cores this process is bound to while it spins.
         shares: By design another process of the engine sits on the same core, so that waiting for the core tells nothing.
     """

@@ -34,7 +34,7 @@ from vecenv.link.packing import pack
 from vecenv.link.protocol import Op, Reply
 from vecenv.link.sealing import dump
 from vecenv.shm import Arena, Batch, Layout, fixed_tree
-from vecenv.system.cores import Patience, Seat
+from vecenv.system.cores import Patience, Placement
 from vecenv.system.descendants import adopt, end_own
 from vecenv.system.supervision import BlackBox, Lifeline
 from vecenv.system.uninterrupted import let_in
@@ -81,7 +81,7 @@ class Start:
     ends: Ends
     lifeline: Lifeline
     black_box: BlackBox
-    seat: Seat
+    placement: Placement
     token: str
 
 
@@ -220,7 +220,7 @@ def main(start: Start) -> None:
     adopt(start.token)
     gc.freeze()  # what came with the fork stays shared with the caller instead of being copied by the collector
     _limit_threads(start.plan.threads)
-    channel = WorkerEnd(start.ends, blocks=not start.seat.spin)
+    channel = WorkerEnd(start.ends, blocks=not start.placement.spin)
     try:
         env_fns = (
             [_load_env_fn(start.first + k, blob) for k, blob in enumerate(start.env_fns)] if start.pickled else start.env_fns
@@ -240,7 +240,7 @@ def main(start: Start) -> None:
     try:
         channel.send(Reply.READY, 0, pickle.dumps(Ready(os.getpid(), failures, mismatches)))
         if rows is not None:
-            clean = serve(channel, rows, Patience(start.seat.spin, batch.resting_until, start.seat.cpus))
+            clean = serve(channel, rows, Patience(start.placement.spin, batch.resting_until, start.placement.cpus))
     except ChannelClosed:  # the caller closed or died; there is nobody to tell
         clean = abandoned = True
         if rows is not None:

@@ -23,12 +23,12 @@ from vecenv.front.phases import Phase
 
 PHASES = {"step": Phase.WAITING_STEP, "send": Phase.WAITING_STEP, "reset": Phase.WAITING_RESET}
 
-__all__ = ["PHASES", "After", "Driver", "Episodes", "Kit", "Latest", "Rows", "too_few", "too_late"]
+__all__ = ["PHASES", "After", "Driver", "Episodes", "Latest", "Rows", "Settings", "too_few", "too_late"]
 
 A = TypeVar("A")
 
 
-class Kit(NamedTuple):
+class Settings(NamedTuple):
     """What all pools of one vector environment have in common."""
 
     reader: RowReader
@@ -165,13 +165,13 @@ class Episodes:
     does not know and will not reset it by itself.
     """
 
-    def __init__(self, kit: Kit) -> None:
-        self.kit = kit
-        self._reader = kit.reader
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._reader = settings.reader
         # what a step has to look at before it may send: otherwise it can go straight ahead
-        self._wary = kit.limited_here or kit.mode is AutoresetMode.DISABLED
-        self.over = np.zeros(kit.num_envs, dtype=np.bool_)
-        self.cut = np.zeros(kit.num_envs, dtype=np.bool_)
+        self._wary = settings.limited_here or settings.mode is AutoresetMode.DISABLED
+        self.over = np.zeros(settings.num_envs, dtype=np.bool_)
+        self.cut = np.zeros(settings.num_envs, dtype=np.bool_)
 
     def naturally(self, ids: Array) -> Array:
         """Which of these environments the pool resets by itself at the next action, whatever that is.
@@ -182,7 +182,7 @@ class Episodes:
         return self.over[ids] & ~self.cut[ids]
 
     def _refuse_if_over(self, ids: Array) -> None:
-        if self.kit.mode is AutoresetMode.DISABLED and (over := self.over[ids]).any():
+        if self.settings.mode is AutoresetMode.DISABLED and (over := self.over[ids]).any():
             raise ResetNeeded(
                 f"envs {ids[over].tolist()} have ended their episodes, and autoreset is disabled: reset them with "
                 "reset(options={'reset_mask': ...})"

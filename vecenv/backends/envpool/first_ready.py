@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from vecenv.backends.envpool.batches import Batches
-from vecenv.backends.envpool.driver import Episodes, Kit, Latest, Rows
+from vecenv.backends.envpool.driver import Episodes, Latest, Rows, Settings
 from vecenv.backends.envpool.rows import Array, States
 
 __all__ = ["FirstReady"]
@@ -16,9 +16,9 @@ __all__ = ["FirstReady"]
 class FirstReady(Episodes, Batches[Rows]):
     """See :class:`~vecenv.backends.envpool.batches.Batches`."""
 
-    def __init__(self, pool: Any, kit: Kit) -> None:
-        Batches.__init__(self, pool, kit.num_envs, kit.batch_size)
-        Episodes.__init__(self, kit)
+    def __init__(self, pool: Any, settings: Settings) -> None:
+        Batches.__init__(self, pool, settings.num_envs, settings.batch_size)
+        Episodes.__init__(self, settings)
 
     def _sending(self, ids: Array, actions: list[Array]) -> list[tuple[Any, ...]]:
         if self._wary:
@@ -44,7 +44,7 @@ class FirstReady(Episodes, Batches[Rows]):
         return [ids, ids, *actions]
 
     def _filler(self, ids: Array) -> list[Array]:
-        return [ids, ids, *self.kit.checker.dummy(len(ids))]
+        return [ids, ids, *self.settings.checker.dummy(len(ids))]
 
     def _cut_out(self, states: States, first: int, last: int) -> States:
         return [array[first:last].copy() for array in states]

@@ -14,7 +14,7 @@ import numpy as np
 from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import AutoresetMode
 
-from vecenv.backends.envpool.driver import PHASES, Driver, Episodes, Kit, Rows, too_few
+from vecenv.backends.envpool.driver import PHASES, Driver, Episodes, Rows, Settings, too_few
 from vecenv.backends.envpool.rows import Array, Infos, States
 from vecenv.front.arguments import env_ids_of
 from vecenv.front.phases import Phase
@@ -46,16 +46,16 @@ class Lockstep(Episodes, Driver[Rows]):
     owes an answer, and length two that there was one round trip.
     """
 
-    def __init__(self, pool: Any, kit: Kit) -> None:
-        Driver.__init__(self, pool, kit.num_envs, kit.batch_size)
-        Episodes.__init__(self, kit)
+    def __init__(self, pool: Any, settings: Settings) -> None:
+        Driver.__init__(self, pool, settings.num_envs, settings.batch_size)
+        Episodes.__init__(self, settings)
         self._ids = self.all_ids
         self._rows = self.everyone  # the same as intp
         self._plan: list[_Stage] = []
         self._steps = 0  # how many stages of the plan are the step (or reset) that was asked for
         self._ended: _Ended | None = None
         self._last: list[Array] = []
-        self._same_step = kit.mode is AutoresetMode.SAME_STEP
+        self._same_step = settings.mode is AutoresetMode.SAME_STEP
 
     @property
     def phase(self) -> Phase:
@@ -145,7 +145,7 @@ class Lockstep(Episodes, Driver[Rows]):
         self.wire.extend(starmap(stage[0], (stage[1:2],)))
 
     def _natural_stage(self, ids: Array, rows: Array | None) -> _Stage:
-        return _Stage(self._pool_send, [ids, ids, *self.kit.checker.dummy(len(ids))], ids, rows)
+        return _Stage(self._pool_send, [ids, ids, *self.settings.checker.dummy(len(ids))], ids, rows)
 
     def _gather(self, deadline: float | None) -> None:
         wire, plan = self.wire, self._plan
@@ -167,7 +167,7 @@ class Lockstep(Episodes, Driver[Rows]):
             return False
         rows = np.flatnonzero(over)
         ids = self._ids[rows]
-        if self.kit.limited_here:  # in the families where the limit may be kept here, both kinds of reset are the same
+        if self.settings.limited_here:  # in the families where the limit may be kept here, both kinds of reset are the same
             self._plan.append(_Stage(self.pool._reset, ids, ids, rows))
         else:
             self._plan.append(self._natural_stage(ids, rows))
@@ -221,12 +221,12 @@ class Lockstep(Episodes, Driver[Rows]):
         ids = self._ids
         if ids is self.all_ids:
             self.over, self._last = over, leaves
-            if self.kit.limited_here:
+            if self.settings.limited_here:
                 self.cut = over > terminated
             return
         self.over = self.over.copy()
         self.over[ids] = over
-        if self.kit.limited_here:
+        if self.settings.limited_here:
             self.cut[ids] = over > terminated
         last = self.whole()
         for whole, leaf in zip(last, leaves, strict=True):

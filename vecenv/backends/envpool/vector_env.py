@@ -19,7 +19,7 @@ from gymnasium.vector.utils import batch_space
 from vecenv.backends.envpool import rendering
 from vecenv.backends.envpool.actions import ActionChecker, with_dtype
 from vecenv.backends.envpool.calls import answering, one_at_a_time, refuse
-from vecenv.backends.envpool.driver import Driver, Kit, Rows
+from vecenv.backends.envpool.driver import Driver, Rows, Settings
 from vecenv.backends.envpool.first_ready import FirstReady
 from vecenv.backends.envpool.lockstep import Lockstep
 from vecenv.backends.envpool.options import check_options
@@ -137,9 +137,9 @@ class EnvPoolVectorEnv(OverPools, VectorEnv[Any, Any, npt.NDArray[Any]]):
         keys, dtypes = self.task.action_keys[2:], self.task.action_dtypes[2:]
         self._checker = ActionChecker(self.task.action_space, keys, dtypes, full=validate == "full")
         limited_here = self.task.limit is not None
-        kit = Kit(self._reader, self._checker, mode, num_envs, batch_size, limited_here)
+        settings = Settings(self._reader, self._checker, mode, num_envs, batch_size, limited_here)
         drive = Lockstep if batch_size == num_envs else FirstReady
-        self._open(Pools(self.task, lambda pool: drive(pool, kit), spread(seed, num_envs, self.np_random)))
+        self._open(Pools(self.task, lambda pool: drive(pool, settings), spread(seed, num_envs, self.np_random)))
 
     task_ids = staticmethod(task_ids)
 

@@ -124,7 +124,7 @@ class RemoteHost:
         rewards, terminations, truncations, *leaves = self._answers.unpack(reply)
         return Reply(leaves=leaves, numbers=(rewards, terminations, truncations))
 
-    def bury(self, reason: str = "") -> None:
+    def mark_dead(self, reason: str = "") -> None:
         """End the host for good; everything it was asked is lost."""
         if self.death is None:
             self._hosts.kill(self.actor)
@@ -338,7 +338,7 @@ class HostPool:
             try:
                 reply = self._hosts.result(reference)
             except Lost as error:
-                part.worker.bury(str(error))
+                part.worker.mark_dead(str(error))
             else:
                 self._take(flight, part, reply)
         return bool(answered)

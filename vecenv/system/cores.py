@@ -82,7 +82,7 @@ def placements(workers: int) -> tuple[list[Placement], float]:
     With fewer workers than cores everybody has a core, the caller included, and everybody spins. With as many workers as
     cores one worker shares its core with the caller: that one sleeps as soon as it has answered, which hands the core over
     without a wake-up across cores, and the others spin on theirs. With more workers than cores nobody spins, nor where the
-    kernel does not tell how long one waited for a core. The caller is never bound to anything: the workers' placements leave it
+    kernel does not tell how long one waited for a core. The caller is never bound to anything: where workers are leaves it
     one place to be.
     """
     cores = usable_cores()

@@ -49,8 +49,8 @@ def runs(pid: int) -> bool:
         return False
 
 
-def wait_for_ends(pids: Iterable[int]) -> None:
-    deadline = time.monotonic() + 10
+def wait_for_ends(pids: Iterable[int], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
     while left := [pid for pid in pids if runs(pid)]:
         assert time.monotonic() < deadline, f"left behind: {left}"
         time.sleep(0.05)
@@ -145,6 +145,40 @@ def test_a_cluster_that_runs_here_is_found_used_and_left_running(cluster: Any, t
     assert run.stdout.splitlines()[-3:] == [f"{address} False", "[0.001, 1.001]", "False"]
     wait_for_cores(cluster, 8)
     assert cluster.get(cluster.remote(lambda: 7).remote()) == 7  # it still works
+
+
+TRAINER = """
+    from envs import counters
+    from vecenv.backends import RayVectorEnv
+
+    if __name__ == "__main__":
+        envs = RayVectorEnv(counters(2), num_hosts=2, workers_per_host=1, placement="PACK")
+        envs.reset(seed=1)
+        envs.step_async([0] * 2)
+        print(*[host["pid"] for host in envs.hosts], flush=True)
+        envs.step_wait()
+        print(*envs.call("pid"), flush=True)
+        input()
+"""
+
+
+def test_hosts_and_their_workers_go_with_a_trainer_that_is_killed(cluster: Any, tmp_path: Path) -> None:
+    program = tmp_path / "trainer.py"
+    program.write_text(textwrap.dedent(TRAINER))
+    address, tests = cluster.get_runtime_context().gcs_address, Path(__file__).parent.parent
+    with subprocess.Popen(
+        [sys.executable, str(program)],
+        env={**os.environ, "RAY_ADDRESS": address, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as trainer:  # fmt: skip
+        assert trainer.stdout is not None
+        numbers = [line.split() for line in (trainer.stdout.readline(), trainer.stdout.readline())]
+        pids = [int(number) for line in numbers for number in line]
+        assert len(pids) == 4
+        assert all(runs(pid) for pid in pids)
+        trainer.kill()
+    wait_for_ends(pids, 60.0)  # Ray tells hosts when it has noticed
+    wait_for_cores(cluster, 8)
 
 
 def test_an_address_of_another_cluster_is_refused() -> None:

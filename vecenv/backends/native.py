@@ -23,8 +23,9 @@ from gymnasium.vector.utils import iterate
 
 from vecenv.front.arguments import seeds_of
 from vecenv.front.capabilities import Capabilities
+from vecenv.front.driver import Call, Once, Stepped
 from vecenv.front.phases import Phase
-from vecenv.front.together import Stepped, TogetherVectorEnv, guarded
+from vecenv.front.together import TogetherVectorEnv, guarded
 
 __all__ = ["NativeVectorEnv"]
 
@@ -90,19 +91,24 @@ class NativeVectorEnv(TogetherVectorEnv["_Library"]):
 
 
 class _Library:
-    """A library's vector environment as a :class:`vecenv.front.together.Driver`."""
+    """A library's vector environment as a :class:`vecenv.front.driver.Driver`."""
 
     def __init__(self, library: VectorEnv[Any, Any, Any], copy: bool) -> None:
         self.name = f"{type(library).__module__}.{type(library).__qualname__}"
         self.does = _LIBRARIES.get(self.name, ())
         self.library: Any = library
-        self.asked: Any = None  # what fetches the answer
+        self._latest: Any = None, None, None  # the call that was made last, what answers it, and of which rows
+        self._begun: Any = None  # what a thread was told to answer
         self.failure: BaseException | None = None
         self.waited, self.yields = 0.0, False
         self._own: Any = _own if copy and "fresh" not in self.does else lambda observations: observations
-        self._mask: Any = None
         # It waits in the library, so that the caller can give up waiting (a timeout, Ctrl-C) and the answer is not lost.
         self._waiter = ThreadPoolExecutor(1, "vecenv-native") if "threads" in self.does else None
+
+    @property
+    def asked(self) -> Call | None:
+        call: Call | None = self._latest[0]
+        return call
 
     @property
     def capabilities(self) -> Capabilities:
@@ -112,7 +118,7 @@ class _Library:
             in_this_process=True,
         )  # fmt: skip
 
-    def reset(self, seeds: list[Any], mask: Any, options: dict[str, Any] | None) -> None:
+    def reset(self, call: Call, seeds: list[Any], mask: Any, options: dict[str, Any] | None) -> None:
         everyone = mask is None or mask.all()
         if self.asked is None and not everyone:
             raise ResetNeeded("The first reset must be of all environments, without reset_mask.")
@@ -121,20 +127,25 @@ class _Library:
             seed, options = (seed, None) if everyone else (seed[mask], {"reset_mask": mask})
         elif seeds != seeds_of(seed := seeds[0], len(seeds)):
             raise NotImplementedError(f"backend 'native': {self.name} resets all by one seed; got {seeds}")
-        self._mask = np.ones(len(seeds), np.bool_) if mask is None else mask
-        self._ask(self.library.reset, seed=seed, options=options)
+        mask = np.ones(len(seeds), np.bool_) if mask is None else mask
+        self._ask(call, mask, functools.partial(self.library.reset, seed=seed, options=options))
 
-    def step(self, actions: Any) -> None:
+    def step(self, call: Call, actions: Any) -> None:
         if self.asked is None:
             raise ResetNeeded("Call reset first.")
-        actions = self._checked(actions)
-        self._mask = np.ones(self.library.num_envs, np.bool_)
-        self._ask(self.library.step, actions)
+        everyone = np.ones(self.library.num_envs, np.bool_)
+        self._ask(call, everyone, functools.partial(self.library.step, self._checked(actions)))
 
-    def _ask(self, call: Any, *args: Any, **kwargs: Any) -> None:
-        self.asked = (
-            functools.partial(call, *args, **kwargs) if self._waiter is None else self._waiter.submit(call, *args, **kwargs)
-        )
+    def _ask(self, call: Call, mask: Any, ask: Any) -> None:
+        self._latest = call, Once(ask), mask
+        self._begin()
+
+    def _begin(self) -> None:
+        """Let the library begin, where it has threads. One that was interrupted here begins when somebody waits for it."""
+        work = self._latest[1]
+        if self._waiter is not None and self._begun is not work:
+            self._waiter.submit(work)
+            self._begun = work
 
     def _checked(self, actions: Any) -> Any:
         """A copy of the caller's actions that is a batch of the library's action space."""
@@ -153,29 +164,25 @@ class _Library:
     def wait(self, deadline: float) -> bool:
         if self._waiter is None:
             raise NotImplementedError(f"backend 'native': {self.name} steps in the caller's thread, without a timeout")
+        self._begin()
         began = time.monotonic()
-        done = wait([self.asked], max(deadline - began, 0.0)).done
+        done = wait([self._latest[1].future], max(deadline - began, 0.0)).done
         self.waited += time.monotonic() - began
         return bool(done)
 
     def answer(self, kind: Phase) -> Stepped:
-        if self._waiter is not None:
-            wait([self.asked])
-            self.failure = self.asked.exception()
-            if self.failure is not None:
-                raise self.failure
-            return self._dressed(self.asked.result())
+        _, work, mask = self._latest
         try:
-            said = self.asked()
-        except Exception as error:
-            self.failure = error
-            raise
-        self.asked = functools.partial(_again, said)
-        return self._dressed(said)
+            if self._waiter is None:
+                return self._dressed(work.here(), mask)
+            self._begin()
+            return self._dressed(work.future.result(), mask)
+        finally:
+            self.failure = work.failure
 
-    def _dressed(self, answer: Any) -> Stepped:
+    def _dressed(self, answer: Any, mask: Any) -> Stepped:
         """What the library returned, in Gymnasium's form."""
-        count = len(self._mask)
+        count = len(mask)
         observations, *outcome, told = answer
         rewards, *flags = outcome or [np.zeros(count)] * 3
         terminations, truncations = np.array(flags, np.bool_)
@@ -185,7 +192,7 @@ class _Library:
             for row, observation in enumerate(iterate(self.library.observation_space, last)):
                 final[row] = copies.deepcopy(observation) if done[row] else None
             infos |= {"final_obs": final, "_final_obs": done, "final_info": infos.get("final_info", {}), "_final_info": done}
-        columns = self._columns(infos, self._mask)
+        columns = self._columns(infos, mask)
         return self._own(observations), np.array(rewards, np.float64), terminations, truncations, columns
 
     def _columns(self, infos: Mapping[str, Any], mask: Any) -> dict[str, Any]:
@@ -204,11 +211,6 @@ class _Library:
         if self.library is not None:
             self.library.close()
         self.library = None
-
-
-def _again(said: Any) -> Any:
-    """The answer that a library gave, to whoever was interrupted while it was put into form."""
-    return said
 
 
 def _own(value: Any) -> Any:

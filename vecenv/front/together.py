@@ -1,19 +1,21 @@
 """Vector environments whose environments are stepped together: one call owes one answer, which is everybody's.
 
 The front of every engine that is not made of workers and has no first-ready rows: JAX on a device, a library's own vector
-environment, the double of :mod:`vecenv.testing`. What differs between them is a :class:`Driver`.
+environment, the double of :mod:`vecenv.testing`. What differs between them is a :class:`~vecenv.front.driver.Driver`.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 import time
 from collections.abc import Callable
 from threading import get_ident
-from typing import Any, Final, Generic, NoReturn, Protocol, TypeAlias, TypeVar
+from types import FrameType
+from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from gymnasium.vector import VectorEnv
 
@@ -22,60 +24,67 @@ from vecenv.front.arguments import count_of, env_ids_of, reset_mask_of, seeds_of
 from vecenv.front.attributes import NoAttributes
 from vecenv.front.capabilities import Capabilities, figures, unable
 from vecenv.front.deadlines import deadline_of
-from vecenv.front.guard import one_call, refuse_closed
+from vecenv.front.driver import NOTHING, Call, Driver, Stepped
+from vecenv.front.guard import refuse_busy, refuse_closed, refuse_forked
 from vecenv.front.phases import Phase, advance
 
-__all__ = ["Driver", "Stepped", "TogetherVectorEnv"]
+__all__ = ["TogetherVectorEnv", "guarded"]
 
-Stepped: TypeAlias = tuple[Any, Any, Any, Any, dict[str, Any]]
-"""What ``step`` returns."""
 _PATIENCE: Final = 60.0  # close() without a timeout waits this long for another thread's call
 
-guarded = one_call("its threads")
-"""One call at a time, in the process that built it, until it is closed."""
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-class Driver(Protocol):
-    """What an engine does whose environments are stepped together.
+def guarded(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """One call at a time, in the process that built it, until it is closed; and no answer is lost on its way out.
 
-    An exception may come out of any line, a Ctrl-C or a time limit. So a driver says itself whether a call was made
-    (:attr:`asked`) and whether an exception is the answer (:attr:`failure`); every other one leaves the answer owed.
-
-    Attributes:
-        capabilities: What it can do.
-        asked: What was asked last: another object from the moment on in which a call is made, ``None`` before the first one
-            and where nothing came of it.
-        failure: The exception that is the answer, where one is.
-        waited: Seconds spent waiting.
-        yields: Another thread may close it in the middle of a call.
+    An answer counts as taken on the line that returns it, so that whatever is raised before leaves it owed. (The interpreter
+    looks for signals and for other threads after calls and at jumps: there is none on that line.)
     """
 
-    @property
-    def capabilities(self) -> Capabilities: ...
+    @functools.wraps(method)
+    def outermost(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        me = get_ident()
+        if self._caller == me and _is_within(self):
+            return method(self, *args, **kwargs)
+        if os.getpid() != self._owner:
+            refuse_forked(self, self._owner, "its threads")
+        if self.closed:
+            refuse_closed(self)
+        if self._caller not in (0, me):
+            refuse_busy(self, method.__name__)
+        driver = self._driver
+        try:
+            self._caller, self._after = me, None
+            answer = method(self, *args, **kwargs)
+            self._caller = 0
+        except BaseException as error:
+            self._caller = 0
+            if error is not driver.failure:
+                raise
+            self._taken, driver.failure = driver.asked, None; raise  # noqa: E702 - see above
+        if self._after is None:
+            return answer
+        self._taken, self._steps, self._resets = self._after; return answer  # noqa: E702
 
-    @property
-    def asked(self) -> object: ...
+    return outermost
 
-    @property
-    def waited(self) -> float: ...
 
-    failure: BaseException | None
-    yields: bool
+def _is_within(envs: object) -> bool:
+    """Whether a call on a vector environment is on this thread's stack.
 
-    def reset(self, seeds: list[Any], mask: npt.NDArray[np.bool_] | None, options: dict[str, Any] | None) -> None:
-        """Begin to reset the rows of ``mask`` (``None``: all); checks first, and raises before anything is asked."""
-
-    def step(self, actions: Any) -> None:
-        """Begin a step; checks first, and raises before anything is asked."""
-
-    def wait(self, deadline: float) -> bool:
-        """Wait for the answer until ``deadline`` (monotonic); whether it is there."""
-
-    def answer(self, kind: Phase) -> Stepped:
-        """The answer to a step, or to a reset, whose rewards are 0 and flags ``False``. It can be called again."""
-
-    def close(self, *, terminate: bool) -> None:
-        """Let go of everything. Idempotent."""
+    ``_caller`` alone does not tell: an exception that falls into the very first instruction after a call has failed leaves
+    it as it was.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    assert frame is not None
+    inner, frame = frame, frame.f_back  # `inner` asks about the calls around itself
+    while frame is not None:
+        if frame.f_code is inner.f_code and frame.f_locals["self"] is envs:
+            return True
+        frame = frame.f_back
+    return False
 
 
 D = TypeVar("D", bound=Driver)
@@ -91,7 +100,8 @@ class TogetherVectorEnv(NoAttributes, VectorEnv[Any, Any, Any], Generic[D]):
 
     def _open(self, driver: D) -> None:
         self._driver = driver
-        self._kind, self._rows, self._by_row = Phase.DEFAULT, 0, False  # what is owed: of how many rows, and by `recv` only
+        self._taken: Call | None = None  # the call whose answer was taken; another one that was made is owed
+        self._after: tuple[Call | None, int, int] | None = None  # that and the counters, when an answer has been taken
         self._steps = self._resets = 0
         self._began = time.monotonic()
         self._figures: dict[str, float] | None = None  # the last, after close()
@@ -143,7 +153,7 @@ class TogetherVectorEnv(NoAttributes, VectorEnv[Any, Any, Any], Generic[D]):
         rows = self.num_envs if mask is None else int(np.count_nonzero(mask))
         if rows < self.num_envs and not able.reset_mask:
             unable(self, f"reset {rows} of {self.num_envs} environments", self._why_together)
-        self._ask(Phase.WAITING_RESET, rows, env_id is not None, lambda: self._driver.reset(seeds, mask, others or None))
+        self._driver.reset(Call(Phase.WAITING_RESET, rows, env_id is not None), seeds, mask, others or None)
 
     @guarded
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
@@ -182,7 +192,7 @@ class TogetherVectorEnv(NoAttributes, VectorEnv[Any, Any, Any], Generic[D]):
         """Begin a step and return at once; see :meth:`step` and :meth:`step_wait`."""
         self._require_phase("step_async")
         self._require_idle("step_async")
-        self._ask(Phase.WAITING_STEP, self.num_envs, False, lambda: self._driver.step(actions))
+        self._driver.step(Call(Phase.WAITING_STEP, self.num_envs, by_row=False), actions)
 
     @guarded
     def step_wait(self, timeout: float | None = None) -> Stepped:
@@ -215,7 +225,7 @@ class TogetherVectorEnv(NoAttributes, VectorEnv[Any, Any, Any], Generic[D]):
             self._require_everybody(env_id, "send")
         self._require_phase("step_async")
         self._require_idle("send")
-        self._ask(Phase.WAITING_STEP, self.num_envs, True, lambda: self._driver.step(actions))
+        self._driver.step(Call(Phase.WAITING_STEP, self.num_envs, by_row=True), actions)
 
     @guarded
     def recv(self, timeout: float | None = None, *, count: int | None = None) -> Stepped:
@@ -236,11 +246,12 @@ class TogetherVectorEnv(NoAttributes, VectorEnv[Any, Any, Any], Generic[D]):
         number = count_of(count, self.num_envs, self.num_envs)
         if number != self.num_envs:
             unable(self, f"recv {number} of {self.num_envs} environments", "all of them are done at the same time")
-        if self._kind is Phase.WAITING_STEP and not self._by_row:
-            advance(self._kind, "reset_async", self)
-        if self._rows < self.num_envs:
+        owed = self._owed
+        if owed.kind is Phase.WAITING_STEP and not owed.by_row:
+            advance(owed.kind, "reset_async", self)
+        if owed.rows < self.num_envs:
             raise NoAsyncCallError(
-                f"Calling `recv` for {self.num_envs} environments, but only {self._rows} are in flight and 0 are ready: "
+                f"Calling `recv` for {self.num_envs} environments, but only {owed.rows} are in flight and 0 are ready: "
                 "send() more first.",
                 "recv",
             )
@@ -284,7 +295,7 @@ class TogetherVectorEnv(NoAttributes, VectorEnv[Any, Any, Any], Generic[D]):
             "restarts": 0.0,
             "errors": 0.0,
             "bytes_pickled": 0.0,
-            "in_flight": float(self._rows),
+            "in_flight": float(self._owed.rows),
         })  # fmt: skip
 
     # -- the end ---------------------------------------------------------------------------------------------------
@@ -307,27 +318,19 @@ class TogetherVectorEnv(NoAttributes, VectorEnv[Any, Any, Any], Generic[D]):
             time.sleep(0.001)
         if self._caller in (0, me) or driver.yields:
             driver.close(terminate=terminate)
-            self._settle()
+            self._taken = driver.asked
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _ask(self, kind: Phase, rows: int, by_row: bool, ask: Callable[[], None]) -> None:
-        """Make a call. When the driver has asked, its answer is owed, whatever is raised behind that."""
-        driver = self._driver
-        before = driver.asked
-        try:
-            ask()
-        finally:
-            if driver.asked is not before and driver.asked is not None:
-                self._kind, self._rows, self._by_row = kind, rows, by_row
-                if kind is Phase.WAITING_STEP:
-                    self._steps += rows
-                else:
-                    self._resets += rows
+    @property
+    def _owed(self) -> Call:
+        """The call whose answer is owed."""
+        asked = self._driver.asked
+        return NOTHING if asked is None or asked is self._taken else asked
 
     def _answer(self, method: str, timeout: float | None) -> Stepped:
-        """The answer that is owed; once it has been read it is owed no more."""
-        driver = self._driver
+        """The answer that is owed; it is owed until it has been handed over."""
+        driver, owed = self._driver, self._owed
         if timeout is not None:
             deadline = deadline_of(timeout)
             if deadline is not None and not driver.wait(deadline):
@@ -335,22 +338,13 @@ class TogetherVectorEnv(NoAttributes, VectorEnv[Any, Any, Any], Generic[D]):
                     f"The call to `{method}` has timed out after {timeout} second(s).\n"
                     "The answer is still owed: wait again, or close()."
                 )
-        try:
-            answer = driver.answer(self._kind)
-        except BaseException as error:
-            if error is driver.failure:
-                driver.failure = None
-                self._settle()
-            raise
+        answer = driver.answer(owed.kind)
         if self.closed:  # meanwhile, by another thread or a signal handler
             driver.close(terminate=False)
             refuse_closed(self)
-        self._settle()
+        stepped = owed.rows if owed.kind is Phase.WAITING_STEP else 0
+        self._after = driver.asked, self._steps + stepped, self._resets + owed.rows - stepped
         return answer
-
-    def _settle(self) -> None:
-        """Nothing is owed."""
-        self._kind, self._rows, self._by_row = Phase.DEFAULT, 0, False
 
     def _require_everybody(self, env_id: Any, method: str) -> None:
         if not np.array_equal(env_ids_of(env_id, self.num_envs), np.arange(self.num_envs)):
@@ -358,18 +352,17 @@ class TogetherVectorEnv(NoAttributes, VectorEnv[Any, Any, Any], Generic[D]):
 
     def _require_phase(self, method: str) -> None:
         """Refuse one of the methods of :data:`vecenv.front.phases.NEXT` that is out of order."""
-        advance(Phase.DEFAULT if self._by_row else self._kind, method, self)
+        owed = self._owed
+        advance(Phase.DEFAULT if owed.by_row else owed.kind, method, self)
 
     def _require_idle(self, method: str) -> None:
         """Refuse a method while anything is owed."""
-        if self._by_row:
-            self._refuse_in_flight(method)
-        if self._kind is not Phase.DEFAULT:
+        owed = self._owed
+        if owed.by_row:
             raise AlreadyPendingCallError(
-                f"Calling `{method}` while waiting for a pending call to `{self._kind.value}` to complete.", self._kind.value
+                f"Calling `{method}` for envs 0..{self.num_envs - 1}, which are still in flight: `recv` them first.", "send"
             )
-
-    def _refuse_in_flight(self, method: str) -> NoReturn:
-        raise AlreadyPendingCallError(
-            f"Calling `{method}` for envs 0..{self.num_envs - 1}, which are still in flight: `recv` them first.", "send"
-        )
+        if owed.kind is not Phase.DEFAULT:
+            raise AlreadyPendingCallError(
+                f"Calling `{method}` while waiting for a pending call to `{owed.kind.value}` to complete.", owed.kind.value
+            )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +17,9 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
 from vecenv.front.capabilities import Capabilities
+from vecenv.front.driver import Call, Stepped
 from vecenv.front.phases import Phase
-from vecenv.front.together import Stepped, TogetherVectorEnv
+from vecenv.front.together import TogetherVectorEnv
 
 __all__ = ["DoubleVectorEnv"]
 
@@ -26,6 +27,7 @@ _CAPABILITIES: Final = Capabilities(
     "double", attributes=False, first_ready=False, reset_options=False, in_this_process=True
 )
 _LENGTH: Final = 5  # steps an episode
+_Answer: TypeAlias = tuple[npt.NDArray[np.float32], Any, Any, Any]
 
 
 class DoubleVectorEnv(TogetherVectorEnv["_Memory"]):
@@ -56,35 +58,42 @@ class DoubleVectorEnv(TogetherVectorEnv["_Memory"]):
 
 
 class _Memory:
-    """A :class:`vecenv.front.together.Driver`: an answer is computed when it is asked for, handed out when it is ready."""
+    """A :class:`vecenv.front.driver.Driver`: an answer is computed when it is asked for, handed out when it is ready."""
 
     capabilities = _CAPABILITIES
     yields = True
 
     def __init__(self, num_envs: int) -> None:
-        self.asked: tuple[npt.NDArray[np.float32], Any, Any, Any] | None = None  # the answer
+        self._latest: tuple[Call, _Answer, npt.NDArray[np.bool_]] | None = None  # what was asked, the answer, who is over
         self.failure: BaseException | None = None
         self.waited = 0.0
         self.ready = threading.Event()
         self.ready.set()
-        self._over = np.zeros(num_envs, np.bool_)
 
-    def reset(self, seeds: list[Any], mask: npt.NDArray[np.bool_] | None, options: dict[str, Any] | None) -> None:
+    @property
+    def asked(self) -> Call | None:
+        return self._latest[0] if self._latest is not None else None
+
+    def reset(
+        self, call: Call, seeds: list[Any], mask: npt.NDArray[np.bool_] | None, options: dict[str, Any] | None
+    ) -> None:
         count = len(seeds)
         rows = np.ones(count, np.bool_) if mask is None else mask
-        if self.asked is None and not rows.all():
+        if self._latest is None and not rows.all():
             raise ResetNeeded("The first reset must be of all environments, without reset_mask.")
-        before = np.zeros((count, 3), np.float32) if self.asked is None else self.asked[0]
+        before, over = np.zeros((count, 3), np.float32), np.zeros(count, np.bool_)
+        if self._latest is not None:
+            _, (before, *_), over = self._latest
         now = before.copy()
         for row in np.flatnonzero(rows):
             now[row] = (before[row, 0] + 1 if seeds[row] is None else int(seeds[row])) % 1000, 0, 0
-        self._over = self._over & ~rows
-        self.asked = now, np.zeros(count), np.zeros(count, np.bool_), np.zeros(count, np.bool_)
+        answer = now, np.zeros(count), np.zeros(count, np.bool_), np.zeros(count, np.bool_)
+        self._latest = call, answer, over & ~rows
 
-    def step(self, actions: Any) -> None:
-        if self.asked is None:
+    def step(self, call: Call, actions: Any) -> None:
+        if self._latest is None:
             raise ResetNeeded("Call reset first.")
-        given, before, again = np.asarray(actions), self.asked[0], self._over
+        given, (_, (before, *_), again) = np.asarray(actions), self._latest
         if given.shape != (len(before),):
             raise ValueError(f"actions must be {len(before)} of Discrete(5), got shape {given.shape}; nothing was sent")
         if given.dtype.kind not in "iu":
@@ -95,16 +104,15 @@ class _Memory:
         now = before + np.stack([again, ~again, rewards], axis=1).astype(np.float32)
         now[again] = np.stack([now[again, 0] % 1000, np.zeros(again.sum()), np.zeros(again.sum())], axis=1)
         terminated, truncated = now[:, 2] >= 10, now[:, 1] >= _LENGTH
-        self._over = terminated | truncated
-        self.asked = now, rewards, terminated, truncated
+        self._latest = call, (now, rewards, terminated, truncated), terminated | truncated
 
     def wait(self, deadline: float) -> bool:
         return self._waits(max(deadline - time.monotonic(), 0.0))
 
     def answer(self, kind: Phase) -> Stepped:
         self._waits(None)
-        assert self.asked is not None
-        observations, rewards, terminations, truncations = (part.copy() for part in self.asked)
+        assert self._latest is not None
+        observations, rewards, terminations, truncations = (part.copy() for part in self._latest[1])
         steps = {"steps": observations[:, 1].copy(), "_steps": np.ones(len(rewards), np.bool_)}
         return observations, rewards, terminations, truncations, steps if kind is Phase.WAITING_STEP else {}
 

@@ -1,11 +1,11 @@
 """The state of functional environments, and what is done with it: begun, stepped, read, copied, assigned.
 
-A :class:`vecenv.front.together.Driver`, and what JAX alone can do beside it.
+A :class:`vecenv.front.driver.Driver`, and what JAX alone can do beside it.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import gymnasium as gym
 import jax
@@ -15,8 +15,8 @@ from vecenv.backends.jax_native import resets
 from vecenv.backends.jax_native.results import Reader
 from vecenv.errors import StaleStateError
 from vecenv.front.capabilities import Capabilities
+from vecenv.front.driver import Call, Stepped
 from vecenv.front.phases import Phase
-from vecenv.front.together import Stepped
 from vecenv.jax.native.functional import FunctionalVectorEnv
 from vecenv.jax.native.handover import from_torch
 from vecenv.jax.native.state import EnvState
@@ -28,6 +28,15 @@ _CAPABILITIES: Final = Capabilities(
 )
 
 
+class Latest(NamedTuple):
+    """The newest state, ``None`` where there is none; what seed each environment was last given, ``None`` where its stream
+    came from a state that was assigned; and the call that was made last."""
+
+    state: EnvState | None
+    seeds: list[int | None]
+    asked: Call | None
+
+
 class Driver:
     """Holds the state. It asks the device and returns; only reading waits.
 
@@ -37,16 +46,14 @@ class Driver:
         infos: Report the environments' metrics.
 
     Attributes:
-        state: The newest, which the device may still be computing; ``None`` before the first reset.
-        seeds: What each environment was last given; ``None`` where its stream came from a state that was assigned.
+        latest: The state and what it is of.
         reader: Makes results of states.
     """
 
     def __init__(self, functional: FunctionalVectorEnv, to: str, infos: bool) -> None:
         self.functional = functional
         self.reader = Reader(functional, to, infos)
-        self.state: EnvState | None = None
-        self.seeds: list[int | None] = [None] * functional.num_envs
+        self.latest = Latest(None, [None] * functional.num_envs, None)
         self.failure: BaseException | None = None
         self.yields = True  # what a call in another thread still needs of the state, it holds
         self._torch = to == "torch"
@@ -57,8 +64,17 @@ class Driver:
         return _CAPABILITIES
 
     @property
-    def asked(self) -> EnvState | None:
-        return self.state
+    def state(self) -> EnvState | None:
+        """The newest, which the device may still be computing; ``None`` before the first reset."""
+        return self.latest.state
+
+    @state.setter
+    def state(self, state: EnvState | None) -> None:
+        self.latest = self.latest._replace(state=state)
+
+    @property
+    def asked(self) -> Call | None:
+        return self.latest.asked
 
     @property
     def waited(self) -> float:
@@ -75,17 +91,19 @@ class Driver:
             raise gym.error.ResetNeeded("Call reset first.")
         return self.state
 
-    def reset(self, seeds: resets.Seeds, mask: resets.Mask | None, options: dict[str, Any] | None = None) -> None:
+    def reset(
+        self, call: Call, seeds: resets.Seeds, mask: resets.Mask | None, options: dict[str, Any] | None = None
+    ) -> None:
         """Begin episodes; raises as :func:`vecenv.backends.jax_native.resets.begin`."""
-        self.state, self.seeds = resets.begin(self.functional, self.state, seeds, mask, self.seeds)
+        self.latest = Latest(*resets.begin(self.functional, self.state, seeds, mask, self.latest.seeds), call)
 
-    def step(self, actions: Any) -> None:
+    def step(self, call: Call, actions: Any) -> None:
         """One step of every environment."""
         state = self.current()
         if self._torch:
             actions = from_torch(actions)
         try:
-            self.state = self.functional.step_donating(state, actions)
+            self.latest = Latest(self.functional.step_donating(state, actions), self.latest.seeds, call)
         except BaseException:
             self._drop_given_up(state)
             raise
@@ -121,8 +139,8 @@ class Driver:
                 "The arrays of this state are gone: it was donated to another computation. Keep a copy instead, which is "
                 "what reading envs.state gives."
             )
-        self.state = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), state)
-        self.seeds = [None] * self.functional.num_envs
+        copied = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), state)
+        self.latest = self.latest._replace(state=copied, seeds=[None] * self.functional.num_envs)
 
     def wait(self, deadline: float) -> bool:
         """Wait for the device."""

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium.vector import AutoresetMode
 
-from vecenv.front.together import Stepped
+from vecenv.front.driver import Stepped
 from vecenv.jax.native.functional import FunctionalVectorEnv
 from vecenv.jax.native.handover import info_arrays, masked_infos, rows_of, to_numpy, to_torch
 from vecenv.jax.native.state import EnvState

@@ -15,7 +15,8 @@ import jax
 from vecenv.backends.jax_native.building import functional_of
 from vecenv.backends.jax_native.driver import Driver
 from vecenv.backends.jax_native.warmup import compile_now
-from vecenv.front.together import Stepped, TogetherVectorEnv, guarded
+from vecenv.front.driver import Stepped
+from vecenv.front.together import TogetherVectorEnv, guarded
 from vecenv.jax.native.handover import require_torch
 from vecenv.jax.native.state import EnvState
 
@@ -115,13 +116,13 @@ class JaxVectorEnv(TogetherVectorEnv[Driver]):
     @property
     def np_random_seed(self) -> tuple[int | None, ...]:  # type: ignore[override]
         """The seed each environment was last given; ``None`` where its stream came from a state that was assigned."""
-        return tuple(self._driver.seeds)
+        return tuple(self._driver.latest.seeds)
 
     def __repr__(self) -> str:
         if not hasattr(self, "_owner"):
             return f"{type(self).__name__}(closed)"
         name = self.spec.id if self.spec is not None else getattr(self.functional.single_env, "name", "env")
-        phase = "pending" if self._rows else "before reset" if self._driver.state is None else "ready"
+        phase = "pending" if self._owed.rows else "before reset" if self._driver.state is None else "ready"
         return (
             f"{type(self).__name__}({name}, num_envs={self.num_envs}, to={self.to!r}, "
             f"autoreset_mode={self.autoreset_mode.name}, {'closed' if self.closed else phase})"

@@ -10,6 +10,7 @@ import numpy as np
 
 from vecenv.backends.jax_native.building import spinner
 from vecenv.backends.jax_native.driver import Driver
+from vecenv.front.driver import Call
 from vecenv.front.phases import Phase
 
 __all__ = ["compile_now"]
@@ -22,11 +23,11 @@ def compile_now(driver: Driver, chunk: int | None, progress: bool | None) -> dic
 
     def reset() -> None:
         driver.state = None
-        driver.reset(list(range(functional.num_envs)), None)
+        driver.reset(Call(Phase.WAITING_RESET, functional.num_envs, by_row=False), list(range(functional.num_envs)), None)
         driver.answer(Phase.WAITING_RESET)
 
     def step() -> None:
-        driver.step(zeros)
+        driver.step(Call(Phase.WAITING_STEP, functional.num_envs, by_row=False), zeros)
         driver.answer(Phase.WAITING_STEP)
 
     stages: dict[str, Callable[[], object]] = {"reset": reset, "step": step}
@@ -34,7 +35,7 @@ def compile_now(driver: Driver, chunk: int | None, progress: bool | None) -> dic
         many = jax.tree.map(lambda leaf: np.broadcast_to(leaf, (chunk, *leaf.shape)), zeros)
         stages[f"step_chunk({chunk})"] = lambda: driver.chunk(many)
     seconds: dict[str, float] = {}
-    kept = driver.state, driver.seeds
+    kept = driver.latest
     try:
         with spinner(progress) as say:
             for name, stage in stages.items():
@@ -44,5 +45,5 @@ def compile_now(driver: Driver, chunk: int | None, progress: bool | None) -> dic
                 jax.tree.map(lambda leaf: leaf.block_until_ready(), driver.state)
                 seconds[name] = time.perf_counter() - start
     finally:
-        driver.state, driver.seeds = kept
+        driver.latest = kept
     return seconds

@@ -64,14 +64,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=_starts_threads_that_stay)
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
-            if _starts_threads_that_stay(item):  # what one test of a file has compiled or started, the next one uses
-                item.add_marker(pytest.mark.xdist_group(item.path.name))
+            # what one test of a file has compiled or started, the next one uses
+            if _starts_threads_that_stay(item) and not item.get_closest_marker("xdist_group"):
+                item.add_marker(pytest.mark.xdist_group(f"{item.path.name} {_folder_of(item)}"))
 
 
 def _starts_threads_that_stay(item: pytest.Item) -> int:
     """0 for most tests, and for the others the place of their folder."""
-    folder = item.path.relative_to(Path(__file__).parent).parts[0]
+    folder = _folder_of(item)
     return THREADS_STAY.index(folder) + 1 if folder in THREADS_STAY else 0
+
+
+def _folder_of(item: pytest.Item) -> str:
+    """The folder of a test; a test of the contract goes with those of its backend."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    return getattr(params.get("backend"), "folder", "") or item.path.relative_to(Path(__file__).parent).parts[0]
 
 
 def pytest_collection_finish() -> None:

@@ -41,7 +41,8 @@ _NATIVE_POOLS = ("torch", "tensorflow")
 
 
 # What starts threads that stay, JAX's backend for one, makes every later fork of its process unsafe; JAX warns each time. So
-# the tests of these folders come last, in this order: a process that has run one, xdist's workers too, forks no more.
+# the tests of these folders come last, in this order: a process that has run one, xdist's workers too, forks no more. The
+# contract's tests go with those of their backend.
 THREADS_STAY = ("backends", "distributed", "jax")
 # Here a test has many cases, and what they show hardly depends on the engine: each case runs with one, the rest is ``slow``.
 ENGINES_ALTERNATE = ("test_contract_step.py", "test_contract_calls.py", "test_contract_infos.py", "test_contract_reset.py")

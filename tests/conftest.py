@@ -41,7 +41,8 @@ _NATIVE_POOLS = ("torch", "tensorflow")
 
 
 # What starts threads that stay, JAX's backend for one, makes every later fork of its process unsafe; JAX warns each time. So
-# the tests of these folders come last, in this order: a process that has run one, xdist's workers too, forks no more.
+# the tests of these folders come last, in this order: a process that has run one, xdist's workers too, forks no more. The
+# contract's tests go with those of their backend.
 THREADS_STAY = ("backends", "distributed", "jax")
 # Here a test has many cases, and what they show hardly depends on the engine: each case runs with one, the rest is ``slow``.
 ENGINES_ALTERNATE = ("test_contract_step.py", "test_contract_calls.py", "test_contract_infos.py", "test_contract_reset.py")
@@ -64,14 +65,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=_starts_threads_that_stay)
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
-            if _starts_threads_that_stay(item):  # what one test of a file has compiled or started, the next one uses
-                item.add_marker(pytest.mark.xdist_group(item.path.name))
+            # what one test of a file has compiled or started, the next one uses
+            if _starts_threads_that_stay(item) and not item.get_closest_marker("xdist_group"):
+                item.add_marker(pytest.mark.xdist_group(f"{item.path.name} {_folder_of(item)}"))
 
 
 def _starts_threads_that_stay(item: pytest.Item) -> int:
     """0 for most tests, and for the others the place of their folder."""
-    folder = item.path.relative_to(Path(__file__).parent).parts[0]
+    folder = _folder_of(item)
     return THREADS_STAY.index(folder) + 1 if folder in THREADS_STAY else 0
+
+
+def _folder_of(item: pytest.Item) -> str:
+    """The folder of a test; a test of the contract goes with those of its backend."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    return getattr(params.get("backend"), "folder", "") or item.path.relative_to(Path(__file__).parent).parts[0]
 
 
 def pytest_collection_finish() -> None:

@@ -35,14 +35,6 @@ def pair(counters: Any) -> tuple[JaxVectorEnv, JaxVectorEnv]:
 # -- reset ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_callers_options_are_not_changed(pair: Any) -> None:
-    mask = np.array([True, False, True, False, False])
-    options = {"reset_mask": mask}
-    pair[0].reset(options=options)
-    assert list(options) == ["reset_mask"]
-    assert options["reset_mask"] is mask
-
-
 def test_other_reset_options_are_refused_by_name_and_change_nothing(pair: Any) -> None:
     one, other = pair
     for options in ({"start": 1}, {"start": 1, "reset_mask": np.ones(5, bool)}):
@@ -51,12 +43,6 @@ def test_other_reset_options_are_refused_by_name_and_change_nothing(pair: Any) -
     one.reset(options={})
     other.reset()
     assert_identical(one.step(ACTIONS), other.step(ACTIONS))
-
-
-@pytest.mark.parametrize("seed", ["34567", 1.5, object()])
-def test_what_is_neither_a_seed_nor_a_list_of_seeds_is_a_type_error(pair: Any, seed: Any) -> None:
-    with pytest.raises(TypeError, match="seed must be an integer"):
-        pair[0].reset(seed=seed)
 
 
 def test_a_masked_reset_changes_the_seeds_of_its_own_rows_only(pair: Any) -> None:

@@ -115,15 +115,15 @@ class InfoReader:
 
     def _columns_of(self, number: int) -> _Columns | None:
         """What rows that all follow one schema are filled from; ``None`` where only one by one will do."""
-
-        def columns(plan: _Plan) -> _Columns:
-            return [
-                (key, f"_{key}", columns(rest[0]) if what == "d" else self._view(rest[2][number], rest[0], rest[1]))
-                for key, (what, *rest) in plan.items()
-            ]
-
         plan = _plan([self._schemas[number]] if number != NO_INFO else [])
-        return None if plan is None else columns(plan)
+        return None if plan is None else self._columns_by(plan, number)
+
+    # no function within a function: one that calls itself is a circle, which would keep the shared memory after close()
+    def _columns_by(self, plan: _Plan, number: int) -> _Columns:
+        return [
+            (key, f"_{key}", self._columns_by(rest[0], number) if what == "d" else self._view(rest[2][number], *rest[:2]))
+            for key, (what, *rest) in plan.items()
+        ]
 
     def _build(self, plan: _Plan, infos: dict[Any, Any], rows: Array | None, count: int, numbers: Array) -> None:
         """Fill ``infos`` by whole columns, from rows that follow several schemas."""

@@ -98,9 +98,9 @@ class PlayerPool(OverPools):
         """Begin a reset of all environments, in a new pool if there are seeds; or of those in ``env_id``, for :meth:`recv`.
 
         Raises:
-            TypeError, ValueError: Seeds or indices of the wrong kind; nothing was sent.
+            TypeError, ValueError: Seeds or indices of the wrong kind, any option; nothing was sent.
             AlreadyPendingCallError: An answer is owed; with ``env_id``, one of these environments is in flight.
-            NotImplementedError: A mask; any other option; seeds for some environments.
+            NotImplementedError: A mask; seeds for some environments.
             ResetNeeded: The first reset must be of all environments.
         """
         self._begin_reset(seed, options, env_id)

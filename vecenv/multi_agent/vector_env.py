@@ -139,8 +139,8 @@ class MultiAgentVecEnv(ThroughToRows):
         """A pool of EnvPool's with several players an environment, as ``"TicTacToe-v1"``; players are the agents.
 
         Always ``layout="stack"`` and next-step autoreset; masks of turn-based games as of
-        :class:`~vecenv.multi_agent.TurnBased`. ``reset_mask``, reset options, ``call``, ``exec_func``, attributes and frames
-        are refused by :class:`NotImplementedError`.
+        :class:`~vecenv.multi_agent.TurnBased`. ``reset_mask``, ``call``, ``exec_func``, attributes and frames are refused by
+        :class:`NotImplementedError`, and reset options by :class:`ValueError`.
 
         Args:
             task_id: EnvPool's.

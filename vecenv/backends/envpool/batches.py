@@ -125,7 +125,7 @@ class Batches(Driver[A]):
         """The calls of the pool that are a step of these environments."""
         return [(self._pool_send, self._payload(ids, actions))]
 
-    def begin_reset(self, ids: Array, *, force: bool) -> None:
+    def begin_reset(self, ids: Array, *, force: bool, by_row: bool = False) -> None:
         if ids is self.all_ids:
             self._drain()
         self._require_idle(ids, "reset_async")

@@ -119,8 +119,8 @@ class Driver(ABC, Generic[A]):
         """
 
     @abstractmethod
-    def begin_reset(self, ids: Array, *, force: bool) -> None:
-        """Reset these; with ``force`` even those that would go on with the same game."""
+    def begin_reset(self, ids: Array, *, force: bool, by_row: bool = False) -> None:
+        """Reset these; with ``force`` even those that would go on with the same game; ``by_row``: for :meth:`recv` only."""
 
     @abstractmethod
     def finish(self, deadline: float | None) -> A:

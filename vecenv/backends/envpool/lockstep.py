@@ -90,7 +90,7 @@ class Lockstep(Episodes, Driver[Rows]):
             plan.insert(0, _Stage(self._pool_send, payload, ids[rows], rows))
         return plan
 
-    def begin_reset(self, ids: Array, *, force: bool) -> None:
+    def begin_reset(self, ids: Array, *, force: bool, by_row: bool = False) -> None:
         natural = np.zeros(len(ids), dtype=np.bool_) if force else self.naturally(ids)
         if not natural.any():
             plan = [_Stage(self.pool._reset, ids, ids, None)]
@@ -102,7 +102,7 @@ class Lockstep(Episodes, Driver[Rows]):
                 self._natural_stage(ids[soft], soft),
                 _Stage(self.pool._reset, ids[hard], ids[hard], hard),
             ]
-        self._begin("reset", plan, ids)
+        self._begin("send" if by_row else "reset", plan, ids)
 
     def finish(self, deadline: float | None) -> Rows:
         self._gather(deadline)

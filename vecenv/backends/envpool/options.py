@@ -13,7 +13,6 @@ from gymnasium.vector import AutoresetMode
 
 from vecenv.backends.envpool.rows import Array
 from vecenv.front.arguments import reset_mask_of
-from vecenv.front.capabilities import unable
 
 __all__ = ["check_env_config", "check_options", "reset_ids"]
 
@@ -169,14 +168,15 @@ def _floats(value: Any) -> list[float]:
     return [float(value)] if isinstance(value, (float, np.floating)) else []
 
 
-def reset_ids(envs: object, options: dict[str, Any] | None, num_envs: int) -> Array | None:
+def reset_ids(options: dict[str, Any] | None, num_envs: int) -> Array | None:
     """The environments of ``options["reset_mask"]``, int32, ``None`` without one. The options are not changed.
 
     Raises:
         TypeError, ValueError: As of :func:`vecenv.front.arguments.reset_mask_of`.
-        NotImplementedError: Any other option, of which EnvPool has none.
+        ValueError: Any other option; names it.
     """
     mask, others = reset_mask_of(options, num_envs)
     if others:
-        unable(envs, f"take the reset options {sorted(map(str, others))}", "EnvPool's environments have none")
+        unknown = sorted(map(str, others))
+        raise ValueError(f"EnvPool's environments take no reset options, got {unknown}; only 'reset_mask' is known")
     return None if mask is None else np.flatnonzero(mask).astype(np.int32)

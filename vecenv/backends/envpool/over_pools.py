@@ -58,12 +58,12 @@ class OverPools(NoAttributes):
         driver = self._pools.driver
         if driver is not None:
             advance(driver.phase, "reset_async", self)
-        masked = reset_ids(self, options, self.num_envs)
+        masked = reset_ids(options, self.num_envs)
         if ids is not None and masked is not None:
             raise ValueError("env_id and options['reset_mask'] both say which environments are to be reset: give one")
         some = masked if ids is None else ids
         if some is not None:
-            return self._begin_partial_reset(driver, seeds, some, masked is not None)
+            return self._begin_partial_reset(driver, seeds, some, by_row=masked is None)
         self._resets += self.num_envs
         pools = self._pools
         if seeds is not None:
@@ -74,16 +74,16 @@ class OverPools(NoAttributes):
         return driver
 
     def _begin_partial_reset(
-        self, driver: Driver[Any] | None, seeds: list[int] | None, ids: Array, masked: bool
+        self, driver: Driver[Any] | None, seeds: list[int] | None, ids: Array, by_row: bool
     ) -> Driver[Any]:
         if seeds is not None:
             unable(self, "seed some environments only", "EnvPool seeds its environments when it builds them, all at once")
-        if masked and not self.capabilities.reset_mask:
+        if not by_row and not self.capabilities.reset_mask:
             why = "EnvPool answers in whole batches; use reset_async(env_id=...) and recv()"
             unable(self, "take options['reset_mask'] in this pool", why)
         if driver is None or not driver.begun:
             raise ResetNeeded("the first reset must be of all environments")
-        driver.begin_reset(ids, force=False)
+        driver.begin_reset(ids, force=False, by_row=by_row)
         self._resets += len(ids)
         return driver
 

@@ -166,7 +166,7 @@ class EnvPoolVectorEnv(OverPools, VectorEnv[Any, Any, npt.NDArray[Any]]):
         Raises:
             AlreadyPendingCallError: The answer to ``step_async`` or ``reset_async`` is owed.
             TypeError, ValueError: Seeds, mask or options of the wrong kind; nothing was sent.
-            NotImplementedError: Seed and mask together; options other than the mask; a mask with first-ready batches.
+            NotImplementedError: Seed and mask together; a mask with first-ready batches.
             ResetNeeded: The first reset must be of all environments.
         """
         return self._reset_result(self._begin_reset(seed, options, None), None)

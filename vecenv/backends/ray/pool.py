@@ -157,6 +157,8 @@ class RemoteHost:
 class HostPool:
     """The hosts of one vector environment: what :class:`~vecenv.engine.pool.WorkerPool` is for worker processes."""
 
+    own = None  # this process steps none of the environments
+
     def __init__(self, hosts: Hosts, plans: Sequence[HostPlan], start_timeout: float) -> None:
         self.workers: list[RemoteHost] = []
         self.closing = False

@@ -1,0 +1,92 @@
+"""What the tests of the contract have in common: the names of the calls, and how results are looked at."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+
+F = TypeVar("F", bound=Callable[..., None])
+
+CALLS: dict[str, str] = {}
+"""Test function -> the call it is about, in the order of the tests."""
+
+
+def call(name: str) -> Callable[[F], F]:
+    """Say which row of the contract a test is."""
+
+    def decorate(test: F) -> F:
+        assert name not in CALLS.values(), f"{name} has two tests"
+        CALLS[test.__name__] = name
+        return test
+
+    return decorate
+
+
+def name_of(test: Any) -> str:
+    """The row of a test."""
+    return CALLS[test.__name__]
+
+
+def host(batch: Any) -> Any:
+    """Copies in numpy, in the same containers."""
+    if isinstance(batch, Mapping):
+        return {key: host(value) for key, value in batch.items()}
+    if isinstance(batch, tuple):
+        return tuple(host(value) for value in batch)
+    return np.array(batch)
+
+
+def rows_of(batch: Any, rows: Any) -> Any:
+    """Some rows of a batch, as copies in numpy."""
+    if isinstance(batch, Mapping):
+        return {key: rows_of(value, rows) for key, value in batch.items()}
+    if isinstance(batch, tuple):
+        return tuple(rows_of(value, rows) for value in batch)
+    return np.asarray(batch)[np.asarray(rows, np.intp)]
+
+
+def in_flight(envs: Any) -> float:
+    """Rows that were sent and not received."""
+    return float(envs.stats()["in_flight"])
+
+
+def differs(one: Any, other: Any) -> bool:
+    """Whether two batches of observations are not the same."""
+    if isinstance(one, Mapping):
+        return any(differs(one[key], other[key]) for key in one)
+    if isinstance(one, tuple):
+        return any(map(differs, one, other))
+    return not np.array_equal(np.asarray(one), np.asarray(other))
+
+
+def require_masks(infos: Mapping[Any, Any], where: str = "infos") -> None:
+    """Every key has its mask, a bool for each row, at every level."""
+    keys = [key for key in infos if not (isinstance(key, str) and key.startswith("_") and key[1:] in infos)]
+    for key in keys:
+        assert f"_{key}" in infos, f"{where}[{key!r}] has no mask"
+        mask = np.asarray(infos[f"_{key}"])
+        assert mask.dtype == np.bool_
+        if isinstance(infos[key], Mapping):
+            require_masks(infos[key], f"{where}[{key!r}]")
+        else:
+            assert len(infos[key]) == len(mask)
+
+
+def in_a_fork(check: Callable[[], None]) -> int:
+    """Exit code of a forked child that runs ``check``; negative for a signal. A minute is all it has."""
+    pid = os.fork()
+    if pid == 0:
+        code = 3
+        try:
+            signal.alarm(60)
+            check()
+            gc.collect()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

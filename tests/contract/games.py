@@ -1,0 +1,60 @@
+"""Environments of the contract: one that is slow, and a small game of two players with options."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from gymnasium.envs.classic_control import CartPoleEnv
+
+PAUSE = 0.06
+
+
+class SlowCartPole(CartPoleEnv):
+    """Every step takes :data:`PAUSE` seconds at least."""
+
+    def step(self, action: Any) -> Any:
+        time.sleep(PAUSE)
+        return super().step(action)
+
+
+class Game:
+    """Two players see noise from the seed; ``options`` say from where to where. Nobody ever ends.
+
+    Args:
+        pause: Seconds that a step takes at least.
+    """
+
+    possible_agents = ("a", "b")
+    render_mode = None
+
+    def __init__(self, pause: float = 0.0) -> None:
+        self.metadata = {"name": "contract_game_v0"}
+        self.agents: list[str] = []
+        self.pause = pause
+        self.rng = np.random.default_rng()
+
+    def observation_space(self, agent: str) -> spaces.Space[Any]:
+        return spaces.Box(-10, 10, (3,), np.float32)
+
+    def action_space(self, agent: str) -> spaces.Space[Any]:
+        return spaces.Discrete(4)
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        if seed is not None:
+            self.rng = np.random.default_rng(seed)
+        self.agents = list(self.possible_agents)
+        between = {"low": -1.0, "high": 1.0, **(options or {})}
+        return {agent: self.rng.uniform(**between, size=3).astype(np.float32) for agent in self.agents}, {}
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        time.sleep(self.pause)
+        seen = {agent: self.rng.uniform(-1, 1, 3).astype(np.float32) for agent in self.agents}
+        rewards = {agent: float(actions[agent]) for agent in self.agents}
+        over = dict.fromkeys(self.agents, False)
+        return seen, rewards, over, dict(over), {agent: {"mine": 1} for agent in self.agents}
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,45 @@
+"""Who keeps what, as a table in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .backends import BACKENDS
+from .calls import CALLS
+
+_WORST = ("FAILED", "not yet", "yes", "refused")
+
+
+def of_reports(stats: Mapping[str, Iterable[Any]]) -> str:
+    """The table of what pytest has reported, by its categories."""
+    cells: dict[tuple[str, str], str] = {}
+    for category, reports in stats.items():
+        for report in reports:
+            known = dict(getattr(report, "user_properties", ()))
+            if "call" in known and category in ("passed", "failed", "error", "xfailed"):
+                if category == "passed" and report.when != "call":
+                    continue
+                said = {"passed": "refused" if "refused" in known else "yes", "xfailed": "not yet"}.get(category, "FAILED")
+                place = known["call"], known["backend"]
+                cells[place] = min(said, cells.get(place, said), key=_WORST.index)
+    return text(cells)
+
+
+def text(cells: Mapping[tuple[str, str], str]) -> str:
+    """Markdown, a row for each call."""
+    names = [backend.name for backend in BACKENDS]
+    rows = [[call, *(cells.get((call, name), "-") for name in names)] for call in CALLS.values()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [["call", *names], ["---"] * (len(names) + 1), *rows])
+
+
+def read(page: str) -> tuple[list[str], list[str]]:
+    """The calls and the backends of the table in a page."""
+    lines = page.splitlines()
+    head = next(index for index, line in enumerate(lines) if line.startswith("| call | two-workers"))
+    rows = []
+    for line in lines[head + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append(line.split("|")[1].strip())
+    return rows, [cell.strip() for cell in lines[head].split("|")[2:-1]]

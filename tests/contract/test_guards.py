@@ -1,0 +1,218 @@
+"""Who may call, what can be looked at, and the end: threads, forks, figures, capabilities, ``close``."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import os
+import re
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from gymnasium.error import ClosedEnvironmentError
+
+from vecenv.errors import BusyError, ForkedError
+from vecenv.front.capabilities import FIGURES, Capabilities
+
+from .backends import ROWS, Backend
+from .calls import call, in_a_fork, in_flight
+
+
+def calls_on(envs: Any, actions: Any) -> Iterator[Callable[[], Any]]:
+    """The calls that are on every backend."""
+    yield from (envs.reset, envs.reset_async, envs.reset_wait, envs.step_wait, envs.recv)
+    yield lambda: envs.step(actions)
+    yield lambda: envs.step_async(actions)
+    yield lambda: envs.send(actions, range(envs.num_envs))
+
+
+def slowly(envs: Any, actions: Any) -> Any:
+    """A step that ends when its numbers are there. On JAX it would return before, with a timeout it does not."""
+    if not envs.capabilities.runs_jax:
+        return envs.step(actions)
+    envs.step_async(actions)
+    return envs.step_wait(timeout=60)
+
+
+@call("a second thread")
+def test_a_second_thread_is_refused(backend: Backend, build: Callable[..., Any]) -> None:
+    """Another thread is in a slow step. Where the machine was so busy that it was not, it is tried again."""
+    for _ in range(5):
+        envs = build(backend.make_slow)
+        actions = (backend.slow_actions or backend.actions)(envs.num_envs)
+        envs.reset()
+        done: list[Any] = []
+        thread = threading.Thread(target=lambda envs=envs, actions=actions, done=done: done.append(slowly(envs, actions)))
+        thread.start()
+        time.sleep(0.02)
+        said = []
+        for one in calls_on(envs, actions):
+            try:
+                one()
+            except Exception as error:
+                said.append(error)
+        meanwhile = not done
+        thread.join()
+        if meanwhile and done:  # then it was in its step all the time
+            break
+    else:
+        pytest.fail("no step of another thread lasted long enough, or none was let end")
+    texts = [f"{type(error).__name__}: {error}" for error in said]
+    wanted = rf"BusyError: another thread is in a call on this {type(envs).__name__}; `\w+` was refused"
+    assert [text for text in texts if not re.fullmatch(wanted, text)] == []
+    assert len(texts) == len(list(calls_on(envs, actions)))
+    assert issubclass(BusyError, RuntimeError)
+    envs.step(actions)
+
+
+@call("a forked child")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_child_is_refused_and_the_parent_goes_on(backend: Backend, envs: Any) -> None:
+    actions = backend.actions(ROWS)
+
+    def check() -> None:
+        wanted = rf"this {type(envs).__name__} belongs to another process \(pid {os.getppid()}\); a forked child cannot use "
+        for one in calls_on(envs, actions):
+            with pytest.raises(ForkedError, match=rf"^{wanted}.+: build a new one in the child$"):
+                one()
+        envs.close()
+        assert envs.closed
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # threads and forks do not go together, which is what this is about
+        assert in_a_fork(check) == 0
+    envs.step(actions)
+
+
+@call("after `close()`")
+def test_every_call_after_close_says_so(backend: Backend, build: Callable[..., Any]) -> None:
+    envs = build()
+    envs.reset()
+    envs.close()
+    for one in calls_on(envs, backend.actions(ROWS)):
+        with pytest.raises(ClosedEnvironmentError) as caught:
+            one()
+        assert str(caught.value) == f"Trying to operate on `{type(envs).__name__}`, after a call to `close()`."
+
+
+@call("`stats()`")
+def test_figures_have_the_same_keys_and_stay_after_close(backend: Backend, build: Callable[..., Any]) -> None:
+    envs = build()
+    envs.reset()
+    envs.step(backend.actions(ROWS))
+    before = envs.stats()
+    assert set(FIGURES) <= set(before)
+    assert all(isinstance(value, float) for value in before.values())
+    for key, wanted in (("steps", ROWS), ("resets", ROWS), ("restarts", 0), ("errors", 0), ("in_flight", 0)):
+        assert before[key] == wanted or math.isnan(before[key])
+    envs.close()
+    after = envs.stats()
+    assert set(after) == set(before)
+    time.sleep(0.01)
+    assert envs.stats() == pytest.approx(after, nan_ok=True)
+
+
+@call('`stats()["in_flight"]`')
+def test_rows_that_are_owed_are_in_flight(backend: Backend, envs: Any) -> None:
+    envs.send(backend.actions(ROWS), range(ROWS))
+    assert in_flight(envs) == ROWS
+    while in_flight(envs):
+        envs.recv()
+    stepping = lambda: envs.step_async(backend.actions(ROWS))  # noqa: E731
+    for begin, finish in ((envs.reset_async, envs.reset_wait), (stepping, envs.step_wait)):
+        begin()
+        found = in_flight(envs)
+        finish()
+        assert found == ROWS
+        assert in_flight(envs) == 0
+
+
+@call("`capabilities`: what is False is refused")
+def test_what_it_cannot_do_is_refused_with_the_reason(backend: Backend, envs: Any) -> None:
+    can = envs.capabilities
+    assert isinstance(can, Capabilities)
+    assert str(can).startswith(f"{can.backend}: ")
+    for reach in (
+        lambda: envs.call("reset_twice"), lambda: envs.call_async("x"), lambda: envs.get_attr("spec"),
+        lambda: envs.set_attr("mine", 1), lambda: envs.exec_func(id), lambda: envs.exec_func_send(id),
+    ):  # fmt: skip
+        if not can.attributes:
+            with pytest.raises(NotImplementedError, match=rf"^{type(envs).__name__} cannot `\w+`: .+"):
+                reach()
+    if can.attributes:
+        envs.set_attr("mine", list(range(ROWS)))
+        assert envs.get_attr("mine") == tuple(range(ROWS))
+        assert len(envs.exec_func(id)) == ROWS
+    if not can.first_ready:
+        envs.send(backend.actions(ROWS), range(ROWS))
+        with pytest.raises(NotImplementedError, match=rf"^{type(envs).__name__} cannot .*: .+"):
+            envs.recv(count=1)
+        envs.recv()
+    assert in_flight(envs) == 0
+
+
+@call("`close()`: again, with an answer owed")
+def test_it_can_be_closed_twice_and_in_the_middle(backend: Backend, build: Callable[..., Any]) -> None:
+    for begin in (
+        lambda envs: envs.step_async(backend.actions(ROWS)), lambda envs: envs.reset_async(),
+        lambda envs: envs.send(backend.actions(ROWS), range(ROWS)), lambda envs: None,
+    )[: 1 if backend.dear else None]:  # fmt: skip
+        envs = build()
+        envs.reset()
+        begin(envs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Gymnasium's, of an answer that nobody fetched
+            envs.close()
+        assert envs.closed
+        envs.close()
+        envs.close(timeout=1.0, terminate=True)
+
+
+@call("`close(timeout, terminate)`")
+def test_close_takes_a_timeout_and_an_order_to_terminate(backend: Backend, build: Callable[..., Any]) -> None:
+    for options in ({"timeout": 30}, {"terminate": True}, {"timeout": 0.0, "terminate": True}):
+        envs = build()
+        with pytest.raises(TypeError, match="timeout"):
+            envs.close(timeout="soon")
+        envs.reset()  # it was not closed
+        envs.close(**options)
+        assert envs.closed
+        if backend.dear:
+            break
+
+
+@call("`close()`: descriptors")
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="this system does not tell which descriptors there are")
+def test_descriptors_are_free_when_close_returns(backend: Backend, build: Callable[..., Any]) -> None:
+    def descriptors() -> int:
+        if backend.name != "ray":
+            return len(os.listdir("/proc/self/fd"))
+        found = 0
+        for name in os.listdir("/proc/self/fd"):  # a running Ray opens sockets as it likes; these are ours
+            with contextlib.suppress(OSError):
+                found += "vecenv" in os.readlink(f"/proc/self/fd/{name}")
+        return found
+
+    def use() -> Any:
+        envs = backend.make()
+        envs.reset()
+        envs.step(backend.actions(ROWS))
+        envs.close()
+        return envs
+
+    use()  # what is there once for all is there
+    gc.collect()
+    before = descriptors()
+    gc.disable()  # at once, not when somebody collects
+    try:
+        envs = use()
+        after = descriptors()
+    finally:
+        gc.enable()
+    assert envs.closed
+    assert after == before

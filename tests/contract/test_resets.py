@@ -1,0 +1,169 @@
+"""``reset`` and ``reset_async``: seeds, masks, options, and resets of some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
+
+from vecenv.testing import assert_identical
+
+from .backends import ROWS, Backend
+from .calls import call, differs, host, in_flight, rows_of
+
+MASK = np.array([True, False, True, False])
+CHOSEN, OTHERS = np.flatnonzero(MASK), np.flatnonzero(~MASK)
+
+
+@call("`reset(seed=)`: None, an int, consecutive ints")
+def test_the_same_seeds_give_the_same_observations(envs: Any) -> None:
+    first = host(envs.reset(seed=7))
+    assert differs(envs.reset(), first)
+    for seed in (np.int64(7), [7, 8, 9, 10]):
+        assert_identical(host(envs.reset(seed=seed)), first)
+    assert differs(envs.reset(seed=1000), first)
+
+
+@call("`reset(seed=[...])`: one or None for each row")
+def test_each_row_has_its_own_seed(envs: Any, refusable: Any) -> None:
+    first = envs.reset(seed=7)
+    with refusable(envs, "row_seeds"):
+        some = envs.reset(seed=[7, 500, None, 10])
+        assert_identical(rows_of(some, [0, 3]), rows_of(first, [0, 3]))
+        assert differs(rows_of(some, [1]), rows_of(first, [1]))
+
+
+@call("`reset(seed=)`: wrong ones")
+def test_what_is_no_seed_is_refused_and_nothing_is_sent(envs: Any) -> None:
+    for wrong, error in (
+        ([1], ValueError), ([], ValueError), (range(5), ValueError), ("1234", TypeError), (1.5, TypeError),
+        (object(), TypeError),
+    ):  # fmt: skip
+        for begin in (envs.reset, envs.reset_async):
+            with pytest.raises(error, match="seed"):
+                begin(seed=wrong)
+    assert in_flight(envs) == 0
+    with pytest.raises(NoAsyncCallError):
+        envs.reset_wait()
+
+
+@call('`options["reset_mask"]`')
+def test_a_mask_chooses_the_rows_and_the_dict_stays_as_it_is(backend: Backend, envs: Any, refusable: Any) -> None:
+    before = envs.step(backend.actions(ROWS))[0]
+    before = rows_of(before, range(ROWS))
+    mask = MASK.copy()
+    options = {"reset_mask": mask}
+    with refusable(envs, "reset_mask"):
+        after = envs.reset(options=options)[0]
+        assert_identical(rows_of(after, OTHERS), rows_of(before, OTHERS))
+        assert differs(rows_of(after, CHOSEN), rows_of(before, CHOSEN))
+    assert list(options) == ["reset_mask"]
+    assert options["reset_mask"] is mask
+    assert mask.tolist() == MASK.tolist()
+    envs.step(backend.actions(ROWS))
+
+
+@call('`options["reset_mask"]` and `seed`')
+def test_a_mask_and_seeds_go_together(envs: Any, refusable: Any) -> None:
+    before = host(envs.reset()[0])
+    with refusable(envs, "masked_seeds"):
+        after = host(envs.reset(seed=7, options={"reset_mask": MASK.copy()})[0])
+        first = envs.reset(seed=7)[0]
+        assert_identical(rows_of(after, CHOSEN), rows_of(first, CHOSEN))
+        assert_identical(rows_of(after, OTHERS), rows_of(before, OTHERS))
+    assert in_flight(envs) == 0
+
+
+@call('`options["reset_mask"]`: wrong ones')
+def test_what_is_no_mask_is_refused_and_nothing_is_sent(backend: Backend, envs: Any) -> None:
+    for wrong, error in (
+        ([True] * ROWS, TypeError), (None, TypeError), (np.ones(ROWS, np.int8), TypeError),
+        (np.ones(ROWS + 1, np.bool_), ValueError), (np.ones((ROWS, 1), np.bool_), ValueError),
+        (np.zeros(ROWS, np.bool_), ValueError),
+    ):  # fmt: skip
+        options = {"reset_mask": wrong}
+        with pytest.raises(error, match=r"`options\['reset_mask'\]` must"):
+            envs.reset(options=options)
+        assert list(options) == ["reset_mask"]
+    assert in_flight(envs) == 0
+    envs.step(backend.actions(ROWS))
+
+
+@call("`options`: other keys")
+def test_other_options_reach_the_environments_or_are_refused_by_name(
+    backend: Backend, envs: Any, record_property: Callable[[str, object], None]
+) -> None:
+    options = {"low": 0.02, "high": 0.03}
+    if envs.capabilities.reset_options:
+        assert backend.low(np.asarray(envs.reset(options=options)[0]))
+    else:
+        for wrong in (options, {**options, "reset_mask": np.ones(ROWS, np.bool_)}):
+            with pytest.raises(ValueError, match=r"reset options.*'low'"):
+                envs.reset(options=wrong)
+        assert in_flight(envs) == 0
+        record_property("refused", True)
+    assert options == {"low": 0.02, "high": 0.03}
+    envs.reset(options={})
+    envs.step(backend.actions(ROWS))
+
+
+@call("`reset_async`, `reset_wait`")
+def test_a_reset_has_two_halves(backend: Backend, envs: Any) -> None:
+    with pytest.raises(NoAsyncCallError, match="`reset_wait` without any prior call to `reset_async`"):
+        envs.reset_wait()
+    first = host(envs.reset(seed=7)[0])
+    envs.reset_async(seed=7)
+    for early in (envs.reset, envs.reset_async, lambda: envs.step(backend.actions(ROWS))):
+        with pytest.raises(AlreadyPendingCallError, match="Calling `"):
+            early()
+    with pytest.raises(NoAsyncCallError):
+        envs.step_wait()
+    assert_identical(host(envs.reset_wait()[0]), first)
+
+
+@call("`reset_async(env_id=)`, `recv`")
+def test_some_rows_are_reset_and_received(backend: Backend, envs: Any, refusable: Any) -> None:
+    envs.step(backend.actions(ROWS))
+    with refusable(envs, "first_ready"):
+        envs.reset_async(env_id=[3, 1])
+        with pytest.raises(AlreadyPendingCallError):
+            envs.reset_async(env_id=[1])
+        with pytest.raises(NoAsyncCallError):
+            envs.reset_wait()
+        with pytest.raises(NoAsyncCallError, match="`recv` for 3 environments"):
+            envs.recv(count=3)
+        observations, rewards, terminations, truncations, infos = envs.recv(count=2)
+        assert sorted(infos["env_id"].tolist()) == [1, 3]
+        assert len(rows_of(rewards, [0, 1])) == len(rewards) == 2
+        assert not any(np.asarray(part).any() for part in (rewards, terminations, truncations))
+        assert differs(rows_of(observations, [0]), rows_of(observations, [1]))
+    assert in_flight(envs) == 0
+    envs.step(backend.actions(ROWS))
+
+
+@call("`reset_async(env_id=, seed=)`")
+def test_rows_that_are_reset_by_name_may_have_seeds(envs: Any, refusable: Any) -> None:
+    with refusable(envs, "masked_seeds" if envs.capabilities.first_ready else "first_ready"):
+        some = []
+        for seed in (7, [10, 8]):
+            envs.reset_async(seed=seed, env_id=[3, 1])
+            some.append(envs.recv(count=2))
+        first = envs.reset(seed=7)[0]
+        for observations, *_, infos in some:
+            assert_identical(rows_of(observations, [0, 1]), rows_of(first, infos["env_id"]))
+        with pytest.raises(ValueError, match="length"):
+            envs.reset_async(seed=[1, 2, 3], env_id=[3, 1])
+    assert in_flight(envs) == 0
+
+
+@call("`reset_async(env_id=)`: wrong ones")
+def test_a_wrong_env_id_or_a_second_choice_of_rows_is_refused(envs: Any) -> None:
+    for wrong in ([ROWS], [-1], [1, 1], [], [0.0], ["a"], 1):
+        with pytest.raises(ValueError, match="env_id"):
+            envs.reset_async(env_id=wrong)
+    with pytest.raises(ValueError, match="give one"):
+        envs.reset_async(env_id=range(ROWS), options={"reset_mask": MASK.copy()})
+    assert in_flight(envs) == 0

@@ -1,0 +1,285 @@
+"""``step`` in one call and in two, ``send`` and ``recv``, timeouts, actions, infos."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
+
+from vecenv.errors import StepTimeout
+from vecenv.testing import assert_identical
+
+from .backends import ROWS, Backend
+from .calls import call, host, in_flight, require_masks, rows_of
+
+ALL = range(ROWS)
+
+
+def received(envs: Any, so_many: int = ROWS) -> list[Any]:
+    """Everything that is in flight, in the order of rows."""
+    parts: dict[int, Any] = {}
+    while len(parts) < so_many:
+        *batch, infos = envs.recv()
+        for place, row in enumerate(infos["env_id"].tolist()):
+            assert row not in parts
+            parts[row] = [rows_of(part, [place]) for part in batch]
+    return [parts[row] for row in sorted(parts)]
+
+
+@call("`step`")
+def test_a_step_gives_every_row_its_observation_reward_and_flags(backend: Backend, envs: Any) -> None:
+    observations, rewards, terminations, truncations, infos = envs.step(backend.actions(ROWS))
+    assert host(observations) in envs.observation_space
+    assert len(rewards) == len(terminations) == len(truncations) == ROWS
+    assert np.asarray(terminations).dtype == np.asarray(truncations).dtype == np.bool_
+    assert np.asarray(rewards).dtype.kind == "f"
+    assert isinstance(infos, dict)
+    assert in_flight(envs) == 0
+
+
+@call("`step_async`, `step_wait`")
+def test_a_step_has_two_halves(backend: Backend, envs: Any) -> None:
+    actions = backend.actions(ROWS)
+    for wait in (envs.step_wait, envs.recv):
+        with pytest.raises(NoAsyncCallError):
+            wait()
+    envs.reset(seed=7)
+    whole = host(envs.step(actions)[:4])
+    envs.reset(seed=7)
+    envs.step_async(actions)
+    assert_identical(host(envs.step_wait()[:4]), whole)
+    with pytest.raises(NoAsyncCallError, match="`step_wait` without any prior call to `step_async`"):
+        envs.step_wait()
+
+
+@call("calls while a step is owed")
+def test_nothing_else_is_begun_or_fetched_while_a_step_is_owed(backend: Backend, envs: Any) -> None:
+    actions = backend.actions(ROWS)
+    envs.reset(seed=7)
+    whole = host(envs.step(actions)[:4])
+    envs.reset(seed=7)
+    envs.step_async(actions)
+    for early in (
+        lambda: envs.step_async(actions), lambda: envs.step(actions), envs.reset, envs.reset_async,
+        lambda: envs.send(actions), lambda: envs.send(actions, ALL), envs.recv,
+    ):  # fmt: skip
+        with pytest.raises(AlreadyPendingCallError):
+            early()
+    with pytest.raises(NoAsyncCallError):
+        envs.reset_wait()
+    assert_identical(host(envs.step_wait()[:4]), whole)
+
+
+@call("`step_wait(timeout)`: too late")
+def test_an_answer_that_is_late_stays_owed(backend: Backend, build: Callable[..., Any], refusable: Any) -> None:
+    envs = build(backend.make_slow)
+    actions = (backend.slow_actions or backend.actions)(envs.num_envs)
+    envs.reset()
+    late = 0
+    with refusable(envs, "timeouts"):
+        for timeout in (0, -1, 0.001, np.float32(0), 0):  # the machine may have been busy, and the answer there
+            envs.step_async(actions)
+            try:
+                envs.step_wait(timeout=timeout)
+            except StepTimeout as error:
+                assert isinstance(error, TimeoutError)
+                late += 1
+                with pytest.raises(AlreadyPendingCallError):
+                    envs.step_async(actions)
+                assert len(envs.step_wait(timeout=60)[1]) == envs.num_envs
+            if late == 2:
+                break
+        assert late or envs.capabilities.in_this_process
+    if in_flight(envs):
+        envs.step_wait()
+    envs.step(actions)
+
+
+@call("`recv(timeout)`: too late")
+def test_rows_that_are_late_are_not_lost(backend: Backend, build: Callable[..., Any], refusable: Any) -> None:
+    envs = build(backend.make_slow)
+    actions = (backend.slow_actions or backend.actions)(envs.num_envs)
+    envs.reset()
+    late = 0
+    with refusable(envs, "timeouts"):
+        for _ in range(5):
+            envs.send(actions, range(envs.num_envs))
+            try:
+                rows = envs.recv(0, count=envs.num_envs)[4]["env_id"]
+            except StepTimeout:
+                late += 1
+                rows = envs.recv(timeout=60, count=envs.num_envs)[4]["env_id"]
+            assert sorted(rows.tolist()) == list(range(envs.num_envs))
+            if late == 2:
+                break
+        assert late or envs.capabilities.in_this_process
+
+
+@call("`timeout`: wrong ones")
+def test_what_is_no_timeout_is_refused_and_the_answer_stays_owed(backend: Backend, envs: Any) -> None:
+    def fetch(wait: Callable[..., Any]) -> None:
+        for wrong, error in ((math.nan, ValueError), ("1", TypeError), (True, TypeError), ([1], TypeError)):
+            with pytest.raises(error, match="timeout"):
+                wait(timeout=wrong)
+        wait()
+
+    envs.reset_async()
+    fetch(envs.reset_wait)
+    envs.step_async(backend.actions(ROWS))
+    fetch(envs.step_wait)
+    envs.send(backend.actions(ROWS), ALL)
+    fetch(envs.recv)
+    while in_flight(envs):
+        envs.recv()
+
+
+@call("`send`, `recv`: all rows")
+def test_all_rows_can_be_sent_to_and_are_received_in_batches(backend: Backend, envs: Any) -> None:
+    actions = backend.actions(ROWS)
+    envs.reset(seed=7)
+    whole = host(envs.step(actions)[:4])
+    envs.reset(seed=7)
+    envs.send(actions)
+    assert in_flight(envs) == ROWS
+    for row, (one, *_) in enumerate(received(envs)):
+        assert_identical(one, rows_of(whole[0], [row]))
+    with pytest.raises(NoAsyncCallError):
+        envs.recv()
+
+
+@call("`batch_size`: what `recv` returns")
+def test_it_says_how_many_rows_it_returns(backend: Backend, envs: Any) -> None:
+    envs.send(backend.actions(ROWS), ALL)
+    found = len(envs.recv()[1])
+    while in_flight(envs):
+        envs.recv()
+    assert found == envs.batch_size
+
+
+@call("`send(env_id=)`: some rows")
+def test_some_rows_can_be_sent_to_and_the_others_meanwhile(backend: Backend, envs: Any, refusable: Any) -> None:
+    with refusable(envs, "first_ready"):
+        envs.send(backend.actions(2), [3, 1])
+        assert in_flight(envs) == 2
+        with pytest.raises(NoAsyncCallError):
+            envs.recv(count=3)
+        assert sorted(envs.recv(count=2)[4]["env_id"].tolist()) == [1, 3]
+        envs.send(backend.actions(2))  # those of the latest recv
+        assert sorted(envs.recv(count=2)[4]["env_id"].tolist()) == [1, 3]
+    assert in_flight(envs) == 0
+
+
+@call("`send`: a row in flight")
+def test_a_row_in_flight_is_not_sent_to(backend: Backend, envs: Any) -> None:
+    actions = backend.actions(ROWS)
+    envs.send(actions, ALL)
+    for early in (lambda: envs.send(actions, ALL), lambda: envs.step(actions), lambda: envs.step_async(actions)):
+        with pytest.raises(AlreadyPendingCallError):
+            early()
+    for wait in (envs.step_wait, envs.reset_wait):
+        with pytest.raises(NoAsyncCallError):
+            wait()
+    assert len(received(envs)) == ROWS
+
+
+@call("`reset_async(env_id=)`: a row in flight")
+def test_a_row_in_flight_is_not_reset_by_name(backend: Backend, envs: Any, refusable: Any) -> None:
+    envs.send(backend.actions(ROWS), ALL)
+    with refusable(envs, "first_ready"), pytest.raises(AlreadyPendingCallError):
+        envs.reset_async(env_id=ALL)
+    assert len(received(envs)) == ROWS
+
+
+@call("`send(env_id=)`: wrong ones")
+def test_a_wrong_env_id_is_refused_and_nothing_is_sent(backend: Backend, envs: Any) -> None:
+    for wrong in ([ROWS], [-1], [1, 1], [], [0.0], ["a"], 1, [[0, 1]]):
+        with pytest.raises(ValueError, match="env_id"):
+            envs.send(backend.actions(np.size(wrong)), wrong)
+    assert in_flight(envs) == 0
+
+
+@call("`recv(count=)`")
+def test_any_number_of_rows_is_received(backend: Backend, envs: Any, refusable: Any) -> None:
+    with refusable(envs, "first_ready"):
+        for counts in ((1, 3), (2, 2), (4,), (3, 1)):
+            envs.send(backend.actions(ROWS), ALL)
+            rows = []
+            for count in counts:
+                rows += envs.recv(count=count)[4]["env_id"].tolist()
+                assert in_flight(envs) == ROWS - len(rows)
+            assert sorted(rows) == list(ALL)
+    if in_flight(envs):
+        envs.recv(count=ROWS)
+
+
+@call("`recv(count=)`: wrong ones")
+def test_a_count_without_a_meaning_is_refused(backend: Backend, envs: Any) -> None:
+    envs.send(backend.actions(ROWS), ALL)
+    for wrong, error in ((0, ValueError), (-1, ValueError), (ROWS + 1, ValueError), (1.0, TypeError), ("2", TypeError)):
+        with pytest.raises(error, match="count must be"):
+            envs.recv(count=wrong)
+    assert in_flight(envs) == ROWS
+    assert len(received(envs)) == ROWS
+
+
+@call("`recv`: one row in flight")
+def test_a_single_row_can_be_received(backend: Backend, envs: Any, refusable: Any) -> None:
+    with refusable(envs, "first_ready"):
+        envs.send(backend.actions(1), [2])
+        assert envs.recv(count=1)[4]["env_id"].tolist() == [2]
+
+
+@call("actions: too few, too many")
+def test_a_wrong_number_of_actions_is_refused_before_anything_is_sent(backend: Backend, envs: Any) -> None:
+    steps = envs.stats()["steps"]
+    for wrong in (backend.actions(ROWS - 1), backend.actions(ROWS + 1), backend.actions(1)[0], None, 3):
+        for begin in (envs.step, envs.step_async, lambda actions: envs.send(actions, ALL)):
+            with pytest.raises((ValueError, TypeError)):
+                begin(wrong)
+    assert in_flight(envs) == 0
+    assert envs.stats()["steps"] == pytest.approx(steps, nan_ok=True)
+    with pytest.raises(NoAsyncCallError):
+        envs.step_wait()
+    envs.step(backend.actions(ROWS))
+
+
+@call("actions: a wrong shape")
+def test_actions_of_a_wrong_shape_are_refused_before_anything_is_sent(backend: Backend, envs: Any) -> None:
+    steps = envs.stats()["steps"]
+    for begin in (envs.step, envs.step_async, lambda actions: envs.send(actions, ALL)):
+        with pytest.raises((ValueError, TypeError)):
+            begin(backend.misfits(ROWS))
+    assert in_flight(envs) == 0
+    assert envs.stats()["steps"] == pytest.approx(steps, nan_ok=True)
+    envs.step(backend.actions(ROWS))
+
+
+@call("infos: masks")
+def test_every_info_has_its_mask(backend: Backend, envs: Any) -> None:
+    require_masks(envs.reset()[1])
+    for _ in range(12):  # episodes end meanwhile
+        require_masks(envs.step(backend.actions(ROWS))[4])
+    envs.send(backend.actions(ROWS), ALL)
+    seen = 0
+    while seen < ROWS:
+        infos = envs.recv()[4]
+        require_masks(infos)
+        seen += len(infos["env_id"])
+
+
+@call("infos: `env_id`")
+def test_what_is_received_says_of_whom(backend: Backend, envs: Any) -> None:
+    for begin in (lambda: envs.send(backend.actions(ROWS), ALL), envs.reset_async):
+        begin()
+        seen: list[int] = []
+        while len(seen) < ROWS:
+            *_, infos = envs.recv()
+            assert infos["env_id"].dtype == np.intp
+            assert infos["_env_id"].dtype == np.bool_
+            assert infos["_env_id"].all()
+            seen += infos["env_id"].tolist()
+        assert sorted(seen) == list(ALL)

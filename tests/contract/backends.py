@@ -14,6 +14,7 @@ import gymnasium
 import numpy as np
 
 import vecenv
+from vecenv.testing import DoubleVectorEnv
 
 from .games import PAUSE, Game, SlowCartPole
 
@@ -63,7 +64,7 @@ def _engine(name: str, **options: Any) -> Backend:
         return vecenv.AsyncVectorEnv([env_fn] * ROWS, **options)
 
     return Backend(
-        name, functools.partial(build, _CARTPOLE), functools.partial(build, SlowCartPole), not_yet={**_SHAPES, **_COUNTED}
+        name, functools.partial(build, _CARTPOLE), functools.partial(build, SlowCartPole), not_yet=_SHAPES
     )
 
 
@@ -136,7 +137,6 @@ def _jax_backend(to: str) -> Backend:
         misfits=lambda n: np.zeros((n, 2), np.float32),
         needs=("jax",),
         folder="jax",
-        not_yet=_JAX,
     )
 
 
@@ -178,25 +178,8 @@ def _moves(n: int) -> Any:
 # -- what does not hold yet ------------------------------------------------------------------------------------------
 
 _SHAPES = {"actions: a wrong shape": "the engine hands on actions of any shape, as Gymnasium does; environments judge them"}
-_COUNTED = {'`stats()["in_flight"]`': "the engine counts what was sent by `send` only"}
 _OWN_MASKS = {"infos: masks": "the arrays that MultiAgentVecEnv always gives (agent_mask, env_done, ...) have no masks"}
 _WHOLE_BATCHES = {"`recv`: one row in flight": "EnvPool answers in whole batches, and no capability says so"}
-_JAX = {"`close(timeout, terminate)`": "JaxVectorEnv.close() looks at no argument"}
-_NATIVE = {
-    "`close(timeout, terminate)`": "a wrong timeout leaves it closed, and the library open",
-    "`reset_async(env_id=)`: wrong ones": "NotImplementedError before env_id is looked at",
-    "`send(env_id=)`: wrong ones": "NotImplementedError before env_id is looked at",
-    "`send`: a row in flight": "step_wait() takes the answer to send()",
-    "calls while a step is owed": "recv() takes the answer to step_async()",
-    "`batch_size`: what `recv` returns": "there is no such attribute",
-}
-_CALLERS_THREAD = {
-    **_NATIVE,
-    "`reset(seed=[...])`: one or None for each row": "refused, and no capability says so",
-    "`step_wait(timeout)`: too late": "refused, and no capability says so",
-    "`recv(timeout)`: too late": "refused, and no capability says so",
-}
-_ALE = {**_NATIVE, "infos: `env_id`": "ALE's own env_id, int32"}
 
 # -- the table -----------------------------------------------------------------------------------------------------
 
@@ -212,7 +195,7 @@ BACKENDS = (
         functools.partial(_agents, PAUSE),
         _moves,
         lambda n: np.zeros((n, 5), np.int64),
-        not_yet={**_COUNTED, **_OWN_MASKS},
+        not_yet=_OWN_MASKS,
     ),
     Backend(
         "envpool",
@@ -246,7 +229,6 @@ BACKENDS = (
         functools.partial(vecenv.make_vec, "CartPole-v1", ROWS, "native"),
         _slow_native,
         folder="backends",
-        not_yet=_CALLERS_THREAD,
     ),
     Backend(
         "native-ale",
@@ -256,7 +238,6 @@ BACKENDS = (
         needs=("ale_py",),
         folder="backends",
         dear=True,
-        not_yet=_ALE,
     ),
     Backend(
         "ray",
@@ -266,8 +247,9 @@ BACKENDS = (
         folder="distributed",
         around=_cluster,
         dear=True,
-        not_yet={**_SHAPES, **_COUNTED},
+        not_yet=_SHAPES,
     ),
     _jax_backend("numpy"),
     _jax_backend("jax"),
+    Backend("double", functools.partial(DoubleVectorEnv, ROWS), functools.partial(DoubleVectorEnv, ROWS, delay=PAUSE)),
 )

@@ -607,7 +607,7 @@ class Calm(RuleBasedStateMachine):
             return
         kind = model.owed[0] if model.owed is not None else "default"
         assert model.envs._state.value == kind
-        assert in_flight(model.envs) == len(model.flying) + (COUNT if kind == "reset" else 0)
+        assert in_flight(model.envs) == len(model.flying) + (COUNT if kind in ("reset", "step") else 0)
 
     def teardown(self) -> None:
         model = getattr(self, "model", None)

@@ -114,8 +114,8 @@ class _Library:
     def capabilities(self) -> Capabilities:
         rows = "rows" in self.does
         return Capabilities(
-            "native", attributes=False, first_ready=False, reset_mask=rows, masked_seeds=rows, reset_options=not rows,
-            in_this_process=True,
+            "native", attributes=False, first_ready=False, timeouts="threads" in self.does, row_seeds=rows, reset_mask=rows,
+            masked_seeds=rows, reset_options=not rows, in_this_process=True,
         )  # fmt: skip
 
     def reset(self, call: Call, seeds: list[Any], mask: Any, options: dict[str, Any] | None) -> None:

@@ -368,10 +368,11 @@ class Owed:
 
     @property
     def in_flight(self) -> int:
-        """How many rows were sent, by ``send`` or ``reset_async``, and not received."""
+        """How many rows were asked to step or to reset, and their answers were not taken."""
         call = self.call
-        resets = 0 if call is None or call.command != "reset" else sum(len(call.rows_of(worker)) for worker in call.workers)
-        return len(self.waiting()) + resets
+        if call is None or call.phase is Phase.WAITING_CALL:
+            return len(self.waiting())
+        return sum(len(call.rows_of(worker)) for worker in call.workers) + len(call.lost)
 
     @property
     def idle(self) -> bool:

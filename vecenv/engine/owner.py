@@ -184,7 +184,8 @@ class EngineOwner(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, ActT
         ``step_time_mean`` and ``step_time_slowest_env`` in seconds; ``straggler_share`` (of the workers' time, idle because
         another one took longer); ``resets`` asked for; ``restarts``; ``errors``; ``bytes_pickled``. Counts are exact; times
         inside environments are extrapolated where a worker's share of a batch takes less than a millisecond.
-        ``in_flight``: environments that were sent and not received. After :meth:`close` they stay as they were.
+        ``in_flight``: environments whose step or reset was asked for and not fetched. After :meth:`close` they stay as they
+        were.
         """
         return self._engine.stats() if self._figures is None else dict(self._figures)
 

@@ -18,6 +18,8 @@ class Capabilities:
         backend: ``"process"``, ``"ray"``, ``"envpool"``, ``"jax"``, ``"native"``.
         attributes: ``call``, ``get_attr``, ``set_attr``, ``exec_func``: there are Python environments.
         first_ready: ``send`` to some environments, ``recv`` of those that are done first.
+        timeouts: ``step_wait(timeout)`` and the like.
+        row_seeds: A seed for each row, in any order; else one for all.
         reset_mask: ``reset(options={"reset_mask": ...})``.
         masked_seeds: Seeds together with a reset mask.
         reset_options: Options other than the mask reach the environments.
@@ -29,6 +31,8 @@ class Capabilities:
     backend: str
     attributes: bool = True
     first_ready: bool = True
+    timeouts: bool = True
+    row_seeds: bool = True
     reset_mask: bool = True
     masked_seeds: bool = True
     reset_options: bool = True

@@ -38,6 +38,7 @@ class DoubleVectorEnv(TogetherVectorEnv["_Memory"]):
 
     Args:
         num_envs: How many.
+        delay: Seconds that an answer takes.
 
     Attributes:
         ready: A ``threading.Event``; while it is cleared, answers are late.
@@ -45,7 +46,7 @@ class DoubleVectorEnv(TogetherVectorEnv["_Memory"]):
 
     _why_no_attributes = "its environments are rows of arrays"
 
-    def __init__(self, num_envs: int = 1) -> None:
+    def __init__(self, num_envs: int = 1, *, delay: float = 0.0) -> None:
         self.num_envs = num_envs
         self.single_observation_space = spaces.Box(0, 1e6, (3,), np.float32)
         self.single_action_space = spaces.Discrete(5)
@@ -53,7 +54,7 @@ class DoubleVectorEnv(TogetherVectorEnv["_Memory"]):
         self.action_space = batch_space(self.single_action_space, num_envs)
         self.autoreset_mode = AutoresetMode.NEXT_STEP
         self.metadata = {"autoreset_mode": self.autoreset_mode}
-        self._open(_Memory(num_envs))
+        self._open(_Memory(delay))
         self.ready = self._driver.ready
 
 
@@ -63,7 +64,9 @@ class _Memory:
     capabilities = _CAPABILITIES
     yields = True
 
-    def __init__(self, num_envs: int) -> None:
+    def __init__(self, delay: float) -> None:
+        self._delay = delay
+        self._due = 0.0  # when the answer is there
         self._latest: tuple[Call, _Answer, npt.NDArray[np.bool_]] | None = None  # what was asked, the answer, who is over
         self.failure: BaseException | None = None
         self.waited = 0.0
@@ -88,6 +91,7 @@ class _Memory:
         for row in np.flatnonzero(rows):
             now[row] = (before[row, 0] + 1 if seeds[row] is None else int(seeds[row])) % 1000, 0, 0
         answer = now, np.zeros(count), np.zeros(count, np.bool_), np.zeros(count, np.bool_)
+        self._due = time.monotonic() + self._delay
         self._latest = call, answer, over & ~rows
 
     def step(self, call: Call, actions: Any) -> None:
@@ -104,6 +108,7 @@ class _Memory:
         now = before + np.stack([again, ~again, rewards], axis=1).astype(np.float32)
         now[again] = np.stack([now[again, 0] % 1000, np.zeros(again.sum()), np.zeros(again.sum())], axis=1)
         terminated, truncated = now[:, 2] >= 10, now[:, 1] >= _LENGTH
+        self._due = time.monotonic() + self._delay
         self._latest = call, (now, rewards, terminated, truncated), terminated | truncated
 
     def wait(self, deadline: float) -> bool:
@@ -119,7 +124,9 @@ class _Memory:
     def _waits(self, seconds: float | None) -> bool:
         began = time.monotonic()
         try:
-            return self.ready.wait(seconds)
+            late = max(self._due - began, 0.0)
+            time.sleep(late if seconds is None else min(late, seconds))
+            return self.ready.wait(seconds) and time.monotonic() >= self._due
         finally:
             self.waited += time.monotonic() - began
 

@@ -155,6 +155,7 @@ def main(kind: str, setting: str, trials: str, seed: str, *calls: str) -> None:
     sys.unraisablehook = ignored
     signal.signal(signal.SIGALRM, handler)
     signal.signal(signal.SIGINT, handler)
+    sys.setswitchinterval(1e-6)  # or who presses gets its turn when a call in this process is over
     threading.Thread(target=press_ctrl_c, daemon=True).start()
     chance = random.Random(seed)
     found = {}

@@ -234,10 +234,11 @@ class WorkerEnd:
         Raises:
             ChannelClosed: The caller is gone.
         """
-        rest = memoryview(encode(word, seq, payload))
+        data = encode(word, seq, payload)
         try:
-            while rest:
-                rest = rest[os.write(self._out, rest) :]
+            sent = os.write(self._out, data)
+            while sent < len(data):
+                sent += os.write(self._out, memoryview(data)[sent:])
         except OSError as error:
             raise ChannelClosed from error
 
@@ -245,10 +246,13 @@ class WorkerEnd:
         """Block until a message is there; ``patience`` says how long to poll without sleeping first."""
         if not self.blocks and not patience.spin(self.poll):
             self.poll()
-        data = self._read(_HEAD)
-        if data[0] < PAYLOAD and len(data) == _HEAD:  # nearly always
+        try:
+            data = os.read(self._in, _HEAD)
+        except OSError:  # nothing is there yet, or nothing will be: looked at below
+            data = b""
+        if len(data) == _HEAD and data[0] < PAYLOAD:  # nearly always
             return data[0], int.from_bytes(data[1:], "little"), None
-        whole = bytearray(data)
+        whole = bytearray(data or self._read(_HEAD))
         while lacking := missing(whole):
             whole += self._read(min(lacking, _CHUNK))
         return decode(whole)

@@ -224,7 +224,7 @@ class ProcessWorker:
         events = self._poll.poll(timeout_ms)
         if not events:
             return False
-        ended = all([descriptor == self.descriptor for descriptor, _ in events])
+        ended = self.channel.fd not in dict(events)
         if ended and not self.receive():  # and nothing in the pipe: what it wrote before it ended has been taken in
             self.mark_dead()
         return True

@@ -6,18 +6,17 @@ import copy
 import gc
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
+from forks import in_a_fork
 from gymnasium.error import (
     AlreadyPendingCallError,
     ClosedEnvironmentError,
@@ -321,21 +320,6 @@ def test_two_threads_at_once_are_told_so(make: Make) -> None:
         envs.step(zeros(4))
     thread.join()
     assert (envs.step(zeros(4))[4]["elapsed_step"] == 2).all()
-
-
-def in_a_fork(check: Callable[[], None]) -> int:
-    """Exit code of a forked child that runs ``check``; negative for a signal. Killed after 20 seconds."""
-    pid = os.fork()
-    if pid == 0:
-        code = 3
-        try:
-            signal.alarm(20)
-            check()
-            gc.collect()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*fork.*:RuntimeWarning")

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forks import in_a_fork
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from gymnasium.vector import VectorEnv
 
@@ -23,7 +24,6 @@ from vecenv.front.capabilities import FIGURES
 
 from .conftest import Make, zeros
 from .pool_doubles import SlowPool
-from .test_envpool_calls import in_a_fork
 
 # --- recv(count=) -------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forks import in_a_fork
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
 
 pytest.importorskip("envpool")
@@ -19,7 +20,6 @@ from vecenv.front.capabilities import FIGURES
 from vecenv.multi_agent import MultiAgentVecEnv
 from vecenv.testing import assert_identical
 
-from .test_envpool_calls import in_a_fork
 from .test_envpool_interrupts import KINDS, Interruption, moments
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from forks import in_a_fork
 from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
@@ -462,18 +463,6 @@ def test_a_second_thread_is_refused(counters: Any, does: Any) -> None:
 def wait_until_it_steps(library: Counters) -> None:
     while len(library.came) < 2:
         time.sleep(0.001)
-
-
-def in_a_fork(check: Callable[[], None]) -> int:
-    """The exit status of a forked child that runs ``check``."""
-    pid = os.fork()
-    if not pid:
-        try:
-            check()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

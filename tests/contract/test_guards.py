@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from forks import in_a_fork
 from gymnasium.error import ClosedEnvironmentError
 
 from vecenv.errors import BusyError, ForkedError
 from vecenv.front.capabilities import FIGURES, Capabilities
 
 from .backends import ROWS, Backend
-from .calls import call, in_a_fork, in_flight
+from .calls import call, in_flight
 
 
 def calls_on(envs: Any, actions: Any) -> Iterator[Callable[[], Any]]:

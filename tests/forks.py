@@ -1,0 +1,23 @@
+"""What a forked child finds."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from collections.abc import Callable
+
+
+def in_a_fork(check: Callable[[], None]) -> int:
+    """Exit code of a forked child that runs ``check``; negative for a signal. A minute is all it has."""
+    pid = os.fork()
+    if pid == 0:
+        code = 3
+        try:
+            signal.alarm(60)
+            check()
+            gc.collect()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

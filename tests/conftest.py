@@ -37,7 +37,7 @@ KINDS = ("processes", "descriptors", "threads", "shared_memory")
 _FAILED = pytest.StashKey[bool]()
 _LINUX = sys.platform == "linux"
 _PR_SET_CHILD_SUBREAPER = 36
-_NATIVE_POOLS = ("torch", "tensorflow")
+_NATIVE_POOLS = ("torch", "tensorflow", "ray._raylet")
 
 
 # What starts threads that stay, JAX's backend for one, makes every later fork of its process unsafe; JAX warns each time. So
@@ -225,18 +225,15 @@ def _tolerated() -> Tolerated:
     """The whole list.
 
     1. multiprocessing starts one fork server and one resource tracker a process and keeps them, with one
-    descriptor each
-       (two for the fork server in later versions), until the interpreter exits. They are known by pid and
-       number.
-    2. JAX, PyTorch and TensorFlow start pools of C++ threads with their first operation, and never end them.
-    Only threads
-       that Python knows nothing of are excused, and only once one of these libraries is loaded (JAX: in use).
+       descriptor each (two for the fork server in later versions), until the interpreter exits. They are known
+       by pid and number.
+    2. JAX, PyTorch, TensorFlow and Ray's gRPC have pools of C++ threads, which grow when they like, also after
+       ``ray.shutdown()``, and never end. Only threads that Python knows nothing of are excused, and only once
+       one of these libraries is loaded (JAX: in use).
     3. A running Ray keeps starting processes, threads and sockets as it likes; while
-    ``ray.is_initialized()``, whatever
-       descends from Ray's own processes is Ray's.
+       ``ray.is_initialized()``, whatever descends from Ray's own processes is Ray's.
     4. multiprocessing's heap, which Gymnasium's own AsyncVectorEnv takes its shared memory from, keeps its
-    (unlinked) files
-       for later use. They are known from the heap itself.
+       (unlinked) files for later use. They are known from the heap itself.
     5. An entry of /dev/shm that is not known to be from here is another program's (:func:`_is_foreign`).
     """
     server = multiprocessing.forkserver._forkserver

@@ -140,10 +140,10 @@ class Engine(Answering):
     def ask_step(self, actions: list[Any] | None) -> Flight:
         """Step every row. ``actions``: one a row, or ``None`` if they are in shared memory."""
         failed = self.failed
-        if failed and not self.policy.restart:
-            self.ledger.refuse(failed)
         if actions is None and not failed:
             return self.pool.ask_plain_step()
+        if failed and not self.policy.restart:
+            self.ledger.refuse(failed)
         rows = range(self.num_envs)
         return self._ask("step", Op.STEP, Op.STEP_SOME, rows, lambda mine: actions and [actions[row] for row in mine])
 
@@ -189,7 +189,7 @@ class Engine(Answering):
             ended = bisect_left(left, worker.rows.stop, began)
             if ended > began:
                 mine = left[began:ended]
-                op = whole if len(mine) == len(worker.rows) and whole is not some else some
+                op = some if whole is some or len(mine) < len(worker.rows) else whole
                 part = parts[worker.index] = self.pool.stage(Part(worker, mine, op, payload_of(mine)), flight.seq)
                 if by_row and command == "step":
                     part.uncounted = ended - began

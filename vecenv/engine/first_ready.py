@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -72,6 +72,8 @@ class FirstReady:
         rows = np.array([row for row, _ in taken], np.intp)
         came = [(row, said) for row, said in taken if said is not None]
         self._set_after(seen, ready[count:], rows)
+        if not came:
+            return (rows, {}, {}), None
         infos = {row: info for row, (info, _) in came if info is not ABSENT}
         return (rows, infos, {row: final for row, (_, final) in came if final is not ABSENT}), None
 
@@ -107,13 +109,14 @@ class FirstReady:
     def _set_after(self, seen: dict[tuple[int, int], Flight], ready: list[ReadyRow], latest: Array) -> None:
         """What the table is to be when the answers that were ``seen`` have been taken out of it."""
         owed = self._owed
-        landed = {}
+        landed: dict[tuple[int, int], Flight] = {}
+        waiting: Collection[int] = ()
         if len(owed.landed) > len(seen):
             landed = {key: flight for key, flight in owed.landed.items() if key not in seen}
-        waiting = {seq for seq, _ in landed}
+            waiting = {seq for seq, _ in landed}
         flights = owed.flights.copy()
         for flight in seen.values() if not owed.rounds else owed.flights.values():  # rebuilding has flights of its own
-            if flight.seq not in waiting and not (flight.by_row and flight.missing()):
+            if flight.seq not in waiting and (flight.answered or not flight.by_row):
                 flights.pop(flight.seq, None)
         rounds = {key: round_ for key, round_ in owed.rounds.items() if key not in seen} if owed.rounds else {}
         owed.after = flights, landed, ready, latest, rounds

@@ -21,7 +21,7 @@ import cloudpickle
 from vecenv.engine.owed import COMMANDS, ONLY_COLUMNS, PLAIN, Answer, Death, Flight, Owed, Part
 from vecenv.errors import EnvError
 from vecenv.link.channel import CallerEnd, ChannelClosed
-from vecenv.link.outcomes import Outcome
+from vecenv.link.outcomes import NOTHING_SAID, Outcome
 from vecenv.link.packing import summary, unpack
 from vecenv.link.protocol import Reply, encode
 from vecenv.system.supervision import STACK_SIGNAL, BlackBox, DeathWatch, catches, close_process, describe_exit, end_group
@@ -87,7 +87,9 @@ class CallerWorker:
         else:
             part = parts[self.index]
             outcome = answer(rows, part.op, seq, lambda: part.payload)
-        if outcome.is_plain():
+        if outcome is NOTHING_SAID:
+            said = PLAIN
+        elif outcome.is_plain():
             said = ONLY_COLUMNS if outcome.columns else PLAIN
         else:
             said = Answer(True, outcome)

@@ -238,6 +238,11 @@ class Flight:
         """What the vector environment is in the middle of while this is owed."""
         return _PHASES.get(self.command, Phase.WAITING_CALL)
 
+    @property
+    def answered(self) -> bool:
+        """Whether everybody who was asked has answered."""
+        return len(self.answers) - (ALL in self.answers) == len(self.workers)
+
     def missing(self) -> list[Worker]:
         """Who has not answered."""
         return [worker for worker in self.workers if worker.index not in self.answers]
@@ -356,12 +361,16 @@ class Owed:
 
     def waiting(self) -> list[int]:
         """Rows that were sent and not received: those underway, those whose answers lie here unread, and those ready."""
-        rows = self.underway()
-        for (_, index), flight in self.landed.items():
-            rows += flight.rows_at(index)
-        for flight in self.flights.values():
-            if flight.lost and flight.by_row and ALL not in flight.answers and (flight.seq, ALL) not in self.landed:
-                rows += flight.lost
+        rows: list[int] = []
+        landed = self.landed
+        for seq, flight in self.flights.items():
+            if flight.by_row:
+                answers = flight.answers
+                for index, part in (flight.parts or {}).items():
+                    if index not in answers or (seq, index) in landed:
+                        rows += part.rows
+                if flight.lost and (ALL not in answers or (seq, ALL) in landed):
+                    rows += flight.lost
         if self.ready:
             rows += [row for row, _ in self.ready]
         return rows

@@ -25,7 +25,7 @@ from vecenv.engine.starting import PoolOptions, Workplace, await_ready, launch, 
 from vecenv.engine.telling import HEAD_START, Telling
 from vecenv.front.deadlines import deadline_of, milliseconds
 from vecenv.link.outcomes import Failure
-from vecenv.link.protocol import Reply, encode
+from vecenv.link.protocol import Op, Reply, encode
 from vecenv.shm import Arena, Batch
 from vecenv.system.cores import Patience
 from vecenv.system.descendants import end_marked
@@ -34,7 +34,8 @@ from vecenv.worker.main import Plan, Ready
 
 __all__ = ["PoolOptions", "WorkerPool", "pools"]
 
-_PLAIN: Final = int(Reply.PLAIN)  # packing an enum takes longer
+_STEP: Final = int(Op.STEP)  # packing an enum takes longer
+_PLAIN: Final = int(Reply.PLAIN)
 
 
 pools: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -79,6 +80,7 @@ class WorkerPool:
         shares_core = any(placement.with_caller for placement in options.placements)
         self._patience = Patience(options.caller_spin, batch.resting_until, shares=shares_core)
         self._seq = 0
+        self._prepared = Flight(0, "step", ())  # the next step, unless something else is asked first
         self.telling = Telling(owed, options.max_busy)
         self._any: select.poll | None = None
         self._writers: dict[int, ProcessWorker] = {}  # by the descriptors that are polled for any of them
@@ -153,12 +155,23 @@ class WorkerPool:
     def ask_plain_step(self) -> Flight:
         """Ask everybody for a step of all rows, with actions in shared memory."""
         self._seq = seq = self._seq % 0xFFFFFFFF + 1
+        if not self.processes:
+            flight = self._plain_step(seq)
+            self.owed.flights[seq] = flight
+            return flight
+        flight = self._prepared
+        if flight.seq != seq or flight.workers is not self.everyone:
+            flight = self._plain_step(seq)
+        self.telling.plain_step(flight)
+        self._prepared = self._plain_step(seq % 0xFFFFFFFF + 1)  # while the workers are busy
+        return flight
+
+    def _plain_step(self, seq: int) -> Flight:
         flight = Flight(seq, "step", self.everyone)
         flight.uncounted = len(self.batch.rewards)
-        if not self.processes:
-            self.owed.flights[seq] = flight
-        else:
-            self.telling.plain_step(flight)
+        if self.processes:
+            flight.data = encode(_STEP, seq)
+            flight.told = []
         return flight
 
     def stage(self, part: Part, seq: int) -> Part:
@@ -228,6 +241,7 @@ class WorkerPool:
             asked = [worker for worker in flight.workers if not worker.local]
             if not asked:
                 return []
+        expected = encode(_PLAIN, flight.seq)
         # whoever shares our core first: it runs when we sleep, and never while we spin
         first, last = asked[0], asked[-1]
         if first.with_caller:
@@ -240,17 +254,16 @@ class WorkerPool:
         elif not self._options.caller_spin and last.index not in answers and last.death is None:
             last.wait(milliseconds(deadline))
             self._check()
-            if not flight.by_row:
-                expected = encode(_PLAIN, flight.seq)
-                for worker in reversed(asked):
-                    if worker.index not in answers and worker.death is None:
-                        worker.take_plain(flight, expected)
+            for worker in reversed(asked):
+                if worker.index not in answers and worker.death is None:
+                    worker.take_plain(flight, expected)
         spin = self._patience.spin
         for worker in reversed(asked):
             index = worker.index
             while index not in answers:
                 spin(worker.channel.poll)
-                if worker.receive() or index in answers:
+                worker.take_plain(flight, expected)
+                if index in answers or worker.receive():
                     continue
                 if not worker.wait(None if deadline is None else milliseconds(deadline)):
                     return self._late(flight)

@@ -15,13 +15,12 @@ from typing import Final
 
 from vecenv.engine.handles import ProcessWorker
 from vecenv.engine.owed import Flight, Owed, Part
-from vecenv.link.protocol import Op, encode
+from vecenv.link.protocol import Op
 
 __all__ = ["HEAD_START", "Telling"]
 
 HEAD_START: Final = 20.0
 """Milliseconds without progress in which a worker may take in a message longer than its pipe."""
-_STEP: Final = int(Op.STEP)  # packing an enum takes longer
 
 
 class Telling:
@@ -50,14 +49,12 @@ class Telling:
 
     def plain_step(self, flight: Flight) -> None:
         """Make a call that says the same to everybody: a step of all rows, with actions in shared memory."""
-        flight.data = data = encode(_STEP, flight.seq)
-        told: list[int] = []
-        flight.told = told
+        told = flight.told
         self.behind = True
         self._owed.flights[flight.seq] = flight
         if self._max_busy is None:
             try:
-                told.extend(map(write, self.outs, repeat(data)))  # as `write_once` does
+                told.extend(map(write, self.outs, repeat(flight.data)))  # as `write_once` does
                 self.behind = False
                 return
             except OSError:  # somebody is gone: found out below

@@ -18,7 +18,7 @@ import os
 import select
 from collections.abc import Sequence
 from multiprocessing import reduction
-from os import read
+from os import read, write
 from typing import Any, Final
 
 from vecenv.link.protocol import HEADER, LENGTH, PAYLOAD, encode
@@ -101,7 +101,7 @@ class CallerEnd:
         self.bytes_pickled = 0
         self.raw: list[bytes] = []  # read, and not dropped ...
         self._counted = 0, 0  # ... of which so many chunks are so many bytes
-        self._reading = (self.fd,)
+        self._reading, self._writing = (self.fd,), (self.out,)
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)
         self.poll = poll.poll
@@ -181,8 +181,10 @@ class CallerEnd:
             ChannelClosed: The other side is gone.
         """
         try:
+            if not written:
+                written.extend(map(write, self._writing, (data,)))  # as `write_once` does
             while (sent := sum(written)) < len(data):
-                write_once(written, (self.out,), (memoryview(data)[sent:] if sent else data,))
+                write_once(written, (self.out,), (memoryview(data)[sent:],))
         except BlockingIOError:
             return False
         except OSError as error:
@@ -204,7 +206,7 @@ class CallerEnd:
 
     def close(self) -> None:
         """Close all that is ours. Idempotent."""
-        self._reading = (-1,)
+        self._reading = self._writing = (-1,)
         self.fd = self.out = -1
         self.started()
         self._in.close()

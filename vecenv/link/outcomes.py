@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from vecenv.link.schemas import Definition
 
-__all__ = ["Failure", "Outcome"]
+__all__ = ["NOTHING_SAID", "Failure", "Outcome"]
 
 
 @dataclass(slots=True)
@@ -48,3 +48,7 @@ class Outcome:
         return not (
             self.infos or self.observations or self.finals or self.failures or self.results or self.schemas or self.warnings
         )
+
+
+NOTHING_SAID: Final = Outcome()
+"""The outcome of a step or a reset that says nothing, the same one every time: nobody writes into it."""

@@ -29,7 +29,7 @@ from gymnasium.vector import AutoresetMode
 from vecenv.errors import ObservationError
 from vecenv.link.channel import ChannelClosed, Ends, WorkerEnd
 from vecenv.link.observations import KEPT, Put, checked_value, tree_writer
-from vecenv.link.outcomes import Failure, Outcome
+from vecenv.link.outcomes import NOTHING_SAID, Failure, Outcome
 from vecenv.link.packing import pack
 from vecenv.link.protocol import Op, Reply
 from vecenv.link.sealing import dump
@@ -173,7 +173,7 @@ def serve(channel: WorkerEnd, rows: EnvRows, patience: Patience) -> bool:
         op, seq, payload = wait(patience)
         if (op, payload) == plain_step:  # all rows, actions in shared memory: nearly always
             outcome = step(seq, None, actions(None))
-            if not outcome.columns and outcome.is_plain() and os.getpid() == pid:
+            if outcome is NOTHING_SAID and os.getpid() == pid:
                 send(plain, seq)
                 continue
         elif op == Op.CLOSE:

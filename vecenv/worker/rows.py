@@ -24,7 +24,7 @@ from gymnasium.vector import AutoresetMode
 
 from vecenv.errors import EnvError
 from vecenv.link.observations import KEPT, Put
-from vecenv.link.outcomes import Failure, Outcome
+from vecenv.link.outcomes import NOTHING_SAID, Failure, Outcome
 from vecenv.link.schemas import BY_PICKLE, NO_INFO
 from vecenv.shm.layout import Array, Batch, Tree, memory_of
 from vecenv.worker.envs import Envs, Expected
@@ -94,6 +94,7 @@ class EnvRows(Envs):
         self._direct, self._direct_rows, self._flat = self._direct_writes(observation_tree)
         self._out = Outcome()
         self._seq = -1  # the message that is being carried out, or was last
+        self._silent = -1  # the latest that ended without a word in the outcome
         self._done = 0  # how many of its rows are done
         self._walk: Any = None  # the rows that are being gone through
         self._dirty = False  # some row's info columns or final flag are set
@@ -170,7 +171,7 @@ class EnvRows(Envs):
     def step(self, seq: int, ks: list[int] | None, actions: Sequence[Any]) -> Outcome:
         """Step the environments of rows ``ks`` (``None``: all of them), in order; see :meth:`_begin`."""
         if seq != self._seq:
-            if self._dirty or not self._out.is_plain():
+            if self._dirty or self._silent != self._seq:
                 self._begin(seq, ks)
             else:
                 self._done = 0
@@ -413,14 +414,17 @@ class EnvRows(Envs):
         self._dirty = ks is not None and bool(self._schemas.any() or self._final.any())
 
     def _finish(self) -> Outcome:
-        """The outcome of this message; a plain one is the same object every time, read before the next message."""
+        """The outcome of this message, to be read before the next one."""
         out = self._out
         if out.columns:
             self._infos.tell(out.schemas)
         if self.warnings:
             out.warnings.extend(self.warnings)
             self.warnings.clear()
-        return out
+        if out.columns or not out.is_plain():
+            return out
+        self._silent = self._seq
+        return NOTHING_SAID
 
     def _fail(self, k: int, error: BaseException, out: Outcome) -> None:
         self.leave_if_forked()

@@ -7,10 +7,12 @@ import gc
 import math
 import os
 import re
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,10 @@ from gymnasium.error import ClosedEnvironmentError
 
 from vecenv.errors import BusyError, ForkedError
 from vecenv.front.capabilities import FIGURES, Capabilities
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "faults"))
+
+from interruption import Interruption
 
 from .backends import ROWS, Backend
 from .calls import call, in_flight
@@ -172,6 +178,43 @@ def test_it_can_be_closed_twice_and_in_the_middle(backend: Backend, build: Calla
         assert envs.closed
         envs.close()
         envs.close(timeout=1.0, terminate=True)
+
+
+class Closing(Interruption):
+    """Closes at the chosen line, as a signal handler does, and raises nothing."""
+
+    def __init__(self, envs: Any, moment: int) -> None:
+        super().__init__("line", moment)
+        self._envs = envs
+
+    def _chance(self, frame: Any, event: str) -> None:
+        self._left -= 1
+        if self._left < 0 and not self.fired:
+            self.fired, self.where = True, f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            self._envs.close()
+
+
+@call("`close()` by a signal handler in the middle of a call")
+@pytest.mark.filterwarnings("ignore")
+def test_a_call_in_the_middle_of_which_it_is_closed_says_so(backend: Backend, build: Callable[..., Any]) -> None:
+    """Or it has its answer already."""
+    moments = (30,) if backend.dear else (3, 8, 20, 45, 60, 90)
+    for moment in moments:
+        for name, one in (("step", lambda envs: envs.step(backend.actions(ROWS))), ("reset", lambda envs: envs.reset())):
+            envs = build()
+            envs.reset()
+            said: Any = None
+            with Closing(envs, moment) as closing:
+                try:
+                    one(envs)
+                except Exception as error:
+                    said = error
+            if closing.fired:
+                assert said is None or isinstance(said, ClosedEnvironmentError), f"{name}, closed at {closing}: {said!r}"
+                assert envs.closed
+                with pytest.raises(ClosedEnvironmentError):
+                    one(envs)
+            envs.close()
 
 
 @call("`close(timeout, terminate)`")

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any, Final, ParamSpec, TypeVar
 
 from vecenv.engine.owed import AS_IT_IS
+from vecenv.front.guard import say_it_was_closed
 
 __all__ = ["is_within_a_call", "one_call"]
 
@@ -35,9 +36,9 @@ def one_call(method: Callable[P, R]) -> Callable[P, R]:
             return method(self, *args, **kwargs)
         if owed.caller not in (0, me) or self._refuses:
             self._refuse(method.__name__)
-        if not owed.calm:
-            self._pool.resume()
         try:
+            if not owed.calm:
+                self._pool.resume()
             owed.caller, owed.calm, owed.after, owed.verdict = me, False, AS_IT_IS, None
             answer = method(self, *args, **kwargs)
             owed.caller, owed.calm = 0, True
@@ -45,6 +46,7 @@ def one_call(method: Callable[P, R]) -> Callable[P, R]:
             owed.caller = 0
             if self._refuses:
                 self._leave()
+                say_it_was_closed(self, error)
             if error is not owed.verdict or owed.after is None:
                 raise
             owed.verdict = None

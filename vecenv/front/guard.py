@@ -10,21 +10,41 @@ import functools
 import os
 from collections.abc import Callable
 from threading import get_ident
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, NoReturn, ParamSpec, TypeVar
 
-from gymnasium.error import ClosedEnvironmentError
+import gymnasium
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 
-from vecenv.errors import BusyError, ForkedError
+from vecenv.errors import BusyError, ForkedError, VecEnvError
 
-__all__ = ["one_call", "refuse_busy", "refuse_closed", "refuse_forked"]
+__all__ = ["one_call", "refuse_busy", "refuse_closed", "refuse_forked", "say_it_was_closed"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_OURS: Final = VecEnvError, gymnasium.error.Error, AlreadyPendingCallError, NoAsyncCallError
+_BARE: Final = {AssertionError, AttributeError, IndexError, KeyError, OSError, RuntimeError, TypeError, ValueError}
 
 
 def refuse_closed(envs: object) -> NoReturn:
     """Refuse a call after ``close()``."""
     raise ClosedEnvironmentError(f"Trying to operate on `{type(envs).__name__}`, after a call to `close()`.")
+
+
+def say_it_was_closed(envs: object, error: BaseException) -> None:
+    """What came out of a call in the middle of which somebody closed: say that instead of what followed from it.
+
+    What a signal handler raised is to come out as it is. So only those exceptions count that follow from a thing that is
+    gone: our own classes and Gymnasium's, and the bare ones of Python, not what is derived from these.
+
+    Raises:
+        ClosedEnvironmentError: From the other one.
+    """
+    if isinstance(error, _OURS) or type(error) in _BARE:
+        try:
+            refuse_closed(envs)
+        except ClosedEnvironmentError as closed:
+            raise closed from error
 
 
 def refuse_forked(envs: object, owner: int, what: str) -> NoReturn:
@@ -70,6 +90,10 @@ def one_call(lacking: str) -> Callable[[Callable[Concatenate[Any, P], R]], Calla
             try:
                 self._caller = me
                 return method(self, *args, **kwargs)
+            except Exception as error:
+                if self.closed:
+                    say_it_was_closed(self, error)
+                raise
             finally:
                 self._caller = 0
 

@@ -25,7 +25,7 @@ from vecenv.front.attributes import NoAttributes
 from vecenv.front.capabilities import Capabilities, figures, unable
 from vecenv.front.deadlines import deadline_of
 from vecenv.front.driver import NOTHING, Call, Driver, Stepped
-from vecenv.front.guard import refuse_busy, refuse_closed, refuse_forked
+from vecenv.front.guard import refuse_busy, refuse_closed, refuse_forked, say_it_was_closed
 from vecenv.front.phases import Phase, advance
 
 __all__ = ["TogetherVectorEnv", "guarded"]
@@ -61,6 +61,8 @@ def guarded(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[An
             self._caller = 0
         except BaseException as error:
             self._caller = 0
+            if self.closed:
+                say_it_was_closed(self, error)
             if error is not driver.failure:
                 raise
             self._taken, driver.failure = driver.asked, None; raise  # noqa: E702 - see above

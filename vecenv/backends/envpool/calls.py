@@ -13,9 +13,9 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
-from vecenv.front.guard import one_call, refuse_busy, refuse_closed, refuse_forked
+from vecenv.front.guard import one_call, refuse_busy, refuse_closed, refuse_forked, say_it_was_closed
 
-__all__ = ["answering", "one_at_a_time", "refuse"]
+__all__ = ["answering", "leave", "one_at_a_time", "refuse"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,6 +35,13 @@ def refuse(envs: Any, method: str) -> NoReturn:
     refuse_busy(envs, method)
 
 
+def leave(envs: Any, outer: int, error: BaseException) -> None:
+    """An exception comes out of a call."""
+    envs._caller = outer
+    if envs.closed:
+        say_it_was_closed(envs, error)
+
+
 def answering(
     method: Callable[Concatenate[Any, P], R],
 ) -> Callable[Concatenate[Any, P], R]:
@@ -51,8 +58,8 @@ def answering(
             driver = self._pools.current
             count, after = driver.after
             self._caller = outer
-        except BaseException:
-            self._caller = outer
+        except BaseException as error:
+            leave(self, outer, error)
             raise
         # one line: see above
         del driver.wire[:count]; driver.call, driver.latest, driver.offset, driver.held = after; return answer  # noqa: E702

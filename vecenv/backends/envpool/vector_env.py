@@ -18,7 +18,7 @@ from gymnasium.vector.utils import batch_space
 
 from vecenv.backends.envpool import rendering
 from vecenv.backends.envpool.actions import ActionChecker, with_dtype
-from vecenv.backends.envpool.calls import answering, one_at_a_time, refuse
+from vecenv.backends.envpool.calls import answering, leave, one_at_a_time, refuse
 from vecenv.backends.envpool.driver import Driver, Rows, Settings
 from vecenv.backends.envpool.first_ready import FirstReady
 from vecenv.backends.envpool.lockstep import Lockstep
@@ -283,8 +283,8 @@ class EnvPoolVectorEnv(OverPools, VectorEnv[Any, Any, npt.NDArray[Any]]):
             driver.begin_step("send", self._checker(actions, ids), ids)
             self._steps += len(ids)
             self._caller = outer
-        except BaseException:
-            self._caller = outer
+        except BaseException as error:
+            leave(self, outer, error)
             raise
 
     def recv(self, timeout: float | None = None, *, count: int | None = None) -> StepResult:
@@ -318,8 +318,8 @@ class EnvPoolVectorEnv(OverPools, VectorEnv[Any, Any, npt.NDArray[Any]]):
             answer = self._dressed(rows, self._reader.infos_of_rows(rows[1], rows[0]))
             taken, after = driver.after
             self._caller = outer
-        except BaseException:
-            self._caller = outer
+        except BaseException as error:
+            leave(self, outer, error)
             raise
         # one line: see calls
         del driver.wire[:taken]; driver.call, driver.latest, driver.offset, driver.held = after; return answer  # noqa: E702

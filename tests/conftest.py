@@ -47,6 +47,8 @@ THREADS_STAY = ("backends", "distributed", "jax")
 # Here a test has many cases, and what they show hardly depends on the engine: each case runs with one, the rest is ``slow``.
 ENGINES_ALTERNATE = ("test_contract_step.py", "test_contract_calls.py", "test_contract_infos.py", "test_contract_reset.py")
 
+LEFT_OUT = {"long", "slow", "soak"}
+
 
 def pytest_configure(config: pytest.Config) -> None:
     if _LINUX:
@@ -54,10 +56,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out ``slow`` and ``soak``, unless ``-m`` says what to run; put last what starts threads that stay."""
+    """Leave out :data:`LEFT_OUT`, unless ``-m`` says what to run; put last what starts threads that stay."""
     sample_parameter([item for item in items if item.path.name in ENGINES_ALTERNATE], "engine")
     if not config.getoption("markexpr"):
-        left_out = [item for item in items if {"slow", "soak"} & {mark.name for mark in item.iter_markers()}]
+        left_out = [item for item in items if LEFT_OUT & {mark.name for mark in item.iter_markers()}]
         if left_out:
             config.hook.pytest_deselected(items=left_out)
             left_out_ids = set(map(id, left_out))

@@ -95,6 +95,7 @@ def family(process: subprocess.Popen[str]) -> list[int]:
 BENCH = ["bench", "slowly:Slow", "--num-envs", "3", "--engines", "workers,per-env,gym-sync,gym-async,bare-pipes,limit"]
 
 
+@pytest.mark.long
 def test_a_bench_that_is_killed_while_engines_are_built_takes_everything_along(start: Start, tmp_path: Path) -> None:
     bench = start(*BENCH)
     pids = {*built(tmp_path, 8), *family(bench)}
@@ -103,6 +104,7 @@ def test_a_bench_that_is_killed_while_engines_are_built_takes_everything_along(s
     assert not remaining([*pids, *(int(p) for f in tmp_path.glob("*.pids") for p in f.stem.split("-"))], PATIENCE)
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_a_bench_that_builds_engines_at_once(start: Start, tmp_path: Path) -> None:
     bench = start(*BENCH)
     pids = {*built(tmp_path, 8), *family(bench)}
@@ -115,6 +117,7 @@ def test_ctrl_c_ends_a_bench_that_builds_engines_at_once(start: Start, tmp_path:
     assert not remaining(list(pids), PATIENCE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", [0.0, 0.5, 2.0])
 def test_ctrl_c_ends_a_bench_at_any_moment(start: Start, moment: float) -> None:
     bench = start("bench", "CartPole-v1", "--num-envs", "2", "--engines", "workers,limit", "--seconds", "5")
@@ -184,6 +187,7 @@ class Family:
         pass
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_host_that_ends_takes_its_helpers_along(killed: bool) -> None:
     with benchmark.started([Candidate("family", "family", (Family,))]) as (live,):

@@ -150,6 +150,7 @@ def late(name: str = "late") -> Candidate:
     return Candidate(name, "a wrong engine", (partial(VectorRunner, partial(Late, [CARTPOLE] * 2)),), "vecenv", True)
 
 
+@pytest.mark.long
 def test_engine_with_other_trajectories_is_refused_before_anything_is_timed() -> None:
     with pytest.raises(benchmark.TrajectoryMismatch, match=r"a wrong engine differs .* at step 5, env 0: reward 2.0"):
         benchmark.compare("CartPole-v1", CARTPOLE, 2, [late()], **SHORT)
@@ -162,6 +163,7 @@ class Unseeded(CountingEnv):
         return np.array([os.getpid() % 99], np.float32), time.perf_counter(), False, False, {}
 
 
+@pytest.mark.long
 def test_environment_that_ignores_its_seed_is_not_blamed_on_the_engine() -> None:
     same = benchmark.gymnasium_candidate("same", "SyncVectorEnv", Unseeded, 1)
     candidate = Candidate("same", "same", same.builds, "vecenv", checked=True)
@@ -201,6 +203,7 @@ class Absent(Steady):
         raise benchmark.Unavailable("nothing is installed")
 
 
+@pytest.mark.long
 def test_dead_candidate_spoils_only_its_own_row() -> None:
     kinds = (Steady, Exits, Raises, Absent)
     candidates = [Candidate(kind.__name__, kind.__name__, (kind,)) for kind in kinds]
@@ -221,6 +224,7 @@ class Hangs(Steady):
         return super().run(seconds)
 
 
+@pytest.mark.long
 def test_candidate_that_hangs_is_given_up_and_ended() -> None:
     with benchmark.started([Candidate("hangs", "hangs", (Hangs,))]) as (live,):
         host = live.hosts[0]
@@ -230,6 +234,7 @@ def test_candidate_that_hangs_is_given_up_and_ended() -> None:
         assert math.isnan(live.rate(0.1))
 
 
+@pytest.mark.long
 def test_a_crowd_lives_only_while_it_is_measured() -> None:
     candidate = replace(benchmark.bare_pipes_candidate(CARTPOLE, 2), crowd=True)
     with benchmark.started([candidate]) as (live,):
@@ -257,6 +262,7 @@ def test_bare_pipes_step_every_environment_once() -> None:
         pipes.close()
 
 
+@pytest.mark.long
 def test_unknown_option_leaves_the_row_out() -> None:
     candidate = benchmark.vecenv_candidate("odd", "odd", CARTPOLE, 1, frobnicate=True)
     with benchmark.started([candidate]) as (live,):
@@ -266,6 +272,7 @@ def test_unknown_option_leaves_the_row_out() -> None:
 # --- what an engine copies --------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("cc") is None and shutil.which("gcc") is None, reason="counting copies needs a C compiler")
 def test_observations_are_copied_once_into_shared_memory_and_once_out_of_it() -> None:
     counted = micro.counted_copies()
@@ -276,6 +283,7 @@ def test_observations_are_copied_once_into_shared_memory_and_once_out_of_it() ->
 # --- the whole of it ----------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_every_vecenv_row_equals_sync_and_is_measured(tmp_path: Path) -> None:
     candidates = [c for c in benchmark.default_candidates(CARTPOLE, 3, 2) if c.kind in ("vecenv", "limit")]
     report = benchmark.compare("CartPole-v1", CARTPOLE, 3, candidates, **SHORT)

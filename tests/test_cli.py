@@ -22,6 +22,7 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=250, check=False)
 
 
+@pytest.mark.long
 def test_bench_prints_json_and_writes_json_and_picture(tmp_path: Path) -> None:
     done = run("bench", "CartPole-v1", *TINY, "--json", "--engines", "workers,gym-async,limit", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -60,6 +61,7 @@ gymnasium.register("Tiny-v0", Tiny)
 """
 
 
+@pytest.mark.long
 def test_bench_takes_environments_from_modules_in_the_current_folder(tmp_path: Path) -> None:
     (tmp_path / "tiny_envs.py").write_text(TINY_ENV)
     for name, engines in (("Tiny-v0", "workers"), ("Tiny", "limit")):
@@ -70,6 +72,7 @@ def test_bench_takes_environments_from_modules_in_the_current_folder(tmp_path: P
     assert (tmp_path / "bench-results" / "tiny_envs_Tiny-v0-2.json").exists()
 
 
+@pytest.mark.long
 def test_bench_of_a_broken_environment_names_its_error(tmp_path: Path) -> None:
     (tmp_path / "tiny_envs.py").write_text(TINY_ENV)
     done = run("bench", "tiny_envs:Broken", *TINY, "--engines", "workers", cwd=tmp_path)
@@ -80,6 +83,7 @@ def test_bench_of_a_broken_environment_names_its_error(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_scale_draws_sizes_and_worker_counts(tmp_path: Path) -> None:
     engines = ["--engines", "workers-1,workers-2,limit"]
     done = run("bench", *TINY, "--workers", "2", "--scale", *engines, "--out", "o", cwd=tmp_path)
@@ -91,6 +95,7 @@ def test_scale_draws_sizes_and_worker_counts(tmp_path: Path) -> None:
     assert (tmp_path / "o" / "CartPole-v1-2-scale.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 def test_wrong_trajectories_end_with_code_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,6 +207,7 @@ def test_results_that_cannot_be_written_are_known_before_anything_is_measured(
     assert "cannot write the results" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_suite_is_passed_on_to_the_checkout(tmp_path: Path) -> None:
     if not (Path(cli.__file__).parents[2] / "bench" / "__main__.py").exists():
         pytest.skip("not a source checkout")
@@ -215,6 +221,7 @@ def test_doctor_speaks_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.long
 def test_watch_writes_a_video_of_the_users_policy(tmp_path: Path) -> None:
     (tmp_path / "acting.py").write_text(
         "import numpy as np\n"
@@ -232,6 +239,7 @@ def test_watch_writes_a_video_of_the_users_policy(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_watch_of_something_that_cannot_be_drawn_says_so(tmp_path: Path) -> None:
     (tmp_path / "tiny_envs.py").write_text(TINY_ENV)
     done = run("watch", "tiny_envs:Tiny-v0", "--steps", "2", cwd=tmp_path)

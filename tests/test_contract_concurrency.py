@@ -52,6 +52,7 @@ def test_without_a_limit_environments_do_overlap(tmp_path: Path) -> None:
         assert max(envs.step(np.zeros(3))[4]["inside"].max() for _ in range(5)) > 1
 
 
+@pytest.mark.long
 def test_calls_are_not_limited() -> None:
     with opened([SleepingEnv] * 3, max_concurrency=1) as envs:
         envs.reset(seed=1)

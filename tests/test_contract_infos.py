@@ -319,6 +319,7 @@ def test_the_order_of_keys_is_that_of_the_environments() -> None:
             assert list(envs.step([0] * 5)[4]) == list(wanted)
 
 
+@pytest.mark.long
 def test_thousands_of_combinations_of_keys_are_right_and_are_not_all_remembered() -> None:
     rng, rows = np.random.default_rng(0), 12
     schemas, records = np.zeros(rows, np.uint64), np.zeros((rows, INFO_BYTES), np.uint8)
@@ -348,6 +349,7 @@ def test_thousands_of_combinations_of_keys_are_right_and_are_not_all_remembered(
     assert sum(map(len, (value for value in vars(writer).values() if isinstance(value, dict)))) <= 2 * 64
 
 
+@pytest.mark.long
 def test_keys_that_never_repeat_are_right_and_are_not_remembered() -> None:
     rows = 3
     schemas, records = np.zeros(rows, np.uint64), np.zeros((rows, INFO_BYTES), np.uint8)

@@ -29,6 +29,7 @@ class _Contract(VectorEnvContract):
         return vecenv.AsyncVectorEnv(scripted(num_envs), **options)
 
 
+@pytest.mark.long
 class TestProcessPerEnv(_Contract):
     pass
 
@@ -37,10 +38,12 @@ class TestInProcess(_Contract):
     options: ClassVar[dict[str, Any]] = {"num_workers": 0}
 
 
+@pytest.mark.long
 class TestWithoutSharedMemory(_Contract):
     options: ClassVar[dict[str, Any]] = {"num_workers": 2, "shared_memory": False}
 
 
+@pytest.mark.long
 class TestNestedObservationsAndActionsInTwoWorkers(VectorEnvContract):
     def make(self, num_envs: int = 3, autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP, **kwargs: Any) -> VectorEnv:
         fns = [functools.partial(NestedDictEnv, index) for index in range(num_envs)]

@@ -78,6 +78,7 @@ def test_a_start_that_hangs_ends_at_start_timeout(engine: dict[str, Any]) -> Non
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.long
 def test_workers_start_side_by_side() -> None:
     begin = time.monotonic()
     with opened([only_in_a_worker(lambda: time.sleep(2.0))] * 4):
@@ -142,6 +143,7 @@ def unsendable() -> gymnasium.Env:
     return env
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
 def test_without_a_dummy_env_spaces_come_from_another_process(context: str) -> None:
     with opened([not_here] * 3, dummy_env=False, context=context, num_workers=2) as envs:

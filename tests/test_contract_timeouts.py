@@ -22,6 +22,7 @@ def sleepers(n: int = 3) -> list[Any]:
     return [lambda i=i: SleepingEnv(i) for i in range(n)]
 
 
+@pytest.mark.long
 @engines
 def test_a_timeout_is_gymnasiums_error_and_the_builtin_one_with_its_text(engine: dict[str, Any]) -> None:
     with opened(sleepers(), **engine) as envs:
@@ -38,6 +39,7 @@ def test_a_timeout_is_gymnasiums_error_and_the_builtin_one_with_its_text(engine:
         envs.step_wait()
 
 
+@pytest.mark.long
 @engines
 @pytest.mark.parametrize("timeout", [0, 0.02, 0.1])
 def test_after_a_timeout_of_step_the_same_answer_can_be_waited_for(engine: dict[str, Any], timeout: float) -> None:
@@ -76,6 +78,7 @@ def test_several_timeouts_in_a_row_lose_nothing(engine: dict[str, Any]) -> None:
             np.testing.assert_allclose(rewards, np.arange(3) + t / 1000)
 
 
+@pytest.mark.long
 @engines
 def test_after_a_timeout_of_reset_the_same_answer_can_be_waited_for(engine: dict[str, Any]) -> None:
     with opened(sleepers(), **engine) as envs:
@@ -121,6 +124,7 @@ def test_an_answer_within_the_timeout_is_no_error(engine: dict[str, Any]) -> Non
         assert envs.call_wait(timeout=20) == (0, 1, 2)
 
 
+@pytest.mark.long
 def test_the_deadline_is_one_for_all_environments() -> None:
     with opened(sleepers()) as envs:
         envs.reset(seed=1)

@@ -61,6 +61,7 @@ def test_examine_covers_what_decides_reliability() -> None:
     assert all(one.advice for one in findings if one.verdict != "ok"), "whatever is not right comes with what to do"
 
 
+@pytest.mark.long
 def test_examining_changes_nothing() -> None:
     """No start method is fixed, nothing heavy is imported."""
     program = (

@@ -131,6 +131,7 @@ ENGINES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("engine", "mode"), each_once(ENGINES, AutoresetMode))
 @settings(max_examples=4, deadline=None)
 @given(data=st.data())
@@ -224,6 +225,7 @@ def test_any_idle_subset_may_be_sent_in_any_order() -> None:
         envs.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("engine", "count"),
     [({"num_workers": 3}, 3), ({"num_workers": 2, "use_caller": True}, 1), ({"num_workers": 1, "use_caller": True}, 2)],
@@ -252,6 +254,7 @@ def test_no_env_is_starved(engine: dict[str, Any], count: int) -> None:
     assert max(gaps.values()) < 60, gaps
 
 
+@pytest.mark.long
 def test_only_those_are_read_who_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a worker for every environment, looking into every pipe for every answer would cost more than the answers."""
     envs = vecenv.AsyncVectorEnv(makers([1000] * 16, pause=0.005), batch_size=1)
@@ -292,6 +295,7 @@ class Bulky(gymnasium.Env[Any, Any]):
         return "a" * 10**6, float(action[0]), False, False, {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 8], ids=["which-may-spin", "too-many-to-spin"])
 def test_what_came_while_something_was_sent_is_not_forgotten(workers: int) -> None:
     """Both sides write more than a pipe holds, and take in what the other writes meanwhile; a worker that never spins does

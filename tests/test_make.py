@@ -288,6 +288,7 @@ def test_an_environment_without_an_entry_point_is_refused() -> None:
         make_vec(EnvSpec("OnlyVector-v0", vector_entry_point="x:y"), backend="serial")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("backend", "module", "extra"),
     [("envpool", "envpool", "envpool"), ("brax", "jax", "brax"), ("playground", "mujoco_playground", "playground")],

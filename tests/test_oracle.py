@@ -126,6 +126,7 @@ def test_all_streams_equal_those_of_sync_vector_env(
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "pickled"])
 @pytest.mark.parametrize("num_workers", ["0", "2", "None"])
 @settings(few, max_examples=10)
@@ -137,6 +138,7 @@ def test_all_of_gymnasiums_spaces_travel_as_they_are(
     compare(data, vector, mode, num_workers=workers, shared_memory=shared_memory)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", AutoresetMode)
 @settings(few, max_examples=50)
 @given(data=st.data(), vector=vectors(boxes(), discretes))
@@ -144,6 +146,7 @@ def test_in_this_process_with_many_more_examples(mode: AutoresetMode, data: st.D
     compare(data, vector, mode, num_workers=0, copy=data.draw(st.booleans(), label="copy"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", ["0", "2", "None"])
 @settings(few, max_examples=15)
 @given(data=st.data(), vector=vectors(discretes, discretes, min_envs=2, wild=True))
@@ -182,6 +185,7 @@ def space_start(vector: Vector) -> Any:
     return vector.action_space.start
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("context", "mode"), each_once(["fork", "spawn", "forkserver"], AutoresetMode))
 @settings(few, max_examples=1)
 @given(data=st.data(), vector=vectors(fixed_spaces, fixed_spaces, min_envs=3, max_envs=3))

@@ -62,6 +62,7 @@ def in_wheel(wheel: Path) -> set[str]:
         return set(archive.namelist())
 
 
+@pytest.mark.long
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert wheel.name.endswith("-py3-none-any.whl")
     files = {name for name in in_wheel(wheel) if ".dist-info/" not in name}
@@ -70,6 +71,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in in_wheel(wheel))
 
 
+@pytest.mark.long
 def test_a_wheel_of_the_source_distribution_is_the_same(wheel: Path, sdist: Path, tmp_path: Path) -> None:
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
@@ -171,12 +173,14 @@ print(sorted(optional & set(sys.modules)))
 """
 
 
+@pytest.mark.long
 def test_the_engine_works_with_three_packages(bare: Path, tmp_path: Path) -> None:
     done = run(bare, ENGINE, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[0.0, 1.0, 0.0, 1.0]"] * 4 + ["[]"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "codes", "text"),
     [

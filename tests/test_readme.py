@@ -45,6 +45,8 @@ def blocks(languages: tuple[str, ...], pages: list[Path]) -> list[Any]:
             if match.group(1) in languages:
                 name = f"{page.relative_to(ROOT)}:{text.count(chr(10), 0, match.start()) + 1}"
                 marks = [pytest.mark.slow, pytest.mark.timeout(COMPILING + 10)] if COMPILES.search(match.group(2)) else []
+                if page.name != "README.md":
+                    marks.append(pytest.mark.long)
                 if re.search(r"\bray\b|Ray", match.group(2)):
                     marks.append(pytest.mark.xdist_group("ray"))  # one cluster at a time: they would find each other
                 found.append(pytest.param(match.group(2), id=name, marks=marks))

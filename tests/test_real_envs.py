@@ -159,6 +159,7 @@ class ConsiderateSync(SyncVectorEnv):
         return super().reset(seed=seed, options=None if options is None else dict(options))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "mode"),
     [(name, mode) for name, (_, modes, _) in WRAPPERS.items() for mode in modes],
@@ -197,6 +198,7 @@ def test_every_vector_wrapper_of_gymnasium_is_in_the_list_above_or_named_here() 
     assert set(wrappers.__all__) <= set(WRAPPERS) | elsewhere
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED])
 def test_record_video_writes_films_that_can_be_read(tmp_path: Path, mode: AutoresetMode) -> None:
     pytest.importorskip("moviepy")
@@ -236,6 +238,7 @@ def test_episode_statistics_add_up_over_many_episodes(mode: AutoresetMode) -> No
         assert list(envs.return_queue) == list(envs.length_queue)
 
 
+@pytest.mark.long
 def test_a_frame_stack_inside_the_workers_works() -> None:
     def build() -> gymnasium.Env:
         env = gymnasium.wrappers.GrayscaleObservation(make("ALE/Pong-v5", frameskip=4))

@@ -193,6 +193,7 @@ class Raising(Small):
         return super().step(action)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("workers", "steps"), [pytest.param(0, STEPS, marks=soak), pytest.param(2, STEPS, marks=soak), (0, 12_000)]
 )
@@ -226,6 +227,7 @@ def test_memory_is_flat_while_keys_come_and_go(workers: int, steps: int) -> None
         envs.close()
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("failures", [pytest.param(10_000, marks=soak), 150])
@@ -260,6 +262,7 @@ def test_failures_do_not_keep_what_the_program_had(workers: int, failures: int) 
         envs.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("cycles", [pytest.param(2_000, marks=soak), 25])
 def test_a_closed_engine_is_gone_without_the_collector(workers: int, cycles: int) -> None:

@@ -471,6 +471,7 @@ def test_stats_are_floats_and_count_what_happened() -> None:
     assert 0 <= stats["wait_fraction"] <= 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("slow", "share"), [(0.03, 0.0), (0.09, 4 / 9)], ids=["all-alike", "one-is-slow"])
 def test_stats_tell_who_is_waited_for(slow: float, share: float) -> None:
     """Two environments that take 30 ms, and one that takes as long or three times as long."""
@@ -491,7 +492,7 @@ def test_stats_tell_who_is_waited_for(slow: float, share: float) -> None:
 def test_messages_that_are_not_timed_are_counted_as_if_they_had_been(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that goes on by 10 us whenever somebody looks: every message seems to take as long."""
     ticks = itertools.count()
-    monkeypatch.setattr(rows, "_clock", lambda: next(ticks) * 1e-5)
+    monkeypatch.setattr(rows, "clock", lambda: next(ticks) * 1e-5)
     envs = vecenv.AsyncVectorEnv(numbers(4), num_workers=0)
     try:
         envs.reset()
@@ -505,6 +506,7 @@ def test_messages_that_are_not_timed_are_counted_as_if_they_had_been(monkeypatch
     assert next(ticks) < 2 * (1000 / 32 + 2), "as often as all that it looks"
 
 
+@pytest.mark.long
 def test_short_messages_are_counted_and_some_of_them_timed() -> None:
     envs = vecenv.AsyncVectorEnv(numbers(4), num_workers=2, batch_size=3)
     try:

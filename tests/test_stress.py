@@ -388,6 +388,7 @@ class Machine(RuleBasedStateMachine):
             self.chaos.close()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120, method="signal")
 def test_any_order() -> None:
     """Hypothesis looks for the sequence of calls that gets a wrong row, a hang or an engine that does not recover."""
@@ -456,6 +457,7 @@ def run(seed: int, moves: int, **options: Any) -> Chaos:
     return chaos
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("restart", [False, True], ids=["raise", "restart"])
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 @pytest.mark.timeout(60, method="signal")

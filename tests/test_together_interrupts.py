@@ -38,6 +38,7 @@ def ctrl_c() -> Iterator[None]:
         yield
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["line", "call", "opcode"])
 @pytest.mark.parametrize("name", CALLS)
 def test_the_call_was_not_made_or_its_answer_is_owed(name: str, kind: str) -> None:

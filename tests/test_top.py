@@ -48,6 +48,7 @@ def make(count: int = 4, **options: Any) -> Any:
     return vecenv.make_vec("CartPole-v1", count, vector_kwargs={"num_workers": 2, **options})
 
 
+@pytest.mark.long
 def test_counts_are_those_of_the_program() -> None:
     envs = make(batch_size=4)
     assert rows() == [], "nobody asked"
@@ -121,6 +122,7 @@ def test_stopped_dead_and_replaced_workers_are_told_apart() -> None:
     envs.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("context", "asks"), [("fork", "asks"), ("forkserver", "environment")])
 def test_another_process_sees_who_asked_and_a_kill_leaves_nothing(context: str, asks: str, tmp_path: Path) -> None:
     script = tmp_path / "program.py"
@@ -202,6 +204,7 @@ def live() -> Iterator[Terminal]:
     terminal.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
 def test_a_live_table_is_renewed_and_gives_the_terminal_back(live: Terminal, how: str) -> None:
     with contextlib.closing(make()) as envs:

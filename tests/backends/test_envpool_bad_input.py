@@ -313,12 +313,14 @@ def outcomes() -> dict[str, tuple[int, str]]:
     return {case: (code, said) for case, (code, said) in json.loads(done.stdout).items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CRASHES)
 def test_what_crashes_raw_envpool_is_an_exception(case: str, outcomes: dict[str, tuple[int, str]]) -> None:
     code, said = outcomes[case]
     assert (code, said.splitlines()[-1:]) == (0, ["survived"]), said
 
 
+@pytest.mark.long
 def test_a_crash_would_be_seen() -> None:
     """The runner tells what happens when the same is done to raw EnvPool."""
     lines = """
@@ -394,6 +396,7 @@ def test_reset_options_that_envpool_does_not_have_are_refused() -> None:
         envs.reset(options={"low": 0.0})
 
 
+@pytest.mark.long
 def test_without_envpool_the_error_says_what_to_install() -> None:
     program = """
 import sys

@@ -254,6 +254,7 @@ def test_without_autoreset_an_episode_that_is_over_is_not_stepped(make: Make) ->
 # --- timeouts -----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch_size", [4, 2])
 def test_a_batch_that_came_too_late_is_the_next_one(make: Make, batch_size: int) -> None:
     envs, same = make(4, batch_size=batch_size), make(4)
@@ -348,6 +349,7 @@ class EnvPool(EnvPoolVectorEnv):
         self.close()
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*fork.*:RuntimeWarning")
 def test_a_forked_child_that_never_touches_it_ends_well() -> None:
     program = """
@@ -479,6 +481,7 @@ def test_a_task_that_cannot_be_drawn_says_so(make: Make) -> None:
         envs.render()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"render_mode": "rgb_array"}, {"from_pixels": True}], ids=["frames", "pixels"])
 def test_mujoco_is_drawn_or_refused_but_never_ends_the_interpreter(make: Make, options: dict[str, Any]) -> None:
     envs = make(2, "InvertedPendulum-v4", **options)

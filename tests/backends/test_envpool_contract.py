@@ -44,16 +44,19 @@ class TestClassicControl(EnvPoolContract):
     task_id = "CartPole-v1"
 
 
+@pytest.mark.long
 class TestExactTimeLimit(EnvPoolContract):
     task_id = "CartPole-v1"
     options: ClassVar[dict[str, Any]] = {"exact_time_limit": True, "max_episode_steps": 11}
 
 
+@pytest.mark.long
 class TestFlatDictObservations(EnvPoolContract):
     task_id = "MiniGrid-Empty-5x5-v0"
     options: ClassVar[dict[str, Any]] = {"max_episode_steps": 20}
 
 
+@pytest.mark.long
 class TestNestedDictObservations(EnvPoolContract):
     task_id = "Maze-v0"
 

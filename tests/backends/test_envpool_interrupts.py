@@ -228,6 +228,7 @@ def test_sending_can_be_interrupted_anywhere(make: Make, batch_size: int, kind: 
         assert [rows[i] for i in range(4)] == same.step(zeros(4))[0].tolist()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("make", "batch_size", "kind"), each_pair(CALLED, [4, 2], KINDS), indirect=["make"])
 def test_a_reset_can_be_interrupted_anywhere(make: Make, batch_size: int, kind: str) -> None:
     """A seeded one (a new pool) and one that goes on; it is asked for again where it was not begun."""
@@ -268,6 +269,7 @@ def test_a_masked_reset_can_be_interrupted_anywhere(make: Make, kind: str) -> No
 # --- real signals -------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("timeout", [None, 30.0])
 @pytest.mark.parametrize("batch_size", [4, 2])
 def test_ctrl_c_loses_nothing(make: Make, batch_size: int, timeout: float | None) -> None:
@@ -344,6 +346,7 @@ assert t > 100 and raised > 20
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
 def test_interrupts_at_any_moment_lose_no_step(mode: str) -> None:
     """Many signals at random moments; an interrupted step is finished by step_wait if it was begun."""
@@ -395,6 +398,7 @@ print("the end", flush=True)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("seconds", "batch_size", "closes"),
     [(0.5, 2, False), (3.0, 2, False), (3.0, 1, False), (7.5, 2, True)],

@@ -52,6 +52,7 @@ def moves(n: int) -> np.ndarray:
     return np.zeros((n, 2), np.int64)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch_size", [None, 2])
 def test_an_answer_that_came_too_late_is_still_owed(tic_tac_toe: Any, batch_size: int | None) -> None:
     envs, same = tic_tac_toe(batch_size=batch_size), tic_tac_toe()

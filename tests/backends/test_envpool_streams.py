@@ -118,6 +118,7 @@ def assert_same_infos(mine: dict[str, Any], raw: dict[str, Any]) -> None:
             assert mine[f"_{key}"].all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "task_id", "options"), ANY_FAMILY)
 @in_a_process_of_its_own
 def test_the_stream_is_raw_envpools(family: str, task_id: str, options: dict[str, Any]) -> None:
@@ -153,6 +154,7 @@ def test_every_installed_family_is_compared() -> None:
     assert known - {"procgen"} == set(FAMILIES) | set(SLOW_FAMILIES)  # procgen needs a system library, Qt 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "task_id", "options"), ANY_FAMILY)
 @in_a_process_of_its_own
 def test_same_step_is_next_step_with_the_reset_rows_folded_in(family: str, task_id: str, options: dict[str, Any]) -> None:
@@ -213,6 +215,7 @@ def test_same_step_infos_have_gymnasiums_layout() -> None:
         mine.close()
 
 
+@pytest.mark.long
 def test_final_observations_do_not_keep_whole_batches_in_memory() -> None:
     envs = EnvPoolVectorEnv("Pong-v5", 2, max_episode_steps=2, autoreset_mode="SameStep", num_threads=1)
     try:
@@ -249,6 +252,7 @@ def lives_at_resets(mode: AutoresetMode, steps: int = 400) -> list[int]:
         envs.close()
 
 
+@pytest.mark.long
 def test_a_lost_life_goes_on_with_the_same_game_in_every_mode() -> None:
     natural = lives_at_resets(AutoresetMode.NEXT_STEP)
     assert natural[:5] == [4, 3, 2, 1, 5], "five lives a game, and a new one only after the last"
@@ -256,6 +260,7 @@ def test_a_lost_life_goes_on_with_the_same_game_in_every_mode() -> None:
     assert lives_at_resets(AutoresetMode.DISABLED) == natural
 
 
+@pytest.mark.long
 def test_a_masked_reset_of_a_running_game_is_a_new_game() -> None:
     envs = EnvPoolVectorEnv("Breakout-v5", 2, episodic_life=True, use_fire_reset=True, seed=0, num_threads=1)
     try:
@@ -304,6 +309,7 @@ def test_an_episode_that_ends_on_its_last_allowed_step_is_terminated_and_truncat
     assert flags[False][1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
 @pytest.mark.parametrize("task_id", ["CartPole-v1", "FrozenLake-v1", "LunarLander-v3", "Ant-v4"])
 def test_the_exact_time_limit_changes_nothing_but_terminations(task_id: str, mode: AutoresetMode) -> None:
@@ -444,6 +450,7 @@ def test_actions_can_be_declared_float32() -> None:
         EnvPoolVectorEnv("Ant-v4", action_dtype=np.int32)
 
 
+@pytest.mark.long
 def test_info_keys_choose_infos() -> None:
     envs = EnvPoolVectorEnv("Pong-v5", 1, info_keys=("lives",), num_threads=1)
     assert set(envs.reset(seed=0)[1]) == {"lives", "_lives"}

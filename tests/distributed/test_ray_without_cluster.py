@@ -41,14 +41,17 @@ class TestTwoHosts(_Contract):
     pass
 
 
+@pytest.mark.long
 class TestObservationsByPickle(_Contract):
     options: ClassVar[dict[str, Any]] = {"shared_memory": False}
 
 
+@pytest.mark.long
 class TestRestarting(_Contract):
     options: ClassVar[dict[str, Any]] = {"on_failure": "restart"}
 
 
+@pytest.mark.long
 class TestNestedObservations(VectorEnvContract):
     def make(self, num_envs: int = 3, autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP, **kwargs: Any) -> Any:
         fns = [functools.partial(NestedDictEnv, index) for index in range(num_envs)]

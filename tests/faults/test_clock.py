@@ -48,6 +48,7 @@ def test_only_monotonic_clocks(path: Path) -> None:
     assert not settable_clocks(ast.parse(path.read_text()))
 
 
+@pytest.mark.long
 @CHEAP
 def test_a_jump_of_the_clock_changes_no_timeout(launch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """An hour forwards, a day back: neither ends a wait early, nor keeps it for ever."""

@@ -16,6 +16,7 @@ from observe import PACKAGE
 PROGRAM = Path(__file__).with_name("collected.py")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1300, method="signal")
 @pytest.mark.parametrize(("count", "limit"), [(60, 90.0), pytest.param(1000, 1200.0, marks=pytest.mark.slow)])
 def test_collected_engines_touch_nothing_of_others(count: int, limit: float) -> None:

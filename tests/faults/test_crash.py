@@ -262,6 +262,7 @@ def test_death_with_inherited_descriptors(launch: Launch, tmp_path: Path) -> Non
     closes(envs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["forkserver"], indirect=True)
 def test_forkserver_killed(launch: Launch) -> None:
     """Workers do not need the process that forked them; their deaths are still seen, and others can be started."""
@@ -284,6 +285,7 @@ def test_forkserver_killed(launch: Launch) -> None:
     closes(envs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("method", "count"),
     [

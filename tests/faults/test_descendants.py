@@ -276,6 +276,7 @@ def test_a_resource_tracker_may_finish_what_it_is_there_for(start: Start) -> Non
     os.kill(worker.helper, signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_a_mark_costs_no_descriptor_and_no_memory() -> None:
     """In a process of its own, because a mark stays."""
     code = f"""

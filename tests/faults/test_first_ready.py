@@ -133,6 +133,7 @@ def test_the_last_one_in_flight_dies(launch: Launch, on_failure: str, tmp_path: 
     counts.go_on(3, [1])
 
 
+@pytest.mark.long
 @CHEAP
 @pytest.mark.parametrize("fault", ["raises", "segfault", "sleep"])
 def test_restarts(launch: Launch, fault: str, tmp_path: Path) -> None:
@@ -173,6 +174,7 @@ def test_killed_from_outside(launch: Launch, shared_memory: bool) -> None:
         counts.go_on(3, [0, 1, 2, 3])
 
 
+@pytest.mark.long
 @CHEAP
 def test_timeout_names_who_is_late(launch: Launch) -> None:
     """As for ``step``: where it hangs, and nothing is lost."""

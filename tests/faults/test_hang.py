@@ -43,6 +43,7 @@ def closes(envs: Any, timeout: float = GRACE) -> None:
     assert not remaining(pids, PATIENCE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["sleep", "gil"])
 def test_hang(launch: Launch, kind: str, tmp_path: Path) -> None:
     """The timeout says where in the environment's own code it hangs; waiting again and closing both work."""
@@ -105,6 +106,7 @@ def test_hang_whose_stack_is_begun_late(launch: Launch, tmp_path: Path, monkeypa
     assert "in sleep" in report(caught.value)
 
 
+@pytest.mark.long
 @CHEAP
 @pytest.mark.parametrize("call", ["reset", "call"])
 def test_hang_in_other_calls(launch: Launch, call: str, tmp_path: Path) -> None:
@@ -123,6 +125,7 @@ def test_hang_in_other_calls(launch: Launch, call: str, tmp_path: Path) -> None:
     closes(envs)
 
 
+@pytest.mark.long
 def test_step_timeout_option(launch: Launch) -> None:
     """``step_timeout`` bounds plain ``step()``."""
     envs = launch(crew(2, {1: vandal(1, "sleep", step=2)}), step_timeout=0.5)
@@ -135,6 +138,7 @@ def test_step_timeout_option(launch: Launch) -> None:
     closes(envs)
 
 
+@pytest.mark.long
 def test_results_never_shift(launch: Launch) -> None:
     """A late answer belongs to the step that asked for it, also when other calls come in between."""
     slow = {index: vandal(index, Pause(0.25), step={2, 4, 5}) for index in (1, 3)}
@@ -196,6 +200,7 @@ def test_stopped(launch: Launch) -> None:
     closes(envs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["sleep", "hold_gil", "ignore_sigterm", "stop"])
 def test_close_hangs(launch: Launch, fault: str, tmp_path: Path) -> None:
     """An environment whose ``close`` never returns is ended in time; its sibling was closed properly."""

@@ -256,6 +256,7 @@ def step_that_fails(subject: Subject, case: str, interruption: Interruption) -> 
     assert not interruption.swallowed, "the exception was swallowed"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "every"),
     [
@@ -272,6 +273,7 @@ def test_a_failure_in_the_interrupted_step_is_not_lost(case: str, every: int) ->
 # --- beginning and end --------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*")
 @pytest.mark.parametrize(
     ("setting", "state", "every"),
@@ -292,6 +294,7 @@ def test_an_interrupted_close_can_be_called_again(setting: str, state: str, ever
     sweep(attempt, gc.collect, (setting, state), every=every, verdicts=Verdicts(most_wrong=6)).check()
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*")
 @pytest.mark.parametrize(
     ("setting", "every"),
@@ -320,6 +323,7 @@ def test_an_interrupted_constructor_leaves_nothing(setting: str, every: int) -> 
 NEVER = 10**9
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_without_an_interruption_all_is_right(setting: str) -> None:
     """What the tests above demand of an interrupted call holds of one that is not."""
@@ -347,6 +351,7 @@ def test_without_an_interruption_a_failure_is_told(case: str) -> None:
             step_that_fails(subject, case, Interruption("line", NEVER))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*")
 @pytest.mark.parametrize(
     ("setting", "state"), [*((name, "idle") for name in ENDS), *(("two workers", state) for state in STATES[1:])]

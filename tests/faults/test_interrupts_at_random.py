@@ -66,6 +66,7 @@ def run_program(kind: str, setting: str, trials: int, calls: tuple[str, ...], li
     assert raised > sum(figures["trials"] for figures in found.values()) / 10, f"only {raised} signals came in time"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("setting", "kind"), each_once(["one worker", "caller's share", "list actions", "restart"], ["ALARM", "SIGINT"])
 )
@@ -73,11 +74,13 @@ def test_calls(setting: str, kind: str) -> None:
     run_program(kind, setting, 40, ("step", "reset", "call", "set_attr"), 200)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["ALARM", "SIGINT"])
 def test_first_ready(kind: str) -> None:
     run_program(kind, "two of four", 40, ("send", "recv", "reset_async"), 200)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["ALARM", "SIGINT"])
 def test_close(kind: str) -> None:
     run_program(kind, "two workers", 20, ("close",), 200)

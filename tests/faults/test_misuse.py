@@ -59,6 +59,7 @@ class Floats(gym.Env):
 # --- wrong answers ------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["shape", "scalar", "reshaped", "none"])
 def test_bad_observation(launch: Launch, kind: str) -> None:
     """Environment, field, what came and what was wanted; never a broadcast, never a NaN."""
@@ -77,6 +78,7 @@ def test_bad_observation(launch: Launch, kind: str) -> None:
     envs.reset(seed=2)
 
 
+@pytest.mark.long
 def test_bad_observation_dtype(launch: Launch) -> None:
     """float64 numbers that float32 turns into infinity: one warning in the caller, with environment and field."""
     envs = launch([Floats, Floats, Floats, functools.partial(Floats, "dtype")], num_workers=2)
@@ -93,6 +95,7 @@ def test_bad_observation_dtype(launch: Launch) -> None:
     assert "float32" in texts[0]
 
 
+@pytest.mark.long
 def test_bad_observation_dtype_strict(launch: Launch) -> None:
     """With ``strict=True`` the same is an error, and the environment is rebuilt by the next reset."""
     envs = launch([Floats, Floats, Floats, functools.partial(Floats, "dtype")], num_workers=2, strict=True)
@@ -127,6 +130,7 @@ def test_bad_info(launch: Launch, fault: str, key: str) -> None:
     envs.reset(seed=2)
 
 
+@pytest.mark.long
 def test_big_infos(launch: Launch) -> None:
     """100 MiB from each of three environments at once, in one step: nobody waits for the other to read first."""
     envs = launch([vandal(index, "huge_info", step=1) for index in range(3)])
@@ -139,6 +143,7 @@ def test_big_infos(launch: Launch) -> None:
     ledger.step([1, 2, 3], envs.step([1, 2, 3]))
 
 
+@pytest.mark.long
 def test_big_both_ways(launch: Launch) -> None:
     """Arguments and results that both exceed what a pipe holds."""
     envs = launch(crew(4), num_workers=2)

@@ -107,6 +107,7 @@ def slow(count: int) -> Any:
 # --- a time limit falls into a wait ---------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("actions", ["array", "list"])
 def test_an_answer_that_a_time_limit_interrupted_is_still_owed(engine: str, actions: str) -> None:
@@ -247,6 +248,7 @@ class Bulky(Counting):
         return observation, reward, *rest, {**info, "blob": b"x" * 300_000}  # type: ignore[return-value]
 
 
+@pytest.mark.long
 def test_a_worker_waits_for_a_caller_that_thinks(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long: a minute was taken for the end. (Its constant is gone, so a second has to do.)"""
     envs = vecenv.AsyncVectorEnv([lambda: Bulky(0)], num_workers=1)
@@ -262,6 +264,7 @@ def test_a_worker_waits_for_a_caller_that_thinks(monkeypatch: pytest.MonkeyPatch
     assert "STALLED" not in source
 
 
+@pytest.mark.long
 def test_sending_to_a_busy_worker_does_not_block() -> None:
     """320 KB of actions, as a list, for a worker in the middle of a step."""
     envs = vecenv.AsyncVectorEnv([lambda i=i: Bulky(i) for i in range(2)], num_workers=1)
@@ -357,6 +360,7 @@ def test_what_cannot_travel_is_not_hidden_by_a_restart(what: str) -> None:
         envs.close(terminate=True)
 
 
+@pytest.mark.long
 def test_the_last_stack_is_the_last_one() -> None:
     """Not the one that a timeout asked for long before."""
 
@@ -381,6 +385,7 @@ def test_the_last_stack_is_the_last_one() -> None:
         envs.close(terminate=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("handler", ["default", "own"])
 def test_asking_for_a_stack_needs_no_signal_of_the_environments(handler: str, tmp_path: Path) -> None:
     """One that has SIGUSR1 for itself is neither killed by a timeout nor does its handler run."""
@@ -415,6 +420,7 @@ def descriptors() -> dict[str, str]:
     return found
 
 
+@pytest.mark.long
 def test_closing_that_was_interrupted_goes_on() -> None:
     before = descriptors()
     envs = vecenv.AsyncVectorEnv([lambda i=i: Lingering(i) for i in range(2)], num_workers=2)
@@ -441,6 +447,7 @@ class Lingering(Counting):
             time.sleep(30)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ending", ["return", "exit"])
 def test_a_signal_handler_may_close(ending: str) -> None:
     program = f"""
@@ -479,6 +486,7 @@ finally:
     assert done.returncode == (0 if ending == "return" else 3)
 
 
+@pytest.mark.long
 def test_closing_in_a_forked_child_leaves_the_owner_alone() -> None:
     """Also where another thread is in a call when the fork happens."""
     envs = vecenv.AsyncVectorEnv(makers(2), num_workers=2)

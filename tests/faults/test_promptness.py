@@ -92,6 +92,7 @@ print(time.monotonic(), flush=True)
 """
 
 
+@pytest.mark.long
 def test_a_program_with_a_step_pending_ends_within_two_seconds() -> None:
     """The clock is the machine's, so a program can say when its last line was over."""
 

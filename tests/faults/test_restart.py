@@ -51,6 +51,7 @@ def step(envs: Any, count: int) -> None:
         envs.step([1] * envs.num_envs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", LOST)
 def test_a_lost_step_is_a_truncated_episode(launch: Launch, fault: str, tmp_path: Path) -> None:
     """Rows that are lost come back truncated, new and marked; everybody else's are what they should be."""
@@ -78,6 +79,7 @@ def test_a_lost_step_is_a_truncated_episode(launch: Launch, fault: str, tmp_path
     assert not any(map(alive, pids))
 
 
+@pytest.mark.long
 @CHEAP
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "pickled"])
@@ -194,6 +196,7 @@ def test_the_budget_is_intensity_and_period() -> None:
     assert list(budget.causes) == [f"cause {index}" for index in range(4, 9)]
 
 
+@pytest.mark.long
 @CHEAP
 def test_a_constructor_that_fails_at_the_restart(launch: Launch, tmp_path: Path) -> None:
     """The environment cannot be built again: that, too, is an end with a cause, and not an endless loop."""

@@ -122,6 +122,7 @@ ENDS: dict[str, tuple[Callable[[], object], type[Exception] | None]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("own_session", [False, True])
 @pytest.mark.parametrize("end", ENDS)
 def test_helpers_end_with_it(tmp_path: Path, end: str, own_session: bool) -> None:
@@ -144,6 +145,7 @@ def test_death_is_noticed_while_a_helper_holds_its_pipe(tmp_path: Path) -> None:
     assert not remaining([int((tmp_path / "helper").read_text())], PATIENCE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", METHODS)
 def test_without_daemon_an_environment_may_have_children(method: str) -> None:
     """A vector environment inside an environment."""
@@ -202,6 +204,7 @@ def alarm_after(seconds: float, interval: float = 0.0) -> Iterator[None]:
                 pass
 
 
+@pytest.mark.long
 def test_an_exception_while_the_caller_waits_ends_everything(tmp_path: Path) -> None:
     env_fn = functools.partial(Helped, tmp_path / "helper", True, stop)
     with pytest.raises(Alarm), alarm_after(1.0):
@@ -210,6 +213,7 @@ def test_an_exception_while_the_caller_waits_ends_everything(tmp_path: Path) -> 
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.long
 def test_an_exception_at_any_moment_leaves_nothing(take_stock: Callable[[], Any]) -> None:
     """Compared after each: a later trial could hide what an earlier one left."""
     env_fn = functools.partial(Obedient, 0)
@@ -255,6 +259,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", METHODS)
 def test_a_program_that_is_killed_leaves_nothing(tmp_path: Path, method: str) -> None:
     script = tmp_path / "program.py"

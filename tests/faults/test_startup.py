@@ -54,6 +54,7 @@ STARTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", STARTS)
 def test_startup(launch: Launch, method: str, kind: str) -> None:
     """The constructor says which environment, and why; nothing of the others stays."""
@@ -94,6 +95,7 @@ def test_startup_by_fork_needs_no_pickle(launch: Launch) -> None:
     envs.step([0, 0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["fork"], indirect=True)
 def test_a_fork_that_hangs_beside_threads_is_told_about_forkserver(launch: Launch) -> None:
     """A lock that another thread held during the fork is held for ever in the child; the remedy is in the message."""
@@ -114,6 +116,7 @@ def test_raises_in_the_parent_unchanged(launch: Launch) -> None:
         launch([FaultyConstructor(witness(0), "raises", everywhere=True)] * 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["observation", "action"])
 def test_spaces_differ(launch: Launch, kind: str) -> None:
     """Which environment, and both spaces."""
@@ -140,6 +143,7 @@ def descriptors_left(count: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, old)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("left", [8, 25])
 def test_fd_limit(launch: Launch, method: str, left: int) -> None:
     """Too few descriptors for so many workers: the limit is named, with what is needed; nothing of the start remains."""
@@ -157,6 +161,7 @@ def nested(inner: str) -> list[Callable[[], gym.Env]]:
     return [functools.partial(NestedEnv, functools.partial(inner_class, crew(2), context="fork"))] * 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("inner", ["vecenv", "gymnasium"])
 def test_nested(launch: Launch, inner: str) -> None:
     """An environment may itself be a vector environment with workers of its own."""
@@ -171,6 +176,7 @@ def test_nested(launch: Launch, inner: str) -> None:
     envs.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("inner", ["vecenv", "gymnasium"])
 def test_nested_in_daemons(launch: Launch, inner: str) -> None:
     """Python allows daemonic processes no children; where that is in the way, the error says what would help."""
@@ -186,6 +192,7 @@ def test_nested_in_daemons(launch: Launch, inner: str) -> None:
         envs.step(np.ones((2, 2), dtype=np.int64))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "fork"], indirect=True)
 def test_a_program_without_a_main_guard_gets_one_sentence(method: str, tmp_path: Path) -> None:
     """Starting workers imports the main program again; without the guard that would start workers without end."""

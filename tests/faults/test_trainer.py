@@ -41,6 +41,7 @@ def in_the_middle(trainer: Trainer, scenario: str, folder: Path) -> list[int]:
     return pids
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scenario", ["waiting", "stepping", "gil", "family", "nested"])
 def test_orphans(trainer: Start, scenario: str, tmp_path: Path) -> None:
     """The trainer is killed outright: soon nobody is left, whatever they were doing.
@@ -56,6 +57,7 @@ def test_orphans(trainer: Start, scenario: str, tmp_path: Path) -> None:
     assert "Traceback" not in program.complaints()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scenario", ["waiting", "stepping"])
 def test_group_kill_leaves_nothing(trainer: Start, scenario: str, tmp_path: Path, take_stock: Callable[[], Any]) -> None:
     """As ``docker kill`` does it: the trainer's whole group, helpers of multiprocessing included."""
@@ -124,6 +126,7 @@ def test_ctrl_c_and_on(trainer: Start, terminal: tuple[int, int], tmp_path: Path
     assert "Traceback" not in read_terminal(keyboard)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("scenario", "code"), [("pending", 0), ("raised", 9)])
 def test_exit_with_pending_step(trainer: Start, scenario: str, code: int) -> None:
     """The program ends while a step is pending for ever, and closed nothing: it exits all the same."""
@@ -153,6 +156,7 @@ def may_mount() -> bool:
     return effective is not None and bool(int(effective[1], 16) >> 21 & 1)
 
 
+@pytest.mark.long
 def test_small_dev_shm(trainer: Start) -> None:
     """A container's small /dev/shm does not matter: the memory is not there, and not on disk either.
 
@@ -172,6 +176,7 @@ def test_small_dev_shm(trainer: Start) -> None:
         assert not end["on_disk"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pending", [False, True], ids=["idle", "pending"])
 def test_dropped(method: str, pending: bool) -> None:
     """An engine that nobody refers to any more is ended, and the person is told to close it next time."""
@@ -194,6 +199,7 @@ def drop(held: list[Any]) -> None:
     gc.collect()
 
 
+@pytest.mark.long
 def test_dropped_in_the_constructor(method: str, take_stock: Callable[[], Any]) -> None:
     """An exception in the constructor, whose traceback somebody keeps: the workers are ended all the same."""
     before = take_stock()

@@ -67,6 +67,7 @@ def test_a_missing_private_name_is_a_reason_and_not_an_error(monkeypatch: pytest
         host_call.primitive_problem.cache_clear()
 
 
+@pytest.mark.long
 def test_without_compilation_every_call_is_made_once_and_in_order(env: vj.Bridge) -> None:
     def program(key: Any) -> Any:
         return jax.lax.scan(lambda state, _: (env.step(state, ACTION), None), env.reset(key), None, length=3)[0]
@@ -83,6 +84,7 @@ def test_without_compilation_every_call_is_made_once_and_in_order(env: vj.Bridge
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.long
 def test_the_fast_transport_is_chosen_without_compilation_too() -> None:
     from vecenv.jax.bridging import host_call
 
@@ -99,6 +101,7 @@ def test_construction_calls_nothing(env: vj.Bridge) -> None:
     assert calls(env) == ""
 
 
+@pytest.mark.long
 def test_tracing_and_compiling_call_nothing(env: vj.Bridge) -> None:
     state = env.reset(new_key(0))
     program = jax.jit(env.step)
@@ -107,6 +110,7 @@ def test_tracing_and_compiling_call_nothing(env: vj.Bridge) -> None:
     assert calls(env) == "R"
 
 
+@pytest.mark.long
 def test_a_step_whose_results_are_unused_is_made(env: vj.Bridge) -> None:
     state = env.reset(new_key(0))
 
@@ -119,6 +123,7 @@ def test_a_step_whose_results_are_unused_is_made(env: vj.Bridge) -> None:
     assert calls(env) == "RS"
 
 
+@pytest.mark.long
 def test_a_step_of_which_only_the_count_is_read_is_made(env: vj.Bridge) -> None:
     steps = jax.jit(lambda state: env.step(state, ACTION).steps)(env.reset(new_key(0)))
     assert steps.tolist() == [1, 1]
@@ -130,6 +135,7 @@ def test_a_reset_whose_observations_are_unused_is_made(env: vj.Bridge) -> None:
     assert calls(env) == "R"
 
 
+@pytest.mark.long
 def test_the_same_step_twice_is_two_steps(env: vj.Bridge) -> None:
     inner = jax.jit(env.step)
 
@@ -144,6 +150,7 @@ def test_the_same_step_twice_is_two_steps(env: vj.Bridge) -> None:
     assert calls(env) == "RSS"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("read", ["everything", "token"])
 def test_a_scan_with_a_constant_action_makes_every_step(env: vj.Bridge, read: str) -> None:
     @jax.jit
@@ -155,6 +162,7 @@ def test_a_scan_with_a_constant_action_makes_every_step(env: vj.Bridge, read: st
     assert calls(env) == "RSSSSS"
 
 
+@pytest.mark.long
 def test_a_while_loop_makes_every_step(env: vj.Bridge) -> None:
     @jax.jit
     def program(state: Any) -> Any:
@@ -164,6 +172,7 @@ def test_a_while_loop_makes_every_step(env: vj.Bridge) -> None:
     assert calls(env) == "RSSSSS"
 
 
+@pytest.mark.long
 def test_calls_are_made_in_the_order_of_the_program(env: vj.Bridge) -> None:
     @jax.jit
     def program(one: Any, two: Any) -> Any:
@@ -187,6 +196,7 @@ def _returns(env: vj.Bridge, weight: Any, state: Any) -> Any:
     return jax.lax.scan(body, (0.0, state), None, length=4)[0][0]
 
 
+@pytest.mark.long
 def test_a_differentiated_rollout_makes_every_step_once(env: vj.Bridge) -> None:
     state = env.reset(new_key(0))
     value, gradient = jax.jit(jax.value_and_grad(lambda weight: _returns(env, weight, state)))(2.0)
@@ -194,6 +204,7 @@ def test_a_differentiated_rollout_makes_every_step_once(env: vj.Bridge) -> None:
     assert (value, gradient) == (2.0 * 28.0, 28.0)  # two rows of rewards 2, 3, 4, 5
 
 
+@pytest.mark.long
 def test_an_action_with_a_gradient_is_taken_as_a_constant(env: vj.Bridge) -> None:
     state = env.reset(new_key(0))
     gradient = jax.grad(lambda w: (w * env.step(state, jnp.full((2, 1), w)).reward).sum())(3.0)
@@ -209,6 +220,7 @@ def test_a_rematerialised_step_is_refused(env: vj.Bridge) -> None:
     assert calls(env) == "R"
 
 
+@pytest.mark.long
 def test_a_branch_that_is_not_taken_makes_no_call(env: vj.Bridge) -> None:
     state = env.reset(new_key(0))
     program = jax.jit(lambda go, state: jax.lax.cond(go, lambda s: env.step(s, ACTION), lambda s: s, state))
@@ -218,6 +230,7 @@ def test_a_branch_that_is_not_taken_makes_no_call(env: vj.Bridge) -> None:
     assert calls(env) == "RS"
 
 
+@pytest.mark.long
 def test_vmap_without_lanes_is_refused_while_tracing(env: vj.Bridge) -> None:
     state = env.reset(new_key(0))
     many = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), state)
@@ -228,12 +241,14 @@ def test_vmap_without_lanes_is_refused_while_tracing(env: vj.Bridge) -> None:
     assert calls(env) == "R"
 
 
+@pytest.mark.long
 def test_vmap_over_something_else_is_one_call(env: vj.Bridge) -> None:
     state = env.reset(new_key(0))
     jax.vmap(lambda weight: weight * env.step(state, ACTION).reward)(jnp.arange(3.0))
     assert calls(env) == "RS"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loop", ["cond", "while"])
 def test_a_mapped_condition_around_a_step_is_refused(env: vj.Bridge, loop: str) -> None:
     state = env.reset(new_key(0))
@@ -249,6 +264,7 @@ def test_a_mapped_condition_around_a_step_is_refused(env: vj.Bridge, loop: str) 
     assert calls(env) == "R"
 
 
+@pytest.mark.long
 def test_send_and_recv_are_one_step(env: vj.Bridge) -> None:
     @jax.jit
     def program(state: Any) -> Any:
@@ -264,6 +280,7 @@ def test_send_and_recv_are_one_step(env: vj.Bridge) -> None:
     assert state.reward.tolist() == [4.0, 4.0]
 
 
+@pytest.mark.long
 def test_what_environments_hand_out_is_copied(env: vj.Bridge) -> None:
     """The vector env writes into the same array every time."""
     one = env.reset(new_key(0))
@@ -272,6 +289,7 @@ def test_what_environments_hand_out_is_copied(env: vj.Bridge) -> None:
     assert (one.obs[0, 0], two.obs[0, 0]) == (1.0, 2.0)
 
 
+@pytest.mark.long
 def test_a_sharded_program_makes_every_step_once(transport: str) -> None:
     with vj.bridge(Logged(), transport=transport) as env:
         devices = jax.devices()

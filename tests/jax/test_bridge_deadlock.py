@@ -40,6 +40,7 @@ def run(cores: int, *arguments: str, timeout: float = 300) -> subprocess.Complet
 needs_taskset = pytest.mark.skipif(shutil.which("taskset") is None, reason="needs taskset")
 
 
+@pytest.mark.long
 @needs_taskset
 @pytest.mark.parametrize(("cores", "threads", "size", "transport"), matrix())
 def test_programs_with_host_calls_end(cores: int, threads: int, size: int, transport: str) -> None:
@@ -64,6 +65,7 @@ print("done")
 """
 
 
+@pytest.mark.long
 @needs_taskset
 @pytest.mark.parametrize("transport", ["primitive", "io_callback"])
 def test_a_computation_that_is_dispatched_later_does_not_stop_the_host(transport: str) -> None:
@@ -100,6 +102,7 @@ print("done")
 """
 
 
+@pytest.mark.long
 @needs_taskset
 @pytest.mark.parametrize("transport", ["primitive", "io_callback"])
 def test_the_host_side_never_enters_jax(transport: str) -> None:

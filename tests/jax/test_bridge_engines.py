@@ -77,6 +77,7 @@ def test_some_rows_are_sent_only_to_engines_that_say_they_can(capabilities: Capa
     assert (answered is None) == (log == ["S"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_engines_that_cannot_seed_some_rows_are_not_given_seeds_for_them(wrapped: bool) -> None:
     engine = Engine(Capabilities("theirs", masked_seeds=False))
@@ -101,6 +102,7 @@ class Fixed(vecenv.AsyncVectorEnv[Any, Any]):
         super().__setattr__(name, value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch_size", [None, 2])
 def test_only_rows_whose_episodes_go_on_are_stepped_whatever_the_batch_size(batch_size: int | None) -> None:
     envs = Fixed(tracks(4), num_workers=0, autoreset_mode="Disabled", batch_size=batch_size)
@@ -114,6 +116,7 @@ def test_only_rows_whose_episodes_go_on_are_stepped_whatever_the_batch_size(batc
         assert envs.stats()["resets"] == 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["Disabled", "NextStep"])
 def test_a_reset_after_an_answer_that_did_not_come_waits_for_it_first(mode: str) -> None:
     hang = vecenv.AsyncVectorEnv(faulty("hang"), num_workers=2, context="forkserver", autoreset_mode=mode)
@@ -128,6 +131,7 @@ def test_a_reset_after_an_answer_that_did_not_come_waits_for_it_first(mode: str)
         env.step(env.reset(jax.random.key(SEED)), action)
 
 
+@pytest.mark.long
 def test_the_engine_says_after_what_time_it_takes_a_step_to_hang() -> None:
     envs = vecenv.AsyncVectorEnv(tracks(1), num_workers=1, on_failure="restart", step_timeout=7, context="forkserver")
     assert envs.step_timeout == 7.0

@@ -69,6 +69,7 @@ def still(env: vj.Bridge) -> Any:
 # -- states ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_state_can_be_stepped_once(logged: vj.Bridge) -> None:
     state = logged.reset(new_key(0))
     newest = logged.step(state, jnp.zeros((2, 1)))
@@ -80,6 +81,7 @@ def test_a_state_can_be_stepped_once(logged: vj.Bridge) -> None:
     logged.step(newest, jnp.zeros((2, 1)))  # a refusal costs nothing
 
 
+@pytest.mark.long
 def test_a_state_of_an_earlier_reset_or_of_another_bridge_is_refused(logged: vj.Bridge) -> None:
     old, new = logged.reset(new_key(0)), logged.reset(new_key(0))
     with pytest.raises(StaleStateError, match="earlier reset"):
@@ -92,6 +94,7 @@ def test_a_state_of_an_earlier_reset_or_of_another_bridge_is_refused(logged: vj.
             other.step(new, jnp.zeros((2, 1)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
 def test_two_bridges_over_one_vector_env_do_not_take_each_others_resets_for_their_own(transport: str, wrapped: bool) -> None:
     envs = Logged()
@@ -111,6 +114,7 @@ def test_two_bridges_over_one_vector_env_do_not_take_each_others_resets_for_thei
     first.close()
 
 
+@pytest.mark.long
 def test_a_bridge_that_is_gone_has_reset_the_environments_all_the_same(transport: str) -> None:
     envs = Logged()
     first = vj.bridge(envs, transport=transport)
@@ -124,6 +128,7 @@ def test_a_bridge_that_is_gone_has_reset_the_environments_all_the_same(transport
     first.close()
 
 
+@pytest.mark.long
 def test_a_bridge_takes_over_from_one_whose_step_is_underway(transport: str) -> None:
     envs = workers(tracks(2))
     with vj.bridge(envs, transport=transport) as first:
@@ -135,6 +140,7 @@ def test_a_bridge_takes_over_from_one_whose_step_is_underway(transport: str) -> 
         assert second.step(state, still(second)).steps.tolist() == [1, 1]
 
 
+@pytest.mark.long
 def test_a_pending_state_can_only_be_received(logged: vj.Bridge) -> None:
     state = logged.reset(new_key(0))
     with pytest.raises(NoAsyncCallError):
@@ -157,6 +163,7 @@ def test_a_reset_forgets_a_step_that_is_underway() -> None:
 # -- exceptions ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::UserWarning")  # the engine's report of the error
 def test_what_an_environment_raises_arrives_and_a_reset_goes_on(transport: str) -> None:
     with vj.bridge(workers(faulty("raise")), transport=transport) as env:
@@ -171,6 +178,7 @@ def test_what_an_environment_raises_arrives_and_a_reset_goes_on(transport: str) 
         assert state.steps.tolist() == [1, 1]
 
 
+@pytest.mark.long
 def test_without_run_the_error_is_jaxs_with_the_text_in_it(transport: str) -> None:
     with vj.bridge(SyncVectorEnv(faulty("raise")), transport=transport) as env:
         state = env.reset(new_key(0))
@@ -180,6 +188,7 @@ def test_without_run_the_error_is_jaxs_with_the_text_in_it(transport: str) -> No
         state = env.step(state, jnp.zeros(2, jnp.int32))
 
 
+@pytest.mark.long
 def test_a_dead_worker_is_reported_and_replaced_at_the_next_reset(transport: str) -> None:
     with vj.bridge(workers(faulty("die")), transport=transport) as env:
         state, program = env.reset(new_key(0)), five(env)
@@ -191,6 +200,7 @@ def test_a_dead_worker_is_reported_and_replaced_at_the_next_reset(transport: str
         assert state.steps.tolist() == [1, 1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("split", [False, True])
 def test_an_answer_that_does_not_come_ends_at_the_timeout(transport: str, split: bool) -> None:
     with vj.bridge(workers(faulty("hang")), transport=transport, timeout=0.5) as env:
@@ -207,6 +217,7 @@ def test_an_answer_that_does_not_come_ends_at_the_timeout(transport: str, split:
         assert state.steps.tolist() == [1, 1]
 
 
+@pytest.mark.long
 def test_gymnasiums_own_processes_are_not_used_again_after_a_timeout() -> None:
     envs = gym.vector.AsyncVectorEnv(faulty("hang"), context="forkserver")
     with vj.bridge(envs, timeout=0.5) as env:
@@ -218,6 +229,7 @@ def test_gymnasiums_own_processes_are_not_used_again_after_a_timeout() -> None:
         envs.close(terminate=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ready", [True, False])
 def test_ctrl_c_arrives_as_itself(transport: str, ready: bool) -> None:
     """With inputs that are still being computed, too: ``run`` waits for them first."""
@@ -266,6 +278,7 @@ def test_actions_that_do_not_fit_are_refused_while_tracing() -> None:
         env.step(state, good)
 
 
+@pytest.mark.long
 def test_infos_that_break_their_specification_are_an_error() -> None:
     for spec, text in (
         ({"score": jax.ShapeDtypeStruct((2,), jnp.float32)}, r"info\['score'\] of env 0: got float64\[\].*float32\[2\]"),
@@ -305,6 +318,7 @@ def test_spaces_without_a_fixed_size_are_refused() -> None:
         vj.bridge(SyncVectorEnv([Words]))
 
 
+@pytest.mark.long
 def test_states_of_the_wrong_kind_are_refused(logged: vj.Bridge) -> None:
     state = logged.reset(new_key(0))
     with pytest.raises(TypeError, match="not tuple"):
@@ -315,6 +329,7 @@ def test_states_of_the_wrong_kind_are_refused(logged: vj.Bridge) -> None:
         logged.step(jax.tree.map(lambda x: jnp.stack([x] * 3), state), jnp.zeros((2, 1)))
 
 
+@pytest.mark.long
 def test_reset_mask_is_for_environments_that_do_not_reset_themselves(logged: vj.Bridge) -> None:
     state = logged.reset(new_key(0))
     with pytest.raises(ValueError, match="DISABLED"):
@@ -325,6 +340,7 @@ def test_reset_mask_is_for_environments_that_do_not_reset_themselves(logged: vj.
             env.reset_mask(state, jnp.ones(3, bool), new_key(0))
 
 
+@pytest.mark.long
 def test_use_after_close(transport: str) -> None:
     env = vj.bridge(Logged(), transport=transport)
     state = env.reset(new_key(0))
@@ -380,6 +396,7 @@ def test_vector_envs_on_the_device_are_refused() -> None:
 # -- processes -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_same_processes_for_every_reset_and_none_after_close() -> None:
     envs = workers(tracks(2))
     with vj.bridge(envs) as env:
@@ -392,6 +409,7 @@ def test_the_same_processes_for_every_reset_and_none_after_close() -> None:
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 def test_nothing_is_left_when_a_bridge_is_forgotten(transport: str) -> None:
     env: Any = vj.bridge(workers(tracks(2)), transport=transport)
@@ -418,6 +436,7 @@ def test_workers_started_by_fork_are_warned_of() -> None:
         vj.bridge(envs).close()
 
 
+@pytest.mark.long
 def test_forkserver_gives_no_warning() -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"

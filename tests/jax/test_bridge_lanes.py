@@ -23,6 +23,7 @@ def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.mark.long
 def test_a_mapped_scan_is_one_host_call_a_step(transport: str) -> None:
     with vj.bridge(Logged(6), transport=transport, lanes=3) as env:
         assert env.num_envs == 2
@@ -40,6 +41,7 @@ def test_a_mapped_scan_is_one_host_call_a_step(transport: str) -> None:
         assert state.obs.shape == (3, 2, 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_every_lane_is_a_bridge_of_its_own(transport: str, mode: AutoresetMode) -> None:
     actions = jnp.asarray(np.random.default_rng(0).integers(-2, 3, (3, 12, 2)))
@@ -60,6 +62,7 @@ def test_every_lane_is_a_bridge_of_its_own(transport: str, mode: AutoresetMode) 
         jax.tree.map(np.testing.assert_array_equal, alone, mine)
 
 
+@pytest.mark.long
 def test_reset_mask_in_lanes() -> None:
     with vj.bridge(SyncVectorEnv(tracks(6), autoreset_mode=AutoresetMode.DISABLED), lanes=3) as env:
         state = jax.vmap(env.reset)(three_keys())
@@ -71,6 +74,7 @@ def test_reset_mask_in_lanes() -> None:
         np.testing.assert_array_equal(state.done, ~mask)
 
 
+@pytest.mark.long
 def test_gradients_pass_over_mapped_steps(transport: str) -> None:
     with vj.bridge(Logged(6), transport=transport, lanes=3) as env:
         states = jax.vmap(env.reset)(three_keys())
@@ -87,6 +91,7 @@ def test_gradients_pass_over_mapped_steps(transport: str) -> None:
         assert gradients.tolist() == [18.0] * 3
 
 
+@pytest.mark.long
 def test_wrong_use_of_lanes_is_refused() -> None:
     with vj.bridge(Logged(6), lanes=3) as env:
         with pytest.raises(ValueError, match=r"must be called under jax.vmap over 3 lanes"):

@@ -39,6 +39,7 @@ class Wide(gym.Env[Any, Any]):
         return self._observation(), 1 / 3, False, False, {"third": 1 / 3}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("transport", ["primitive", "io_callback"])
 @pytest.mark.parametrize("x64", [False, True])
 def test_dtypes_follow_jaxs_mode(transport: str, x64: bool) -> None:
@@ -62,6 +63,7 @@ def test_float64_keep_needs_the_64_bit_mode() -> None:
             assert env.reset(jax.random.key(0)).obs["x"].dtype == np.float64
 
 
+@pytest.mark.long
 def test_an_integer_that_does_not_fit_is_an_error_and_not_another_integer() -> None:
     with vj.bridge(SyncVectorEnv([lambda: Wide(2**40)])) as env:
         with pytest.raises(OverflowError, match="64-bit mode"):
@@ -70,6 +72,7 @@ def test_an_integer_that_does_not_fit_is_an_error_and_not_another_integer() -> N
             assert env.reset(jax.random.key(0)).obs["n"][0, 0] == 2**40
 
 
+@pytest.mark.long
 def test_the_programs_own_numbers_are_not_changed_by_the_mode() -> None:
     """Seeds are the same in both modes."""
     observations = []

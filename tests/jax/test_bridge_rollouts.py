@@ -70,6 +70,7 @@ def first_episodes(mode: AutoresetMode) -> list[tuple[float, int]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
 def test_a_rollout_is_a_plain_loop(transport: str, mode: AutoresetMode) -> None:
     envs = SyncVectorEnv(tracks(N), autoreset_mode=mode)
@@ -100,6 +101,7 @@ def test_a_rollout_is_a_plain_loop(transport: str, mode: AutoresetMode) -> None:
     assert found.truncated.any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
 def test_a_recurrent_policy_forgets_where_an_episode_begins(mode: AutoresetMode) -> None:
     with vj.bridge(SyncVectorEnv(tracks(N), autoreset_mode=mode)) as env:
@@ -121,6 +123,7 @@ def test_a_recurrent_policy_forgets_where_an_episode_begins(mode: AutoresetMode)
         assert (memory[1:][ended[:-1]] == 1).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 def test_evaluations_agree_with_a_plain_loop_and_make_no_step_too_many(transport: str, mode: AutoresetMode) -> None:
     wanted = first_episodes(mode)
@@ -141,6 +144,7 @@ def test_evaluations_agree_with_a_plain_loop_and_make_no_step_too_many(transport
     np.testing.assert_allclose(trajectory.reward.sum(0), metrics.episode_return, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_the_same_environments_serve_evaluation_after_evaluation(transport: str) -> None:
     with vj.bridge(SyncVectorEnv(tracks(N)), transport=transport) as env:
         many = 2 * N + 1
@@ -154,6 +158,7 @@ def test_the_same_environments_serve_evaluation_after_evaluation(transport: str)
     np.testing.assert_allclose(first.episode_return[:N], wanted, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_how_often_an_environment_is_called(transport: str) -> None:
     def after_reset(run: Any, episode: int = 0) -> str:
         with vj.bridge(Logged(episode=episode), transport=transport) as env:
@@ -175,6 +180,7 @@ def test_how_often_an_environment_is_called(transport: str) -> None:
     assert after_reset(lambda *args: vj.fast_eval_rollout_episode(*args, 6, early_stop=False), episode=3) == "S" * 6
 
 
+@pytest.mark.long
 def test_a_gradient_of_a_rollout_steps_once(transport: str) -> None:
     with vj.bridge(Logged(), transport=transport) as env:
 
@@ -187,6 +193,7 @@ def test_a_gradient_of_a_rollout_steps_once(transport: str) -> None:
         assert float(gradient) == 2 * sum(range(2, 7))
 
 
+@pytest.mark.long
 def test_evaluations_in_lanes_are_those_of_each_lane_alone(transport: str) -> None:
     keys, scales = jax.random.split(new_key(7), 2), jnp.array([1, 0])
 
@@ -246,6 +253,7 @@ def overlapped(envs: Any, policy: Any, carry: Any, length: int, extras: Any = ()
     return vj.rollout(envs, policy, params, states, carry, new_key(8), length, extras, overlap=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mode", "length"),
     [
@@ -282,6 +290,7 @@ def test_overlapped_halves_give_what_two_rollouts_give(mode: AutoresetMode, leng
             jax.tree.map(np.testing.assert_array_equal, states[half].replace(token=None), state.replace(token=None))
 
 
+@pytest.mark.long
 def test_while_one_half_steps_the_other_acts(transport: str) -> None:
     log: list[str] = []
     with vj.bridge(Halves("a", log), transport=transport) as one, vj.bridge(Halves("b", log), transport=transport) as two:
@@ -308,6 +317,7 @@ def test_a_gradient_of_an_overlapped_rollout_steps_once(transport: str) -> None:
     assert float(gradient) == 4 * sum(range(2, 6))
 
 
+@pytest.mark.long
 def test_what_cannot_be_overlapped_is_refused(counters: Any) -> None:
     native = counters()
     with vj.bridge(Logged()) as one, vj.bridge(Logged()) as two:

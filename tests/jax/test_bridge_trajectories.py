@@ -131,6 +131,7 @@ def roll(env: vj.Bridge, actions: list[Any], split: bool = False) -> Any:
     return jax.tree.map(np.asarray, states)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 @pytest.mark.parametrize("engine", ["sync", "vecenv", "vecenv-in-process"])
@@ -141,6 +142,7 @@ def test_trajectories_are_those_of_a_plain_loop(engine: str, mode: AutoresetMode
         assert check(roll(env, actions), fns, mode, actions) >= N
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 @pytest.mark.parametrize("engine", ["gymnasium-async", "wrapped", "vecenv"])
 def test_a_step_in_two_halves_is_a_step(engine: str, mode: AutoresetMode) -> None:
@@ -150,6 +152,7 @@ def test_a_step_in_two_halves_is_a_step(engine: str, mode: AutoresetMode) -> Non
         assert check(roll(env, actions, split=True), fns, mode, actions) >= N
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
 @pytest.mark.parametrize("engine", ["sync", "vecenv", "gymnasium-async"])
 def test_infos_come_with_masks_and_from_final_info(engine: str, mode: AutoresetMode) -> None:
@@ -173,6 +176,7 @@ def test_infos_come_with_masks_and_from_final_info(engine: str, mode: AutoresetM
         assert seen > 3 * N
 
 
+@pytest.mark.long
 def test_the_same_key_gives_the_same_trajectory_and_another_key_another() -> None:
     with vj.bridge(SyncVectorEnv(tracks(N))) as env:
         raw = jax.random.key_data(new_key(7))
@@ -181,6 +185,7 @@ def test_the_same_key_gives_the_same_trajectory_and_another_key_another() -> Non
     assert not np.array_equal(one, three)
 
 
+@pytest.mark.long
 def test_discounted_returns() -> None:
     with vj.bridge(SyncVectorEnv(tracks(N)), discount=0.5) as env:
         states = roll(env, actions_of(env.action_space))
@@ -191,6 +196,7 @@ def test_discounted_returns() -> None:
         np.testing.assert_allclose(states.discounted_return[t], totals, rtol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("engine", ["sync", "vecenv", "gymnasium-async"])
 def test_reset_mask_restarts_some_and_leaves_the_others(engine: str, transport: str) -> None:
@@ -220,6 +226,7 @@ def test_reset_mask_restarts_some_and_leaves_the_others(engine: str, transport: 
         np.testing.assert_array_equal(nobody.obs, after.obs)
 
 
+@pytest.mark.long
 def test_all_finished_environments_stay_as_they_are_without_work() -> None:
     with vj.bridge(ENGINES["vecenv-in-process"](tracks(N), autoreset_mode=AutoresetMode.DISABLED)) as env:
         actions = actions_of(env.action_space)
@@ -230,6 +237,7 @@ def test_all_finished_environments_stay_as_they_are_without_work() -> None:
         assert not states.valid[-1].any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", list(SPACES))
 @pytest.mark.parametrize("engine", ["sync", "vecenv"])
 def test_observations_and_actions_of_every_space(name: str, engine: str) -> None:
@@ -248,6 +256,7 @@ def test_the_spaces_are_the_vector_envs_own() -> None:
         assert env.autoreset_mode is AutoresetMode.NEXT_STEP
 
 
+@pytest.mark.long
 def test_envpool() -> None:
     pytest.importorskip("envpool", reason="needs EnvPool: pip install 'vecenv[envpool]'")
     for mode in AutoresetMode:

@@ -34,6 +34,7 @@ PHYSICS = pytest.param(["--backend", "brax"], marks=[pytest.mark.slow, pytest.ma
 OPTIONS = [["--workers", "2"], ["--workers", "1", "--overlap"], PHYSICS]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
 def test_a_brief_run_learns_something_and_draws_it(
@@ -44,6 +45,7 @@ def test_a_brief_run_learns_something_and_draws_it(
     brief_run(ppo, options, tmp_path, capsys)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_brief_run_on_the_device(
     ppo: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -43,6 +43,7 @@ _BRAX_ENVS = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [n if n == "inverted_pendulum" else pytest.param(n, marks=pytest.mark.slow) for n in _BRAX_ENVS],
@@ -55,6 +56,7 @@ def test_brax_actions_are_between_minus_one_and_one(brax: Any, name: str) -> Non
     assert (limits == 1).all() == (name not in {"humanoid", "humanoidstandup", "inverted_pendulum", "pusher"})
 
 
+@pytest.mark.long
 def test_brax_adapter_steps_as_brax_does(brax: Any, pendulum: Any) -> None:
     env = pendulum.env
     state, obs = jax.jit(pendulum.init)(jax.random.PRNGKey(3))
@@ -72,6 +74,7 @@ def test_brax_adapter_steps_as_brax_does(brax: Any, pendulum: Any) -> None:
     assert adapt(pendulum) is pendulum
 
 
+@pytest.mark.long
 def test_actions_can_be_rescaled(brax: Any, pendulum: Any) -> None:
     actuator = adapt(pendulum, rescale="actuator")
     assert actuator.single_action_space == gym.spaces.Box(-3, 3, (1,), np.float32)
@@ -87,6 +90,7 @@ def test_actions_can_be_rescaled(brax: Any, pendulum: Any) -> None:
         adapt(adapt(pendulum, action_space=gym.spaces.Box(-np.inf, np.inf, (1,))), rescale=(0, 1))
 
 
+@pytest.mark.long
 def test_training_wrappers_are_taken_off(brax: Any) -> None:
     wrapped = brax.create("inverted_pendulum", episode_length=90, action_repeat=3, backend="spring")
     env = adapt(wrapped)
@@ -238,6 +242,7 @@ def test_unknown_names_come_with_close_matches(brax: Any, playground: Any) -> No
     assert len(available_envs("playground")["playground"]) > 50
 
 
+@pytest.mark.long
 def test_arguments_that_brax_refuses_are_named(brax: Any) -> None:
     with pytest.raises(TypeError, match="ant refuses gravity=3"):
         adapt("ant", gravity=3)
@@ -256,6 +261,7 @@ def test_what_is_no_environment_is_refused(thing: Any) -> None:
 # -- gymnax, jumanji, FuncEnv --------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("env", [OldGymnax(), NewGymnax(), (NewGymnax(), NewGymnax.default_params)])
 def test_gymnax_time_limits_are_truncation(env: Any) -> None:
     vector = FunctionalVectorEnv(env, 4, "SameStep")
@@ -351,6 +357,7 @@ def test_rewards_of_several_agents_are_refused() -> None:
         env.step(env.reset(new_key(0)), np.zeros(2, int))
 
 
+@pytest.mark.long
 def test_gymnasium_func_env_keeps_every_transition() -> None:
     """Gymnasium's own vector of these loses the transition of every other row when one row resets."""
     cartpole = pytest.importorskip("gymnasium.envs.phys2d.cartpole", reason="needs Gymnasium's JAX environments")

@@ -69,6 +69,7 @@ def test_advantages_are_those_of_the_definition_in_whatever_order_rows_come(ppo:
         np.testing.assert_allclose([found[place] for place in where], wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first_ready", [False, True])
 def test_transitions_are_those_of_the_environments(ppo: ModuleType, first_ready: bool) -> None:
     """Each environment's rows, one after the other: no reset among those that count, and none that is missing."""
@@ -112,6 +113,7 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=280, check=False)
 
 
+@pytest.mark.long
 def test_the_program_learns_and_draws_its_curve(ppo: ModuleType, tmp_path: Path) -> None:
     done = run("CartPole-v1", "--target", "60", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -131,6 +133,7 @@ def test_the_targets_are_reached(ppo: ModuleType, env_id: str, backend: str, mor
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -147,6 +150,7 @@ def test_mistakes_are_said_in_one_line(ppo: ModuleType, arguments: list[str], sa
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("program", "library"), each_once(["ppo", "ppo_jax"], ["flax", "optax", "rich", "matplotlib"]))
 def test_a_missing_library_is_said_with_what_installs_it(program: str, library: str) -> None:
     path = str(PROGRAM.with_stem(program))
@@ -158,6 +162,7 @@ def test_a_missing_library_is_said_with_what_installs_it(program: str, library: 
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("program", ["ppo", "ppo_jax"])
 def test_help_says_how_to_run_it_and_what_can_be_set(ppo: ModuleType, program: str) -> None:
     command = [sys.executable, str(PROGRAM.with_stem(program)), "--help"]

@@ -37,6 +37,7 @@ def run(env: FunctionalVectorEnv, steps: int, key: Any = None, action: Any = PUS
 # -- what a state says ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_reset_state_has_done_nothing_yet(counters: Any) -> None:
     state = run(counters(), 0)[0]
     assert state.first.all()
@@ -46,6 +47,7 @@ def test_a_reset_state_has_done_nothing_yet(counters: Any) -> None:
     np.testing.assert_array_equal(state.next_obs["place"], state.obs["place"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_next_obs_is_always_what_followed_the_action(counters: Any, mode: AutoresetMode) -> None:
     states = run(counters(autoreset_mode=mode), 25)
@@ -61,6 +63,7 @@ def test_next_obs_is_always_what_followed_the_action(counters: Any, mode: Autore
     assert ended >= 5
 
 
+@pytest.mark.long
 def test_same_step_and_next_step_play_the_same_episodes(counters: Any) -> None:
     def episodes(mode: str, row: int) -> list[Any]:
         states = run(counters(autoreset_mode=mode), 40)[1:]
@@ -72,6 +75,7 @@ def test_same_step_and_next_step_play_the_same_episodes(counters: Any) -> None:
         assert same[: len(following)] == following
 
 
+@pytest.mark.long
 def test_statistics_are_sums_over_episodes(counters: Any) -> None:
     states = run(counters(discount=0.5), 40)
     total, discounted, length = np.zeros(5, np.float32), np.zeros(5, np.float32), np.zeros(5, np.int32)
@@ -89,6 +93,7 @@ def test_statistics_are_sums_over_episodes(counters: Any) -> None:
         np.testing.assert_array_equal(state.last_length[state.done], length[state.done])
 
 
+@pytest.mark.long
 def test_termination_and_truncation_may_come_together() -> None:
     env = FunctionalVectorEnv(Counter(), 3, "Disabled", max_episode_steps=2)
     state = env.step(env.reset(new_key(0)), np.array([[0.0], [2.0], [2.0]], np.float32))
@@ -98,6 +103,7 @@ def test_termination_and_truncation_may_come_together() -> None:
     assert state.terminated.tolist() == [False, False, True]
 
 
+@pytest.mark.long
 def test_disabled_rows_stay_as_they_ended(counters: Any) -> None:
     states = run(counters(autoreset_mode="Disabled"), 12)
     over = next(s for s in states if s.done.all())
@@ -110,6 +116,7 @@ def test_disabled_rows_stay_as_they_ended(counters: Any) -> None:
     assert not last.reward.any()
 
 
+@pytest.mark.long
 def test_no_limit_is_minus_one() -> None:
     env = FunctionalVectorEnv(Counter(), 5, max_episode_steps=-1)
     assert env.max_episode_steps is None
@@ -133,6 +140,7 @@ def starts(env: FunctionalVectorEnv, steps: int, key: Any = None) -> list[list[f
     return [[float(begun[row]), *place[first[:, row], row].tolist()] for row in range(env.num_envs)]
 
 
+@pytest.mark.long
 def test_a_thousand_fresh_episodes_all_begin_differently() -> None:
     env = FunctionalVectorEnv(Counter(), 50)
     all_starts = [start for row in starts(env, 120) for start in row]
@@ -146,12 +154,14 @@ def test_cached_episodes_all_begin_alike(counters: Any) -> None:
         assert len(set(row)) == 1
 
 
+@pytest.mark.long
 def test_pooled_episodes_begin_in_one_of_so_many_ways(counters: Any) -> None:
     rows = starts(counters(reset="pool", pool_size=3), 200)
     assert all(len(set(row)) == 3 for row in rows)
     assert len({start for row in rows for start in row}) == 15
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reset", ["fresh", "cached", "pool"])
 def test_a_rows_stream_depends_neither_on_their_number_nor_on_the_others(reset: str) -> None:
     few = FunctionalVectorEnv(Counter(), 3, reset=reset)
@@ -159,11 +169,13 @@ def test_a_rows_stream_depends_neither_on_their_number_nor_on_the_others(reset: 
     assert starts(few, 40) == starts(many, 40)[:3]
 
 
+@pytest.mark.long
 def test_restarts_are_the_same_however_many_are_made_at_once() -> None:
     rows = [starts(FunctionalVectorEnv(Counter(), 20, reset_chunk=chunk), 40) for chunk in (1, 3, 20)]
     assert rows[0] == rows[1] == rows[2]
 
 
+@pytest.mark.long
 def test_another_key_gives_other_episodes(counters: Any) -> None:
     env = counters()
     same, again, other = (starts(env, 20, jax.random.key(seed)) for seed in (1, 1, 2))
@@ -182,6 +194,7 @@ def test_raw_typed_and_foreign_keys_are_taken(counters: Any) -> None:
         env.reset(rows[:4])
 
 
+@pytest.mark.long
 def test_stagger_spreads_the_first_time_out() -> None:
     env = FunctionalVectorEnv(Counter(), 64, max_episode_steps=20, stagger=True)
     still = np.zeros((64, 1), np.float32)
@@ -195,6 +208,7 @@ def test_stagger_spreads_the_first_time_out() -> None:
         FunctionalVectorEnv(Counter(), 2, max_episode_steps=-1, stagger=True)
 
 
+@pytest.mark.long
 def test_masked_resets_go_on_or_begin_anew(counters: Any) -> None:
     env = counters()
     state = env.step(env.reset(new_key(0)), PUSH)
@@ -215,6 +229,7 @@ def test_masked_resets_go_on_or_begin_anew(counters: Any) -> None:
 # -- options -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_frame_skip_sums_rewards_and_stops_at_the_end() -> None:
     one = FunctionalVectorEnv(Counter(), 1, "Disabled", max_episode_steps=-1)
     many = FunctionalVectorEnv(Counter(), 1, "Disabled", max_episode_steps=-1, frame_skip=4)
@@ -228,6 +243,7 @@ def test_frame_skip_sums_rewards_and_stops_at_the_end() -> None:
     assert state.steps.tolist() == [1]
 
 
+@pytest.mark.long
 def test_micro_batches_give_the_same() -> None:
     whole, parts = FunctionalVectorEnv(Counter(), 7), FunctionalVectorEnv(Counter(), 7, micro_batch=3)
     action = np.full((7, 1), 0.6, np.float32)
@@ -235,6 +251,7 @@ def test_micro_batches_give_the_same() -> None:
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), one, other)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [(), (2, 3), (1, 2, 3)])
 def test_batches_of_any_shape(shape: tuple[int, ...]) -> None:
     env = FunctionalVectorEnv(Counter(), shape)
@@ -248,6 +265,7 @@ def test_batches_of_any_shape(shape: tuple[int, ...]) -> None:
     np.testing.assert_allclose(state.obs["place"].reshape(-1, 2), reference.obs["place"], rtol=1e-6)
 
 
+@pytest.mark.long
 def test_one_step_may_be_mapped_over_a_population(counters: Any) -> None:
     env = counters()
     keys = jax.random.split(new_key(0), 2)
@@ -258,6 +276,7 @@ def test_one_step_may_be_mapped_over_a_population(counters: Any) -> None:
     np.testing.assert_allclose(state.obs["place"][1], alone.obs["place"], rtol=1e-6)
 
 
+@pytest.mark.long
 def test_states_can_be_branched_and_returned_to(counters: Any) -> None:
     env = counters()
     state = env.step(env.reset(new_key(0)), PUSH)
@@ -302,6 +321,7 @@ def test_rows_are_spread_over_devices() -> None:
     assert done.stdout.strip() == "equal on 2 devices", done.stderr[-2000:]
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_over_a_thousand_episodes(counters: Any) -> None:
     env = counters(autoreset_mode="SameStep")
     state = env.reset(new_key(0))

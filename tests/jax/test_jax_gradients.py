@@ -30,6 +30,7 @@ def check(function: Any, at: Any, step: float, rtol: float) -> None:
     assert abs(float(numeric)) > 1e-3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_gradients_through_fresh_starts(counters: Any, mode: str, checkpoint: bool) -> None:
@@ -42,6 +43,7 @@ def test_gradients_through_fresh_starts(counters: Any, mode: str, checkpoint: bo
     check(loss, jnp.float32(0.55), 1e-3, 1e-2)
 
 
+@pytest.mark.long
 def test_a_restart_forgets_the_gradient(counters: Any) -> None:
     env = counters(autoreset_mode="SameStep")
 
@@ -70,6 +72,7 @@ class Cliff(Counter):
         return moved, self._obs(moved), left, moved["x"] > 1, False, {"left": left}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
 def test_what_lies_beyond_the_end_of_an_episode_never_reaches_a_gradient(mode: str) -> None:
     def slope(fence: bool) -> Any:
@@ -117,6 +120,7 @@ def test_ant_in_double_precision_against_finite_differences() -> None:
         jax.config.update("jax_enable_x64", before)
 
 
+@pytest.mark.long
 def test_truncated_gradients_are_the_mean_over_pieces(counters: Any) -> None:
     env = counters(autoreset_mode="SameStep")
     state, push = env.reset(new_key(0)), jnp.float32(0.4)

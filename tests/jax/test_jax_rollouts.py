@@ -47,6 +47,7 @@ def first_episodes(env: Any, steps: int) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
 def test_a_rollout_is_a_loop(counters: Any, mode: str) -> None:
     env = counters(autoreset_mode=mode)
@@ -65,6 +66,7 @@ def test_a_rollout_is_a_loop(counters: Any, mode: str) -> None:
     np.testing.assert_array_equal(state.steps, after.steps)
 
 
+@pytest.mark.long
 def test_two_rollouts_in_a_row_are_one_long_one(counters: Any) -> None:
     env = counters()
     still = stateless(lambda params, obs, key: (jnp.full((5, 1), params), {}))
@@ -74,6 +76,7 @@ def test_two_rollouts_in_a_row_are_one_long_one(counters: Any) -> None:
     jax.tree.map(lambda w, a, b: np.testing.assert_array_equal(w, np.concatenate([a, b])), whole, first, second)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
 def test_a_recurrent_policy_forgets_where_an_episode_begins(counters: Any, mode: str) -> None:
     env = counters(autoreset_mode=mode)
@@ -96,6 +99,7 @@ def test_unknown_extras_are_refused(counters: Any) -> None:
         rollout(env, policy, PARAMS, env.reset(new_key(0)), (), new_key(1), 2, ("speed",))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
 def test_all_evaluations_agree_with_a_plain_loop(counters: Any, mode: str) -> None:
     env = counters(autoreset_mode=mode)
@@ -116,6 +120,7 @@ def test_all_evaluations_agree_with_a_plain_loop(counters: Any, mode: str) -> No
     np.testing.assert_allclose(trajectory.reward.sum(0), metrics.episode_return, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_an_evaluation_that_is_too_short_says_so(counters: Any) -> None:
     env = counters(discount=0.5)
     for metrics in (
@@ -128,6 +133,7 @@ def test_an_evaluation_that_is_too_short_says_so(counters: Any) -> None:
         np.testing.assert_allclose(metrics.discounted_return, first + 0.5 * second, rtol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
 def test_many_episodes_are_shared_out_evenly(counters: Any, mode: str) -> None:
     env = counters(autoreset_mode=mode)
@@ -145,6 +151,7 @@ def test_many_episodes_are_shared_out_evenly(counters: Any, mode: str) -> None:
         assert abs(float(metrics.episode_return[index]) - total) < 1e-4
 
 
+@pytest.mark.long
 def test_no_step_is_made_that_is_not_wanted(counters: Any) -> None:
     calls = []
 
@@ -169,6 +176,7 @@ def test_no_step_is_made_that_is_not_wanted(counters: Any) -> None:
         del result
 
 
+@pytest.mark.long
 def test_evaluations_may_be_mapped_over_parameters(counters: Any) -> None:
     env = counters()
     state = env.reset(new_key(0))

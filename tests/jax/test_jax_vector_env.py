@@ -25,6 +25,7 @@ from vecenv.testing.contract import VectorEnvContract, assert_identical, assert_
 MODES = list(AutoresetMode)
 
 
+@pytest.mark.long
 class TestContractOverCounter(VectorEnvContract):
     """Dict observations, nested infos, random start states, random steps, ends of both kinds."""
 
@@ -40,6 +41,7 @@ class TestContractOverCounter(VectorEnvContract):
         return JaxVectorEnv(self._compiled[key], **kwargs)
 
 
+@pytest.mark.long
 class TestContractOverSwitch(TestContractOverCounter):
     """Discrete actions and observations, no infos."""
 
@@ -99,12 +101,14 @@ def assert_equals_sync(env: Any, limit: int | None, steps: int, mode: AutoresetM
     reference.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("env", [Counter(), Switch(), NewGymnax(), OldGymnax(), Jumanji()], ids=lambda e: type(e).__name__)
 def test_small_environments_equal_sync_vector_env(env: Any, mode: AutoresetMode) -> None:
     assert_equals_sync(adapt(env), None, 60, mode)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mode", [pytest.param(mode, marks=[pytest.mark.slow] if mode is AutoresetMode.DISABLED else []) for mode in MODES]
 )
@@ -145,6 +149,7 @@ def test_jumanji_equals_sync_vector_env(mode: AutoresetMode) -> None:
     assert_equals_sync(adapt(jumanji.make("Snake-v1")), 15, 60, mode)
 
 
+@pytest.mark.long
 def test_the_time_limit_is_that_of_gymnasiums_own_wrapper() -> None:
     ours = JaxVectorEnv(Counter(), 3, max_episode_steps=4)
     single = GymEnv(Counter(), max_episode_steps=-1)
@@ -161,6 +166,7 @@ def trajectory(envs: Any, steps: int, row: int) -> list[Any]:
     return [copy.deepcopy(envs.step(np.full((envs.num_envs, 1), 0.4, np.float32))[0]["place"][row]) for _ in range(steps)]
 
 
+@pytest.mark.long
 def test_a_row_does_not_depend_on_how_many_there_are(counters: Any) -> None:
     few, many = JaxVectorEnv(counters(3)), JaxVectorEnv(counters(9))
     few.reset(seed=10)
@@ -246,6 +252,7 @@ def test_a_state_whose_arrays_are_gone_is_refused(counters: Any) -> None:
         envs.functional.step_donating(state, np.zeros((5, 1), np.float32))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("to", ["numpy", "jax"])
 def test_a_chunk_is_so_many_steps(counters: Any, to: str) -> None:
     one, many = JaxVectorEnv(counters()), JaxVectorEnv(counters(), to=to)
@@ -262,6 +269,7 @@ def test_a_chunk_is_so_many_steps(counters: Any, to: str) -> None:
     np.testing.assert_array_equal(np.asarray(step[0]["place"]), one.step(actions[0])[0]["place"])
 
 
+@pytest.mark.long
 def test_warmup_reports_compile_times_and_changes_nothing() -> None:
     envs = JaxVectorEnv(Counter(), 2)
     observations, _ = envs.reset(seed=4)
@@ -286,6 +294,7 @@ def test_render_draws_the_chosen_environments(counters: Any) -> None:
 # -- the three kinds of arrays -------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 def test_jax_arrays_hold_what_numpy_arrays_hold(counters: Any, mode: AutoresetMode) -> None:
     host, device = JaxVectorEnv(counters(autoreset_mode=mode)), JaxVectorEnv(counters(autoreset_mode=mode), to="jax")
@@ -345,6 +354,7 @@ def test_wrong_actions_are_refused_before_anything_is_stepped(counters: Any, act
     assert np.asarray(envs.state.steps).tolist() == [0] * 5
 
 
+@pytest.mark.long
 def test_floats_are_no_discrete_actions() -> None:
     envs = JaxVectorEnv(Switch(), 2)
     envs.reset(seed=0)
@@ -406,6 +416,7 @@ def test_tensors_without_torch_are_refused_at_once(monkeypatch: pytest.MonkeyPat
 # -- by name -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_make_by_name(pendulum: Any) -> None:
     del pendulum  # only for its skip
     envs = make_jax_vec("inverted_pendulum", 2, library="brax", vector_kwargs={"to": "jax"}, backend="spring")

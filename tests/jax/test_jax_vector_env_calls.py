@@ -205,6 +205,7 @@ class Slow(Counter):
         return super().step({**state, "x": state["x"] + 0 * work[0, 0]}, action, key)
 
 
+@pytest.mark.long
 def test_an_answer_that_is_late_stays_owed() -> None:
     envs = JaxVectorEnv(Slow(), 2)
     envs.reset(seed=0)
@@ -234,6 +235,7 @@ class Raising(Counter):
         return super().step({**state, "x": x}, action, key)
 
 
+@pytest.mark.long
 def test_an_environment_that_raises_leaves_a_vector_that_can_be_reset() -> None:
     envs = JaxVectorEnv(Raising(), 2)
     envs.reset(seed=0)

@@ -34,6 +34,7 @@ class TestRowsOfOneAgentEach(_Contract):
     pass
 
 
+@pytest.mark.long
 class TestRowsOfOneAgentEachInProcesses(_Contract):
     options: ClassVar[dict[str, Any]] = {"num_workers": 2}
 

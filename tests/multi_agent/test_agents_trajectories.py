@@ -102,6 +102,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("game", "options"), each_once(["deaths", "different spaces"], OPTIONS), ids=str)
 def test_no_option_of_the_engine_changes_a_trajectory(game: str, options: dict[str, Any]) -> None:
     with MultiAgentVecEnv(functions(game), autoreset_mode=AutoresetMode.SAME_STEP, **options) as envs:

@@ -74,6 +74,7 @@ def test_a_real_game_is_what_a_plain_loop_gives(game: Any, num_workers: int, mod
         assert_same_trajectory(envs, [game] * 2, 30)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("game", [pistonball, knights, connect_four])
 def test_a_heavier_real_game_is_what_a_plain_loop_gives(game: Any) -> None:
     pytest.importorskip(NEEDS[game])

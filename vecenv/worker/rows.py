@@ -12,11 +12,10 @@ does at the end of an episode is looked up in a table and called only there.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from operator import length_hint
-from typing import Any, Final
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -29,13 +28,9 @@ from vecenv.link.schemas import BY_PICKLE, NO_INFO
 from vecenv.shm.layout import Array, Batch, Tree, memory_of
 from vecenv.worker.envs import Envs, Expected
 from vecenv.worker.infos import InfoWriter
+from vecenv.worker.timing import StepTimes, clock
 
 __all__ = ["EnvRows"]
-
-_LONG: Final = 1e-3  # seconds; a message that takes as long is followed by one that is timed, too
-_UNTIMED_MOST: Final = 31
-_SAMPLE_EVERY: Final = 64  # in every so many messages that are timed, the environments are timed one by one
-_clock: Final = time.perf_counter
 
 
 class EnvRows(Envs):
@@ -87,9 +82,8 @@ class EnvRows(Envs):
         self._requested = batch.requested[mine]
         self._schemas = batch.info_schemas[mine]
         self._final = batch.final[mine]
-        self._step_time = batch.step_time[mine]
-        self._worker_time = memory_of(batch.worker_time[worker : worker + 1])
-        self._worker_steps = memory_of(batch.worker_steps[worker : worker + 1])
+        cells = (memory_of(counter[worker : worker + 1]) for counter in (batch.worker_time, batch.worker_steps))
+        self._times = StepTimes(batch.step_time[mine], *cells)
         self._infos = InfoWriter(self._schemas, batch.infos[mine])
         self._direct, self._direct_rows, self._flat = self._direct_writes(observation_tree)
         self._out = Outcome()
@@ -98,9 +92,6 @@ class EnvRows(Envs):
         self._done = 0  # how many of its rows are done
         self._walk: Any = None  # the rows that are being gone through
         self._dirty = False  # some row's info columns or final flag are set
-        self._counted = 0  # messages that were timed
-        self._untimed = 0  # messages to come that are not
-        self._weight = 1  # for how many the next one that is timed stands
 
     def _direct_writes(self, tree: Tree | None) -> tuple[tuple[Any, Any, Any], list[Any], bool]:
         """How the step loop writes a space of one array by itself, the common case: (class, dtype, shape) to look for, the
@@ -178,14 +169,13 @@ class EnvRows(Envs):
                 self._seq = seq
         elif self._walk is not None:
             self._lost_place(ks)
-        steps, untimed = self._steps, self._untimed
-        if untimed:
-            self._untimed = untimed - 1
+        steps, times = self._steps, self._times
+        if untimed := times.untimed:
+            times.untimed = untimed - 1
             began = 0.0
         else:
-            if self._counted % _SAMPLE_EVERY == _SAMPLE_EVERY - 1:
-                steps = [self._timed(k) for k in range(self.count)]
-            began = _clock()
+            steps = times.of_each(steps)
+            began = clock()
         rows = self._direct_rows
         where: Iterable[int] = range(self.count)
         if ks is not None:
@@ -243,31 +233,8 @@ class EnvRows(Envs):
             raise
         self._done, self._walk = self.count, None
         if not untimed:
-            self._count(_clock() - began, len(steps))
+            times.count(clock() - began, len(steps))
         return self._finish()
-
-    def _count(self, elapsed: float, steps: int) -> None:
-        """Count a message that was timed, once for itself and once for each before it that was not.
-
-        Two looks at the clock and this take a microsecond, a tenth of a message with one CartPole-v1: the shorter messages
-        are, the fewer of them are timed, but one in 32 at least, so that a single long one cannot stand for very many.
-        """
-        self._worker_time[0] += self._weight * elapsed
-        self._worker_steps[0] += self._weight * steps
-        self._untimed = min(_UNTIMED_MOST, int(_LONG / max(elapsed, 1e-9)))
-        self._weight = self._untimed + 1
-        self._counted += 1
-
-    def _timed(self, k: int) -> Callable[[Any], Any]:
-        step, clock, times = self._steps[k], _clock, self._step_time
-
-        def timed(action: Any) -> Any:
-            began = clock()
-            result = step(action)
-            times[k] = clock() - began
-            return result
-
-        return timed
 
     # What happens when an episode ends, one function a mode: takes and returns (observation, info).
 

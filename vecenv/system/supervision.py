@@ -25,6 +25,7 @@ from multiprocessing import reduction
 from typing import Any, Final
 
 from vecenv.system.holdings import Descriptor, Holdings
+from vecenv.system.uninterrupted import Uninterrupted
 
 if sys.platform != "win32":
     import fcntl
@@ -279,7 +280,8 @@ def close_process(process: Any) -> None:
     Where nobody knows its exit code any more (SIGCHLD is ignored, or an interruption fell right behind the system call that
     told it), `multiprocessing` would take it for alive for ever.
     """
-    with contextlib.suppress(ValueError, AttributeError, AssertionError):
+    # an exception in the middle of its finalizer would leave it no finalizer and two descriptors
+    with Uninterrupted(), contextlib.suppress(ValueError, AttributeError, AssertionError):
         if process.exitcode is None and not os.path.exists(f"/proc/{process.pid}") and os.path.exists("/proc/self"):
             process._popen.returncode = 255
         process.close()

@@ -15,7 +15,39 @@ import vecenv
 
 def test_the_class_is_a_gymnasium_vector_env() -> None:
     assert issubclass(vecenv.AsyncVectorEnv, VectorEnv)
+    assert issubclass(vecenv.AsyncVectorEnv, gymnasium.vector.AsyncVectorEnv)
     assert vecenv.AsyncVectorEnv.__name__ == "AsyncVectorEnv"
+
+
+def test_every_method_is_its_own() -> None:
+    """What is left of Gymnasium's class is what nobody calls from outside: how it waits for its own pipes."""
+    theirs = gymnasium.vector.AsyncVectorEnv
+    inherited = {name for name in vars(theirs) if getattr(vecenv.AsyncVectorEnv, name) is getattr(theirs, name)}
+    assert {name for name in inherited if not name.startswith("__")} == {
+        "_poll_pipe_envs", "_assert_is_running", "_raise_if_errors",
+    }  # fmt: skip
+
+
+def test_a_subclass_of_gymnasiums_that_calls_super_works_over_it() -> None:
+    """As programs write it that were made for Gymnasium's class and import ours under its name."""
+
+    class Lenient(vecenv.AsyncVectorEnv):
+        def step_wait(self, timeout: float | None = None) -> Any:
+            observations, rewards, *rest = super().step_wait(timeout)
+            return (observations, rewards * 2, *rest)
+
+        def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
+            self.was_closed = True
+            super().close_extras(timeout=timeout, terminate=terminate)
+
+    envs: Any = Lenient(counters(2))
+    try:
+        envs.reset(seed=1)
+        assert isinstance(envs, gymnasium.vector.AsyncVectorEnv)
+        assert envs.step([0, 0])[1].tolist() == [0.002, 2.002]
+    finally:
+        envs.close()
+    assert envs.was_closed
 
 
 def test_the_class_takes_type_arguments() -> None:

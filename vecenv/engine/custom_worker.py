@@ -38,8 +38,13 @@ class _Attribute:
 
 
 class _GymnasiumsOwn(gymnasium_async.AsyncVectorEnv):
-    """Gymnasium's class, before ours in the order of methods."""
+    """Gymnasium's methods, before ours in the order of methods, where the class that they are from comes after ours."""
 
+    locals().update(
+        {name: value for name, value in vars(gymnasium_async.AsyncVectorEnv).items() if not name.startswith("__")}
+    )
+    __init__ = gymnasium_async.AsyncVectorEnv.__init__
+    __del__ = gymnasium_async.AsyncVectorEnv.__del__
     observations = _Attribute()
     processes = _Attribute()
     parent_pipes = _Attribute()

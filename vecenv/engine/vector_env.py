@@ -12,6 +12,7 @@ import multiprocessing
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import gymnasium
 from gymnasium import Space
 from gymnasium.core import ActType, Env, ObsType
 from gymnasium.error import CustomSpaceError
@@ -32,8 +33,10 @@ from vecenv.worker.main import Plan
 __all__ = ["AsyncVectorEnv"]
 
 
-class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType]):
+class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], gymnasium.vector.AsyncVectorEnv):  # type: ignore[misc, override]
     """Environments in worker processes, behind ``gymnasium.vector.AsyncVectorEnv``'s interface.
+
+    It is a subclass of that class, so that ``isinstance`` holds, and every method is its own.
 
     The first nine arguments are Gymnasium's, in its order; see its documentation. Ours are keyword-only.
 

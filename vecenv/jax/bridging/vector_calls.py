@@ -124,8 +124,8 @@ class AsyncCalls(Calls):
         try:
             answer = self._owed(timeout=self.timeout)
         except (multiprocessing.TimeoutError, KeyboardInterrupt) as error:
-            if isinstance(self.envs, gymnasium.vector.AsyncVectorEnv):
-                self._lost = error  # it would take the late answer for that of the next call
+            if isinstance(self.envs, gymnasium.vector.AsyncVectorEnv) and capabilities_of(self.envs) is None:
+                self._lost = error  # Gymnasium's own takes the late answer for that of the next call
             raise
         except BaseException:
             self._owed = None

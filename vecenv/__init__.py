@@ -18,22 +18,28 @@ if TYPE_CHECKING:
     from vecenv import adapters as adapters
     from vecenv import backends as backends
     from vecenv import testing as testing
+    from vecenv.instead import install as install
+    from vecenv.instead import uninstall as uninstall
     from vecenv.make import make_vec as make_vec
     from vecenv.make import register as register
     from vecenv.tools.pictures import render_grid as render_grid
 
-__all__ = ["AsyncVectorEnv", "Plan", "__version__", "errors", "make_vec", "plan", "register", "render_grid"]
+__all__ = [
+    "AsyncVectorEnv", "Plan", "__version__", "errors", "install", "make_vec", "plan", "register", "render_grid", "uninstall",
+]  # fmt: skip
 
 _LAZY: dict[str, str] = {
     # public name -> module that holds it ("" after the colon: the module itself)
     "MultiAgentVecEnv": "vecenv.multi_agent:MultiAgentVecEnv",
     "adapters": "vecenv.adapters:",
+    "install": "vecenv.instead:install",
     "jax": "vecenv.jax:",
     "make_vec": "vecenv.make:make_vec",
     "register": "vecenv.make:register",
     "render_grid": "vecenv.tools.pictures:render_grid",
     "testing": "vecenv.testing:",
     "torch": "vecenv.torch:",
+    "uninstall": "vecenv.instead:uninstall",
     "backends": "vecenv.backends:",
 }
 

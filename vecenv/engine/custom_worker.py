@@ -10,8 +10,9 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-import gymnasium.vector.async_vector_env as gymnasium_async
 from gymnasium.vector import VectorEnv
+
+from vecenv.front.gymnasiums import GymnasiumAsync
 
 __all__ = ["with_custom_worker"]
 
@@ -37,14 +38,12 @@ class _Attribute:
         instance.__dict__[self._name] = value
 
 
-class _GymnasiumsOwn(gymnasium_async.AsyncVectorEnv):
+class _GymnasiumsOwn(GymnasiumAsync):
     """Gymnasium's methods, before ours in the order of methods, where the class that they are from comes after ours."""
 
-    locals().update(
-        {name: value for name, value in vars(gymnasium_async.AsyncVectorEnv).items() if not name.startswith("__")}
-    )
-    __init__ = gymnasium_async.AsyncVectorEnv.__init__
-    __del__ = gymnasium_async.AsyncVectorEnv.__del__
+    locals().update({name: value for name, value in vars(GymnasiumAsync).items() if not name.startswith("__")})
+    __init__ = GymnasiumAsync.__init__
+    __del__ = GymnasiumAsync.__del__
     observations = _Attribute()
     processes = _Attribute()
     parent_pipes = _Attribute()
@@ -53,7 +52,7 @@ class _GymnasiumsOwn(gymnasium_async.AsyncVectorEnv):
     close = VectorEnv.close
 
     def __repr__(self) -> str:
-        return gymnasium_async.AsyncVectorEnv.__repr__(self)
+        return GymnasiumAsync.__repr__(self)
 
 
 @functools.cache

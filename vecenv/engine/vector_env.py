@@ -12,7 +12,6 @@ import multiprocessing
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import gymnasium
 from gymnasium import Space
 from gymnasium.core import ActType, Env, ObsType
 from gymnasium.error import CustomSpaceError
@@ -22,6 +21,7 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space
 from vecenv.engine.engine import Engine, Policy
 from vecenv.engine.interface import EngineVectorEnv
 from vecenv.engine.starting import PoolOptions
+from vecenv.front.gymnasiums import GymnasiumAsync
 from vecenv.link.observations import PickledStore, RegisteredStore, SharedStore, Store, has_dynamic_part
 from vecenv.planning.options import check_options, workers_and_share
 from vecenv.planning.scout import Trial
@@ -33,7 +33,7 @@ from vecenv.worker.main import Plan
 __all__ = ["AsyncVectorEnv"]
 
 
-class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], gymnasium.vector.AsyncVectorEnv):  # type: ignore[misc, override]
+class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type: ignore[misc, override]
     """Environments in worker processes, behind ``gymnasium.vector.AsyncVectorEnv``'s interface.
 
     It is a subclass of that class, so that ``isinstance`` holds, and every method is its own.

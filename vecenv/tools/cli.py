@@ -1,4 +1,4 @@
-"""The command line: ``vecenv bench | doctor | plan | watch | top``, and ``python -m vecenv`` the same.
+"""The command line: ``vecenv run | bench | doctor | plan | watch | top``, and ``python -m vecenv`` the same.
 
 Every command says what is wrong in one line instead of a traceback, and takes ``--json``. Exit codes: 0 all
 is well; 1 an engine gave wrong answers, ``doctor`` found a problem, or ``top`` found no program; 2 the command
@@ -23,6 +23,7 @@ from typing import Any, Final, NoReturn
 
 from vecenv._version import __version__
 from vecenv.planning.plan import plan as make_plan
+from vecenv.tools.run import OPTIONS
 from vecenv.tools.usage import INTERRUPTED, USAGE, WRONG, CliError, did_you_mean, one_line, require, resolve
 
 __all__ = ["INTERRUPTED", "USAGE", "WRONG", "main"]
@@ -81,9 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     arguments = _build_parser().parse_args(argv)
     try:
-        code: int = arguments.run(arguments)
+        code: int | Callable[[], None] = arguments.run(arguments)
         sys.stdout.flush()
-        return code
     except CliError as error:
         print(f"vecenv: {error}", file=sys.stderr)
         return error.code
@@ -93,6 +93,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    if callable(code):
+        code()  # the user's program: what it raises is its own
+        return 0
+    return code
 
 
 # --- the commands ---------------------------------------------------------------------------------
@@ -151,6 +155,12 @@ def _watch(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _run(arguments: argparse.Namespace) -> Callable[[], None]:
+    from vecenv.tools import run
+
+    return run.prepare(arguments)
+
+
 def _top(arguments: argparse.Namespace) -> int:
     from vecenv.engine import published
     from vecenv.tools import top
@@ -191,7 +201,7 @@ Option = tuple[tuple[str, ...], dict[str, Any]]
 @dataclass(frozen=True, slots=True)
 class _Command:
     name: str
-    run: Callable[[argparse.Namespace], int]
+    run: Callable[[argparse.Namespace], int | Callable[[], None]]
     options: tuple[Option, ...]
     help: str
     description: str | None = None
@@ -215,6 +225,16 @@ _count, _number = _positive(int), _positive(float)
 _ENV_ID: Final = _option("env_id", metavar="ENV_ID", help="as for bench")
 
 _COMMANDS: Final = (
+    _Command(
+        "run",
+        _run,
+        OPTIONS,
+        help="run a program as it stands, with vecenv in the place of Gymnasium's AsyncVectorEnv",
+        description="Runs a Python program in which gymnasium.vector.AsyncVectorEnv, and "
+        'gymnasium.make_vec(..., vectorization_mode="async"), are vecenv\'s. Options are for arguments that the '
+        "program does not give. Arguments, exit code and tracebacks are the program's own.",
+        epilog="Try: vecenv run --on-failure restart train.py --seed 1",
+    ),
     _Command(
         "bench",
         _bench,

@@ -11,9 +11,10 @@ from typing import Any
 
 import gymnasium
 import jax
-from gymnasium.vector import SyncVectorEnv, VectorEnv
+from gymnasium.vector import VectorEnv
 
 from vecenv.front.capabilities import capabilities_of
+from vecenv.front.gymnasiums import GymnasiumSync
 
 __all__ = ["refuse_jax_in_process", "warn_of_fork"]
 
@@ -57,7 +58,7 @@ def warn_of_fork(envs: VectorEnv[Any, Any, Any]) -> None:
 
 
 def _envs_in_process(envs: VectorEnv[Any, Any, Any]) -> list[Any]:
-    return list(envs.envs if isinstance(envs, SyncVectorEnv) else getattr(envs, "local_envs", ()))
+    return list(envs.envs if isinstance(envs, GymnasiumSync) else getattr(envs, "local_envs", ()))
 
 
 def _layers(env: Any) -> Iterator[Any]:

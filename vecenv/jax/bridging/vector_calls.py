@@ -13,13 +13,13 @@ import multiprocessing
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import gymnasium
 import numpy as np
 import numpy.typing as npt
 from gymnasium.error import NoAsyncCallError
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
 from vecenv.front.capabilities import capabilities_of
+from vecenv.front.gymnasiums import GymnasiumAsync
 
 __all__ = ["Calls", "Rows", "Stepped", "autoreset_mode_of", "calls_of"]
 
@@ -124,7 +124,7 @@ class AsyncCalls(Calls):
         try:
             answer = self._owed(timeout=self.timeout)
         except (multiprocessing.TimeoutError, KeyboardInterrupt) as error:
-            if isinstance(self.envs, gymnasium.vector.AsyncVectorEnv) and capabilities_of(self.envs) is None:
+            if isinstance(self.envs, GymnasiumAsync) and capabilities_of(self.envs) is None:
                 self._lost = error  # Gymnasium's own takes the late answer for that of the next call
             raise
         except BaseException:

@@ -1,0 +1,314 @@
+"""vecenv in the place of Gymnasium's engines: ``vecenv.install`` and ``vecenv run``."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from envs import counters
+from gymnasium.vector import AsyncVectorEnv as EarlyAsync
+from gymnasium.vector import SyncVectorEnv as EarlySync
+
+import vecenv
+from vecenv import instead
+
+ASYNC, SYNC = EarlyAsync, EarlySync  # these are replaced as well; what they were is in vecenv.front.gymnasiums
+CARTPOLE = functools.partial(gymnasium.make, "CartPole-v1")
+
+
+@pytest.fixture(autouse=True)
+def put_back() -> Iterator[None]:
+    yield
+    vecenv.uninstall()
+
+
+# --- install ------------------------------------------------------------------------------------
+
+
+def test_whoever_builds_one_gets_ours() -> None:
+    vecenv.install(num_workers=2, copy=False)
+    module = sys.modules[__name__]
+    assert gymnasium.vector.AsyncVectorEnv is gymnasium.vector.async_vector_env.AsyncVectorEnv is module.EarlyAsync
+    assert issubclass(gymnasium.vector.AsyncVectorEnv, vecenv.AsyncVectorEnv)
+    assert gymnasium.vector.SyncVectorEnv is SYNC
+    for build in (
+        lambda: module.EarlyAsync([CARTPOLE] * 4),
+        lambda: gymnasium.make_vec("CartPole-v1", 4, vectorization_mode="async"),
+    ):
+        envs: Any = build()
+        try:
+            assert type(envs.unwrapped).__name__ == "AsyncVectorEnv"
+            assert isinstance(envs.unwrapped, vecenv.AsyncVectorEnv)
+            assert isinstance(envs.unwrapped, gymnasium.vector.AsyncVectorEnv)
+            assert (envs.unwrapped.num_workers, envs.unwrapped.copy) == (2, False)
+            envs.reset(seed=1)
+        finally:
+            envs.close()
+
+
+def test_what_the_program_gives_counts_by_position_too() -> None:
+    vecenv.install(num_workers=0, shared_memory=False, copy=False, context="spawn")
+    envs: Any = gymnasium.vector.AsyncVectorEnv(counters(2), True, copy=True, num_workers=1)
+    try:
+        assert (envs.shared_memory, envs.copy, envs.context, envs.num_workers) == (True, True, "spawn", 1)
+    finally:
+        envs.close()
+
+
+def test_it_is_put_back_and_said_again() -> None:
+    vecenv.install(num_workers=1, copy=False)
+    vecenv.install(on_failure="restart")
+    assert instead.DEFAULTS == {"on_failure": "restart"}
+    vecenv.uninstall()
+    vecenv.uninstall()
+    module = sys.modules[__name__]
+    assert gymnasium.vector.AsyncVectorEnv is gymnasium.vector.async_vector_env.AsyncVectorEnv is module.EarlyAsync is ASYNC
+    assert gymnasium.vector.SyncVectorEnv is SYNC
+    assert not instead.DEFAULTS
+
+
+def test_our_own_modules_keep_gymnasiums_classes() -> None:
+    vecenv.install(sync=True)
+    from vecenv.front import gymnasiums
+
+    assert gymnasiums.GymnasiumAsync.__module__.startswith("gymnasium.")
+    assert gymnasiums.GymnasiumSync.__module__.startswith("gymnasium.")
+    assert gymnasiums.GymnasiumAsync in vecenv.AsyncVectorEnv.__mro__
+
+
+def test_an_option_that_does_not_exist_is_refused_and_nothing_is_replaced() -> None:
+    before = gymnasium.vector.AsyncVectorEnv
+    with pytest.raises(TypeError, match=r"install\(\) has no option 'nun_workers'. Did you mean 'num_workers'\?"):
+        vecenv.install(nun_workers=2)
+    with pytest.raises(TypeError, match=r"install\(\) has no option 'worker'"):
+        vecenv.install(worker=print)
+    assert gymnasium.vector.AsyncVectorEnv is before
+
+
+def test_subclasses_and_questions_about_classes() -> None:
+    plain = ASYNC(counters(2))
+    vecenv.install(num_workers=0)
+    theirs: Any = gymnasium.vector.AsyncVectorEnv
+
+    class Mine(theirs):  # type: ignore[misc]
+        pass
+
+    ours, mine = vecenv.AsyncVectorEnv(counters(2), num_workers=0), Mine(counters(2))
+    try:
+        for envs in (plain, ours, mine):
+            assert isinstance(envs, theirs)
+        assert not isinstance(ours, Mine)
+        assert not isinstance(plain, Mine)
+        assert issubclass(ASYNC, theirs)
+        assert not issubclass(SYNC, theirs)
+        assert mine.num_workers == 0
+    finally:
+        for envs in (plain, ours, mine):
+            envs.close()
+
+
+def worker(*args: Any) -> None:
+    gymnasium.vector.async_vector_env._async_worker(*args)
+
+
+def test_a_worker_function_of_ones_own_gets_gymnasiums_engine() -> None:
+    vecenv.install(num_workers=2, on_failure="restart")
+    envs: Any = gymnasium.vector.AsyncVectorEnv(counters(2), worker=worker)
+    try:
+        assert len(envs.processes) == 2
+        assert envs.reset(seed=1)[0].shape == (2, 4)
+        assert envs.step([0, 0])[1].tolist() == [0.001, 1.001]
+    finally:
+        envs.close()
+
+
+def test_sync_too() -> None:
+    same = SYNC([CARTPOLE] * 3, autoreset_mode="SameStep")
+    vecenv.install(sync=True, num_workers=2)
+    same_step = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}
+    envs: Any = gymnasium.make_vec("CartPole-v1", 3, vectorization_mode="sync", vector_kwargs=same_step)
+    try:
+        assert type(envs).__name__ == "SyncVectorEnv"
+        assert isinstance(envs, gymnasium.vector.SyncVectorEnv)
+        assert isinstance(same, gymnasium.vector.SyncVectorEnv)
+        assert np.array_equal(envs.reset(seed=3)[0], same.reset(seed=3)[0])
+        for _ in range(60):
+            assert np.array_equal(envs.step([0, 1, 0])[0], same.step([0, 1, 0])[0])
+        with pytest.raises(AttributeError, match=r"`envs` of a SyncVectorEnv that vecenv has replaced.*no --sync"):
+            _ = envs.envs
+        with pytest.raises(TypeError, match="num_workers"):
+            gymnasium.vector.SyncVectorEnv([CARTPOLE], num_workers=2)  # type: ignore[call-arg]
+    finally:
+        envs.close()
+        same.close()
+    vecenv.install(sync=True, num_workers=0)
+    here: Any = gymnasium.vector.SyncVectorEnv([CARTPOLE] * 2)
+    assert [env.spec.id for env in here.envs] == ["CartPole-v1"] * 2
+    here.close()
+    names = list(inspect.signature(SYNC.__init__).parameters)
+    assert list(inspect.signature(gymnasium.vector.SyncVectorEnv.__init__).parameters) == names
+
+
+# --- vecenv run ---------------------------------------------------------------------------------
+
+PROGRAM = """
+    import atexit, sys
+    import gymnasium as gym
+    from gymnasium.vector import AsyncVectorEnv
+
+    def make():
+        return gym.make("CartPole-v1")
+
+    def bye():
+        print("bye", make.__name__)
+
+    if __name__ == "__main__":
+        atexit.register(bye)
+        print(sys.argv[1:], sys.modules["__main__"].make is make, __file__)
+        envs = AsyncVectorEnv([make] * 3, context="spawn" if "spawn" in sys.argv else None)
+        observations, _ = envs.reset(seed=5)
+        total = observations.sum()
+        for tick in range(120):
+            observations, rewards, *_ = envs.step([tick % 2, 1, 0])
+            total += observations.sum() + rewards.sum()
+        print(repr(float(total)))
+        if "raise" in sys.argv:
+            raise RuntimeError("mine")
+        if "exit" in sys.argv:
+            sys.exit(7)
+        envs.close()
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    file = tmp_path / "my program.py"
+    file.write_text(textwrap.dedent(PROGRAM))
+    return file
+
+
+def python(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words], cwd=cwd, capture_output=True, text=True, timeout=120, check=False, stdin=subprocess.DEVNULL
+    )
+
+
+SAID = re.compile(
+    r"vecenv run: gymnasium\.vector\.AsyncVectorEnv is vecenv's \((?P<given>[^\n]*)\)\n(?P<own>.*)"
+    r"vecenv run: 1 vector environment of 3 environments: 360 steps in [\d.]+ s, [\d,]+ per second; nothing failed\n",
+    re.DOTALL,
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments"),
+    [
+        (["--num-workers", "2"], ["--lr", "3"]),
+        (["--num-workers", "0"], ["exit", "-m", "--help"]),
+        (["--num-workers", "1", "--no-copy", "--on-failure", "restart"], ["raise"]),
+        pytest.param([], ["--seed=1"], marks=pytest.mark.long),
+        pytest.param(["--num-workers", "each"], ["spawn"], marks=pytest.mark.long),
+    ],
+    ids=lambda words: " ".join(words) or "auto",
+)
+def test_a_program_does_what_it_does(options: list[str], arguments: list[str], program: Path) -> None:
+    plain = python(program.name, *arguments, cwd=program.parent)
+    done = python("-m", "vecenv", "run", *options, program.name, *arguments, cwd=program.parent)
+    assert done.returncode == plain.returncode == {"raise": 1, "exit": 7}.get(arguments[0], 0), done.stderr
+    assert done.stdout == plain.stdout
+    said = SAID.fullmatch(done.stderr)
+    assert said, done.stderr
+    if arguments == ["raise"]:
+        assert said["own"].startswith(f'Traceback (most recent call last):\n  File "{program}", line 23, in <module>\n')
+        assert said["own"].endswith("\nRuntimeError: mine\n")
+        assert "vecenv" not in said["own"]
+    else:
+        assert said["own"] == ""
+    assert ("copy=False" in said["given"]) == ("--no-copy" in options)
+
+
+def test_a_module_runs_as_by_python(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "__main__.py").write_text("import sys; print(sys.argv, __name__, __spec__.name); sys.exit(3)")
+    plain = python("-m", "deep", "a", "--b", cwd=tmp_path)
+    done = python("-m", "vecenv", "run", "--quiet", "--num-workers", "2", "-m", "deep", "a", "--b", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (plain.returncode, plain.stdout, "")
+    assert done.returncode == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["nowhere.py"], "vecenv: no such program: nowhere.py"),
+        (["."], "vecenv: no such program: . is a folder"),
+        (["-m", "nowhere.at_all"], "vecenv: no module 'nowhere.at_all': ModuleNotFoundError: No module named 'nowhere'"),
+        ([], "vecenv: which program? vecenv run [options] PROGRAM ..., or vecenv run [options] -m MODULE ..."),
+        (["--num-workers", "-1", "x.py"], "argument --num-workers: wants 0 or more, 'auto' or 'each', got '-1'"),
+        (["--context", "thread", "x.py"], "argument --context: invalid choice: 'thread'"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_run_is_said_in_one_line(words: list[str], wanted: str, tmp_path: Path) -> None:
+    done = python("-m", "vecenv", "run", *words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert wanted in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "is vecenv's" not in done.stderr
+
+
+def test_a_program_that_makes_none_is_told(tmp_path: Path) -> None:
+    (tmp_path / "none.py").write_text("import gymnasium\nprint(gymnasium.vector.SyncVectorEnv.__module__)")
+    done = python("-m", "vecenv", "run", "none.py", cwd=tmp_path)
+    assert done.returncode == 0
+    assert done.stdout == "gymnasium.vector.sync_vector_env\n"
+    assert done.stderr.endswith(
+        "vecenv run: no vector environment was made: the program never called gymnasium.vector.AsyncVectorEnv; "
+        "--sync replaces SyncVectorEnv too\n"
+    )
+    done = python("-m", "vecenv", "run", "--sync", "none.py", cwd=tmp_path)
+    assert done.stdout == "vecenv.instead\n"
+
+
+def test_a_program_that_cannot_be_compiled_gets_pythons_words(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("x = (\n")
+    plain = python("bad.py", cwd=tmp_path)
+    done = python("-m", "vecenv", "run", "--quiet", "bad.py", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (1, plain.stderr)
+
+
+def test_failures_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text(textwrap.dedent("""
+        import gymnasium
+
+        class Fails(gymnasium.Env):
+            observation_space = action_space = gymnasium.spaces.Discrete(3)
+            steps = 0
+            def reset(self, *, seed=None, options=None):
+                return 0, {}
+            def step(self, action):
+                self.steps += 1
+                if self.steps == 3:
+                    raise ValueError("not today")
+                return 0, 0.0, False, False, {}
+
+        if __name__ == "__main__":
+            envs = gymnasium.vector.AsyncVectorEnv([Fails] * 2)
+            envs.reset()
+            for _ in range(4):
+                envs.step([0, 0])
+    """))
+    options = ["--num-workers", "1", "--on-failure", "restart"]
+    done = python("-W", "ignore", "-m", "vecenv", "run", *options, "fails.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert re.search(r": 8 steps in .*; 2 failures, 2 restarts$", last), done.stderr

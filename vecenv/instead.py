@@ -1,0 +1,178 @@
+"""vecenv in the place of Gymnasium's engines: for programs that build those themselves, and are not to be edited."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Any, Final
+
+from gymnasium.vector import AutoresetMode
+
+from vecenv.engine.vector_env import AsyncVectorEnv
+from vecenv.front.gymnasiums import GymnasiumAsync, GymnasiumSync
+from vecenv.ids import check_names
+
+__all__ = ["DEFAULTS", "REPORT", "Report", "install", "uninstall"]
+
+_SIGNATURE: Final = inspect.signature(AsyncVectorEnv.__init__)
+_OPTIONS: Final = [name for name in _SIGNATURE.parameters if name not in ("self", "env_fns", "worker")]
+
+DEFAULTS: dict[str, Any] = {}
+"""Arguments for constructions that do not give them."""
+
+
+class Report:
+    """What became of the vector environments that were built in the place of Gymnasium's.
+
+    Attributes:
+        engines, environments: How many were built.
+        steps: Environment steps made by those that were closed.
+        restarts, failures: Of those.
+        began: When the first was built (``time.monotonic()``).
+    """
+
+    def __init__(self) -> None:
+        self.engines = self.environments = 0
+        self.steps = self.restarts = self.failures = 0.0
+        self.began: float | None = None
+        self._open: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def opened(self, envs: AsyncVectorEnv[Any, Any]) -> None:
+        """One more was built."""
+        if self.began is None:
+            self.began = time.monotonic()
+        self.engines += 1
+        self.environments += envs.num_envs
+        self._open.add(envs)
+
+    def ended(self, envs: AsyncVectorEnv[Any, Any]) -> None:
+        """One was closed, or is looked at for the last time. Once for each."""
+        if envs in self._open:
+            self._open.discard(envs)
+            figures = envs.stats()
+            self.steps += figures["steps"]
+            self.restarts += figures["restarts"]
+            self.failures += figures["errors"]
+
+    def __str__(self) -> str:
+        for envs in list(self._open):
+            self.ended(envs)
+        if self.began is None:
+            return "no vector environment was made"
+        seconds = max(time.monotonic() - self.began, 1e-9)
+        made = f"{self.engines} vector environment{'s' if self.engines > 1 else ''} of {self.environments} environments"
+        failed = f"{self.failures:.0f} failures" if self.failures else "nothing failed"
+        restarts = f", {self.restarts:.0f} restarts" if self.restarts else ""
+        rate = f"{self.steps:,.0f} steps in {seconds:.1f} s, {self.steps / seconds:,.0f} per second"
+        return f"{made}: {rate}; {failed}{restarts}"
+
+
+REPORT = Report()
+
+
+class _StandsFor(type):
+    """Whoever asks whether something is one of these may mean Gymnasium's class, which had this name before."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return super().__instancecheck__(instance) or isinstance(instance, cls.__dict__.get("stands_for", ()))
+
+    def __subclasscheck__(cls, subclass: type[Any]) -> bool:
+        return super().__subclasscheck__(subclass) or issubclass(subclass, cls.__dict__.get("stands_for", ()))
+
+
+class _Instead(AsyncVectorEnv[Any, Any], metaclass=_StandsFor):
+    """:class:`vecenv.AsyncVectorEnv`, with :data:`DEFAULTS` for what is not given."""
+
+    stands_for: type[Any] = GymnasiumAsync
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = _SIGNATURE.bind_partial(self, *args, **kwargs).arguments
+        options: dict[str, Any] = {name: value for name, value in DEFAULTS.items() if name not in given} | kwargs
+        super().__init__(*args, **options)
+        REPORT.opened(self)
+
+    def close(self, **kwargs: Any) -> None:
+        super().close(**kwargs)
+        REPORT.ended(self)
+
+
+class _InsteadOfSync(_Instead):
+    """The same with the arguments of ``gymnasium.vector.SyncVectorEnv``, which has its environments in this process."""
+
+    stands_for = GymnasiumSync
+
+    def __init__(
+        self,
+        env_fns: Sequence[Any],
+        copy: bool = True,
+        observation_mode: Any = "same",
+        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
+    ) -> None:
+        super().__init__(env_fns, copy=copy, observation_mode=observation_mode, autoreset_mode=autoreset_mode)
+
+    @property
+    def envs(self) -> list[Any]:
+        """The environments, where they are in this process.
+
+        Raises:
+            AttributeError: They are in worker processes.
+        """
+        local: list[Any] = list(self.local_envs)
+        if len(local) < self.num_envs:
+            raise AttributeError(
+                "`envs` of a SyncVectorEnv that vecenv has replaced: the environments are in worker processes. Use call(), "
+                "get_attr(), set_attr() or exec_func(), or leave SyncVectorEnv as it is (no --sync, install(sync=False))"
+            )
+        return local
+
+
+for _class, _theirs in ((_Instead, GymnasiumAsync), (_InsteadOfSync, GymnasiumSync)):
+    _class.__name__ = _class.__qualname__ = _theirs.__name__
+
+
+def install(*, sync: bool = False, **defaults: Any) -> None:
+    """Put :class:`vecenv.AsyncVectorEnv` in the place of ``gymnasium.vector.AsyncVectorEnv``, wherever that is known.
+
+    Whoever builds one from now on gets ours: ``gymnasium.make_vec(..., vectorization_mode="async")`` and modules that have
+    imported the class already as well. Classes that were derived from it before keep it for a base: install first, import
+    afterwards. A vector environment with a ``worker`` function of its own is Gymnasium's, as always.
+
+    Args:
+        sync: ``gymnasium.vector.SyncVectorEnv`` too.
+        **defaults: Options of :class:`vecenv.AsyncVectorEnv` for constructions that do not give them, as
+            ``num_workers="auto"``, ``on_failure="restart"``, ``copy=False``. Said again, they replace the earlier ones.
+
+    Raises:
+        TypeError: No such option; nothing was replaced.
+    """
+    check_names(defaults, _OPTIONS, "install()")
+    uninstall()
+    DEFAULTS.update(defaults)
+    _put(GymnasiumAsync, _Instead)
+    if sync:
+        _put(GymnasiumSync, _InsteadOfSync)
+
+
+def uninstall() -> None:
+    """Put Gymnasium's classes back. Vector environments that were built meanwhile stay what they are. Idempotent."""
+    DEFAULTS.clear()
+    _put(_Instead, GymnasiumAsync)
+    _put(_InsteadOfSync, GymnasiumSync)
+
+
+def _put(old: type[Any], new: type[Any]) -> None:
+    for module in _modules():
+        for name, value in list(vars(module).items()):
+            if value is old:
+                setattr(module, name, new)
+
+
+def _modules() -> Iterator[ModuleType]:
+    """Modules of others."""
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType) and name.partition(".")[0] != "vecenv":
+            yield module

@@ -129,6 +129,35 @@ def test_no_environments_are_refused_by_name() -> None:
         vecenv.AsyncVectorEnv([])
 
 
+@pytest.mark.parametrize(
+    ("env_fns", "wanted"),
+    [
+        ("CartPole-v1", r"got the id 'CartPole-v1', which vecenv\.make_vec\('CartPole-v1', 8\) takes$"),
+        (CounterEnv, r"got <class '.*CounterEnv'>; one function is \[function\] \* 8$"),
+        (["CartPole-v1"], r"env_fns\[0\] is 'CartPole-v1'$"),
+        ([CounterEnv, CounterEnv()], r"env_fns\[1\] is the environment .*CounterEnv.*, built already$"),
+        (3, r"got 3$"),
+    ],
+    ids=str,
+)
+def test_what_builds_no_environments_is_refused_and_says_what_to_write(env_fns: Any, wanted: str) -> None:
+    begin = re.escape("AsyncVectorEnv wants a sequence of functions that build one environment each, as [")
+    with pytest.raises(TypeError, match=f"^{begin}.*; {wanted}"):
+        vecenv.AsyncVectorEnv(env_fns)
+
+
+def test_editors_see_all_arguments() -> None:
+    class Mine(vecenv.AsyncVectorEnv[Any, Any]):
+        def __init__(self, count: int) -> None:
+            super().__init__(counters(count))
+
+    whole = list(inspect.signature(vecenv.AsyncVectorEnv.__init__).parameters)
+    assert list(inspect.signature(vecenv.AsyncVectorEnv).parameters) == whole[1:]
+    assert list(inspect.signature(Mine).parameters) == ["count"]
+    public = {*vecenv.__all__, *vecenv._LAZY} - {"__version__"}
+    assert [name for name in dir(vecenv) if not name.startswith("__")] == sorted(public)
+
+
 def test_a_generator_of_functions_is_a_type_error() -> None:
     with pytest.raises(TypeError):
         vecenv.AsyncVectorEnv(fn for fn in counters(2))  # type: ignore[arg-type]

@@ -69,6 +69,8 @@ def check_names(given: Iterable[str], accepted: Iterable[str], whose: str, *, el
         if other:
             what = "It" if other == [name] else f"{other[0]!r}"
             hint = f" {what} is an option of the vector environment: vector_kwargs={{{other[0]!r}: ...}}."
+        if name == "vectorization_mode":
+            hint = " What steps the environments is said by backend='process' (async) or backend='serial' (sync)."
         raise TypeError(f"{whose} has no option {name!r}.{hint} Options: {', '.join(accepted)}")
 
 

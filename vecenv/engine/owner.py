@@ -25,6 +25,7 @@ from vecenv.engine.pool import WorkerPool
 from vecenv.engine.published import StatsCard
 from vecenv.engine.starting import refuse_to_start_while_importing_main
 from vecenv.errors import ErrorRecord
+from vecenv.front.arguments import check_env_fns
 from vecenv.front.capabilities import Capabilities
 from vecenv.front.deadlines import seconds_of
 from vecenv.front.guard import refuse_busy, refuse_closed, refuse_forked
@@ -62,6 +63,7 @@ class EngineOwner(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, ActT
         """Keep Gymnasium's own arguments, which programs may look at."""
         refuse_to_start_while_importing_main()
         self.closed = True  # until there is something to close
+        check_env_fns(env_fns, type(self).__name__)
         self.env_fns = env_fns
         self.shared_memory = shared_memory
         self.copy = copy
@@ -77,8 +79,6 @@ class EngineOwner(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, ActT
                 raise ValueError(f"`max_concurrency` must be a positive or None, got {max_concurrency}.")
         self.max_concurrency = max_concurrency
         self.num_envs = len(env_fns)
-        if not self.num_envs:
-            raise ValueError(f"{type(self).__name__} needs at least one env_fn, got {env_fns!r}")
 
     def _adopt(self, engine: Engine, batch_size: int | None) -> None:
         """Take over an engine that was started; it is ended if its environments do not go together."""

@@ -8,6 +8,7 @@ failed environment does not take the others along, and closing always ends.
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,6 +32,14 @@ from vecenv.worker.envs import Expected
 from vecenv.worker.main import Plan
 
 __all__ = ["AsyncVectorEnv"]
+
+
+class _Signature:
+    """How a class is called, for editors, ``help`` and notebooks: as its ``__init__``, where it has a ``__new__`` too."""
+
+    def __get__(self, instance: object, owner: type[Any]) -> inspect.Signature:
+        whole = inspect.signature(owner.__init__)
+        return whole.replace(parameters=list(whole.parameters.values())[1:], return_annotation=inspect.Signature.empty)
 
 
 class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type: ignore[misc, override]
@@ -80,6 +89,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
     with a mask ``_key`` for every key.
     """
 
+    __signature__ = _Signature()
     _engine_class: type[Engine] = Engine
     _backend = "process"
 

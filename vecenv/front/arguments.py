@@ -9,12 +9,38 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import gymnasium
 import numpy as np
 import numpy.typing as npt
 
 _FEW = 64
 
-__all__ = ["count_of", "env_ids_of", "reset_mask_of", "seeds_of"]
+__all__ = ["check_env_fns", "count_of", "env_ids_of", "reset_mask_of", "seeds_of"]
+
+
+def check_env_fns(env_fns: Any, name: str) -> None:
+    """A sequence of one or more functions that build an environment each.
+
+    Args:
+        env_fns: What a vector environment was given.
+        name: Its class.
+
+    Raises:
+        TypeError: Something else; says what came, and what to write instead.
+        ValueError: There is none.
+    """
+    wanted = f"{name} wants a sequence of functions that build one environment each, as [lambda: gymnasium.make(id)] * 8"
+    if isinstance(env_fns, str):
+        raise TypeError(f"{wanted}; got the id {env_fns!r}, which vecenv.make_vec({env_fns!r}, 8) takes")
+    if not hasattr(env_fns, "__len__") or not hasattr(env_fns, "__getitem__"):
+        hint = "; one function is [function] * 8" if callable(env_fns) else ""
+        raise TypeError(f"{wanted}; got {env_fns!r}{hint}")
+    for index in range(len(env_fns)):
+        if not callable(item := env_fns[index]):
+            what = f"the environment {item}, built already" if isinstance(item, gymnasium.Env) else repr(item)
+            raise TypeError(f"{wanted}; env_fns[{index}] is {what}")
+    if not len(env_fns):
+        raise ValueError(f"{name} needs at least one env_fn, got {env_fns!r}")
 
 
 def seeds_of(seed: Any, num_envs: int) -> list[Any]:

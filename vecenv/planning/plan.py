@@ -9,11 +9,14 @@ slow this machine is, and how much slower while others compute too: two usable c
 
 from __future__ import annotations
 
+import functools
 import math
 import multiprocessing
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
+
+import gymnasium
 
 from vecenv.planning.scout import Probe, probe
 from vecenv.system.cores import usable_cores
@@ -127,15 +130,17 @@ def choose(probed: Probe, num_envs: int, cores: int, *, isolate: bool = False) -
     return Plan(num_envs, processes, use_caller, share if use_caller else 0, reason, probed, cores, estimates)
 
 
-def plan(env_fn: Callable[[], Any], num_envs: int, *, context: str | None = None, isolate: bool = False) -> Plan:
+def plan(env_fn: Callable[[], Any] | str, num_envs: int, *, context: str | None = None, isolate: bool = False) -> Plan:
     """Measure one environment and say how to run ``num_envs`` of them here.
 
     Args:
-        env_fn: Builds the environment; it is called in a process of its own.
+        env_fn: Builds the environment, in a process of its own; or an id of Gymnasium's registry.
         num_envs: How many there will be.
         context: Start method of that process.
         isolate: Leave out the choices in which the calling process steps environments itself.
     """
     if num_envs < 1:
         raise ValueError(f"`num_envs` must be an int from 1 on, got {num_envs!r}.")
+    if isinstance(env_fn, str):
+        env_fn = functools.partial(gymnasium.make, env_fn)
     return choose(probe(env_fn, multiprocessing.get_context(context)), num_envs, usable_cores(), isolate=isolate)

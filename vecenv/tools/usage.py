@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import importlib.util
@@ -30,7 +31,7 @@ class CliError(Exception):
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
+    close = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
@@ -51,6 +52,7 @@ def resolve(env_id: str) -> EnvFn:
     """The function that makes this environment; unknown ids name close matches."""
     import gymnasium
 
+    from vecenv.ids import find_spec
     from vecenv.tools.benchmark import make_env
 
     module, _, name = env_id.rpartition(":")
@@ -67,6 +69,9 @@ def resolve(env_id: str) -> EnvFn:
         if importlib.util.find_spec("ale_py") is None:
             raise CliError(f"{env_id} needs ale-py: pip install 'vecenv[bench]'")
         importlib.import_module("ale_py")
+    with contextlib.suppress(gymnasium.error.Error):  # without a version: the newest
+        env_id = find_spec(name).id
+        name = env_id
     if name not in gymnasium.registry:
         hint = did_you_mean(name, list(gymnasium.registry))
         raise CliError(f"no environment {env_id!r} is registered{hint or '; other packages: module:Env-v0'}")

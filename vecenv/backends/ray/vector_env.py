@@ -25,6 +25,7 @@ from vecenv.backends.ray.store import PartsStore
 from vecenv.engine.engine import Engine, Policy, shares
 from vecenv.engine.interface import EngineVectorEnv
 from vecenv.engine.starting import dump_env_fn
+from vecenv.front.arguments import check_env_fns
 from vecenv.link.observations import PickledStore
 from vecenv.planning.options import check_options
 from vecenv.shm import Batch, Layout, fixed_tree
@@ -108,6 +109,7 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
         **engine_options: Any,
     ) -> None:
         self.closed = True  # until there is something to close
+        check_env_fns(env_fns, type(self).__name__)
         env_fns = list(env_fns)
         _check(env_fns, num_hosts, envs_per_host, placement, engine_options)
         engine_options.setdefault("context", "forkserver")

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-sys.path.insert(0, str(Path(__file__).with_name("faults")))
+sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 
 from observe import PATIENCE, remaining
 

@@ -28,7 +28,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-sys.path.insert(0, str(Path(__file__).with_name("faults")))
+sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 
 from observe import PATIENCE, remaining
 from vandals import Ledger, Obedient

@@ -14,7 +14,7 @@ import pytest
 import vecenv
 from vecenv.testing import DoubleVectorEnv, assert_identical
 
-sys.path.insert(0, str(Path(__file__).parent / "faults"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 
 from interruption import Interruption, Stopped, moments
 from witnesses import pythons_own_ctrl_c

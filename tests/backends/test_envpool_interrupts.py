@@ -401,8 +401,12 @@ print("the end", flush=True)
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("seconds", "batch_size", "closes"),
-    [(0.5, 2, False), (3.0, 2, False), (3.0, 1, False), (7.5, 2, True)],
-    ids=["done soon", "done late", "first-ready", "closed"],
+    [
+        pytest.param(0.5, 2, False, id="done soon", marks=pytest.mark.slow),
+        pytest.param(3.0, 2, False, id="done late", marks=pytest.mark.slow),
+        pytest.param(3.0, 1, False, id="first-ready"),
+        pytest.param(7.5, 2, True, id="closed"),
+    ],
 )
 def test_a_program_whose_last_step_timed_out_ends_as_it_should(
     seconds: float, batch_size: int, closes: bool

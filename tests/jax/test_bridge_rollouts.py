@@ -260,7 +260,7 @@ def overlapped(envs: Any, policy: Any, carry: Any, length: int, extras: Any = ()
         (AutoresetMode.NEXT_STEP, T),
         pytest.param(AutoresetMode.SAME_STEP, T, marks=pytest.mark.slow),
         (AutoresetMode.SAME_STEP, 1),
-        (AutoresetMode.DISABLED, T),
+        pytest.param(AutoresetMode.DISABLED, T, marks=pytest.mark.slow),
     ],
 )
 def test_overlapped_halves_give_what_two_rollouts_give(mode: AutoresetMode, length: int) -> None:

@@ -74,7 +74,7 @@ def test_brax_adapter_steps_as_brax_does(brax: Any, pendulum: Any) -> None:
     assert adapt(pendulum) is pendulum
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_actions_can_be_rescaled(brax: Any, pendulum: Any) -> None:
     actuator = adapt(pendulum, rescale="actuator")
     assert actuator.single_action_space == gym.spaces.Box(-3, 3, (1,), np.float32)

@@ -139,8 +139,12 @@ def test_the_targets_are_reached(ppo: ModuleType, env_id: str, backend: str, mor
     [
         (["CartPol-v1"], "CartPole-v1"),
         (["CartPole-v1", "--backend", "proces"], "did you mean 'process'"),
-        (["CartPole-v1", "--backend", "serial", "--steps", "100"], "no episode ended within 100 steps"),
-        (["FrozenLake-v1"], "wants observations that are a flat array of numbers"),
+        pytest.param(
+            ["CartPole-v1", "--backend", "serial", "--steps", "100"],
+            "no episode ended within 100 steps",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(["FrozenLake-v1"], "wants observations that are a flat array of numbers", marks=pytest.mark.slow),
     ],
 )
 def test_mistakes_are_said_in_one_line(ppo: ModuleType, arguments: list[str], says: str, tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_small_environments_equal_sync_vector_env(env: Any, mode: AutoresetMode)
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=[pytest.mark.slow] if mode is AutoresetMode.DISABLED else []) for mode in MODES]
+    "mode", [pytest.param(mode, marks=[] if mode is AutoresetMode.NEXT_STEP else [pytest.mark.slow]) for mode in MODES]
 )
 def test_inverted_pendulum_equals_sync_vector_env(pendulum: Any, mode: AutoresetMode) -> None:
     assert_equals_sync(pendulum, 20, 60, mode)

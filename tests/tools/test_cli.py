@@ -83,7 +83,7 @@ def test_bench_of_a_broken_environment_names_its_error(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_scale_draws_sizes_and_worker_counts(tmp_path: Path) -> None:
     engines = ["--engines", "workers-1,workers-2,limit"]
     done = run("bench", *TINY, "--workers", "2", "--scale", *engines, "--out", "o", cwd=tmp_path)

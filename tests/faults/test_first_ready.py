@@ -10,11 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 from observe import CHEAP, FAULTS, PATIENCE, names, remaining, report
 from vandals import Chain, Pause, crew, vandal
 
+import vecenv
 from vecenv.errors import EnvFailed, StepTimeout, WorkerDied
 from vecenv.testing.faulty import WitnessEnv
 
@@ -210,3 +212,48 @@ def test_two_workers_of_two_batches(launch: Launch) -> None:
     assert steps[0] == steps[1]
     assert steps[2] == steps[3]
     assert np.min(list(steps.values())) > 0
+
+
+class Brittle(gymnasium.Env[Any, Any]):
+    """Raises at action 1."""
+
+    observation_space = action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+        return 0, {}
+
+    def step(self, action: Any) -> tuple[int, float, bool, bool, dict[str, Any]]:
+        if action == 1:
+            raise ValueError("not this one")
+        return 0, 0.0, False, False, {}
+
+
+@pytest.mark.filterwarnings("ignore:.*ERROR.*:UserWarning")
+@pytest.mark.parametrize("options", [{"num_workers": 1}, {"num_workers": 0}], ids=["one worker", "in process"])
+def test_a_failure_is_told_once_and_later_answers_have_nothing_of_it(options: dict[str, int]) -> None:
+    """A worker uses its outcome again as long as there is nothing in it: what was said once is not said with each answer."""
+    envs: Any = vecenv.AsyncVectorEnv([Brittle] * 4, batch_size=1, **options)
+    try:
+        envs.reset(seed=1)
+        envs.send([1], [0])
+        with pytest.raises(ValueError, match="not this one"):
+            envs.recv()
+        for row in (1, 2, 3, 1):
+            envs.send([0], [row])
+            assert envs.recv()[4]["env_id"].tolist() == [row]
+        assert len(envs.errors) == 1
+    finally:
+        envs.close()
+
+
+def test_an_answer_to_a_call_does_not_travel_again_with_every_step() -> None:
+    envs: Any = vecenv.AsyncVectorEnv([Brittle] * 4, num_workers=1)
+    try:
+        envs.reset(seed=1)
+        assert len(envs.call("__class__")) == 4
+        sent = envs.stats()["bytes_pickled"]
+        for _ in range(3):
+            envs.step([0] * 4)
+        assert envs.stats()["bytes_pickled"] == sent
+    finally:
+        envs.close()

@@ -257,3 +257,34 @@ def test_an_answer_to_a_call_does_not_travel_again_with_every_step() -> None:
         assert envs.stats()["bytes_pickled"] == sent
     finally:
         envs.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@pytest.mark.parametrize("noticed", ["by the reset", "by the way"])
+def test_a_row_that_died_with_its_neighbour_waits_for_a_reset_of_its_own(noticed: str) -> None:
+    """The neighbour's reset starts their worker anew: both environments are new then, and one of them has no episode."""
+    envs: Any = vecenv.AsyncVectorEnv([Brittle] * 4, num_workers=2, batch_size=1)
+    try:
+        envs.reset(seed=1)
+        os.kill(envs.processes[0].pid, signal.SIGKILL)
+        envs.processes[0].join()
+        if noticed == "by the way":
+            while envs._pool.workers[0].death is None:
+                envs.send([0], [2])
+                envs.recv()
+        else:
+            envs.reset_async(env_id=[0])
+            with pytest.raises(WorkerDied):
+                envs.recv()
+        envs.reset_async(env_id=[0])
+        assert envs.recv()[4]["env_id"].tolist() == [0]
+        with pytest.raises(EnvFailed, match=r"\b1\b"):
+            envs.send([0], [1])
+        envs.send([0, 0], [0, 2])
+        assert sorted(int(envs.recv()[4]["env_id"][0]) for _ in range(2)) == [0, 2]
+        envs.reset_async(env_id=[1])
+        envs.recv()
+        envs.send([0], [1])
+        assert envs.recv()[4]["env_id"].tolist() == [1]
+    finally:
+        envs.close()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 from envs import ALL_SPACES, VALUE_ENGINES, ReturningEnv, ReusingEnv, ScriptedEnv, counters, opened
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from sampling import each_once
 
@@ -187,3 +189,30 @@ def test_an_environment_whose_reset_says_nothing_and_whose_episodes_last_one_ste
                 assert_identical(*both)
             assert_identical(envs.step([0, 0, 0]), oracle.step([0, 0, 0]), f"step {t}")
     oracle.close()
+
+
+class Reuses(gymnasium.Env[Any, Any]):
+    """Hands out the same objects in every info, and its reset writes into them."""
+
+    observation_space = action_space = spaces.Discrete(3)
+
+    def __init__(self) -> None:
+        self.array, self.inner = np.zeros(2), {"list": [0]}
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+        self.array[:], self.inner["list"][0] = 7.0, 7
+        return 0, {"array": self.array, "inner": self.inner}
+
+    def step(self, action: Any) -> tuple[int, float, bool, bool, dict[str, Any]]:
+        self.array[:], self.inner["list"][0] = 3.0, 3
+        return 1, 0.0, bool(action), False, {"array": self.array, "inner": self.inner}
+
+
+@pytest.mark.parametrize("engine", VALUE_ENGINES.values(), ids=list(VALUE_ENGINES))
+def test_the_final_info_is_that_of_the_end_also_where_the_reset_writes_into_it(engine: dict[str, Any]) -> None:
+    with opened([Reuses] * 2, autoreset_mode=AutoresetMode.SAME_STEP, **engine) as envs:
+        envs.reset(seed=1)
+        infos = envs.step([1, 0])[4]
+        assert infos["final_info"]["array"][0].tolist() == [3.0, 3.0]
+        assert infos["final_info"]["inner"]["list"][0] == [3]
+        assert infos["array"].tolist() == [[7.0, 7.0], [3.0, 3.0]]

@@ -138,7 +138,7 @@ def test_no_environments_are_refused_by_name() -> None:
         ([CounterEnv, CounterEnv()], r"env_fns\[1\] is the environment .*CounterEnv.*, built already$"),
         (3, r"got 3$"),
     ],
-    ids=str,
+    ids=["an id", "one function", "a list of ids", "an environment", "a number"],
 )
 def test_what_builds_no_environments_is_refused_and_says_what_to_write(env_fns: Any, wanted: str) -> None:
     begin = re.escape("AsyncVectorEnv wants a sequence of functions that build one environment each, as [")

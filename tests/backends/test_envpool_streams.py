@@ -360,6 +360,10 @@ def test_an_integer_seed_is_envpools_integer_seed() -> None:
         assert envs.np_random_seed == (7, 8, 9)
         first = envs.reset(seed=np.int64(2**40))[0]
         assert all(0 <= seed < 2**31 for seed in envs.np_random_seed)
+        envs.reset(seed=2**31 - 1)
+        assert envs.np_random_seed[0] == 2**31 - 1
+        assert all(0 <= seed < 2**31 for seed in envs.np_random_seed)
+        envs.reset(seed=np.int64(2**40))
         again = envs.reset(seed=list(envs.np_random_seed))[0]
         np.testing.assert_array_equal(first, again)
         envs.reset(seed=[1, None, 3])

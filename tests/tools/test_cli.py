@@ -9,10 +9,11 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import gymnasium
 import pytest
 from gymnasium.vector import SyncVectorEnv
 
-from vecenv.tools import benchmark, cli
+from vecenv.tools import benchmark, cli, usage
 
 TINY = ["--num-envs", "2", "--seconds", "0.05", "--repeats", "2"]
 
@@ -247,3 +248,20 @@ def test_watch_of_something_that_cannot_be_drawn_says_so(tmp_path: Path) -> None
     assert "Traceback" not in done.stderr
     assert done.stderr.strip().splitlines()[-1].startswith("vecenv: ")
     assert list(tmp_path.glob("*.gif")) == []
+
+
+def test_an_id_without_a_version_is_the_newest_and_keeps_its_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processes that build it have not imported the module."""
+    (tmp_path / "registers_newest.py").write_text(
+        "import gymnasium\n"
+        'for v in (1, 3):\n    gymnasium.register(f"Newest-v{v}", "gymnasium.envs.classic_control:CartPoleEnv")\n'
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        assert usage.resolve("registers_newest:Newest").args == ("registers_newest:Newest-v3",)
+        assert usage.resolve("CartPole").args == ("CartPole-v1",)
+    finally:
+        for version in (1, 3):
+            gymnasium.registry.pop(f"Newest-v{version}", None)

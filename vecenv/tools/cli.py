@@ -23,7 +23,7 @@ from typing import Any, Final, NoReturn
 
 from vecenv._version import __version__
 from vecenv.planning.plan import plan as make_plan
-from vecenv.tools.run import OPTIONS
+from vecenv.tools.run import OPTIONS, Option
 from vecenv.tools.usage import INTERRUPTED, USAGE, WRONG, CliError, did_you_mean, one_line, require, resolve
 
 __all__ = ["INTERRUPTED", "USAGE", "WRONG", "main"]
@@ -194,9 +194,6 @@ def _top(arguments: argparse.Namespace) -> int:
 
 
 # --- what they take -------------------------------------------------------------------------------
-
-Option = tuple[tuple[str, ...], dict[str, Any]]
-
 
 @dataclass(frozen=True, slots=True)
 class _Command:

@@ -17,7 +17,7 @@ from typing import Any, Final
 from vecenv.instead import REPORT, install
 from vecenv.tools.usage import CliError, one_line
 
-__all__ = ["OPTIONS", "prepare"]
+__all__ = ["OPTIONS", "Option", "prepare"]
 
 _DEFAULTS: Final = ("num_workers", "on_failure", "step_timeout", "context", "copy")
 
@@ -106,7 +106,7 @@ def _module(name: str) -> Callable[[], None]:
     return run
 
 
-def _without_us(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> Any:
+def _without_us(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     """Show a traceback from the program's first line on."""
     own = step = traceback
     while step is not None:
@@ -119,6 +119,7 @@ def _without_us(kind: type[BaseException], error: BaseException, traceback: Trac
 
 
 Option = tuple[tuple[str, ...], dict[str, Any]]
+"""Arguments of ``ArgumentParser.add_argument``."""
 
 OPTIONS: Final[tuple[Option, ...]] = (
     (("--num-workers",), {

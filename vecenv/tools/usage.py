@@ -70,8 +70,8 @@ def resolve(env_id: str) -> EnvFn:
             raise CliError(f"{env_id} needs ale-py: pip install 'vecenv[bench]'")
         importlib.import_module("ale_py")
     with contextlib.suppress(gymnasium.error.Error):  # without a version: the newest
-        env_id = find_spec(name).id
-        name = env_id
+        name = find_spec(name).id
+        env_id = f"{module}:{name}" if module else name
     if name not in gymnasium.registry:
         hint = did_you_mean(name, list(gymnasium.registry))
         raise CliError(f"no environment {env_id!r} is registered{hint or '; other packages: module:Env-v0'}")

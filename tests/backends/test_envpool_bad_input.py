@@ -392,7 +392,7 @@ def test_options_without_a_meaning_are_refused(options: dict[str, object], error
 
 def test_reset_options_that_envpool_does_not_have_are_refused() -> None:
     envs = EnvPoolVectorEnv("CartPole-v1", 2)
-    with pytest.raises(ValueError, match=r"reset options, got \['low'\]"):
+    with pytest.raises(ValueError, match=r"reset options but 'reset_mask', got \['low'\]"):
         envs.reset(options={"low": 0.0})
 
 

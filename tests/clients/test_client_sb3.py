@@ -287,11 +287,12 @@ def test_what_would_change_under_sb3_is_refused() -> None:
     envs.close()
 
 
-def test_options_that_differ_are_refused() -> None:
+def test_each_environment_has_its_own_options() -> None:
     venv = engine(tellers(2), num_workers=0)
-    with pytest.raises(ValueError, match="same options"):
-        venv.set_options([{"start": 1}, {"start": 2}])
-    venv.set_options([{"start": 1}, {"start": 1}])
+    venv.set_options([{"start": 1}, {"start": 2}])
     venv.reset()
-    assert [info["start"] for info in venv.reset_infos] == [1, 1]
+    assert [info["start"] for info in venv.reset_infos] == [1, 2]
+    venv.set_options([{"start": 3}, {"start": 3}])
+    venv.reset()
+    assert [info["start"] for info in venv.reset_infos] == [3, 3]
     venv.close()

@@ -110,6 +110,23 @@ def test_other_options_reach_the_environments_or_are_refused_by_name(
     envs.step(backend.actions(ROWS))
 
 
+@call("`options=[...]`: one or None for each row")
+def test_each_row_has_its_own_options(backend: Backend, envs: Any, refusable: Any) -> None:
+    options = [{"low": 0.02, "high": 0.03}, None, {"low": 0.02, "high": 0.03}, {}]
+    with refusable(envs, "row_options"):
+        after = np.asarray(envs.reset(seed=7, options=options)[0])
+        assert backend.low(after[CHOSEN])
+        assert not backend.low(after[OTHERS])
+        for wrong, error in ((options[:3], ValueError), ([*options[:3], 1], TypeError), ("abcd", TypeError)):
+            with pytest.raises(error, match=r"options"):
+                envs.reset(options=wrong)
+        with pytest.raises(ValueError, match=r"options\[1\] has 'reset_mask'"):
+            envs.reset(options=[None, {"reset_mask": MASK}, None, None])
+    assert options == [{"low": 0.02, "high": 0.03}, None, {"low": 0.02, "high": 0.03}, {}]
+    assert in_flight(envs) == 0
+    envs.step(backend.actions(ROWS))
+
+
 @call("`reset_async`, `reset_wait`")
 def test_a_reset_has_two_halves(backend: Backend, envs: Any) -> None:
     with pytest.raises(NoAsyncCallError, match="`reset_wait` without any prior call to `reset_async`"):

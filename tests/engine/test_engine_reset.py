@@ -88,6 +88,23 @@ def test_an_environment_sees_exactly_seed_and_options(engine: dict[str, Any]) ->
 
 
 @engines
+def test_an_environment_sees_exactly_its_own_options(engine: dict[str, Any]) -> None:
+    with opened(counters(3), **engine) as envs:
+        options = [{"level": 1}, None, {}]
+        _, infos = envs.reset(seed=3, options=options)
+        assert infos["reset_kwargs"].tolist() == [
+            describe({"seed": 3 + row, "options": own}) for row, own in enumerate(options)
+        ]
+        envs.reset_async(env_id=[2, 0], seed=[7, None], options=({"level": 5}, {"level": 6}))
+        _, _, _, _, infos = envs.recv(count=2)
+        seen = dict(zip(infos["env_id"].tolist(), infos["reset_kwargs"].tolist(), strict=True))
+        assert seen[2] == describe({"seed": 7, "options": {"level": 5}})
+        assert seen[0] == describe({"seed": None, "options": {"level": 6}})
+        with pytest.raises(ValueError, match=re.escape("options has 3 dicts, wanted 2: one for each environment")):
+            envs.reset_async(env_id=[2, 0], options=options)
+
+
+@engines
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
 def test_an_autoreset_calls_reset_without_arguments(engine: dict[str, Any], mode: AutoresetMode) -> None:
     with opened(counters(2, lengths=(1,)), autoreset_mode=mode, **engine) as envs:

@@ -135,6 +135,17 @@ def test_restart_during_reset_keeps_seeds_and_options(launch: Launch, tmp_path: 
     assert envs.get_attr("options") == ({"level": 7},) * 4
 
 
+@CHEAP
+def test_restart_during_reset_keeps_each_rows_own_options(launch: Launch, tmp_path: Path) -> None:
+    """The new environments get the dict that was theirs, not their neighbour's."""
+    faulty = vandal(3, "kill", reset=2, once=tmp_path / "once")
+    envs = launch(crew(4, {3: faulty}), num_workers=2, on_failure="restart")
+    envs.reset(seed=1)
+    options = [{"level": row} for row in range(4)]
+    assert set(np.flatnonzero(envs.reset(options=options)[-1]["_restarted"])) == {2, 3}
+    assert envs.get_attr("options") == tuple(options)
+
+
 def test_killed_while_idle_is_restarted(launch: Launch) -> None:
     """The OOM killer came between two steps."""
     envs = launch(crew(4), num_workers=2, on_failure="restart")

@@ -71,6 +71,8 @@ def test_options_reach_every_environment(num_workers: int) -> None:
         options = {"level": 3}
         envs.reset(seed=0, options=options)
         assert envs.get_attr("options") == ({"level": 3},) * 2
+        envs.reset(options=[{"level": 4}, None])
+        assert envs.get_attr("options") == ({"level": 4}, None)
 
 
 class Mortal(Scripted):

@@ -72,7 +72,9 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
         """Reset all environments, with what ``seed`` and ``set_options`` said since the last time; drops a pending step."""
         if self._stepping:
             self.step_wait()
-        options = self._options[0] or None
+        options: Any = self._options
+        if all(each == options[0] for each in options):
+            options = options[0] or None
         observations, infos = self.vector_env.reset(seed=self._seeds, options=options)
         self.reset_infos = info_rows(infos, self.num_envs)
         self._reset_seeds()
@@ -80,13 +82,11 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
         return observations
 
     def set_options(self, options: list[dict[str, Any]] | dict[str, Any] | None = None) -> None:
-        """Options of the next reset. A list must have the same ones for all: a vector environment resets all alike.
+        """Options of the next reset: one dict for all environments, or a list with one for each.
 
-        Raises:
-            ValueError: They differ.
+        Raises (the next ``reset``):
+            ValueError, NotImplementedError: The vector environment takes none, or cannot give each its own.
         """
-        if isinstance(options, list) and any(each != options[0] for each in options):
-            raise ValueError("the environments of a vector environment are reset with the same options; got different ones")
         super().set_options(options)
 
     def step_async(self, actions: npt.NDArray[Any]) -> None:

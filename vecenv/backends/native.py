@@ -115,10 +115,10 @@ class _Library:
         rows = "rows" in self.does
         return Capabilities(
             "native", attributes=False, first_ready=False, timeouts="threads" in self.does, row_seeds=rows, reset_mask=rows,
-            masked_seeds=rows, reset_options=not rows, in_this_process=True,
+            masked_seeds=rows, reset_options=not rows, row_options=False, in_this_process=True,
         )  # fmt: skip
 
-    def reset(self, call: Call, seeds: list[Any], mask: Any, options: dict[str, Any] | None) -> None:
+    def reset(self, call: Call, seeds: list[Any], mask: Any, options: Any) -> None:
         everyone = mask is None or mask.all()
         if self.asked is None and not everyone:
             raise ResetNeeded("The first reset must be of all environments, without reset_mask.")

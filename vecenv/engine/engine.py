@@ -29,6 +29,7 @@ from vecenv.engine.policy import Policy
 from vecenv.engine.pool import PoolOptions, WorkerPool
 from vecenv.engine.reading import Reading
 from vecenv.engine.recovery import Recovery
+from vecenv.front.arguments import ResetOptions, options_of_rows
 from vecenv.link.infos import InfoReader
 from vecenv.link.observations import Store
 from vecenv.link.outcomes import Failure
@@ -206,8 +207,11 @@ class Engine(Answering):
         self.pool.ask(flight, alone=command == "reset" and not by_row)
         return flight
 
-    def ask_reset(self, seeds: Sequence[Any], options: dict[str, Any] | None, mask: Array | None) -> None:
-        """Reset the rows of ``mask`` (``None``: all), rebuilding those that had failed. What was sent by row is dropped."""
+    def ask_reset(self, seeds: Sequence[Any], options: ResetOptions, mask: Array | None) -> None:
+        """Reset the rows of ``mask`` (``None``: all), rebuilding those that had failed. What was sent by row is dropped.
+
+        ``seeds`` has an entry for every row there is, and so have ``options`` if they are a list.
+        """
         chosen = list(range(self.num_envs)) if mask is None else np.flatnonzero(mask).tolist()
         if not self.owed.idle:
             self.first_ready.drain()
@@ -221,8 +225,8 @@ class Engine(Answering):
             "reset", Op.RESET, Op.RESET_SOME, chosen, _reset_payload(seeds, options), mask=mask, seeds=seeds, options=options
         )  # fmt: skip
 
-    def ask_reset_rows(self, rows: Sequence[int], seeds: Sequence[Any], options: dict[str, Any] | None) -> None:
-        """Reset some rows, to be received one by one; ``seeds`` has an entry for every row there is."""
+    def ask_reset_rows(self, rows: Sequence[int], seeds: Sequence[Any], options: ResetOptions) -> None:
+        """Reset some rows, to be received one by one; ``seeds`` and ``options`` as of :meth:`ask_reset`."""
         self.recovery.revive(rows)
         payload_of = _reset_payload(seeds, options)
         self._ask(
@@ -334,9 +338,9 @@ def _actions_payload(of_row: dict[int, Any]) -> Callable[[list[int]], Any]:
     return payload_of
 
 
-def _reset_payload(seeds: Sequence[Any], options: dict[str, Any] | None) -> Callable[[list[int]], Any]:
+def _reset_payload(seeds: Sequence[Any], options: ResetOptions) -> Callable[[list[int]], Any]:
     def payload_of(mine: list[int]) -> Any:
         own = [seeds[row] for row in mine]
-        return None if options is None and all(seed is None for seed in own) else (own, options)
+        return None if options is None and all(seed is None for seed in own) else (own, options_of_rows(options, mine))
 
     return payload_of

@@ -22,7 +22,7 @@ from vecenv.engine.engine import Engine
 from vecenv.engine.guard import one_call
 from vecenv.engine.owed import Flight, Result
 from vecenv.engine.owner import EngineOwner
-from vecenv.front.arguments import count_of, env_ids_of, reset_mask_of, seeds_of
+from vecenv.front.arguments import ResetOptions, count_of, env_ids_of, reset_mask_of, seeds_of
 from vecenv.front.deadlines import seconds_of
 from vecenv.front.phases import Phase, advance
 
@@ -46,7 +46,7 @@ class EngineVectorEnv(Attributes, EngineOwner[ObsType, ActType]):  # type: ignor
         self,
         *,
         seed: int | Sequence[int | None] | None = None,
-        options: dict[str, Any] | None = None,
+        options: ResetOptions = None,
     ) -> tuple[ObsType, dict[str, Any]]:
         """Reset all environments, or those of ``options["reset_mask"]``; see :meth:`reset_async`."""
         self.reset_async(seed=seed, options=options)
@@ -56,7 +56,7 @@ class EngineVectorEnv(Attributes, EngineOwner[ObsType, ActType]):  # type: ignor
     def reset_async(
         self,
         seed: int | Sequence[int | None] | None = None,
-        options: dict[str, Any] | None = None,
+        options: ResetOptions = None,
         *,
         env_id: Any = None,
     ) -> None:
@@ -65,19 +65,20 @@ class EngineVectorEnv(Attributes, EngineOwner[ObsType, ActType]):  # type: ignor
         Args:
             seed: An int gives environment i ``seed + i``; a sequence gives each its own; ``None`` none.
             options: Handed to every environment, except ``"reset_mask"``, a bool array ``(num_envs,)``: only those
-                environments are reset, the others keep their last observation. Environments that failed are built anew.
+                environments are reset, the others keep their last observation. Environments that failed are built anew. A
+                sequence of ``num_envs`` dicts (or ``None``) gives each its own.
             env_id: Only these environments, which must not be in flight, while others may be; :meth:`recv` fetches the
-                answers. A sequence of seeds has one for each of them, in their order.
+                answers. A sequence of seeds, or of options, has one for each of them, in their order.
 
         Raises:
-            TypeError, ValueError: Seeds, mask or indices of the wrong length, type or shape; nothing was sent.
+            TypeError, ValueError: Seeds, options, mask or indices of the wrong length, type or shape; nothing was sent.
             AlreadyPendingCallError: An answer is owed; with ``env_id``, one of these environments is in flight.
         """
         rows = None if env_id is None else env_ids_of(env_id, self.num_envs).tolist()
-        seeds = seeds_of(seed, self.num_envs) if rows is None else _seeds_by_row(seed, rows, self.num_envs)
+        seeds = seeds_of(seed, self.num_envs, rows)
         if (phase := self._owed.phase) is not Phase.DEFAULT:
             advance(phase, "reset_async", self)
-        mask, options = reset_mask_of(options, self.num_envs)
+        mask, options = reset_mask_of(options, self.num_envs, rows)
         if rows is not None:
             if mask is not None:
                 raise ValueError("env_id and options['reset_mask'] both say which environments are to be reset: give one")
@@ -283,13 +284,3 @@ class EngineVectorEnv(Attributes, EngineOwner[ObsType, ActType]):  # type: ignor
     reset_fetch = reset_wait
     step_send = step_async
     step_fetch = step_wait
-
-
-def _seeds_by_row(seed: Any, rows: Sequence[int], num_envs: int) -> list[Any]:
-    """Seeds for some environments, at their places among all: an int gives environment i ``seed + i``."""
-    if seed is None or isinstance(seed, (int, np.integer)):
-        return seeds_of(seed, num_envs)
-    each: list[Any] = [None] * num_envs
-    for row, own in zip(rows, seeds_of(seed, len(rows)), strict=True):
-        each[row] = own
-    return each

@@ -21,6 +21,7 @@ from vecenv.engine.ledger import Ledger
 from vecenv.engine.owed import COLUMNS, NOTHING, Answer, Flight, Part, Result, Round, Worker
 from vecenv.engine.policy import Policy, RestartBudget
 from vecenv.errors import ClusterError, StartupTimeout, WorkerDied
+from vecenv.front.arguments import options_of_rows
 from vecenv.front.deadlines import deadline_of
 from vecenv.link.infos import InfoReader
 from vecenv.link.observations import Store
@@ -266,7 +267,7 @@ class Recovery:
             if cause.seeds is not None:
                 asked = [cause.mask is None or bool(cause.mask[row]) for row in mine]
                 seeds = [cause.seeds[row] if was else fresh for row, was, fresh in zip(mine, asked, seeds, strict=True)]
-            payload = (seeds, cause.options, reset_next)
+            payload = (seeds, options_of_rows(cause.options, mine), reset_next)
             parts[worker.index] = self._pool.stage(Part(worker, mine, Op.REBUILD_SOME, payload), flight.seq)
         flight.parts = parts
         flight.workers = tuple(part.worker for part in parts.values())

@@ -7,15 +7,24 @@ passes is changed.
 from __future__ import annotations
 
 import operator
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import gymnasium
 import numpy as np
 import numpy.typing as npt
 
+from vecenv.front.capabilities import unable
+
 _FEW = 64
 
-__all__ = ["check_env_fns", "count_of", "env_ids_of", "reset_mask_of", "seeds_of"]
+__all__ = [
+    "ResetOptions", "check_env_fns", "count_of", "env_ids_of", "options_of_rows", "refuse_options", "reset_mask_of",
+    "seeds_of",
+]  # fmt: skip
+
+ResetOptions: TypeAlias = dict[str, Any] | Sequence[dict[str, Any] | None] | None
+"""Options of a reset: one dict for every environment, or a sequence with one (or ``None``) for each."""
 
 
 def check_env_fns(env_fns: Any, name: str) -> None:
@@ -43,12 +52,13 @@ def check_env_fns(env_fns: Any, name: str) -> None:
         raise ValueError(f"{name} needs at least one env_fn, got {env_fns!r}")
 
 
-def seeds_of(seed: Any, num_envs: int) -> list[Any]:
+def seeds_of(seed: Any, num_envs: int, rows: Sequence[int] | None = None) -> list[Any]:
     """A seed, or ``None``, for each environment.
 
     Args:
         seed: An int gives environment i ``seed + i``; a sequence of ``num_envs`` gives each its own; ``None`` none.
         num_envs: Number of environments.
+        rows: A sequence has one for each of these, in their order; the others get ``None``.
 
     Raises:
         TypeError: Neither an int nor a sequence.
@@ -58,31 +68,50 @@ def seeds_of(seed: Any, num_envs: int) -> list[Any]:
         return [None] * num_envs
     if isinstance(seed, (int, np.integer)):
         return [int(seed) + i for i in range(num_envs)]
+    wanted = num_envs if rows is None else len(rows)
     if isinstance(seed, str | bytes) or not hasattr(seed, "__len__"):
-        raise TypeError(f"seed must be an integer, a sequence of {num_envs} of them, or None; got {type(seed).__name__}")
-    if len(seed) != num_envs:
+        raise TypeError(f"seed must be an integer, a sequence of {wanted} of them, or None; got {type(seed).__name__}")
+    if len(seed) != wanted:
         raise ValueError(
-            f"If seeds are passed as a list the length must match num_envs={num_envs} but got length={len(seed)}."
+            f"If seeds are passed as a list the length must match num_envs={wanted} but got length={len(seed)}."
         )
-    return list(seed)
+    return _placed(list(seed), rows, num_envs)
+
+
+def _placed(values: list[Any], rows: Sequence[int] | None, num_envs: int) -> list[Any]:
+    """What some environments are given, at their places among all."""
+    if rows is None:
+        return values
+    given = dict(zip(rows, values, strict=True))
+    return [given.get(row) for row in range(num_envs)]
 
 
 def reset_mask_of(
-    options: dict[str, Any] | None, num_envs: int
-) -> tuple[npt.NDArray[np.bool_] | None, dict[str, Any] | None]:
+    options: ResetOptions, num_envs: int, rows: Sequence[int] | None = None
+) -> tuple[npt.NDArray[np.bool_] | None, ResetOptions]:
     """``options["reset_mask"]``, and the other options.
 
     Gymnasium pops the mask out of the caller's dict, so that its own ``RecordEpisodeStatistics``, which looks for the mask
     after the reset, clears the statistics of everybody. Here the dict stays as it is.
 
+    Args:
+        options: One dict for all environments, or a sequence of ``num_envs``, with a dict or ``None`` for each.
+        num_envs: Number of environments.
+        rows: A sequence has one for each of these, in their order; the others get ``None``.
+
     Returns:
-        A copy of the mask, bool ``(num_envs,)``, or ``None``; the options without it, or ``None`` if there were none.
+        A copy of the mask, bool ``(num_envs,)``, or ``None``; the options without it, or ``None`` if there were none. A
+        sequence comes back as a list with an entry for every environment.
 
     Raises:
-        TypeError: The mask is no NumPy array of bool.
-        ValueError: It has another shape, or chooses nobody.
+        TypeError: The mask is no NumPy array of bool; the options are neither a dict nor a sequence of dicts.
+        ValueError: The mask has another shape, or chooses nobody; a sequence has another length, or a mask in it.
     """
-    if options is None or "reset_mask" not in options:
+    if options is None:
+        return None, None
+    if not isinstance(options, Mapping):
+        return None, _placed(_options_of_each(options, num_envs if rows is None else len(rows)), rows, num_envs)
+    if "reset_mask" not in options:
         return None, options
     mask, name = options["reset_mask"], "`options['reset_mask']` must"
     if not isinstance(mask, np.ndarray):
@@ -94,6 +123,39 @@ def reset_mask_of(
     if not mask.any():
         raise ValueError(f"{name} contain a boolean array with at least one True value, got reset_mask={mask}")
     return mask.copy(), {key: value for key, value in options.items() if key != "reset_mask"}
+
+
+def _options_of_each(options: Any, num_envs: int) -> list[dict[str, Any] | None]:
+    if isinstance(options, str | bytes) or not isinstance(options, Sequence):
+        kind = type(options).__name__
+        raise TypeError(f"options must be a dict, or a sequence of {num_envs} with one for each environment; got {kind}")
+    if len(options) != num_envs:
+        raise ValueError(f"options has {len(options)} dicts, wanted {num_envs}: one for each environment")
+    for place, own in enumerate(options):
+        if own is not None and not isinstance(own, Mapping):
+            raise TypeError(f"options[{place}] must be a dict or None, got {type(own).__name__}")
+        if own is not None and "reset_mask" in own:
+            raise ValueError(f"options[{place}] has 'reset_mask', which is about all environments: use env_id instead")
+    return list(options)
+
+
+def options_of_rows(options: ResetOptions, rows: Sequence[int]) -> ResetOptions:
+    """What of checked options goes to some environments: the one dict for all, or their own, in their order."""
+    return [options[row] for row in rows] if isinstance(options, list) else options
+
+
+def refuse_options(envs: object, options: ResetOptions, reason: str) -> None:
+    """Refuse checked options other than the mask, where environments take none: by name, and before anything is sent.
+
+    Raises:
+        NotImplementedError: There are options for each environment.
+        ValueError: There are options for all.
+    """
+    if isinstance(options, list):
+        unable(envs, "reset each environment with options of its own", reason)
+    if options:
+        keys = sorted(map(str, options))
+        raise ValueError(f"{type(envs).__name__} takes no reset options but 'reset_mask', got {keys}; nothing was sent")
 
 
 def env_ids_of(env_id: Any, num_envs: int) -> npt.NDArray[np.intp]:

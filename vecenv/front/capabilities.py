@@ -23,6 +23,7 @@ class Capabilities:
         reset_mask: ``reset(options={"reset_mask": ...})``.
         masked_seeds: Seeds together with a reset mask.
         reset_options: Options other than the mask reach the environments.
+        row_options: A sequence of options, one for each row.
         restarts: ``on_failure="restart"``.
         in_this_process: Environments are stepped by the calling process.
         runs_jax: They run as JAX programs of the calling process.
@@ -36,6 +37,7 @@ class Capabilities:
     reset_mask: bool = True
     masked_seeds: bool = True
     reset_options: bool = True
+    row_options: bool = True
     restarts: bool = False
     in_this_process: bool = False
     runs_jax: bool = False

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities
 from vecenv.front.phases import Phase
 
@@ -59,7 +60,7 @@ class Driver(Protocol):
     yields: bool
 
     def reset(
-        self, call: Call, seeds: list[Any], mask: npt.NDArray[np.bool_] | None, options: dict[str, Any] | None
+        self, call: Call, seeds: list[Any], mask: npt.NDArray[np.bool_] | None, options: ResetOptions
     ) -> None:
         """Begin to reset the rows of ``mask`` (``None``: all); checks first, and raises before anything is asked."""
 

@@ -20,7 +20,7 @@ from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from gymnasium.vector import VectorEnv
 
 from vecenv.errors import StepTimeout
-from vecenv.front.arguments import count_of, env_ids_of, reset_mask_of, seeds_of
+from vecenv.front.arguments import ResetOptions, count_of, env_ids_of, refuse_options, reset_mask_of, seeds_of
 from vecenv.front.attributes import NoAttributes
 from vecenv.front.capabilities import Capabilities, figures, unable
 from vecenv.front.deadlines import deadline_of
@@ -113,7 +113,7 @@ class TogetherVectorEnv(NoAttributes, VectorEnv[Any, Any, Any], Generic[D]):
     # -- reset -----------------------------------------------------------------------------------------------------
 
     @guarded
-    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: ResetOptions = None) -> tuple[Any, dict[str, Any]]:
         """Begin new episodes in all environments, or in those of ``options["reset_mask"]``; see :meth:`reset_async`.
 
         Returns:
@@ -123,14 +123,15 @@ class TogetherVectorEnv(NoAttributes, VectorEnv[Any, Any, Any], Generic[D]):
         return self.reset_wait()
 
     @guarded
-    def reset_async(self, seed: Any = None, options: dict[str, Any] | None = None, *, env_id: Any = None) -> None:
+    def reset_async(self, seed: Any = None, options: ResetOptions = None, *, env_id: Any = None) -> None:
         """Begin a reset, answered by :meth:`reset_wait`, or by :meth:`recv`. What was sent and not received is dropped.
 
         Args:
             seed: An int s (environment i gets s + i), a list of one int or ``None`` an environment, or ``None``: each goes
                 on with the random numbers it has (the first time, with unpredictable ones).
             options: ``options["reset_mask"]``, bool ``(num_envs,)``, chooses the environments to reset; the others stay as
-                they are. The dict is not changed.
+                they are. The dict is not changed. Other options, and a sequence with a dict for each environment, where the
+                engine takes them.
             env_id: ``None``, or all indices in order: then it is answered by :meth:`recv` only.
 
         Raises:
@@ -149,9 +150,8 @@ class TogetherVectorEnv(NoAttributes, VectorEnv[Any, Any, Any], Generic[D]):
                 raise ValueError("env_id and options['reset_mask'] both say which environments are to be reset: give one")
             self._require_idle("reset_async")
         able = self._driver.capabilities
-        if others and not able.reset_options:
-            keys = sorted(map(str, others))
-            raise ValueError(f"{type(self).__name__} takes no reset options but 'reset_mask', got {keys}; nothing was sent")
+        if not (able.row_options if isinstance(others, list) else able.reset_options):
+            refuse_options(self, others, self._why_together)
         rows = self.num_envs if mask is None else int(np.count_nonzero(mask))
         if rows < self.num_envs and not able.reset_mask:
             unable(self, f"reset {rows} of {self.num_envs} environments", self._why_together)

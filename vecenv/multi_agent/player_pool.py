@@ -25,7 +25,7 @@ from vecenv.backends.envpool.players import PlayerRows
 from vecenv.backends.envpool.pools import Pools
 from vecenv.backends.envpool.seeds import spread
 from vecenv.backends.envpool.task import Task
-from vecenv.front.arguments import count_of, env_ids_of
+from vecenv.front.arguments import ResetOptions, count_of, env_ids_of
 from vecenv.front.capabilities import Capabilities, unable
 from vecenv.front.deadlines import deadline_of
 from vecenv.front.phases import Phase, advance
@@ -58,7 +58,8 @@ class PlayerPool(OverPools):
     render_mode = None
     num_workers = 0
     capabilities = Capabilities(
-        "envpool", attributes=False, reset_mask=False, masked_seeds=False, reset_options=False, in_this_process=True
+        "envpool", attributes=False, reset_mask=False, masked_seeds=False, reset_options=False, row_options=False,
+        in_this_process=True,
     )
 
     def __init__(
@@ -94,7 +95,7 @@ class PlayerPool(OverPools):
     # -- reset ------------------------------------------------------------------------------------------------------
 
     @one_at_a_time
-    def reset_async(self, seed: Any = None, options: dict[str, Any] | None = None, *, env_id: Any = None) -> None:
+    def reset_async(self, seed: Any = None, options: ResetOptions = None, *, env_id: Any = None) -> None:
         """Begin a reset of all environments, in a new pool if there are seeds; or of those in ``env_id``, for :meth:`recv`.
 
         Raises:

@@ -19,7 +19,7 @@ from gymnasium.spaces import Dict
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
-from vecenv.front.arguments import env_ids_of
+from vecenv.front.arguments import ResetOptions, env_ids_of
 from vecenv.multi_agent.actions import AgentActions
 from vecenv.multi_agent.adapter import PROBLEMS, EnvFn
 from vecenv.multi_agent.conventions import as_parallel
@@ -235,13 +235,13 @@ class MultiAgentVecEnv(ThroughToRows):
     # -- reset ------------------------------------------------------------------------------------------------------
 
     def reset(
-        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+        self, *, seed: int | Sequence[int | None] | None = None, options: ResetOptions = None
     ) -> tuple[Any, dict[str, Any]]:
         """Reset all environments, or those of ``options["reset_mask"]`` (bool ``[n]``).
 
         Args:
             seed: An int gives environment i ``seed + i * seed_stride``; a sequence of n (ints or ``None``) each its own.
-            options: Handed to every environment, except ``"reset_mask"``.
+            options: Handed to every environment, except ``"reset_mask"``; a sequence of n dicts gives each its own.
 
         Returns:
             ``(observations, infos)``; rows that were not reset keep their last observation. ``infos["transition_mask"]`` is
@@ -253,7 +253,7 @@ class MultiAgentVecEnv(ThroughToRows):
     def reset_async(
         self,
         seed: int | Sequence[int | None] | None = None,
-        options: dict[str, Any] | None = None,
+        options: ResetOptions = None,
         *,
         env_id: Any = None,
     ) -> None:
@@ -267,7 +267,7 @@ class MultiAgentVecEnv(ThroughToRows):
         seeds: Any = seed
         if isinstance(seed, (int, np.integer)):
             seeds = [int(seed) + int(row) * self.seed_stride for row in (self._everyone if rows is None else rows)]
-        mask = None if options is None else options.get("reset_mask")
+        mask = options.get("reset_mask") if isinstance(options, Mapping) else None
         self._rows.reset_async(seed=seeds, options=options, env_id=env_id)
         self._reset_mask = None if mask is None else mask.copy()
         begun: Any = rows if rows is not None else slice(None) if mask is None else mask

@@ -16,6 +16,7 @@ from gymnasium.error import ResetNeeded
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
+from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities
 from vecenv.front.driver import Call, Stepped
 from vecenv.front.phases import Phase
@@ -24,7 +25,7 @@ from vecenv.front.together import TogetherVectorEnv
 __all__ = ["DoubleVectorEnv"]
 
 _CAPABILITIES: Final = Capabilities(
-    "double", attributes=False, first_ready=False, reset_options=False, in_this_process=True
+    "double", attributes=False, first_ready=False, reset_options=False, row_options=False, in_this_process=True
 )
 _LENGTH: Final = 5  # steps an episode
 _Answer: TypeAlias = tuple[npt.NDArray[np.float32], Any, Any, Any]
@@ -78,7 +79,7 @@ class _Memory:
         return self._latest[0] if self._latest is not None else None
 
     def reset(
-        self, call: Call, seeds: list[Any], mask: npt.NDArray[np.bool_] | None, options: dict[str, Any] | None
+        self, call: Call, seeds: list[Any], mask: npt.NDArray[np.bool_] | None, options: ResetOptions
     ) -> None:
         count = len(seeds)
         rows = np.ones(count, np.bool_) if mask is None else mask

@@ -272,7 +272,7 @@ class EnvRows(Envs):
     # -- resetting --------------------------------------------------------------------------------------------------
 
     def reset(
-        self, seq: int, ks: list[int] | None, seeds: Sequence[Any], options: dict[str, Any] | None, *, pending: bool = False
+        self, seq: int, ks: list[int] | None, seeds: Sequence[Any], options: Any, *, pending: bool = False
     ) -> Outcome:
         """Reset the environments of rows ``ks``, building those that had failed.
 
@@ -280,7 +280,7 @@ class EnvRows(Envs):
             seq: The number of the message; see :meth:`_begin`.
             ks: Which rows; ``None``: all.
             seeds: One a row of ``ks``.
-            options: Handed to every environment, each its own dict.
+            options: A dict or ``None`` for every environment, each its own copy; or a list of them, one a row of ``ks``.
             pending: Let the next step begin with an automatic reset (after a restart in next-step mode).
         """
         if seq != self._seq:
@@ -290,12 +290,13 @@ class EnvRows(Envs):
         out, start = self._out, self._done
         begun = done = -1
         walk = self._walk = iter(list(range(self.count) if ks is None else ks)[start:])
+        each = options if isinstance(options, list) else [options] * len(seeds)
         try:
-            for k, seed in zip(walk, list(seeds)[start:], strict=True):
+            for k, seed, own in zip(walk, list(seeds)[start:], each[start:], strict=True):
                 try:
                     begun = k
                     env = self.envs[k] or self._build(k)
-                    observation, info = env.reset(seed=seed, options=None if options is None else dict(options))
+                    observation, info = env.reset(seed=seed, options=None if own is None else dict(own))
                     self.leave_if_forked()
                     self._steps[k] = self._step_by_reset(k) if pending else env.step
                     self._used[k] = True
@@ -313,7 +314,7 @@ class EnvRows(Envs):
         return self._finish()
 
     def rebuild(
-        self, seq: int, ks: list[int] | None, seeds: Sequence[Any], options: dict[str, Any] | None, *, pending: bool
+        self, seq: int, ks: list[int] | None, seeds: Sequence[Any], options: Any, *, pending: bool
     ) -> Outcome:
         """Replace the environments of rows ``ks`` by new ones (unless they are new already) and reset those."""
         if seq != self._seq:

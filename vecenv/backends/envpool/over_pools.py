@@ -11,12 +11,11 @@ from gymnasium.error import ResetNeeded
 
 from vecenv.backends.envpool.calls import refuse
 from vecenv.backends.envpool.driver import Driver
-from vecenv.backends.envpool.options import reset_ids
 from vecenv.backends.envpool.pools import Pools
 from vecenv.backends.envpool.rows import Array
 from vecenv.backends.envpool.seeds import spread
 from vecenv.backends.envpool.task import Task
-from vecenv.front.arguments import env_ids_of
+from vecenv.front.arguments import env_ids_of, refuse_options, reset_mask_of
 from vecenv.front.attributes import NoAttributes
 from vecenv.front.capabilities import Capabilities, figures, unable
 from vecenv.front.deadlines import seconds_of
@@ -58,7 +57,10 @@ class OverPools(NoAttributes):
         driver = self._pools.driver
         if driver is not None:
             advance(driver.phase, "reset_async", self)
-        masked = reset_ids(options, self.num_envs)
+        mask, others = reset_mask_of(options, self.num_envs)
+        if others:
+            refuse_options(self, others, "its environments take none")
+        masked = None if mask is None else np.flatnonzero(mask).astype(np.int32)
         if ids is not None and masked is not None:
             raise ValueError("env_id and options['reset_mask'] both say which environments are to be reset: give one")
         some = masked if ids is None else ids

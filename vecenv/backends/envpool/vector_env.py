@@ -393,7 +393,7 @@ class EnvPoolVectorEnv(OverPools, VectorEnv[Any, Any, npt.NDArray[Any]]):
         whole = self.batch_size == self.num_envs
         return Capabilities(
             "envpool", attributes=False, first_ready=not whole, reset_mask=whole, masked_seeds=False, reset_options=False,
-            in_this_process=True,
+            row_options=False, in_this_process=True,
         )  # fmt: skip
 
     def __repr__(self) -> str:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from vecenv.backends.jax_native import resets
 from vecenv.backends.jax_native.results import Reader
 from vecenv.errors import StaleStateError
+from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities
 from vecenv.front.driver import Call, Stepped
 from vecenv.front.phases import Phase
@@ -24,7 +25,7 @@ from vecenv.jax.native.state import EnvState
 __all__ = ["Driver"]
 
 _CAPABILITIES: Final = Capabilities(
-    "jax", attributes=False, first_ready=False, reset_options=False, in_this_process=True, runs_jax=True
+    "jax", attributes=False, first_ready=False, reset_options=False, row_options=False, in_this_process=True, runs_jax=True
 )
 
 
@@ -92,7 +93,7 @@ class Driver:
         return self.state
 
     def reset(
-        self, call: Call, seeds: resets.Seeds, mask: resets.Mask | None, options: dict[str, Any] | None = None
+        self, call: Call, seeds: resets.Seeds, mask: resets.Mask | None, options: ResetOptions = None
     ) -> None:
         """Begin episodes; raises as :func:`vecenv.backends.jax_native.resets.begin`."""
         self.latest = Latest(*resets.begin(self.functional, self.state, seeds, mask, self.latest.seeds), call)

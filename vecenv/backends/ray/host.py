@@ -27,6 +27,7 @@ from vecenv.engine.pool import WorkerPool
 from vecenv.engine.starting import PoolOptions
 from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import WorkerDied
+from vecenv.front.arguments import options_of_rows, reset_mask_of, seeds_of
 from vecenv.link.outcomes import Failure, Outcome
 from vecenv.link.packing import PackedError, pack
 from vecenv.link.protocol import Op
@@ -287,7 +288,12 @@ class HostRows(AsyncVectorEnv[Any, Any]):
             seeds, options, reset_next = payload
             chosen = list(range(self.num_envs)) if rows is None else rows
             place = {row: position for position, row in enumerate(chosen)}
-            engine.ask_some("reset", op, chosen, lambda mine: ([seeds[place[row]] for row in mine], options, reset_next))
+
+            def given(mine: list[int]) -> tuple[Any, Any]:
+                places = [place[row] for row in mine]
+                return [seeds[position] for position in places], options_of_rows(options, places)
+
+            engine.ask_some("reset", op, chosen, lambda mine: (*given(mine), reset_next))
         else:
             engine.ask_call(op, lambda worker: self._share_of(worker, op, payload), COMMANDS[op])
 
@@ -309,10 +315,8 @@ class HostRows(AsyncVectorEnv[Any, Any]):
             return
         mask = np.zeros(self.num_envs, np.bool_)
         mask[rows] = True
-        each: list[Any] = [None] * self.num_envs
-        for row, seed in zip(rows, seeds or [None] * len(rows), strict=True):
-            each[row] = seed
-        self._engine.ask_reset(each, options, mask)
+        _, options = reset_mask_of(options, self.num_envs, rows)
+        self._engine.ask_reset(seeds_of(seeds, self.num_envs, rows), options, mask)
 
     def _share_of(self, worker: Worker, op: Op, payload: Any) -> Any:
         first = worker.rows[0]

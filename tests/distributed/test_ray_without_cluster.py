@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from typing import Any, ClassVar
 
@@ -15,7 +16,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 sys.path.insert(0, str(__import__("pathlib").Path(__file__).parent.parent))
 
-from envs import CounterEnv, NestedDictEnv, SpaceEnv, counters, scripted
+from envs import CounterEnv, NestedDictEnv, SpaceEnv, counters, info_env, scripted
 from hosts_here import HostsHere, VectorEnvHere
 from sampling import each_once
 
@@ -343,12 +344,33 @@ def test_a_late_host_can_be_waited_for_again() -> None:
     envs.close()
 
 
+@pytest.mark.long
+def test_workers_of_each_host_have_variables_of_their_own() -> None:
+    envs = VectorEnvHere(counters(4), num_hosts=2, workers_per_host=2, worker_env={"VECENV_TEST_DEVICE": str})
+    seen = envs.exec_func(lambda env: os.environ.get("VECENV_TEST_DEVICE"))
+    assert seen == ("0", "1", "0", "1")
+    envs.close()
+
+
+def test_infos_of_different_shapes_are_kept_where_that_is_wanted() -> None:
+    fns = [info_env([{"key": np.arange(length)}]) for length in (1, 2, 3)]
+    envs = VectorEnvHere(fns, num_hosts=2, ragged_infos=True)
+    envs.reset(seed=1)
+    infos = envs.step(envs.action_space.sample())[4]
+    assert [value.tolist() for value in infos["key"]] == [[0], [0, 1], [0, 1, 2]]
+    assert infos["_key"].all()
+    envs.close()
+
+
 # -- what is refused -------------------------------------------------------------------------------------------
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"num_workers": 2}, TypeError, "workers_per_host"),
     ({"nosuch": 2}, TypeError, "no option 'nosuch'.*step_timeout"),
     ({"worker": print}, TypeError, "no option 'worker'"),
+    ({"lazy": True}, TypeError, "no option 'lazy'"),
+    ({"worker_env": {"A=": 1}}, ValueError, "no environment variable can have"),
+    ({"worker_env": {"A": 1}, "workers_per_host": 0}, ValueError, "`worker_env` needs worker processes"),
     ({"placement": "strict"}, ValueError, "'STRICT_SPREAD'"),
     ({"num_hosts": 0}, ValueError, r"`num_hosts` must be None or an int within 1\.\.3, got 0"),
     ({"num_hosts": 4}, ValueError, "within 1..3, got 4"),

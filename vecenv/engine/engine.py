@@ -89,7 +89,7 @@ class Engine(Answering):
         self.batch = layout.view(arena.buffer)
         self.store = make_store(self.batch)
         self.layout = layout
-        self._infos = InfoReader(self.batch.info_schemas, self.batch.infos)
+        self._infos = InfoReader(self.batch.info_schemas, self.batch.infos, ragged=plan.ragged)
         self._reading = Reading(self._infos, self.store)
         self.mismatches: list[tuple[int, str, str]] = []
         self.pool = self._open_pool(plan, arena, options, num_workers)

@@ -27,6 +27,7 @@ from vecenv.system.descendants import new_token
 from vecenv.system.holdings import Holdings
 from vecenv.system.supervision import BlackBox, DeathWatch, Lifeline
 from vecenv.system.uninterrupted import Uninterrupted
+from vecenv.system.variables import Variables, named
 from vecenv.worker.main import Plan, Ready, Start, main
 
 if sys.platform != "win32":
@@ -55,6 +56,7 @@ class PoolOptions:
         max_busy: At most so many workers are busy at a time; ``None``: all of them.
         caller_spin: Seconds for which the caller may poll before it sleeps.
         placements: Where each worker sits.
+        variables: Environment variables of each worker.
     """
 
     context: Any
@@ -64,6 +66,7 @@ class PoolOptions:
     max_busy: int | None = None
     caller_spin: float = 0.0
     placements: list[Placement] = field(default_factory=list)
+    variables: list[Variables] = field(default_factory=list)
 
 
 class Workplace:
@@ -107,6 +110,7 @@ def launch(
     why = "the start method of its worker needs"
     blobs = env_fns if forks else [dump_env_fn(row, fn, why) for row, fn in zip(rows, env_fns, strict=True)]
     placement = options.placements[index] if index < len(options.placements) else Placement()
+    variables = options.variables[index] if options.variables else {}
     channel: CallerEnd | None = None
     black_box: BlackBox | None = None
     try:
@@ -117,10 +121,11 @@ def launch(
         assert place.arena is not None
         start = Start(
             index, rows[0], blobs, not forks, place.plan, place.arena, channel.theirs, place.lifeline, black_box, placement,
-            token,
+            token, variables,
         )  # fmt: skip
         with Uninterrupted():  # half-way it is nobody's
-            process = options.context.Process(target=main, name=f"Worker<{options.name}>-{index}", args=(start,))
+            name = named(f"Worker<{options.name}>-{index}", variables)
+            process = options.context.Process(target=main, name=name, args=(start,))
             process.daemon = options.daemon
             place.processes.append(process)
             process.start()

@@ -13,7 +13,7 @@ import multiprocessing
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gymnasium import Space
+from gymnasium import Space, logger
 from gymnasium.core import ActType, Env, ObsType
 from gymnasium.error import CustomSpaceError
 from gymnasium.vector import AutoresetMode
@@ -21,6 +21,7 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
 from vecenv.engine.engine import Engine, Policy
 from vecenv.engine.interface import EngineVectorEnv
+from vecenv.engine.lazy import wait_for_use
 from vecenv.engine.starting import PoolOptions
 from vecenv.front.gymnasiums import GymnasiumAsync
 from vecenv.link.observations import PickledStore, RegisteredStore, SharedStore, Store, has_dynamic_part
@@ -28,6 +29,7 @@ from vecenv.planning.options import check_options, workers_and_share
 from vecenv.planning.scout import Trial
 from vecenv.shm import Batch, Layout, fixed_tree
 from vecenv.system.cores import usable_cores
+from vecenv.system.variables import WorkerEnv, too_late, variables_of
 from vecenv.worker.envs import Expected
 from vecenv.worker.main import Plan
 
@@ -74,6 +76,15 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         dummy_env: Where metadata and spaces come from. ``True``: an environment built and closed in this process, as
             Gymnasium does. ``False``: one in a process of its own; none is built here. ``None``: as ``True``, but as
             ``False`` where a process tries an environment anyway (``num_workers="auto"``, ``use_caller=True``).
+        worker_env: Environment variables of the workers: name -> value, or a function of the worker's index that gives it
+            (``{"CUDA_VISIBLE_DEVICES": lambda worker: worker % 4}``); ``None`` removes one. Under ``spawn`` they are there
+            before anything is imported; under ``fork`` modules that this process has imported have read theirs already.
+            With them no environment is built in this process, unless ``dummy_env=True``.
+        lazy: No process starts and no environment is built before one is needed, by the first ``reset`` mostly. Who asks for
+            the spaces or metadata before has one environment built in a process of its own, once for equal ``env_fns`` in a
+            program; ``dummy_env=True`` builds it in this process.
+        ragged_infos: Info values of one key whose shapes or types differ become an object array, ``None`` where there is
+            none. Without it they are an error, or are broadcast, as in Gymnasium.
         strict: Float observations that become infinite in the cast to the space's dtype are an
             :class:`~vecenv.errors.ObservationError`; without it, one warning.
 
@@ -133,6 +144,9 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         threads_per_worker: int | None = None,
         strict: bool = False,
         dummy_env: bool | None = None,
+        worker_env: WorkerEnv | None = None,
+        lazy: bool = False,
+        ragged_infos: bool = False,
     ) -> None:
         self._take_options(
             env_fns, shared_memory, copy, context, daemon, observation_mode, autoreset_mode, max_concurrency
@@ -140,24 +154,58 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         self.worker = worker
         check_options(
             self.num_envs, num_workers, batch_size, on_failure, restart_limit, restart_period, step_timeout, start_timeout,
-            threads_per_worker, use_caller, strict, dummy_env,
+            threads_per_worker, use_caller, strict, dummy_env, worker_env, lazy, ragged_infos,
         )  # fmt: skip
         mp = multiprocessing.get_context(context)
-        self._trial = Trial(env_fns, mp, start_timeout, dummy_env, step=num_workers == "auto" or use_caller, daemon=daemon)
-        self._read_spaces(env_fns)
+        here = False if dummy_env is None and (worker_env or lazy) else dummy_env
+        self._trial = Trial(
+            env_fns, mp, start_timeout, here, step=num_workers == "auto" or use_caller, daemon=daemon,
+            variables=variables_of(worker_env, 0), remember=lazy,
+        )  # fmt: skip
         policy = Policy.of(on_failure, restart_limit, restart_period, step_timeout, start_timeout)
-        isolate = policy.restart or step_timeout is not None
-        self.num_workers, share, self.plan = workers_and_share(
+        isolate = policy.restart or step_timeout is not None or bool(worker_env)
+        to_look = num_workers, use_caller, isolate
+        to_open = mp, policy, batch_size, threads_per_worker, strict, ragged_infos, worker_env
+        if lazy:
+            wait_for_use(self, to_look, to_open)
+        else:
+            self._look(*to_look)
+            self._open(*to_open)
+
+    def _look(self, num_workers: int | str | None, use_caller: bool, isolate: bool) -> None:
+        """Find out what the environments are, and how many workers there will be."""
+        self._read_spaces(self.env_fns)
+        self.num_workers, self._share, self.plan = workers_and_share(
             self.num_envs, num_workers, use_caller, isolate, self._trial.measure
         )
-        threads = threads_per_worker or max(1, usable_cores() // max(self.num_workers, 1))
-        self._adopt(self._start_engine(mp, policy, share, threads, strict), batch_size)
 
-    def _start_engine(self, context: Any, policy: Policy, share: int, threads: int, strict: bool) -> Engine:
+    def _open(
+        self,
+        context: Any,
+        policy: Policy,
+        batch_size: int | None,
+        threads_per_worker: int | None,
+        strict: bool,
+        ragged: bool,
+        worker_env: WorkerEnv | None,
+    ) -> None:
+        """Start the workers."""
+        threads = threads_per_worker or max(1, usable_cores() // max(self.num_workers, 1))
+        options = PoolOptions(context, self.daemon, type(self).__name__, policy.start_timeout, self.max_concurrency)
+        if worker_env:
+            options.variables = [variables_of(worker_env, index) for index in range(self.num_workers)]
+            _warn_of_late(options)
+        try:
+            self._adopt(self._start_engine(options, policy, threads, strict, ragged), batch_size)
+        except RuntimeError:  # environments whose spaces do not go together, with those that are remembered perhaps
+            self._trial.forget()
+            raise
+
+    def _start_engine(self, options: PoolOptions, policy: Policy, threads: int, strict: bool, ragged: bool) -> Engine:
         """Lay out the shared memory, choose how observations travel, and start the workers."""
         observations = fixed_tree(self.single_observation_space) if self.shared_memory else None
         actions = fixed_tree(self.single_action_space, "action")
-        registered = self._registered_store(context) if self.shared_memory and observations is None else None
+        registered = self._registered_store(options.context) if self.shared_memory and observations is None else None
         layout = Layout.of(
             observations, actions, self.num_envs, self.num_workers + 1, final=self.autoreset_mode is AutoresetMode.SAME_STEP
         )
@@ -174,9 +222,9 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             None if registered is None else (self.single_observation_space, registered.memory),
             threads,
             strict,
+            ragged,
         )
-        options = PoolOptions(context, self.daemon, type(self).__name__, policy.start_timeout, self.max_concurrency)
-        return self._engine_class(self.env_fns, layout, make_store, plan, options, policy, self.num_workers, share)
+        return self._engine_class(self.env_fns, layout, make_store, plan, options, policy, self.num_workers, self._share)
 
     # -- spaces -----------------------------------------------------------------------------------------------------
 
@@ -216,3 +264,14 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
                 "Using `AsyncVector(..., shared_memory=True)` caused an error, you can disable this feature with "
                 "`shared_memory=False` however this is slower."
             ) from error
+
+
+def _warn_of_late(options: PoolOptions) -> None:
+    """A forked worker has what this process has imported: say which variables come too late for that."""
+    if options.context.get_start_method() == "fork" and (late := too_late(options.variables)):
+        read = ", ".join(f"{name} (by {module})" for name, module in late.items())
+        logger.warn(
+            "%s",
+            f"`worker_env` comes too late for what this process has imported, and every forked worker with it: {read}. "
+            "Use context='spawn', or 'forkserver'.",
+        )

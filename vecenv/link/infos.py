@@ -36,9 +36,11 @@ class InfoReader:
     Args:
         schemas: uint64 ``(n,)``.
         records: uint8 ``(n, INFO_BYTES)``.
+        ragged: Values of one key that do not go together become an object array.
     """
 
-    def __init__(self, schemas: Array, records: Array) -> None:
+    def __init__(self, schemas: Array, records: Array, *, ragged: bool = False) -> None:
+        self._ragged = ragged
         self._numbers = schemas
         self._records = records
         self._schemas: dict[int, Schema] = {}
@@ -165,7 +167,7 @@ class InfoReader:
             info: Mapping[Any, Any] = pickled[position] if position in pickled else self.one(row)
             if position in final_obs:
                 info = {**info, "final_obs": final_obs[position]}
-            add_info(infos, info, position, count, row)
+            add_info(infos, info, position, count, row, ragged=self._ragged)
         return infos
 
 
@@ -228,7 +230,9 @@ def _add_final_obs(infos: dict[Any, Any], final_obs: Mapping[int, Any], count: i
         add_info(infos, {"final_obs": observation}, position, count, position)
 
 
-def add_info(infos: dict[Any, Any], info: Any, position: int, count: int, env: int) -> None:
+def add_info(
+    infos: dict[Any, Any], info: Any, position: int, count: int, env: int, *, ragged: bool = False
+) -> None:
     """Merge one environment's info into ``infos`` in place, as ``gymnasium.vector.VectorEnv._add_info`` does.
 
     Args:
@@ -237,6 +241,7 @@ def add_info(infos: dict[Any, Any], info: Any, position: int, count: int, env: i
         position: Its row in the arrays.
         count: Length of the arrays.
         env: Index of the environment, for the note on errors.
+        ragged: A column in which values of several shapes or dtypes meet becomes one of objects, as they are.
 
     Raises:
         Whatever numpy raises for a value that does not fit the column that an earlier environment began, or the info itself
@@ -253,7 +258,7 @@ def add_info(infos: dict[Any, Any], info: Any, position: int, count: int, env: i
         raise
     for key, value in parts:
         try:
-            array = _merge(infos, key, value, position, count, env)
+            array = _merge(infos, key, value, position, count, env, ragged)
             name = f"_{key}"
         except Exception as error:
             if not getattr(error, "__notes__", None):
@@ -275,22 +280,39 @@ def shown(value: Any) -> str:
         return f"a {type(value).__name__}"
 
 
-def _merge(infos: dict[Any, Any], key: Any, value: Any, position: int, count: int, env: int) -> Any:
+def _merge(infos: dict[Any, Any], key: Any, value: Any, position: int, count: int, env: int, ragged: bool) -> Any:
     if isinstance(key, str) and key == "final_obs":
         array = infos[key] if key in infos else np.full(count, None, dtype=object)
         array[position] = value
         return array
     if isinstance(value, dict):
         nested = infos.get(key, {})
-        if not value:
+        if isinstance(nested, dict):
+            if value:
+                add_info(nested, value, position, count, env, ragged=ragged)
             return nested
-        if not isinstance(nested, dict):  # the columns of two environments cannot be one
+        if not ragged:
+            if not value:
+                return nested
+            # the columns of two environments cannot be one
             raise AttributeError(f"{type(nested).__name__!r} object has no attribute 'get'")
-        add_info(nested, value, position, count, env)
-        return nested
     array = infos[key] if key in infos else _new_column(value, count)
+    if ragged and not _goes_into(array, value, position):
+        array = _objects(array, infos.get(f"_{key}"), count)
     array[position] = value
     return array
+
+
+def _goes_into(column: Any, value: Any, position: int) -> bool:
+    """Whether a column keeps a value as it is."""
+    if not isinstance(column, np.ndarray):
+        return False
+    if column.dtype == object:
+        return True
+    if not isinstance(value, (np.ndarray, np.generic, int, float)):
+        return False
+    own = np.asarray(value)
+    return own.shape == column.shape[1:] and np.can_cast(own.dtype, column.dtype, "same_kind")
 
 
 def _new_column(value: Any, count: int) -> Array:
@@ -300,3 +322,21 @@ def _new_column(value: Any, count: int) -> Array:
     if isinstance(value, np.ndarray):
         return np.zeros((count, *value.shape), dtype=value.dtype)
     return np.full(count, None, dtype=object)
+
+
+def _objects(column: Any, mask: Array | None, count: int) -> Array:
+    """A column whose values are the environments' own: those of the rows in ``mask``, ``None`` in others."""
+    objects = np.full(count, None, dtype=object)
+    if mask is not None:
+        for position in np.flatnonzero(mask).tolist():
+            objects[position] = column[position] if isinstance(column, np.ndarray) else _of_one(column, position)
+    return objects
+
+
+def _of_one(columns: dict[Any, Any], position: int) -> dict[Any, Any]:
+    """One environment's part of a dict of columns."""
+    return {
+        key: _of_one(column, position) if isinstance(column, dict) else column[position]
+        for key, column in columns.items()
+        if f"_{key}" in columns and columns[f"_{key}"][position]
+    }

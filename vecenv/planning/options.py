@@ -10,6 +10,7 @@ import numpy as np
 from vecenv.planning.plan import Plan, caller_share, choose
 from vecenv.planning.scout import Probe
 from vecenv.system.cores import usable_cores
+from vecenv.system.variables import check_variables
 
 __all__ = ["check_options", "workers_and_share"]
 
@@ -55,17 +56,25 @@ def check_options(
     use_caller: Any,
     strict: Any = False,
     dummy_env: Any = None,
+    worker_env: Any = None,
+    lazy: Any = False,
+    ragged_infos: Any = False,
 ) -> None:
     """Refuse options that mean nothing, by name and with what is accepted.
 
     Raises:
-        ValueError: Before anything was built.
+        TypeError, ValueError: Before anything was built.
     """
-    if step_timeout is not None and (use_caller or num_workers == 0):
-        raise ValueError(
-            "`step_timeout` needs worker processes, which can be killed: it cannot be combined with `use_caller=True` "
-            "or `num_workers=0`"
-        )
+    if worker_env is not None:
+        check_variables(worker_env)
+    wants = {"step_timeout": "can be killed"} if step_timeout is not None else {}
+    wants |= {"worker_env": "have environment variables of their own"} if worker_env else {}
+    for option, reason in wants.items():
+        if use_caller or num_workers == 0:
+            raise ValueError(
+                f"`{option}` needs worker processes, which {reason}: it cannot be combined with `use_caller=True` "
+                "or `num_workers=0`"
+            )
 
     def whole(value: Any, low: int) -> bool:
         return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= low)
@@ -86,6 +95,8 @@ def check_options(
         ("threads_per_worker", threads_per_worker, threads_per_worker is None or whole(threads_per_worker, 1),
          "None or an int from 1 on"),
         ("strict", strict, isinstance(strict, bool), "True or False"),
+        ("lazy", lazy, isinstance(lazy, bool), "True or False"),
+        ("ragged_infos", ragged_infos, isinstance(ragged_infos, bool), "True or False"),
         ("dummy_env", dummy_env, dummy_env is None or isinstance(dummy_env, bool), "None, True or False"),
     ]  # fmt: skip
     for name, value, good, accepted in checks:

@@ -6,6 +6,7 @@ And nothing of it is left on the machine: that process is a :class:`~vecenv.syst
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
 import pickle
@@ -24,6 +25,7 @@ from vecenv.errors import StartupTimeout, WorkerDied
 from vecenv.link.packing import PackedError, pack, unpack
 from vecenv.system.cores import seconds_waited
 from vecenv.system.supervision import describe_exit
+from vecenv.system.variables import Variables
 from vecenv.system.ward import Ward
 
 __all__ = ["Described", "Probe", "Scouted", "Trial", "describe", "probe", "scout"]
@@ -35,6 +37,10 @@ _CHORE_SECONDS: Final = 40e-6  # of one, where a step of CartPole-v1 takes 6 us:
 _CLOSE_SECONDS: Final = 5.0  # for env.close()
 _READY: Final = b"?"  # from the scout: it wants to know what to build
 _STAY_AWAKE: Final = b"!"  # from the scout: wait for the rest without sleeping
+_MOST_REMEMBERED: Final = 1024
+
+_REMEMBERED: dict[bytes | None, bytes] = {}
+"""Descriptions by what builds the environments, both pickled; the oldest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +106,8 @@ class Trial:
         here: Whether to describe one built in this process; ``None``: unless another process steps one anyway.
         step: The time of its steps will be wanted.
         daemon: As of the workers: a daemonic process may not have ``multiprocessing`` children.
+        variables: Environment variables of that process.
+        remember: What was found about equal functions before in this program is taken for true.
     """
 
     def __init__(
@@ -111,7 +119,11 @@ class Trial:
         *,
         step: bool,
         daemon: bool = True,
+        variables: Variables | None = None,
+        remember: bool = False,
     ) -> None:
+        self._variables, self._remember = variables, remember
+        self._remembered: bytes | None = None  # by which key
         self._env_fns, self._context, self._timeout, self._daemon = env_fns, context, timeout, daemon
         self._here, self._step = here, step
         self._probe: Probe | None = None
@@ -122,9 +134,40 @@ class Trial:
         Raises:
             Exception: As :func:`scout`; or why the description could not travel, if none may be built here.
         """
+        if self._remember:
+            return self._recalled(everyone)
+        return self._described(everyone)
+
+    def _recalled(self, everyone: bool) -> Described:
+        """What is remembered of equal functions; else what is found now, which is remembered."""
+        try:
+            wanted = self._env_fns if everyone else self._env_fns[:1]
+            key = hashlib.sha256(cloudpickle.dumps((list(wanted), self._variables))).digest()
+        except Exception:  # they cannot be pickled, so nobody can tell whether others are equal
+            return self._described(everyone)
+        if key not in _REMEMBERED:
+            found = self._described(everyone)
+            try:
+                _REMEMBERED[key] = pickle.dumps(found)
+            except Exception:  # nor can the description
+                return found
+            if len(_REMEMBERED) > _MOST_REMEMBERED:
+                del _REMEMBERED[next(iter(_REMEMBERED))]
+        self._remembered = key
+        again: Described = pickle.loads(_REMEMBERED[key])  # spaces have generators: everybody gets their own
+        return again
+
+    def forget(self) -> None:
+        """What was remembered may not be so any more."""
+        _REMEMBERED.pop(self._remembered, None)
+
+    def _described(self, everyone: bool) -> Described:
         if self._here or (self._here is None and not self._step):
             return describe(self._env_fns, everyone)
-        found = scout(self._env_fns, self._context, self._timeout, everyone=everyone, step=self._step, daemon=self._daemon)
+        found = scout(
+            self._env_fns, self._context, self._timeout, everyone=everyone, step=self._step, daemon=self._daemon,
+            variables=self._variables,
+        )  # fmt: skip
         self._probe = found.probe
         if isinstance(found.described, Described):
             return found.described
@@ -134,7 +177,9 @@ class Trial:
 
     def measure(self) -> Probe:
         """The time of the first environment's steps."""
-        return self._probe or probe(self._env_fns[0], self._context, self._timeout, daemon=self._daemon)
+        return self._probe or probe(
+            self._env_fns[0], self._context, self._timeout, daemon=self._daemon, variables=self._variables
+        )
 
 
 def describe(env_fns: Sequence[Callable[[], Any]], everyone: bool) -> Described:
@@ -160,9 +205,16 @@ def _observation_space(env_fn: Callable[[], Any]) -> Space[Any]:
         env.close()
 
 
-def probe(env_fn: Callable[[], Any], context: Any = None, timeout: float = 60.0, *, daemon: bool = True) -> Probe:
+def probe(
+    env_fn: Callable[[], Any],
+    context: Any = None,
+    timeout: float = 60.0,
+    *,
+    daemon: bool = True,
+    variables: Variables | None = None,
+) -> Probe:
     """Step one environment with random actions for a moment, in a process of its own; raises as :func:`scout` does."""
-    found = scout([env_fn], context, timeout, daemon=daemon).probe
+    found = scout([env_fn], context, timeout, daemon=daemon, variables=variables).probe
     assert found is not None
     return found
 
@@ -175,6 +227,7 @@ def scout(
     everyone: bool = False,
     step: bool = True,
     daemon: bool = True,
+    variables: Variables | None = None,
 ) -> Scouted:
     """Describe environments in a process of their own, and with ``step`` the first one's steps for a moment.
 
@@ -190,7 +243,7 @@ def scout(
     forks = mp.get_start_method() == "fork"
     blob = b"" if forks else cloudpickle.dumps(wanted)
     args = (wanted if forks else None, everyone, step)
-    ward = Ward(mp, _scout_main, args, name="vecenv-scout", daemon=daemon, abrupt=True)
+    ward = Ward(mp, _scout_main, args, name="vecenv-scout", daemon=daemon, abrupt=True, variables=variables)
     try:
         deadline = time.monotonic() + timeout
         message = _hear(ward, ward.start(), blob, deadline, timeout)

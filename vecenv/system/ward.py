@@ -22,6 +22,7 @@ from vecenv.system.descendants import Descendants, adopt, end_marked, end_own, n
 from vecenv.system.holdings import Descriptor, Holdings
 from vecenv.system.supervision import Lifeline, close_process
 from vecenv.system.uninterrupted import Uninterrupted, blocked, let_in
+from vecenv.system.variables import Variables, named, set_variables
 
 __all__ = ["Ward"]
 
@@ -51,6 +52,7 @@ class Ward:
         name: Of the process.
         daemon: Whether it may *not* have ``multiprocessing`` children.
         abrupt: It exits without waiting for threads, children and whatever else its environments left.
+        variables: Its environment variables.
     """
 
     def __init__(
@@ -62,11 +64,13 @@ class Ward:
         name: str,
         daemon: bool,
         abrupt: bool = False,
+        variables: Variables | None = None,
     ) -> None:
         self.process: Any = None
         self.pipe: Any = None
         self._context, self._target, self._args = context, target, args
-        self._name, self._daemon, self._abrupt = name, daemon, abrupt
+        self._variables = variables or {}
+        self._name, self._daemon, self._abrupt = named(name, self._variables), daemon, abrupt
         self._token = new_token()
         self._lifeline: Lifeline | None = None
         self._holdings = Holdings(self)
@@ -82,7 +86,7 @@ class Ward:
             ours, theirs = self._context.Pipe()
             self.pipe = ours
             try:
-                args = (self._lifeline, self._token, self._abrupt, self._target, theirs, self._args)
+                args = (self._lifeline, self._token, self._variables, self._abrupt, self._target, theirs, self._args)
                 self.process = self._context.Process(target=_main, args=args, daemon=self._daemon, name=self._name)
                 with _ctrl_c_blocked(self._context.get_start_method()):
                     self.process.start()
@@ -209,12 +213,14 @@ def _ctrl_c_blocked(method: str) -> contextlib.AbstractContextManager[None]:
 def _main(
     lifeline: Lifeline,
     token: str,
+    variables: Variables,
     abrupt: bool,
     target: Callable[..., None],
     pipe: Connection[Any, Any],
     args: tuple[Any, ...],
 ) -> None:
     let_in()
+    set_variables(variables)
     with contextlib.suppress(OSError, AttributeError):
         os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

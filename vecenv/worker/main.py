@@ -38,6 +38,7 @@ from vecenv.system.cores import Patience, Placement
 from vecenv.system.descendants import adopt, end_own
 from vecenv.system.supervision import BlackBox, Lifeline
 from vecenv.system.uninterrupted import let_in
+from vecenv.system.variables import Variables, set_variables
 from vecenv.worker.envs import Expected
 from vecenv.worker.rows import EnvRows
 
@@ -58,6 +59,7 @@ class Plan:
         registered: (space, memory) of a custom space with shared-memory functions of its own.
         threads: At most so many threads for BLAS, OpenMP and torch in a worker; ``None``: as they come.
         strict: An observation that loses finite numbers in the cast to its space is an error and not a warning.
+        ragged: Info values of one key that do not go together become an object array.
     """
 
     layout: Layout
@@ -66,6 +68,7 @@ class Plan:
     registered: tuple[Any, Any] | None = None
     threads: int | None = None
     strict: bool = False
+    ragged: bool = False
 
 
 @dataclass(slots=True)
@@ -83,6 +86,7 @@ class Start:
     black_box: BlackBox
     placement: Placement
     token: str
+    variables: Variables
 
 
 @dataclass(slots=True)
@@ -211,6 +215,7 @@ def _loader(payload: bytes | None) -> Callable[[], Any]:
 def main(start: Start) -> None:
     """The body of a worker process."""
     let_in()
+    set_variables(start.variables)
     with contextlib.suppress(OSError):
         os.setsid()  # keeps a terminal's Ctrl-C out, and makes the environments' own helpers one group with us
     signal.signal(signal.SIGINT, signal.SIG_IGN)

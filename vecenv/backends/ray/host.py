@@ -38,6 +38,7 @@ from vecenv.planning.scout import probe
 from vecenv.shm import Arena
 from vecenv.shm.layout import Array
 from vecenv.system.descendants import end_descendants
+from vecenv.system.variables import variables_of
 from vecenv.worker.main import Plan
 
 __all__ = ["Host", "HostPlan", "HostReady", "Reply"]
@@ -185,9 +186,13 @@ def _build(plan: HostPlan) -> HostRows:
     options = dict(plan.options)
     workers = plan.workers
     if workers == "auto":
-        isolate = options.get("on_failure") == "restart" or options.get("step_timeout") is not None
+        variables = options.get("worker_env")
+        isolate = options.get("on_failure") == "restart" or options.get("step_timeout") is not None or bool(variables)
         context = multiprocessing.get_context(options["context"])
-        tried = probe(env_fns[0], context, options["start_timeout"], daemon=options.get("daemon", True))
+        tried = probe(
+            env_fns[0], context, options["start_timeout"], daemon=options.get("daemon", True),
+            variables=variables_of(variables, 0),
+        )  # fmt: skip
         chosen = choose(tried, len(env_fns), plan.cpus, isolate=isolate)
         workers = chosen.num_workers
         if chosen.use_caller:

@@ -37,7 +37,7 @@ __all__ = ["RayVectorEnv"]
 _PLACEMENTS = ("STRICT_SPREAD", "SPREAD", "PACK")
 _ENGINE_OPTIONS = (
     "shared_memory", "copy", "context", "daemon", "observation_mode", "max_concurrency", "use_caller", "step_timeout",
-    "start_timeout", "threads_per_worker", "strict",
+    "start_timeout", "threads_per_worker", "strict", "worker_env", "ragged_infos",
 )  # fmt: skip
 
 
@@ -124,6 +124,7 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
             len(env_fns), workers_per_host, batch_size, on_failure, restart_limit, restart_period, step_timeout,
             self._start_timeout, engine_options.get("threads_per_worker"),
             engine_options.get("use_caller", False), engine_options.get("strict", False),
+            worker_env=engine_options.get("worker_env"), ragged_infos=engine_options.get("ragged_infos", False),
         )  # fmt: skip
         recovery: dict[str, Any] = {
             "on_failure": on_failure, "restart_limit": restart_limit, "restart_period": restart_period,
@@ -238,7 +239,7 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
             return PickledStore(self.single_observation_space, self.num_envs)
 
         expected = Expected(self.observation_mode, self.single_observation_space, self.single_action_space)
-        plan = Plan(layout, self.autoreset_mode, expected)
+        plan = Plan(layout, self.autoreset_mode, expected, ragged=self._host_options.get("ragged_infos", False))
         return HostsEngine(pool, self.env_fns, layout, make_store, plan, policy, self._mismatches)
 
     # -- what can be looked at --------------------------------------------------------------------------------------

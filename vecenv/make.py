@@ -49,8 +49,10 @@ def make_vec(
         num_envs: Number of environments.
         backend: ``"process"``: worker processes, :class:`vecenv.AsyncVectorEnv`; as many as are fastest unless
             ``vector_kwargs`` says ``num_workers``, and started by ``"forkserver"`` where JAX or torch are imported, because
-            their threads do not survive a fork. ``"serial"``: the same class in this process. ``"envpool"``: EnvPool's C++
-            threads, :class:`vecenv.backends.EnvPoolVectorEnv`. ``"brax"`` and ``"playground"``: on the accelerator.
+            their threads do not survive a fork. Where that is faster by more than a tenth, this process steps a share, and a
+            crash of one of those environments ends it: ``envs.plan`` and ``repr`` say so, ``isolate`` decides otherwise.
+            ``"serial"``: the same class in this process. ``"envpool"``: EnvPool's C++ threads,
+            :class:`vecenv.backends.EnvPoolVectorEnv`. ``"brax"`` and ``"playground"``: on the accelerator.
             ``"ray"``: worker processes on the machines of a Ray cluster, :class:`vecenv.backends.RayVectorEnv`.
             ``"native"``: the library's own vector environment, :class:`vecenv.backends.NativeVectorEnv`; ``"process"`` takes
             it too for an id that has nothing but a vector entry point, and ``envs.plan`` says so.

@@ -236,6 +236,32 @@ def test_a_choice_is_always_possible(cores: int, step: float, num_envs: int) -> 
                 assert 1 <= plan.caller_share <= num_envs - plan.num_workers
 
 
+@pytest.mark.parametrize("num_envs", [1, 2, 8, 64])
+@pytest.mark.parametrize("cores", [2, 8, 64])
+@pytest.mark.parametrize("step", [1e-6, 5e-6, 2e-5, 1e-4, 5e-4, 1e-2])
+def test_it_isolates_where_that_costs_less_than_a_tenth(step: float, cores: int, num_envs: int) -> None:
+    probed = Probe(100, step, step, step * 2)
+    free, forced, by_itself = (choose(probed, num_envs, cores, isolate=isolate) for isolate in (False, True, None))
+    cost = min(forced.estimates.values()) / min(free.estimates.values())
+    in_reach = free.num_workers == 0 or free.use_caller
+    assert (by_itself.num_workers, by_itself.use_caller) == (
+        (forced.num_workers, False) if in_reach and cost < 1.1 else (free.num_workers, free.use_caller)
+    )
+    assert ("ends the program" in by_itself.reason) == (by_itself.num_workers == 0 or by_itself.use_caller)
+
+
+def test_whoever_asks_is_isolated() -> None:
+    with_auto = vecenv.make_vec(lambda: Numbers(0), 2, vector_kwargs={"isolate": True})
+    assert with_auto.num_workers == 2
+    assert not with_auto.local_envs
+    with_auto.close()
+    for how in ({"num_workers": 0}, {"num_workers": 1, "use_caller": True}):
+        with pytest.raises(ValueError, match="`isolate` needs worker processes"):
+            vecenv.AsyncVectorEnv(numbers(2), isolate=True, **how)
+    with pytest.raises(ValueError, match="`isolate` must be None, True or False, got 'yes'"):
+        vecenv.AsyncVectorEnv(numbers(2), isolate="yes")
+
+
 def test_slow_steps_are_shared_by_all_cores_and_quick_ones_are_not_shared_at_all() -> None:
     slow = choose(Probe(100, 0.01, 0.01, 0.02), 8, 2)
     assert slow.num_workers + slow.use_caller == 2

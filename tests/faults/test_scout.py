@@ -25,6 +25,7 @@ import vecenv
 from vecenv.errors import StartupTimeout, WorkerDied
 from vecenv.planning import scout as scouting
 from vecenv.planning.scout import Described, Trial, probe, scout
+from vecenv.system.cores import usable_cores
 from vecenv.testing.faulty import NestedEnv
 
 pytestmark = FAULTS
@@ -135,6 +136,66 @@ def test_helpers_end_with_it(tmp_path: Path, end: str, own_session: bool) -> Non
             probe(env_fn, timeout=1.0)
     helper = int((tmp_path / "helper").read_text())
     assert not remaining([helper], PATIENCE)
+
+
+class Trips(Helped):
+    """Does whatever it is told in its third step, or by its first reset; has a helper."""
+
+    def __init__(self, path: Path, then: Callable[[], object], at: int = 3) -> None:
+        super().__init__(path, True)
+        self._then, self._left = then, at
+
+    def reset(self, **kwargs: Any) -> Any:
+        if not self._left:
+            self._then()
+        return super().reset(**kwargs)
+
+    def step(self, action: Any) -> Any:
+        self._left -= 1
+        if not self._left:
+            self._then()
+        return super().step(action)
+
+
+@pytest.mark.parametrize(("end", "says"), [("raises", "ZeroDivisionError"), ("killed", "SIGKILL"), ("hangs", "1.0 seconds")])
+@pytest.mark.parametrize("at", [3, 0], ids=["step", "reset"])
+def test_an_environment_that_fails_while_it_is_stepped_is_one_to_be_careful_with(
+    tmp_path: Path, end: str, says: str, at: int
+) -> None:
+    env_fn = functools.partial(Trips, tmp_path / "helper", ENDS[end][0], at)
+    found = scout([env_fn], timeout=1.0)
+    assert isinstance(found.described, Described)
+    assert found.probe is not None
+    assert found.probe.steps == 0
+    assert says in found.probe.failure
+    assert not remaining([int((tmp_path / "helper").read_text())], PATIENCE)
+
+
+@pytest.mark.parametrize("end", ["raises", "killed"])
+def test_auto_goes_on_over_an_environment_that_fails_and_isolates_it(tmp_path: Path, end: str) -> None:
+    """The failure comes again where it can be dealt with."""
+    env_fn = functools.partial(Trips, tmp_path / "helper", ENDS[end][0])
+    envs: Any = vecenv.make_vec(env_fn, 2, vector_kwargs={"on_failure": "restart", "restart_limit": 100})
+    assert envs.num_workers == min(2, usable_cores())
+    assert "caller" not in repr(envs)
+    assert "failed while it was tried" in envs.plan.reason
+    assert "no step could be timed: " in str(envs.plan)
+    envs.reset(seed=1)
+    for _ in range(5):
+        envs.step([0, 0])
+    assert envs.stats()["restarts"] >= 2
+    envs.close()
+
+
+class Brittle(Obedient):
+    def step(self, action: Any) -> Any:
+        raise ZeroDivisionError
+
+
+def test_the_caller_takes_an_even_share_of_what_could_not_be_timed() -> None:
+    envs = vecenv.AsyncVectorEnv([functools.partial(Brittle, 0)] * 4, num_workers=1, use_caller=True)
+    assert len(envs.local_envs) == 2
+    envs.close()
 
 
 def test_death_is_noticed_while_a_helper_holds_its_pipe(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ __all__ = ["with_custom_worker"]
 
 _OURS = (
     "num_workers", "use_caller", "batch_size", "on_failure", "restart_limit", "restart_period", "step_timeout",
-    "start_timeout", "threads_per_worker", "strict", "dummy_env", "worker_env", "lazy", "ragged_infos",
+    "start_timeout", "threads_per_worker", "strict", "dummy_env", "worker_env", "lazy", "ragged_infos", "isolate",
 )  # fmt: skip
 
 

@@ -63,7 +63,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         autoreset_mode: ``AutoresetMode`` or its string value.
         max_concurrency: At most so many environments are inside ``reset`` or ``step`` at once.
         num_workers: ``None``: one process an environment. An int: so many processes, each over a contiguous share of the
-            environments. ``"auto"``: what is fastest here. 0: no process, for debugging.
+            environments. ``"auto"``: what is fastest here, see ``isolate``. 0: no process, for debugging.
         use_caller: The calling process steps a share of the environments itself. The fastest there is, for environments one
             would trust in ``SyncVectorEnv``: a crash of one takes the program along.
         batch_size: How many environments :meth:`recv` returns at a time, 1 to ``num_envs``.
@@ -76,6 +76,8 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         dummy_env: Where metadata and spaces come from. ``True``: an environment built and closed in this process, as
             Gymnasium does. ``False``: one in a process of its own; none is built here. ``None``: as ``True``, but as
             ``False`` where a process tries an environment anyway (``num_workers="auto"``, ``use_caller=True``).
+        isolate: For ``"auto"``: ``True`` steps no environment in this process, where a crash of it ends the program;
+            ``False`` does where that is faster; ``None`` where it is faster by more than a tenth.
         worker_env: Environment variables of the workers: name -> value, or a function of the worker's index that gives it
             (``{"CUDA_VISIBLE_DEVICES": lambda worker: worker % 4}``); ``None`` removes one. Under ``spawn`` they are there
             before anything is imported; under ``fork`` modules that this process has imported have read theirs already.
@@ -144,6 +146,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         threads_per_worker: int | None = None,
         strict: bool = False,
         dummy_env: bool | None = None,
+        isolate: bool | None = None,
         worker_env: WorkerEnv | None = None,
         lazy: bool = False,
         ragged_infos: bool = False,
@@ -154,7 +157,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         self.worker = worker
         check_options(
             self.num_envs, num_workers, batch_size, on_failure, restart_limit, restart_period, step_timeout, start_timeout,
-            threads_per_worker, use_caller, strict, dummy_env, worker_env, lazy, ragged_infos,
+            threads_per_worker, use_caller, strict, dummy_env, worker_env, lazy, ragged_infos, isolate,
         )  # fmt: skip
         mp = multiprocessing.get_context(context)
         here = False if dummy_env is None and (worker_env or lazy) else dummy_env
@@ -163,7 +166,8 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             variables=variables_of(worker_env, 0), remember=lazy,
         )  # fmt: skip
         policy = Policy.of(on_failure, restart_limit, restart_period, step_timeout, start_timeout)
-        isolate = policy.restart or step_timeout is not None or bool(worker_env)
+        if policy.restart or step_timeout is not None or worker_env:
+            isolate = True
         to_look = num_workers, use_caller, isolate
         to_open = mp, policy, batch_size, threads_per_worker, strict, ragged_infos, worker_env
         if lazy:
@@ -172,7 +176,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             self._look(*to_look)
             self._open(*to_open)
 
-    def _look(self, num_workers: int | str | None, use_caller: bool, isolate: bool) -> None:
+    def _look(self, num_workers: int | str | None, use_caller: bool, isolate: bool | None) -> None:
         """Find out what the environments are, and how many workers there will be."""
         self._read_spaces(self.env_fns)
         self.num_workers, self._share, self.plan = workers_and_share(

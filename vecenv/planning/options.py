@@ -19,7 +19,7 @@ def workers_and_share(
     num_envs: int,
     num_workers: int | str | None,
     use_caller: bool,
-    isolate: bool,
+    isolate: bool | None,
     measure: Callable[[], Probe],
 ) -> tuple[int, int, Plan | None]:
     """How many worker processes, how many environments the caller steps itself, and the plan if one was made.
@@ -40,7 +40,10 @@ def workers_and_share(
         return 0, num_envs, None
     if not use_caller:
         return processes, 0, None
-    return processes, caller_share(num_envs, processes, measure().step), None
+    measured = measure()
+    if measured.failure:
+        return processes, max(num_envs // (processes + 1), 1), None
+    return processes, caller_share(num_envs, processes, measured.step), None
 
 
 def check_options(
@@ -59,6 +62,7 @@ def check_options(
     worker_env: Any = None,
     lazy: Any = False,
     ragged_infos: Any = False,
+    isolate: Any = None,
 ) -> None:
     """Refuse options that mean nothing, by name and with what is accepted.
 
@@ -69,6 +73,7 @@ def check_options(
         check_variables(worker_env)
     wants = {"step_timeout": "can be killed"} if step_timeout is not None else {}
     wants |= {"worker_env": "have environment variables of their own"} if worker_env else {}
+    wants |= {"isolate": "keep a crash of an environment from the program"} if isolate is True else {}
     for option, reason in wants.items():
         if use_caller or num_workers == 0:
             raise ValueError(
@@ -95,6 +100,7 @@ def check_options(
         ("threads_per_worker", threads_per_worker, threads_per_worker is None or whole(threads_per_worker, 1),
          "None or an int from 1 on"),
         ("strict", strict, isinstance(strict, bool), "True or False"),
+        ("isolate", isolate, isolate is None or isinstance(isolate, bool), "None, True or False"),
         ("lazy", lazy, isinstance(lazy, bool), "True or False"),
         ("ragged_infos", ragged_infos, isinstance(ragged_infos, bool), "True or False"),
         ("dummy_env", dummy_env, dummy_env is None or isinstance(dummy_env, bool), "None, True or False"),

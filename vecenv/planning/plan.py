@@ -32,6 +32,7 @@ BY_WORKERS: Final = 28e-6  # as many workers as cores
 WAKE: Final = 12e-6  # each worker more than cores: a sleep and a wake-up
 
 _WAITS: Final = 0.3  # from this share of waiting on, more processes than cores are considered
+_SAFETY: Final = 1.1  # what may be paid for worker processes, which a crash of an environment does not leave
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +61,14 @@ class Plan:
 
     def __str__(self) -> str:
         probed = self.probe
-        lines = [
-            f"Plan for {self.num_envs} environments on {self.cores} usable cores:",
-            f"  a step takes {probed.step * 1e6:.1f} us, {probed.waits:.0%} of it waiting ({probed.steps} steps measured)",
-            f"  all else takes {probed.pace:.1f} times the usual, {probed.pace * probed.crowding:.1f} with other cores busy",
-        ]
+        lines = [f"Plan for {self.num_envs} environments on {self.cores} usable cores:"]
+        if probed.failure:
+            lines.append(f"  no step could be timed: {probed.failure}")
+        else:
+            timed = f"{probed.waits:.0%} of it waiting ({probed.steps} steps measured)"
+            busy = f"{probed.pace * probed.crowding:.1f} times while others compute"
+            lines.append(f"  a step takes {probed.step * 1e6:.1f} us, {timed}")
+            lines.append(f"  this machine takes {probed.pace:.1f} times as long as the reference one, {busy}")
         for name, seconds in sorted(self.estimates.items(), key=lambda entry: entry[1]):
             lines.append(f"  {name:<28} {self.num_envs / seconds:>12,.0f} steps per second expected")
         share = f" (the caller steps {self.caller_share} environments itself)" if self.use_caller else ""
@@ -83,15 +87,21 @@ def caller_share(num_envs: int, workers: int, step: float) -> int:
     return min(max(round(even - less), 1), max(num_envs - workers, 1))
 
 
-def choose(probed: Probe, num_envs: int, cores: int, *, isolate: bool = False) -> Plan:
-    """The fastest way to step ``num_envs`` such environments.
+def choose(probed: Probe, num_envs: int, cores: int, *, isolate: bool | None = None) -> Plan:
+    """The fastest way to step ``num_envs`` such environments, or one that is nearly as fast and safe.
 
     Args:
         probed: What was measured.
         num_envs: How many environments.
         cores: Usable cores.
-        isolate: Only worker processes will do: restarts and timeouts need something that can be killed.
+        isolate: ``True``: only worker processes will do; restarts and timeouts need something that can be killed. ``None``:
+            they are taken where that costs less than a tenth, because a crash of an environment does not end the program
+            then. ``False``: whatever is fastest.
     """
+    if probed.failure:
+        workers = min(cores, num_envs)
+        reason = "the environment failed while it was tried, so the program is kept out of its reach"
+        return Plan(num_envs, workers, False, 0, reason, probed, cores, {})
     waiting_step = max(probed.step - probed.cpu, 0.0)
     # Who makes two cores slow each other down may as well be a neighbour on the same hardware, who slows a lone process down
     # too, and comes and goes; so a lone process is expected half way between the two.
@@ -117,27 +127,37 @@ def choose(probed: Probe, num_envs: int, cores: int, *, isolate: bool = False) -
             computing = num_envs * computing_step / cores + processes * wake / cores
             expected = BY_WORKERS * crowded + max(waiting, computing) + processes * wake / 4
             choices[f"{processes} workers"] = (expected, processes, 0)
-    _, processes, share = min(choices.values())
+    best = min(choices.values())
+    safest = min(choice for choice in choices.values() if not choice[2])
+    safe = bool(best[2]) and isolate is None and safest[0] < best[0] * _SAFETY
+    _, processes, share = safest if safe else best
     reason = "it steps on every usable core"
     if processes == 0:
         reason = f"a batch of {num_envs} such steps is over before another process pays"
     elif processes > cores:
         reason = f"steps that wait {probed.waits:.0%} of their time overlap in more processes than cores"
     elif isolate:
-        reason = "restarts and timeouts need processes, one a usable core"
+        reason = "restarts, timeouts, variables or isolate=True need processes, one per usable core"
+    elif safe:
+        reason = "nearly the fastest, and a crash of an environment does not end the program"
+    if share:
+        reason += "; a crash of an environment that the caller steps ends the program"
     estimates = {key: value[0] for key, value in choices.items()}
     use_caller = share > 0 and processes > 0
     return Plan(num_envs, processes, use_caller, share if use_caller else 0, reason, probed, cores, estimates)
 
 
-def plan(env_fn: Callable[[], Any] | str, num_envs: int, *, context: str | None = None, isolate: bool = False) -> Plan:
+def plan(
+    env_fn: Callable[[], Any] | str, num_envs: int, *, context: str | None = None, isolate: bool | None = None
+) -> Plan:
     """Measure one environment and say how to run ``num_envs`` of them here.
 
     Args:
         env_fn: Builds the environment, in a process of its own; or an id of Gymnasium's registry.
         num_envs: How many there will be.
         context: Start method of that process.
-        isolate: Leave out the choices in which the calling process steps environments itself.
+        isolate: ``True`` leaves out the choices in which the calling process steps environments itself, ``None`` those that
+            are less than a tenth faster, ``False`` none.
     """
     if num_envs < 1:
         raise ValueError(f"`num_envs` must be an int from 1 on, got {num_envs!r}.")

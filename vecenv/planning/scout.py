@@ -56,6 +56,7 @@ class Probe:
             :mod:`vecenv.plan`.
         crowding: How much longer it takes while another process computes as well. 1: each has a core of its own; up to 2
             where two of the usable cores are two threads of one.
+        failure: What the environment raised while it was stepped, or how its process ended; then nothing was measured.
     """
 
     steps: int
@@ -64,6 +65,7 @@ class Probe:
     slowest: float
     pace: float = 1.0
     crowding: float = 1.0
+    failure: str = ""
 
     @property
     def waits(self) -> float:
@@ -90,7 +92,7 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class Scouted:
-    """What came back: the description, or why it could not travel, and the steps' times if they were asked for."""
+    """What came back: the description, or why it could not travel, and what its steps showed if they were asked for."""
 
     described: Described | Exception
     probe: Probe | None
@@ -213,7 +215,7 @@ def probe(
     daemon: bool = True,
     variables: Variables | None = None,
 ) -> Probe:
-    """Step one environment with random actions for a moment, in a process of its own; raises as :func:`scout` does."""
+    """Step one environment with random actions for a moment, in a process of its own; see :func:`scout`."""
     found = scout([env_fn], context, timeout, daemon=daemon, variables=variables).probe
     assert found is not None
     return found
@@ -231,12 +233,13 @@ def scout(
 ) -> Scouted:
     """Describe environments in a process of their own, and with ``step`` the first one's steps for a moment.
 
-    That process closes the environment, for which it has a few seconds, and ends whatever the environment started.
+    That process closes the environment, for which it has a few seconds, and ends whatever the environment started. An
+    environment that fails while it is stepped is one to be careful with, so that is told by the probe.
 
     Raises:
-        StartupTimeout: Nothing came back within ``timeout`` seconds; the process was killed.
-        WorkerDied: The process ended, or closed its pipe.
-        Exception: What the environment raised.
+        StartupTimeout: It was not built within ``timeout`` seconds; the process was killed.
+        WorkerDied: The process ended, or closed its pipe, while the environment was built.
+        Exception: What the environment raised while it was built.
     """
     mp = context if context is not None else multiprocessing.get_context()
     wanted = list(env_fns if everyone else env_fns[:1])
@@ -246,22 +249,39 @@ def scout(
     ward = Ward(mp, _scout_main, args, name="vecenv-scout", daemon=daemon, abrupt=True, variables=variables)
     try:
         deadline = time.monotonic() + timeout
-        message = _hear(ward, ward.start(), blob, deadline, timeout)
+        said: PackedError | tuple[bytes | PackedError] = pickle.loads(_hear(ward, ward.start(), blob, deadline, timeout))
         where = f"one environment, pid {ward.pid}, built to look at it"
+        if isinstance(said, PackedError):
+            ward.wait_for_end(_CLOSE_SECONDS)
+            raise unpack(said, where)
+        found = _probed(ward, deadline, timeout) if step else None
         ward.wait_for_end(_CLOSE_SECONDS)  # it closes its environment, which may hold what the first worker needs
     finally:
         ward.end()
-    result: PackedError | tuple[bytes | PackedError, Probe | None] = pickle.loads(message)
-    if isinstance(result, PackedError):
-        raise unpack(result, where)
-    return Scouted(_opened(result[0], where), result[1])
+    return Scouted(_opened(said[0], where), found)
+
+
+def _probed(ward: Ward, deadline: float, timeout: float) -> Probe:
+    """What its steps showed."""
+    try:
+        said: Probe | PackedError = pickle.loads(_hear(ward, ward.pipe, b"", deadline, timeout))
+    except (StartupTimeout, WorkerDied) as error:
+        return _failed(str(error))
+    return said if isinstance(said, Probe) else _failed(said.summary)
+
+
+def _failed(why: str) -> Probe:
+    return Probe(0, 0.0, 0.0, 0.0, failure=why)
 
 
 def _hear(ward: Ward, pipe: Connection[Any, Any], blob: bytes, deadline: float, timeout: float) -> bytes:
-    """What it found out, as it was sent. That its pipe is open says nothing: a helper may hold it.
+    """What it has to say next. That its pipe is open says nothing: a helper may hold it.
 
     A new interpreter gets the environments' functions when it is there to read them: they may be larger than a pipe, and
     what it imports first may take for ever.
+
+    Raises:
+        StartupTimeout, WorkerDied: Nothing came.
     """
     message = b""
     closed = False
@@ -299,18 +319,23 @@ def _opened(described: bytes | PackedError, where: str) -> Described | Exception
 
 def _scout_main(connection: Connection[Any, Any], env_fns: Any, everyone: bool, step: bool) -> None:
     pid, env = os.getpid(), None
+
+    def tell(result: Any) -> None:
+        if os.getpid() != pid:  # a child that the environment forked has come back from it
+            os._exit(0)
+        connection.send_bytes(pickle.dumps(result))
+
     try:
         if env_fns is None:
             connection.send_bytes(_READY)
             env_fns = cloudpickle.loads(connection.recv_bytes())
         env = env_fns[0]()
-        described = _sealed(_read(env, env_fns, everyone))
-        result: Any = (described, _step_for_a_moment(env, connection) if step else None)
+        tell((_sealed(_read(env, env_fns, everyone)),))
+        result: Any = _step_for_a_moment(env, connection) if step else None
     except BaseException as error:
         result = pack(error)
-    if os.getpid() != pid:  # a child that the environment forked has come back from it
-        os._exit(0)
-    connection.send_bytes(pickle.dumps(result))
+    if result is not None:
+        tell(result)
     if env is not None:
         try:
             env.close()

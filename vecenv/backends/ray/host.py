@@ -187,13 +187,13 @@ def _build(plan: HostPlan) -> HostRows:
     workers = plan.workers
     if workers == "auto":
         variables = options.get("worker_env")
-        isolate = options.get("on_failure") == "restart" or options.get("step_timeout") is not None or bool(variables)
+        wanted = options.get("on_failure") == "restart" or options.get("step_timeout") is not None or variables
         context = multiprocessing.get_context(options["context"])
         tried = probe(
             env_fns[0], context, options["start_timeout"], daemon=options.get("daemon", True),
             variables=variables_of(variables, 0),
         )  # fmt: skip
-        chosen = choose(tried, len(env_fns), plan.cpus, isolate=isolate)
+        chosen = choose(tried, len(env_fns), plan.cpus, isolate=True if wanted else None)
         workers = chosen.num_workers
         if chosen.use_caller:
             options["use_caller"] = True

@@ -19,6 +19,7 @@ def lint(session: nox.Session) -> None:
     session.install("-e", ".[test,lint]")
     session.run("ruff", "check", ".")
     session.run("mypy")
+    session.run("mypy", "tests/typed_programs.py")
 
 
 @nox.session(python="3.11")

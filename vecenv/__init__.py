@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vecenv.instead import uninstall as uninstall
     from vecenv.make import make_vec as make_vec
     from vecenv.make import register as register
+    from vecenv.multi_agent import MultiAgentVecEnv as MultiAgentVecEnv
     from vecenv.tools.pictures import render_grid as render_grid
 
 __all__ = [

@@ -15,7 +15,7 @@ import multiprocessing
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, overload
 
 import gymnasium
 import numpy as np
@@ -25,6 +25,9 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.ids import check_env_options, check_names, engine_options, find_spec, only_vector, parameters_of
 
+if TYPE_CHECKING:
+    from vecenv.backends import EnvPoolVectorEnv, JaxVectorEnv, NativeVectorEnv, RayVectorEnv
+
 __all__ = ["make_vec", "register"]
 
 AnyVectorEnv: TypeAlias = VectorEnv[Any, Any, Any]
@@ -32,6 +35,63 @@ EnvFn: TypeAlias = Callable[..., gymnasium.Env[Any, Any]]
 Wrappers: TypeAlias = Sequence[Callable[[Any], Any]]
 
 
+@overload  # (what has nothing but a vector entry point is a NativeVectorEnv: only its registration tells)
+def make_vec(
+    id_or_env_fn: str | EnvSpec | EnvFn,
+    num_envs: int = 1,
+    backend: Literal["process", "serial"] = "process",
+    *,
+    vector_kwargs: Mapping[str, Any] | None = None,
+    wrappers: Wrappers | None = None,
+    **env_kwargs: Any,
+) -> AsyncVectorEnv[Any, Any]: ...
+@overload
+def make_vec(
+    id_or_env_fn: str | EnvSpec,
+    num_envs: int,
+    backend: Literal["envpool"],
+    *,
+    vector_kwargs: Mapping[str, Any] | None = None,
+    **env_kwargs: Any,
+) -> EnvPoolVectorEnv: ...
+@overload
+def make_vec(
+    id_or_env_fn: str | EnvSpec,
+    num_envs: int,
+    backend: Literal["brax", "playground"],
+    *,
+    vector_kwargs: Mapping[str, Any] | None = None,
+    **env_kwargs: Any,
+) -> JaxVectorEnv: ...
+@overload
+def make_vec(
+    id_or_env_fn: str | EnvSpec | EnvFn,
+    num_envs: int,
+    backend: Literal["ray"],
+    *,
+    vector_kwargs: Mapping[str, Any] | None = None,
+    wrappers: Wrappers | None = None,
+    **env_kwargs: Any,
+) -> RayVectorEnv[Any, Any]: ...
+@overload
+def make_vec(
+    id_or_env_fn: str | EnvSpec,
+    num_envs: int,
+    backend: Literal["native"],
+    *,
+    vector_kwargs: Mapping[str, Any] | None = None,
+    **env_kwargs: Any,
+) -> NativeVectorEnv: ...
+@overload
+def make_vec(
+    id_or_env_fn: str | EnvSpec | EnvFn,
+    num_envs: int = 1,
+    backend: str = "process",
+    *,
+    vector_kwargs: Mapping[str, Any] | None = None,
+    wrappers: Wrappers | None = None,
+    **env_kwargs: Any,
+) -> AnyVectorEnv: ...
 def make_vec(
     id_or_env_fn: str | EnvSpec | EnvFn,
     num_envs: int = 1,

@@ -6,6 +6,7 @@ import inspect
 import multiprocessing
 import os
 import re
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
 import vecenv
+from vecenv.planning.options import EngineOptions
 
 
 def box_env(low: float = 0.0, high: float = 1.0, shape: tuple[int, ...] = (2,), dtype: Any = np.float32) -> Any:
@@ -304,3 +306,10 @@ def test_mpi_variables_do_not_reach_the_workers_and_stay_here(monkeypatch: pytes
         assert envs.call("variables") == ([], [])
     assert os.environ["OMPI_COMM_WORLD_RANK"] == "1"
     assert os.environ["PMI_SIZE"] == "2"
+
+
+def test_classes_over_the_engine_know_its_options() -> None:
+    """``EngineOptions`` is the signature once more, for type checkers; without what those classes set or refuse."""
+    hints = typing.get_type_hints(vecenv.AsyncVectorEnv.__init__)
+    theirs = set(hints) - {"env_fns", "worker", "observation_mode", "autoreset_mode", "lazy", "return"}
+    assert {name: hints[name] for name in theirs} == typing.get_type_hints(EngineOptions)

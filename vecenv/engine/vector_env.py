@@ -25,7 +25,7 @@ from vecenv.engine.lazy import wait_for_use
 from vecenv.engine.starting import PoolOptions
 from vecenv.front.gymnasiums import GymnasiumAsync
 from vecenv.link.observations import PickledStore, RegisteredStore, SharedStore, Store, has_dynamic_part
-from vecenv.planning.options import check_options, workers_and_share
+from vecenv.planning.options import NumWorkers, OnFailure, StartMethod, check_options, workers_and_share
 from vecenv.planning.scout import Trial
 from vecenv.shm import Batch, Layout, fixed_tree
 from vecenv.system.cores import usable_cores
@@ -128,17 +128,17 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         env_fns: Sequence[Callable[[], Env[Any, Any]]],
         shared_memory: bool = True,
         copy: bool = True,
-        context: str | None = None,
+        context: StartMethod | None = None,
         daemon: bool = True,
         worker: Callable[..., None] | None = None,
         observation_mode: str | Space[Any] | tuple[Space[Any], Space[Any]] = "same",
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
         max_concurrency: int | None = None,
         *,
-        num_workers: int | str | None = None,
+        num_workers: NumWorkers = None,
         use_caller: bool = False,
         batch_size: int | None = None,
-        on_failure: str = "raise",
+        on_failure: OnFailure = "raise",
         restart_limit: int = 5,
         restart_period: float = 60.0,
         step_timeout: float | None = None,

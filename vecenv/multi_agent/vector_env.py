@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ from vecenv.multi_agent.infos import agents_to_axis
 from vecenv.multi_agent.masks import ActionMasks
 from vecenv.multi_agent.roster import FLAGS, Roster, env_name, read_roster, tree_of
 from vecenv.multi_agent.through import AgentRows, ThroughToRows
+from vecenv.planning.options import EngineOptions
 from vecenv.shm.layout import Array
 
 if TYPE_CHECKING:
@@ -91,11 +92,11 @@ class MultiAgentVecEnv(ThroughToRows):
         action_mask: str | None = "auto",
         pad_value: float = 0,
         seed_stride: int = 1,
-        **engine: Any,
+        **engine: Unpack[EngineOptions],
     ) -> None:
         if not len(env_fns):
             raise ValueError("MultiAgentVecEnv needs at least one env_fn")
-        refused = sorted({"worker", "observation_mode"} & set(engine))
+        refused = sorted({"worker", "observation_mode", "lazy"} & set(engine))
         if refused:
             raise TypeError(f"MultiAgentVecEnv has no arguments {refused}")
         if isinstance(seed_stride, bool) or not isinstance(seed_stride, (int, np.integer)):

@@ -3,16 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, TypeAlias, TypedDict
 
 import numpy as np
 
 from vecenv.planning.plan import Plan, caller_share, choose
 from vecenv.planning.scout import Probe
 from vecenv.system.cores import usable_cores
-from vecenv.system.variables import check_variables
+from vecenv.system.variables import WorkerEnv, check_variables
 
-__all__ = ["check_options", "workers_and_share"]
+__all__ = ["EngineOptions", "NumWorkers", "OnFailure", "StartMethod", "check_options", "workers_and_share"]
+
+NumWorkers: TypeAlias = int | Literal["auto"] | None
+OnFailure: TypeAlias = Literal["raise", "restart"]
+StartMethod: TypeAlias = Literal["fork", "spawn", "forkserver"]
+
+
+class EngineOptions(TypedDict, total=False):
+    """What classes over :class:`vecenv.AsyncVectorEnv` hand on to it; see there."""
+
+    shared_memory: bool
+    copy: bool
+    context: StartMethod | None
+    daemon: bool
+    max_concurrency: int | None
+    num_workers: NumWorkers
+    use_caller: bool
+    batch_size: int | None
+    on_failure: OnFailure
+    restart_limit: int
+    restart_period: float
+    step_timeout: float | None
+    start_timeout: float
+    threads_per_worker: int | None
+    strict: bool
+    dummy_env: bool | None
+    isolate: bool | None
+    worker_env: WorkerEnv | None
+    ragged_infos: bool
 
 
 def workers_and_share(

@@ -1,0 +1,53 @@
+"""What a type checker is to make of programs: checked by mypy (``.ci/run``), never run.
+
+``assert_type`` says what an expression must be known to be; a call that has to be refused carries the error that it gets.
+"""
+
+from __future__ import annotations
+
+from typing import Any, assert_type
+
+import gymnasium
+from gymnasium.vector import VectorEnv
+
+import vecenv
+from vecenv.backends import EnvPoolVectorEnv, JaxVectorEnv, NativeVectorEnv, RayVectorEnv
+
+
+def make() -> gymnasium.Env[Any, Any]:
+    return gymnasium.make("CartPole-v1")
+
+
+def doors_know_what_they_build(backend: str) -> None:
+    assert_type(vecenv.make_vec("CartPole-v1", 8), vecenv.AsyncVectorEnv[Any, Any])
+    assert_type(vecenv.make_vec(make, num_envs=8, backend="serial"), vecenv.AsyncVectorEnv[Any, Any])
+    assert_type(vecenv.make_vec("CartPole-v1", 8, "envpool"), EnvPoolVectorEnv)
+    assert_type(vecenv.make_vec("ant", 8, "brax"), JaxVectorEnv)
+    assert_type(vecenv.make_vec("CartpoleBalance", num_envs=8, backend="playground"), JaxVectorEnv)
+    assert_type(vecenv.make_vec(make, 8, backend="ray"), RayVectorEnv[Any, Any])
+    assert_type(vecenv.make_vec("ALE/Pong-v5", 8, backend="native"), NativeVectorEnv)
+    assert_type(vecenv.make_vec("CartPole-v1", 8, backend), VectorEnv[Any, Any, Any])
+
+
+def first_ready_batches_are_known(actions: Any) -> None:
+    envs = vecenv.make_vec("CartPole-v1", 8, vector_kwargs={"batch_size": 4})
+    envs.reset_async(seed=1)
+    _, rewards, _, _, infos = envs.recv(timeout=10.0, count=4)
+    envs.send(actions, env_id=infos["env_id"])
+    print(rewards.mean(), envs.stats()["steps"], envs.capabilities.restarts, envs.plan)
+
+
+def words_are_checked() -> None:
+    vecenv.AsyncVectorEnv([make] * 2, num_workers="auto", on_failure="restart", context="spawn", isolate=True)
+    vecenv.AsyncVectorEnv([make] * 2, num_workers="all")  # type: ignore[arg-type]
+    vecenv.AsyncVectorEnv([make] * 2, on_failure="retry")  # type: ignore[arg-type]
+    vecenv.AsyncVectorEnv([make] * 2, context="thread")  # type: ignore[arg-type]
+    vecenv.MultiAgentVecEnv([make] * 2, num_workers=2, on_failure="restart", worker_env={"MUJOCO_GL": "egl"})
+    vecenv.MultiAgentVecEnv([make] * 2, on_failure="retry")  # type: ignore[arg-type]
+    vecenv.MultiAgentVecEnv([make] * 2, num_wrokers=2)  # type: ignore[call-arg]
+
+
+def resets_take_options_for_all_or_for_each() -> None:
+    envs = vecenv.AsyncVectorEnv([make] * 2, worker_env={"CUDA_VISIBLE_DEVICES": lambda worker: worker % 4})
+    envs.reset(seed=1, options={"low": 0.0})
+    envs.reset(seed=[1, None], options=[{"low": 0.0}, None])

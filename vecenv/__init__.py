@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vecenv import adapters as adapters
     from vecenv import backends as backends
     from vecenv import testing as testing
+    from vecenv import wrappers as wrappers
     from vecenv.instead import install as install
     from vecenv.instead import uninstall as uninstall
     from vecenv.make import make_vec as make_vec
@@ -41,6 +42,7 @@ _LAZY: dict[str, str] = {
     "testing": "vecenv.testing:",
     "torch": "vecenv.torch:",
     "uninstall": "vecenv.instead:uninstall",
+    "wrappers": "vecenv.wrappers:",
     "backends": "vecenv.backends:",
 }
 

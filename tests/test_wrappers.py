@@ -1,0 +1,153 @@
+"""``vecenv.wrappers``: episode statistics through ``step``, and through rows that come one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium.wrappers.vector
+import numpy as np
+import pytest
+from envs import counters, opened
+from gymnasium.vector import AutoresetMode
+
+import vecenv
+from vecenv.wrappers import RecordEpisodeStatistics
+
+MODES = pytest.mark.parametrize("mode", AutoresetMode)
+
+
+def cartpoles(num_envs: int) -> list[Any]:
+    return [lambda: gymnasium.make("CartPole-v1")] * num_envs
+
+
+def without_time(infos: dict[str, Any]) -> Any:
+    found = infos.get("episode", {})
+    return {key: found[key].tolist() for key in ("r", "l") if found}, infos.get("_episode", np.zeros(0)).tolist()
+
+
+@MODES
+@pytest.mark.parametrize("engine", [{"num_workers": 0}, {"num_workers": 2}], ids=["here", "two"])
+def test_step_counts_as_gymnasiums_wrapper_does(mode: AutoresetMode, engine: dict[str, Any]) -> None:
+    # (over SyncVectorEnv, which takes the mask out of the dict, it forgets all episodes when one is reset)
+    with (
+        opened(cartpoles(3), autoreset_mode=mode, num_workers=0) as others,
+        opened(cartpoles(3), autoreset_mode=mode, **engine) as envs,
+    ):
+        theirs = gymnasium.wrappers.vector.RecordEpisodeStatistics(others)
+        ours = RecordEpisodeStatistics(envs)
+        assert isinstance(ours, gymnasium.wrappers.vector.RecordEpisodeStatistics)
+        both = theirs, ours
+        for each in both:
+            each.reset(seed=5)
+        for step in range(120):
+            actions = np.array([step % 2, step % 3 == 0, 1], np.int64)
+            answers = [each.step(actions) for each in both]
+            assert without_time(answers[0][4]) == without_time(answers[1][4])
+            if mode is AutoresetMode.DISABLED and (over := answers[0][2] | answers[0][3]).any():
+                for each in both:
+                    each.reset(options={"reset_mask": over.copy()})
+        assert ours.episode_count == theirs.episode_count > 5
+        assert list(ours.return_queue) == list(theirs.return_queue)
+        assert list(ours.length_queue) == list(theirs.length_queue)
+        assert len(ours.time_queue) == ours.episode_count
+
+
+def by_hand(rewards: list[float], over: list[bool], mode: AutoresetMode) -> list[tuple[float, int]]:
+    """(return, length) of each episode of one environment's rows, the first of which is that of a reset."""
+    episodes, total, length, first = [], 0.0, 0, True
+    for reward, ended in zip(rewards, over, strict=True):
+        if first:
+            total, length, first = 0.0, 0, False
+            continue
+        total, length = total + reward, length + 1
+        if ended:
+            episodes.append((total, length))
+            total, length, first = 0.0, 0, mode is AutoresetMode.NEXT_STEP
+    return episodes
+
+
+def engines(mode: AutoresetMode) -> list[Any]:
+    fns = counters(6, lengths=(2, 5, 3))
+    envs: list[Any] = [vecenv.AsyncVectorEnv(fns, autoreset_mode=mode, batch_size=2, num_workers=3)]
+    if mode is AutoresetMode.NEXT_STEP:
+        from vecenv.backends import EnvPoolVectorEnv
+
+        envs.append(EnvPoolVectorEnv("CartPole-v1", 6, batch_size=2, num_threads=1, autoreset_mode=mode, seed=3))
+    return envs
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_rows_that_come_one_by_one_are_counted(mode: AutoresetMode) -> None:
+    for envs in engines(mode):
+        recorded: Any = RecordEpisodeStatistics(envs)
+        recorded.reset_async()
+        seen: dict[int, list[tuple[float, bool]]] = {row: [] for row in range(6)}
+        told: dict[int, list[tuple[float, int]]] = {row: [] for row in range(6)}
+        for _ in range(200):
+            _, rewards, terminations, truncations, infos = recorded.recv(timeout=60)
+            rows = infos["env_id"]
+            for place, row in enumerate(rows.tolist()):
+                seen[row].append((float(rewards[place]), bool(terminations[place] or truncations[place])))
+                if infos.get("_episode", np.zeros(len(rows)))[place]:
+                    told[row].append((float(infos["episode"]["r"][place]), int(infos["episode"]["l"][place])))
+            recorded.send(np.ones(len(rows), np.int64), env_id=rows)
+        expected = {row: by_hand(*map(list, zip(*said, strict=True)), mode) for row, said in seen.items()}
+        assert told == expected
+        assert recorded.episode_count == sum(map(len, expected.values())) > 20
+        recorded.close()
+
+
+def test_single_environments_that_are_reset_begin_anew() -> None:
+    """In the middle of an episode, and, without autoreset, at its end."""
+    with opened(counters(3, lengths=(4,)), autoreset_mode=AutoresetMode.DISABLED, num_workers=0) as envs:
+        recorded: Any = RecordEpisodeStatistics(envs)
+        recorded.reset(seed=1)
+        recorded.step([0, 0, 0])
+        recorded.reset_async(env_id=[1])
+        assert recorded.recv(count=1)[4].get("_episode") is None
+        recorded.reset(options={"reset_mask": np.array([False, False, True])})
+        for _ in range(3):
+            *_, infos = recorded.step([0, 0, 0])
+        assert infos["_episode"].tolist() == [True, False, False]
+        assert infos["episode"]["l"].tolist() == [4, 0, 0]
+        recorded.reset_async(env_id=[0])
+        recorded.recv(count=1)
+        *_, infos = recorded.step([0, 0, 0])
+        assert infos["episode"]["l"].tolist() == [0, 4, 4]
+
+
+def test_the_two_halves_count_too() -> None:
+    with opened(counters(2, lengths=(2,)), num_workers=2) as envs:
+        recorded: Any = RecordEpisodeStatistics(envs, stats_key="mine", buffer_length=1)
+        recorded.reset_async(seed=1)
+        recorded.reset_wait()
+        for _ in range(2):
+            recorded.step_async([0, 0])
+            *_, infos = recorded.step_wait(timeout=60)
+        assert infos["mine"]["l"].tolist() == [2, 2]
+        assert len(recorded.length_queue) == 1
+        assert (infos["mine"]["t"] > 0).all()
+
+
+def test_everything_else_is_the_vector_environments_own() -> None:
+    with opened(counters(2), num_workers=2, batch_size=1) as envs:
+        recorded: Any = RecordEpisodeStatistics(envs)
+        assert recorded.capabilities is not None
+        assert (recorded.batch_size, recorded.num_workers) == (1, 2)
+        assert recorded.call("get_wrapper_attr", "steps") == (0, 0)
+        with pytest.raises(AttributeError, match="no attribute '_nothing'"):
+            _ = recorded._nothing
+        with pytest.raises(AttributeError, match="nothing"):
+            _ = recorded.nothing
+
+
+def test_a_key_that_is_taken_is_refused() -> None:
+    class Says(gymnasium.Wrapper):
+        def step(self, action: Any) -> Any:
+            return (*super().step(action)[:4], {"episode": 1})
+
+    with opened([lambda: Says(gymnasium.make("CartPole-v1", max_episode_steps=1))], num_workers=0) as envs:
+        recorded = RecordEpisodeStatistics(envs)
+        recorded.reset(seed=1)
+        with pytest.raises(ValueError, match="infos have a key 'episode' already: set another stats_key"):
+            recorded.step(np.array([0]))

@@ -1,0 +1,133 @@
+"""Wrappers around vector environments, for what Gymnasium's do not know: rows that come one by one."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import gymnasium.wrappers.vector
+import numpy as np
+import numpy.typing as npt
+from gymnasium.vector import AutoresetMode, VectorEnv
+
+from vecenv.front.arguments import ResetOptions, env_ids_of, reset_mask_of
+
+__all__ = ["RecordEpisodeStatistics"]
+
+
+class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics):
+    """Returns, lengths and times of episodes: Gymnasium's wrapper of that name, also for ``send`` and ``recv``.
+
+    Where an episode has ended, ``infos["episode"]`` has its ``"r"`` (float64), ``"l"`` (int64) and ``"t"`` (seconds,
+    float64), and ``infos["_episode"]`` says where: arrays with as many rows as the batch has. It counts through ``step``,
+    ``step_wait`` and ``recv``, in every autoreset mode, through masks and through resets of single environments. Everything
+    else that the vector environment has is there too.
+
+    Args:
+        env: A vector environment of any engine whose results are NumPy arrays.
+        buffer_length: How many episodes ``return_queue``, ``length_queue`` and ``time_queue`` remember.
+        stats_key: Another key than ``"episode"``.
+    """
+
+    def __init__(self, env: VectorEnv[Any, Any, Any], buffer_length: int = 100, stats_key: str = "episode") -> None:
+        super().__init__(env, buffer_length, stats_key)
+        self._key = stats_key
+        self._same_step = env.metadata.get("autoreset_mode") is AutoresetMode.SAME_STEP
+        self._asked = np.zeros(self.num_envs, np.bool_)  # to be reset, and the answer was not fetched
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.env, name)
+
+    # -- resets -----------------------------------------------------------------------------------------------------
+
+    def reset(self, *, seed: Any = None, options: ResetOptions = None) -> tuple[Any, dict[str, Any]]:  # type: ignore[override]
+        """As the vector environment's; the episodes of what was reset begin."""
+        rows = self._chosen(options)
+        answer = self.env.reset(seed=seed, options=options)  # type: ignore[arg-type]
+        self._asked[:] = False
+        self._begin(rows)
+        return answer
+
+    def reset_async(self, seed: Any = None, options: ResetOptions = None, *, env_id: Any = None) -> None:
+        """As the vector environment's."""
+        rows = self._chosen(options) if env_id is None else env_ids_of(env_id, self.num_envs)
+        if env_id is None:
+            self.env.reset_async(seed=seed, options=options)  # type: ignore[attr-defined]
+            self._asked[:] = False
+        else:
+            self.env.reset_async(seed=seed, options=options, env_id=env_id)  # type: ignore[attr-defined]
+        self._asked[rows] = True
+
+    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
+        """As the vector environment's."""
+        answer: tuple[Any, dict[str, Any]] = self.env.reset_wait(timeout)  # type: ignore[attr-defined]
+        self._begin(np.flatnonzero(self._asked))
+        return answer
+
+    def _chosen(self, options: ResetOptions) -> npt.NDArray[np.intp]:
+        mask, _ = reset_mask_of(options, self.num_envs)
+        return np.arange(self.num_envs) if mask is None else np.flatnonzero(mask)
+
+    def _begin(self, rows: npt.NDArray[np.intp]) -> None:
+        self.episode_start_times[rows] = time.perf_counter()
+        self.episode_returns[rows] = 0
+        self.episode_lengths[rows] = 0
+        self.prev_dones[rows] = False
+        self._asked[rows] = False
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def step(self, actions: Any) -> Any:
+        """As the vector environment's, with the statistics in ``infos``."""
+        return self._counted(np.arange(self.num_envs), self.env.step(actions))
+
+    def step_wait(self, timeout: float | None = None) -> Any:
+        """As the vector environment's, with the statistics in ``infos``."""
+        return self._counted(np.arange(self.num_envs), self.env.step_wait(timeout))  # type: ignore[attr-defined]
+
+    def recv(self, timeout: float | None = None, *, count: int | None = None) -> Any:
+        """As the vector environment's, with the statistics of the rows that came in ``infos``."""
+        answer = self.env.recv(timeout, count=count)  # type: ignore[attr-defined]
+        return self._counted(answer[4]["env_id"], answer)
+
+    reset_send = reset_async
+    reset_fetch = reset_wait
+    step_fetch = step_wait
+
+    def _counted(self, rows: npt.NDArray[np.intp], answer: Any) -> Any:
+        """The answer, with what has ended put into its infos.
+
+        Raises:
+            ValueError: Its infos have the key already.
+        """
+        _, rewards, terminations, truncations, infos = answer
+        first = self._asked[rows]  # the first row of an episode: its reward is none
+        if not self._same_step:
+            first = first | self.prev_dones[rows]
+        self._begin(rows[first])
+        self.episode_returns[rows[~first]] += np.asarray(rewards)[~first]
+        self.episode_lengths[rows[~first]] += 1
+        self.prev_dones[rows] = over = np.logical_or(terminations, truncations)
+        if over.any():
+            self._tell(infos, rows, over)
+        return answer
+
+    def _tell(self, infos: dict[str, Any], rows: npt.NDArray[np.intp], over: npt.NDArray[np.bool_]) -> None:
+        if self._key in infos or f"_{self._key}" in infos:
+            raise ValueError(f"infos have a key {self._key!r} already: set another stats_key; got {sorted(map(str, infos))}")
+        ended = rows[over]
+        seconds = np.round(time.perf_counter() - self.episode_start_times[rows], 6)
+        infos[self._key] = {
+            "r": np.where(over, self.episode_returns[rows], 0.0),
+            "l": np.where(over, self.episode_lengths[rows], 0),
+            "t": np.where(over, seconds, 0.0),
+        }
+        infos[f"_{self._key}"] = over
+        self.episode_count += len(ended)
+        self.return_queue.extend(self.episode_returns[ended])
+        self.length_queue.extend(self.episode_lengths[ended])
+        self.time_queue.extend(seconds[over])
+        if self._same_step:
+            self._begin(ended)

@@ -245,6 +245,7 @@ FAULTY = {
 
 def step_that_fails(subject: Subject, case: str, interruption: Interruption) -> None:
     _, lost, fault, demand = FAULTY[case]
+    before = possessions(subject)
     with Watchdog(subject.known) as watchdog:
         try:
             demand(subject, lost, fault, interruption)
@@ -254,6 +255,13 @@ def step_that_fails(subject: Subject, case: str, interruption: Interruption) -> 
             raise
     assert not watchdog.bit
     assert not interruption.swallowed, "the exception was swallowed"
+    assert (held := possessions(subject)) == before, f"the engine holds {held} descriptors and processes, {before} before"
+
+
+def possessions(subject: Subject) -> tuple[int, int]:
+    """How many descriptors an engine holds, and how many processes: a restart that was cut short has not left its own."""
+    place = subject.envs._pool._place
+    return len(place.holdings), len(place.processes)
 
 
 @pytest.mark.long

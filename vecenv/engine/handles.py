@@ -24,6 +24,7 @@ from vecenv.link.channel import CallerEnd, ChannelClosed
 from vecenv.link.outcomes import NOTHING_SAID, Outcome
 from vecenv.link.packing import summary, unpack
 from vecenv.link.protocol import Reply, encode
+from vecenv.system.holdings import Holdings
 from vecenv.system.supervision import STACK_SIGNAL, BlackBox, DeathWatch, catches, close_process, describe_exit, end_group
 from vecenv.worker.main import answer
 from vecenv.worker.rows import EnvRows
@@ -142,6 +143,7 @@ class ProcessWorker:
         process: Any,
         channel: CallerEnd,
         black_box: BlackBox,
+        held: Holdings,
         watch: DeathWatch,
         owed: Owed,
         token: str,
@@ -153,6 +155,7 @@ class ProcessWorker:
         self.process = process
         self.channel = channel
         self.black_box = black_box
+        self.held = held  # the descriptors of these two
         self.pid: int = process.pid
         self.who = f"worker {index}, pid {self.pid}"
         self.exitcode: int | None = None
@@ -316,7 +319,7 @@ class ProcessWorker:
         """Close everything the caller holds of an ended worker. Idempotent."""
         self._watch.remove(self.descriptor, self)
         self.channel.close()
-        self.black_box.close()
+        self.held.close()
         if self.exitcode is None:
             with contextlib.suppress(ValueError):  # its process object is closed
                 self.exitcode = self._reap()

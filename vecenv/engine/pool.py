@@ -136,13 +136,17 @@ class WorkerPool:
             with clear_mpi_env_vars():
                 launch(self._place, worker.index, worker.rows, self._env_fns[worker.index], 1, started)
             ready = await_ready(started[0], deadline_of(self._options.start_timeout), self._options)
+            self.settle([started[0] if other is worker else other for other in self.workers])
         except BaseException:
-            end(started, 0.0, terminate=True)
-            for new in started:
-                new.release()
+            if not started or started[0] not in self.workers:
+                end(started, 0.0, terminate=True)
+                for new in started:
+                    new.release()
+                    self._place.forget_process(new.process)
+                self.settle(list(self.workers))
             raise
         self.replaced += 1
-        self.settle([started[0] if other is worker else other for other in self.workers])
+        self._place.forget_process(worker.process)
         return ready
 
     # -- asking -----------------------------------------------------------------------------------------------------
@@ -398,7 +402,7 @@ class WorkerPool:
         self._finalizer()
         if self.own is not None:
             self.own.close()
-        self._place.holdings.close_all()
+        self._place.holdings.close()
 
     def abandon(self) -> None:
         """In a forked child: close the copies of what is the caller's alone."""

@@ -25,7 +25,7 @@ from vecenv.shm import Arena
 from vecenv.system.cores import Placement
 from vecenv.system.descendants import new_token
 from vecenv.system.holdings import Holdings
-from vecenv.system.supervision import BlackBox, DeathWatch, Lifeline
+from vecenv.system.supervision import BlackBox, DeathWatch, Lifeline, close_process
 from vecenv.system.uninterrupted import Uninterrupted
 from vecenv.system.variables import Variables, named
 from vecenv.worker.main import Plan, Ready, Start, main
@@ -88,12 +88,25 @@ class Workplace:
         self.channels: weakref.WeakSet[CallerEnd] = weakref.WeakSet()
 
 
+    def forget_process(self, process: Any) -> None:
+        """One was seen to its end."""
+        with contextlib.suppress(ValueError):  # by the call before this one, which was interrupted
+            self.processes.remove(process)
+
+    def end_stray(self, process: Any) -> None:
+        """End a process whose start was cut short, and which is no worker's therefore."""
+        with contextlib.suppress(ValueError, AttributeError, AssertionError):  # it was not started
+            process.kill()
+            process.join()
+        close_process(process)
+        self.forget_process(process)
+
     def forget(self) -> None:
         """Let go of the shared memory, and of every descriptor that is left."""
         if self.arena is not None:
             self.arena.close()
             self.arena = None
-        self.holdings.close_all()
+        self.holdings.close()
 
 
 def launch(
@@ -111,12 +124,12 @@ def launch(
     blobs = env_fns if forks else [dump_env_fn(row, fn, why) for row, fn in zip(rows, env_fns, strict=True)]
     placement = options.placements[index] if index < len(options.placements) else Placement()
     variables = options.variables[index] if options.variables else {}
-    channel: CallerEnd | None = None
-    black_box: BlackBox | None = None
+    held = place.holdings.part()
+    process: Any = None
     try:
-        channel = CallerEnd(place.holdings)
+        channel = CallerEnd(held)
         place.channels.add(channel)
-        black_box = BlackBox(place.holdings)
+        black_box = BlackBox(held)
         token = new_token()
         assert place.arena is not None
         start = Start(
@@ -130,15 +143,15 @@ def launch(
             place.processes.append(process)
             process.start()
             worker = ProcessWorker(
-                index, rows, process, channel, black_box, place.watch, place.owed, token, placement.with_caller
+                index, rows, process, channel, black_box, held, place.watch, place.owed, token, placement.with_caller
             )  # fmt: skip
             into.append(worker)
         channel.started()
     except BaseException as error:
-        if not any(worker.channel is channel for worker in into):
-            for end in (channel, black_box):
-                if end is not None:
-                    end.close()
+        if not any(worker.held is held for worker in into):
+            held.close()
+            if process is not None:
+                place.end_stray(process)
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             raise _too_few_descriptors(error, workers) from error
         raise

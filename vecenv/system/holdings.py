@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from itertools import chain, starmap
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = ["Descriptor", "Holdings"]
 
@@ -34,6 +34,9 @@ class Descriptor:
         """The number; -1 when it is closed."""
         return self._cell[0] if self._cell else -1
 
+    def __bool__(self) -> bool:
+        return bool(self._cell)
+
     def close(self) -> None:
         """Close it. Idempotent."""
         while self._cell:  # of a pipe that was interrupted between its two ends, both
@@ -44,16 +47,24 @@ class Descriptor:
         return f"Descriptor({self.number})"
 
 
+Held = TypeVar("Held", "Descriptor", "Holdings")
+
+
 class Holdings:
     """Descriptors that are closed at the latest when ``owner`` is collected.
 
     Args:
-        owner: Whose they are.
+        owner: Whose they are; ``None`` for a part of others.
     """
 
-    def __init__(self, owner: object) -> None:
-        self._held: list[Descriptor] = []
-        weakref.finalize(owner, _close_all, self._held, os.getpid())
+    def __init__(self, owner: object | None) -> None:
+        self._held: list[Descriptor | Holdings] = []
+        if owner is not None:
+            weakref.finalize(owner, _close_all, self._held, os.getpid())
+
+    def part(self) -> Holdings:
+        """Some that can be closed together, before the rest: also those that an interruption left without another owner."""
+        return self._kept(Holdings(None))
 
     def open(self, function: Callable[..., int], *args: Any) -> Descriptor:
         """What ``function(*args)`` opens."""
@@ -69,21 +80,23 @@ class Holdings:
         return reader, writer
 
     def _new(self) -> Descriptor:
-        if len(self._held) > 64:
-            self._held[:] = [descriptor for descriptor in self._held if descriptor.number >= 0]
-        descriptor = Descriptor()
-        self._held.append(descriptor)
-        return descriptor
+        return self._kept(Descriptor())
 
-    def close_all(self) -> None:
+    def _kept(self, held: Held) -> Held:
+        if len(self._held) > 64:
+            self._held[:] = filter(None, self._held)
+        self._held.append(held)
+        return held
+
+    def close(self) -> None:
         """Close what is left. Idempotent."""
         _close_all(self._held, os.getpid())
 
     def __len__(self) -> int:
-        return sum(1 for descriptor in self._held if descriptor.number >= 0)
+        return sum(len(held) if isinstance(held, Holdings) else bool(held) for held in self._held)
 
 
-def _close_all(held: list[Descriptor], owner: int) -> None:
+def _close_all(held: list[Descriptor | Holdings], owner: int) -> None:
     if os.getpid() != owner:  # at the end of a forked child, whose copies these are: it closes what it likes itself
         return
     for descriptor in held:

@@ -24,7 +24,7 @@ from vecenv.engine.interface import EngineVectorEnv
 from vecenv.engine.starting import PoolOptions
 from vecenv.front.gymnasiums import GymnasiumAsync
 from vecenv.link.observations import PickledStore, RegisteredStore, SharedStore, Store, has_dynamic_part
-from vecenv.planning.options import check_options, workers_and_share
+from vecenv.planning.options import check_options, require_a_way, workers_and_share
 from vecenv.planning.scout import Trial
 from vecenv.shm import Batch, Layout, fixed_tree
 from vecenv.system.cores import usable_cores
@@ -81,6 +81,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         RuntimeError: Spaces of environments do not go together; the environment is named.
         ValueError: An option has no meaning; the accepted values are named.
         ArenaError: There is not enough memory; nothing was started.
+        NotImplementedError: Worker processes were asked for on a system that cannot have them, as Windows.
         StartupTimeout, WorkerDied: A worker did not get ready. Nothing is left running.
         Exception: Whatever an ``env_fn`` raised, as itself.
 
@@ -142,11 +143,12 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             self.num_envs, num_workers, batch_size, on_failure, restart_limit, restart_period, step_timeout, start_timeout,
             threads_per_worker, use_caller, strict, dummy_env,
         )  # fmt: skip
+        policy = Policy.of(on_failure, restart_limit, restart_period, step_timeout, start_timeout)
+        isolate = policy.restart or step_timeout is not None
+        require_a_way(type(self).__name__, num_workers, use_caller, isolate, dummy_env)
         mp = multiprocessing.get_context(context)
         self._trial = Trial(env_fns, mp, start_timeout, dummy_env, step=num_workers == "auto" or use_caller, daemon=daemon)
         self._read_spaces(env_fns)
-        policy = Policy.of(on_failure, restart_limit, restart_period, step_timeout, start_timeout)
-        isolate = policy.restart or step_timeout is not None
         self.num_workers, share, self.plan = workers_and_share(
             self.num_envs, num_workers, use_caller, isolate, self._trial.measure
         )

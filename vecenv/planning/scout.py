@@ -22,6 +22,7 @@ from gymnasium import Space
 
 from vecenv.errors import StartupTimeout, WorkerDied
 from vecenv.link.packing import PackedError, pack, unpack
+from vecenv.system.abilities import why_no_processes
 from vecenv.system.cores import seconds_waited
 from vecenv.system.supervision import describe_exit
 from vecenv.system.ward import Ward
@@ -122,7 +123,7 @@ class Trial:
         Raises:
             Exception: As :func:`scout`; or why the description could not travel, if none may be built here.
         """
-        if self._here or (self._here is None and not self._step):
+        if self._here or (self._here is None and not self._step) or why_no_processes():
             return describe(self._env_fns, everyone)
         found = scout(self._env_fns, self._context, self._timeout, everyone=everyone, step=self._step, daemon=self._daemon)
         self._probe = found.probe
@@ -161,7 +162,16 @@ def _observation_space(env_fn: Callable[[], Any]) -> Space[Any]:
 
 
 def probe(env_fn: Callable[[], Any], context: Any = None, timeout: float = 60.0, *, daemon: bool = True) -> Probe:
-    """Step one environment with random actions for a moment, in a process of its own; raises as :func:`scout` does."""
+    """Step one environment with random actions for a moment, in a process of its own; raises as :func:`scout` does.
+
+    Where there can be no processes it is built, stepped and closed here.
+    """
+    if why_no_processes():
+        env = env_fn()
+        try:
+            return _step_for_a_moment(env, None)
+        finally:
+            env.close()
     found = scout([env_fn], context, timeout, daemon=daemon).probe
     assert found is not None
     return found
@@ -273,7 +283,8 @@ def _sealed(described: Described) -> bytes | PackedError:
         return pack(error)
 
 
-def _step_for_a_moment(env: Any, caller: Connection[Any, Any]) -> Probe:
+def _step_for_a_moment(env: Any, caller: Connection[Any, Any] | None) -> Probe:
+    """Time steps, and how much slower they are while the caller computes too, if that is another process."""
     env.action_space.seed(0)
     env.reset(seed=0)
     actions = [env.action_space.sample() for _ in range(64)]
@@ -293,9 +304,11 @@ def _step_for_a_moment(env: Any, caller: Connection[Any, Any]) -> Probe:
     computing = (time.process_time() - cpu) / count
     # what a busy machine takes away is no waiting of the environment's
     elapsed = (last - began - ((seconds_waited() or 0.0) - queued)) / count
-    alone = _chores()
-    caller.send_bytes(_STAY_AWAKE)
-    return Probe(count, max(elapsed, computing), computing, slowest, alone / _CHORE_SECONDS, max(_chores() / alone, 1.0))
+    alone = together = _chores()
+    if caller is not None:
+        caller.send_bytes(_STAY_AWAKE)
+        together = _chores()
+    return Probe(count, max(elapsed, computing), computing, slowest, alone / _CHORE_SECONDS, max(together / alone, 1.0))
 
 
 def _chores() -> float:

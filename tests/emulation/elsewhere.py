@@ -3,7 +3,7 @@
 Modules of ``vecenv`` get builtins of their own, and with them an ``import`` and an ``open`` that give what the other system
 has: ``os`` without ``memfd_create``, ``select`` without ``epoll``, no ``/proc``. Tests and all other libraries keep the real
 thing, so that a test can still look into ``/proc`` for what the package left there. The start methods are those of the other
-system for everybody.
+system for everybody; ``VECENV_EMULATE_START=forkserver`` makes another one the default, for a quick look.
 
 What is emulated is what is *missing*. How the other system does what both have (its pipes, its scheduler, its signals) is
 not, and nothing here stands in for a run on a real one.
@@ -229,3 +229,6 @@ class _Loader(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         module.__dict__["__builtins__"] = self._stage.builtins
         super().exec_module(module)
+        default = os.environ.get("VECENV_EMULATE_START")
+        if default and module.__name__ == "multiprocessing.context":
+            module._default_context = module.DefaultContext(module._concrete_contexts[default])

@@ -91,6 +91,8 @@ def test_the_command_line_on_windows_says_it_in_a_line() -> None:
     ended = run("windows", "-m", "vecenv", "run", "--num-workers", "2", str(TESTS / "system" / "asks_gymnasium.py"))
     assert ended.returncode == 1
     assert "\nNotImplementedError: AsyncVectorEnv with num_workers=2: worker processes need poll()" in ended.stderr
+    ended = run("windows", "-m", "vecenv", "bench", "CartPole-v1")
+    assert (ended.returncode, "win32" in ended.stderr, len(ended.stderr.splitlines())) == (2, True, 1), ended.stderr
     ended = run("windows", "-m", "vecenv", "run", str(TESTS / "system" / "asks_gymnasium.py"))
     assert (ended.returncode, ended.stdout) == (0, "(2, 4)\n"), ended.stderr
 

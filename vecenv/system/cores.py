@@ -32,6 +32,7 @@ _FIRST_REST: Final = 0.25  # seconds without spinning after a bad review, double
 _LONGEST_REST: Final = 4.0
 _BEARABLE: Final = 0.25  # of the time; 0.04 in 95 of 100 reviews on a quiet machine, about half beside another busy process
 _LEAST_SPUN: Final = 0.02  # seconds of spinning that tell enough by themselves: a few time slices
+_GAP: Final = 1e-4  # seconds between two looks at the clock that take a few millionths of one
 
 
 def usable_cores() -> int:
@@ -210,21 +211,36 @@ class Patience:
 class _SelfTimed(Patience):
     """A patience that asks no kernel: it times its own spins.
 
-    Who spins is ready to run at every moment. So what passed on the wall and not on the thread's own clock meanwhile is time
-    for which somebody else had the core, or another thread of this process the interpreter; and of the rest of the time,
-    in which a thread that does not run may as well be asleep, that share is taken to hold too.
+    Who spins looks at the clock every few microseconds, unless somebody else has the core meanwhile, or another thread of
+    this process the interpreter. So a gap between two looks was lost; and of the rest of the time, in which a process that
+    does not run may as well be asleep, the same share is taken to be lost. (A clock of the time that a thread ran would tell
+    as much, but Linux takes being asked for it as an occasion to let others in, and then all is lost in spins.)
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._looked = 0.0
+        super().__init__(*args, **kwargs)
 
     def spin(self, poll: Callable[[int], object]) -> bool:
         if not self._seconds:
             return False
-        ran, began = time.thread_time(), time.perf_counter()
-        found = super().spin(poll)
-        spun = time.perf_counter() - began
-        ran = time.thread_time() - ran
-        self._spun += spun
-        self._lost += max(spun - ran, 0.0)
+
+        def look(timeout: int) -> object:
+            found = poll(timeout)
+            self._look_at_the_clock()
+            return found
+
+        began = self._looked = time.perf_counter()
+        found = super().spin(look)
+        self._look_at_the_clock()
+        self._spun += self._looked - began
         return found
+
+    def _look_at_the_clock(self) -> None:
+        now = time.perf_counter()
+        if now - self._looked > _GAP:
+            self._lost += now - self._looked
+        self._looked = now
 
     def _begin_review(self, now: float, seconds: float) -> None:
         super()._begin_review(now, seconds)

@@ -58,18 +58,24 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out :data:`LEFT_OUT`, unless ``-m`` says what to run; put last what starts threads that stay."""
     sample_parameter([item for item in items if item.path.name in ENGINES_ALTERNATE], "engine")
+    if not _LINUX or os.environ.get("VECENV_EMULATE"):
+        _leave_out({"linux"}, config, items)
     if not config.getoption("markexpr"):
-        left_out = [item for item in items if LEFT_OUT & {mark.name for mark in item.iter_markers()}]
-        if left_out:
-            config.hook.pytest_deselected(items=left_out)
-            left_out_ids = set(map(id, left_out))
-            items[:] = [item for item in items if id(item) not in left_out_ids]
+        _leave_out(LEFT_OUT, config, items)
     items.sort(key=_starts_threads_that_stay)
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
             # what one test of a file has compiled or started, the next one uses
             if _starts_threads_that_stay(item) and not item.get_closest_marker("xdist_group"):
                 item.add_marker(pytest.mark.xdist_group(f"{item.path.name} {_folder_of(item)}"))
+
+
+def _leave_out(marks: set[str], config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = [item for item in items if marks & {mark.name for mark in item.iter_markers()}]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        left_out_ids = set(map(id, left_out))
+        items[:] = [item for item in items if id(item) not in left_out_ids]
 
 
 def _starts_threads_that_stay(item: pytest.Item) -> int:

@@ -334,6 +334,7 @@ def test_an_env_that_cannot_be_planned_with_says_why(fault: str) -> None:
 # -- placements and patience ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.linux
 def test_seats_leave_the_caller_a_core_and_spin_only_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
     monkeypatch.setattr(cores, "_cgroup_quota", lambda: None)
@@ -419,10 +420,13 @@ def test_patience_gives_up_after_its_time() -> None:
     assert not cores.Patience(0.0, np.zeros(1)).spin(lambda timeout: pytest.fail("it must not look at all"))
 
 
-def test_nobody_spins_where_the_kernel_does_not_tell_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.linux
+def test_they_spin_as_well_where_the_kernel_does_not_tell_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How they know when to rest: tests/system/test_self_timed_spinning.py."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(cores, "_cgroup_quota", lambda: None)
     monkeypatch.setattr(cores, "seconds_waited", lambda: None)
-    assert cores.placements(1) == ([cores.Placement()], 0.0)
+    assert cores.placements(1) == ([cores.Placement(frozenset({1}), cores.SPIN_SECONDS)], cores.SPIN_SECONDS)
 
 
 @pytest.mark.parametrize("told", [b"0 0 0\n", b"", b"what?"])
@@ -431,6 +435,7 @@ def test_a_kernel_may_not_know_how_long_one_waited(told: bytes, monkeypatch: pyt
     assert cores.seconds_waited() is None
 
 
+@pytest.mark.linux
 def test_seconds_waited_are_those_of_a_core_that_two_want() -> None:
     before = os.sched_getaffinity(0)
     core = {min(before)}
@@ -453,6 +458,7 @@ def test_seconds_waited_are_those_of_a_core_that_two_want() -> None:
         rival.communicate()
 
 
+@pytest.mark.linux
 @pytest.mark.skipif(cores.usable_cores() != 2, reason="with two cores the caller and the worker have one each")
 def test_an_engine_lets_go_of_its_cores_when_others_want_them_and_takes_them_again() -> None:
     envs = vecenv.AsyncVectorEnv(numbers(4), num_workers=1, use_caller=True)

@@ -249,6 +249,18 @@ def test_death_before_a_worker_is_asked_leaves_no_answer_behind(launch: Launch) 
 
 def test_death_with_inherited_descriptors(launch: Launch, tmp_path: Path) -> None:
     """A helper that the environment forked still holds the worker's pipe: there is no end of file, and no waiting for it."""
+    check_death_with_inherited_descriptors(launch, tmp_path)
+
+
+@pytest.mark.parametrize("method", ["fork"], indirect=True)  # a fork server tells of its children by itself
+def test_death_with_inherited_descriptors_where_there_are_no_pidfds(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "pidfd_open", raising=False)
+    check_death_with_inherited_descriptors(launch, tmp_path)
+
+
+def check_death_with_inherited_descriptors(launch: Launch, tmp_path: Path) -> None:
     fault = vandal(1, Announce(tmp_path / "died", "fork_helper_and_die"), step=2, once=tmp_path / "once")
     envs = launch(crew(2, {1: fault}))
     envs.reset(seed=1)

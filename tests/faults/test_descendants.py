@@ -17,7 +17,7 @@ from observe import FAULTS, PATIENCE, alive, remaining, wait_for
 from vecenv.system import descendants
 from vecenv.system.descendants import MARK, adopt, end_descendants, end_marked, end_own, new_token, snapshot
 
-pytestmark = [*FAULTS, pytest.mark.skipif(sys.platform != "linux", reason="Linux only")]
+pytestmark = [*FAULTS, pytest.mark.linux]
 
 Start = Callable[..., "Worker"]
 

@@ -67,6 +67,7 @@ def test_hang(launch: Launch, kind: str, tmp_path: Path) -> None:
     closes(envs)
 
 
+@pytest.mark.linux
 @CHEAP
 def test_hang_whose_stack_is_written_slowly(launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker may lose its core in the middle of a line; its stack is read to the end all the same."""
@@ -86,6 +87,7 @@ def test_hang_whose_stack_is_written_slowly(launch: Launch, tmp_path: Path, monk
     assert "in sleep" in report(caught.value)
 
 
+@pytest.mark.linux
 @CHEAP
 def test_hang_whose_stack_is_begun_late(launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits for a core, as all do at times on a busy machine, is given more time to say where it hangs."""

@@ -78,18 +78,21 @@ def test_available_memory_is_the_smallest_limit(monkeypatch: pytest.MonkeyPatch)
     assert arena.available_memory() is None
 
 
-def test_what_the_kernel_cannot_allocate_is_an_error_too(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("call", [pytest.param("posix_fallocate", marks=pytest.mark.linux), "pwrite"])
+def test_what_the_kernel_cannot_allocate_is_an_error_too(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The estimate was too hopeful: the allocation itself fails, as an ArenaError with the size."""
 
-    def no_space(descriptor: int, offset: int, size: int) -> None:
+    def no_space(descriptor: int, *args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", no_space)
+    if call == "pwrite":
+        monkeypatch.delattr(os, "posix_fallocate", raising=False)
+    monkeypatch.setattr(os, call, no_space)
     with pytest.raises(ArenaError, match=r"1,?048,?576.*No space left"):
         arena.Arena(MIB)
 
 
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="without memfd there is nothing to seal")
+@pytest.mark.linux
 def test_the_arena_cannot_be_truncated() -> None:
     """A worker that could shrink it could end the trainer with SIGBUS."""
     block = arena.Arena(MIB)
@@ -97,6 +100,18 @@ def test_the_arena_cannot_be_truncated() -> None:
         for size in (0, mmap.PAGESIZE, 2 * MIB):
             with pytest.raises(PermissionError):
                 os.ftruncate(block.fileno(), size)
+    finally:
+        block.close()
+
+
+def test_memory_that_the_system_cannot_reserve_is_written_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "posix_fallocate", raising=False)
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    size = 3 * MIB + 5
+    block = arena.Arena(size)
+    try:
+        assert os.fstat(block.fileno()).st_blocks * 512 >= size
+        assert block.buffer[:] == bytes(size)
     finally:
         block.close()
 

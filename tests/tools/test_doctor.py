@@ -53,7 +53,7 @@ def test_examine_covers_what_decides_reliability() -> None:
     findings = examine()
     names = [one.name for one in findings]
     assert len(names) == len(set(names))
-    needed = ("python", "start methods", "threads here", "memfd", "pidfd", "/dev/shm", "memory")
+    needed = ("python", "workers", "start methods", "threads here", "memfd", "pidfd", "/dev/shm", "memory")
     assert {*needed, "open files", "processes", "cores", "gymnasium", "numpy"} <= set(names)
     assert {"envpool", "jax", "brax", "ray", "torch"} <= set(names)
     assert all(one.verdict in ("ok", "warn", "bad") for one in findings)
@@ -156,6 +156,15 @@ def test_missing_and_forbidden_system_calls(name: str, monkeypatch: pytest.Monke
     assert "not permitted" in finding(name).value
     monkeypatch.delattr(os, call)
     assert finding(name).verdict == "warn"
+
+
+def test_what_is_for_workers_is_left_out_where_there_can_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert finding("workers").verdict == "ok"
+    monkeypatch.setattr(doctor, "why_no_processes", lambda: "nobody waits here")
+    assert finding("workers").verdict == "bad"
+    assert "nobody waits here" in finding("workers").value
+    assert "num_workers=0" in finding("workers").advice
+    assert not {"memfd", "pidfd", "/dev/shm"} & {one.name for one in examine()}
 
 
 @pytest.mark.parametrize(("memfd", "free", "verdict"), [(True, 1, "ok"), (False, 1, "warn"), (False, 2**20, "ok")])

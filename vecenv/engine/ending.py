@@ -85,10 +85,15 @@ def end_unclosed(lifeline: Lifeline, processes: list[Any], owner: int) -> None:
     deadline = time.monotonic() + 1.0
     for process in started:
         with contextlib.suppress(ValueError, OSError, AttributeError, AssertionError):
-            while process.exitcode is None and time.monotonic() < deadline and os.path.exists(f"/proc/{process.pid}"):
+            while process.exitcode is None and time.monotonic() < deadline and _may_be_there(process.pid):
                 time.sleep(0.001)
         close_process(process)
     processes.clear()
+
+
+def _may_be_there(pid: int) -> bool:
+    """Whether its exit code may still come: not where the kernel has reaped it, if that can be seen."""
+    return os.path.exists(f"/proc/{pid}") or not os.path.exists("/proc/self")
 
 
 def _ask(worker: ProcessWorker) -> None:

@@ -38,8 +38,8 @@ __all__ = [
     "refuse_to_start_while_importing_main", "require_descriptors",
 ]  # fmt: skip
 
-DESCRIPTORS: Final = 6
-"""What a worker costs the caller: two pipes, black box, pidfd, sentinel and, under fork, one more."""
+DESCRIPTORS: Final = 6 if hasattr(os, "pidfd_open") else 7
+"""What a worker costs the caller: two pipes, black box, pidfd (or a pipe for it), sentinel and, under fork, one more."""
 SPARE_DESCRIPTORS: Final = 16
 """For the length of a start."""
 
@@ -211,6 +211,8 @@ def dump_env_fn(env: int, env_fn: Callable[[], Any], who_needs_it: str) -> bytes
 
 def require_descriptors(workers: int) -> None:
     """Refuse at once what would fail half-way: CPython itself loses descriptors when it meets the limit in a start."""
+    if sys.platform == "win32":
+        return
     with contextlib.suppress(FileNotFoundError):
         free = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
         if free < DESCRIPTORS * workers + SPARE_DESCRIPTORS:

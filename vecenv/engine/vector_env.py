@@ -25,7 +25,14 @@ from vecenv.engine.lazy import wait_for_use
 from vecenv.engine.starting import PoolOptions
 from vecenv.front.gymnasiums import GymnasiumAsync
 from vecenv.link.observations import PickledStore, RegisteredStore, SharedStore, Store, has_dynamic_part
-from vecenv.planning.options import NumWorkers, OnFailure, StartMethod, check_options, workers_and_share
+from vecenv.planning.options import (
+    NumWorkers,
+    OnFailure,
+    StartMethod,
+    check_options,
+    require_a_way,
+    workers_and_share,
+)  # fmt: skip
 from vecenv.planning.scout import Trial
 from vecenv.shm import Batch, Layout, fixed_tree
 from vecenv.system.cores import usable_cores
@@ -94,6 +101,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         RuntimeError: Spaces of environments do not go together; the environment is named.
         ValueError: An option has no meaning; the accepted values are named.
         ArenaError: There is not enough memory; nothing was started.
+        NotImplementedError: Worker processes were asked for on a system that cannot have them, as Windows.
         StartupTimeout, WorkerDied: A worker did not get ready. Nothing is left running.
         Exception: Whatever an ``env_fn`` raised, as itself.
 
@@ -159,15 +167,16 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             self.num_envs, num_workers, batch_size, on_failure, restart_limit, restart_period, step_timeout, start_timeout,
             threads_per_worker, use_caller, strict, dummy_env, worker_env, lazy, ragged_infos, isolate,
         )  # fmt: skip
+        policy = Policy.of(on_failure, restart_limit, restart_period, step_timeout, start_timeout)
+        if policy.restart or step_timeout is not None or worker_env:
+            isolate = True
+        require_a_way(type(self).__name__, num_workers, use_caller, isolate, dummy_env)
         mp = multiprocessing.get_context(context)
         here = False if dummy_env is None and (worker_env or lazy) else dummy_env
         self._trial = Trial(
             env_fns, mp, start_timeout, here, step=num_workers == "auto" or use_caller, daemon=daemon,
             variables=variables_of(worker_env, 0), remember=lazy,
         )  # fmt: skip
-        policy = Policy.of(on_failure, restart_limit, restart_period, step_timeout, start_timeout)
-        if policy.restart or step_timeout is not None or worker_env:
-            isolate = True
         to_look = num_workers, use_caller, isolate
         to_open = mp, policy, batch_size, threads_per_worker, strict, ragged_infos, worker_env
         if lazy:

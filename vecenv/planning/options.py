@@ -9,10 +9,14 @@ import numpy as np
 
 from vecenv.planning.plan import Plan, caller_share, choose
 from vecenv.planning.scout import Probe
+from vecenv.system.abilities import require_processes
 from vecenv.system.cores import usable_cores
 from vecenv.system.variables import WorkerEnv, check_variables
 
-__all__ = ["EngineOptions", "NumWorkers", "OnFailure", "StartMethod", "check_options", "workers_and_share"]
+__all__ = [
+    "EngineOptions", "NumWorkers", "OnFailure", "StartMethod", "check_options", "require_a_way",
+    "workers_and_share",
+]  # fmt: skip
 
 NumWorkers: TypeAlias = int | Literal["auto"] | None
 OnFailure: TypeAlias = Literal["raise", "restart"]
@@ -72,6 +76,24 @@ def workers_and_share(
     if measured.failure:
         return processes, max(num_envs // (processes + 1), 1), None
     return processes, caller_share(num_envs, processes, measured.step), None
+
+
+def require_a_way(
+    name: str, num_workers: int | str | None, use_caller: bool, isolate: bool | None, dummy_env: bool | None
+) -> None:
+    """Refuse what needs processes where there can be none. ``"auto"`` does not: there it is this process.
+
+    Raises:
+        NotImplementedError: With the way out; nothing was built.
+    """
+    if dummy_env is False:
+        require_processes(f"{name} with dummy_env=False")
+    elif use_caller:
+        require_processes(f"{name} with use_caller=True")
+    elif num_workers != 0 and num_workers != "auto":
+        require_processes(f"{name} with num_workers={num_workers}")
+    elif isolate and num_workers == "auto":
+        require_processes(f"{name} with on_failure='restart', step_timeout, worker_env or isolate=True")
 
 
 def check_options(

@@ -19,6 +19,7 @@ from typing import Any, Final
 import gymnasium
 
 from vecenv.planning.scout import Probe, probe
+from vecenv.system.abilities import require_processes, why_no_processes
 from vecenv.system.cores import usable_cores
 
 __all__ = ["Plan", "caller_share", "choose", "plan"]
@@ -88,7 +89,8 @@ def caller_share(num_envs: int, workers: int, step: float) -> int:
 
 
 def choose(probed: Probe, num_envs: int, cores: int, *, isolate: bool | None = None) -> Plan:
-    """The fastest way to step ``num_envs`` such environments, or one that is nearly as fast and safe.
+    """The fastest way to step ``num_envs`` such environments, or one that is nearly as fast and safe; where there can be no
+    processes, the only one.
 
     Args:
         probed: What was measured.
@@ -110,6 +112,9 @@ def choose(probed: Probe, num_envs: int, cores: int, *, isolate: bool | None = N
     alone = waiting_step + probed.cpu * math.sqrt(crowding) + PER_ENV * lonely
     computing_step = probed.cpu * crowding + PER_ENV * crowded
     step = waiting_step + computing_step
+    if (why := why_no_processes()) is not None and not isolate:
+        seconds = IN_PROCESS * lonely + num_envs * alone
+        return Plan(num_envs, 0, False, 0, f"in this process: {why}", probed, cores, {"in this process": seconds})
     choices: dict[str, tuple[float, int, int]] = {}  # name -> seconds a batch, processes, the caller's share
     if not isolate:
         choices["in this process"] = (IN_PROCESS * lonely + num_envs * alone, 0, num_envs)
@@ -158,9 +163,16 @@ def plan(
         context: Start method of that process.
         isolate: ``True`` leaves out the choices in which the calling process steps environments itself, ``None`` those that
             are less than a tenth faster, ``False`` none.
+
+    Where there can be no worker processes, as on Windows, the environment is measured in this one.
+
+    Raises:
+        NotImplementedError: ``isolate`` where there can be no worker processes.
     """
     if num_envs < 1:
         raise ValueError(f"`num_envs` must be an int from 1 on, got {num_envs!r}.")
+    if isolate:
+        require_processes("vecenv.plan with isolate=True")
     if isinstance(env_fn, str):
         env_fn = functools.partial(gymnasium.make, env_fn)
     return choose(probe(env_fn, multiprocessing.get_context(context)), num_envs, usable_cores(), isolate=isolate)

@@ -23,6 +23,7 @@ from gymnasium import Space
 
 from vecenv.errors import StartupTimeout, WorkerDied
 from vecenv.link.packing import PackedError, pack, unpack
+from vecenv.system.abilities import why_no_processes
 from vecenv.system.cores import seconds_waited
 from vecenv.system.supervision import describe_exit
 from vecenv.system.variables import Variables
@@ -164,7 +165,7 @@ class Trial:
         _REMEMBERED.pop(self._remembered, None)
 
     def _described(self, everyone: bool) -> Described:
-        if self._here or (self._here is None and not self._step):
+        if self._here or (self._here is None and not self._step) or why_no_processes():
             return describe(self._env_fns, everyone)
         found = scout(
             self._env_fns, self._context, self._timeout, everyone=everyone, step=self._step, daemon=self._daemon,
@@ -215,7 +216,16 @@ def probe(
     daemon: bool = True,
     variables: Variables | None = None,
 ) -> Probe:
-    """Step one environment with random actions for a moment, in a process of its own; see :func:`scout`."""
+    """Step one environment with random actions for a moment, in a process of its own; see :func:`scout`.
+
+    Where there can be no processes it is built, stepped and closed here.
+    """
+    if why_no_processes():
+        env = env_fn()
+        try:
+            return _step_for_a_moment(env, None)
+        finally:
+            env.close()
     found = scout([env_fn], context, timeout, daemon=daemon, variables=variables).probe
     assert found is not None
     return found
@@ -351,7 +361,8 @@ def _sealed(described: Described) -> bytes | PackedError:
         return pack(error)
 
 
-def _step_for_a_moment(env: Any, caller: Connection[Any, Any]) -> Probe:
+def _step_for_a_moment(env: Any, caller: Connection[Any, Any] | None) -> Probe:
+    """Time steps, and how much slower they are while the caller computes too, if that is another process."""
     env.action_space.seed(0)
     env.reset(seed=0)
     actions = [env.action_space.sample() for _ in range(64)]
@@ -371,9 +382,11 @@ def _step_for_a_moment(env: Any, caller: Connection[Any, Any]) -> Probe:
     computing = (time.process_time() - cpu) / count
     # what a busy machine takes away is no waiting of the environment's
     elapsed = (last - began - ((seconds_waited() or 0.0) - queued)) / count
-    alone = _chores()
-    caller.send_bytes(_STAY_AWAKE)
-    return Probe(count, max(elapsed, computing), computing, slowest, alone / _CHORE_SECONDS, max(_chores() / alone, 1.0))
+    alone = together = _chores()
+    if caller is not None:
+        caller.send_bytes(_STAY_AWAKE)
+        together = _chores()
+    return Probe(count, max(elapsed, computing), computing, slowest, alone / _CHORE_SECONDS, max(together / alone, 1.0))
 
 
 def _chores() -> float:

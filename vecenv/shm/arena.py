@@ -3,7 +3,8 @@
 A memfd is reachable only by inheritance, is not bounded by the size of ``/dev/shm`` (64 MB in a Docker container), and is
 gone with the last process that holds it, however that process ends. It is allocated in full at once, so that too little
 memory is an error now and not a SIGBUS in the middle of the night, and then sealed, so that no worker can truncate it under
-the caller. Where there is no memfd, an unlinked file does the same without the seals.
+the caller. Where there is no memfd, an unlinked file does the same without the seals; where there can be no worker
+processes either, the block is shared with nobody and has no file.
 
 An allocation that the kernel grants and cannot keep meets the OOM killer, not an errno; so the size is held against what
 the machine and the control group have left before anything is asked for.
@@ -21,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from vecenv.errors import ArenaError
-from vecenv.system.holdings import Holdings
+from vecenv.system.abilities import why_no_processes
+from vecenv.system.holdings import Descriptor, Holdings
 
 if sys.platform != "win32":
     import fcntl
@@ -29,6 +31,7 @@ if sys.platform != "win32":
 __all__ = ["Arena", "available_memory", "memory_limits"]
 
 _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a huge number
+_CHUNK = 1 << 20
 
 
 def _read(path: str) -> str:
@@ -76,11 +79,21 @@ def _allocate(descriptor: int, size: int, seal: bool) -> None:
         os.ftruncate(descriptor, size)
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(descriptor, 0, size)
+        else:
+            _fill(descriptor, size)
         if seal:
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
     except OSError as error:
         raise ArenaError(f"could not allocate {size:,} bytes of shared memory: {error}") from error
+
+
+def _fill(descriptor: int, size: int) -> None:
+    """What a file system has not written it has not promised either."""
+    zeros = bytes(min(size, _CHUNK))
+    written = 0
+    while written < size:
+        written += os.pwrite(descriptor, zeros[: size - written], written)
 
 
 class Arena:
@@ -110,11 +123,14 @@ class Arena:
         memfd = hasattr(os, "memfd_create") if memfd is None else memfd
         if memfd:
             self._file = holdings.open(os.memfd_create, "vecenv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        else:
+        elif why_no_processes() is None:
             self._file = holdings.open(_unlinked_file)
+        else:
+            self._file = Descriptor()
         try:
-            _allocate(self._file.number, self.size, memfd)
-            self.buffer = mmap.mmap(self._file.number, self.size)
+            if self._file.number >= 0:
+                _allocate(self._file.number, self.size, memfd)
+            self.buffer = mmap.mmap(self._file.number, self.size)  # -1: of no file
         except BaseException:
             self._file.close()
             raise

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,8 @@ _REVIEW_SPINS: Final = 16  # between two reviews at least
 _FIRST_REST: Final = 0.25  # seconds without spinning after a bad review, doubled with every further one
 _LONGEST_REST: Final = 4.0
 _BEARABLE: Final = 0.25  # of the time; 0.04 in 95 of 100 reviews on a quiet machine, about half beside another busy process
+_LEAST_SPUN: Final = 0.02  # seconds of spinning that tell enough by themselves: a few time slices
+_GAP: Final = 1e-4  # seconds between two looks at the clock that take a few millionths of one
 
 
 def usable_cores() -> int:
@@ -81,21 +83,29 @@ def placements(workers: int) -> tuple[list[Placement], float]:
 
     With fewer workers than cores everybody has a core, the caller included, and everybody spins. With as many workers as
     cores one worker shares its core with the caller: that one sleeps as soon as it has answered, which hands the core over
-    without a wake-up across cores, and the others spin on theirs. With more workers than cores nobody spins, nor where the
-    kernel does not tell how long one waited for a core. The caller is never bound to anything: where workers are leaves it
-    one place to be.
+    without a wake-up across cores, and the others spin on theirs. With more workers than cores nobody spins. The caller is
+    never bound to anything: where workers are leaves it one place to be. On a system that binds nobody, as many spin, and it
+    is the system's business where.
     """
     cores = usable_cores()
     try:
         cpus = sorted(os.sched_getaffinity(0))
     except AttributeError:
-        return [Placement()] * workers, 0.0
-    if workers > cores or cores < 2 or len(cpus) > cores or seconds_waited() is None:
+        return _unbound(workers, cores)
+    if workers > cores or cores < 2 or len(cpus) > cores:
         return [Placement()] * workers, 0.0
     spinning = [Placement(frozenset({cpu}), SPIN_SECONDS) for cpu in cpus[1:]]
     if workers < cores:
         return spinning[:workers], SPIN_SECONDS
     return [Placement(frozenset({cpus[0]}), with_caller=True), *spinning], SPIN_SECONDS
+
+
+def _unbound(workers: int, cores: int) -> tuple[list[Placement], float]:
+    """:func:`placements` where processes cannot be bound to cores."""
+    if workers > cores or cores < 2:
+        return [Placement()] * workers, 0.0
+    sleeping = [Placement(with_caller=True)] if workers == cores else []
+    return [*sleeping, *[Placement(None, SPIN_SECONDS)] * (workers - len(sleeping))], SPIN_SECONDS
 
 
 def seconds_waited() -> float | None:
@@ -123,7 +133,12 @@ class Patience:
             that far (one clock for all processes of a machine, where there are placements to spin on).
         cpus: Cores this process is bound to while it spins.
         shares: By design another process of the engine sits on the same core, so that waiting for the core tells nothing.
+
+    Where the kernel does not tell how long a process waited for a core, it is a :class:`_SelfTimed` one.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Patience:
+        return object.__new__(cls if seconds_waited() is not None else _SelfTimed)
 
     def __init__(
         self, spin: float, resting_until: npt.NDArray[np.float64], cpus: frozenset[int] | None = None, shares: bool = False
@@ -191,3 +206,49 @@ class Patience:
         if self._cpus and cpus:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, cpus)
+
+
+class _SelfTimed(Patience):
+    """A patience that asks no kernel: it times its own spins.
+
+    Who spins looks at the clock every few microseconds, unless somebody else has the core meanwhile, or another thread of
+    this process the interpreter. So a gap between two looks was lost; and of the rest of the time, in which a process that
+    does not run may as well be asleep, the same share is taken to be lost. (A clock of the time that a thread ran would tell
+    as much, but Linux takes being asked for it as an occasion to let others in, and then all is lost in spins.)
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._looked = 0.0
+        super().__init__(*args, **kwargs)
+
+    def spin(self, poll: Callable[[int], object]) -> bool:
+        if not self._seconds:
+            return False
+
+        def look(timeout: int) -> object:
+            found = poll(timeout)
+            self._look_at_the_clock()
+            return found
+
+        began = self._looked = time.perf_counter()
+        found = super().spin(look)
+        self._look_at_the_clock()
+        self._spun += self._looked - began
+        return found
+
+    def _look_at_the_clock(self) -> None:
+        now = time.perf_counter()
+        if now - self._looked > _GAP:
+            self._lost += now - self._looked
+        self._looked = now
+
+    def _begin_review(self, now: float, seconds: float) -> None:
+        super()._begin_review(now, seconds)
+        self._spun = self._lost = 0.0
+
+    def _review(self, now: float) -> bool:
+        if self._spun < _LEAST_SPUN:
+            self._review_at = now + _TRIAL_SECONDS
+            return True
+        self._waited = -self._lost / self._spun * (now - self._began)  # which is subtracted from what the kernel tells: 0
+        return super()._review(now)

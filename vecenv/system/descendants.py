@@ -20,7 +20,8 @@ The limits. Out of reach is a helper that lost both marks and its descent: execu
 was killed from outside. So is what another service started on request (``docker run``, ``systemd-run``). And when the whole
 program is killed by SIGKILL nobody is left to look: then the kernel ends the workers' groups, and no more.
 
-Off Linux everything here does nothing. Nothing here raises, except what a signal handler does, and that at the end.
+Off Linux everything here does nothing, but that :func:`end_own` tells the process group to end. Nothing here raises, except
+what a signal handler does, and that at the end.
 """
 
 from __future__ import annotations
@@ -108,12 +109,23 @@ def end_own(token: str) -> int:
         How many processes were ended.
     """
 
+    if not _LINUX:
+        _tell_the_group()
+
     def find(table: dict[int, _Process]) -> list[_Process]:
         own = os.getpid()
         led = [process for process in table.values() if process.group == own]
         return [*_below(table, [own]), *_marked(table, {token}), *led]
 
     return _end_all(find)
+
+
+def _tell_the_group() -> None:
+    """Where it is not known who is in it: all but ourselves are asked. Whoever started us can kill what is left."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # no leader of a group; not the main thread; no groups
+        if os.getpgrp() == os.getpid():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            os.killpg(os.getpid(), signal.SIGTERM)
 
 
 # -- in whoever started it ------------------------------------------------------------------------------------------------

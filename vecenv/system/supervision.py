@@ -26,6 +26,7 @@ from typing import Any, Final
 
 from vecenv.system.holdings import Descriptor, Holdings
 from vecenv.system.uninterrupted import Uninterrupted
+from vecenv.system.watching import Patrol
 
 if sys.platform != "win32":
     import fcntl
@@ -111,6 +112,8 @@ def _watch_in_a_thread(descriptor: int) -> None:
     def watch() -> None:
         while os.read(descriptor, 1):
             pass
+        if os.getpgrp() == os.getpid():
+            os.killpg(os.getpid(), signal.SIGKILL)
         os._exit(1)
 
     threading.Thread(target=watch, name="vecenv-lifeline", daemon=True).start()
@@ -204,8 +207,8 @@ def catches(pid: int, number: int) -> bool:
 class DeathWatch:
     """Tells which of some processes have ended, through one descriptor that can be polled with others.
 
-    Where there are pidfds, the descriptor is an epoll over them, independent of who still holds which pipe. Elsewhere the
-    processes' sentinels do, as well as they can.
+    Where there are pidfds, the descriptor is an epoll over them, independent of who still holds which pipe. Elsewhere a
+    :class:`~vecenv.system.watching.Patrol` looks at the processes.
 
     Args:
         holdings: Who holds the pidfds.
@@ -216,6 +219,7 @@ class DeathWatch:
         self._watched: dict[int, Any] = {}
         self._holdings = holdings
         self._own: dict[int, Descriptor] = {}
+        self._patrol: Patrol | None = None
 
     def add(self, pid: int, sentinel: int, worker: Any) -> int:
         """Watch a process; returns the descriptor it is watched by."""
@@ -224,11 +228,18 @@ class DeathWatch:
             descriptor = pidfd.number
             self._own[descriptor] = pidfd
         except (AttributeError, OSError):
-            descriptor = sentinel
+            descriptor = self._patrolled(sentinel, worker)
         self._watched[descriptor] = worker
         if self._epoll is not None:
             self._epoll.register(descriptor, select.EPOLLIN)
         return descriptor
+
+    def _patrolled(self, sentinel: int, worker: Any) -> int:
+        if self._patrol is None:
+            self._patrol = Patrol()
+        with contextlib.suppress(OSError):
+            return self._patrol.watch(worker.process, sentinel)
+        return sentinel
 
     def watches(self, descriptor: int, worker: Any) -> bool:
         """Whether a worker is still watched by this descriptor."""
@@ -244,6 +255,8 @@ class DeathWatch:
         self._watched.pop(descriptor, None)
         if (pidfd := self._own.pop(descriptor, None)) is not None:
             pidfd.close()
+        if self._patrol is not None:
+            self._patrol.forget(descriptor)
 
     def signal(self, descriptor: int, worker: Any, number: int) -> None:
         """Send a signal to a watched process: through its pidfd, so that it never meets a reused process id."""
@@ -272,6 +285,8 @@ class DeathWatch:
             self.remove(descriptor, worker)
         if self._epoll is not None:
             self._epoll.close()
+        if self._patrol is not None:
+            self._patrol.close()
 
 
 def close_process(process: Any) -> None:
@@ -282,9 +297,19 @@ def close_process(process: Any) -> None:
     """
     # an exception in the middle of its finalizer would leave it no finalizer and two descriptors
     with Uninterrupted(), contextlib.suppress(ValueError, AttributeError, AssertionError):
-        if process.exitcode is None and not os.path.exists(f"/proc/{process.pid}") and os.path.exists("/proc/self"):
+        if process.exitcode is None and _is_gone(process.pid):
             process._popen.returncode = 255
         process.close()
+
+
+def _is_gone(pid: int) -> bool:
+    if os.path.exists("/proc/self"):
+        return not os.path.exists(f"/proc/{pid}")
+    try:
+        os.kill(pid, 0)
+    except OSError:  # no such process, or one of somebody else's by now
+        return True
+    return False
 
 
 def describe_exit(exitcode: int | None) -> str:

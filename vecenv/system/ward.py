@@ -23,6 +23,7 @@ from vecenv.system.holdings import Descriptor, Holdings
 from vecenv.system.supervision import Lifeline, close_process
 from vecenv.system.uninterrupted import Uninterrupted, blocked, let_in
 from vecenv.system.variables import Variables, named, set_variables
+from vecenv.system.watching import Patrol
 
 __all__ = ["Ward"]
 
@@ -74,7 +75,9 @@ class Ward:
         self._token = new_token()
         self._lifeline: Lifeline | None = None
         self._holdings = Holdings(self)
-        self._pidfd = Descriptor()  # or none, and then the sentinel does
+        self._pidfd = Descriptor()
+        self._patrol: Patrol | None = None  # where there is no pidfd
+        self._bell = -1
         self._group_ended = False
         self._owner = os.getpid()
 
@@ -90,8 +93,12 @@ class Ward:
                 self.process = self._context.Process(target=_main, args=args, daemon=self._daemon, name=self._name)
                 with _ctrl_c_blocked(self._context.get_start_method()):
                     self.process.start()
-                with contextlib.suppress(OSError, AttributeError):
+                try:
                     self._pidfd = self._holdings.open(os.pidfd_open, self.process.pid)
+                except (OSError, AttributeError):
+                    self._patrol = Patrol()
+                    with contextlib.suppress(OSError):
+                        self._bell = self._patrol.watch(self.process, self.process.sentinel)
             finally:
                 theirs.close()
         return ours
@@ -144,6 +151,8 @@ class Ward:
 
     def _death(self) -> int:
         number = self._pidfd.number
+        if number < 0:
+            number = self._bell
         return number if number >= 0 else int(self.process.sentinel)
 
     def end(self) -> None:
@@ -187,6 +196,9 @@ class Ward:
             close_process(self.process)
         self.process = None
         self._pidfd.close()
+        if self._patrol is not None:
+            self._patrol.close()
+            self._bell = -1
         if self.pipe is not None:
             self.pipe.close()
             self.pipe = None

@@ -3,7 +3,7 @@
 Every fact is one :class:`Finding`, made by one small function that looks at one thing and changes nothing.
 Nothing is imported to find out whether it is installed, no start method is fixed by asking for it, and
 whatever a system does not have (no ``/proc``, no control groups, no ``resource``) is a finding too, not an
-error.
+error; what is for worker processes only is left out where there can be none.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any, Final, Literal
 
 from vecenv.engine.starting import DESCRIPTORS, SPARE_DESCRIPTORS
 from vecenv.shm.arena import available_memory, memory_limits
+from vecenv.system.abilities import why_no_processes
 from vecenv.system.cores import usable_cores
 
 if sys.platform != "win32":
@@ -111,11 +112,22 @@ def _python() -> Iterator[Finding]:
     gil = getattr(sys, "_is_gil_enabled", lambda: True)()
     if not gil:
         value += ", free-threaded"
-    if sys.platform == "linux":
-        yield Finding("python", value)
+    yield Finding("python", value)
+
+
+def _workers() -> Iterator[Finding]:
+    why = why_no_processes()
+    if why is not None:
+        advice = "num_workers=0 and \"auto\" step environments in this process; backend='envpool' has threads"
+        yield Finding("workers", f"no processes: {why}", "bad", advice)
+    elif sys.platform == "linux":
+        yield Finding("workers", "processes")
     else:
-        advice = "the portable fallbacks are in use: deaths and dead trainers are noticed a little later than on Linux"
-        yield Finding("python", value, "warn", advice)
+        advice = (
+            "what only Linux has is missing: the stack of a worker that hangs, the end of helpers in sessions of their own, "
+            "workers bound to cores"
+        )
+        yield Finding("workers", "processes, by what every POSIX system has", "warn", advice)
 
 
 def _start_methods() -> Iterator[Finding]:
@@ -144,7 +156,9 @@ def _thread_count() -> int:
 
 
 def _memfd() -> Iterator[Finding]:
-    advice = "shared memory falls back to an unlinked file in /dev/shm, bounded by its size"
+    advice = "shared memory falls back to an unlinked file in /dev/shm, bounded by its size, or else among temporary files"
+    if why_no_processes() is not None:  # nobody to share with
+        return
     if not hasattr(os, "memfd_create"):
         yield Finding("memfd", "not available", "warn", advice)
         return
@@ -157,7 +171,9 @@ def _memfd() -> Iterator[Finding]:
 
 
 def _pidfd() -> Iterator[Finding]:
-    advice = "deaths are noticed through pipes; a helper process that an environment leaves behind can delay that"
+    advice = "deaths are looked for 20 times a second; signals go to process ids"
+    if why_no_processes() is not None:
+        return
     if not hasattr(os, "pidfd_open"):
         yield Finding("pidfd", "not available", "warn", advice)
         return
@@ -170,6 +186,8 @@ def _pidfd() -> Iterator[Finding]:
 
 
 def _dev_shm() -> Iterator[Finding]:
+    if why_no_processes() is not None:
+        return
     try:
         state = os.statvfs("/dev/shm")
     except (OSError, AttributeError):
@@ -309,7 +327,7 @@ def _version(distribution: str) -> str | None:
 
 
 _LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (
-    *(_python, _start_methods, _memfd, _pidfd, _dev_shm, _memory, _open_files, _processes, _cores, _packages),
+    *(_python, _workers, _start_methods, _memfd, _pidfd, _dev_shm, _memory, _open_files, _processes, _cores, _packages),
 )
 
 

@@ -10,6 +10,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from vecenv.system.abilities import why_no_processes
 from vecenv.system.cores import usable_cores
 from vecenv.tools import benchmark, doctor
 from vecenv.tools.benchmark import tables
@@ -25,6 +26,8 @@ def main(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
     if arguments.suite is not None:
         return _suite(arguments.suite)
+    if (why := why_no_processes()) is not None:
+        raise CliError(f"vecenv bench compares engines in processes of their own: {why}")
     env_fn = resolve(arguments.env_id)
     measure = partial(_scale if arguments.scale else _main_job, arguments, env_fn)
     try:

@@ -23,9 +23,6 @@ def tests(session: nox.Session) -> None:
 def gymnasium(session: nox.Session, version: str) -> None:
     """The whole default run on older versions of Gymnasium; ``tests`` has the newest."""
     session.install("-e", ".[test]", f"gymnasium=={version}")
-    if version < "1.3":  # it asks for pygame, and mpe2 for pygame-ce, which is made of the same files: have those of one
-        session.run("pip", "uninstall", "--yes", "pygame", "pygame-ce")
-        session.install("pygame-ce>=2.5")
     session.run("pytest", *session.posargs)
 
 

@@ -7,6 +7,11 @@ import nox
 nox.options.sessions = ["tests", "lint", "docs"]
 nox.options.reuse_existing_virtualenvs = True
 
+TORCH = "torch==2.13.0"  # one version, so that an index with its CPU build can be named
+RLLIB = ("tests/clients/test_client_rllib.py",)
+GYMNAX = ("tests/jax/test_jax_vector_env.py", "tests/jax/test_jax_adapt.py", "-k", "gymnax", "-m", "slow or not slow")
+TOOLS = ("pytest>=8", "pytest-timeout>=2.3", "pytest-repeat>=0.9", "pytest-xdist>=3.7", "hypothesis>=6.100", "psutil>=5.9")
+
 
 @nox.session(python=["3.11", "3.12", "3.13"])
 def tests(session: nox.Session) -> None:
@@ -34,6 +39,28 @@ def windows(session: nox.Session) -> None:
 
 def _elsewhere(world: str) -> dict[str, str]:
     return {"VECENV_EMULATE": world, "PYTHONPATH": str(Path(__file__).parent / "tests" / "emulation")}
+
+
+@nox.session(python="3.11")
+@nox.parametrize("version", ["1.1.1", "1.2.2", "1.3.0"])
+def gymnasium(session: nox.Session, version: str) -> None:
+    """The whole default run on older versions of Gymnasium; ``tests`` has the newest."""
+    session.install("-e", ".[test]", f"gymnasium=={version}")
+    session.run("pytest", *session.posargs)
+
+
+@nox.session(python="3.11")
+def rllib(session: nox.Session) -> None:
+    """RLlib's own program, with the Gymnasium that Ray pins, installed as a user would."""
+    session.install("-e", ".[rllib]", TORCH, *TOOLS)
+    session.run("pytest", "-n", "0", *(session.posargs or RLLIB))
+
+
+@nox.session(python="3.11")
+def gymnax(session: nox.Session) -> None:
+    """What is tried with gymnax's own environments, with the newest Gymnasium that it takes."""
+    session.install("-e", ".[gymnax]", *TOOLS)
+    session.run("pytest", "-n", "0", *(session.posargs or GYMNAX))
 
 
 @nox.session(python="3.11")

@@ -1,6 +1,6 @@
 """RLlib's PPO on CartPole-v1, each of its runners over a vector environment of vecenv.
 
-    pip install -e ".[clients]"
+    pip install -e ".[rllib]"
     python examples/rllib_vector.py --steps 20000
 
 On 2 cores without a GPU its last lines are:
@@ -22,7 +22,7 @@ try:
     from ray.rllib.algorithms.ppo import PPOConfig
     from ray.tune.registry import register_env
 except ModuleNotFoundError as missing:
-    raise SystemExit(f"rllib_vector: {missing}: pip install -e '.[clients]'") from None
+    raise SystemExit(f"rllib_vector: {missing}: pip install -e '.[rllib]'") from None
 
 import vecenv
 

@@ -107,11 +107,13 @@ class _InsteadOfSync(_Instead):
 
     def __init__(
         self,
-        env_fns: Sequence[Any],
+        env_fns: Sequence[Any] | Iterator[Any],
         copy: bool = True,
         observation_mode: Any = "same",
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
     ) -> None:
+        if isinstance(env_fns, Iterator):  # `gymnasium.make_vec` gives one, before Gymnasium 1.4
+            env_fns = list(env_fns)
         super().__init__(env_fns, copy=copy, observation_mode=observation_mode, autoreset_mode=autoreset_mode)
 
     @property

@@ -50,7 +50,7 @@ def test_an_adapter_that_does_not_exist_is_an_attribute_error() -> None:
         ("sb3_ppo", "stable_baselines3", "sb3"),
         ("tianshou_ppo", "tianshou", "clients"),
         ("torchrl_collect", "torchrl", "clients"),
-        ("rllib_vector", "ray", "clients"),
+        ("rllib_vector", "ray", "rllib"),
         ("cleanrl_ppo", "torch", "clients"),
     ],
 )

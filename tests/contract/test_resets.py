@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 
+from vecenv.front.gymnasiums import RESET_MASK
 from vecenv.testing import assert_identical
 
 from .backends import ROWS, Backend
@@ -85,7 +87,7 @@ def test_what_is_no_mask_is_refused_and_nothing_is_sent(backend: Backend, envs: 
         (np.zeros(ROWS, np.bool_), ValueError),
     ):  # fmt: skip
         options = {"reset_mask": wrong}
-        with pytest.raises(error, match=r"`options\['reset_mask'\]` must"):
+        with pytest.raises(error, match=re.escape(f"{RESET_MASK} must")):
             envs.reset(options=options)
         assert list(options) == ["reset_mask"]
     assert in_flight(envs) == 0

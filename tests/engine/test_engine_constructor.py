@@ -19,7 +19,12 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
 import vecenv
+from vecenv.front.gymnasiums import HAS_MAX_CONCURRENCY
 from vecenv.planning.options import EngineOptions
+
+checks_workers = pytest.mark.skipif(
+    not HAS_MAX_CONCURRENCY, reason="Gymnasium before 1.4 does not look at the worker's arguments"
+)
 
 
 def box_env(low: float = 0.0, high: float = 1.0, shape: tuple[int, ...] = (2,), dtype: Any = np.float32) -> Any:
@@ -42,7 +47,8 @@ def test_all_further_arguments_are_keyword_only() -> None:
     ours = inspect.signature(vecenv.AsyncVectorEnv.__init__).parameters
     further = [parameter for name, parameter in ours.items() if name not in stock]
     assert {"num_workers", "start_timeout"} <= {parameter.name for parameter in further}
-    assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in further)
+    by_position = {parameter.name for parameter in further if parameter.kind is not inspect.Parameter.KEYWORD_ONLY}
+    assert by_position <= {"max_concurrency"}, "Gymnasium has it from 1.4 on"
 
 
 def test_all_of_gymnasiums_arguments_may_be_given_by_position() -> None:
@@ -78,7 +84,9 @@ def test_the_autoreset_mode_may_be_given_by_its_text(mode: AutoresetMode) -> Non
         ),
         ({"max_concurrency": 0}, ValueError, "`max_concurrency` must be a positive or None, got 0."),
         ({"max_concurrency": -1}, ValueError, "`max_concurrency` must be a positive or None, got -1."),
-        ({"worker": lambda a, b: None}, ValueError, "A custom `worker` must accept 8 arguments."),
+        pytest.param(
+            {"worker": lambda a, b: None}, ValueError, "A custom `worker` must accept 8 arguments.", marks=checks_workers
+        ),
         (
             {"observation_mode": "x"},
             ValueError,
@@ -101,6 +109,15 @@ def test_a_wrong_argument_is_refused_with_gymnasiums_text(
         vecenv.AsyncVectorEnv(counters(2), **options)
 
 
+def test_an_observation_mode_without_spaces_is_refused_as_the_installed_gymnasium_does() -> None:
+    wrong: Any = (1, 2)
+    with pytest.raises((TypeError, AssertionError)) as theirs:
+        gymnasium.vector.SyncVectorEnv(counters(2), observation_mode=wrong)
+    with pytest.raises(theirs.type):
+        vecenv.AsyncVectorEnv(counters(2), observation_mode=wrong)
+
+
+@checks_workers
 def test_a_worker_with_too_few_arguments_is_refused_because_of_a_type_error() -> None:
     with pytest.raises(ValueError, match="8 arguments") as caught:
         vecenv.AsyncVectorEnv(counters(2), worker=lambda index: None)
@@ -122,8 +139,9 @@ def test_arguments_are_checked_before_any_environment_is_built() -> None:
         vecenv.AsyncVectorEnv([explode], autoreset_mode="x", max_concurrency=0)
     with pytest.raises(ValueError, match="max_concurrency"):
         vecenv.AsyncVectorEnv([explode], max_concurrency=0, worker=lambda: None)
-    with pytest.raises(ValueError, match="worker"):
-        vecenv.AsyncVectorEnv([explode], worker=lambda: None)
+    if HAS_MAX_CONCURRENCY:  # before, Gymnasium did not look at the worker
+        with pytest.raises(ValueError, match="worker"):
+            vecenv.AsyncVectorEnv([explode], worker=lambda: None)
 
 
 def test_no_environments_are_refused_by_name() -> None:

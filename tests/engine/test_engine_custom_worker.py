@@ -12,17 +12,16 @@ from gymnasium.vector import VectorEnv
 from gymnasium.vector.async_vector_env import _async_worker
 
 import vecenv
+from vecenv.front.gymnasiums import HAS_MAX_CONCURRENCY
 
 
-def counting_worker(
-    index: int, env_fn: Any, pipe: Any, parent_pipe: Any, memory: Any, errors: Any, mode: Any, semaphore: Any
-) -> None:
+def counting_worker(index: int, env_fn: Any, *rest: Any) -> None:
     """Gymnasium's own worker over an environment that pays a hundred times as much."""
 
     def build() -> gymnasium.Env:
         return gymnasium.wrappers.TransformReward(env_fn(), lambda reward: reward * 100)
 
-    _async_worker(index, build, pipe, parent_pipe, memory, errors, mode, semaphore)
+    _async_worker(index, build, *rest)
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
@@ -46,6 +45,7 @@ def test_a_custom_worker_may_be_given_by_position() -> None:
     envs.close()
 
 
+@pytest.mark.skipif(not HAS_MAX_CONCURRENCY, reason="Gymnasium before 1.4 does not look at the worker's arguments")
 def test_a_custom_worker_gets_eight_arguments() -> None:
     with pytest.raises(ValueError, match="must accept 8 arguments"):
         vecenv.AsyncVectorEnv(counters(2), worker=lambda a, b, c: None)
@@ -55,3 +55,17 @@ def test_a_custom_worker_gets_eight_arguments() -> None:
 def test_what_only_our_own_workers_can_do_is_refused_beside_a_custom_one(option: dict[str, Any]) -> None:
     with pytest.raises((ValueError, TypeError)):
         vecenv.AsyncVectorEnv(counters(2), worker=counting_worker, **option)
+
+
+def test_max_concurrency_beside_a_custom_worker_is_for_gymnasiums_own_class_to_heed() -> None:
+    """Where that does not have it, it is refused, and not dropped."""
+    if not HAS_MAX_CONCURRENCY:
+        with pytest.raises(ValueError, match=r"`max_concurrency` cannot be combined with a custom `worker`"):
+            vecenv.AsyncVectorEnv(counters(2), worker=counting_worker, max_concurrency=1)
+        return
+    envs: Any = vecenv.AsyncVectorEnv(counters(2), worker=counting_worker, max_concurrency=1)
+    try:
+        assert envs.max_concurrency == 1
+        np.testing.assert_allclose((envs.reset(seed=4), envs.step([0, 0]))[1][1], [0.1, 100.1])
+    finally:
+        envs.close()

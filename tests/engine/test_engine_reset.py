@@ -21,6 +21,16 @@ memories = pytest.mark.parametrize("shared_memory", [True, False], ids=["shared"
 SEED = 3  # column of the seed in a CounterEnv's observation
 
 
+def assert_gymnasium_says_the_same(error: BaseException, **given: Any) -> None:
+    """The installed version refuses it in the same words, and who catches its exception catches ours."""
+    oracle = SyncVectorEnv(counters(3))
+    with pytest.raises((ValueError, TypeError, AssertionError)) as caught:
+        oracle.reset(**given)
+    oracle.close()
+    assert isinstance(error, caught.type)
+    assert str(error) == str(caught.value)
+
+
 @engines
 def test_reset_returns_observations_and_infos(engine: dict[str, Any]) -> None:
     with opened(counters(3), **engine) as envs:
@@ -57,8 +67,9 @@ def test_every_environment_gets_its_seed(engine: dict[str, Any], seed: Any, want
 def test_a_list_of_seeds_must_have_one_for_each_environment(engine: dict[str, Any], seed: Any) -> None:
     with opened(counters(3), **engine) as envs:
         text = f"If seeds are passed as a list the length must match num_envs=3 but got length={len(seed)}."
-        with pytest.raises(ValueError, match=re.escape(text)):
+        with pytest.raises(ValueError, match=re.escape(text)) as caught:
             envs.reset(seed=seed)
+        assert_gymnasium_says_the_same(caught.value, seed=seed)
         assert envs.reset(seed=1)[0][:, SEED].tolist() == [1, 2, 3]
 
 
@@ -201,11 +212,7 @@ WRONG_MASKS = [
     (np.ones((), dtype=np.bool_), ValueError, "must have shape `(3,)`, got ()"),
     (np.array([1, 0, 1]), TypeError, "must have `dtype=np.bool_`, got int64"),
     (np.array([1.0, 0.0, 1.0]), TypeError, "must have `dtype=np.bool_`, got float64"),
-    (
-        np.zeros(3, dtype=np.bool_),
-        ValueError,
-        "must contain a boolean array with at least one True value, got ",
-    ),
+    (np.zeros(3, dtype=np.bool_), ValueError, "must contain a boolean array"),
 ]
 
 
@@ -219,8 +226,9 @@ def test_a_wrong_mask_is_refused_before_anything_is_sent(
     mask, error, text = wrong
     with opened(counters(3), autoreset_mode=mode, **engine) as envs:
         envs.reset(seed=1)
-        with pytest.raises(error, match=re.escape(f"`options['reset_mask']` {text}")):
+        with pytest.raises(error, match=re.escape(text)) as caught:
             envs.reset(options={"reset_mask": mask})
+        assert_gymnasium_says_the_same(caught.value, options={"reset_mask": mask})
         observations, *_ = envs.step([0, 0, 0])
         assert observations[:, 1:3].tolist() == [[1, 1]] * 3
 

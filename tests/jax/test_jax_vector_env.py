@@ -136,7 +136,7 @@ def test_playground_with_dict_observations_equals_sync_vector_env(asymmetric: An
 @pytest.mark.parametrize("mode", MODES)
 def test_gymnax_equals_sync_vector_env(mode: AutoresetMode) -> None:
     gymnax = pytest.importorskip(
-        "gymnax", reason="needs gymnax, which asks for an older Gymnasium: pip install gymnax six, then gymnasium again"
+        "gymnax", reason="needs gymnax, which asks for an older Gymnasium: nox -s gymnax"
     )
     assert_equals_sync(adapt(gymnax.make("CartPole-v1")), 15, 60, mode)
 

@@ -11,6 +11,7 @@ import pytest
 from agent_games import RandomGame, Scripted
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from vecenv.front.gymnasiums import HAS_MAX_CONCURRENCY
 from vecenv.multi_agent import FlattenAgents, MultiAgentVecEnv
 from vecenv.testing import VectorEnvContract, assert_identical
 
@@ -116,7 +117,10 @@ def test_episode_statistics_are_those_of_the_agents(mode: AutoresetMode) -> None
             episodes.extend((row % 3, float(found["r"][row]), int(found["l"][row])) for row in ended)
     rows.close()
     real = [episode for episode in episodes if episode[1] > 0]
-    assert set(real) == {(0, 2.0, 2), (1, 4.0, 4), (2, 6.0, 6)}
+    wanted = {(0, 2.0, 2), (1, 4.0, 4), (2, 6.0, 6)}
+    if mode is AutoresetMode.SAME_STEP and not HAS_MAX_CONCURRENCY:  # before 1.4 the wrapper loses first steps
+        wanted |= {(agent, paid - 1, length - 1) for agent, paid, length in wanted}
+    assert set(real) == wanted
     assert len(real) == 18
     assert {agent for agent, paid, _ in episodes if paid == 0} == {0, 1}
 

@@ -23,7 +23,7 @@ from vecenv.engine.engine import Engine, Policy
 from vecenv.engine.interface import EngineVectorEnv
 from vecenv.engine.lazy import wait_for_use
 from vecenv.engine.starting import PoolOptions
-from vecenv.front.gymnasiums import GymnasiumAsync
+from vecenv.front.gymnasiums import GymnasiumAsync, WrongType
 from vecenv.link.observations import PickledStore, RegisteredStore, SharedStore, Store, has_dynamic_part
 from vecenv.planning.options import (
     NumWorkers,
@@ -251,7 +251,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         self.action_space = batch_space(found.action_space, self.num_envs)
         if isinstance(mode, tuple) and len(mode) == 2:
             if not all(isinstance(space, Space) for space in mode):
-                raise TypeError(
+                raise WrongType(
                     f"Expected both elements of observation_mode to be Spaces, got {type(mode[0])} and {type(mode[1])}"
                 )
             self.observation_space, self.single_observation_space = mode

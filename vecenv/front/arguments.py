@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vecenv.front.capabilities import unable
+from vecenv.front.gymnasiums import MASK_IS_EMPTY, RESET_MASK, WrongType, WrongValue
 
 _FEW = 64
 
@@ -72,7 +73,7 @@ def seeds_of(seed: Any, num_envs: int, rows: Sequence[int] | None = None) -> lis
     if isinstance(seed, str | bytes) or not hasattr(seed, "__len__"):
         raise TypeError(f"seed must be an integer, a sequence of {wanted} of them, or None; got {type(seed).__name__}")
     if len(seed) != wanted:
-        raise ValueError(
+        raise WrongValue(
             f"If seeds are passed as a list the length must match num_envs={wanted} but got length={len(seed)}."
         )
     return _placed(list(seed), rows, num_envs)
@@ -113,15 +114,15 @@ def reset_mask_of(
         return None, _placed(_options_of_each(options, num_envs if rows is None else len(rows)), rows, num_envs)
     if "reset_mask" not in options:
         return None, options
-    mask, name = options["reset_mask"], "`options['reset_mask']` must"
+    mask, name = options["reset_mask"], f"{RESET_MASK} must"
     if not isinstance(mask, np.ndarray):
-        raise TypeError(f"{name} be a numpy array, got {type(mask)}")
+        raise WrongType(f"{name} be a numpy array, got {type(mask)}")
     if mask.shape != (num_envs,):
-        raise ValueError(f"{name} have shape `({num_envs},)`, got {mask.shape}")
+        raise WrongValue(f"{name} have shape `({num_envs},)`, got {mask.shape}")
     if mask.dtype != np.bool_:
-        raise TypeError(f"{name} have `dtype=np.bool_`, got {mask.dtype}")
+        raise WrongType(f"{name} have `dtype=np.bool_`, got {mask.dtype}")
     if not mask.any():
-        raise ValueError(f"{name} contain a boolean array with at least one True value, got reset_mask={mask}")
+        raise WrongValue(f"{name} {MASK_IS_EMPTY}, got reset_mask={mask}")
     return mask.copy(), {key: value for key, value in options.items() if key != "reset_mask"}
 
 

@@ -26,6 +26,7 @@ from vecenv.front.capabilities import Capabilities, figures, unable
 from vecenv.front.deadlines import deadline_of
 from vecenv.front.driver import NOTHING, Call, Driver, Stepped
 from vecenv.front.guard import refuse_busy, refuse_closed, refuse_forked, say_it_was_closed
+from vecenv.front.gymnasiums import NotClosedUnasked
 from vecenv.front.phases import Phase, advance
 
 __all__ = ["TogetherVectorEnv", "guarded"]
@@ -92,7 +93,7 @@ def _is_within(envs: object) -> bool:
 D = TypeVar("D", bound=Driver)
 
 
-class TogetherVectorEnv(NoAttributes, VectorEnv[Any, Any, Any], Generic[D]):
+class TogetherVectorEnv(NotClosedUnasked, NoAttributes, VectorEnv[Any, Any, Any], Generic[D]):
     """Gymnasium's vector interface over a :class:`Driver`.
 
     A subclass sets Gymnasium's attributes and gives its driver to :meth:`_open`.

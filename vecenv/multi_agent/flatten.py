@@ -15,6 +15,7 @@ import numpy.typing as npt
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
+from vecenv.front.gymnasiums import NotClosedUnasked
 from vecenv.multi_agent.infos import own_keys
 from vecenv.multi_agent.roster import tree_of
 from vecenv.shm import Tree
@@ -25,7 +26,7 @@ __all__ = ["FlattenAgents"]
 Bools = npt.NDArray[np.bool_]
 
 
-class FlattenAgents(VectorEnv[Any, Any, Any]):
+class FlattenAgents(NotClosedUnasked, VectorEnv[Any, Any, Any]):
     """The agents of a :class:`~vecenv.MultiAgentVecEnv` with stacked layout as rows of one vector environment.
 
     Args:

@@ -31,6 +31,7 @@ from vecenv.backends.envpool.task import Task, task_ids
 from vecenv.front.arguments import count_of
 from vecenv.front.capabilities import Capabilities, unable
 from vecenv.front.deadlines import deadline_of
+from vecenv.front.gymnasiums import NotClosedUnasked
 from vecenv.front.phases import Phase, advance
 
 __all__ = ["EnvPoolVectorEnv"]
@@ -38,7 +39,7 @@ __all__ = ["EnvPoolVectorEnv"]
 StepResult = tuple[Any, Array, npt.NDArray[np.bool_], npt.NDArray[np.bool_], Infos]
 
 
-class EnvPoolVectorEnv(OverPools, VectorEnv[Any, Any, npt.NDArray[Any]]):
+class EnvPoolVectorEnv(NotClosedUnasked, OverPools, VectorEnv[Any, Any, npt.NDArray[Any]]):
     """Environments in EnvPool's C++ threads, behind Gymnasium's vector interface.
 
     No environment is built until the first ``reset``, so that ``reset(seed=...)`` right after construction costs nothing.

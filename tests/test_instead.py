@@ -117,6 +117,14 @@ def test_subclasses_and_questions_about_classes() -> None:
             envs.close()
 
 
+@pytest.mark.parametrize("name", ["AsyncVectorEnv", "SyncVectorEnv"])
+def test_its_bases_tell_gymnasiums_api(name: str) -> None:
+    """skrl's ``wrap_env`` looks for a base class whose name begins with ``gymnasium.``."""
+    assert gymnasium.vector.VectorEnv in getattr(gymnasium.vector, name).__bases__
+    vecenv.install(sync=True)
+    assert gymnasium.vector.VectorEnv in getattr(gymnasium.vector, name).__bases__
+
+
 def worker(*args: Any) -> None:
     gymnasium.vector.async_vector_env._async_worker(*args)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any, Final
 
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, VectorEnv
 
 from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.front.gymnasiums import GymnasiumAsync, GymnasiumSync
@@ -84,8 +84,11 @@ class _StandsFor(type):
         return super().__subclasscheck__(subclass) or issubclass(subclass, cls.__dict__.get("stands_for", ()))
 
 
-class _Instead(AsyncVectorEnv[Any, Any], metaclass=_StandsFor):
-    """:class:`vecenv.AsyncVectorEnv`, with :data:`DEFAULTS` for what is not given."""
+class _Instead(AsyncVectorEnv[Any, Any], VectorEnv[Any, Any, Any], metaclass=_StandsFor):  # type: ignore[misc, override]
+    """:class:`vecenv.AsyncVectorEnv`, with :data:`DEFAULTS` for what is not given.
+
+    ``VectorEnv`` is named as a base, which it is anyway, for those who read ``__bases__`` to learn whose API this is (skrl).
+    """
 
     stands_for: type[Any] = GymnasiumAsync
 
@@ -100,7 +103,7 @@ class _Instead(AsyncVectorEnv[Any, Any], metaclass=_StandsFor):
         REPORT.ended(self)
 
 
-class _InsteadOfSync(_Instead):
+class _InsteadOfSync(_Instead, VectorEnv[Any, Any, Any]):  # type: ignore[misc, override]
     """The same with the arguments of ``gymnasium.vector.SyncVectorEnv``, which has its environments in this process."""
 
     stands_for = GymnasiumSync

@@ -125,6 +125,52 @@ def test_its_bases_tell_gymnasiums_api(name: str) -> None:
     assert gymnasium.vector.VectorEnv in getattr(gymnasium.vector, name).__bases__
 
 
+def test_a_class_that_reaches_into_gymnasiums_is_derived_from_gymnasiums(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instead, "REPORT", instead.Report())
+    vecenv.install(sync=True, num_workers=1)
+    theirs: Any = gymnasium.vector.AsyncVectorEnv
+
+    class Pipes(theirs):  # type: ignore[misc]
+        """As RL-X's AsyncVectorEnvWithSkipping."""
+
+        def step_async(self, actions: Any) -> None:
+            for pipe, action in zip(self.parent_pipes, actions, strict=True):
+                pipe.send(("step", action))
+            self._state = gymnasium.vector.async_vector_env.AsyncState.WAITING_STEP
+
+    class Infos(theirs):  # type: ignore[misc]
+        """As GR00T's _RobustAsyncVectorEnv."""
+
+        def _add_info(self, infos: dict[str, Any], info: dict[str, Any], row: int) -> dict[str, Any]:
+            return super()._add_info(infos, info, row) | {"added": True}  # type: ignore[no-any-return]
+
+    class Inner(gymnasium.vector.SyncVectorEnv):  # type: ignore[type-arg]
+        """As MO-Gymnasium's MOSyncVectorEnv."""
+
+        @property
+        def first(self) -> Any:
+            return (lambda: self.envs[0])()
+
+    class Caller(theirs):  # type: ignore[misc]
+        def counts(self) -> Any:
+            return self.call("get_wrapper_attr", "index")
+
+    built: list[Any] = [kind(counters(2)) for kind in (Pipes, Infos, Inner, Caller)]
+    try:
+        assert [isinstance(envs, vecenv.AsyncVectorEnv) for envs in built] == [False, False, False, True]
+        assert all(isinstance(envs, theirs) for envs in built if not isinstance(envs, Inner))
+        assert isinstance(built[2], gymnasium.vector.SyncVectorEnv)
+        for envs in built:
+            envs.reset(seed=1)
+            assert envs.step(np.array([0, 0]))[1].tolist() == [0.001, 1.001]
+        assert built[1].reset()[1]["added"]
+        assert built[2].first is built[2].envs[0]
+        assert "; still Gymnasium's, as it reaches into that class: Pipes, Infos, Inner" in str(instead.REPORT)
+    finally:
+        for envs in built:
+            envs.close()
+
+
 def worker(*args: Any) -> None:
     gymnasium.vector.async_vector_env._async_worker(*args)
 

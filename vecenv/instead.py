@@ -6,8 +6,8 @@ import inspect
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from types import ModuleType
+from collections.abc import Iterator, Mapping, Sequence
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, Final
 
 from gymnasium.vector import AutoresetMode, VectorEnv
@@ -33,12 +33,14 @@ class Report:
         steps: Environment steps made by those that were closed.
         restarts, failures: Of those.
         began: When the first was built (``time.monotonic()``).
+        kept: Names of classes that were derived from Gymnasium's and stay so, as they reach into its inside.
     """
 
     def __init__(self) -> None:
         self.engines = self.environments = 0
         self.steps = self.restarts = self.failures = 0.0
         self.began: float | None = None
+        self.kept: list[str] = []
         self._open: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def opened(self, envs: AsyncVectorEnv[Any, Any]) -> None:
@@ -61,21 +63,60 @@ class Report:
     def __str__(self) -> str:
         for envs in list(self._open):
             self.ended(envs)
+        kept = f"; still Gymnasium's, as it reaches into that class: {', '.join(self.kept)}" if self.kept else ""
         if self.began is None:
-            return "no vector environment was made"
+            return f"no vector environment was made{kept}"
         seconds = max(time.monotonic() - self.began, 1e-9)
         made = f"{self.engines} vector environment{'s' if self.engines > 1 else ''} of {self.environments} environments"
         failed = f"{self.failures:.0f} failures" if self.failures else "nothing failed"
         restarts = f", {self.restarts:.0f} restarts" if self.restarts else ""
         rate = f"{self.steps:,.0f} steps in {seconds:.1f} s, {self.steps / seconds:,.0f} per second"
-        return f"{made}: {rate}; {failed}{restarts}"
+        return f"{made}: {rate}; {failed}{restarts}{kept}"
 
 
 REPORT = Report()
 
 
+def _functions(names: Mapping[str, Any]) -> Iterator[FunctionType]:
+    for value in names.values():
+        parts = (value.fget, value.fset) if isinstance(value, property) else (getattr(value, "__func__", value),)
+        yield from (inspect.unwrap(part) for part in parts if isinstance(part, FunctionType))
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _inside(theirs: type[Any]) -> frozenset[str]:
+    """What a class derived from Gymnasium's may use that is no interface of it."""
+    bodies = [vars(theirs), vars(VectorEnv)]
+    used = {name for body in bodies for function in _functions(body) for name in _names(function.__code__)}
+    private = {name for name in used.union(*bodies) if name.startswith("_") and not name.startswith("__")}
+    public = {"parent_pipes", "processes", "error_queue", "observations"} if theirs is GymnasiumAsync else {"envs"}
+    return frozenset(private | public)
+
+
+def _reaches(body: Mapping[str, Any], inside: frozenset[str]) -> bool:
+    used = {name for function in _functions(body) for name in _names(function.__code__)}
+    return not inside.isdisjoint(used.union(body))
+
+
 class _StandsFor(type):
-    """Whoever asks whether something is one of these may mean Gymnasium's class, which had this name before."""
+    """Whoever asks whether something is one of these may mean Gymnasium's class, which had this name before.
+
+    A class derived from one of these whose methods reach into the inside of Gymnasium's, its pipes or the methods that it
+    calls itself (``_add_info``), is derived from Gymnasium's: here it would find nothing to reach, or not be called.
+    """
+
+    def __new__(cls, name: str, bases: tuple[type[Any], ...], body: dict[str, Any], **keywords: Any) -> Any:
+        theirs = {base: vars(base)["stands_for"] for base in bases if "stands_for" in vars(base)}
+        if body["__module__"] != __name__ and any(_reaches(body, _inside(kind)) for kind in theirs.values()):
+            REPORT.kept.append(name)
+            return type(name, tuple(theirs.get(base, base) for base in bases), body, **keywords)
+        return super().__new__(cls, name, bases, body, **keywords)
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return super().__instancecheck__(instance) or isinstance(instance, cls.__dict__.get("stands_for", ()))
@@ -142,7 +183,8 @@ def install(*, sync: bool = False, **defaults: Any) -> None:
 
     Whoever builds one from now on gets ours: ``gymnasium.make_vec(..., vectorization_mode="async")`` and modules that have
     imported the class already as well. Classes that were derived from it before keep it for a base: install first, import
-    afterwards. A vector environment with a ``worker`` function of its own is Gymnasium's, as always.
+    afterwards; and so do those whose methods reach into its inside (``parent_pipes``, ``_add_info``, ...). A vector
+    environment with a ``worker`` function of its own is Gymnasium's, as always.
 
     Args:
         sync: ``gymnasium.vector.SyncVectorEnv`` too.

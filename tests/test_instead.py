@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import re
 import subprocess
@@ -366,3 +367,21 @@ def test_failures_are_counted(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     last = done.stderr.splitlines()[-1]
     assert re.search(r": 8 steps in .*; 2 failures, 2 restarts$", last), done.stderr
+
+
+def test_environments_that_are_dropped_without_a_close_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AgileRL's demonstrations leave theirs in a module that is cleared; other programs in a function that returns."""
+    monkeypatch.setattr(instead, "REPORT", instead.Report())
+    vecenv.install(num_workers=1)
+    built: list[Any] = []
+    for drop in (built.clear, gc.collect):
+        built.append(gymnasium.vector.AsyncVectorEnv(counters(2)))
+        built[0].reset(seed=1)
+        built[0].step(np.array([0, 0]))
+        if drop is gc.collect:
+            envs = built.pop()
+            envs.itself = envs
+            del envs
+        with pytest.warns(ResourceWarning, match="unclosed AsyncVectorEnv"):
+            drop()
+    assert str(instead.REPORT).startswith("2 vector environments of 4 environments: 4 steps in ")

@@ -30,7 +30,7 @@ class Report:
 
     Attributes:
         engines, environments: How many were built.
-        steps: Environment steps made by those that were closed.
+        steps: Environment steps made by those that were closed or dropped.
         restarts, failures: Of those.
         began: When the first was built (``time.monotonic()``).
         kept: Names of classes that were derived from Gymnasium's and stay so, as they reach into its inside.
@@ -43,17 +43,19 @@ class Report:
         self.kept: list[str] = []
         self._open: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def opened(self, envs: AsyncVectorEnv[Any, Any]) -> None:
+    def opened(self, envs: _Instead) -> None:
         """One more was built."""
         if self.began is None:
             self.began = time.monotonic()
         self.engines += 1
         self.environments += envs.num_envs
         self._open.add(envs)
+        envs._reported = False
 
-    def ended(self, envs: AsyncVectorEnv[Any, Any]) -> None:
+    def ended(self, envs: _Instead) -> None:
         """One was closed, or is looked at for the last time. Once for each."""
-        if envs in self._open:
+        if not envs._reported:
+            envs._reported = True  # not by `_open`: in the garbage collector's hands it is in there no more
             self._open.discard(envs)
             figures = envs.stats()
             self.steps += figures["steps"]
@@ -132,6 +134,7 @@ class _Instead(AsyncVectorEnv[Any, Any], VectorEnv[Any, Any, Any], metaclass=_St
     """
 
     stands_for: type[Any] = GymnasiumAsync
+    _reported = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = _SIGNATURE.bind_partial(self, *args, **kwargs).arguments
@@ -142,6 +145,11 @@ class _Instead(AsyncVectorEnv[Any, Any], VectorEnv[Any, Any, Any], metaclass=_St
     def close(self, **kwargs: Any) -> None:
         super().close(**kwargs)
         REPORT.ended(self)
+
+    def __del__(self) -> None:
+        if not self.__dict__.get("closed", True) and not self._pool.abandoned:
+            REPORT.ended(self)
+        super().__del__()
 
 
 class _InsteadOfSync(_Instead, VectorEnv[Any, Any, Any]):  # type: ignore[misc, override]

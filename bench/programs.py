@@ -131,23 +131,42 @@ def scalars(folder: Path) -> dict[str, list[list[Any]]]:
     """What was written for TensorBoard below a folder: steps and values of each name that is not a time."""
     found: dict[str, list[list[Any]]] = {}
     for file in sorted(folder.rglob("events.out.tfevents.*")):
-        for event in events(file.read_bytes()):
-            for value in event.summary.value:
-                kept = value.simple_value if value.HasField("simple_value") else value.tensor.SerializeToString().hex()
-                if not TIMES.search(value.tag):
-                    found.setdefault(value.tag, []).append([event.step, repr(kept)])
+        data, at = file.read_bytes(), 0
+        while at + 12 <= len(data):  # a length, its checksum, so many bytes, their checksum
+            (length,) = struct.unpack_from("<Q", data, at)
+            event = dict(fields(data[at + 12 : at + 12 + length]))
+            for _, value in fields(event.get(5, b"")):  # 5: summary, of which each 1 is a value: 1 name, 2 number, 8 tensor
+                parts = dict(fields(value))
+                if 1 in parts and not TIMES.search(name := parts[1].decode()):
+                    kept = struct.unpack("<f", parts[2])[0] if 2 in parts else parts.get(8, b"").hex()
+                    found.setdefault(name, []).append([event.get(2, 0), repr(kept)])
+            at += 16 + length
     return found
 
 
-def events(data: bytes) -> Iterator[Any]:
-    """The records of an event file: a length, its checksum, so many bytes, their checksum."""
-    from tensorboardX.proto.event_pb2 import Event
-
+def fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """Numbers and values of a protocol buffer's fields; values that are no varint are bytes."""
     at = 0
-    while at + 12 <= len(data):
-        (length,) = struct.unpack_from("<Q", data, at)
-        yield Event.FromString(data[at + 12 : at + 12 + length])
-        at += 16 + length
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = message[at]
+            at += 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value
+
+    while at < len(message):
+        key = varint()
+        if key & 7 == 0:
+            yield key >> 3, varint()
+            continue
+        size = {1: 8, 5: 4}.get(key & 7) or varint()
+        yield key >> 3, message[at : at + size]
+        at += size
 
 
 def live(program: Program, sources: Path, python: str, ours: bool) -> Run:

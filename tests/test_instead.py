@@ -334,6 +334,24 @@ def test_a_program_that_makes_none_is_told(tmp_path: Path) -> None:
     assert done.stdout == "vecenv.instead\n"
 
 
+def test_a_program_with_a_class_that_stays_gymnasiums_is_told(tmp_path: Path) -> None:
+    (tmp_path / "derives.py").write_text(textwrap.dedent("""
+        import gymnasium
+
+        class Derived(gymnasium.vector.AsyncVectorEnv):
+            def first_pipe(self):
+                return self.parent_pipes[0]
+
+        print([base.__module__ for base in Derived.__bases__])
+    """))
+    done = python("-m", "vecenv", "run", "derives.py", cwd=tmp_path)
+    assert done.stdout == "['gymnasium.vector.async_vector_env']\n"
+    assert done.stderr.splitlines()[-1] == (
+        "vecenv run: no vector environment of vecenv's was made; "
+        "still Gymnasium's, as it reaches into that class: Derived"
+    )
+
+
 def test_a_program_that_cannot_be_compiled_gets_pythons_words(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("x = (\n")
     plain = python("bad.py", cwd=tmp_path)

@@ -44,6 +44,8 @@ class Program:
         watch: Arguments of ``bench/watched.py``.
         sync: It makes a SyncVectorEnv, which ``--sync`` replaces.
         inside: It has to run in the root of its repository.
+        configuration: A file of settings, words in it, and the words for them. ``start`` calls the changed copy
+            ``{settings}``.
     """
 
     repository: str
@@ -52,6 +54,7 @@ class Program:
     watch: tuple[str, ...] = ()
     sync: bool = False
     inside: bool = False
+    configuration: tuple[str, str, str] | None = None
 
 
 PROGRAMS: dict[str, Program] = {
@@ -95,6 +98,17 @@ PROGRAMS: dict[str, Program] = {
         ("demos/single_agent/demo_off_policy.py",),
         "AsyncVectorEnv, LunarLander-v3, 16",
         watch=("--stop", "200", "--seed", "2"),
+    ),
+    "rl-games-ppo": Program(  # all its settings are for a GPU
+        "Denys88/rl_games",
+        ("runner.py", "--train", "--file", "{settings}", "--num_actors", "8", "--seed", "3"),
+        "AsyncVectorEnv, HalfCheetah-v5, 8",
+        watch=("--stop", "260"),
+        configuration=(
+            "rl_games/configs/mujoco/halfcheetah.yaml",
+            "\n    name: HalfCheetah-v5",
+            "\n    name: HalfCheetah-v5\n    device: cpu\n    torch_compile: False",
+        ),
     ),
     "slm-lab-ppo": Program(
         "kengz/SLM-Lab",
@@ -180,7 +194,11 @@ def live(program: Program, sources: Path, python: str, ours: bool) -> Run:
     else:
         start[0] = str((home / start[0]).resolve())
     with tempfile.TemporaryDirectory(prefix="vecenv-program-") as folder:
-        report, said = Path(folder) / "report.json", Path(folder) / "said"
+        report, said, settings = (Path(folder) / name for name in ("report.json", "said", "settings.yaml"))
+        if program.configuration:
+            file, words, instead = program.configuration
+            settings.write_text((home / file).read_text().replace(words, instead))
+            start = [str(settings) if word == "{settings}" else word for word in start]
         before = ["-m", "vecenv", "run", *(["--sync"] if program.sync else [])] if ours else []
         watched = [str(ROOT / "bench" / "watched.py"), "--report", str(report), *program.watch, *start]
         path = os.pathsep.join(filter(None, (str(ROOT), str(home.resolve()), os.environ.get("PYTHONPATH"))))

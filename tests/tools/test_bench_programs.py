@@ -24,8 +24,11 @@ import numpy as np
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int)
+parser.add_argument("--file")
 parser.add_argument("--luck", action="store_true")
 given = parser.parse_args()
+if given.file:
+    given.steps = int(open(given.file).read())
 chance = random.Random(None if given.luck else 3)
 if __name__ == "__main__":
     envs = gymnasium.vector.AsyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 3)
@@ -40,12 +43,13 @@ if __name__ == "__main__":
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "trains.py").write_text(TRAINS)
+    (tmp_path / "own" / "steps.yaml").write_text("1000000")
 
     def program(*words: str, **options: Any) -> programs.Program:
         return programs.Program("somebody/own", ("trains.py", *words), "AsyncVectorEnv, CartPole-v1, 3", **options)
 
     known = {
-        "same": program("--steps", "40"),
+        "same": program("--file", "{settings}", configuration=("steps.yaml", "1000000", "40")),
         "other": program("--steps", "40", "--luck"),
         "stopped": program("--steps", "1000000", watch=("--stop", "5")),
         "fails": program("--no-such-option"),

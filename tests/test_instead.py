@@ -140,7 +140,7 @@ def test_a_class_that_reaches_into_gymnasiums_is_derived_from_gymnasiums(monkeyp
             self._state = gymnasium.vector.async_vector_env.AsyncState.WAITING_STEP
 
     class Infos(theirs):  # type: ignore[misc]
-        """As GR00T's _RobustAsyncVectorEnv."""
+        """As scripts that evaluate policies do, for infos whose shapes vary."""
 
         def _add_info(self, infos: dict[str, Any], info: dict[str, Any], row: int) -> dict[str, Any]:
             return super()._add_info(infos, info, row) | {"added": True}  # type: ignore[no-any-return]

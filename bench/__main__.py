@@ -10,7 +10,8 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from bench import goals, micro, plots, suites, tables
+from bench import goals, micro, plots, programs, suites, tables
+from bench.programs import PROGRAMS
 from bench.workloads import WORKLOADS
 from vecenv.system.cores import usable_cores
 from vecenv.tools.benchmark import Report, draw_bars, draw_scale
@@ -73,6 +74,14 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--quick", action="store_true", help="tiny settings, to see that it runs; never written down")
     command.set_defaults(run=_goals)
 
+    command = commands.add_parser("programs", help="published programs: Gymnasium's engine and vecenv's")
+    command.add_argument("names", nargs="*", metavar="PROGRAM", help=f"of {', '.join(PROGRAMS)} (default: all)")
+    command.add_argument("--sources", type=Path, required=True, help="a folder with a checkout of each program's repository")
+    command.add_argument("--python", default=sys.executable, help="with the programs' requirements (default: this one)")
+    command.add_argument("--rounds", type=int, default=3, help="pairs of runs of each program (default: 3)")
+    command.add_argument("--out", type=Path, default=Path("bench-results"), help="default: bench-results")
+    command.set_defaults(run=_programs)
+
     command = commands.add_parser("table", help="write what was measured into bench/README.md and README.md")
     command.add_argument("--out", type=Path, default=Path("bench-results"))
     command.set_defaults(run=_table)
@@ -100,6 +109,8 @@ def _list(arguments: argparse.Namespace, pace: suites.Pace) -> None:
         print(f"workload {workload.name:12} {workload.text}")
     print("micro   ", ", ".join(MICRO))
     print("goals   ", ", ".join(goals.PARTS))
+    for name, program in PROGRAMS.items():
+        print(f"program  {name:22} https://github.com/{program.repository}")
 
 
 def _compare(arguments: argparse.Namespace, pace: suites.Pace) -> None:
@@ -166,6 +177,10 @@ def _goals(arguments: argparse.Namespace, pace: suites.Pace) -> None:
         goals.run(part, settings, arguments.out)
 
 
+def _programs(arguments: argparse.Namespace, pace: suites.Pace) -> None:
+    programs.compare(arguments.names or list(PROGRAMS), arguments.sources, arguments.python, arguments.rounds, arguments.out)
+
+
 def _table(arguments: argparse.Namespace, pace: suites.Pace) -> None:
     tables.write_tables(arguments.out)
 
@@ -173,14 +188,15 @@ def _table(arguments: argparse.Namespace, pace: suites.Pace) -> None:
 def main() -> int:
     parser = _parser()
     arguments = parser.parse_args()
-    lists = {"compare": list(WORKLOADS), "micro": list(MICRO), "goals": list(goals.PARTS)}
+    lists = {"compare": list(WORKLOADS), "micro": list(MICRO), "goals": list(goals.PARTS), "programs": list(PROGRAMS)}
     known = lists.get(arguments.command, [])
-    for name in getattr(arguments, "parts", None) or getattr(arguments, "workloads", None) or ():
+    chosen = [getattr(arguments, name, None) for name in ("parts", "workloads", "names")]
+    for name in next(filter(None, chosen), ()):
         if name not in known:
             parser.error(f"no {name!r}; there are: {', '.join(known)}")
     with progress_bar() as progress:
         pace = {}
-        if arguments.command not in ("list", "table"):
+        if arguments.command not in ("list", "table", "programs"):
             pace = {"seconds": arguments.seconds, "repeats": arguments.repeats, "progress": progress}
         arguments.run(arguments, pace)
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import re
 import subprocess
@@ -114,6 +115,60 @@ def test_subclasses_and_questions_about_classes() -> None:
         assert mine.num_workers == 0
     finally:
         for envs in (plain, ours, mine):
+            envs.close()
+
+
+@pytest.mark.parametrize("name", ["AsyncVectorEnv", "SyncVectorEnv"])
+def test_its_bases_tell_gymnasiums_api(name: str) -> None:
+    """skrl's ``wrap_env`` looks for a base class whose name begins with ``gymnasium.``."""
+    assert gymnasium.vector.VectorEnv in getattr(gymnasium.vector, name).__bases__
+    vecenv.install(sync=True)
+    assert gymnasium.vector.VectorEnv in getattr(gymnasium.vector, name).__bases__
+
+
+def test_a_class_that_reaches_into_gymnasiums_is_derived_from_gymnasiums(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instead, "REPORT", instead.Report())
+    vecenv.install(sync=True, num_workers=1)
+    theirs: Any = gymnasium.vector.AsyncVectorEnv
+
+    class Pipes(theirs):  # type: ignore[misc]
+        """As RL-X's AsyncVectorEnvWithSkipping."""
+
+        def step_async(self, actions: Any) -> None:
+            for pipe, action in zip(self.parent_pipes, actions, strict=True):
+                pipe.send(("step", action))
+            self._state = gymnasium.vector.async_vector_env.AsyncState.WAITING_STEP
+
+    class Infos(theirs):  # type: ignore[misc]
+        """As scripts that evaluate policies do, for infos whose shapes vary."""
+
+        def _add_info(self, infos: dict[str, Any], info: dict[str, Any], row: int) -> dict[str, Any]:
+            return super()._add_info(infos, info, row) | {"added": True}  # type: ignore[no-any-return]
+
+    class Inner(gymnasium.vector.SyncVectorEnv):  # type: ignore[type-arg]
+        """As MO-Gymnasium's MOSyncVectorEnv."""
+
+        @property
+        def first(self) -> Any:
+            return (lambda: self.envs[0])()
+
+    class Caller(theirs):  # type: ignore[misc]
+        def counts(self) -> Any:
+            return self.call("get_wrapper_attr", "index")
+
+    built: list[Any] = [kind(counters(2)) for kind in (Pipes, Infos, Inner, Caller)]
+    try:
+        assert [isinstance(envs, vecenv.AsyncVectorEnv) for envs in built] == [False, False, False, True]
+        assert all(isinstance(envs, theirs) for envs in built if not isinstance(envs, Inner))
+        assert isinstance(built[2], gymnasium.vector.SyncVectorEnv)
+        for envs in built:
+            envs.reset(seed=1)
+            assert envs.step(np.array([0, 0]))[1].tolist() == [0.001, 1.001]
+        assert built[1].reset()[1]["added"]
+        assert built[2].first is built[2].envs[0]
+        assert "; still Gymnasium's, as it reaches into that class: Pipes, Infos, Inner" in str(instead.REPORT)
+    finally:
+        for envs in built:
             envs.close()
 
 
@@ -279,6 +334,24 @@ def test_a_program_that_makes_none_is_told(tmp_path: Path) -> None:
     assert done.stdout == "vecenv.instead\n"
 
 
+def test_a_program_with_a_class_that_stays_gymnasiums_is_told(tmp_path: Path) -> None:
+    (tmp_path / "derives.py").write_text(textwrap.dedent("""
+        import gymnasium
+
+        class Derived(gymnasium.vector.AsyncVectorEnv):
+            def first_pipe(self):
+                return self.parent_pipes[0]
+
+        print([base.__module__ for base in Derived.__bases__])
+    """))
+    done = python("-m", "vecenv", "run", "derives.py", cwd=tmp_path)
+    assert done.stdout == "['gymnasium.vector.async_vector_env']\n"
+    assert done.stderr.splitlines()[-1] == (
+        "vecenv run: no vector environment of vecenv's was made; "
+        "still Gymnasium's, as it reaches into that class: Derived"
+    )
+
+
 def test_a_program_that_cannot_be_compiled_gets_pythons_words(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("x = (\n")
     plain = python("bad.py", cwd=tmp_path)
@@ -312,3 +385,21 @@ def test_failures_are_counted(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     last = done.stderr.splitlines()[-1]
     assert re.search(r": 8 steps in .*; 2 failures, 2 restarts$", last), done.stderr
+
+
+def test_environments_that_are_dropped_without_a_close_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AgileRL's demonstrations leave theirs in a module that is cleared; other programs in a function that returns."""
+    monkeypatch.setattr(instead, "REPORT", instead.Report())
+    vecenv.install(num_workers=1)
+    built: list[Any] = []
+    for drop in (built.clear, gc.collect):
+        built.append(gymnasium.vector.AsyncVectorEnv(counters(2)))
+        built[0].reset(seed=1)
+        built[0].step(np.array([0, 0]))
+        if drop is gc.collect:
+            envs = built.pop()
+            envs.itself = envs
+            del envs
+        with pytest.warns(ResourceWarning, match="unclosed AsyncVectorEnv"):
+            drop()
+    assert str(instead.REPORT).startswith("2 vector environments of 4 environments: 4 steps in ")

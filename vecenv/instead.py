@@ -6,11 +6,11 @@ import inspect
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from types import ModuleType
+from collections.abc import Iterator, Mapping, Sequence
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, Final
 
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, VectorEnv
 
 from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.front.gymnasiums import GymnasiumAsync, GymnasiumSync
@@ -30,28 +30,32 @@ class Report:
 
     Attributes:
         engines, environments: How many were built.
-        steps: Environment steps made by those that were closed.
+        steps: Environment steps made by those that were closed or dropped.
         restarts, failures: Of those.
         began: When the first was built (``time.monotonic()``).
+        kept: Names of classes that were derived from Gymnasium's and stay so, as they reach into its inside.
     """
 
     def __init__(self) -> None:
         self.engines = self.environments = 0
         self.steps = self.restarts = self.failures = 0.0
         self.began: float | None = None
+        self.kept: list[str] = []
         self._open: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def opened(self, envs: AsyncVectorEnv[Any, Any]) -> None:
+    def opened(self, envs: _Instead) -> None:
         """One more was built."""
         if self.began is None:
             self.began = time.monotonic()
         self.engines += 1
         self.environments += envs.num_envs
         self._open.add(envs)
+        envs._reported = False
 
-    def ended(self, envs: AsyncVectorEnv[Any, Any]) -> None:
+    def ended(self, envs: _Instead) -> None:
         """One was closed, or is looked at for the last time. Once for each."""
-        if envs in self._open:
+        if not envs._reported:
+            envs._reported = True  # not by `_open`: in the garbage collector's hands it is in there no more
             self._open.discard(envs)
             figures = envs.stats()
             self.steps += figures["steps"]
@@ -61,21 +65,60 @@ class Report:
     def __str__(self) -> str:
         for envs in list(self._open):
             self.ended(envs)
+        kept = f"; still Gymnasium's, as it reaches into that class: {', '.join(self.kept)}" if self.kept else ""
         if self.began is None:
-            return "no vector environment was made"
+            return f"no vector environment of vecenv's was made{kept}" if kept else "no vector environment was made"
         seconds = max(time.monotonic() - self.began, 1e-9)
         made = f"{self.engines} vector environment{'s' if self.engines > 1 else ''} of {self.environments} environments"
         failed = f"{self.failures:.0f} failures" if self.failures else "nothing failed"
         restarts = f", {self.restarts:.0f} restarts" if self.restarts else ""
         rate = f"{self.steps:,.0f} steps in {seconds:.1f} s, {self.steps / seconds:,.0f} per second"
-        return f"{made}: {rate}; {failed}{restarts}"
+        return f"{made}: {rate}; {failed}{restarts}{kept}"
 
 
 REPORT = Report()
 
 
+def _functions(names: Mapping[str, Any]) -> Iterator[FunctionType]:
+    for value in names.values():
+        parts = (value.fget, value.fset) if isinstance(value, property) else (getattr(value, "__func__", value),)
+        yield from (inspect.unwrap(part) for part in parts if isinstance(part, FunctionType))
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _inside(theirs: type[Any]) -> frozenset[str]:
+    """What a class derived from Gymnasium's may use that is no interface of it."""
+    bodies = [vars(theirs), vars(VectorEnv)]
+    used = {name for body in bodies for function in _functions(body) for name in _names(function.__code__)}
+    private = {name for name in used.union(*bodies) if name.startswith("_") and not name.startswith("__")}
+    public = {"parent_pipes", "processes", "error_queue", "observations"} if theirs is GymnasiumAsync else {"envs"}
+    return frozenset(private | public)
+
+
+def _reaches(body: Mapping[str, Any], inside: frozenset[str]) -> bool:
+    used = {name for function in _functions(body) for name in _names(function.__code__)}
+    return not inside.isdisjoint(used.union(body))
+
+
 class _StandsFor(type):
-    """Whoever asks whether something is one of these may mean Gymnasium's class, which had this name before."""
+    """Whoever asks whether something is one of these may mean Gymnasium's class, which had this name before.
+
+    A class derived from one of these whose methods reach into the inside of Gymnasium's, its pipes or the methods that it
+    calls itself (``_add_info``), is derived from Gymnasium's: here it would find nothing to reach, or not be called.
+    """
+
+    def __new__(cls, name: str, bases: tuple[type[Any], ...], body: dict[str, Any], **keywords: Any) -> Any:
+        theirs = {base: vars(base)["stands_for"] for base in bases if "stands_for" in vars(base)}
+        if body["__module__"] != __name__ and any(_reaches(body, _inside(kind)) for kind in theirs.values()):
+            REPORT.kept.append(name)
+            return type(name, tuple(theirs.get(base, base) for base in bases), body, **keywords)
+        return super().__new__(cls, name, bases, body, **keywords)
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return super().__instancecheck__(instance) or isinstance(instance, cls.__dict__.get("stands_for", ()))
@@ -84,10 +127,14 @@ class _StandsFor(type):
         return super().__subclasscheck__(subclass) or issubclass(subclass, cls.__dict__.get("stands_for", ()))
 
 
-class _Instead(AsyncVectorEnv[Any, Any], metaclass=_StandsFor):
-    """:class:`vecenv.AsyncVectorEnv`, with :data:`DEFAULTS` for what is not given."""
+class _Instead(AsyncVectorEnv[Any, Any], VectorEnv[Any, Any, Any], metaclass=_StandsFor):  # type: ignore[misc, override]
+    """:class:`vecenv.AsyncVectorEnv`, with :data:`DEFAULTS` for what is not given.
+
+    ``VectorEnv`` is named as a base, which it is anyway, for those who read ``__bases__`` to learn whose API this is (skrl).
+    """
 
     stands_for: type[Any] = GymnasiumAsync
+    _reported = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = _SIGNATURE.bind_partial(self, *args, **kwargs).arguments
@@ -99,8 +146,13 @@ class _Instead(AsyncVectorEnv[Any, Any], metaclass=_StandsFor):
         super().close(**kwargs)
         REPORT.ended(self)
 
+    def __del__(self) -> None:
+        if not self.__dict__.get("closed", True) and not self._pool.abandoned:
+            REPORT.ended(self)
+        super().__del__()
 
-class _InsteadOfSync(_Instead):
+
+class _InsteadOfSync(_Instead, VectorEnv[Any, Any, Any]):  # type: ignore[misc, override]
     """The same with the arguments of ``gymnasium.vector.SyncVectorEnv``, which has its environments in this process."""
 
     stands_for = GymnasiumSync
@@ -141,7 +193,8 @@ def install(*, sync: bool = False, **defaults: Any) -> None:
 
     Whoever builds one from now on gets ours: ``gymnasium.make_vec(..., vectorization_mode="async")`` and modules that have
     imported the class already as well. Classes that were derived from it before keep it for a base: install first, import
-    afterwards. A vector environment with a ``worker`` function of its own is Gymnasium's, as always.
+    afterwards; and so do those whose methods reach into its inside (``parent_pipes``, ``_add_info``, ...). A vector
+    environment with a ``worker`` function of its own is Gymnasium's, as always.
 
     Args:
         sync: ``gymnasium.vector.SyncVectorEnv`` too.

@@ -51,7 +51,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], None]:
 
 def _report(sync: bool) -> None:
     text = str(REPORT)
-    if not REPORT.engines:
+    if not REPORT.engines and not REPORT.kept:
         text += ": the program never called gymnasium.vector.AsyncVectorEnv"
         text += "" if sync else "; --sync replaces SyncVectorEnv too"
     print(f"vecenv run: {text}", file=sys.stderr)

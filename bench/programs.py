@@ -1,0 +1,305 @@
+"""Published programs as they stand: Gymnasium's engine against vecenv's, by turns.
+
+    git clone https://github.com/vwxyzjn/cleanrl SOURCES/cleanrl      # and the others that `python -m bench list` names
+    python -m bench programs --sources SOURCES cleanrl-ppo skrl-ppo
+    python -m bench programs --sources SOURCES --python /another/environment/bin/python --rounds 5
+
+None of them is part of this repository, and none is edited: ``python program.py`` plays against ``python -m vecenv run
+program.py``, with the same arguments and seeds, in an empty folder each time. ``bench/watched.py`` stands between the two
+and the program and sums up all actions, observations, rewards and flags in one checksum; scalars that a program writes for
+TensorBoard are compared too, number for number, but for those that are times. A program needs its own requirements installed
+where ``--python`` is.
+
+Wall time is a program's whole life, imports included. Processor time is that of the program and its workers; beside other
+programs it scatters less.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMES = re.compile(r"sps|time|fps|second|speed|perf", re.IGNORECASE)  # scalars that are another's in each run
+
+
+@dataclass(frozen=True)
+class Program:
+    """How one is started.
+
+    Attributes:
+        repository: Where it is published; it is looked for in a folder of that name among the sources.
+        start: The file, from the root of the repository, or a module (``-m name``), and its arguments.
+        watch: Arguments of ``bench/watched.py``.
+        sync: It makes a SyncVectorEnv, which ``--sync`` replaces.
+        inside: It has to run in the root of its repository.
+        configuration: A file of settings, words in it, and the words for them. ``start`` calls the changed copy
+            ``{settings}``.
+    """
+
+    repository: str
+    start: tuple[str, ...]
+    makes: str
+    watch: tuple[str, ...] = ()
+    sync: bool = False
+    inside: bool = False
+    configuration: tuple[str, str, str] | None = None
+
+
+PROGRAMS: dict[str, Program] = {
+    "cleanrl-ppo": Program(
+        "vwxyzjn/cleanrl",
+        ("cleanrl/ppo.py", "--total-timesteps", "2048", "--seed", "3"),
+        "SyncVectorEnv, CartPole-v1, 4",
+        sync=True,
+    ),
+    "cleanrl-sac": Program(
+        "vwxyzjn/cleanrl",
+        (
+            *("cleanrl/sac_continuous_action.py", "--env-id", "Hopper-v5", "--num-envs", "4"),
+            *("--learning-starts", "100", "--total-timesteps", "320", "--seed", "3"),
+        ),
+        "SyncVectorEnv, Hopper-v5, 4",
+        sync=True,
+    ),
+    "gymnasium-a2c": Program(
+        "Farama-Foundation/Gymnasium",
+        ("docs/tutorials/training_agents/vector_a2c.py",),
+        "make_vec and SyncVectorEnv, LunarLander-v3, 10",
+        watch=("--stop", "400", "--seed", "1"),
+        sync=True,
+    ),
+    "skrl-ppo": Program(
+        "Toni-SM/skrl",
+        ("examples/gymnasium/torch_gymnasium_pendulum_ppo.py", "--num_envs", "8", "--headless", "--seed", "3"),
+        'make_vec(..., vectorization_mode="sync"), Pendulum-v1, 8',
+        watch=("--stop", "1060"),
+        sync=True,
+    ),
+    "agilerl-ppo": Program(
+        "AgileRL/AgileRL",
+        ("demos/single_agent/demo_on_policy.py",),
+        "AsyncVectorEnv, LunarLander-v3, 16",
+        watch=("--stop", "80", "--seed", "2"),
+    ),
+    "agilerl-dqn": Program(
+        "AgileRL/AgileRL",
+        ("demos/single_agent/demo_off_policy.py",),
+        "AsyncVectorEnv, LunarLander-v3, 16",
+        watch=("--stop", "200", "--seed", "2"),
+    ),
+    "rl-games-ppo": Program(  # all its settings are for a GPU
+        "Denys88/rl_games",
+        ("runner.py", "--train", "--file", "{settings}", "--num_actors", "8", "--seed", "3"),
+        "AsyncVectorEnv, HalfCheetah-v5, 8",
+        watch=("--stop", "260"),
+        configuration=(
+            "rl_games/configs/mujoco/halfcheetah.yaml",
+            "\n    name: HalfCheetah-v5",
+            "\n    name: HalfCheetah-v5\n    device: cpu\n    torch_compile: False",
+        ),
+    ),
+    "slm-lab-ppo": Program(
+        "kengz/SLM-Lab",
+        (
+            *("-m", "slm_lab.cli.main", "slm_lab/spec/benchmark/ppo/ppo_mujoco.json", "ppo_mujoco", "dev"),
+            *("-s", "env=HalfCheetah-v5", "-s", "max_frame=3e4"),
+        ),
+        'make_vec(..., vectorization_mode="async") by spawn, HalfCheetah-v5, 16',
+        watch=("--stop", "140", "--seed", "2"),
+        inside=True,
+    ),
+    "hands-on-a2c": Program(
+        "PacktPublishing/Deep-Reinforcement-Learning-Hands-On-Third-Edition",
+        ("Chapter12/02_pong_a2c.py", "--use-async", "-n", "x"),
+        "AsyncVectorEnv, PongNoFrameskip-v4, 50",
+        watch=("--import", "ale_py", "--stop", "12", "--seed", "2"),
+    ),
+}
+
+
+@dataclass
+class Run:
+    """One life of a program."""
+
+    wall: float
+    processor: float
+    status: int
+    figures: dict[str, Any]
+    scalars: dict[str, list[list[Any]]] = field(default_factory=dict)
+    last_line: str = ""
+
+
+def scalars(folder: Path) -> dict[str, list[list[Any]]]:
+    """What was written for TensorBoard below a folder: steps and values of each name that is not a time."""
+    found: dict[str, list[list[Any]]] = {}
+    for file in sorted(folder.rglob("events.out.tfevents.*")):
+        data, at = file.read_bytes(), 0
+        while at + 12 <= len(data):  # a length, its checksum, so many bytes, their checksum
+            (length,) = struct.unpack_from("<Q", data, at)
+            event = dict(fields(data[at + 12 : at + 12 + length]))
+            for _, value in fields(event.get(5, b"")):  # 5: summary, of which each 1 is a value: 1 name, 2 number, 8 tensor
+                parts = dict(fields(value))
+                if 1 in parts and not TIMES.search(name := parts[1].decode()):
+                    kept = struct.unpack("<f", parts[2])[0] if 2 in parts else parts.get(8, b"").hex()
+                    found.setdefault(name, []).append([event.get(2, 0), repr(kept)])
+            at += 16 + length
+    return found
+
+
+def fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """Numbers and values of a protocol buffer's fields; values that are no varint are bytes."""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = message[at]
+            at += 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value
+
+    while at < len(message):
+        key = varint()
+        if key & 7 == 0:
+            yield key >> 3, varint()
+            continue
+        size = {1: 8, 5: 4}.get(key & 7) or varint()
+        yield key >> 3, message[at : at + size]
+        at += size
+
+
+def live(program: Program, sources: Path, python: str, ours: bool) -> Run:
+    """Run a program once."""
+    home = sources / program.repository.rpartition("/")[2]
+    start = list(program.start)
+    if start[0] == "-m":
+        start[0] = "--module"
+    elif not (home / start[0]).is_file():
+        raise SystemExit(f"no {home / start[0]}: git clone https://github.com/{program.repository} {home}")
+    else:
+        start[0] = str((home / start[0]).resolve())
+    with tempfile.TemporaryDirectory(prefix="vecenv-program-") as folder:
+        report, said, settings = (Path(folder) / name for name in ("report.json", "said", "settings.yaml"))
+        if program.configuration:
+            file, words, instead = program.configuration
+            settings.write_text((home / file).read_text().replace(words, instead))
+            start = [str(settings) if word == "{settings}" else word for word in start]
+        before = ["-m", "vecenv", "run", *(["--sync"] if program.sync else [])] if ours else []
+        watched = [str(ROOT / "bench" / "watched.py"), "--report", str(report), *program.watch, *start]
+        path = os.pathsep.join(filter(None, (str(ROOT), str(home.resolve()), os.environ.get("PYTHONPATH"))))
+        environment = os.environ | {"PYTHONPATH": path, "MPLBACKEND": "Agg"}
+        begin = time.monotonic()
+        with said.open("wb") as output:
+            process = subprocess.Popen(
+                [python, *before, *watched],
+                cwd=home if program.inside else folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            _, status, used = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        wall = time.monotonic() - begin
+        lines = said.read_text(errors="replace").splitlines()
+        figures = json.loads(report.read_text()) if report.exists() else {}
+        if process.returncode:
+            print("\n".join(lines[-20:]), file=sys.stderr)
+        written = scalars(Path(folder))
+    return Run(wall, used.ru_utime + used.ru_stime, process.returncode, figures, written, lines[-1] if lines else "")
+
+
+@dataclass
+class Result:
+    """All lives of one program, in pairs."""
+
+    name: str
+    plain: list[Run] = field(default_factory=list)
+    ours: list[Run] = field(default_factory=list)
+
+    def ratios(self, of: Callable[[Run], float]) -> list[float]:
+        """Gymnasium's over ours, of each pair: above 1, ours is faster."""
+        return [of(theirs) / of(mine) for theirs, mine in zip(self.plain, self.ours, strict=True) if of(mine) > 0]
+
+    def equal(self) -> str:
+        """Whether all lives of both kinds were one and the same, in words."""
+        runs = self.plain + self.ours
+        if any(run.status for run in runs):
+            return "failed"
+        if len({json.dumps([run.figures[key] for key in ("checksum", "calls", "rewards")]) for run in runs}) > 1:
+            alone = len({run.figures["checksum"] for run in self.plain})
+            return "NO" if alone == 1 else "two runs of Gymnasium's differ as well"
+        logged = [run.scalars for run in runs]
+        if any(one != logged[0] for one in logged):
+            return "steps yes, TensorBoard NO"
+        count = sum(len(values) for values in logged[0].values())
+        return "yes" + (f", and {count:,} scalars of TensorBoard" if count else "")
+
+
+def middle(values: list[float], digits: int = 2) -> str:
+    """Median (least - greatest)."""
+    if not values:
+        return "-"
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} - {max(values):.{digits}f})"
+
+
+def milliseconds(runs: list[Run], key: str, per: str | None = None) -> float:
+    """Median of a figure of the watch, in milliseconds, of a call if ``per`` says of which."""
+    return 1e3 * statistics.median(run.figures[key] / (run.figures[per] if per else 1) for run in runs)
+
+
+def line(result: Result) -> str:
+    """A row of the table."""
+    program, figures = PROGRAMS[result.name], result.ours[0].figures
+    making = [milliseconds(runs, "making") for runs in (result.plain, result.ours)]
+    step = [milliseconds(runs, "stepping", "calls") for runs in (result.plain, result.ours)]
+    cells = [
+        f"{program.repository} `{program.start[1] if program.start[0] == '-m' else program.start[0]}`",
+        program.makes,
+        f"{figures['calls']:,} x {figures['environments']}",
+        result.equal(),
+        middle(result.ratios(lambda run: run.wall)),
+        middle(result.ratios(lambda run: run.processor)),
+        f"{making[0]:,.0f} / {making[1]:,.0f}",
+        f"{step[0]:.2f} / {step[1]:.2f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+HEAD = (
+    "| program | makes | steps | equal | wall time | processor time | making them, ms | a step, ms |\n"
+    "|---|---|---:|---|---|---|---:|---:|"
+)
+
+
+def compare(names: list[str], sources: Path, python: str, rounds: int, out: Path) -> None:
+    """Play all rounds, one program after the other in each, and print the table; one that fails is left at that."""
+    out.mkdir(parents=True, exist_ok=True)
+    results = {name: Result(name) for name in names}
+    for index in range(rounds):
+        for name, result in results.items():
+            if any(run.status for run in result.plain + result.ours):
+                continue
+            for ours in (False, True) if index % 2 == 0 else (True, False):
+                (result.ours if ours else result.plain).append(live(PROGRAMS[name], sources, python, ours))
+            (out / f"program-{name}.json").write_text(json.dumps(asdict(result), indent=1) + "\n")
+            print(f"round {index + 1}, {name}: {result.equal()}", file=sys.stderr, flush=True)
+    print(HEAD)
+    for name, result in results.items():
+        failed = [run.last_line for run in result.plain + result.ours if run.status]
+        print(f"| {name} | failed: {failed[0]} |" if failed else line(result), flush=True)

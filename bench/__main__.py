@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--out", type=Path, default=Path("bench-results"), help="default: bench-results")
     command.set_defaults(run=_programs)
 
-    command = commands.add_parser("table", help="write what was measured into bench/README.md and README.md")
+    command = commands.add_parser("table", help="write what was measured into bench/README.md and docs/benchmarks.md")
     command.add_argument("--out", type=Path, default=Path("bench-results"))
     command.set_defaults(run=_table)
     return parser

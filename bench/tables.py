@@ -1,4 +1,4 @@
-"""The tables of the two READMEs, written from what was measured and from nothing else.
+"""The tables of ``bench/README.md`` and ``docs/benchmarks.md``, written from what was measured and from nothing else.
 
 ``python -m bench table`` takes whatever JSON it finds in the folder of results: the goals, the main job, ``compare``
 and ``sweep``. A table of which nothing was measured anew stays as it stands.
@@ -48,7 +48,7 @@ def goals_table(out: Path, page: str) -> list[str]:
 
 
 def main_table(path: Path) -> list[str]:
-    """The rows of ``README.md`` from the JSON of ``vecenv bench CartPole-v1 --num-envs 64``."""
+    """The rows of ``docs/benchmarks.md`` from the JSON of ``vecenv bench CartPole-v1 --num-envs 64``."""
     lines = [
         "| engine | steps/s | least to greatest | x Gymnasium Async | of the limit |",
         "|---|---:|---:|---:|---:|",
@@ -115,6 +115,6 @@ def write_tables(out: Path) -> None:
     page.write_text(text)
     main = out / "CartPole-v1-64.json"
     if main.exists():
-        page = ROOT / "README.md"
+        page = ROOT / "docs" / "benchmarks.md"
         page.write_text(_between(page.read_text(), "measured", main_table(main)))
         shutil.copyfile(main.with_suffix(".png"), ROOT / "docs" / "cartpole_64.png")

@@ -170,7 +170,7 @@ def test_what_a_reset_cannot_do_is_refused_by_name_and_the_options_stay_as_they_
     mask = np.array([True, False, False])
     options: dict[str, Any] = {"low": 1, "reset_mask": mask}
     for env_id in (None, [0]):
-        with pytest.raises(ValueError, match=r"take no reset options, got \['low'\]"):
+        with pytest.raises(ValueError, match=r"takes no reset options but 'reset_mask', got \['low'\]"):
             envs.reset_async(options=options, env_id=env_id)
     with pytest.raises(ValueError, match="give one"):
         envs.reset_async(options={"reset_mask": mask}, env_id=[0])
@@ -292,6 +292,6 @@ def test_looking_at_the_figures_changes_nothing(make: Make) -> None:
     envs = make(4, batch_size=2)
     envs.reset_async()
     envs.recv()
-    held = list(envs._pools.current.held)
+    held = list(envs._driver.taken[1])
     assert envs.stats()["in_flight"] == 2
-    assert envs._pools.current.held == held != []
+    assert envs._driver.taken[1] == held != []

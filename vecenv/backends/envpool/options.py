@@ -11,10 +11,7 @@ from typing import Any, Final
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from vecenv.backends.envpool.rows import Array
-from vecenv.front.arguments import reset_mask_of
-
-__all__ = ["check_env_config", "check_options", "reset_ids"]
+__all__ = ["check_env_config", "check_options"]
 
 _END: Final = 2**31
 _MOST_THREADS: Final = 4096
@@ -166,17 +163,3 @@ def _floats(value: Any) -> list[float]:
     if isinstance(value, (tuple, list)):
         return [number for entry in value for number in _floats(entry)]
     return [float(value)] if isinstance(value, (float, np.floating)) else []
-
-
-def reset_ids(options: dict[str, Any] | None, num_envs: int) -> Array | None:
-    """The environments of ``options["reset_mask"]``, int32, ``None`` without one. The options are not changed.
-
-    Raises:
-        TypeError, ValueError: As of :func:`vecenv.front.arguments.reset_mask_of`.
-        ValueError: Any other option; names it.
-    """
-    mask, others = reset_mask_of(options, num_envs)
-    if others:
-        unknown = sorted(map(str, others))
-        raise ValueError(f"EnvPool's environments take no reset options, got {unknown}; only 'reset_mask' is known")
-    return None if mask is None else np.flatnonzero(mask).astype(np.int32)

@@ -20,7 +20,10 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 
 from vecenv.errors import BusyError, ForkedError, VecEnvError
 
-__all__ = ["guarded", "own", "refuse_busy", "refuse_closed", "refuse_forked", "say_it_was_closed"]
+__all__ = [
+    "GUARDED", "guarded", "is_answer", "own", "refuse_busy", "refuse_closed", "refuse_forked", "refuse_shut",
+    "require_right", "say_it_was_closed",
+]  # fmt: skip
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -86,7 +89,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def guarded(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Let one call in at a time; and no answer is lost on its way out. A call within a call is part of it.
+    """Let one call in at a time; and no answer is lost on its way out.
 
     A driver prepares how it is to be once its answer was taken (:attr:`vecenv.front.driver.Driver.after`), and that is put
     in place on the line that returns the answer: whatever is raised before leaves it owed, and what comes after that is the
@@ -96,30 +99,23 @@ def guarded(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[An
     Raises (the decorated method):
         ForkedError: In a child of the process that built it.
         ClosedEnvironmentError: After ``close()``.
-        BusyError: Another thread is in a call.
+        BusyError: Another call is under way.
     """
 
     @functools.wraps(method)
     def outermost(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        me = get_ident()
         if self._caller or self._barred:
-            if self._caller == me and _is_within(self):
-                return method(self, *args, **kwargs)
-            _require_right(self, me, method.__name__)
+            require_right(self, method.__name__)
         driver = self._driver
         try:
-            self._caller, driver.after = me, None
+            self._caller, driver.after = get_ident(), None
             answer = method(self, *args, **kwargs)
-            if self._barred:  # closed meanwhile, by another thread or a signal handler
-                driver.close()
-                refuse_closed(self)
+            if self._barred:
+                refuse_shut(self)
             after = driver.after
             self._caller = 0
         except BaseException as error:
-            self._caller = 0
-            if self.closed:
-                say_it_was_closed(self, error)
-            if error is not driver.failure or driver.after is None:
+            if not is_answer(self, error):
                 raise
             driver.taken, driver.failure = driver.after[0], None; raise  # noqa: E702 - see above
         if after is None:
@@ -129,27 +125,45 @@ def guarded(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[An
     return outermost
 
 
-def _require_right(envs: Any, me: int, method: str) -> None:
-    """Refuse a call where there is a reason to. ``_caller`` alone is none: see :func:`_is_within`."""
+def require_right(envs: Any, method: str) -> None:
+    """Refuse a call where there is a reason to."""
     if os.getpid() != envs._owner:
         refuse_forked(envs, envs._owner, "its threads")
     if envs._barred:
         refuse_closed(envs)
-    if envs._caller not in (0, me):
+    if envs._caller != get_ident():
         refuse_busy(envs, method)
+    if _is_within(envs):
+        raise BusyError(f"a call on this {type(envs).__name__} is under way in this thread; `{method}` was refused")
+
+
+def refuse_shut(envs: Any) -> NoReturn:
+    """Say of a call that it was closed meanwhile, by another thread or a signal handler."""
+    envs._driver.close()
+    refuse_closed(envs)
+
+
+def is_answer(envs: Any, error: BaseException) -> bool:
+    """A call ends by an exception; whether that is its answer."""
+    envs._caller = 0
+    if envs.closed:
+        say_it_was_closed(envs, error)
+    return error is envs._driver.failure and envs._driver.after is not None
 
 
 def _is_within(envs: object) -> bool:
-    """Whether a call on a vector environment is on this thread's stack.
+    """Whether a call on a vector environment is on this thread's stack, around the one that asks.
 
     ``_caller`` alone does not tell: an exception that falls into the very first instruction after a call has failed leaves
     it as it was.
     """
-    frame: FrameType | None = sys._getframe(1)
-    assert frame is not None
-    inner, frame = frame, frame.f_back  # `inner` asks about the calls around itself
+    frame: FrameType | None = sys._getframe(3)
     while frame is not None:
-        if frame.f_code is inner.f_code and frame.f_locals["self"] is envs:
+        if frame.f_code in GUARDED and frame.f_locals["self"] is envs:
             return True
         frame = frame.f_back
     return False
+
+
+GUARDED: Final = {guarded(_is_within).__code__}
+"""The code of all functions that let one call in at a time."""

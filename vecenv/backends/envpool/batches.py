@@ -169,8 +169,10 @@ class Batches(PoolDriver):
             if not self.receiver.receive(wire, have + 1, deadline):
                 return None
         stepped, held = self._ordered(wire[:])
-        latest = (self.all_ids, self.everyone.tobytes()) if kind is Phase.WAITING_RESET else self.taken[0]
-        self.after = (latest, [held], self._gone + have, 0), *self._counted(self.all_ids)
+        latest, counts = self.taken[0], (self._num_envs, 0)
+        if kind is Phase.WAITING_RESET:
+            latest, counts = (self.all_ids, self.everyone.tobytes()), (0, self._num_envs)
+        self.after = (latest, [held], self._gone + have, 0), *counts
         return stepped
 
     def recv(self, count: int | None, deadline: float | None) -> Stepped | None:
@@ -195,14 +197,9 @@ class Batches(PoolDriver):
         else:
             used, states = 1, wire[0]
         stepped, latest, held = self._answer(states)
-        after = latest, [held], taken + used, offset
-        self.after = (after, *self._counted(latest[0])) if self._resets else (after, count, 0)
+        resets = len(self._resets.intersection(latest[0].tolist())) if self._resets else 0
+        self.after = (latest, [held], taken + used, offset), count - resets, resets
         return stepped
-
-    def _counted(self, ids: Array) -> tuple[int, int]:
-        """How many rows of an answer are of steps, and how many of resets."""
-        resets = len(self._resets.intersection(ids.tolist()))
-        return len(ids) - resets, resets
 
     def _trim(self) -> None:
         """Let go of the batches that were taken."""

@@ -30,10 +30,11 @@ __all__ = ["Episodes", "PoolDriver", "Seeding", "Settings", "too_few"]
 
 
 class Seeding(NamedTuple):
-    """The seeds of the first pool, one for each environment, and where those come from that nobody gives."""
+    """Seeds of a pool, one for each environment; where those come from that nobody gives; how many pools there have been."""
 
     seeds: list[int]
     random: np.random.Generator
+    pools: int = 0
 
 
 class PoolDriver(Driver):
@@ -42,8 +43,7 @@ class PoolDriver(Driver):
     Attributes:
         pool: ``None`` before the first reset, after :meth:`lend` and after :meth:`close`.
         lent: A pool that compiled code steps, or ``None``.
-        seeds: Of the latest pool.
-        built: How many pools there have been.
+        seeding: Of the latest pool; of the first one before there is one.
         wire: What the pool answered.
         all_ids, everyone: The indices of all environments, as int32 and as intp. What is of all is told by identity.
     """
@@ -59,8 +59,7 @@ class PoolDriver(Driver):
     def __init__(self, task: Task, batch_size: int, seeding: Seeding) -> None:
         self.task = task
         self.batch_size = batch_size
-        self.seeds, self._random = seeding
-        self.built = 0
+        self.seeding = seeding
         self.lent: Any = None
         self._num_envs = int(task.config["num_envs"])
         self.all_ids = np.arange(self._num_envs, dtype=np.int32)
@@ -84,8 +83,8 @@ class PoolDriver(Driver):
         return self.receiver.waited
 
     def reset(self, seeds: list[Any], ids: Array | None, options: dict[str, Any] | None, *, by_row: bool) -> None:
-        given = any(seed is not None for seed in seeds)
-        seeds = spread(seeds, len(seeds), self._random) if given or self.lent is not None else self.seeds
+        given = bool([seed for seed in seeds if seed is not None])
+        seeds = spread(seeds, len(seeds), self.seeding.random) if given or self.lent is not None else self.seeding.seeds
         if ids is not None:
             if given:
                 why = "EnvPool seeds its environments when it builds them, all at once"
@@ -108,7 +107,7 @@ class PoolDriver(Driver):
         """
         self.close()
         pool = build(self.task, seeds)
-        self.seeds, self.built = seeds, self.built + 1
+        self.seeding = Seeding(seeds, self.seeding.random, self.seeding.pools + 1)
         self._adopt(pool)
         self._begin_reset(self.all_ids, force=True, by_row=False)
         self.pool = pool

@@ -15,9 +15,8 @@ import numpy as np
 from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import AutoresetMode
 
-from vecenv.backends.envpool.driver import Episodes, Seeding, Settings, too_few
+from vecenv.backends.envpool.driver import Episodes, too_few
 from vecenv.backends.envpool.rows import Array, Infos, States
-from vecenv.backends.envpool.task import Task
 from vecenv.front.arguments import env_ids_of
 from vecenv.front.capabilities import Capabilities, unable
 from vecenv.front.driver import NOTHING, Call, Stepped, require_idle, require_no_step
@@ -60,12 +59,9 @@ class Lockstep(Episodes):
         "envpool", attributes=False, first_ready=False, masked_seeds=False, reset_options=False, in_this_process=True
     )
 
-    def __init__(self, task: Task, batch_size: int, seeding: Seeding, settings: Settings) -> None:
-        self._same_step = settings.mode is AutoresetMode.SAME_STEP
-        super().__init__(task, batch_size, seeding, settings)
-
     def _adopt(self, pool: Any) -> None:
         super()._adopt(pool)
+        self._same_step = self.settings.mode is AutoresetMode.SAME_STEP
         self.taken = self.wire, self.all_ids
         self._kind, self._by_row = Phase.DEFAULT, False
         self._ids, self._rows = self.all_ids, self.everyone  # the same as intp
@@ -94,6 +90,11 @@ class Lockstep(Episodes):
             self._refuse_two("send")
         ids = self.taken[1] if env_id is None else env_ids_of(env_id, self._num_envs).astype(np.int32)
         self._begin_step(actions, ids, by_row=True)
+
+    def reset(self, seeds: list[Any], ids: Array | None, options: dict[str, Any] | None, *, by_row: bool) -> None:
+        if self.owed.rows:
+            self._refuse_two("reset_async")
+        super().reset(seeds, ids, options, by_row=by_row)
 
     def _refuse_two(self, method: str) -> NoReturn:
         """Say that there can be only one call at a time."""
@@ -124,11 +125,6 @@ class Lockstep(Episodes):
         return plan
 
     def _begin_reset(self, ids: Array, *, force: bool, by_row: bool) -> None:
-        if self.owed.rows:
-            if by_row:
-                self._refuse_two("reset_async")
-            self._gather(None)
-            self.taken = self.wire, self.taken[1]  # what was sent and not received is dropped
         natural = np.zeros(len(ids), dtype=np.bool_) if force else self.naturally(ids)
         if not natural.any():
             plan = [_Stage(self._pool_reset, ids, ids, None)]
@@ -198,7 +194,8 @@ class Lockstep(Episodes):
         self._rows = self.everyone if ids is self.all_ids else ids.astype(np.intp)
         self._steps, self._ended = len(plan), None
         self.wire = []  # nothing is owed before there is something in it
-        self._send(plan[0])
+        first = plan[0]
+        self.wire.extend(starmap(first[0], (first[1:2],)))
 
     def _send(self, stage: _Stage) -> None:
         self.wire.extend(starmap(stage[0], (stage[1:2],)))

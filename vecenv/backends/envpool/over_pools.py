@@ -22,12 +22,12 @@ class OverPools(DrivenVectorEnv[D]):
         """As :meth:`vecenv.AsyncVectorEnv.stats`; and EnvPool's own: ``pools`` built, ``num_threads`` of the pool."""
         driver = self._driver
         threads = int(driver.task.config["num_threads"]) or min(driver.batch_size, os.cpu_count() or 1)
-        return {**super().stats(), "pools": float(driver.built), "num_threads": float(threads)}
+        return {**super().stats(), "pools": float(driver.seeding.pools), "num_threads": float(threads)}
 
     @property
     def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
         """The seeds of the pool, one for each environment: ``reset(seed=...)`` with them repeats what it did."""
-        return tuple(self._driver.seeds)
+        return tuple(self._driver.seeding.seeds)
 
     def __repr__(self) -> str:
         if not hasattr(self, "_driver"):

@@ -68,6 +68,15 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
         task: Everything that is known of the task; see :class:`vecenv.backends.envpool.task.Task`.
         batch_size: Rows that :meth:`recv` returns.
 
+    A seed given to ``reset`` builds a new pool, because EnvPool seeds only then: about a millisecond for classic control,
+    50 ms an environment for Atari. ``None`` in a list of seeds is a random one; seeds of 2**31 and more are hashed into
+    EnvPool's range. ``options["reset_mask"]`` wants ``batch_size=None``: episodes that are over are reset as autoreset
+    would do it (Atari with ``episodic_life`` goes on with the same game), running ones by force. With a smaller batch, a
+    reset of all waits for everything in flight and drops it, and ``recv`` keeps for the next call what the pool gave
+    beyond ``count``; EnvPool hands out whole batches, so ``NoAsyncCallError`` is also what cannot fill one. With
+    ``batch_size=None`` there is one outstanding call at a time, of any environments, which ``recv`` answers as a whole, in
+    its order.
+
     ``step`` returns ``(observations, rewards, terminations, truncations, infos)``: an array or nested dicts of arrays of
     ``observation_space``; rewards float64, flags bool, all of shape ``(num_envs,)``; infos a dict of arrays with a mask
     ``_key`` for every key, always with ``env_id`` and ``elapsed_step``. All arrays are fresh and the caller's own, except

@@ -104,11 +104,12 @@ def guarded(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[An
 
     @functools.wraps(method)
     def outermost(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        me = get_ident()
         if self._caller or self._barred:
             require_right(self, method.__name__)
         driver = self._driver
         try:
-            self._caller, driver.after = get_ident(), None
+            self._caller, driver.after = me, None  # no call since the look at it
             answer = method(self, *args, **kwargs)
             if self._barred:
                 refuse_shut(self)

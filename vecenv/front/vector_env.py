@@ -163,10 +163,11 @@ class DrivenVectorEnv(NoAttributes, VectorEnv[Any, Any, Any], Generic[D]):
             gymnasium.error.AlreadyPendingCallError: One of them is in flight, or the engine takes one call at a time.
             gymnasium.error.ResetNeeded: As :meth:`step`.
         """
+        me = get_ident()
         if self._caller or self._barred:
             require_right(self, "send")
         try:
-            self._caller = get_ident()
+            self._caller = me
             self._driver.send(actions, env_id)
             self._caller = 0
         except BaseException as error:
@@ -191,11 +192,12 @@ class DrivenVectorEnv(NoAttributes, VectorEnv[Any, Any, Any], Generic[D]):
             NotImplementedError: Only so many, where all are answered at once.
             vecenv.errors.StepTimeout: Not in time; nothing is lost.
         """
+        me = get_ident()
         if self._caller or self._barred:
             require_right(self, "recv")
         driver = self._driver
         try:
-            self._caller, driver.after = get_ident(), None
+            self._caller, driver.after = me, None
             if count is not None:
                 count = count_of(count, self.num_envs, self.num_envs)
             answer = driver.recv(count, None if timeout is None else deadline_of(timeout)) or self._too_late("recv", timeout)

@@ -51,12 +51,12 @@ class PoolDriver(Driver):
     yields = True  # what a call in another thread still needs of the pool, it holds
     failure: BaseException | None = None  # EnvPool's environments raise nothing
     name = ""
-    after: After | None = None
-    pool: Any = None
     capabilities: Capabilities
     _check: Callable[[Any, Array], list[Array]]  # actions as the pool wants them
 
     def __init__(self, task: Task, batch_size: int, seeding: Seeding) -> None:
+        self.after: After | None = None  # (a default of the class would make every look at it slow)
+        self.pool: Any = None
         self.task = task
         self.batch_size = batch_size
         self.seeding = seeding

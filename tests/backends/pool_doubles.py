@@ -12,7 +12,7 @@ class SlowPool:
     """Stands between a driver and its pool: every answer takes ``delay`` seconds longer."""
 
     def __init__(self, envs: EnvPoolVectorEnv, delay: float) -> None:
-        driver = envs._pools.current
+        driver = envs._driver
         recv = driver.receiver._recv
 
         def late() -> Any:

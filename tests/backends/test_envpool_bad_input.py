@@ -241,8 +241,8 @@ CRASHES = {
         from vecenv.errors import StepTimeout
         envs = make(batch_size=2)
         envs.reset()
-        recv = envs._pools.driver.receiver._recv
-        envs._pools.driver.receiver._recv = lambda: (time.sleep(0.5), recv())[1]
+        recv = envs._driver.receiver._recv
+        envs._driver.receiver._recv = lambda: (time.sleep(0.5), recv())[1]
         envs.send(np.zeros(4, int))
         refused(lambda: envs.recv(timeout=0.01), StepTimeout)
     """,
@@ -392,7 +392,7 @@ def test_options_without_a_meaning_are_refused(options: dict[str, object], error
 
 def test_reset_options_that_envpool_does_not_have_are_refused() -> None:
     envs = EnvPoolVectorEnv("CartPole-v1", 2)
-    with pytest.raises(ValueError, match=r"reset options but 'reset_mask', got \['low'\]"):
+    with pytest.raises(ValueError, match=r"no reset options but 'reset_mask', got \['low'\]"):
         envs.reset(options={"low": 0.0})
 
 

@@ -174,7 +174,7 @@ def test_lockstep_takes_one_call_at_a_time_of_any_environments(make: Make) -> No
         envs.send(zeros(1), [0])
     with pytest.raises(AlreadyPendingCallError):
         envs.step(zeros(4))
-    with pytest.raises(NoAsyncCallError, match="recv"):
+    with pytest.raises(NoAsyncCallError, match="without any prior call to `step_async`"):
         envs.step_wait()
     observations, _, _, _, infos = envs.recv()
     assert infos["env_id"].tolist() == [3, 1]

@@ -138,6 +138,7 @@ def test_a_step_was_not_sent_or_its_answer_is_owed(make: Make, mode: str, kind: 
         assert_identical(found, wanted)
         with pytest.raises(NoAsyncCallError):
             envs.step_wait()
+    assert (envs.stats()["steps"], envs.stats()["resets"]) == (same.stats()["steps"], same.stats()["resets"])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -204,6 +205,7 @@ def test_rows_kept_for_the_next_recv_are_neither_lost_nor_repeated(make: Make, c
                 stream.append(same.step(zeros(6))[0])
             np.testing.assert_array_equal(observations[row], stream[seen[i]][i])
         assert in_flight(envs) == 6 - count
+        assert envs.stats()["steps"] == sum(seen)
         envs.send(zeros(count))
     envs.reset()
     assert in_flight(envs) == 0

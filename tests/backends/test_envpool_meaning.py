@@ -292,6 +292,6 @@ def test_looking_at_the_figures_changes_nothing(make: Make) -> None:
     envs = make(4, batch_size=2)
     envs.reset_async()
     envs.recv()
-    held = list(envs._pools.current.held)
+    held = list(envs._driver.taken[1])
     assert envs.stats()["in_flight"] == 2
-    assert envs._pools.current.held == held != []
+    assert envs._driver.taken[1] == held != []

@@ -43,7 +43,7 @@ def tic_tac_toe() -> Iterator[Callable[..., MultiAgentVecEnv]]:
 
 def slow(envs: MultiAgentVecEnv, delay: float) -> None:
     """Every answer takes ``delay`` seconds longer."""
-    receiver = envs._rows._pools.current.receiver
+    receiver = envs._rows._driver.receiver
     recv = receiver._recv
     receiver._recv = lambda: (time.sleep(delay), recv())[1]
 

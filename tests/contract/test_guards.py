@@ -126,17 +126,25 @@ def test_figures_have_the_same_keys_and_stay_after_close(backend: Backend, build
 
 @call('`stats()["in_flight"]`')
 def test_rows_that_are_owed_are_in_flight(backend: Backend, envs: Any) -> None:
+    def counted() -> tuple[float, float]:
+        return envs.stats()["steps"] - before["steps"], envs.stats()["resets"] - before["resets"]
+
+    before = envs.stats()
     envs.send(backend.actions(ROWS), range(ROWS))
     assert in_flight(envs) == ROWS
+    assert counted() == pytest.approx((0, 0), nan_ok=True), "they count when they are received"
     while in_flight(envs):
         envs.recv()
+    assert counted() == pytest.approx((ROWS, 0), nan_ok=True)
     stepping = lambda: envs.step_async(backend.actions(ROWS))  # noqa: E731
-    for begin, finish in ((envs.reset_async, envs.reset_wait), (stepping, envs.step_wait)):
+    for begin, finish in ((envs.reset_async, envs.reset_wait), (envs.reset_async, envs.recv), (stepping, envs.step_wait)):
+        counts = counted()
         begin()
-        found = in_flight(envs)
-        finish()
-        assert found == ROWS
-        assert in_flight(envs) == 0
+        assert in_flight(envs) == ROWS
+        assert counted() == pytest.approx(counts, nan_ok=True)
+        while in_flight(envs):
+            finish()
+    assert counted() == pytest.approx((2 * ROWS, 2 * ROWS), nan_ok=True)
 
 
 @call("`capabilities`: what is False is refused")

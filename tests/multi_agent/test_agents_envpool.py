@@ -101,7 +101,7 @@ def test_what_a_pool_cannot_do_is_said() -> None:
     with pytest.raises(NotImplementedError, match=r"MultiAgentVecEnv cannot .*reset_mask"):
         envs.reset(options=options)
     assert list(options) == ["reset_mask"]
-    with pytest.raises(ValueError, match=r"reset options but 'reset_mask', got \['low'\]"):
+    with pytest.raises(ValueError, match=r"no reset options but 'reset_mask', got \['low'\]"):
         envs.reset(options={"low": 1})
     with pytest.raises(NotImplementedError, match="get_attr"):
         envs.get_attr("x")

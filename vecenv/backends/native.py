@@ -21,11 +21,13 @@ from gymnasium.error import ResetNeeded
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import iterate
 
-from vecenv.front.arguments import seeds_of
+from vecenv.front.arguments import ResetOptions, seeds_of
 from vecenv.front.capabilities import Capabilities
 from vecenv.front.driver import Call, Once, Stepped
+from vecenv.front.guard import guarded
 from vecenv.front.phases import Phase
-from vecenv.front.together import TogetherVectorEnv, guarded
+from vecenv.front.together import Together
+from vecenv.front.vector_env import DrivenVectorEnv
 
 __all__ = ["NativeVectorEnv"]
 
@@ -39,7 +41,7 @@ _LIBRARIES: Final[dict[str, Collection[str]]] = {
 _ARRAYS: Final = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
 
-class NativeVectorEnv(TogetherVectorEnv["_Library"]):
+class NativeVectorEnv(DrivenVectorEnv["_Library"]):
     """A library's own vector environment, with the calls of the other backends.
 
     Args:
@@ -73,9 +75,9 @@ class NativeVectorEnv(TogetherVectorEnv["_Library"]):
         self.autoreset_mode = getattr(library, "autoreset_mode", stated.get("autoreset_mode", AutoresetMode.NEXT_STEP))
         self.metadata = {**stated, "autoreset_mode": self.autoreset_mode}
         driver = _Library(library, copy)
-        self.plan, self._why_together = f"{driver.name}: {reason}", f"{driver.name} answers for all of them at once"
+        self.plan = f"{driver.title}: {reason}"
         if (rows := getattr(library, "batch_size", self.num_envs)) != self.num_envs:
-            raise NotImplementedError(f"backend 'native' steps all at once; {driver.name} has batch_size={rows}")
+            raise NotImplementedError(f"backend 'native' steps all at once; {driver.title} has batch_size={rows}")
         self._open(driver)
 
     @property
@@ -90,17 +92,19 @@ class NativeVectorEnv(TogetherVectorEnv["_Library"]):
         return None if self.render_mode is None else self.library.render()
 
 
-class _Library:
+class _Library(Together):
     """A library's vector environment as a :class:`vecenv.front.driver.Driver`."""
 
+    yields = False
+
     def __init__(self, library: VectorEnv[Any, Any, Any], copy: bool) -> None:
-        self.name = f"{type(library).__module__}.{type(library).__qualname__}"
-        self.does = _LIBRARIES.get(self.name, ())
+        super().__init__(library.num_envs)
+        self.title = f"{type(library).__module__}.{type(library).__qualname__}"
+        self.why = f"{self.title} answers for all of them at once"
+        self.does = _LIBRARIES.get(self.title, ())
         self.library: Any = library
         self._latest: Any = None, None, None  # the call that was made last, what answers it, and of which rows
         self._begun: Any = None  # what a thread was told to answer
-        self.failure: BaseException | None = None
-        self.waited, self.yields = 0.0, False
         self._own: Any = _own if copy and "fresh" not in self.does else lambda observations: observations
         # It waits in the library, so that the caller can give up waiting (a timeout, Ctrl-C) and the answer is not lost.
         self._waiter = ThreadPoolExecutor(1, "vecenv-native") if "threads" in self.does else None
@@ -118,7 +122,7 @@ class _Library:
             masked_seeds=rows, reset_options=not rows, row_options=False, in_this_process=True,
         )  # fmt: skip
 
-    def reset(self, call: Call, seeds: list[Any], mask: Any, options: Any) -> None:
+    def begin_reset(self, call: Call, seeds: list[Any], mask: Any, options: ResetOptions) -> None:
         everyone = mask is None or mask.all()
         if self.asked is None and not everyone:
             raise ResetNeeded("The first reset must be of all environments, without reset_mask.")
@@ -126,11 +130,11 @@ class _Library:
             seed: Any = np.array([-1 if one is None else one % 2**31 for one in seeds]).astype(np.int64, casting="safe")
             seed, options = (seed, None) if everyone else (seed[mask], {"reset_mask": mask})
         elif seeds != seeds_of(seed := seeds[0], len(seeds)):
-            raise NotImplementedError(f"backend 'native': {self.name} resets all by one seed; got {seeds}")
+            raise NotImplementedError(f"backend 'native': {self.title} resets all by one seed; got {seeds}")
         mask = np.ones(len(seeds), np.bool_) if mask is None else mask
         self._ask(call, mask, functools.partial(self.library.reset, seed=seed, options=options))
 
-    def step(self, call: Call, actions: Any) -> None:
+    def begin_step(self, call: Call, actions: Any) -> None:
         if self.asked is None:
             raise ResetNeeded("Call reset first.")
         everyone = np.ones(self.library.num_envs, np.bool_)
@@ -163,14 +167,14 @@ class _Library:
 
     def wait(self, deadline: float) -> bool:
         if self._waiter is None:
-            raise NotImplementedError(f"backend 'native': {self.name} steps in the caller's thread, without a timeout")
+            raise NotImplementedError(f"backend 'native': {self.title} steps in the caller's thread, without a timeout")
         self._begin()
         began = time.monotonic()
         done = wait([self._latest[1].future], max(deadline - began, 0.0)).done
-        self.waited += time.monotonic() - began
+        self._waited += time.monotonic() - began
         return bool(done)
 
-    def answer(self, kind: Phase) -> Stepped:
+    def read(self, kind: Phase) -> Stepped:
         _, work, mask = self._latest
         try:
             if self._waiter is None:

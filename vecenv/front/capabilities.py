@@ -54,8 +54,9 @@ def capabilities_of(envs: object) -> Capabilities | None:
 
 
 def unable(envs: object, what: str, reason: str) -> NoReturn:
-    """Say that a backend cannot do something, in the one way there is."""
-    raise NotImplementedError(f"{type(envs).__name__} cannot {what}: {reason}")
+    """Say that a backend cannot do something, in the one way there is; ``envs`` is what does it, or its name."""
+    name = envs if isinstance(envs, str) else type(envs).__name__
+    raise NotImplementedError(f"{name} cannot {what}: {reason}")
 
 
 FIGURES: Final = (

@@ -1,4 +1,4 @@
-"""What differs between engines whose environments step together: the seam under :mod:`vecenv.front.together`."""
+"""What differs between engines that are no worker processes: the seam under :mod:`vecenv.front.vector_env`."""
 
 from __future__ import annotations
 
@@ -9,39 +9,47 @@ from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from gymnasium.error import AlreadyPendingCallError
 
 from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities
 from vecenv.front.phases import Phase
 
-__all__ = ["NOTHING", "Call", "Driver", "Once", "Stepped"]
+__all__ = ["NOTHING", "After", "Call", "Driver", "Once", "Stepped", "require_idle", "require_no_step"]
 
 Stepped: TypeAlias = tuple[Any, Any, Any, Any, dict[str, Any]]
 """What ``step`` returns."""
 
+After: TypeAlias = tuple[Any, int, int]
+"""How it is to be once an answer was taken: :attr:`Driver.taken`, and how many steps and resets it was."""
+
 
 class Call(NamedTuple):
-    """What was asked: a reset or a step, of how many rows, to be answered by ``recv`` only or not."""
+    """What is owed: a reset or a step, of how many rows, to be answered by ``recv`` only or not."""
 
     kind: Phase
     rows: int
     by_row: bool
 
 
-NOTHING: Final = Call(Phase.DEFAULT, 0, by_row=False)
+NOTHING: Final = Call(Phase.DEFAULT, 0, by_row=True)
 """Nothing is owed."""
 
 
 class Driver(Protocol):
-    """What an engine does whose environments are stepped together.
+    """What an engine does that is no worker processes.
 
-    An exception may come out of any line, a Ctrl-C or a time limit. So a driver says itself what was asked
-    (:attr:`asked`) and whether an exception is the answer (:attr:`failure`); every other one leaves the answer owed.
+    An exception may come out of any line, a Ctrl-C or a time limit. So what a call changes in a driver is put in place by
+    one store, or by C code in one instruction: before it nothing has happened, afterwards the answer is owed. Reading an
+    answer changes nothing: it can be asked for again until the guard puts :attr:`after` in place.
 
     Attributes:
         capabilities: What it can do.
-        asked: The call that was made last; ``None`` before the first one. It is part of one object with all that the call
-            has changed, and that is put in place by one store: before it nothing has happened.
+        batch_size: Rows of :meth:`recv`.
+        name: The class of the vector environment, for refusals; set by it.
+        owed: What is in flight. Looking at it changes nothing: another thread may do it.
+        taken: What has been taken of what was asked: one object, which only the guard and the driver replace.
+        after: Of the answer that :meth:`answer` or :meth:`recv` gave last; the guard clears it.
         failure: The exception that is the answer, where one is.
         waited: Seconds spent waiting.
         yields: Another thread may close it in the middle of a call.
@@ -54,27 +62,75 @@ class Driver(Protocol):
     def waited(self) -> float: ...
 
     @property
-    def asked(self) -> Call | None: ...
+    def owed(self) -> Call: ...
 
+    batch_size: int
+    name: str
+    taken: Any
+    after: After | None
     failure: BaseException | None
     yields: bool
 
     def reset(
-        self, call: Call, seeds: list[Any], mask: npt.NDArray[np.bool_] | None, options: ResetOptions
+        self, seeds: list[Any], ids: npt.NDArray[np.intp] | None, options: ResetOptions, *, by_row: bool
     ) -> None:
-        """Begin to reset the rows of ``mask`` (``None``: all); checks first, and raises before anything is asked."""
+        """Begin to reset these rows (``None``: all); checks first, and raises before anything is asked.
 
-    def step(self, call: Call, actions: Any) -> None:
-        """Begin a step; checks first, and raises before anything is asked."""
+        Args:
+            seeds: For each row of ``ids``, where it is asked ``by_row``; else for all, of which only those of ``ids`` count.
+            ids: Distinct and in range.
+            options: Others than ``reset_mask``.
+            by_row: It is answered by :meth:`recv` only.
+        """
 
-    def wait(self, deadline: float) -> bool:
-        """Wait for the answer until ``deadline`` (monotonic); whether it is there."""
+    def step(self, actions: Any) -> None:
+        """Begin a step of all rows; checks first, and raises before anything is asked."""
 
-    def answer(self, kind: Phase) -> Stepped:
-        """The answer to a step, or to a reset, whose rewards are 0 and flags ``False``. It can be called again."""
+    def send(self, actions: Any, env_id: Any) -> None:
+        """Begin a step of some rows (``None``: those of the latest :meth:`recv`), for :meth:`recv`; checks first."""
 
-    def close(self, *, terminate: bool) -> None:
+    def answer(self, kind: Phase, deadline: float | None) -> Stepped | None:
+        """The answer to the step, or to the reset, of which only observations and infos count.
+
+        Args:
+            kind: Which of the two is owed, not by row.
+            deadline: Of ``time.monotonic()``.
+
+        Returns:
+            ``None`` where it is not there by then.
+        """
+
+    def recv(self, count: int | None, deadline: float | None) -> Stepped | None:
+        """The next ``count`` rows (``None``: as many as is usual), as :meth:`answer`.
+
+        Raises:
+            NoAsyncCallError: Not so many are in flight.
+            AlreadyPendingCallError: A step that is not by row is owed.
+            NotImplementedError: Only all of them are answered.
+        """
+
+    def close(self, *, terminate: bool = False) -> None:
         """Let go of everything. Idempotent."""
+
+
+def require_idle(owed: Call, method: str) -> None:
+    """Refuse a method of all environments while anything is owed of all of them."""
+    if owed.rows and owed.by_row:
+        raise AlreadyPendingCallError(
+            f"Calling `{method}` for envs 0..{owed.rows - 1}, which are still in flight: `recv` them first.", "send"
+        )
+    if owed.rows:
+        raise AlreadyPendingCallError(
+            f"Calling `{method}` while waiting for a pending call to `{owed.kind.value}` to complete.", owed.kind.value
+        )
+
+
+def require_no_step(owed: Call) -> None:
+    """Refuse ``recv`` while a step is owed that ``step_wait`` fetches."""
+    if owed.kind is Phase.WAITING_STEP and not owed.by_row:
+        raise AlreadyPendingCallError(
+            "Calling `recv` while waiting for a pending call to `step` to complete: `step_wait` fetches it.", "step"
+        )
 
 
 class Once:

@@ -20,7 +20,8 @@ from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities
 from vecenv.front.driver import Call, Stepped
 from vecenv.front.phases import Phase
-from vecenv.front.together import TogetherVectorEnv
+from vecenv.front.together import Together
+from vecenv.front.vector_env import DrivenVectorEnv
 
 __all__ = ["DoubleVectorEnv"]
 
@@ -31,7 +32,7 @@ _LENGTH: Final = 5  # steps an episode
 _Answer: TypeAlias = tuple[npt.NDArray[np.float32], Any, Any, Any]
 
 
-class DoubleVectorEnv(TogetherVectorEnv["_Memory"]):
+class DoubleVectorEnv(DrivenVectorEnv["_Memory"]):
     """Counters: an observation is (its seed modulo 1,000, steps in its episode, sum of its actions), float32 ``(3,)``.
 
     An action is an int from 0 to 4, and is the reward. An episode is truncated after five steps and terminated where the sum
@@ -55,22 +56,20 @@ class DoubleVectorEnv(TogetherVectorEnv["_Memory"]):
         self.action_space = batch_space(self.single_action_space, num_envs)
         self.autoreset_mode = AutoresetMode.NEXT_STEP
         self.metadata = {"autoreset_mode": self.autoreset_mode}
-        self._open(_Memory(delay))
+        self._open(_Memory(num_envs, delay))
         self.ready = self._driver.ready
 
 
-class _Memory:
+class _Memory(Together):
     """A :class:`vecenv.front.driver.Driver`: an answer is computed when it is asked for, handed out when it is ready."""
 
     capabilities = _CAPABILITIES
-    yields = True
 
-    def __init__(self, delay: float) -> None:
+    def __init__(self, num_envs: int, delay: float) -> None:
+        super().__init__(num_envs)
         self._delay = delay
         self._due = 0.0  # when the answer is there
         self._latest: tuple[Call, _Answer, npt.NDArray[np.bool_]] | None = None  # what was asked, the answer, who is over
-        self.failure: BaseException | None = None
-        self.waited = 0.0
         self.ready = threading.Event()
         self.ready.set()
 
@@ -78,7 +77,7 @@ class _Memory:
     def asked(self) -> Call | None:
         return self._latest[0] if self._latest is not None else None
 
-    def reset(
+    def begin_reset(
         self, call: Call, seeds: list[Any], mask: npt.NDArray[np.bool_] | None, options: ResetOptions
     ) -> None:
         count = len(seeds)
@@ -95,7 +94,7 @@ class _Memory:
         self._due = time.monotonic() + self._delay
         self._latest = call, answer, over & ~rows
 
-    def step(self, call: Call, actions: Any) -> None:
+    def begin_step(self, call: Call, actions: Any) -> None:
         if self._latest is None:
             raise ResetNeeded("Call reset first.")
         given, (_, (before, *_), again) = np.asarray(actions), self._latest
@@ -115,7 +114,7 @@ class _Memory:
     def wait(self, deadline: float) -> bool:
         return self._waits(max(deadline - time.monotonic(), 0.0))
 
-    def answer(self, kind: Phase) -> Stepped:
+    def read(self, kind: Phase) -> Stepped:
         self._waits(None)
         assert self._latest is not None
         observations, rewards, terminations, truncations = (part.copy() for part in self._latest[1])
@@ -129,7 +128,7 @@ class _Memory:
             time.sleep(late if seconds is None else min(late, seconds))
             return self.ready.wait(seconds) and time.monotonic() >= self._due
         finally:
-            self.waited += time.monotonic() - began
+            self._waited += time.monotonic() - began
 
     def close(self, *, terminate: bool = False) -> None:
         self.ready.set()

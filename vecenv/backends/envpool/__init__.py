@@ -15,12 +15,11 @@ actions     every action checked and copied before it may reach C++
 rows        what the pool returns, as Gymnasium's observations, rewards, flags and infos
 wire        talking to a pool so that neither Ctrl-C nor a timeout loses an answer
 helpers     threads that wait inside a pool while the interpreter ends
-driver      one pool, its outstanding calls and its episodes; driven in ``lockstep``, or in ``batches``: ``first_ready`` for
-            one player an environment, ``player_driver`` for several
-pools       which pool there is: building, lending to compiled code, letting go, forks
-calls       one call at a time, and no answer lost on its way out
-over_pools  what classes over pools have in common: resets, refusals, figures, the end
-vector_env  the class itself
+driver      the pools, one after the other, and their episodes; driven in ``lockstep``, or in ``batches``: ``first_ready``
+            for one player an environment, ``player_driver`` for several
+pools       building them, and forks
+over_pools  what classes over pools can tell beside what every vector environment says
+vector_env  the class itself: its arguments, and what EnvPool alone can do
 players     rows of pools with several players an environment, put in order, for the multi-agent class
 rendering   whether this machine can draw a task, asked of a process that may die of it
 =========== ==========================================================================================

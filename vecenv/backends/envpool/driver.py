@@ -1,177 +1,172 @@
-"""One pool, its outstanding calls and what is known of its episodes: what all ways of driving it have in common.
+"""The pools of one vector environment, one after the other, its outstanding calls and what is known of its episodes.
 
 :class:`~vecenv.backends.envpool.lockstep.Lockstep` drives a pool whose batch is all its environments,
-:class:`~vecenv.backends.envpool.batches.Batches` one with smaller batches, or with several players an environment. All keep
-their mutable state so that an exception raised anywhere (a Ctrl-C, a timeout) leaves it true: what a call has got so far is
-in ``wire``, and finishing the call again goes on from there.
+:class:`~vecenv.backends.envpool.batches.Batches` one with smaller batches, or with several players an environment. What a
+call has got so far is in ``wire``, and asking for the answer again goes on from there.
+
+A pool cannot be seeded again, so a reset with seeds builds a new one.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
-from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
+from gymnasium.error import NoAsyncCallError, ResetNeeded
 from gymnasium.vector import AutoresetMode
 
 from vecenv.backends.envpool.actions import ActionChecker
-from vecenv.backends.envpool.rows import Array, Infos, RowReader, States
+from vecenv.backends.envpool.pools import build
+from vecenv.backends.envpool.rows import Array, RowReader
+from vecenv.backends.envpool.seeds import spread
+from vecenv.backends.envpool.task import Task
 from vecenv.backends.envpool.wire import Receiver
-from vecenv.errors import StepTimeout
-from vecenv.front.phases import Phase
+from vecenv.front.arguments import ResetOptions
+from vecenv.front.capabilities import Capabilities, unable
+from vecenv.front.driver import After, Driver
 
-PHASES = {"step": Phase.WAITING_STEP, "send": Phase.WAITING_STEP, "reset": Phase.WAITING_RESET}
+__all__ = ["Episodes", "PoolDriver", "Seeding", "Settings", "too_few"]
 
-__all__ = ["PHASES", "After", "Driver", "Episodes", "Latest", "Rows", "Settings", "too_few", "too_late"]
 
-A = TypeVar("A")
+class Seeding(NamedTuple):
+    """Seeds of a pool, one for each environment; where those come from that nobody gives; how many pools there have been."""
+
+    seeds: list[int]
+    random: np.random.Generator
+    pools: int = 0
+
+
+class PoolDriver(Driver):
+    """What all ways of driving share.
+
+    Attributes:
+        pool: ``None`` before the first reset, after :meth:`lend` and after :meth:`close`.
+        lent: A pool that compiled code steps, or ``None``.
+        seeding: Of the latest pool; of the first one before there is one.
+        wire: What the pool answered.
+        all_ids, everyone: The indices of all environments, as int32 and as intp. What is of all is told by identity.
+    """
+
+    yields = True  # what a call in another thread still needs of the pool, it holds
+    failure: BaseException | None = None  # EnvPool's environments raise nothing
+    name = ""
+    capabilities: Capabilities
+    _check: Callable[[Any, Array], list[Array]]  # actions as the pool wants them
+
+    def __init__(self, task: Task, batch_size: int, seeding: Seeding) -> None:
+        self.after: After | None = None  # (a default of the class would make every look at it slow)
+        self.pool: Any = None
+        self.task = task
+        self.batch_size = batch_size
+        self.seeding = seeding
+        self.lent: Any = None
+        self._num_envs = int(task.config["num_envs"])
+        self.all_ids = np.arange(self._num_envs, dtype=np.int32)
+        self.everyone = np.arange(self._num_envs)  # the same as intp, which is what numpy indexes with fastest
+        self.receiver = Receiver(_no_pool, 0.0)
+        self._adopt(None)
+
+    @abstractmethod
+    def _begin_reset(self, ids: Array, *, force: bool, by_row: bool) -> None:
+        """Reset these; with ``force`` even those that would go on with the same game."""
+
+    def _adopt(self, pool: Any) -> None:
+        """Be as if this pool was new; ``None``: as before the first one."""
+        calls: tuple[Any, Any, Any] = (_no_pool,) * 3 if pool is None else (pool._recv, pool._send, pool._reset)
+        recv, self._pool_send, self._pool_reset = calls
+        self.receiver = Receiver(recv, self.receiver.waited)
+        self.wire: list[Any] = []
+
+    @property
+    def waited(self) -> float:
+        return self.receiver.waited
+
+    def reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, by_row: bool) -> None:
+        given = bool([seed for seed in seeds if seed is not None])
+        seeds = spread(seeds, len(seeds), self.seeding.random) if given or self.lent is not None else self.seeding.seeds
+        if ids is not None:
+            if given:
+                why = "EnvPool seeds its environments when it builds them, all at once"
+                unable(self.name, "seed some environments only", why)
+            if not by_row and not self.capabilities.reset_mask:
+                why = "EnvPool answers in whole batches; use reset_async(env_id=...) and recv()"
+                unable(self.name, "take options['reset_mask'] in this pool", why)
+            if self.pool is None:
+                raise ResetNeeded("the first reset must be of all environments")
+            self._begin_reset(ids.astype(np.int32), force=False, by_row=by_row)
+        elif given or self.pool is None:
+            self._renew(seeds)
+        else:
+            self._begin_reset(self.all_ids, force=True, by_row=False)
+
+    def _renew(self, seeds: list[int]) -> None:
+        """Replace the pool by a new one, with all environments being reset.
+
+        It is not :attr:`pool` before its reset is under way, so that one which was interrupted here is never stepped.
+        """
+        self.close()
+        pool = build(self.task, seeds)
+        self.seeding = Seeding(seeds, self.seeding.random, self.seeding.pools + 1)
+        self._adopt(pool)
+        self._begin_reset(self.all_ids, force=True, by_row=False)
+        self.pool = pool
+
+    def lend(self) -> tuple[Any, Any, Any, Any]:
+        """EnvPool's functions for compiled code, which has the pool to itself from now on. There must be one."""
+        pool = self.pool
+        functions: tuple[Any, Any, Any, Any] = pool.xla()
+        self.close()
+        self.lent = pool
+        return functions
+
+    def close(self, *, terminate: bool = False) -> None:
+        """Let go of the pool: its environments and threads are gone when this returns."""
+        self.pool = self.lent = None
+        self.receiver.close()
+        self._adopt(None)
+
+    def require_pool(self, method: str) -> None:
+        """Refuse a method where there is nothing to be stepped."""
+        if self.pool is None:
+            self._refuse(method)
+
+    def _refuse(self, method: str) -> NoReturn:
+        if self.lent is not None:
+            raise RuntimeError(
+                f"the pool was handed over to compiled code by xla(), so `{method}` cannot be used: reset() builds a new one"
+            )
+        raise ResetNeeded(f"Cannot call `{method}` before calling `reset`")
 
 
 class Settings(NamedTuple):
-    """What all pools of one vector environment have in common."""
+    """How rows of environments with one player are made."""
 
     reader: RowReader
     checker: ActionChecker
     mode: AutoresetMode
-    num_envs: int
-    batch_size: int
     limited_here: bool
 
 
-Rows: TypeAlias = tuple[Array, States, list[Array], Array, Array, Infos | None]
-"""The answer to a call, before it is dressed as Gymnasium's: ``(ids, states, leaves, terminated, truncated, final)``.
-
-``ids``, intp ``(b,)``: environment of each row. ``states``: the pool's arrays. ``leaves``: the arrays of the observation.
-``terminated`` and ``truncated``: bool ``(b,)``. ``final``: ``final_obs``, ``final_info`` and their masks where a step in
-same-step mode ended episodes. (A plain tuple: building a named one costs as much as two numpy calls.)
-"""
-
-Latest: TypeAlias = tuple[Array, bytes]
-"""Whose rows were taken last, int32, which is whom ``send`` means by default; and the bytes of the same as intp."""
-
-After: TypeAlias = tuple[int, tuple[str, Latest, int, list[Any]]]
-"""How the driver is to be once its answer was taken: so many entries of ``wire`` are gone, and ``(call, latest, offset,
-held)`` are these."""
-
-
-class Driver(ABC, Generic[A]):
-    """What all ways of driving share.
-
-    Attributes:
-        wire: What the pool answered and nobody took.
-        call: The latest one: ``"step"`` or ``"reset"`` of all environments, ``"send"`` of some.
-        latest: Whose rows were taken last.
-        offset: How many rows of the first batch in ``wire`` were taken.
-        held: What was taken last, as long as it is not put away.
-        after: How ``wire``, ``call``, ``latest``, ``offset`` and ``held`` are to be once the answer was taken.
-        begun: Whether it was ever reset.
-        all_ids, everyone: The indices of all environments, as int32 and as intp. What is of all is told by identity.
-    """
-
-    after: After
-
-    def __init__(self, pool: Any, num_envs: int, batch_size: int) -> None:
-        self.pool = pool
-        self._num_envs, self._batch_size = num_envs, batch_size
-        self.wire: list[Any] = []
-        self._pool_send = pool._send
-        self.receiver = Receiver(pool._recv, self.wire)
-        self.all_ids = np.arange(num_envs, dtype=np.int32)
-        self.call = ""
-        self.begun = False
-        self.everyone = np.arange(num_envs)  # the same as intp, which is what numpy indexes with fastest
-        self._all: Latest = self.all_ids, self.everyone.tobytes()
-        self.latest = self._all
-        self.offset = 0
-        self.held: list[Any] = []
-
-    @property
-    @abstractmethod
-    def phase(self) -> Phase:
-        """``WAITING_STEP`` or ``WAITING_RESET`` while the answer to a call for all environments is owed."""
-
-    @abstractmethod
-    def flying(self) -> int:
-        """How many environments have been sent an action or a reset, and their rows were not taken yet."""
-
-    @abstractmethod
-    def choose(self, env_id: Any) -> Array:
-        """Indices for :meth:`begin_step` as an int32 array that nobody else has; ``None`` means :attr:`latest`.
-
-        Raises:
-            ValueError: Not distinct integers in range.
-            AlreadyPendingCallError: Some are in flight.
-        """
-
-    @abstractmethod
-    def begin_step(self, call: str, actions: list[Array], ids: Array) -> None:
-        """Send checked actions.
-
-        Args:
-            call: ``"step"`` for all environments, ``"send"`` for some.
-            actions: Arrays as the pool wants them.
-            ids: Which environments; from :meth:`choose`, or :attr:`all_ids`.
-
-        Raises:
-            AlreadyPendingCallError: Some are in flight.
-            ResetNeeded: Autoreset is disabled, and some have ended.
-        """
-
-    @abstractmethod
-    def begin_reset(self, ids: Array, *, force: bool, by_row: bool = False) -> None:
-        """Reset these; with ``force`` even those that would go on with the same game; ``by_row``: for :meth:`recv` only."""
-
-    @abstractmethod
-    def finish(self, deadline: float | None) -> A:
-        """Wait for the answer of all that :attr:`call` is about, and prepare :attr:`after`.
-
-        Raises:
-            StepTimeout: Not within the deadline (of ``time.monotonic()``); it is still owed.
-        """
-
-    @abstractmethod
-    def recv(self, count: int | None, deadline: float | None) -> A:
-        """The next ``count`` rows (``None``: as many as is usual), as :meth:`finish`.
-
-        Raises:
-            NoAsyncCallError: Not enough environments are in flight.
-            AlreadyPendingCallError: The answer to a step of all environments is owed.
-        """
-
-    def close(self) -> None:
-        """End the helper thread and let go of the pool, whose destructor ends its threads."""
-        self.receiver.close()
-        self.pool = None
-        self._pool_send = _no_pool
-        self.receiver = Receiver(_no_pool, self.wire)
-
-    def _receive(self, length: int, deadline: float | None, what: str) -> None:
-        """Wait until ``wire`` has ``length`` entries, one more than now or none."""
-        if not self.receiver.receive(length, deadline):
-            raise StepTimeout(too_late(what))
-
-    def _refuse_if_a_step_is_owed(self) -> None:
-        if self.call == "step" and self.phase is Phase.WAITING_STEP:
-            raise AlreadyPendingCallError(
-                "Calling `recv` while waiting for a pending call to `step` to complete: `step_wait` fetches it.", "step"
-            )
-
-
-class Episodes:
+class Episodes(PoolDriver):
     """Which episodes are over and which may be reset how, for drivers of environments with one player.
 
     An episode is over until its environment is reset; it is cut if only vecenv's own time limit ended it, so that the pool
     does not know and will not reset it by itself.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, task: Task, batch_size: int, seeding: Seeding, settings: Settings) -> None:
         self.settings = settings
-        self._reader = settings.reader
+        self._reader, self._check = settings.reader, settings.checker
         # what a step has to look at before it may send: otherwise it can go straight ahead
         self._wary = settings.limited_here or settings.mode is AutoresetMode.DISABLED
-        self.over = np.zeros(settings.num_envs, dtype=np.bool_)
-        self.cut = np.zeros(settings.num_envs, dtype=np.bool_)
+        super().__init__(task, batch_size, seeding)
+
+    def _adopt(self, pool: Any) -> None:
+        super()._adopt(pool)
+        self.over = np.zeros(self._num_envs, dtype=np.bool_)
+        self.cut = np.zeros(self._num_envs, dtype=np.bool_)
 
     def naturally(self, ids: Array) -> Array:
         """Which of these environments the pool resets by itself at the next action, whatever that is.
@@ -189,13 +184,8 @@ class Episodes:
             )
 
 
-def _no_pool(*_: Any) -> None:
+def _no_pool(*_: Any) -> Any:
     raise RuntimeError("the pool is closed")
-
-
-def too_late(call: str) -> str:
-    """What a timeout says."""
-    return f"the {call} has not finished within the timeout. It is still owed: wait for it again, or close()."
 
 
 def too_few(count: int, flying: int, why: str = "") -> NoAsyncCallError:

@@ -6,26 +6,30 @@ from typing import Any
 
 import numpy as np
 
-from vecenv.backends.envpool.batches import Batches
-from vecenv.backends.envpool.driver import Episodes, Latest, Rows, Settings
+from vecenv.backends.envpool.batches import Batches, Latest
+from vecenv.backends.envpool.driver import Episodes
 from vecenv.backends.envpool.rows import Array, States
+from vecenv.front.capabilities import Capabilities
+from vecenv.front.driver import Stepped
 
 __all__ = ["FirstReady"]
 
 
-class FirstReady(Episodes, Batches[Rows]):
+class FirstReady(Episodes, Batches):
     """See :class:`~vecenv.backends.envpool.batches.Batches`."""
 
-    def __init__(self, pool: Any, settings: Settings) -> None:
-        Batches.__init__(self, pool, settings.num_envs, settings.batch_size)
-        Episodes.__init__(self, settings)
+    capabilities = Capabilities(
+        "envpool", attributes=False, reset_mask=False, masked_seeds=False, reset_options=False,
+        row_options=False, in_this_process=True,
+    )
 
     def _sending(self, ids: Array, actions: list[Array]) -> list[tuple[Any, ...]]:
-        if self._wary:
-            self._refuse_if_over(ids)
-        if not self._wary or not (cut := self.cut[ids]).any():
+        if not self._wary:
             return [(self._pool_send, [ids, ids, *actions])]
-        calls: list[tuple[Any, ...]] = [(self.pool._reset, ids[cut])]
+        self._refuse_if_over(ids)
+        if not (cut := self.cut[ids]).any():
+            return [(self._pool_send, [ids, ids, *actions])]
+        calls: list[tuple[Any, ...]] = [(self._pool_reset, ids[cut])]
         if not cut.all():
             kept = ids[~cut]
             calls.append((self._pool_send, self._payload(kept, [array[~cut] for array in actions])))
@@ -37,7 +41,7 @@ class FirstReady(Episodes, Batches[Rows]):
         if natural.any():
             calls.append((self._pool_send, self._filler(ids[natural])))
         if not natural.all():
-            calls.append((self.pool._reset, ids[~natural]))
+            calls.append((self._pool_reset, ids[~natural]))
         return calls
 
     def _payload(self, ids: Array, actions: list[Array]) -> list[Array]:
@@ -49,21 +53,24 @@ class FirstReady(Episodes, Batches[Rows]):
     def _cut_out(self, states: States, first: int, last: int) -> States:
         return [array[first:last].copy() for array in states]
 
-    def _ordered(self, batches: list[States]) -> tuple[Rows, Latest]:
-        states: States = [np.concatenate(parts) for parts in zip(*batches, strict=True)]
-        order = np.argsort(self._reader.env_ids(states))
-        return self._rows([array[order] for array in states], self.everyone), self._all
+    def _ordered(self, batches: list[States]) -> tuple[Stepped, Latest]:
+        joined: States = [np.concatenate(parts) for parts in zip(*batches, strict=True)]
+        order = np.argsort(self._reader.env_ids(joined))
+        states = [array[order] for array in joined]
+        rows = self.everyone.copy()
+        return self._stepped(states, rows, self._reader.infos(states, rows)), (self.all_ids, b"")
 
-    def _answer(self, states: States) -> tuple[Rows, Latest, Latest]:
-        ids = self._reader.env_ids(states)
+    def _answer(self, states: States) -> tuple[Stepped, Latest, Latest]:
+        reader = self._reader
+        ids = reader.env_ids(states)
         rows = ids.astype(np.intp)  # indexing with it is ten times as fast as with int32
         latest = ids, rows.tobytes()
-        return self._rows(states, rows), latest, latest
+        return self._stepped(states, rows, reader.infos_of_rows(states, rows)), latest, latest
 
-    def _rows(self, states: States, rows: Array) -> Rows:
+    def _stepped(self, states: States, rows: Array, infos: dict[str, Any]) -> Stepped:
         reader = self._reader
         terminated, truncated, over = reader.flags(states)
         self.over[rows] = over
         if self._wary:
             self.cut[rows] = over > terminated
-        return rows, states, reader.leaves(states), terminated, truncated, None
+        return reader.observations(states), reader.rewards(states), terminated, truncated, infos

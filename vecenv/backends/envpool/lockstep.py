@@ -7,19 +7,26 @@ They are a plan, a list of stages, and how far it has got is told by the length 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import starmap
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import AutoresetMode
 
-from vecenv.backends.envpool.driver import PHASES, Driver, Episodes, Rows, Settings, too_few
+from vecenv.backends.envpool.driver import Episodes, too_few
 from vecenv.backends.envpool.rows import Array, Infos, States
-from vecenv.front.arguments import env_ids_of
+from vecenv.front.arguments import ResetOptions, env_ids_of
+from vecenv.front.capabilities import Capabilities, unable
+from vecenv.front.driver import NOTHING, Call, Stepped, require_idle, require_no_step
 from vecenv.front.phases import Phase
 
 __all__ = ["Lockstep"]
+
+_Rows: TypeAlias = tuple[States, list[Array], Array, Array, Infos]
+"""``(states, leaves, terminated, truncated, final)``: the pool's arrays; those of the observation; flags, bool ``(b,)``;
+``final_obs``, ``final_info`` and their masks where a step in same-step mode ended episodes."""
 
 
 class _Stage(NamedTuple):
@@ -39,74 +46,134 @@ class _Ended(NamedTuple):
     final: Infos
 
 
-class Lockstep(Episodes, Driver[Rows]):
+class Lockstep(Episodes):
     """All environments at once, one call at a time.
 
-    ``wire`` alternates: ``None`` for a request that was sent, the states for its answer. An odd length means that the pool
-    owes an answer, and length two that there was one round trip.
+    Attributes:
+        wire: What the latest call has got so far. It alternates: ``None`` for a request that was sent, the states for its
+            answer. An odd length means that the pool owes an answer, and length two that there was one round trip.
+        taken: ``(wire, latest)``: that of the call whose answer was taken, and whose rows were taken last.
     """
 
-    def __init__(self, pool: Any, settings: Settings) -> None:
-        Driver.__init__(self, pool, settings.num_envs, settings.batch_size)
-        Episodes.__init__(self, settings)
-        self._ids = self.all_ids
-        self._rows = self.everyone  # the same as intp
+    capabilities = Capabilities(
+        "envpool", attributes=False, first_ready=False, masked_seeds=False, reset_options=False,
+        row_options=False, in_this_process=True,
+    )
+
+    def _adopt(self, pool: Any) -> None:
+        super()._adopt(pool)
+        self._same_step = self.settings.mode is AutoresetMode.SAME_STEP
+        self.taken = self.wire, self.all_ids
+        self._kind, self._by_row = Phase.DEFAULT, False
+        self._ids, self._rows = self.all_ids, self.everyone  # the same as intp
         self._plan: list[_Stage] = []
         self._steps = 0  # how many stages of the plan are the step (or reset) that was asked for
         self._ended: _Ended | None = None
         self._last: list[Array] = []
-        self._same_step = settings.mode is AutoresetMode.SAME_STEP
 
     @property
-    def phase(self) -> Phase:
-        return PHASES[self.call] if self.wire else Phase.DEFAULT
+    def owed(self) -> Call:
+        if self.pool is None or not self.wire or self.taken[0] is self.wire:
+            return NOTHING
+        return Call(self._kind, len(self._ids), self._by_row)
 
-    def flying(self) -> int:
-        return len(self._ids) if self.wire else 0
+    def step(self, actions: Any) -> None:
+        if self.pool is None:
+            self._refuse("step_async")
+        if self.wire and self.taken[0] is not self.wire:
+            self._refuse_two("step_async")
+        self._begin_step(actions, self.all_ids, by_row=False)
 
-    def choose(self, env_id: Any) -> Array:
-        if self.wire:
-            raise AlreadyPendingCallError(
-                f"Calling `send` while {len(self._ids)} environments are in flight, whose rows a second call would "
-                "overwrite: `recv` first, or give a batch_size smaller than num_envs for first-ready batches.",
-                "send",
-            )
-        return self.latest[0] if env_id is None else env_ids_of(env_id, self._num_envs).astype(np.int32)
+    def send(self, actions: Any, env_id: Any) -> None:
+        if self.pool is None:
+            self._refuse("send")
+        if self.wire and self.taken[0] is not self.wire:
+            self._refuse_two("send")
+        ids = self.taken[1] if env_id is None else env_ids_of(env_id, self._num_envs).astype(np.int32)
+        self._begin_step(actions, ids, by_row=True)
 
-    def begin_step(self, call: str, actions: list[Array], ids: Array) -> None:
-        plan = [_Stage(self._pool_send, [ids, ids, *actions], ids, None)]
+    def reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, by_row: bool) -> None:
+        if self.owed.rows:
+            self._refuse_two("reset_async")
+        super().reset(seeds, ids, options, by_row=by_row)
+
+    def _refuse_two(self, method: str) -> NoReturn:
+        """Say that there can be only one call at a time."""
+        if not self._by_row:
+            require_idle(self.owed, method)
+        raise AlreadyPendingCallError(
+            f"Calling `{method}` while {len(self._ids)} environments are in flight, whose rows a second call would "
+            "overwrite: `recv` first, or give a batch_size smaller than num_envs for first-ready batches.",
+            "send",
+        )
+
+    def _begin_step(self, actions: Any, ids: Array, *, by_row: bool) -> None:
+        checked = self._check(actions, ids)
+        plan = [_Stage(self._pool_send, [ids, ids, *checked], ids, None)]
         if self._wary:
             self._refuse_if_over(ids)
             if (cut := self.cut[ids]).any():
-                plan = self._step_and_resets(actions, ids, cut)
-        self._begin(call, plan, ids)
+                plan = self._step_and_resets(checked, ids, cut)
+        self._begin(Phase.WAITING_STEP, by_row, plan, ids)
 
     def _step_and_resets(self, actions: list[Array], ids: Array, cut: Array) -> list[_Stage]:
         rows = np.flatnonzero(cut)
-        plan = [_Stage(self.pool._reset, ids[rows], ids[rows], rows)]
+        plan = [_Stage(self._pool_reset, ids[rows], ids[rows], rows)]
         rows = np.flatnonzero(~cut)
         if rows.size:
             payload = [ids[rows], ids[rows], *(array[rows] for array in actions)]
             plan.insert(0, _Stage(self._pool_send, payload, ids[rows], rows))
         return plan
 
-    def begin_reset(self, ids: Array, *, force: bool, by_row: bool = False) -> None:
+    def _begin_reset(self, ids: Array, *, force: bool, by_row: bool) -> None:
         natural = np.zeros(len(ids), dtype=np.bool_) if force else self.naturally(ids)
         if not natural.any():
-            plan = [_Stage(self.pool._reset, ids, ids, None)]
+            plan = [_Stage(self._pool_reset, ids, ids, None)]
         elif natural.all():
             plan = [self._natural_stage(ids, None)]
         else:
             soft, hard = np.flatnonzero(natural), np.flatnonzero(~natural)
             plan = [
                 self._natural_stage(ids[soft], soft),
-                _Stage(self.pool._reset, ids[hard], ids[hard], hard),
+                _Stage(self._pool_reset, ids[hard], ids[hard], hard),
             ]
-        self._begin("send" if by_row else "reset", plan, ids)
+        self._begin(Phase.WAITING_RESET, by_row, plan, ids)
 
-    def finish(self, deadline: float | None) -> Rows:
-        self._gather(deadline)
-        self.after = len(self.wire), (self.call, self.latest, 0, self.held)
+    def answer(self, kind: Phase, deadline: float | None) -> Stepped | None:
+        reader, ids = self._reader, self._ids
+        if ids is self.all_ids:
+            return self._finish(deadline, ids, reader.infos)
+        some = self._finish(deadline, self.taken[1], partial(reader.scattered_infos, num_rows=self._num_envs))
+        return some and (reader.build(self._whole()), *some[1:])
+
+    def recv(self, count: int | None, deadline: float | None) -> Stepped | None:
+        if self.pool is None:
+            self._refuse("recv")
+        flying = len(self._ids) if self.wire and self.taken[0] is not self.wire else 0
+        if not flying or (count is not None and count > flying):
+            raise too_few(1 if count is None else count, flying)
+        if not self._by_row:
+            require_no_step(self.owed)
+        if count is not None and count < flying:
+            why = "with batch_size=num_envs EnvPool answers a call as a whole"
+            unable(self.name, f"`recv` {count} of {flying} environments", why)
+        return self._finish(deadline, self._ids, self._reader.infos_of_rows)
+
+    def _finish(
+        self, deadline: float | None, latest: Array, infos_of: Callable[[States, Array], Infos]
+    ) -> Stepped | None:
+        if not self._gather(deadline):
+            return None
+        states, leaves, terminated, truncated, final = self._read()
+        infos, rows, reader = infos_of(states, self._rows.copy()), len(self._ids), self._reader
+        if final:
+            infos |= final
+        taken = self.wire, latest
+        self.after = (taken, rows, 0) if self._kind is Phase.WAITING_STEP else (taken, 0, rows)
+        return reader.build(leaves), reader.rewards(states), terminated, truncated, infos
+
+    def _read(self) -> _Rows:
+        """The answer that is there."""
         reader = self._reader
         if len(self.wire) == 2:
             states: States = self.wire[1]
@@ -117,29 +184,19 @@ class Lockstep(Episodes, Driver[Rows]):
         terminated, truncated, over = reader.flags(states)
         leaves = reader.leaves(states)
         self._remember(over, terminated, leaves)
-        return self._rows, states, leaves, terminated, truncated, None
+        return states, leaves, terminated, truncated, {}
 
-    def recv(self, count: int | None, deadline: float | None) -> Rows:
-        flying = self.flying()
-        if not flying or (count is not None and count > flying):
-            raise too_few(1 if count is None else count, flying)
-        self._refuse_if_a_step_is_owed()
-        rows = self.finish(deadline)
-        self.after = len(self.wire), ("send", (self._ids, b""), 0, self.held)
-        return rows[0].copy(), *rows[1:]
-
-    def whole(self) -> list[Array]:
+    def _whole(self) -> list[Array]:
         """The latest observations of all environments, as leaves of shape ``(num_envs, ...)``; the caller's own."""
         return [leaf.copy() for leaf in self._last]
 
-    def _begin(self, call: str, plan: list[_Stage], ids: Array) -> None:
-        self.call, self._plan, self._ids, self.begun = call, plan, ids, True
-        if ids is self.all_ids:
-            self._rows, self.latest = self.everyone, self._all
-        else:
-            self._rows = ids.astype(np.intp)
+    def _begin(self, kind: Phase, by_row: bool, plan: list[_Stage], ids: Array) -> None:
+        self._kind, self._by_row, self._plan, self._ids = kind, by_row, plan, ids
+        self._rows = self.everyone if ids is self.all_ids else ids.astype(np.intp)
         self._steps, self._ended = len(plan), None
-        self._send(plan[0])
+        self.wire = []  # nothing is owed before there is something in it
+        first = plan[0]
+        self.wire.extend(starmap(first[0], (first[1:2],)))
 
     def _send(self, stage: _Stage) -> None:
         self.wire.extend(starmap(stage[0], (stage[1:2],)))
@@ -147,20 +204,21 @@ class Lockstep(Episodes, Driver[Rows]):
     def _natural_stage(self, ids: Array, rows: Array | None) -> _Stage:
         return _Stage(self._pool_send, [ids, ids, *self.settings.checker.dummy(len(ids))], ids, rows)
 
-    def _gather(self, deadline: float | None) -> None:
+    def _gather(self, deadline: float | None) -> bool:
+        """Go through with the plan; whether that was done by the deadline."""
         wire, plan = self.wire, self._plan
         while True:
             have = len(wire)
-            if have & 1:
-                self._receive(have + 1, deadline, self.call)
+            if have & 1 and not self.receiver.receive(wire, have + 1, deadline):
+                return False
             trips = len(wire) // 2
             if trips == len(plan) and not (self._same_step and self._add_resets(trips)):
-                return
+                return True
             self._send(plan[trips])
 
     def _add_resets(self, trips: int) -> bool:
         """In same-step mode, put the resets of what has just ended into the plan; whether there are any."""
-        if self.call == "reset" or trips != self._steps:
+        if self._kind is Phase.WAITING_RESET or trips != self._steps:
             return False
         over = self._reader.flags(self.wire[1])[2]
         if not over.any():
@@ -168,7 +226,7 @@ class Lockstep(Episodes, Driver[Rows]):
         rows = np.flatnonzero(over)
         ids = self._ids[rows]
         if self.settings.limited_here:  # in the families where the limit may be kept here, both kinds of reset are the same
-            self._plan.append(_Stage(self.pool._reset, ids, ids, rows))
+            self._plan.append(_Stage(self._pool_reset, ids, ids, rows))
         else:
             self._plan.append(self._natural_stage(ids, rows))
         return True
@@ -184,7 +242,7 @@ class Lockstep(Episodes, Driver[Rows]):
             joined.append(whole)
         return joined
 
-    def _with_resets(self) -> Rows:
+    def _with_resets(self) -> _Rows:
         """A step and the resets of the rows it ended: those rows' observations and infos are of the new episodes."""
         states, resets, rows = self.wire[1], self.wire[3], self._plan[1].rows
         assert rows is not None
@@ -197,7 +255,7 @@ class Lockstep(Episodes, Driver[Rows]):
         leaves = reader.leaves(states)
         nothing_over = np.zeros(len(self._ids), dtype=np.bool_)
         self._remember(nothing_over, nothing_over, leaves)
-        return self._rows, states, leaves, *self._ended
+        return states, leaves, *self._ended
 
     def _final(self, states: States, rows: Array) -> Infos:
         """What Gymnasium reports of episodes that ended in a step that also began the next ones."""
@@ -228,7 +286,7 @@ class Lockstep(Episodes, Driver[Rows]):
         self.over[ids] = over
         if self.settings.limited_here:
             self.cut[ids] = over > terminated
-        last = self.whole()
+        last = self._whole()
         for whole, leaf in zip(last, leaves, strict=True):
             whole[ids] = leaf
         self._last = last

@@ -55,6 +55,8 @@ class RowReader:
         self._reward_dtype = None if reward_dtype is None else np.dtype(reward_dtype)
         self._limit = limit
         self._template, self._leaves = _observation_plan(index, observation_space)
+        # where an observation is one of the pool's arrays, as most are
+        self._array = self._leaves[0][0] if self._template is None and self._leaves[0][1] is None else None
         self._infos = _info_plan(index, info_keys)
         self._flat_infos = [(key, f"_{key}", i) for key, i in self._infos.items() if isinstance(i, int)]
         self._nested_infos = {key: plan for key, plan in self._infos.items() if not isinstance(plan, int)}
@@ -101,6 +103,10 @@ class RowReader:
     def build(self, leaves: Sequence[Any]) -> Any:
         """The observation that consists of these leaves: an array, or nested dicts of them."""
         return leaves[0] if self._template is None else _fill(self._template, iter(leaves))
+
+    def observations(self, states: States) -> Any:
+        """The observations of an answer."""
+        return self.build(self.leaves(states)) if self._array is None else states[self._array]
 
     def row(self, leaves: Sequence[Array], i: int) -> Any:
         """One environment's observation, copied: a view of one row would keep the whole batch in memory."""

@@ -35,27 +35,31 @@ def together(*calls: tuple[Any, ...]) -> None:
 
 
 class Receiver:
-    """Receives answers of one pool into ``wire``, with or without a limit on the wait.
+    """Receives answers of one pool, with or without a limit on the wait.
 
-    Without a limit, ``recv`` is called directly. With one, a helper thread calls it; whatever it gets stays in ``wire`` if
-    nobody waits for it any more, and until then every later wait is for that same call.
+    Without a limit, ``recv`` is called directly. With one, a helper thread calls it; whatever it gets goes where it was to
+    go even if nobody waits for it any more, and until then every later wait is for that same call.
+
+    Args:
+        recv: The pool's.
+        waited: Seconds that were spent waiting before.
     """
 
-    def __init__(self, recv: Callable[[], Any], wire: list[Any]) -> None:
+    def __init__(self, recv: Callable[[], Any], waited: float) -> None:
         self._recv = recv
-        self._wire = wire
         self._asked: list[None] = []  # one entry while the helper is in recv()
-        self._requests: SimpleQueue[bool] = SimpleQueue()
+        self._requests: SimpleQueue[list[Any] | None] = SimpleQueue()
         self._answered: SimpleQueue[bool] = SimpleQueue()
         self._thread: Thread | None = None
         self._helper: Thread | None = None  # the latest thread there was; one that was left behind is still of interest
-        self.waited = 0.0
+        self.waited = waited
         """Seconds spent waiting in :meth:`receive`."""
 
-    def receive(self, length: int, deadline: float | None) -> bool:
+    def receive(self, wire: list[Any], length: int, deadline: float | None) -> bool:
         """Wait until ``wire`` has ``length`` entries, one more than it had with nothing received.
 
         Args:
+            wire: Where answers go; the same until the answer that is waited for is there.
             length: The length to wait for.
             deadline: Of ``time.monotonic()``; ``None`` waits as long as it takes.
 
@@ -64,22 +68,22 @@ class Receiver:
         """
         while True:
             asked = bool(self._asked)  # read before the wire: the helper writes to the wire first
-            if len(self._wire) >= length:
+            if len(wire) >= length:
                 return True
             if not asked:
                 if deadline is None:
                     began = time.perf_counter()
-                    self._wire.extend(starmap(self._recv, ONCE))
+                    wire.extend(starmap(self._recv, ONCE))
                     self.waited += time.perf_counter() - began
                     return True
                 self._start()
-                together((self._asked.append, None), (self._requests.put, True))
+                together((self._asked.append, None), (self._requests.put, wire))
             began = time.perf_counter()
             try:
                 # a token may be that of an earlier answer: look at the wire again in any case
                 self._answered.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
             except Empty:
-                return len(self._wire) >= length
+                return len(wire) >= length
             finally:
                 self.waited += time.perf_counter() - began
 
@@ -87,7 +91,7 @@ class Receiver:
         """End the helper thread. One that is stuck in a hanging environment is left behind; it ends with the process."""
         thread, self._thread = self._thread, None
         if thread is not None:
-            self._requests.put(False)
+            self._requests.put(None)
             join(thread, timeout)
 
     @property
@@ -102,7 +106,7 @@ class Receiver:
             self._thread.start()
 
     def _help(self) -> None:
-        while self._requests.get():
-            self._wire.extend(starmap(self._recv, ONCE))
+        while (wire := self._requests.get()) is not None:
+            wire.extend(starmap(self._recv, ONCE))
             self._asked.clear()
             self._answered.put(True)

@@ -1,6 +1,6 @@
 """The state of functional environments, and what is done with it: begun, stepped, read, copied, assigned.
 
-A :class:`vecenv.front.driver.Driver`, and what JAX alone can do beside it.
+A :class:`vecenv.front.together.Together`, and what JAX alone can do beside it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities
 from vecenv.front.driver import Call, Stepped
 from vecenv.front.phases import Phase
+from vecenv.front.together import Together
 from vecenv.jax.native.functional import FunctionalVectorEnv
 from vecenv.jax.native.handover import from_torch
 from vecenv.jax.native.state import EnvState
@@ -38,8 +39,9 @@ class Latest(NamedTuple):
     asked: Call | None
 
 
-class Driver:
-    """Holds the state. It asks the device and returns; only reading waits.
+class Driver(Together):
+    """Holds the state. It asks the device and returns; only reading waits. What a call in another thread still needs of the
+    state when it is closed, that call holds.
 
     Args:
         functional: The environments.
@@ -52,11 +54,10 @@ class Driver:
     """
 
     def __init__(self, functional: FunctionalVectorEnv, to: str, infos: bool) -> None:
+        super().__init__(functional.num_envs)
         self.functional = functional
         self.reader = Reader(functional, to, infos)
         self.latest = Latest(None, [None] * functional.num_envs, None)
-        self.failure: BaseException | None = None
-        self.yields = True  # what a call in another thread still needs of the state, it holds
         self._torch = to == "torch"
         self._chunk: Any = None
 
@@ -92,13 +93,13 @@ class Driver:
             raise gym.error.ResetNeeded("Call reset first.")
         return self.state
 
-    def reset(
+    def begin_reset(
         self, call: Call, seeds: resets.Seeds, mask: resets.Mask | None, options: ResetOptions = None
     ) -> None:
         """Begin episodes; raises as :func:`vecenv.backends.jax_native.resets.begin`."""
         self.latest = Latest(*resets.begin(self.functional, self.state, seeds, mask, self.latest.seeds), call)
 
-    def step(self, call: Call, actions: Any) -> None:
+    def begin_step(self, call: Call, actions: Any) -> None:
         """One step of every environment."""
         state = self.current()
         if self._torch:
@@ -147,7 +148,7 @@ class Driver:
         """Wait for the device."""
         return self.reader.wait(self.current(), deadline)
 
-    def answer(self, kind: Phase) -> Stepped:
+    def read(self, kind: Phase) -> Stepped:
         """The state, read."""
         try:
             return self.reader.stepped(self.current(), infos=kind is Phase.WAITING_STEP)

@@ -16,14 +16,15 @@ from vecenv.backends.jax_native.building import functional_of
 from vecenv.backends.jax_native.driver import Driver
 from vecenv.backends.jax_native.warmup import compile_now
 from vecenv.front.driver import Stepped
-from vecenv.front.together import TogetherVectorEnv, guarded
+from vecenv.front.guard import guarded
+from vecenv.front.vector_env import DrivenVectorEnv
 from vecenv.jax.native.handover import require_torch
 from vecenv.jax.native.state import EnvState
 
 __all__ = ["JaxVectorEnv"]
 
 
-class JaxVectorEnv(TogetherVectorEnv[Driver]):
+class JaxVectorEnv(DrivenVectorEnv[Driver]):
     """Thousands of JAX-native environments stepped by one compiled call, with Gymnasium's vector interface.
 
     Environment i of ``reset(seed=s)`` has the key ``jax.random.key(s + i)``: its trajectory is the same for every
@@ -122,7 +123,7 @@ class JaxVectorEnv(TogetherVectorEnv[Driver]):
         if not hasattr(self, "_owner"):
             return f"{type(self).__name__}(closed)"
         name = self.spec.id if self.spec is not None else getattr(self.functional.single_env, "name", "env")
-        phase = "pending" if self._owed.rows else "before reset" if self._driver.state is None else "ready"
+        phase = "pending" if self._driver.owed.rows else "before reset" if self._driver.state is None else "ready"
         return (
             f"{type(self).__name__}({name}, num_envs={self.num_envs}, to={self.to!r}, "
             f"autoreset_mode={self.autoreset_mode.name}, {'closed' if self.closed else phase})"
@@ -161,7 +162,7 @@ class JaxVectorEnv(TogetherVectorEnv[Driver]):
         """
         self._require_idle("step_chunk")
         length, stepped = self._driver.chunk(actions)
-        self._steps += length * self.num_envs
+        self._driver.after = self._driver.taken, length * self.num_envs, 0
         return stepped
 
     @guarded

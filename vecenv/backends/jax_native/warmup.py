@@ -23,12 +23,13 @@ def compile_now(driver: Driver, chunk: int | None, progress: bool | None) -> dic
 
     def reset() -> None:
         driver.state = None
-        driver.reset(Call(Phase.WAITING_RESET, functional.num_envs, by_row=False), list(range(functional.num_envs)), None)
-        driver.answer(Phase.WAITING_RESET)
+        seeds = list(range(functional.num_envs))
+        driver.begin_reset(Call(Phase.WAITING_RESET, functional.num_envs, by_row=False), seeds, None)
+        driver.read(Phase.WAITING_RESET)
 
     def step() -> None:
-        driver.step(Call(Phase.WAITING_STEP, functional.num_envs, by_row=False), zeros)
-        driver.answer(Phase.WAITING_STEP)
+        driver.begin_step(Call(Phase.WAITING_STEP, functional.num_envs, by_row=False), zeros)
+        driver.read(Phase.WAITING_STEP)
 
     stages: dict[str, Callable[[], object]] = {"reset": reset, "step": step}
     if chunk:

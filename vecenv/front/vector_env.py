@@ -1,0 +1,302 @@
+"""Gymnasium's vector interface over a :class:`~vecenv.front.driver.Driver`.
+
+The front of every engine that is not made of workers: EnvPool and its players, JAX on a device, a library's own vector
+environment, the double of :mod:`vecenv.testing`. What differs between them is the driver.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from threading import get_ident
+from typing import Any, Final, Generic, NoReturn, TypeVar
+
+import numpy as np
+from gymnasium.vector import VectorEnv
+
+from vecenv.errors import StepTimeout
+from vecenv.front.arguments import ResetOptions, count_of, env_ids_of, refuse_options, reset_mask_of, seeds_of
+from vecenv.front.attributes import NoAttributes
+from vecenv.front.capabilities import Capabilities, figures
+from vecenv.front.deadlines import deadline_of
+from vecenv.front.driver import Driver, Stepped, require_idle
+from vecenv.front.guard import GUARDED, guarded, is_answer, own, refuse_shut, require_right
+from vecenv.front.gymnasiums import NotClosedUnasked
+from vecenv.front.phases import Phase, advance
+
+__all__ = ["DrivenVectorEnv"]
+
+_PATIENCE: Final = 60.0  # close() without a timeout waits this long for another thread's call
+
+D = TypeVar("D", bound=Driver)
+
+
+class DrivenVectorEnv(NotClosedUnasked, NoAttributes, VectorEnv[Any, Any, Any], Generic[D]):
+    """Arguments, phases, figures and the end.
+
+    A subclass sets Gymnasium's attributes and gives its driver to :meth:`_open`.
+    """
+
+    _owner: int  # these three are the guard's
+    _caller: int
+    _barred: bool
+
+    def _open(self, driver: D) -> None:
+        self._driver = driver
+        driver.name = type(self).__name__
+        self._steps = self._resets = 0
+        self._began = time.monotonic()
+        self._figures: dict[str, float] | None = None  # the last, after close()
+        own(self)
+        self.closed = False
+
+    # -- reset -----------------------------------------------------------------------------------------------------
+
+    @guarded
+    def reset(self, *, seed: Any = None, options: ResetOptions = None) -> tuple[Any, dict[str, Any]]:
+        """Begin new episodes in all environments, or in those of ``options["reset_mask"]``; see :meth:`reset_async`.
+
+        Returns:
+            Observations of all environments, and infos.
+        """
+        self._begin_reset(seed, options, None)
+        observations, *_, infos = self._answer("reset_wait", Phase.WAITING_RESET, None)
+        return observations, infos
+
+    @guarded
+    def reset_async(self, seed: Any = None, options: ResetOptions = None, *, env_id: Any = None) -> None:
+        """Begin a reset, answered by :meth:`reset_wait`, or by :meth:`recv`. What was sent and not received is dropped; an
+        engine that takes one call at a time of some environments refuses.
+
+        Args:
+            seed: An int s (environment i gets s + i), a list of one int or ``None`` an environment, or ``None``: each goes
+                on with the random numbers it has (the first time, with unpredictable ones).
+            options: ``options["reset_mask"]``, bool ``(num_envs,)``, chooses the environments to reset; the others stay as
+                they are. The dict is not changed. Other options, and a sequence with a dict for each environment, where the
+                engine takes them.
+            env_id: Only these environments, which must not be in flight; then it is answered by :meth:`recv` only. Where
+                environments step together, all indices in order.
+
+        Raises:
+            NotImplementedError: What the engine cannot do, see :attr:`capabilities`.
+            TypeError, ValueError: Seeds, mask, options or indices of the wrong kind, length or range; nothing was asked.
+            gymnasium.error.ResetNeeded: The first reset is not of all environments.
+            gymnasium.error.AlreadyPendingCallError: The answer to ``step_async`` or ``reset_async`` is owed.
+        """
+        self._begin_reset(seed, options, env_id)
+
+    def _begin_reset(self, seed: Any, options: ResetOptions, env_id: Any) -> None:
+        ids = None if env_id is None else env_ids_of(env_id, self.num_envs)
+        seeds = seeds_of(seed, self.num_envs if ids is None else len(ids))
+        self._require_phase("reset_async")
+        mask, others = reset_mask_of(options, self.num_envs)
+        able = self.capabilities
+        if not (able.row_options if isinstance(others, list) else able.reset_options):
+            refuse_options(self, others, "its environments take none")
+        if ids is not None and mask is not None:
+            raise ValueError("env_id and options['reset_mask'] both say which environments are to be reset: give one")
+        chosen = ids if mask is None else np.flatnonzero(mask)
+        self._driver.reset(seeds, chosen, others or None, by_row=ids is not None)
+
+    @guarded
+    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
+        """Fetch the answer to :meth:`reset_async`; as :meth:`reset`.
+
+        Raises:
+            gymnasium.error.NoAsyncCallError: There is none.
+            vecenv.errors.StepTimeout: Not within ``timeout`` seconds; the answer is still owed.
+        """
+        self._require_phase("reset_wait")
+        observations, *_, infos = self._answer("reset_wait", Phase.WAITING_RESET, timeout)
+        return observations, infos
+
+    # -- step ------------------------------------------------------------------------------------------------------
+
+    @guarded
+    def step(self, actions: Any) -> Stepped:
+        """One step of every environment.
+
+        Args:
+            actions: A batch of ``action_space``.
+
+        Returns:
+            ``(observations, rewards, terminations, truncations, infos)``; for numpy ``float64`` rewards and ``bool`` flags.
+
+        Raises:
+            gymnasium.error.ResetNeeded: Before the first ``reset``; without autoreset, where an episode is over.
+            ValueError, TypeError: Actions of the wrong number, shape, structure or dtype; nothing was asked.
+            gymnasium.error.AlreadyPendingCallError: An answer is owed, or an environment is in flight.
+        """
+        driver = self._driver
+        driver.step(actions)
+        return driver.answer(Phase.WAITING_STEP, None) or self._too_late("step", None)
+
+    @guarded
+    def step_async(self, actions: Any) -> None:
+        """Begin a step and return at once; see :meth:`step` and :meth:`step_wait`."""
+        self._driver.step(actions)
+
+    @guarded
+    def step_wait(self, timeout: float | None = None) -> Stepped:
+        """Fetch the answer to :meth:`step_async`; as :meth:`step`.
+
+        Raises:
+            gymnasium.error.NoAsyncCallError: There is none.
+            vecenv.errors.StepTimeout: Not within ``timeout`` seconds; the answer is still owed.
+            Exception: Whatever an environment, or the library, raises.
+        """
+        self._require_phase("step_wait")
+        return self._answer("step_wait", Phase.WAITING_STEP, timeout)
+
+    # -- send and recv ---------------------------------------------------------------------------------------------
+    # (The guard is written out here, see there: in small batches even a decorator counts.)
+
+    def send(self, actions: Any, env_id: Any = None) -> None:
+        """Step some environments that are not in flight and return at once; :meth:`recv` gives their results.
+
+        Args:
+            actions: As many as there are in ``env_id``, in its order.
+            env_id: Distinct indices; ``None``: those of the latest :meth:`recv`, or all after a reset. Where environments
+                step together, all of them in order.
+
+        Raises:
+            ValueError, TypeError: Actions, or indices, that are wrong; nothing was sent.
+            NotImplementedError: It names only some environments, and they step together.
+            gymnasium.error.AlreadyPendingCallError: One of them is in flight, or the engine takes one call at a time.
+            gymnasium.error.ResetNeeded: As :meth:`step`.
+        """
+        me = get_ident()
+        if self._caller or self._barred:
+            require_right(self, "send")
+        try:
+            self._caller = me
+            self._driver.send(actions, env_id)
+            self._caller = 0
+        except BaseException as error:
+            is_answer(self, error)  # it is none
+            raise
+
+    def recv(self, timeout: float | None = None, *, count: int | None = None) -> Stepped:
+        """The next ``count`` environments that are done, of :meth:`send` or :meth:`reset_async`.
+
+        Args:
+            timeout: Seconds to wait at most; afterwards ``recv`` may be called again.
+            count: How many, 1 to ``num_envs``; ``None``: :attr:`batch_size`. Without first-ready rows
+                (:attr:`capabilities`) it is all of the outstanding call.
+
+        Returns:
+            As :meth:`step`, with so many rows. ``infos["env_id"]``, int ``(count,)``, tells which environments they are.
+            Rows of a reset have reward 0 and both flags False.
+
+        Raises:
+            gymnasium.error.NoAsyncCallError: Fewer environments are in flight.
+            gymnasium.error.AlreadyPendingCallError: The answer to :meth:`step_async` is owed.
+            NotImplementedError: Only so many, where all are answered at once.
+            vecenv.errors.StepTimeout: Not in time; nothing is lost.
+        """
+        me = get_ident()
+        if self._caller or self._barred:
+            require_right(self, "recv")
+        driver = self._driver
+        try:
+            self._caller, driver.after = me, None
+            if count is not None:
+                count = count_of(count, self.num_envs, self.num_envs)
+            answer = driver.recv(count, None if timeout is None else deadline_of(timeout)) or self._too_late("recv", timeout)
+            if self._barred:
+                refuse_shut(self)
+            after: Any = driver.after
+            self._caller = 0
+        except BaseException as error:
+            if not is_answer(self, error):
+                raise
+            driver.taken, driver.failure = driver.after[0], None; raise  # type: ignore[index]  # noqa: E702
+        driver.taken, steps, resets = after; self._steps += steps; self._resets += resets; return answer  # noqa: E702
+
+    # the second set of names
+    reset_send = reset_async
+    reset_fetch = reset_wait
+    step_send = step_async
+    step_fetch = step_wait
+
+    # -- what can be looked at -------------------------------------------------------------------------------------
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this engine can do."""
+        return self._driver.capabilities
+
+    @property
+    def batch_size(self) -> int:
+        """Rows that :meth:`recv` returns."""
+        return self._driver.batch_size
+
+    def stats(self) -> dict[str, float]:
+        """Figures since construction, with the keys of :meth:`vecenv.AsyncVectorEnv.stats`; nan where there is none.
+
+        ``steps`` of environments, and ``resets``, whose answers were taken; ``steps_per_second``; ``wait_fraction`` (of the
+        time, spent waiting for the engine); ``in_flight``. After :meth:`close` they stay as they were.
+        """
+        if self._figures is not None:
+            return dict(self._figures)
+        elapsed = max(time.monotonic() - self._began, 1e-9)
+        return figures({
+            "steps": float(self._steps),
+            "steps_per_second": self._steps / elapsed,
+            "wait_fraction": self._driver.waited / elapsed,
+            "resets": float(self._resets),
+            "restarts": 0.0,
+            "errors": 0.0,
+            "bytes_pickled": 0.0,
+            "in_flight": float(self._driver.owed.rows),
+        })  # fmt: skip
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def close_extras(self, timeout: float | None = _PATIENCE, terminate: bool = False, **_: Any) -> None:
+        """Let go of the engine. In a forked child, do nothing.
+
+        Args:
+            timeout: Seconds to wait for another thread that is in a call, where the engine cannot be closed in the middle of
+                one; afterwards it is left to that call.
+            terminate: Do not wait.
+        """
+        until = deadline_of(0.0 if terminate else timeout)
+        self._figures = self.stats()
+        self.closed = self._barred = True  # before anything is missing: a call in the middle of which this comes says so
+        if os.getpid() != self._owner:  # what the engine has is not ours
+            return
+        me, driver = get_ident(), self._driver
+        while self._caller not in (0, me) and not driver.yields and (until is None or time.monotonic() < until):
+            time.sleep(0.001)
+        if self._caller in (0, me) or driver.yields:
+            driver.close(terminate=terminate)
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _answer(self, method: str, kind: Phase, timeout: float | None) -> Stepped:
+        """The answer that is owed; it is owed until it has been handed over."""
+        return self._driver.answer(kind, deadline_of(timeout)) or self._too_late(method, timeout)
+
+    def _too_late(self, method: str, timeout: float | None) -> NoReturn:
+        raise StepTimeout(
+            f"The call to `{method}` has timed out after {timeout} second(s).\n"
+            "The answer is still owed: wait again, or close()."
+        )
+
+    @property
+    def _phase(self) -> Phase:
+        """What the vector environment is in the middle of; rows that ``recv`` fetches do not count."""
+        owed = self._driver.owed
+        return Phase.CLOSED if self.closed else Phase.DEFAULT if owed.by_row else owed.kind
+
+    def _require_phase(self, method: str) -> None:
+        """Refuse one of the methods of :data:`vecenv.front.phases.NEXT` that is out of order."""
+        advance(self._phase, method, self)
+
+    def _require_idle(self, method: str) -> None:
+        """Refuse a method while anything is owed."""
+        require_idle(self._driver.owed, method)
+
+
+GUARDED.update({DrivenVectorEnv.send.__code__, DrivenVectorEnv.recv.__code__})

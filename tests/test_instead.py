@@ -269,7 +269,7 @@ SAID = re.compile(
     ("options", "arguments"),
     [
         (["--num-workers", "2"], ["--lr", "3"]),
-        (["--num-workers", "0"], ["exit", "-m", "--help"]),
+        pytest.param(["--num-workers", "0"], ["exit", "-m", "--help"], marks=pytest.mark.long),
         (["--num-workers", "1", "--no-copy", "--on-failure", "restart"], ["raise"]),
         pytest.param([], ["--seed=1"], marks=pytest.mark.long),
         pytest.param(["--num-workers", "each"], ["spawn"], marks=pytest.mark.long),
@@ -292,6 +292,7 @@ def test_a_program_does_what_it_does(options: list[str], arguments: list[str], p
     assert ("copy=False" in said["given"]) == ("--no-copy" in options)
 
 
+@pytest.mark.long
 def test_a_module_runs_as_by_python(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "__main__.py").write_text("import sys; print(sys.argv, __name__, __spec__.name); sys.exit(3)")
@@ -301,6 +302,7 @@ def test_a_module_runs_as_by_python(tmp_path: Path) -> None:
     assert done.returncode == 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
@@ -321,6 +323,7 @@ def test_what_cannot_be_run_is_said_in_one_line(words: list[str], wanted: str, t
     assert "is vecenv's" not in done.stderr
 
 
+@pytest.mark.long
 def test_a_program_that_makes_none_is_told(tmp_path: Path) -> None:
     (tmp_path / "none.py").write_text("import gymnasium\nprint(gymnasium.vector.SyncVectorEnv.__module__)")
     done = python("-m", "vecenv", "run", "none.py", cwd=tmp_path)
@@ -334,6 +337,7 @@ def test_a_program_that_makes_none_is_told(tmp_path: Path) -> None:
     assert done.stdout == "vecenv.instead\n"
 
 
+@pytest.mark.long
 def test_a_program_with_a_class_that_stays_gymnasiums_is_told(tmp_path: Path) -> None:
     (tmp_path / "derives.py").write_text(textwrap.dedent("""
         import gymnasium
@@ -352,6 +356,7 @@ def test_a_program_with_a_class_that_stays_gymnasiums_is_told(tmp_path: Path) ->
     )
 
 
+@pytest.mark.long
 def test_a_program_that_cannot_be_compiled_gets_pythons_words(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("x = (\n")
     plain = python("bad.py", cwd=tmp_path)

@@ -16,7 +16,8 @@ from envs import counters, opened
 import vecenv
 from vecenv.system.variables import named, too_late
 
-METHODS = pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.long), "forkserver"])
+ANEW = [pytest.param(name, marks=pytest.mark.long) for name in ("spawn", "forkserver")]
+METHODS = pytest.mark.parametrize("context", ["fork", *ANEW])
 
 
 def seen(envs: Any, *names: str) -> list[tuple[str | None, ...]]:

@@ -157,7 +157,13 @@ class Trips(Helped):
         return super().step(action)
 
 
-@pytest.mark.parametrize(("end", "says"), [("raises", "ZeroDivisionError"), ("killed", "SIGKILL"), ("hangs", "1.0 seconds")])
+@pytest.mark.parametrize(
+    ("end", "says"),
+    [
+        ("raises", "ZeroDivisionError"), ("killed", "SIGKILL"),
+        pytest.param("hangs", "1.0 seconds", marks=pytest.mark.long),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("at", [3, 0], ids=["step", "reset"])
 def test_an_environment_that_fails_while_it_is_stepped_is_one_to_be_careful_with(
     tmp_path: Path, end: str, says: str, at: int
@@ -171,7 +177,7 @@ def test_an_environment_that_fails_while_it_is_stepped_is_one_to_be_careful_with
     assert not remaining([int((tmp_path / "helper").read_text())], PATIENCE)
 
 
-@pytest.mark.parametrize("end", ["raises", "killed"])
+@pytest.mark.parametrize("end", ["raises", pytest.param("killed", marks=pytest.mark.long)])
 def test_auto_goes_on_over_an_environment_that_fails_and_isolates_it(tmp_path: Path, end: str) -> None:
     """The failure comes again where it can be dealt with."""
     env_fn = functools.partial(Trips, tmp_path / "helper", ENDS[end][0])

@@ -265,7 +265,8 @@ def scout(
             ward.wait_for_end(_CLOSE_SECONDS)
             raise unpack(said, where)
         found = _probed(ward, deadline, timeout) if step else None
-        ward.wait_for_end(_CLOSE_SECONDS)  # it closes its environment, which may hold what the first worker needs
+        if time.monotonic() < deadline:  # it closes its environment, which may hold what the first worker needs
+            ward.wait_for_end(_CLOSE_SECONDS)
     finally:
         ward.end()
     return Scouted(_opened(said[0], where), found)

@@ -54,7 +54,9 @@ def blocks(languages: tuple[str, ...], pages: list[Path]) -> list[Any]:
 
 
 def there(module: str) -> bool:
-    return importlib.util.find_spec(module.partition(".")[0]) is not None
+    """Whether a module can be imported. RLlib is a part of Ray that cannot, without what ``ray[rllib]`` brings."""
+    package = "pyarrow" if module.startswith("ray.rllib") else module.partition(".")[0]
+    return importlib.util.find_spec(package) is not None
 
 
 def imported(block: str) -> list[str]:

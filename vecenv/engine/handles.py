@@ -155,7 +155,7 @@ class ProcessWorker:
         self.process = process
         self.channel = channel
         self.black_box = black_box
-        self.held = held  # the descriptors of these two
+        self.held = held  # the descriptors of these two, and the pidfd
         self.pid: int = process.pid
         self.who = f"worker {index}, pid {self.pid}"
         self.exitcode: int | None = None

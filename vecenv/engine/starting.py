@@ -83,10 +83,9 @@ class Workplace:
         self.owed = owed
         self.holdings = holdings
         self.lifeline = Lifeline(holdings)
-        self.watch = DeathWatch(holdings)
+        self.watch = DeathWatch()
         self.processes: list[Any] = []
         self.channels: weakref.WeakSet[CallerEnd] = weakref.WeakSet()
-
 
     def forget_process(self, process: Any) -> None:
         """One was seen to its end."""
@@ -149,6 +148,7 @@ def launch(
         channel.started()
     except BaseException as error:
         if not any(worker.held is held for worker in into):
+            place.watch.forget(held)
             held.close()
             if process is not None:
                 place.end_stray(process)

@@ -208,23 +208,20 @@ class DeathWatch:
     """Tells which of some processes have ended, through one descriptor that can be polled with others.
 
     Where there are pidfds, the descriptor is an epoll over them, independent of who still holds which pipe. Elsewhere a
-    :class:`~vecenv.system.watching.Patrol` looks at the processes.
-
-    Args:
-        holdings: Who holds the pidfds.
+    :class:`~vecenv.system.watching.Patrol` looks at the processes. A pidfd is one of its worker's descriptors, so it is
+    closed with them at the latest, wherever an interruption fell.
     """
 
-    def __init__(self, holdings: Holdings) -> None:
+    def __init__(self) -> None:
         self._epoll = select.epoll() if hasattr(select, "epoll") else None
         self._watched: dict[int, Any] = {}
-        self._holdings = holdings
         self._own: dict[int, Descriptor] = {}
         self._patrol: Patrol | None = None
 
     def add(self, pid: int, sentinel: int, worker: Any) -> int:
         """Watch a process; returns the descriptor it is watched by."""
         try:
-            pidfd = self._holdings.open(os.pidfd_open, pid)
+            pidfd: Descriptor = worker.held.open(os.pidfd_open, pid)
             descriptor = pidfd.number
             self._own[descriptor] = pidfd
         except (AttributeError, OSError):
@@ -257,6 +254,12 @@ class DeathWatch:
             pidfd.close()
         if self._patrol is not None:
             self._patrol.forget(descriptor)
+
+    def forget(self, held: Holdings) -> None:
+        """Stop watching the process whose descriptors these are: its start was cut short."""
+        for descriptor, worker in list(self._watched.items()):
+            if worker.held is held:
+                self.remove(descriptor, worker)
 
     def signal(self, descriptor: int, worker: Any, number: int) -> None:
         """Send a signal to a watched process: through its pidfd, so that it never meets a reused process id."""

@@ -7,24 +7,19 @@ import gc
 import math
 import os
 import re
-import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from forks import in_a_fork
 from gymnasium.error import ClosedEnvironmentError
+from interruption import Interruption
 
 from vecenv.errors import BusyError, ForkedError
 from vecenv.front.capabilities import FIGURES, Capabilities
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "faults"))
-
-from interruption import Interruption
 
 from .backends import ROWS, Backend
 from .calls import call, in_flight

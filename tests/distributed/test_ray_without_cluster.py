@@ -10,13 +10,10 @@ from typing import Any, ClassVar
 import gymnasium
 import numpy as np
 import pytest
+from envs import CounterEnv, NestedDictEnv, SpaceEnv, counters, info_env, scripted
 from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-
-sys.path.insert(0, str(__import__("pathlib").Path(__file__).parent.parent))
-
-from envs import CounterEnv, NestedDictEnv, SpaceEnv, counters, info_env, scripted
 from hosts_here import HostsHere, VectorEnvHere
 from sampling import each_once
 

@@ -13,11 +13,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,9 +25,6 @@ from gymnasium.vector import AutoresetMode
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
-
 from observe import PATIENCE, remaining
 from vandals import Ledger, Obedient
 

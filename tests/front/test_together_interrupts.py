@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from interruption import Interruption, Stopped, moments
+from witnesses import pythons_own_ctrl_c
 
 import vecenv
 from vecenv.testing import DoubleVectorEnv, assert_identical
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
-
-from interruption import Interruption, Stopped, moments
-from witnesses import pythons_own_ctrl_c
 
 pytestmark = pytest.mark.timeout(300)
 WITHIN = tuple(str(Path(vecenv.__file__).parent / room) for room in ("front", "testing"))

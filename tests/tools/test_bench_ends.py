@@ -13,9 +13,6 @@ from typing import Any
 
 import psutil
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
-
 from observe import PATIENCE, remaining
 
 import vecenv

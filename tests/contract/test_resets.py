@@ -124,6 +124,11 @@ def test_each_row_has_its_own_options(backend: Backend, envs: Any, refusable: An
                 envs.reset(options=wrong)
         with pytest.raises(ValueError, match=r"options\[1\] has 'reset_mask'"):
             envs.reset(options=[None, {"reset_mask": MASK}, None, None])
+    with refusable(envs, "row_options"):  # one for each of the rows that are named
+        envs.reset_async(env_id=[3, 1], options=options[:2])
+        observations, *_, infos = envs.recv(count=2)
+        assert backend.low(rows_of(observations, np.flatnonzero(infos["env_id"] == 3)))
+        assert not backend.low(rows_of(observations, np.flatnonzero(infos["env_id"] == 1)))
     assert options == [{"low": 0.02, "high": 0.03}, None, {"low": 0.02, "high": 0.03}, {}]
     assert in_flight(envs) == 0
     envs.step(backend.actions(ROWS))

@@ -89,7 +89,7 @@ class DrivenVectorEnv(NotClosedUnasked, NoAttributes, VectorEnv[Any, Any, Any], 
         ids = None if env_id is None else env_ids_of(env_id, self.num_envs)
         seeds = seeds_of(seed, self.num_envs if ids is None else len(ids))
         self._require_phase("reset_async")
-        mask, others = reset_mask_of(options, self.num_envs)
+        mask, others = reset_mask_of(options, self.num_envs, None if ids is None else ids.tolist())
         able = self.capabilities
         if not (able.row_options if isinstance(others, list) else able.reset_options):
             refuse_options(self, others, "its environments take none")

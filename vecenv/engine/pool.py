@@ -130,6 +130,7 @@ class WorkerPool:
         Until the new one is there the place is taken by the dead one, and whoever wants it tries again.
         """
         worker.release()
+        self._place.forget_process(worker.process)
         end_marked([worker.token])
         started: list[ProcessWorker] = []
         try:
@@ -146,7 +147,6 @@ class WorkerPool:
                 self.settle(list(self.workers))
             raise
         self.replaced += 1
-        self._place.forget_process(worker.process)
         return ready
 
     # -- asking -----------------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def sweep(
         for interruption in moments(kind, every=every, offset=offset_of(*names, kind), least=least, **options):
             verdicts.attempts += 1
             try:
-                attempt(interruption)
+                next(_apart(attempt, interruption))
             except (Exception, KeyboardInterrupt, Stopped) as error:
                 verdicts.add(error, repr(interruption))
                 del error
@@ -93,6 +93,14 @@ def sweep(
             if verdicts.enough:
                 return verdicts
     return verdicts
+
+
+def _apart(attempt: Callable[[Interruption], None], interruption: Interruption) -> Iterator[None]:
+    """CPython goes on handling an exception for ever if a trace function raises at a ``return`` in its except clause: its
+    traceback then keeps the observations, and with them the shared memory. What a generator handles ends with it.
+    """
+    attempt(interruption)
+    yield
 
 
 # --- calls --------------------------------------------------------------------------------------

@@ -92,8 +92,8 @@ class RestartsExhausted(WorkerDied):
     """``on_failure="restart"`` gave up: the budget of restarts is used up.
 
     The message says whose, what the last causes were and which option raises it. It is a :class:`WorkerDied`, although the
-    cause may be an exception of an environment whose worker is well: to a program it means the same, that a ``reset()`` has to
-    build anew what was lost. ``envs`` are the environments that wait for that.
+    cause may be an exception of an environment whose worker is well: to a program it means the same, that a ``reset()`` has
+    to build anew what was lost. ``envs`` are the environments that wait for that.
     """
 
 

@@ -1,7 +1,7 @@
 """vecenv: a fast, fault-tolerant engine for vectors of Gymnasium environments.
 
-The names below are the public interface. Everything that needs an optional library is loaded when it is first touched, so
-that ``import vecenv`` costs no more than ``import gymnasium``.
+The names below are the public interface. Each is loaded when it is first touched, so that ``import vecenv`` costs next to
+nothing, and an interruption while libraries are loaded finds the command line ready for it.
 """
 
 from __future__ import annotations
@@ -9,21 +9,22 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from vecenv import errors
 from vecenv._version import __version__
-from vecenv.engine.vector_env import AsyncVectorEnv
-from vecenv.planning.plan import Plan, plan
 
 if TYPE_CHECKING:
     from vecenv import adapters as adapters
     from vecenv import backends as backends
+    from vecenv import errors as errors
     from vecenv import testing as testing
     from vecenv import wrappers as wrappers
+    from vecenv.engine.vector_env import AsyncVectorEnv as AsyncVectorEnv
     from vecenv.instead import install as install
     from vecenv.instead import uninstall as uninstall
     from vecenv.make import make_vec as make_vec
     from vecenv.make import register as register
     from vecenv.multi_agent import MultiAgentVecEnv as MultiAgentVecEnv
+    from vecenv.planning.plan import Plan as Plan
+    from vecenv.planning.plan import plan as plan
     from vecenv.tools.pictures import render_grid as render_grid
 
 __all__ = [
@@ -32,11 +33,15 @@ __all__ = [
 
 _LAZY: dict[str, str] = {
     # public name -> module that holds it ("" after the colon: the module itself)
+    "AsyncVectorEnv": "vecenv.engine.vector_env:AsyncVectorEnv",
     "MultiAgentVecEnv": "vecenv.multi_agent:MultiAgentVecEnv",
+    "Plan": "vecenv.planning.plan:Plan",
     "adapters": "vecenv.adapters:",
+    "errors": "vecenv.errors:",
     "install": "vecenv.instead:install",
     "jax": "vecenv.jax:",
     "make_vec": "vecenv.make:make_vec",
+    "plan": "vecenv.planning.plan:plan",
     "register": "vecenv.make:register",
     "render_grid": "vecenv.tools.pictures:render_grid",
     "testing": "vecenv.testing:",

@@ -1,8 +1,29 @@
-"""``python -m vecenv``: the same as the command ``vecenv``."""
+"""The command ``vecenv``, and ``python -m vecenv``: ready for Ctrl-C before anything large is imported."""
 
+import os
+import signal
 import sys
 
-from vecenv.tools.cli import main
+INTERRUPTED = 130
+
+
+def main() -> int:
+    """Run the command; returns its exit code."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # and not where signals are ignored, as under nohup
+        signal.signal(signal.SIGINT, _end)
+    from vecenv.tools.cli import main as run
+
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, before)
+    return run()
+
+
+def _end(signum: int, frame: object) -> None:
+    """There is nothing to clean up yet; an exception in the middle of an import would be printed with all its frames."""
+    os.write(2, b"vecenv: interrupted\n")
+    os._exit(INTERRUPTED)
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,8 +11,10 @@ cannot make the trip between processes.
 from __future__ import annotations
 
 import multiprocessing
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 
 __all__ = [
     "ArenaError",
@@ -25,6 +27,7 @@ __all__ = [
     "HostDied",
     "ObservationError",
     "RemoteTraceback",
+    "RestartsExhausted",
     "StaleStateError",
     "StartupTimeout",
     "StepTimeout",
@@ -85,6 +88,15 @@ class HostDied(WorkerDied):
     """A host actor of a cluster backend ended while it was needed."""
 
 
+class RestartsExhausted(WorkerDied):
+    """``on_failure="restart"`` gave up: the budget of restarts is used up.
+
+    The message says whose, what the last causes were and which option raises it. It is a :class:`WorkerDied`, although the
+    cause may be an exception of an environment whose worker is well: to a program it means the same, that a ``reset()`` has
+    to build anew what was lost. ``envs`` are the environments that wait for that.
+    """
+
+
 class ClusterError(VecEnvError, RuntimeError):
     """A cluster does not have the resources that were asked for; says what is missing. Nothing is left running."""
 
@@ -136,6 +148,8 @@ class ErrorRecord:
         error: The exception as it was (or would have been) raised.
         traceback: The traceback text from the worker, or the stack from its black box.
         time: ``time.monotonic()`` of the moment the parent learnt of it.
+
+    ``str(record)`` is one line for people, which begins with the time of day.
     """
 
     env: int | None
@@ -145,3 +159,14 @@ class ErrorRecord:
     error: BaseException
     traceback: str
     time: float
+
+    @property
+    def when(self) -> datetime:
+        """The moment as a date and time of day, in the local time zone."""
+        return datetime.now().astimezone() - timedelta(seconds=time.monotonic() - self.time)
+
+    def __str__(self) -> str:
+        first = (str(self.error).strip().splitlines() or [""])[0]
+        where = f"worker {self.worker}, pid {self.pid}" if self.worker >= 0 else "in the calling process"
+        who = where if self.env is None else f"env {self.env} ({where})"
+        return f"{self.when:%Y-%m-%d %H:%M:%S} {who}, {self.command}: {type(self.error).__name__}: {first}"

@@ -6,6 +6,7 @@ import difflib
 import functools
 import importlib.util
 import inspect
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,9 @@ from gymnasium.envs.registration import EnvSpec, _find_spec, load_env_creator, r
 
 from vecenv.engine.vector_env import AsyncVectorEnv
 
-__all__ = ["check_env_options", "check_names", "engine_options", "find_spec", "only_vector", "parameters_of"]
+__all__ = [
+    "check_env_options", "check_names", "engine_options", "find_spec", "newest_version", "only_vector", "parameters_of",
+]  # fmt: skip
 
 
 def find_spec(env_id: str) -> EnvSpec:
@@ -30,6 +33,17 @@ def find_spec(env_id: str) -> EnvSpec:
     except gymnasium.error.Error as error:
         kind = type(error) if isinstance(error, gymnasium.error.UnregisteredEnv) else gymnasium.error.UnregisteredEnv
         raise kind(f"{error} {_other_places(env_id)}".rstrip()) from None
+
+
+def newest_version(env_id: str) -> str | None:
+    """The id that an id without its version means; ``None`` if it is none of those that are registered."""
+    level, gymnasium.logger.min_level = gymnasium.logger.min_level, logging.ERROR  # it warns that there was no version
+    try:
+        return str(_find_spec(env_id).id)
+    except (gymnasium.error.Error, ImportError):
+        return None
+    finally:
+        gymnasium.logger.min_level = level
 
 
 def _other_places(env_id: str) -> str:

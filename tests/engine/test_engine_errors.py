@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import traceback
 from typing import Any
 
 import pytest
@@ -51,9 +52,8 @@ def test_the_exception_of_an_environment_is_raised_as_what_it_is(
         assert str(error) in str(caught.value)
 
 
-@engines
-def test_one_failure_makes_exactly_three_warnings(engine: dict[str, Any]) -> None:
-    with opened([*counters(2), raising(2, ValueError("x"))], **engine) as envs:
+def test_one_failure_makes_exactly_three_warnings() -> None:
+    with opened([*counters(2), raising(2, ValueError("x"))]) as envs:
         envs.reset(seed=1)
         envs.step([0, 0, 0])
         with raises_logged(ValueError) as (_, texts):
@@ -66,10 +66,23 @@ def test_one_failure_makes_exactly_three_warnings(engine: dict[str, Any]) -> Non
         assert texts[2] == f"{red}Raising the last exception back to the main process.{plain}"
 
 
-@engines
-def test_two_failures_make_exactly_five_warnings_and_the_others_were_stepped(engine: dict[str, Any]) -> None:
+@pytest.mark.parametrize("engine", [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 2, "use_caller": True}], ids=str)
+def test_a_failure_is_told_once(engine: dict[str, Any]) -> None:
+    """By the exception that is raised, and by no lines before it that speak of another worker and an end."""
+    with opened([*counters(2), raising(2, ValueError("x"))], **engine) as envs:
+        envs.reset(seed=1)
+        envs.step([0, 0, 0])
+        with raises_logged(ValueError) as (caught, texts):
+            envs.step([0, 0, 0])
+        assert texts == []
+        printed = "".join(traceback.format_exception(caught.value))
+        assert printed.count("in _maybe_raise") == 1, printed
+        assert "env 2, " in printed
+
+
+def test_two_failures_make_exactly_five_warnings_and_the_others_were_stepped() -> None:
     fns = [counters(4)[0], raising(1, ValueError("one")), counters(4)[2], raising(3, KeyError("three"))]
-    with opened(fns, **engine) as envs:
+    with opened(fns) as envs:
         envs.reset(seed=1)
         envs.step([0] * 4)
         with raises_logged((ValueError, KeyError), failures=2) as (_, texts):
@@ -79,17 +92,15 @@ def test_two_failures_make_exactly_five_warnings_and_the_others_were_stepped(eng
         assert envs.exec_func(lambda env: env.steps, [0, 2]) == (2, None, 2, None)
 
 
-@engines
-def test_the_logged_traceback_shows_the_line_that_raised(engine: dict[str, Any]) -> None:
-    with opened([RaisesFromAFunctionWithAName], **engine) as envs:
+def test_the_logged_traceback_shows_the_line_that_raised() -> None:
+    with opened([RaisesFromAFunctionWithAName]) as envs:
         with raises_logged(ValueError, match="Error in reset") as (_, texts):
             envs.reset(seed=1)
         assert 'in reset\n    raise ValueError("Error in reset")\nValueError: Error in reset' in texts[1]
 
 
-@engines
-def test_a_text_with_percent_signs_is_logged_as_it_is(engine: dict[str, Any]) -> None:
-    with opened([PercentEnv], **engine) as envs:
+def test_a_text_with_percent_signs_is_logged_as_it_is() -> None:
+    with opened([PercentEnv]) as envs:
         envs.reset(seed=1)
         with raises_logged(ValueError, match="100% wrong: %s %d") as (_, texts):
             envs.step([0])

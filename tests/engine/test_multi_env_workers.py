@@ -110,9 +110,8 @@ def test_a_failing_environment_does_not_stop_its_siblings_and_is_named_by_its_ow
     with opened(fns, num_workers=2) as envs:
         envs.reset(seed=1)
         envs.step([0] * 5)
-        with raises_logged(ValueError) as (caught, texts):
+        with raises_logged(ValueError) as (caught, _):
             envs.step([0] * 5)
-        assert f"Worker-{bad} " in texts[0]
         assert f"env {bad}" in "\n".join(caught.value.__notes__)
         others = [index for index in range(5) if index != bad]
         steps = envs.exec_func(lambda env: env.steps, others)
@@ -125,9 +124,10 @@ def test_several_failures_in_one_worker_are_all_reported() -> None:
     fns = [functools.partial(RaisingEnv, index, ValueError(f"x{index}"), "step", 1) for index in range(4)]
     with opened([*counters(1), *fns[1:]], num_workers=1) as envs:
         envs.reset(seed=1)
-        with raises_logged(ValueError, match="x1", failures=3) as (_, texts):
+        with raises_logged(ValueError, match="x1", failures=3) as (caught, _):
             envs.step([0] * 4)
-        assert [index for index in range(4) if any(f"Worker-{index} " in text for text in texts)] == [1, 2, 3]
+        notes = "\n".join(caught.value.__notes__)
+        assert [index for index in range(4) if f"env {index}" in notes] == [1, 2, 3]
         envs.reset(seed=1)
 
 

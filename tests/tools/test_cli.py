@@ -79,9 +79,30 @@ def test_bench_of_a_broken_environment_names_its_error(tmp_path: Path) -> None:
     done = run("bench", "tiny_envs:Broken", *TINY, "--engines", "workers", cwd=tmp_path)
     assert done.returncode == cli.USAGE
     assert done.stderr.strip().endswith(
-        "SyncVectorEnv itself fails on this environment: ZeroDivisionError: broken on purpose"
+        "the environment fails in Gymnasium's SyncVectorEnv too: ZeroDivisionError: broken on purpose"
     )
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command", ["bench", "plan", "watch"])
+def test_an_environment_that_wants_arguments_says_what_to_write(command: str, tmp_path: Path) -> None:
+    functions = "\ndef needs(path):\n    return Tiny()\n\ndef plain():\n    return Tiny()\n"
+    (tmp_path / "tiny_envs.py").write_text(TINY_ENV + functions)
+    done = run(command, f"tiny_envs:{'plain' if command == 'watch' else 'needs'}", cwd=tmp_path)
+    assert done.returncode == cli.USAGE
+    last = done.stderr.strip().splitlines()[-1]
+    advice = "let tiny_envs:plain take that" if command == "watch" else "write a function in that module that gives them"
+    assert advice in last
+    assert not list(tmp_path.glob("bench-results/*"))
+
+
+def test_ctrl_c_while_libraries_are_imported_ends_at_once_and_quietly(tmp_path: Path) -> None:
+    interrupted = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+    for library in ("numpy", "gymnasium"):
+        (tmp_path / f"{library}.py").write_text(interrupted)
+    done = run("doctor", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (cli.INTERRUPTED, "", "vecenv: interrupted\n")
 
 
 @pytest.mark.slow
@@ -116,7 +137,9 @@ def test_wrong_trajectories_end_with_code_1(
         (["bench", "CartPol-v1"], "no environment 'CartPol-v1' is registered; did you mean CartPole-v1"),
         (["bench", "ALE/Pongo-v5"], "did you mean ALE/Pong-v5"),
         (["bench", "nosuch_module:Env-v0"], "cannot import 'nosuch_module'"),
-        (["bench", "json:Env-v0"], "no environment 'json:Env-v0' is registered"),
+        (["bench", "json:Env-v0"], "'json' has no 'Env-v0' and registers no environment of that name"),
+        (["bench", "json:JSONDecode"], "did you mean JSONDecoder"),
+        (["plan", "sys:path"], "which cannot be called to build an environment"),
         (["bench", "--engines", "worker"], "no engine 'worker'; did you mean workers? There are: auto,"),
         (["bench", "--engines", ","], "--engines names no engine"),
         (["plan", "CartPol-v1"], "CartPol-v1"),

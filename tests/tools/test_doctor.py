@@ -238,7 +238,7 @@ def test_cores(usable: int, verdict: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_version", lambda name: None if name in ("ray", "numpy") else "1.2.3")
     assert finding("jax").value.startswith("1.2.3")
-    assert (finding("ray").verdict, finding("ray").value) == ("ok", "not installed")
+    assert (finding("ray").verdict, finding("ray").value) == ("none", "not installed")
     assert "pip install" in finding("ray").advice
     assert finding("numpy").verdict == "bad"
 

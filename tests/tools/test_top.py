@@ -65,7 +65,7 @@ def test_counts_are_those_of_the_program() -> None:
     assert row.resets == envs.stats()["resets"]
     assert [worker.envs for worker in row.workers] == [(0, 1), (2, 3)]
     assert [worker.pid for worker in row.workers] == [process.pid for process in envs.processes]
-    assert [worker.state for worker in row.workers] == ["stepping"] * 2
+    assert {worker.state for worker in row.workers} <= {"stepping", "waiting"}
     steps = [worker.steps_per_second for worker in row.workers]
     assert steps[0] == pytest.approx(steps[1], rel=0.05)  # each may be a millisecond behind
     assert 0.3 * 8000 / seconds < row.steps_per_second <= 8000 / seconds
@@ -93,7 +93,7 @@ def test_first_ready_steps_and_the_callers_share_count_too() -> None:
     (row,) = rows()
     assert row.name == "both"
     assert sorted(worker.kind for worker in row.workers) == ["caller", "process"]
-    assert all(worker.state in ("stepping", "idle", "busy") for worker in row.workers)
+    assert all(worker.state in ("stepping", "waiting", "idle", "busy") for worker in row.workers)
     assert row.steps_per_second > 0
     envs.close()
 
@@ -138,7 +138,7 @@ def test_another_process_sees_who_asked_and_a_kill_leaves_nothing(context: str, 
             assert done.returncode == 0, done.stderr
             (row,) = json.loads(done.stdout)["programs"]
             assert row["name"] == ("the program" if asks == "asks" else "CartPole-v1")
-            assert [worker["state"] for worker in row["workers"]] == ["stepping"] * 2
+            assert {worker["state"] for worker in row["workers"]} <= {"stepping", "waiting"}
             assert row["steps_per_second"] > 0
             table = subprocess.run([*shown, "--once"], capture_output=True, text=True, timeout=250, check=False)
             assert table.returncode == 0, table.stderr

@@ -95,7 +95,7 @@ class Engine(Answering):
         self.pool = self._open_pool(plan, arena, options, num_workers)
         self.recovery = Recovery(
             self.pool, policy, self.mode, layout, self.batch, self.store, self._infos, self.read, self.ledger,
-            self.end_late,
+            self.end_late, lambda: self.env_steps / self.num_envs,
         )  # fmt: skip
         try:
             self._start(env_fns, plan, num_workers, caller_share)

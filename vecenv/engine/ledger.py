@@ -145,7 +145,7 @@ class Ledger:
         return error
 
     def log(self, failures: Sequence[tuple[Failure, Any]]) -> None:
-        """Gymnasium's own messages, once an environment and once for all."""
+        """Gymnasium's own messages, word for word: two per failure and one at the end."""
         for failure, _ in sorted(failures, key=lambda pair: pair[0].env):
             packed = failure.error
             logger.error(f"Received the following error from Worker-{failure.env} - Shutting it down")

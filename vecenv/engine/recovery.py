@@ -19,8 +19,8 @@ from gymnasium.vector import AutoresetMode
 
 from vecenv.engine.ledger import Ledger
 from vecenv.engine.owed import COLUMNS, NOTHING, Answer, Flight, Part, Result, Round, Worker
-from vecenv.engine.policy import Policy, RestartBudget
-from vecenv.errors import ClusterError, StartupTimeout, WorkerDied
+from vecenv.engine.policy import Policy, RestartBudget, RestartLog
+from vecenv.errors import ClusterError, RestartsExhausted, StartupTimeout, WorkerDied
 from vecenv.front.arguments import options_of_rows
 from vecenv.front.deadlines import deadline_of
 from vecenv.link.infos import InfoReader
@@ -100,6 +100,7 @@ class Recovery:
         read: Reads answers.
         ledger: Where failures are written down.
         end_late: Ends workers that hang.
+        steps: How many steps each environment has made.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class Recovery:
         read: Callable[[Sequence[tuple[Any, Answer]]], Result],
         ledger: Ledger,
         end_late: Callable[[Sequence[Any], float | None], None],
+        steps: Callable[[], float],
     ) -> None:
         self.seeds = np.random.SeedSequence()
         self.remembered = Remembered(store, layout.observations)
@@ -126,7 +128,8 @@ class Recovery:
         self._read = read
         self._ledger = ledger
         self._end_late = end_late
-        self._budget = RestartBudget(policy.restart_limit, policy.restart_period)
+        self._budget = RestartBudget(policy.restart_limit, policy.restart_period, steps)
+        self._log = RestartLog()
 
     # -- workers that died before anything is asked -----------------------------------------------------------------
 
@@ -178,7 +181,7 @@ class Recovery:
             if round_.todo is None:
                 self._ledger.lose(result.failures, result.deaths, round_.rows, all_of_them=rebuilds)
             if result.errors or not rebuilds:
-                if result.failures and round_.command in ("step", "reset"):
+                if result.failures and self._policy.gymnasiums_words and round_.command in ("step", "reset"):
                     self._ledger.log(result.failures)
                 others = [error for error, _ in result.errors]
                 round_.verdict = self._ledger.verdict(round_.raised or (), result.deaths, others)
@@ -234,9 +237,10 @@ class Recovery:
             # noted first, by stores alone: who interrupts here gets one restart for nothing, and none is counted twice
             worker, paid = self._worker_of(rows[0]), ledger.paid | set(rows)
             ledger.restarts, ledger.paid, worker.paid = ledger.restarts + 1, paid, worker.death is not None
-            if not self._budget.spend(cause):
+            if not self._budget.spend(cause, rows):
                 ledger.restarts -= 1
-                return self._give_up(round_)
+                return self._give_up(round_, rows)
+            self._log.say(cause)
         for worker in dead.values():
             if not round_.by_row:  # all its rows belong to this call
                 round_.todo |= set(worker.rows) & set(round_.rows)
@@ -291,14 +295,13 @@ class Recovery:
         records, todo = round_.records + attempt.records, round_.todo & failed
         round_.records, round_.todo, round_.rebuild = records, todo, None
 
-    def _give_up(self, round_: Round) -> WorkerDied:
+    def _give_up(self, round_: Round, whose: Sequence[int]) -> RestartsExhausted:
         self._ledger.write(round_)
-        causes = "\n".join(f"- {cause}" for cause in self._budget.causes)
         last = self._ledger.latest_death
         rows = sorted(self._ledger.failed)
         worker = self._worker_of(rows[0])
-        return WorkerDied(
-            f"more than {self._budget.limit} restarts within {self._budget.period} seconds; the last causes:\n{causes}",
+        return RestartsExhausted(
+            self._budget.refusal(whose),
             worker=last.worker if last else worker.index,
             pid=last.pid if last else worker.pid,
             exitcode=last.exitcode if last else None,

@@ -75,7 +75,9 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             would trust in ``SyncVectorEnv``: a crash of one takes the program along.
         batch_size: How many environments :meth:`recv` returns at a time, 1 to ``num_envs``.
         on_failure: ``"raise"``, or ``"restart"`` what died, raised or hung.
-        restart_limit, restart_period: At most so many restarts within so many seconds.
+        restart_limit: At most this many restarts of all environments within ``restart_period`` seconds. ``None``: each
+            environment, and each worker that dies, has 5 in that time, and one more for every 1,000 steps it made.
+        restart_period: Seconds.
         step_timeout: Seconds until a ``reset`` or ``step`` without a timeout of its own is taken to hang.
         start_timeout: Seconds a worker has to build its environments.
         threads_per_worker: Cap for BLAS, OpenMP and torch threads in a worker. Default: the usable cores divided by the
@@ -147,7 +149,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         use_caller: bool = False,
         batch_size: int | None = None,
         on_failure: OnFailure = "raise",
-        restart_limit: int = 5,
+        restart_limit: int | None = None,
         restart_period: float = 60.0,
         step_timeout: float | None = None,
         start_timeout: float = 60.0,
@@ -167,7 +169,10 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             self.num_envs, num_workers, batch_size, on_failure, restart_limit, restart_period, step_timeout, start_timeout,
             threads_per_worker, use_caller, strict, dummy_env, worker_env, lazy, ragged_infos, isolate,
         )  # fmt: skip
-        policy = Policy.of(on_failure, restart_limit, restart_period, step_timeout, start_timeout)
+        policy = Policy.of(
+            on_failure, restart_limit, restart_period, step_timeout, start_timeout,
+            gymnasiums_words=num_workers is None and not use_caller,
+        )  # fmt: skip
         if policy.restart or step_timeout is not None or worker_env:
             isolate = True
         require_a_way(type(self).__name__, num_workers, use_caller, isolate, dummy_env)

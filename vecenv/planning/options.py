@@ -35,7 +35,7 @@ class EngineOptions(TypedDict, total=False):
     use_caller: bool
     batch_size: int | None
     on_failure: OnFailure
-    restart_limit: int
+    restart_limit: int | None
     restart_period: float
     step_timeout: float | None
     start_timeout: float
@@ -143,7 +143,7 @@ def check_options(
         ("batch_size", batch_size, batch_size is None or (whole(batch_size, 1) and batch_size <= num_envs),
          f"None or an int within 1..{num_envs}"),
         ("on_failure", on_failure, on_failure in ("raise", "restart"), "'raise' or 'restart'"),
-        ("restart_limit", restart_limit, whole(restart_limit, 0), "an int from 0 on"),
+        ("restart_limit", restart_limit, restart_limit is None or whole(restart_limit, 0), "None or an int from 0 on"),
         ("restart_period", restart_period, seconds(restart_period), "a number of seconds above 0"),
         ("step_timeout", step_timeout, step_timeout is None or seconds(step_timeout), "None or a number of seconds above 0"),
         ("start_timeout", start_timeout, seconds(start_timeout), "a number of seconds above 0"),

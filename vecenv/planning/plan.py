@@ -67,9 +67,10 @@ class Plan:
             lines.append(f"  no step could be timed: {probed.failure}")
         else:
             timed = f"{probed.waits:.0%} of it waiting ({probed.steps} steps measured)"
-            busy = f"{probed.pace * probed.crowding:.1f} times while others compute"
+            busy = f"{probed.pace * probed.crowding:.1f} while another process computes"
             lines.append(f"  a step takes {probed.step * 1e6:.1f} us, {timed}")
-            lines.append(f"  this machine takes {probed.pace:.1f} times as long as the reference one, {busy}")
+            slower = f"{probed.pace:.1f} times as long as on the machine the estimates were made on"
+            lines.append(f"  Python takes {slower}, {busy}")
         for name, seconds in sorted(self.estimates.items(), key=lambda entry: entry[1]):
             lines.append(f"  {name:<28} {self.num_envs / seconds:>12,.0f} steps per second expected")
         share = f" (the caller steps {self.caller_share} environments itself)" if self.use_caller else ""
@@ -102,7 +103,7 @@ def choose(probed: Probe, num_envs: int, cores: int, *, isolate: bool | None = N
     """
     if probed.failure:
         workers = min(cores, num_envs)
-        reason = "the environment failed while it was tried, so the program is kept out of its reach"
+        reason = "the environment failed while it was tried, so it is kept out of your program's process"
         return Plan(num_envs, workers, False, 0, reason, probed, cores, {})
     waiting_step = max(probed.step - probed.cpu, 0.0)
     # Who makes two cores slow each other down may as well be a neighbour on the same hardware, who slows a lone process down

@@ -24,7 +24,17 @@ from typing import Any, Final, NoReturn
 from vecenv._version import __version__
 from vecenv.planning.plan import plan as make_plan
 from vecenv.tools.run import OPTIONS, Option
-from vecenv.tools.usage import INTERRUPTED, USAGE, WRONG, CliError, did_you_mean, one_line, require, resolve
+from vecenv.tools.usage import (
+    INTERRUPTED,
+    USAGE,
+    WRONG,
+    CliError,
+    did_you_mean,
+    hint_of_arguments,
+    one_line,
+    require,
+    resolve,
+)
 
 __all__ = ["INTERRUPTED", "USAGE", "WRONG", "main"]
 
@@ -120,7 +130,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     try:
         plan = make_plan(env_fn, arguments.num_envs)
     except Exception as error:
-        raise CliError(f"{arguments.env_id} cannot be measured: {one_line(error)}") from None
+        text = one_line(error)
+        raise CliError(f"{arguments.env_id} cannot be measured: {text}{hint_of_arguments(text)}") from None
     if arguments.json:
         print(json.dumps(dataclasses.asdict(plan), indent=1, default=str))
     else:
@@ -144,7 +155,8 @@ def _watch(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise CliError(f"cannot write {path}: {error}") from None
     except (ValueError, TypeError, ImportError) as error:
-        raise CliError((str(error).strip().splitlines() or [repr(error)])[0]) from None
+        first = (str(error).strip().splitlines() or [repr(error)])[0]
+        raise CliError(f"{first}{watch.hint_of_rendering(arguments.env_id, error)}") from None
     except Exception as error:
         raise CliError(f"{arguments.env_id} cannot be shown: {one_line(error)}") from None
     if arguments.json:
@@ -173,11 +185,13 @@ def _top(arguments: argparse.Namespace) -> int:
     if not arguments.json and not arguments.once:
         from rich.console import Console
 
+        from vecenv.tools import top_screen
+
         if not Console().is_terminal:
             raise CliError("top shows a live table in a terminal; elsewhere: --once or --json")
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout 9 vecenv top` gives the terminal back, too
         with contextlib.suppress(KeyboardInterrupt):  # the way to end it
-            top.show(watcher, Console(), arguments.interval)
+            top_screen.show(watcher, Console(), arguments.interval)
         return 0
     watcher.read()
     time.sleep(arguments.interval)
@@ -241,7 +255,8 @@ _COMMANDS: Final = (
                 nargs="?",
                 default="CartPole-v1",
                 metavar="ENV_ID",
-                help="a registered id, module:Env-v0 (the module registers it), module:Class; default: CartPole-v1",
+                help="a registered id, module:Env-v0 (the module registers it), or module:name, a class or function "
+                "of yours that builds an environment without arguments; default: CartPole-v1",
             ),
             _number_of_envs(64),
             _option("--workers", type=_count, metavar="W", help="worker processes (default: the usable cores)"),
@@ -261,7 +276,7 @@ _COMMANDS: Final = (
         help="measure the engine on an environment, beside Gymnasium's engines and the bare-loop limit",
         description="First checks that the engine's trajectories equal SyncVectorEnv's for the same seeds "
         "and actions, then measures all engines in interleaved rounds. Prints a table and writes JSON and "
-        "a PNG. The defaults take about a minute and a half.",
+        "a PNG. The defaults take about two minutes.",
         epilog="Exit codes: 0 measured; 1 an engine's trajectories differ from SyncVectorEnv's; "
         "2 wrong usage; 3 a row died while it was measured.",
     ),
@@ -307,7 +322,8 @@ _COMMANDS: Final = (
         ),
         help="a live table of the workers of running programs",
         description="Shows the workers of every program of this user that publishes its figures: one that has called "
-        "envs.publish_stats(), or was started with VECENV_TOP=1. Ends with Ctrl-C.",
+        "envs.publish_stats(), or was started with VECENV_TOP=1. Keys: s sorts by the next column, arrows and pages "
+        "move, q or Ctrl-C ends.",
         epilog="Exit codes: 0 shown; 1 with --json or --once: no program publishes anything; 2 wrong usage.",
     ),
 )

@@ -32,7 +32,7 @@ if sys.platform != "win32":
 
 __all__ = ["Finding", "Verdict", "examine", "main", "shortage"]
 
-Verdict = Literal["ok", "warn", "bad"]
+Verdict = Literal["ok", "warn", "bad", "none"]
 
 MIB: Final = 2**20
 GIB: Final = 2**30
@@ -62,7 +62,7 @@ class Finding:
         name: What was looked at.
         value: What was found.
         verdict: ``"ok"``; ``"warn"``: works, but will hurt somebody; ``"bad"``: vecenv will not work well
-            here.
+            here; ``"none"``: optional, and not there.
         advice: What to do about it; empty if nothing.
     """
 
@@ -314,7 +314,7 @@ def _packages() -> Iterator[Finding]:
     for name, (install, purpose) in _BACKENDS.items():
         version = _version(name)
         if version is None:
-            yield Finding(name, "not installed", "ok", f"for {purpose}: pip install '{install}'")
+            yield Finding(name, "not installed", "none", f"for {purpose}: pip install '{install}'")
         else:
             yield Finding(name, f"{version} ({purpose})")
 
@@ -345,6 +345,9 @@ def _bytes(number: int) -> str:
     return f"{number / GIB:.1f} GiB" if number >= GIB else f"{number / MIB:.0f} MiB"
 
 
+_MARKS: Final[dict[Verdict, str]] = {"ok": "ok", "warn": "warn", "bad": "bad", "none": "-"}
+
+
 def _print(findings: list[Finding]) -> None:
     try:
         from rich.console import Console
@@ -357,7 +360,7 @@ def _print(findings: list[Finding]) -> None:
 def _print_plain(findings: list[Finding]) -> None:
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
-        print(f"{finding.verdict:<4}  {finding.name:<{width}}  {finding.value}")
+        print(f"{_MARKS[finding.verdict]:<4}  {finding.name:<{width}}  {finding.value}")
         if finding.advice:
             print(f"      {'':<{width}}  -> {finding.advice}")
     print(_summary(findings))
@@ -367,7 +370,7 @@ def _print_rich(findings: list[Finding], console: Any) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    colours = {"ok": "green", "warn": "yellow", "bad": "bold red"}
+    colours = {"ok": "green", "warn": "yellow", "bad": "bold red", "none": "dim"}
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
@@ -375,8 +378,9 @@ def _print_rich(findings: list[Finding], console: Any) -> None:
     for finding in findings:
         about = Text(finding.value)
         if finding.advice:
-            about.append(f"\n{finding.advice}", style="dim" if finding.verdict == "ok" else colours[finding.verdict])
-        table.add_row(Text(finding.verdict, style=colours[finding.verdict]), Text(finding.name, style="bold"), about)
+            quiet = finding.verdict in ("ok", "none")
+            about.append(f"\n{finding.advice}", style="dim" if quiet else colours[finding.verdict])
+        table.add_row(Text(_MARKS[finding.verdict], style=colours[finding.verdict]), Text(finding.name, style="bold"), about)
     console.print(table)
     console.print(Text(_summary(findings)))
 

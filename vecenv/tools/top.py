@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -17,14 +16,19 @@ from typing import TYPE_CHECKING, Any, Final
 from vecenv.engine.published import BadCard, PublishedStats, PublishedWorker, process_state, published
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
 
-__all__ = ["HOW_TO_PUBLISH", "ProgramRow", "Watcher", "WorkerRow", "print_table", "show", "table", "to_dict"]
+__all__ = [
+    "HEADINGS", "HOW_TO_PUBLISH", "ProgramRow", "Watcher", "WorkerRow", "cells", "print_table", "summary", "table",
+    "to_dict",
+]  # fmt: skip
 
 HOW_TO_PUBLISH: Final = "a program shows its workers here after envs.publish_stats(), or when run with VECENV_TOP=1"
 _WIDTH: Final = 110  # of a table that does not go to a terminal
 _LONGEST_NAME: Final = 80
 _LATE: Final = 1.0  # seconds without an answer that are worth a word
+_WAITS: Final = 0.95  # share of the time outside environments above which a worker that steps is said to wait
+HEADINGS: Final = ("worker", "pid", "state", "envs", "steps/s", "waiting", "slowest env", "restarts")
 _COLOURS: Final = {"stepping": "green", "busy": "yellow", "stopped": "red", "dead": "red"}
 
 
@@ -35,7 +39,8 @@ class WorkerRow:
     Attributes:
         index, pid: Which; the caller's own share has the program's pid.
         kind: ``"process"`` or ``"caller"``.
-        state: ``"stepping"``: it has made steps; ``"busy"``: it computes, and made none; ``"idle"``; ``"stopped"`` (by
+        state: ``"stepping"``: it has made steps; ``"waiting"``: it has, in under a twentieth
+            of the time; ``"busy"``: it computes, and made none; ``"idle"``; ``"stopped"`` (by
             SIGSTOP); ``"dead"``.
         envs: (first, last) of its environments.
         steps_per_second: Of its environments together.
@@ -152,16 +157,17 @@ def _program(before: PublishedStats | None, now: PublishedStats) -> ProgramRow:
 
 
 def _worker(stats: PublishedStats, worker: PublishedWorker, steps: float, inside: float, seconds: float) -> WorkerRow:
+    waiting = 1.0 - _share(inside, seconds)
     times = stats.step_time[worker.first : worker.last + 1]
     slowest = int(times.argmax()) if times.any() else None
     return WorkerRow(
         index=worker.index,
         pid=worker.pid,
         kind=worker.kind,
-        state=_state(worker, stepped=steps > 0),
+        state=_state(worker, stepped=steps > 0, waiting=waiting),
         envs=(worker.first, worker.last),
         steps_per_second=max(steps, 0.0) / seconds,
-        waiting=1.0 - _share(inside, seconds),
+        waiting=waiting,
         slowest_env=None if slowest is None else worker.first + slowest,
         slowest_env_seconds=None if slowest is None else float(times[slowest]),
         restarts=worker.restarts,
@@ -172,14 +178,14 @@ def _share(part: float, whole: float) -> float:
     return min(max(part / whole, 0.0), 1.0)
 
 
-def _state(worker: PublishedWorker, *, stepped: bool) -> str:
+def _state(worker: PublishedWorker, *, stepped: bool, waiting: float) -> str:
     state = process_state(worker.pid)
     if state is None or state[0] in "ZX" or state[1] != worker.started:
         return "dead"
     if state[0] in "Tt":
         return "stopped"
     if stepped:
-        return "stepping"
+        return "stepping" if waiting < _WAITS else "waiting"
     return "busy" if state[0] == "R" and worker.kind == "process" else "idle"
 
 
@@ -201,40 +207,44 @@ def _plain(name: str) -> str:
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in short)
 
 
+def summary(program: ProgramRow) -> tuple[str, str]:
+    """What there is to say of a program as a whole, in two lines of a narrow terminal."""
+    late = f", no answer for {program.since_answer:.1f} s" if program.since_answer > _LATE else ""
+    return (
+        f"{_plain(program.name)}: {program.num_envs} environments, pid {program.pid}",
+        f"{program.steps_per_second:,.0f} steps/s, waits {program.waiting:.0%}{late}; {program.resets:,} resets, "
+        f"{program.restarts:,} restarts, {program.errors:,} errors",
+    )
+
+
+def cells(worker: WorkerRow) -> tuple[RenderableType, ...]:
+    """A worker's line of the table."""
+    from rich.text import Text
+
+    first, last = worker.envs
+    slowest = worker.slowest_env
+    return (
+        "caller" if worker.kind == "caller" else str(worker.index),
+        str(worker.pid),
+        Text(worker.state, style=_COLOURS.get(worker.state, "dim")),
+        f"{first}" if first == last else f"{first}-{last}",
+        f"{worker.steps_per_second:,.0f}",
+        f"{worker.waiting:.0%}",
+        "-" if slowest is None else f"{slowest}: {_duration(worker.slowest_env_seconds or 0.0)}",
+        str(worker.restarts),
+    )
+
+
 def _table(program: ProgramRow) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    late = f", no answer for {program.since_answer:.1f} s" if program.since_answer > _LATE else ""
-    found = Table(
-        title=Text(  # and no markup: the name is the program's
-            f"{_plain(program.name)}: {program.num_envs} environments, pid {program.pid}, "
-            f"{program.steps_per_second:,.0f} steps/s, waits {program.waiting:.0%}{late}",
-            style="table.title",
-        ),
-        title_justify="left",
-        caption=f"{program.resets:,} resets, {program.restarts:,} automatic restarts, {program.errors:,} errors",
-        caption_justify="left",
-    )
-    found.add_column("worker", justify="right")
-    found.add_column("pid", justify="right")
-    found.add_column("state")
-    found.add_column("envs")
-    for heading in ("steps/s", "waiting", "slowest env", "restarts"):
-        found.add_column(heading, justify="right")
+    title = Text("\n".join(summary(program)), style="table.title")  # and no markup: the name is the program's
+    found = Table(title=title, title_justify="left")
+    for heading in HEADINGS:
+        found.add_column(heading, justify="left" if heading in ("state", "envs") else "right")
     for worker in program.workers:
-        first, last = worker.envs
-        slowest = worker.slowest_env
-        found.add_row(
-            "caller" if worker.kind == "caller" else str(worker.index),
-            str(worker.pid),
-            Text(worker.state, style=_COLOURS.get(worker.state, "dim")),
-            f"{first}" if first == last else f"{first}-{last}",
-            f"{worker.steps_per_second:,.0f}",
-            f"{worker.waiting:.0%}",
-            "-" if slowest is None else f"{slowest}: {_duration(worker.slowest_env_seconds or 0.0)}",
-            str(worker.restarts),
-        )
+        found.add_row(*cells(worker))
     return found
 
 
@@ -249,13 +259,3 @@ def print_table(rows: list[ProgramRow]) -> None:
     from rich.console import Console
 
     Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False).print(table(rows))
-
-
-def show(watcher: Watcher, console: Console, interval: float) -> None:
-    """Show the table and renew it every ``interval`` seconds, until Ctrl-C."""
-    from rich.live import Live as LiveTable
-
-    with LiveTable(table(watcher.read(), watcher.left_out), console=console, screen=True, auto_refresh=False) as live:
-        while True:
-            time.sleep(interval)
-            live.update(table(watcher.read(), watcher.left_out), refresh=True)

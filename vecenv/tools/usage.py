@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from vecenv.tools.benchmark import EnvFn
 
-__all__ = ["DIED", "INTERRUPTED", "USAGE", "WRONG", "CliError", "did_you_mean", "one_line", "require", "resolve"]
+__all__ = [
+    "DIED", "INTERRUPTED", "USAGE", "WRONG", "CliError", "did_you_mean", "hint_of_arguments", "one_line", "require",
+    "resolve",
+]  # fmt: skip
 
 WRONG: Final = 1
 USAGE: Final = 2
@@ -41,6 +44,13 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {first}"
 
 
+def hint_of_arguments(error: str) -> str:
+    """What to do where a class or function could not be called as it is."""
+    if "TypeError" in error and re.search(r"missing \d+ required", error):
+        return "; module:name is called without arguments: write a function in that module that gives them"
+    return ""
+
+
 def require(command: str, *libraries: str) -> None:
     """Raise if a library is missing that the extra ``bench`` brings."""
     for library in libraries:
@@ -48,11 +58,17 @@ def require(command: str, *libraries: str) -> None:
             raise CliError(f"vecenv {command} needs {library}: pip install 'vecenv[bench]'")
 
 
+def one_repr(value: object) -> str:
+    """A value in a few words."""
+    text = repr(value)
+    return text if len(text) < 60 else f"{text[:57]}..."
+
+
 def resolve(env_id: str) -> EnvFn:
     """The function that makes this environment; unknown ids name close matches."""
     import gymnasium
 
-    from vecenv.ids import find_spec
+    from vecenv.ids import newest_version
     from vecenv.tools.benchmark import make_env
 
     module, _, name = env_id.rpartition(":")
@@ -65,13 +81,19 @@ def resolve(env_id: str) -> EnvFn:
             raise CliError(f"cannot import {module!r}, the module of {env_id!r}: {error}") from None
         if name in gymnasium.registry or callable(getattr(found, name, None)):
             return partial(make_env, env_id)
+        if hasattr(found, name):
+            raise CliError(f"{env_id!r} is {one_repr(getattr(found, name))}, which cannot be called to build an environment")
     elif name.startswith("ALE/"):
         if importlib.util.find_spec("ale_py") is None:
             raise CliError(f"{env_id} needs ale-py: pip install 'vecenv[bench]'")
         importlib.import_module("ale_py")
-    with contextlib.suppress(gymnasium.error.Error):  # without a version: the newest
-        name = find_spec(name).id
-        env_id = f"{module}:{name}" if module else name
+    newest = newest_version(name)
+    if newest is not None:
+        name, env_id = newest, f"{module}:{newest}" if module else newest
+    if name not in gymnasium.registry and module:
+        public = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
+        hint = did_you_mean(name, [*public, *gymnasium.registry])
+        raise CliError(f"{module!r} has no {name!r} and registers no environment of that name{hint}")
     if name not in gymnasium.registry:
         hint = did_you_mean(name, list(gymnasium.registry))
         raise CliError(f"no environment {env_id!r} is registered{hint or '; other packages: module:Env-v0'}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from vecenv.make import make_vec
 from vecenv.system.cores import usable_cores
 from vecenv.tools.pictures import Frame, Policy, frames, require_writer, shrink, write_video
 
-__all__ = ["Recording", "load_policy", "record"]
+__all__ = ["Recording", "hint_of_rendering", "load_policy", "record"]
 
 Progress = Callable[[str, int, int], None]
 
@@ -87,6 +88,15 @@ def _what(env_id: str) -> Any:
     module, _, name = env_id.rpartition(":")
     found = getattr(importlib.import_module(module), name, None) if module else None
     return found if callable(found) and name not in registry else env_id
+
+
+def hint_of_rendering(env_id: str, error: Exception) -> str:
+    """What to do where a class or a function does not take the argument that makes it draw."""
+    takes = re.search(r"takes no arguments|unexpected keyword argument 'render_mode'|takes 0 positional", str(error))
+    if isinstance(error, TypeError) and takes:
+        wanted = f"let {env_id} take that argument, and its render() return a picture"
+        return f"; watch builds it with render_mode='rgb_array': {wanted}"
+    return ""
 
 
 def _smaller(

@@ -103,7 +103,7 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
         placement: str | None = None,
         batch_size: int | None = None,
         on_failure: str = "raise",
-        restart_limit: int = 5,
+        restart_limit: int | None = None,
         restart_period: float = 60.0,
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
         **engine_options: Any,

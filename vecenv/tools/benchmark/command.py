@@ -17,7 +17,7 @@ from vecenv.tools.benchmark import tables
 from vecenv.tools.benchmark.compare import Report
 from vecenv.tools.benchmark.hosts import Candidate, Progress
 from vecenv.tools.benchmark.runners import EnvFn
-from vecenv.tools.usage import DIED, WRONG, CliError, did_you_mean, resolve
+from vecenv.tools.usage import DIED, WRONG, CliError, did_you_mean, hint_of_arguments, resolve
 
 __all__ = ["main"]
 
@@ -35,7 +35,7 @@ def main(arguments: argparse.Namespace) -> int:
     except benchmark.TrajectoryMismatch as error:
         raise CliError(f"WRONG RESULTS, nothing was timed: {error}", WRONG) from None
     except benchmark.HostFailed as error:
-        raise CliError(f"{arguments.env_id}: {error}") from None
+        raise CliError(f"{arguments.env_id}: {error}{hint_of_arguments(str(error))}") from None
     except OSError as error:
         raise CliError(f"cannot write the results to {arguments.out}: {error}") from None
 
@@ -97,12 +97,13 @@ def _main_job(arguments: argparse.Namespace, env_fn: EnvFn, workers: int) -> int
     stem = _file_stem(arguments)
     files = [stem.with_name(f"{stem.name}.json"), stem.with_name(f"{stem.name}.png")]
     report.write(files[0])
-    benchmark.draw_bars(report, files[1])
+    if not benchmark.draw_bars(report, files[1]):
+        files.pop()
     if arguments.json:
         print(json.dumps(report.to_dict(), indent=1))
     else:
         tables.print_report(report)
-        print(f"Written: {files[0]}, {files[1]}")
+        print(f"Written: {', '.join(map(str, files))}")
     return DIED if any(row.failed for row in report.rows) else 0
 
 
@@ -114,7 +115,8 @@ def _scale(arguments: argparse.Namespace, env_fn: EnvFn, workers: int) -> int:
     names = {candidate.name for candidate in chosen}  # some need more than one environment
     arguments.out.mkdir(parents=True, exist_ok=True)
     with tables.progress_bar() as progress:
-        for size in _doubling(arguments.num_envs):
+        sizes = _doubling(arguments.num_envs)
+        for turn, size in enumerate(sizes):
             rows = benchmark.scale_candidates(env_fn, size, _doubling(workers))
             reports.append(
                 benchmark.compare(
@@ -124,19 +126,20 @@ def _scale(arguments: argparse.Namespace, env_fn: EnvFn, workers: int) -> int:
                     [candidate for candidate in rows if candidate.name in names],
                     seconds=arguments.seconds or 0.4,
                     repeats=arguments.repeats or 3,
-                    progress=partial(_with_size, progress, size),
+                    progress=partial(_with_size, progress, size, turn, len(sizes)),
                 )
             )
     stem = _file_stem(arguments)
     files = [stem.with_name(f"{stem.name}-scale.json"), stem.with_name(f"{stem.name}-scale.png")]
     everything = json.dumps([report.to_dict() for report in reports], indent=1)
     files[0].write_text(everything + "\n")
-    benchmark.draw_scale(reports, files[1])
+    if not benchmark.draw_scale(reports, files[1]):
+        files.pop()
     if arguments.json:
         print(everything)
     else:
         tables.print_scale(reports)
-        print(f"Written: {files[0]}, {files[1]}")
+        print(f"Written: {', '.join(map(str, files))}")
     return DIED if any(row.failed for report in reports for row in report.rows) else 0
 
 
@@ -145,5 +148,6 @@ def _doubling(top: int) -> list[int]:
     return [1 << k for k in range(top.bit_length()) if 1 << k < top] + [top]
 
 
-def _with_size(progress: Progress, size: int, stage: str, done: int, total: int) -> None:
-    progress(f"{size} environments: {stage}", done, total)
+def _with_size(progress: Progress, size: int, turn: int, turns: int, stage: str, done: int, total: int) -> None:
+    """One bar for all sizes: it fills once."""
+    progress(f"{size} environments ({turn + 1} of {turns}): {stage}", turn * total + done, turns * total)

@@ -71,6 +71,14 @@ class Summary:
         return cls(statistics.median(good), lower, upper, min(good), max(good), len(good))
 
 
+def short_rate(rate: float) -> str:
+    """A rate where there is little room: three digits and a unit."""
+    if rate < 1e3:
+        return f"{rate:.3g}"
+    number, unit = (rate / 1e3, "k") if rate < 999_500 else (rate / 1e6, "M")
+    return f"{number:.{0 if number >= 99.95 else 1 if number >= 9.995 else 2}f}{unit}"
+
+
 def show_rate(rate: float) -> str:
     """A rate for people: whole numbers where they are large, three digits where they are not."""
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
@@ -141,20 +149,17 @@ def _reference(env_fn: EnvFn, num_envs: int, steps: int, seconds: float) -> Stre
     with started([gymnasium_candidate("reference", "SyncVectorEnv", env_fn, num_envs)]) as (sync,):
         streams: list[Stream] = sync.ask("trajectory", steps, seconds, timeout=START_TIMEOUT)
         if not streams:
-            raise HostFailed(f"SyncVectorEnv itself fails on this environment: {sync.failed}")
+            raise HostFailed(f"the environment fails in Gymnasium's SyncVectorEnv too: {sync.failed}")
         return streams[0]
 
 
-def _check(lives: list[Live], env_fn: EnvFn, num_envs: int, progress: Progress | None) -> str:
+def _check(lives: list[Live], wanted: Stream, env_fn: EnvFn, num_envs: int, progress: Progress | None) -> str:
     """Compare every checked candidate with ``SyncVectorEnv``; returns what was established, or raises."""
     suspects = [live for live in lives if live.candidate.checked]
-    if not suspects:
-        return "nothing to check"
-    wanted = _reference(env_fn, num_envs, CHECK_STEPS, CHECK_SECONDS)
     steps = len(wanted.observations) - 1
     for i, live in enumerate(suspects):
         if progress:
-            progress(f"checking {live.candidate.label}", i, len(suspects))
+            progress(f"checking {live.candidate.label} ({i + 1} of {len(suspects)})", 0, 0)
         streams = live.trajectory(steps)
         difference = first_difference(wanted, streams[0]) if streams else None
         if difference is None:
@@ -190,7 +195,7 @@ def compare(
         repeats: Rounds; a round has one sample of every candidate.
         check: Compare the trajectories of the candidates that say so with ``SyncVectorEnv`` first.
         unit: What the rates are, for tables and pictures.
-        progress: Called with what is being done.
+        progress: Called with what is being done, and how much of how much is done; of 0 before the rounds begin.
         inspect_live: Called after the last round, while everything still runs (memory is measured there).
 
     Raises:
@@ -199,8 +204,14 @@ def compare(
     """
     about = machine()
     order = random.Random(SEED)
+    wanted, verdict = None, "nothing to check" if check else "not asked for"
+    if check and any(candidate.checked for candidate in candidates):
+        if progress:
+            progress("checking the environment in SyncVectorEnv", 0, 0)
+        wanted = _reference(env_fn, num_envs, CHECK_STEPS, CHECK_SECONDS)  # before the work of starting the others
     with started(candidates, progress) as lives:
-        verdict = _check(lives, env_fn, num_envs, progress) if check else "not asked for"
+        if wanted is not None:
+            verdict = _check(lives, wanted, env_fn, num_envs, progress)
         for live in lives:
             if not live.candidate.crowd:
                 live.rate(min(seconds, WARM_UP))
@@ -211,8 +222,6 @@ def compare(
                     progress(f"round {turn + 1} of {repeats}", turn * len(lives) + i, repeats * len(lives))
                 rates[live.candidate.name].append(live.rate(seconds))
                 live.rest()
-        if progress:
-            progress("done", 1, 1)
         if inspect_live:
             for live in lives:
                 live.rate(min(seconds, WARM_UP))

@@ -285,7 +285,7 @@ def started(candidates: Sequence[Candidate], progress: Progress | None = None) -
                     lives.append(Live(candidate, Path(folder)))  # noqa: PERF401 - one may fail, all must end
                 for live in lives[first:]:
                     if progress:
-                        progress(f"starting {live.candidate.label}", lives.index(live), len(candidates))
+                        progress(f"starting {live.candidate.label} ({lives.index(live) + 1} of {len(candidates)})", 0, 0)
                     live.ready()
                     live.rest()
             order = [candidate.name for candidate in candidates]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vecenv.tools.benchmark.compare import Report, show_rate
+from vecenv.tools.benchmark.compare import Report, short_rate, show_rate
 
 COLOURS = {"vecenv": "#1b7f5c", "gymnasium": "#c8553d", "other": "#7a7f87", "limit": "#33373d"}
 
@@ -21,14 +21,22 @@ def new_figure(width: float, height: float) -> Any:
     return figure
 
 
-def draw_bars(report: Report, path: Path) -> None:
-    """One bar a candidate at its median, a whisker from least to greatest, and the samples as dots."""
-    rows = [row for row in report.rows if row.summary][::-1]
+def draw_bars(report: Report, path: Path) -> bool:
+    """One bar per candidate at its median, a whisker from least to greatest, and the samples as dots; what died by name.
+
+    Returns:
+        Whether there was anything to draw; otherwise no file is written.
+    """
+    rows = [row for row in report.rows if row.summary or row.failed][::-1]
+    if not any(row.summary for row in rows):
+        return False
     figure = new_figure(8.0, 1.4 + 0.42 * max(1, len(rows)))
     axes = figure.subplots()
     for y, row in enumerate(rows):
         summary = row.summary
-        assert summary is not None
+        if summary is None or row.failed:
+            axes.annotate(" died", (0.0, y), va="center", fontsize=8, color=COLOURS["gymnasium"])
+            continue
         spread = [[summary.median - summary.minimum], [summary.maximum - summary.median]]
         axes.barh(y, summary.median, xerr=spread, color=COLOURS[row.kind], height=0.7, capsize=3, ecolor="#00000088")
         axes.plot(row.rates, [y] * len(row.rates), ".", color="#000000", alpha=0.35, markersize=4)
@@ -36,17 +44,25 @@ def draw_bars(report: Report, path: Path) -> None:
     axes.set_yticks(range(len(rows)), [row.label for row in rows], fontsize=9)
     axes.margins(x=0.15)
     axes.set_xlim(left=0)
+    axes.locator_params(axis="x", nbins=6)
     if axes.get_xlim()[1] > 100:
-        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.xaxis.set_major_formatter(lambda rate, _: short_rate(rate))
     axes.set_xlabel(f"{report.unit} (bar: median, whisker: least to greatest, dots: samples)", fontsize=8)
     axes.set_title(f"{report.env}, {report.num_envs} environments, {report.machine['usable_cores']} cores", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
+    return True
 
 
-def draw_scale(reports: Sequence[Report], path: Path) -> None:
-    """Throughput over the number of environments, one line a candidate, the spread as a band."""
+def draw_scale(reports: Sequence[Report], path: Path) -> bool:
+    """Throughput over the number of environments, one line per candidate, the spread as a band.
+
+    Returns:
+        Whether there was anything to draw; otherwise no file is written.
+    """
+    if not any(row.summary for report in reports for row in report.rows):
+        return False
     figure = new_figure(8.0, 5.0)
     axes = figure.subplots()
     names = {row.name: row for report in reports for row in report.rows}
@@ -81,7 +97,7 @@ def draw_scale(reports: Sequence[Report], path: Path) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.yaxis.set_major_formatter(lambda rate, _: short_rate(rate))
     axes.set_xlabel("environments")
     axes.set_ylabel("steps per second (median; band: least to greatest)")
     axes.set_title(f"{reports[0].env}, {reports[0].machine['usable_cores']} cores", fontsize=10)
@@ -89,3 +105,4 @@ def draw_scale(reports: Sequence[Report], path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
+    return True

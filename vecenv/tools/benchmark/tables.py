@@ -5,15 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from vecenv.tools.benchmark.compare import Report, Row, show_rate
+from vecenv.tools.benchmark.compare import Report, Row, short_rate, show_rate
 from vecenv.tools.benchmark.hosts import Progress
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-WIDTH = 130  # of a table that does not go to a terminal
+WIDTH = 140  # of a table that does not go to a terminal
+_WIDE = 110  # from here on there is room for whole numbers ...
+_WIDEST = 134  # ... and for quartiles
 
 
 @contextmanager
@@ -32,42 +34,51 @@ def progress_bar() -> Iterator[Progress]:
         task = bar.add_task("starting", total=None)
 
         def show(stage: str, done: int, total: int) -> None:
-            bar.update(task, description=stage, completed=done, total=total)
+            bar.update(task, description=stage, completed=done, total=total or None)  # it pulses until the rounds begin
 
         yield show
 
 
-def _cells(report: Report, row: Row) -> list[str]:
+_WIDE_HEADINGS = ("least to greatest", "x Gymnasium Async", "of the limit")
+_NARROW_HEADINGS = ("least - most", "x Async", "of limit")
+
+
+def _cells(report: Report, row: Row, width: int) -> list[str]:
     summary = row.summary
     if summary is None or row.failed:
-        return ["died" if row.failed else "left out", "", "", "", ""]
+        return ["died" if row.failed else "left out"]
     against, share = report.ratio(row.name, "gym-async"), report.ratio(row.name, "limit")
+    rate = show_rate if width >= _WIDE else short_rate
+    quartiles = [f"{rate(summary.lower)} - {rate(summary.upper)}"] if width >= _WIDEST else []
     return [
         show_rate(summary.median),
-        f"{show_rate(summary.lower)} - {show_rate(summary.upper)}",
-        f"{show_rate(summary.minimum)} - {show_rate(summary.maximum)}",
+        *quartiles,
+        f"{rate(summary.minimum)} - {rate(summary.maximum)}",
         f"{against.median:.2f}" if against else "-",
         f"{share.median:.3f}" if share else "-",
     ]
 
 
 def print_report(report: Report) -> None:
-    """The table of one comparison, and below it why rows are empty."""
+    """The table of one comparison, and below it why rows are empty. In a narrow terminal it has fewer columns."""
     from rich.console import Console
     from rich.table import Table
 
-    about = report.machine
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    wide, about = console.width >= _WIDE, report.machine
+    narrow: dict[str, Any] = {} if wide else {"box": None, "padding": (0, 2, 0, 0), "pad_edge": False}
     table = Table(
         title=f"{report.env}, {report.num_envs} environments: {report.repeats} interleaved rounds of {report.seconds:g} s",
         caption=f"{about['cpu']}, {about['usable_cores']} usable cores; Python {about['python']}, "
         f"Gymnasium {about['gymnasium']}. Ratios are medians of the rounds' own ratios.",
+        **narrow,
     )
+    quartiles = ("quartiles",) if console.width >= _WIDEST else ()
     table.add_column("engine")
-    for heading in (report.unit, "quartiles", "least to greatest", "x Gymnasium Async", "of the limit"):
-        table.add_column(heading, justify="right")
+    for heading in (report.unit, *quartiles, *(_WIDE_HEADINGS if wide else _NARROW_HEADINGS)):
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in report.rows:
-        table.add_row(row.label, *_cells(report, row), style="bold" if row.kind == "vecenv" else None)
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+        table.add_row(row.label, *_cells(report, row, console.width), style="bold" if row.kind == "vecenv" else None)
     console.print(f"Trajectories: {report.check}.")
     console.print(table)
     auto = report.row("auto")
@@ -89,15 +100,16 @@ def print_scale(reports: Sequence[Report]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    rate = show_rate if console.width >= _WIDE else short_rate
     table = Table(title=f"{reports[0].env}: steps per second over the number of environments (median)")
     table.add_column("engine")
     for report in reports:
-        table.add_column(str(report.num_envs), justify="right")
+        table.add_column(str(report.num_envs), justify="right", no_wrap=True)
     labels = {row.name: row.label for row in reports[-1].rows}  # the largest has all of them
     for name, label in labels.items():
         summaries = [row.summary if (row := report.row(name)) else None for report in reports]
-        table.add_row(label, *(show_rate(summary.median) if summary else "-" for summary in summaries))
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+        table.add_row(label, *(rate(summary.median) if summary else "-" for summary in summaries))
     console.print(table)
     for report in reports:
         _print_reasons(console, report.rows, f", {report.num_envs} environments,")

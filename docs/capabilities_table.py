@@ -1,0 +1,77 @@
+"""The table of ``docs/capabilities.md``: ``python docs/capabilities_table.py`` writes it from what the backends say they can do.
+
+Nothing is built and no environment is stepped: every backend says what it can do as a value.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from vecenv.backends import native
+from vecenv.backends.envpool.first_ready import FirstReady
+from vecenv.backends.envpool.lockstep import Lockstep
+from vecenv.backends.envpool.player_driver import PlayerDriver
+from vecenv.backends.jax_native.driver import _CAPABILITIES as ON_DEVICE
+from vecenv.engine.owner import EngineOwner
+from vecenv.front.capabilities import Capabilities
+
+PAGE = Path(__file__).with_name("capabilities.md")
+BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+
+CALLS = {
+    "`reset`, `step`, `step_async`, `step_wait`, `stats`, `close`": None,
+    "`step_wait(timeout=)`, `recv(timeout=)`": "timeouts",
+    "`send(env_id=)` to some environments, `recv` of those that are done first": "first_ready",
+    "`reset(seed=[...])`, one seed per environment": "row_seeds",
+    '`reset(options={"reset_mask": ...})`': "reset_mask",
+    "... together with `seed`": "masked_seeds",
+    "`reset(options=)`, other keys": "reset_options",
+    "`reset(options=[...])`, one dict per environment": "row_options",
+    "`call`, `get_attr`, `set_attr`, `exec_func`": "attributes",
+    '`on_failure="restart"`': "restarts",
+    "a crash of an environment leaves the program alone": "in_this_process",
+}
+"""What a person calls it -> the attribute of ``Capabilities``; the last one is told by its opposite."""
+
+
+def columns() -> dict[str, Capabilities]:
+    """Backend -> what it can do at most."""
+    workers = SimpleNamespace(_pool=SimpleNamespace(own=None), _engine=SimpleNamespace(policy=SimpleNamespace(restart=True)))
+    said: Any = EngineOwner.__dict__["capabilities"].fget
+    library: Any = native._Library.__dict__["capabilities"].fget
+    return {
+        "process": said(SimpleNamespace(_backend="process", **vars(workers))),
+        "ray": said(SimpleNamespace(_backend="ray", **vars(workers))),
+        "EnvPool": Lockstep.capabilities,
+        "EnvPool, `batch_size=`": FirstReady.capabilities,
+        "EnvPool, players": PlayerDriver.capabilities,
+        "native, ALE": library(SimpleNamespace(does=native._LIBRARIES["ale_py.vector_env.AtariVectorEnv"])),
+        "native, others": library(SimpleNamespace(does=())),
+        "JAX": ON_DEVICE,
+    }
+
+
+def table() -> str:
+    """The table in Markdown."""
+    backends = columns()
+    lines = [f"| | {' | '.join(backends)} |", f"|---|{':---:|' * len(backends)}"]
+    for call, attribute in CALLS.items():
+        able = [attribute is None or getattr(backend, attribute) for backend in backends.values()]
+        if attribute == "in_this_process":
+            able = [not here for here in able]
+        lines.append(f"| {call} | {' | '.join('yes' if one else '-' for one in able)} |")
+    return "\n".join(lines)
+
+
+def in_page(page: str) -> tuple[str, str, str]:
+    """What stands before the table, the table, and what follows."""
+    before, _, rest = page.partition(BEGIN)
+    there, _, after = rest.partition(END)
+    return before, there.strip(), after
+
+
+if __name__ == "__main__":
+    before, _, after = in_page(PAGE.read_text())
+    PAGE.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}")

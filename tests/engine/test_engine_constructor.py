@@ -331,3 +331,14 @@ def test_classes_over_the_engine_know_its_options() -> None:
     hints = typing.get_type_hints(vecenv.AsyncVectorEnv.__init__)
     theirs = set(hints) - {"env_fns", "worker", "observation_mode", "autoreset_mode", "lazy", "return"}
     assert {name: hints[name] for name in theirs} == typing.get_type_hints(EngineOptions)
+
+
+def test_spaces_in_openrls_places_are_refused_by_name() -> None:
+    space = spaces.Discrete(2)
+    with pytest.raises(TypeError, match=r"`shared_memory` must be True or False, got Discrete\(2\).*MultiAgentVecEnv"):
+        vecenv.AsyncVectorEnv(counters(1), space, space, num_workers=0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"`copy` must be True or False, got None"):
+        vecenv.AsyncVectorEnv(counters(1), True, None, num_workers=0)  # type: ignore[arg-type]
+    envs = vecenv.AsyncVectorEnv(counters(1), np.True_, 1, num_workers=0)  # type: ignore[arg-type]
+    assert envs.num_envs == 1
+    envs.close()

@@ -20,8 +20,8 @@ from vecenv.front.gymnasiums import MASK_IS_EMPTY, RESET_MASK, WrongType, WrongV
 _FEW = 64
 
 __all__ = [
-    "ResetOptions", "check_env_fns", "count_of", "env_ids_of", "options_of_rows", "refuse_options", "reset_mask_of",
-    "seeds_of",
+    "ResetOptions", "check_env_fns", "check_switches", "count_of", "env_ids_of", "options_of_rows", "refuse_options",
+    "reset_mask_of", "seeds_of",
 ]  # fmt: skip
 
 ResetOptions: TypeAlias = dict[str, Any] | Sequence[dict[str, Any] | None] | None
@@ -51,6 +51,26 @@ def check_env_fns(env_fns: Any, name: str) -> None:
             raise TypeError(f"{wanted}; env_fns[{index}] is {what}")
     if not len(env_fns):
         raise ValueError(f"{name} needs at least one env_fn, got {env_fns!r}")
+
+
+def check_switches(name: str, **switches: Any) -> None:
+    """Refuse a value that is neither True nor False where one of those is wanted, by the option's name.
+
+    OpenRL's class of the same name takes ``(env_fns, observation_space, action_space)``: spaces in the second and third
+    place would be true, and no error.
+
+    Raises:
+        TypeError: Says what came, and for a space what to write.
+    """
+    for option, value in switches.items():
+        if not (isinstance(value, (bool, np.bool_, int)) and value in (0, 1)):
+            hint = ""
+            if isinstance(value, gymnasium.Space):
+                hint = (
+                    f"; {name} reads spaces from the environments, and its second and third argument are `shared_memory` "
+                    "and `copy`. vecenv.MultiAgentVecEnv takes `observation_space` and `action_space`, in OpenRL's order too"
+                )
+            raise TypeError(f"`{option}` must be True or False, got {value!r}{hint}")
 
 
 def seeds_of(seed: Any, num_envs: int, rows: Sequence[int] | None = None) -> list[Any]:

@@ -62,7 +62,11 @@ class ThroughToRows:
         return self._rows.call_wait(timeout)
 
     def exec_func(self, func: Callable[..., Any], indices: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """``func(env, *args, **kwargs)`` of the (PettingZoo) environments ``indices``; ``None`` for the others."""
+        """``func(env, *args, **kwargs)`` of the environments ``indices``; ``None`` for the others.
+
+        ``env`` is what the ``env_fn`` built, so that what ``func`` changes stays changed; of :class:`StackedAgents` and
+        :class:`TurnBased` it is the environment inside.
+        """
         self.exec_func_send(func, indices, *args, **kwargs)
         return self.exec_func_fetch()
 
@@ -124,4 +128,4 @@ class ThroughToRows:
 
 
 def _inside(env: AgentsEnv, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return func(env.env, *args, **kwargs)
+    return func(env.inside, *args, **kwargs)

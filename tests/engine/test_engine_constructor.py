@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import re
 import typing
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -291,9 +292,16 @@ def test_a_refusal_names_both_spaces_and_the_environment(engine: dict[str, Any])
     assert re.search(r"\b2\b", text.replace("Discrete(2)", "")), text
 
 
-def test_a_custom_space_in_shared_memory_is_a_value_error() -> None:
-    with pytest.raises(ValueError, match=re.escape("Using `AsyncVector(..., shared_memory=True)` caused an error")):
-        vecenv.AsyncVectorEnv([lambda: SpaceEnv(CustomSpace())] * 2)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_custom_space_is_pickled_where_gymnasium_asks_for_another_option(num_workers: int) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        envs = vecenv.AsyncVectorEnv([lambda: SpaceEnv(CustomSpace())] * 2, num_workers=num_workers)
+    assert ["pickled" in str(warning.message) for warning in caught] == [True] * num_workers
+    oracle = gymnasium.vector.SyncVectorEnv([lambda: SpaceEnv(CustomSpace())] * 2)
+    assert envs.reset(seed=1)[0] == oracle.reset(seed=1)[0]
+    assert envs.step([0, 0])[0] == oracle.step([0, 0])[0]
+    envs.close()
 
 
 def test_the_context_is_the_default_one_unless_asked_otherwise() -> None:

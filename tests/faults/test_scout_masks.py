@@ -19,7 +19,8 @@ class Strict(gym.Env[Any, Any]):
         self.where = where
         self.action_space = spaces.Discrete(5, start=start)
         mask = spaces.Box(0, 1, (5,), np.int8)
-        self.observation_space = spaces.Dict({"action_mask": mask} if where == "observation" else {"time": spaces.Discrete(99)})
+        parts: Any = {"action_mask": mask} if where == "observation" else {"time": spaces.Discrete(99)}
+        self.observation_space = spaces.Dict(parts)
 
     def _seen(self) -> Any:
         self.mask = np.zeros(5, np.int8)

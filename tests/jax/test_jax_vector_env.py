@@ -437,6 +437,6 @@ def test_masks_of_jax_choose_rows_as_wrappers_that_convert_arrays_give_them() ->
     mask = jnp.array([False, True, False])
     observations, _ = envs.reset(options={"reset_mask": mask})
     assert observations["step"].tolist() == [2, 0, 2]
-    with pytest.raises(TypeError, match="dtype=np.bool_"):
+    with pytest.raises(TypeError, match=r"dtype=np\.bool_"):
         envs.reset(options={"reset_mask": jnp.ones(3)})
     envs.close()

@@ -112,7 +112,7 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
         """One structured action an environment as the batch that vector environments take."""
         if len(actions) != self.num_envs:
             raise ValueError(f"step wants an action for each of {self.num_envs} environments, got {len(actions)}")
-        empty = create_empty_array(self.action_space, self.num_envs)
+        empty: Any = create_empty_array(self.action_space, self.num_envs)
         return concatenate(self.action_space, list(actions), empty)
 
     def step_wait(self) -> tuple[Any, npt.NDArray[np.float32], npt.NDArray[np.bool_], list[dict[str, Any]]]:

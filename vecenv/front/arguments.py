@@ -20,8 +20,8 @@ from vecenv.front.gymnasiums import MASK_IS_EMPTY, RESET_MASK, WrongType, WrongV
 _FEW = 64
 
 __all__ = [
-    "OnlyMask", "ResetOptions", "check_env_fns", "check_switches", "count_of", "env_ids_of", "options_of_rows", "refuse_options",
-    "reset_mask_of", "seeds_of",
+    "OnlyMask", "ResetOptions", "check_env_fns", "check_switches", "count_of", "env_ids_of", "options_of_rows",
+    "refuse_options", "reset_mask_of", "seeds_of",
 ]  # fmt: skip
 
 ResetOptions: TypeAlias = dict[str, Any] | Sequence[dict[str, Any] | None] | None
@@ -75,7 +75,7 @@ def check_switches(name: str, **switches: Any) -> None:
             if isinstance(value, gymnasium.Space):
                 hint = (
                     f"; {name} reads spaces from the environments, and its second and third argument are `shared_memory` "
-                    "and `copy`. vecenv.MultiAgentVecEnv takes `observation_space` and `action_space`, in OpenRL's order too"
+                    "and `copy`. vecenv.multi_agent.make_openrl takes OpenRL's arguments in OpenRL's order"
                 )
             raise TypeError(f"`{option}` must be True or False, got {value!r}{hint}")
 
@@ -132,7 +132,8 @@ def reset_mask_of(
         sequence comes back as a list with an entry for every environment.
 
     Raises:
-        TypeError: The mask is no array of bool, of NumPy, JAX or torch; the options are neither a dict nor a sequence of dicts.
+        TypeError: The mask is no array of bool (NumPy's, JAX's or torch's); the options are neither a dict nor a sequence of
+            dicts.
         ValueError: The mask has another shape, or chooses nobody; a sequence has another length, or a mask in it.
     """
     if options is None:

@@ -20,6 +20,7 @@ from vecenv.errors import ObservationError
 from vecenv.link.observations import tree_writer
 from vecenv.multi_agent.conventions import StackedAgents, TurnBased, as_parallel
 from vecenv.multi_agent.roster import FLAGS, Part, Roster, tree_of
+from vecenv.multi_agent.single import OneAgent
 from vecenv.shm import Tree
 from vecenv.shm.layout import Array
 
@@ -382,7 +383,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
     @property
     def inside(self) -> Any:
         """The environment itself: not the adapter around one of another convention, where writes would be lost."""
-        return self.env.env if isinstance(self.env, (StackedAgents, TurnBased)) else self.env
+        return self.env.env if isinstance(self.env, (OneAgent, StackedAgents, TurnBased)) else self.env
 
     def render(self) -> Any:
         """As the environment inside."""

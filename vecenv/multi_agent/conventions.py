@@ -1,7 +1,8 @@
 """Environments of other conventions, as PettingZoo parallel environments.
 
 * :func:`from_aec`: turn-based games (PettingZoo's AEC interface);
-* :class:`StackedAgents`: environments with ``agent_num`` and arrays with an axis of agents instead of dicts.
+* :class:`StackedAgents`: environments with ``agent_num`` and arrays with an axis of agents instead of dicts;
+* :class:`~vecenv.multi_agent.single.OneAgent`: Gymnasium environments.
 
 PettingZoo itself is not needed for either, and not imported before it is.
 """
@@ -11,17 +12,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import gymnasium
 import numpy as np
 from gymnasium import spaces
+
+from vecenv.multi_agent.single import OneAgent
 
 __all__ = ["StackedAgents", "TurnBased", "as_parallel", "from_aec"]
 
 
 def as_parallel(env: Any) -> Any:
-    """``env`` itself if it is parallel, adapted if it follows the ``agent_num`` convention."""
-    if getattr(env, "possible_agents", None) is None and _number(env) is not None:
+    """``env`` itself if it is parallel, adapted if it follows the ``agent_num`` convention or is a Gymnasium environment."""
+    if getattr(env, "possible_agents", None) is not None:
+        return env
+    if _number(env) is not None:
         return StackedAgents(env)
-    return env
+    return OneAgent(env) if isinstance(env, gymnasium.Env) else env
 
 
 def _number(env: Any) -> int | None:
@@ -155,6 +161,7 @@ class StackedAgents:
         if (space := getattr(env, "state_space", None)) is not None:
             self.state_space = space
         self._fresh: Any = None
+        self.values = 4  # of its latest step
 
     @property
     def unwrapped(self) -> Any:
@@ -174,7 +181,7 @@ class StackedAgents:
         if self._fresh is not None and seed is None and not options:
             observations, info = self._fresh
         else:
-            wanted = {"seed": seed, "options": options}
+            wanted = {"seed": seed, "options": options or None}
             result = self.env.reset(**{key: value for key, value in wanted.items() if value is not None})
             observations, info = self._parted(result)
         self._fresh = None
@@ -184,7 +191,8 @@ class StackedAgents:
     def step(self, actions: Mapping[Any, Any]) -> tuple[Any, Any, Any, Any, Any]:
         """Step everybody; an agent that is done stays in the environment's arrays, and is left out here."""
         result = self.env.step(np.stack([np.asarray(self._action(actions, agent)) for agent in self.possible_agents]))
-        if len(result) == 4:
+        self.values = len(result)
+        if self.values == 4:
             observations, rewards, dones, info = result
             ended = np.asarray(dones, np.bool_).reshape(self.agent_num)
             cut = ended & self._time_is_up(info)

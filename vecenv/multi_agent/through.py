@@ -76,6 +76,10 @@ class ThroughToRows:
             raise TypeError(f"exec_func wants a function of an environment, got {func!r}")
         self._rows.exec_func_send(_inside, indices, func, args, kwargs)
 
+    def exec_func_outside(self, func: Callable[[AgentsEnv], Any]) -> tuple[Any, ...]:
+        """``func`` of every environment's adapter: what is about the row, and not about the environment."""
+        return self._rows.exec_func(func)
+
     def exec_func_fetch(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Fetch the answer to :meth:`exec_func_send`."""
         return self._rows.exec_func_fetch(timeout)

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import re
 import typing
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -291,9 +292,16 @@ def test_a_refusal_names_both_spaces_and_the_environment(engine: dict[str, Any])
     assert re.search(r"\b2\b", text.replace("Discrete(2)", "")), text
 
 
-def test_a_custom_space_in_shared_memory_is_a_value_error() -> None:
-    with pytest.raises(ValueError, match=re.escape("Using `AsyncVector(..., shared_memory=True)` caused an error")):
-        vecenv.AsyncVectorEnv([lambda: SpaceEnv(CustomSpace())] * 2)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_custom_space_is_pickled_where_gymnasium_asks_for_another_option(num_workers: int) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        envs = vecenv.AsyncVectorEnv([lambda: SpaceEnv(CustomSpace())] * 2, num_workers=num_workers)
+    assert ["pickled" in str(warning.message) for warning in caught] == [True] * num_workers
+    oracle = gymnasium.vector.SyncVectorEnv([lambda: SpaceEnv(CustomSpace())] * 2)
+    assert envs.reset(seed=1)[0] == oracle.reset(seed=1)[0]
+    assert envs.step([0, 0])[0] == oracle.step([0, 0])[0]
+    envs.close()
 
 
 def test_the_context_is_the_default_one_unless_asked_otherwise() -> None:
@@ -331,3 +339,14 @@ def test_classes_over_the_engine_know_its_options() -> None:
     hints = typing.get_type_hints(vecenv.AsyncVectorEnv.__init__)
     theirs = set(hints) - {"env_fns", "worker", "observation_mode", "autoreset_mode", "lazy", "return"}
     assert {name: hints[name] for name in theirs} == typing.get_type_hints(EngineOptions)
+
+
+def test_spaces_in_openrls_places_are_refused_by_name() -> None:
+    space = spaces.Discrete(2)
+    with pytest.raises(TypeError, match=r"`shared_memory` must be True or False, got Discrete\(2\).*make_openrl"):
+        vecenv.AsyncVectorEnv(counters(1), space, space, num_workers=0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"`copy` must be True or False, got None"):
+        vecenv.AsyncVectorEnv(counters(1), True, None, num_workers=0)  # type: ignore[arg-type]
+    envs = vecenv.AsyncVectorEnv(counters(1), np.True_, 1, num_workers=0)  # type: ignore[arg-type]
+    assert envs.num_envs == 1
+    envs.close()

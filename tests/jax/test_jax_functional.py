@@ -94,6 +94,23 @@ def test_statistics_are_sums_over_episodes(counters: Any) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_the_discounted_return_of_the_episode_that_ended_is_kept(counters: Any, mode: AutoresetMode) -> None:
+    discounted, kept, ended = np.zeros(5), np.zeros(5), 0
+    length = np.zeros(5)
+    for state in run(counters(autoreset_mode=mode, discount=0.5), 25)[1:]:
+        discounted += np.where(state.valid, 0.5**length * state.reward, 0)
+        length += state.valid
+        over = np.asarray(state.done & state.valid)
+        kept[over] = discounted[over]
+        np.testing.assert_allclose(state.last_discounted_return, kept, rtol=1e-5)
+        for sums in (discounted, length):
+            sums[over] = 0
+        ended += over.sum()
+    assert ended >= 5
+
+
+@pytest.mark.long
 def test_termination_and_truncation_may_come_together() -> None:
     env = FunctionalVectorEnv(Counter(), 3, "Disabled", max_episode_steps=2)
     state = env.step(env.reset(new_key(0)), np.array([[0.0], [2.0], [2.0]], np.float32))

@@ -426,3 +426,17 @@ def test_make_by_name(pendulum: Any) -> None:
     assert envs.single_action_space == gym.spaces.Box(-1, 1, (1,), np.float32)
     assert "ant" in available_envs("brax")["brax"]
     assert repr(envs) == "JaxVectorEnv(InvertedPendulum, num_envs=2, to='jax', autoreset_mode=NEXT_STEP, before reset)"
+
+
+@pytest.mark.long
+def test_masks_of_jax_choose_rows_as_wrappers_that_convert_arrays_give_them() -> None:
+    envs = JaxVectorEnv(Counter(), 3, to="jax", autoreset_mode="Disabled")
+    envs.reset(seed=1)
+    for _ in range(2):
+        envs.step(np.ones((3, 1), np.float32))
+    mask = jnp.array([False, True, False])
+    observations, _ = envs.reset(options={"reset_mask": mask})
+    assert observations["step"].tolist() == [2, 0, 2]
+    with pytest.raises(TypeError, match=r"dtype=np\.bool_"):
+        envs.reset(options={"reset_mask": jnp.ones(3)})
+    envs.close()

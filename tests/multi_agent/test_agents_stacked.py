@@ -137,8 +137,8 @@ def test_the_view_has_that_conventions_shapes() -> None:
         dones_seen.append((dones[0].tolist(), infos[0]["active_masks"][:, 0].tolist()))
         if dones.all():
             assert infos[0]["final_observation"][:, 0].tolist() == [0, 14]
-            assert infos[0]["final_info"]["common"]["score"] == 4
-        assert infos[0]["common"]["score"] == obs[0, 1, 0] - 10
+            assert infos[0]["final_info"]["score"] == 4
+        assert infos[0]["score"] == obs[0, 1, 0] - 10
     assert dones_seen == [
         ([False, False], [1, 1]), ([True, False], [0, 1]), ([True, False], [0, 1]), ([True, True], [1, 1]),
         ([False, False], [1, 1]),
@@ -160,7 +160,7 @@ def test_discrete_observations_are_one_hot_in_the_view_and_numbers_in_the_class(
 def test_frames_come_in_a_group_or_alone() -> None:
     envs = view(Stacked, 3)
     envs.reset(seed=0)
-    assert len(envs.render()) == 3
+    assert envs.render().shape == envs.render("rgb_array").shape == (4, 6, 3)
     assert envs.render("single_rgb_array").shape == (2, 3, 3)
     assert envs.render("group_rgb_array").shape == (4, 6, 3)
     assert envs.render("group_human") is None

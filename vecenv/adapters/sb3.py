@@ -9,16 +9,19 @@ environments whose episode is over are reset at once, by a mask; so no transitio
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import concatenate, create_empty_array
 from stable_baselines3.common.preprocessing import check_for_nested_spaces
 from stable_baselines3.common.vec_env import VecEnv
 
-from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, info_rows, require
+from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, added_keys, info_rows, require
+from vecenv.front.arguments import OnlyMask
 
 __all__ = ["SB3VecEnv", "as_sb3"]
 
@@ -63,6 +66,8 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
         self._finish: Any = getattr(envs, "step_wait", None)
         self._stepping = False
         super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
+        self._structured = isinstance(envs.single_action_space, (spaces.Dict, spaces.Tuple))
+        self._added = added_keys(envs)
         self.metadata = dict(envs.metadata)
         self.spec = envs.spec
 
@@ -89,13 +94,26 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
         """
         super().set_options(options)
 
-    def step_async(self, actions: npt.NDArray[Any]) -> None:
-        """Begin a step."""
+    def step_async(self, actions: Any) -> None:
+        """Begin a step.
+
+        Args:
+            actions: ``actions[i]`` is environment i's, as everywhere in SB3; of a ``Dict`` space, a dict is the batch.
+        """
+        if self._structured and not isinstance(actions, Mapping):
+            actions = self._joined(actions)
         if self._begin is None:
             self._actions = np.array(actions)
         else:
             self._begin(actions)
         self._stepping = True
+
+    def _joined(self, actions: Any) -> Any:
+        """One structured action an environment as the batch that vector environments take."""
+        if len(actions) != self.num_envs:
+            raise ValueError(f"step wants an action for each of {self.num_envs} environments, got {len(actions)}")
+        empty: Any = create_empty_array(self.action_space, self.num_envs)
+        return concatenate(self.action_space, list(actions), empty)
 
     def step_wait(self) -> tuple[Any, npt.NDArray[np.float32], npt.NDArray[np.bool_], list[dict[str, Any]]]:
         """Finish it: ``(observations, rewards, dones, infos)``."""
@@ -108,13 +126,13 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
         if ended and not self._same_step:
             for row in ended:
                 rows[row]["terminal_observation"] = _row(observations, row)
-            observations, infos = self.vector_env.reset(options={"reset_mask": dones.copy()})
+            observations, infos = self.vector_env.reset(options=OnlyMask(reset_mask=dones.copy()))
             for row, info in enumerate(info_rows(infos, self.num_envs)):
                 if dones[row]:
                     self.reset_infos[row] = info
         elif ended:
             for row in ended:
-                rows[row], self.reset_infos[row] = _parted(rows[row])
+                rows[row], self.reset_infos[row] = _parted(rows[row], self._added)
         for info, cut in zip(rows, (truncations & ~terminations).tolist(), strict=True):
             info["TimeLimit.truncated"] = cut
         return observations, rewards.astype(np.float32), dones, rows
@@ -151,9 +169,13 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
         self.vector_env.close()
 
 
-def _parted(merged: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The info of an episode's last step, and that of the reset after it, which same-step mode puts beside it."""
+def _parted(merged: dict[str, Any], added: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The info of an episode's last step, and that of the reset after it, which same-step mode puts beside it.
+
+    What vector wrappers ``added`` is about the episode that ended.
+    """
     info: dict[str, Any] = merged.pop("final_info", {})
+    info.update({key: merged.pop(key) for key in added if key in merged})
     if "final_obs" in merged:
         info["terminal_observation"] = merged.pop("final_obs")
     if "restarted" in merged:  # on_failure="restart": this step was lost, and the episode with it

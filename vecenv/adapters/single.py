@@ -5,17 +5,17 @@ Workers import this module to answer for their environments, so it must import n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from gymnasium import Env, Wrapper
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
 from vecenv.front.capabilities import capabilities_of
 from vecenv.multi_agent.infos import own_keys
 
-__all__ = ["SingleEnvs", "info_rows", "require"]
+__all__ = ["SingleEnvs", "added_keys", "info_rows", "require"]
 
 AnyEnv = Env[Any, Any]
 AnyVectorEnv = VectorEnv[Any, Any, Any]
@@ -42,9 +42,32 @@ def require(envs: Any, client: str, modes: Collection[AutoresetMode]) -> Autores
     inner: Any = envs.unwrapped
     if getattr(inner, "copy", True) is False:
         raise ValueError(f"{client} needs copy=True: it keeps observations that copy=False would overwrite in the next step")
-    if getattr(inner, "to", "numpy") != "numpy":
+    if converted := _converted_to(envs):
+        if converted != "numpy":
+            raise ValueError(f"{client} needs arrays of numpy, and a wrapper makes them {converted}'s: leave it out")
+    elif getattr(inner, "to", "numpy") != "numpy":
         raise ValueError(f"{client} needs to='numpy', got to={inner.to!r}")
     return AutoresetMode(mode)
+
+
+def _wrappers(envs: Any) -> Iterator[Any]:
+    """The vector wrappers, from the outside in."""
+    while isinstance(envs, VectorWrapper):
+        yield envs
+        envs = envs.env
+
+
+def _converted_to(envs: AnyVectorEnv) -> str:
+    """The library whose arrays the outermost of Gymnasium's converting wrappers makes; empty without one."""
+    for wrapper in _wrappers(envs):
+        if (target := getattr(wrapper, "_target_xp", None)) is not None:
+            return str(target.__name__).rpartition("compat.")[2]
+    return ""
+
+
+def added_keys(envs: AnyVectorEnv) -> list[str]:
+    """The keys under which vector wrappers put statistics of episodes into infos."""
+    return [wrapper._stats_key for wrapper in _wrappers(envs) if isinstance(getattr(wrapper, "_stats_key", None), str)]
 
 
 class SingleEnvs:

@@ -16,6 +16,7 @@ from gymnasium.vector.utils import iterate
 from tianshou.env import BaseVectorEnv
 
 from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, info_rows, require
+from vecenv.front.arguments import OnlyMask
 
 __all__ = ["TianshouVectorEnv", "as_tianshou"]
 
@@ -86,7 +87,7 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         if len(ids) < self.env_num:
             mask = np.zeros(self.env_num, np.bool_)
             mask[ids] = True
-            options = {**(options or {}), "reset_mask": mask}
+            options = OnlyMask({**(options or {}), "reset_mask": mask})
         # (without seeds it is None, which environments that can only be seeded all at once want)
         given_seeds = None if all(one is None for one in seeds) else seeds
         observations, infos = self.vector_env.reset(seed=given_seeds, options=options)
@@ -153,12 +154,22 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         self._singles.set(key, value, self._ids(id).tolist())
 
     def seed(self, seed: int | Sequence[int] | None = None) -> list[list[int] | None]:
-        """Seed nothing but the action spaces, as Tianshou has it; environments are seeded by :meth:`reset`."""
+        """Seed the action spaces, and the environments by a reset, as Tianshou's workers do.
+
+        Args:
+            seed: An int gives environment i ``seed + i``; a sequence has one for each.
+
+        Returns:
+            ``[[seed], ...]``, one an environment.
+        """
         self._assert_is_not_closed()
-        seeds = [None] * self.env_num if seed is None else seed
+        seeds: Any = [None] * self.env_num if seed is None else seed
         if isinstance(seeds, (int, np.integer)):
             seeds = [int(seeds) + i for i in range(self.env_num)]
-        return [space.seed(one) for space, one in zip(self._action_spaces, seeds, strict=True)]
+        for space, one in zip(self._action_spaces, seeds, strict=True):
+            space.seed(one)
+        self.reset(seed=list(seeds))
+        return [[one] for one in seeds]
 
     def render(self, **kwargs: Any) -> list[Any]:
         """One frame an environment."""

@@ -25,7 +25,7 @@ from vecenv.engine.pool import WorkerPool
 from vecenv.engine.published import StatsCard
 from vecenv.engine.starting import refuse_to_start_while_importing_main
 from vecenv.errors import ErrorRecord
-from vecenv.front.arguments import check_env_fns
+from vecenv.front.arguments import check_env_fns, check_switches
 from vecenv.front.capabilities import Capabilities
 from vecenv.front.deadlines import seconds_of
 from vecenv.front.guard import refuse_busy, refuse_closed, refuse_forked
@@ -64,6 +64,7 @@ class EngineOwner(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, ActT
         refuse_to_start_while_importing_main()
         self.closed = True  # until there is something to close
         check_env_fns(env_fns, type(self).__name__)
+        check_switches(type(self).__name__, shared_memory=shared_memory, copy=copy)
         self.env_fns = env_fns
         self.shared_memory = shared_memory
         self.copy = copy

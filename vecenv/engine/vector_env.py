@@ -277,11 +277,10 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             return None
         try:
             return RegisteredStore(self.single_observation_space, self.num_envs, context)
-        except CustomSpaceError as error:
-            raise ValueError(
-                "Using `AsyncVector(..., shared_memory=True)` caused an error, you can disable this feature with "
-                "`shared_memory=False` however this is slower."
-            ) from error
+        except CustomSpaceError:  # as SyncVectorEnv takes it; Gymnasium's engine asks for shared_memory=False
+            if self.num_workers:
+                logger.warn(f"{self.single_observation_space} cannot lie in shared memory: observations are pickled.")
+            return None
 
 
 def _warn_of_late(options: PoolOptions) -> None:

@@ -20,12 +20,19 @@ from vecenv.front.gymnasiums import MASK_IS_EMPTY, RESET_MASK, WrongType, WrongV
 _FEW = 64
 
 __all__ = [
-    "ResetOptions", "check_env_fns", "count_of", "env_ids_of", "options_of_rows", "refuse_options", "reset_mask_of",
-    "seeds_of",
+    "OnlyMask", "ResetOptions", "check_env_fns", "check_switches", "count_of", "env_ids_of", "options_of_rows",
+    "refuse_options", "reset_mask_of", "seeds_of",
 ]  # fmt: skip
 
 ResetOptions: TypeAlias = dict[str, Any] | Sequence[dict[str, Any] | None] | None
 """Options of a reset: one dict for every environment, or a sequence with one (or ``None``) for each."""
+
+
+class OnlyMask(dict[str, Any]):
+    """Reset options that are nothing but a mask: environments get ``None`` then, not ``{}``.
+
+    For interfaces whose own resets have no options, so that environments which look whether there are any see none.
+    """
 
 
 def check_env_fns(env_fns: Any, name: str) -> None:
@@ -51,6 +58,26 @@ def check_env_fns(env_fns: Any, name: str) -> None:
             raise TypeError(f"{wanted}; env_fns[{index}] is {what}")
     if not len(env_fns):
         raise ValueError(f"{name} needs at least one env_fn, got {env_fns!r}")
+
+
+def check_switches(name: str, **switches: Any) -> None:
+    """Refuse a value that is neither True nor False where one of those is wanted, by the option's name.
+
+    OpenRL's class of the same name takes ``(env_fns, observation_space, action_space)``: spaces in the second and third
+    place would be true, and no error.
+
+    Raises:
+        TypeError: Says what came, and for a space what to write.
+    """
+    for option, value in switches.items():
+        if not (isinstance(value, (bool, np.bool_, int)) and value in (0, 1)):
+            hint = ""
+            if isinstance(value, gymnasium.Space):
+                hint = (
+                    f"; {name} reads spaces from the environments, and its second and third argument are `shared_memory` "
+                    "and `copy`. vecenv.multi_agent.make_openrl takes OpenRL's arguments in OpenRL's order"
+                )
+            raise TypeError(f"`{option}` must be True or False, got {value!r}{hint}")
 
 
 def seeds_of(seed: Any, num_envs: int, rows: Sequence[int] | None = None) -> list[Any]:
@@ -105,7 +132,8 @@ def reset_mask_of(
         sequence comes back as a list with an entry for every environment.
 
     Raises:
-        TypeError: The mask is no NumPy array of bool; the options are neither a dict nor a sequence of dicts.
+        TypeError: The mask is no array of bool (NumPy's, JAX's or torch's); the options are neither a dict nor a sequence of
+            dicts.
         ValueError: The mask has another shape, or chooses nobody; a sequence has another length, or a mask in it.
     """
     if options is None:
@@ -114,7 +142,7 @@ def reset_mask_of(
         return None, _placed(_options_of_each(options, num_envs if rows is None else len(rows)), rows, num_envs)
     if "reset_mask" not in options:
         return None, options
-    mask, name = options["reset_mask"], f"{RESET_MASK} must"
+    mask, name = _on_the_host(options["reset_mask"]), f"{RESET_MASK} must"
     if not isinstance(mask, np.ndarray):
         raise WrongType(f"{name} be a numpy array, got {type(mask)}")
     if mask.shape != (num_envs,):
@@ -123,7 +151,15 @@ def reset_mask_of(
         raise WrongType(f"{name} have `dtype=np.bool_`, got {mask.dtype}")
     if not mask.any():
         raise WrongValue(f"{name} {MASK_IS_EMPTY}, got reset_mask={mask}")
-    return mask.copy(), {key: value for key, value in options.items() if key != "reset_mask"}
+    others = {key: value for key, value in options.items() if key != "reset_mask"}
+    return mask.copy(), None if isinstance(options, OnlyMask) and not others else others
+
+
+def _on_the_host(mask: Any) -> Any:
+    """A mask of JAX's or torch's as NumPy's: Gymnasium's wrappers that convert arrays convert options, too."""
+    if type(mask).__module__.partition(".")[0] not in ("jax", "jaxlib", "torch"):
+        return mask
+    return np.asarray(mask.cpu() if hasattr(mask, "cpu") else mask)
 
 
 def _options_of_each(options: Any, num_envs: int) -> list[dict[str, Any] | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from vecenv.multi_agent.conventions import StackedAgents, TurnBased, from_aec
 from vecenv.multi_agent.flatten import FlattenAgents
 from vecenv.multi_agent.infos import list_of_dicts
+from vecenv.multi_agent.making import make_openrl
 from vecenv.multi_agent.openrl import OpenRLView
 from vecenv.multi_agent.vector_env import MultiAgentVecEnv
 
@@ -16,4 +17,5 @@ __all__ = [
     "TurnBased",
     "from_aec",
     "list_of_dicts",
+    "make_openrl",
 ]

@@ -18,8 +18,9 @@ import numpy as np
 
 from vecenv.errors import ObservationError
 from vecenv.link.observations import tree_writer
-from vecenv.multi_agent.conventions import as_parallel
+from vecenv.multi_agent.conventions import StackedAgents, TurnBased, as_parallel
 from vecenv.multi_agent.roster import FLAGS, Part, Roster, tree_of
+from vecenv.multi_agent.single import OneAgent
 from vecenv.shm import Tree
 from vecenv.shm.layout import Array
 
@@ -379,6 +380,11 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
 
     # -- the environment inside -------------------------------------------------------------------------------------
 
+    @property
+    def inside(self) -> Any:
+        """The environment itself: not the adapter around one of another convention, where writes would be lost."""
+        return self.env.env if isinstance(self.env, (OneAgent, StackedAgents, TurnBased)) else self.env
+
     def render(self) -> Any:
         """As the environment inside."""
         return self.env.render()
@@ -388,16 +394,18 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         self.env.close()
 
     def has_wrapper_attr(self, name: str) -> bool:
-        """Whether the environment inside has it."""
-        return hasattr(self.env, name)
+        """Whether the environment inside has it, or its adapter."""
+        return hasattr(self.inside, name) or hasattr(self.env, name)
 
     def get_wrapper_attr(self, name: str) -> Any:
         """Of the environment inside; :data:`PROBLEMS` is how its agents and spaces differ from env 0's."""
-        return self.problems if name == PROBLEMS else getattr(self.env, name)
+        if name == PROBLEMS:
+            return self.problems
+        return getattr(self.inside if hasattr(self.inside, name) else self.env, name)
 
     def set_wrapper_attr(self, name: str, value: Any, *, force: bool = True) -> bool:
         """On whichever wrapper of the environment inside has it, else on the innermost one."""
-        env = self.env
+        env = self.inside
         while not (name in getattr(env, "__dict__", {}) or hasattr(type(env), name)):
             inside = getattr(env, "__dict__", {}).get("env")
             if inside is None:

@@ -1,7 +1,8 @@
 """Environments of other conventions, as PettingZoo parallel environments.
 
 * :func:`from_aec`: turn-based games (PettingZoo's AEC interface);
-* :class:`StackedAgents`: environments with ``agent_num`` and arrays with an axis of agents instead of dicts.
+* :class:`StackedAgents`: environments with ``agent_num`` and arrays with an axis of agents instead of dicts;
+* :class:`~vecenv.multi_agent.single.OneAgent`: Gymnasium environments.
 
 PettingZoo itself is not needed for either, and not imported before it is.
 """
@@ -11,17 +12,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import gymnasium
 import numpy as np
 from gymnasium import spaces
+
+from vecenv.multi_agent.single import OneAgent
 
 __all__ = ["StackedAgents", "TurnBased", "as_parallel", "from_aec"]
 
 
 def as_parallel(env: Any) -> Any:
-    """``env`` itself if it is parallel, adapted if it follows the ``agent_num`` convention."""
-    if getattr(env, "possible_agents", None) is None and _number(env) is not None:
+    """``env`` itself if it is parallel, adapted if it follows the ``agent_num`` convention or is a Gymnasium environment."""
+    if getattr(env, "possible_agents", None) is not None:
+        return env
+    if _number(env) is not None:
         return StackedAgents(env)
-    return env
+    return OneAgent(env) if isinstance(env, gymnasium.Env) else env
 
 
 def _number(env: Any) -> int | None:
@@ -131,10 +137,10 @@ class TurnBased:
 class StackedAgents:
     """An environment with ``agent_num``: ``A`` agents with one space, arrays with an axis of agents.
 
-    Its ``reset`` returns observations ``[A, *s]``, with or without an info; its ``step`` takes actions ``[A, *a]`` and
-    returns four values (observations, rewards ``[A]`` or ``[A, 1]``, dones ``[A]``, info) or five. Agents are called
-    ``agent_0`` and so on. An info dict's ``"action_masks"`` ``[A, k]`` become the agents' masks, other values are common
-    infos; a list of infos is one an agent.
+    Its ``reset`` returns observations ``[A, *s]``, with or without an info; of ``Dict`` and ``Tuple`` spaces every leaf has
+    the axis of agents. Its ``step`` takes actions ``[A, *a]`` and returns four values (observations, rewards ``[A]`` or
+    ``[A, 1]``, dones ``[A]``, info) or five. Agents are called ``agent_0`` and so on. An info dict's ``"action_masks"``
+    ``[A, k]`` become the agents' masks, other values are common infos; a list of infos is one an agent.
 
     An environment with a true ``has_auto_reset`` has already begun its next episode when it says that one ended: its
     ``info["final_observation"]`` is then the last observation, and the next reset without a seed gives the observation that
@@ -155,6 +161,7 @@ class StackedAgents:
         if (space := getattr(env, "state_space", None)) is not None:
             self.state_space = space
         self._fresh: Any = None
+        self.values = 4  # of its latest step
 
     @property
     def unwrapped(self) -> Any:
@@ -174,12 +181,9 @@ class StackedAgents:
         if self._fresh is not None and seed is None and not options:
             observations, info = self._fresh
         else:
-            wanted = {"seed": seed, "options": options}
+            wanted = {"seed": seed, "options": options or None}
             result = self.env.reset(**{key: value for key, value in wanted.items() if value is not None})
-            with_info = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], (dict, list))
-            observations, info = result if with_info else (result, {})
-            if isinstance(observations, tuple) and len(observations) == 1:
-                observations = observations[0]
+            observations, info = self._parted(result)
         self._fresh = None
         self.agents = list(self.possible_agents)
         return self._by_agent(observations), self._infos(info)
@@ -187,7 +191,8 @@ class StackedAgents:
     def step(self, actions: Mapping[Any, Any]) -> tuple[Any, Any, Any, Any, Any]:
         """Step everybody; an agent that is done stays in the environment's arrays, and is left out here."""
         result = self.env.step(np.stack([np.asarray(self._action(actions, agent)) for agent in self.possible_agents]))
-        if len(result) == 4:
+        self.values = len(result)
+        if self.values == 4:
             observations, rewards, dones, info = result
             ended = np.asarray(dones, np.bool_).reshape(self.agent_num)
             cut = ended & self._time_is_up(info)
@@ -222,16 +227,34 @@ class StackedAgents:
         each = info if isinstance(info, (list, tuple)) else [info] * self.agent_num
         return np.array([bool(isinstance(one, dict) and one.get("TimeLimit.truncated", False)) for one in each])
 
+    def _parted(self, result: Any) -> tuple[Any, Any]:
+        """Observations and info of what ``reset`` returned, which may lack the info, or be a tuple of one."""
+        with_info = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], (dict, list))
+        if not isinstance(self.env.observation_space, spaces.Tuple):
+            observations, info = result if with_info else (result, {})
+            return (observations[0] if isinstance(observations, tuple) and len(observations) == 1 else observations), info
+        if with_info and isinstance(result[0], tuple):
+            return result[0], result[1]
+        return (result[0] if len(result) == 1 and isinstance(result[0], tuple) else result), {}
+
     def _by_agent(self, observations: Any) -> dict[str, Any]:
-        space = self.env.observation_space
+        return dict(zip(self.possible_agents, self._split(self.env.observation_space, observations), strict=True))
+
+    def _split(self, space: spaces.Space[Any], observations: Any) -> list[Any]:
+        """One observation an agent, of a structure whose leaves have an axis of agents."""
+        everyone = range(self.agent_num)
         if isinstance(space, spaces.Dict):
-            return {a: {key: observations[key][i] for key in space.spaces} for i, a in enumerate(self.possible_agents)}
+            fields = {key: self._split(inner, observations[key]) for key, inner in space.spaces.items()}
+            return [{key: field[index] for key, field in fields.items()} for index in everyone]
+        if isinstance(space, spaces.Tuple):
+            parts = [self._split(inner, each) for inner, each in zip(space.spaces, observations, strict=True)]
+            return [tuple(part[index] for part in parts) for index in everyone]
         if isinstance(space, spaces.Discrete):
             array = np.asarray(observations).reshape(self.agent_num, -1)
             if array.shape[1] == space.n and space.n > 1:
                 array = space.start + array.argmax(axis=1)
             observations = array.reshape(self.agent_num)
-        return {agent: observations[index] for index, agent in enumerate(self.possible_agents)}
+        return [observations[index] for index in everyone]
 
     def _infos(self, info: Any) -> dict[Any, Any]:
         if isinstance(info, (list, tuple)):

@@ -131,7 +131,7 @@ def agents_of(env: Any) -> tuple[Any, ...]:
     if agents is None:
         raise TypeError(
             f"{env!r} has no `possible_agents`: MultiAgentVecEnv needs PettingZoo parallel environments (or environments "
-            "with `agent_num`); turn-based ones go through vecenv.multi_agent.from_aec"
+            "with `agent_num`, or Gymnasium's); turn-based ones go through vecenv.multi_agent.from_aec"
         )
     agents = tuple(agents)
     if not agents or len(set(agents)) != len(agents):
@@ -271,6 +271,8 @@ def tree_of(space: Space[Any], name: str) -> Tree:
 
 
 def env_name(env: Any) -> str:
-    """``env.env_name``, else the name in its metadata, else the id of its spec, else its class."""
+    """``env.env_name``, else the name in its metadata, else the id of its spec, else its class (never an adapter's)."""
+    bare = getattr(env, "unwrapped", env)
     name = getattr(env, "env_name", None) or (getattr(env, "metadata", None) or {}).get("name")
-    return str(name or getattr(getattr(env, "spec", None), "id", None) or type(env).__name__)
+    spec = getattr(env, "spec", None) or getattr(bare, "spec", None)
+    return str(name or getattr(spec, "id", None) or type(bare).__name__)

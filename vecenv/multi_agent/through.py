@@ -62,7 +62,11 @@ class ThroughToRows:
         return self._rows.call_wait(timeout)
 
     def exec_func(self, func: Callable[..., Any], indices: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """``func(env, *args, **kwargs)`` of the (PettingZoo) environments ``indices``; ``None`` for the others."""
+        """``func(env, *args, **kwargs)`` of the environments ``indices``; ``None`` for the others.
+
+        ``env`` is what the ``env_fn`` built, so that what ``func`` changes stays changed; of :class:`StackedAgents` and
+        :class:`TurnBased` it is the environment inside.
+        """
         self.exec_func_send(func, indices, *args, **kwargs)
         return self.exec_func_fetch()
 
@@ -71,6 +75,10 @@ class ThroughToRows:
         if not callable(func):
             raise TypeError(f"exec_func wants a function of an environment, got {func!r}")
         self._rows.exec_func_send(_inside, indices, func, args, kwargs)
+
+    def exec_func_outside(self, func: Callable[[AgentsEnv], Any]) -> tuple[Any, ...]:
+        """``func`` of every environment's adapter: what is about the row, and not about the environment."""
+        return self._rows.exec_func(func)
 
     def exec_func_fetch(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Fetch the answer to :meth:`exec_func_send`."""
@@ -124,4 +132,4 @@ class ThroughToRows:
 
 
 def _inside(env: AgentsEnv, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return func(env.env, *args, **kwargs)
+    return func(env.inside, *args, **kwargs)

@@ -19,7 +19,9 @@ from multiprocessing.connection import Connection
 from typing import Any, Final
 
 import cloudpickle
+import numpy as np
 from gymnasium import Space
+from gymnasium.spaces import Discrete
 
 from vecenv.errors import StartupTimeout, WorkerDied
 from vecenv.link.packing import PackedError, pack, unpack
@@ -39,6 +41,7 @@ _CLOSE_SECONDS: Final = 5.0  # for env.close()
 _READY: Final = b"?"  # from the scout: it wants to know what to build
 _STAY_AWAKE: Final = b"!"  # from the scout: wait for the rest without sleeping
 _MOST_REMEMBERED: Final = 1024
+_MASK_KEYS: Final = ("action_mask", "action_masks")
 
 _REMEMBERED: dict[bytes | None, bytes] = {}
 """Descriptions by what builds the environments, both pickled; the oldest first."""
@@ -224,6 +227,8 @@ def probe(
         env = env_fn()
         try:
             return _step_for_a_moment(env, None)
+        except Exception as error:
+            return _failed(f"{type(error).__name__}: {error}")
         finally:
             env.close()
     found = scout([env_fn], context, timeout, daemon=daemon, variables=variables).probe
@@ -365,18 +370,16 @@ def _sealed(described: Described) -> bytes | PackedError:
 def _step_for_a_moment(env: Any, caller: Connection[Any, Any] | None) -> Probe:
     """Time steps, and how much slower they are while the caller computes too, if that is another process."""
     env.action_space.seed(0)
-    env.reset(seed=0)
+    seen = env.reset(seed=0)
     actions = [env.action_space.sample() for _ in range(64)]
     for action in actions[:3]:  # first steps compile, allocate and load
-        if _step(env, action):
-            env.reset()
+        seen = _step(env, action, seen)
     count, slowest = 0, 0.0
     cpu, queued, began = time.process_time(), seconds_waited() or 0.0, time.perf_counter()
     until = began + _PROBE_SECONDS
     last = began
     while count < _PROBE_STEPS and (last < until or count < 3):
-        if _step(env, actions[count % 64]):
-            env.reset()
+        seen = _step(env, actions[count % 64], seen)
         now = time.perf_counter()
         slowest, last = max(slowest, now - last), now
         count += 1
@@ -402,6 +405,22 @@ def _chores() -> float:
     return statistics.median(times)
 
 
-def _step(env: Any, action: Any) -> bool:
-    _, _, terminated, truncated, _ = env.step(action)
-    return bool(terminated or truncated)
+def _step(env: Any, action: Any, seen: Any) -> Any:
+    """A step, by ``action`` or one that is allowed, and the next episode after the last one: ``(observation, info)``."""
+    if isinstance(env.action_space, Discrete):
+        action = _allowed(env.action_space, action, *seen)
+    observation, _, terminated, truncated, info = env.step(action)
+    return env.reset() if terminated or truncated else (observation, info)
+
+
+def _allowed(space: Discrete, action: Any, observation: Any, info: Any) -> Any:
+    """``action``, or another one where a mask of the info or the observation forbids it."""
+    for held in (info, observation):
+        for key in _MASK_KEYS:
+            if isinstance(held, dict) and key in held and np.shape(held[key]) == (space.n,):
+                choices = np.flatnonzero(held[key])
+                place = int(action - space.start)
+                if len(choices) and place not in choices:
+                    return space.start + choices[place % len(choices)]
+                return action
+    return action

@@ -27,6 +27,7 @@ from vecenv.jax.bridging.info_spec import InfoColumns
 from vecenv.jax.bridging.lanes import call_in_lanes
 from vecenv.jax.native.actions import action_spec, check_action
 from vecenv.jax.native.env import select
+from vecenv.jax.native.spaces import jax_space
 from vecenv.jax.native.state import Array, EnvState, PyTree
 
 __all__ = ["Bridge", "bridge"]
@@ -50,8 +51,8 @@ class Bridge:
 
     Attributes:
         num_envs: Environments in one state (in one lane).
-        single_observation_space, single_action_space: Of one environment, as the vector env has them.
-        observation_space, action_space: Of ``num_envs``.
+        single_observation_space, single_action_space: Of one environment, as the vector env has them, with ``sample(key)``.
+        observation_space, action_space: Of ``num_envs``; see :func:`~vecenv.jax.jax_space`.
         autoreset_mode: The vector env's.
         envs: The vector env.
         transport: ``"primitive"`` or ``"io_callback"``.
@@ -79,13 +80,14 @@ class Bridge:
         self._infos = InfoColumns(info_spec)
         self._host = Host(envs, self._infos, timeout)
         self.autoreset_mode = self._host.mode
-        self.single_observation_space: gym.Space[Any] = envs.single_observation_space
-        self.single_action_space: gym.Space[Any] = envs.single_action_space
-        self.observation_space: gym.Space[Any] = envs.observation_space
-        self.action_space: gym.Space[Any] = envs.action_space
+        self.single_observation_space: gym.Space[Any] = jax_space(envs.single_observation_space)
+        self.single_action_space: gym.Space[Any] = jax_space(envs.single_action_space)
+        self._action_spec = action_spec(envs.single_action_space)
+        self.observation_space: gym.Space[Any] = jax_space(envs.observation_space)
+        self.action_space: gym.Space[Any] = jax_space(envs.action_space)
         if lanes is not None:
-            self.observation_space = batch_space(self.single_observation_space, self.num_envs)
-            self.action_space = batch_space(self.single_action_space, self.num_envs)
+            self.observation_space = jax_space(batch_space(envs.single_observation_space, self.num_envs))
+            self.action_space = jax_space(batch_space(envs.single_action_space, self.num_envs))
         self.transport = choose_transport(transport)
         self._functions: dict[str, Callable[..., EnvState]] = {
             "reset": self._reset,
@@ -201,7 +203,7 @@ class Bridge:
         return state
 
     def _action(self, action: PyTree) -> PyTree:
-        return check_action(action, action_spec(self.single_action_space), (self.num_envs,), self.single_action_space)
+        return check_action(action, self._action_spec, (self.num_envs,), self.single_action_space)
 
     # -- the functions -----------------------------------------------------------------------------------------------
 
@@ -213,7 +215,7 @@ class Bridge:
         return EnvState(
             obs=obs, reward=zero, terminated=no, truncated=no, next_obs=obs, valid=no, first=~no, steps=none,
             episode_return=zero, discounted_return=zero, last_return=zero, last_length=none,
-            info=self._infos.build(arrays), token=token,
+            last_discounted_return=zero, info=self._infos.build(arrays), token=token,
         )  # fmt: skip
 
     def _step(self, state: EnvState, action: PyTree) -> EnvState:

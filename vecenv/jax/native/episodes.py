@@ -86,7 +86,7 @@ class Episodes:
         return EnvState(
             obs=obs, reward=zero, terminated=no, truncated=no, next_obs=obs, valid=no, first=~no, steps=none,
             episode_return=zero, discounted_return=zero, last_return=zero, last_length=none,
-            info=self._empty_info(n), inner=inner,
+            last_discounted_return=zero, info=self._empty_info(n), inner=inner,
         )  # fmt: skip
 
     def step(self, state: EnvState, action: PyTree) -> EnvState:
@@ -311,7 +311,9 @@ def _cut(mask: Array, tree: PyTree) -> PyTree:
 
 
 def _counters(state: EnvState) -> dict[str, Array]:
-    names = ("truncated", "steps", "episode_return", "discounted_return", "last_return", "last_length")
+    names = (
+        "truncated", "steps", "episode_return", "discounted_return", "last_return", "last_length", "last_discounted_return",
+    )  # fmt: skip
     return {name: getattr(state, name) for name in names}
 
 

@@ -22,6 +22,7 @@ from vecenv.jax.native.actions import action_spec, check_action
 from vecenv.jax.native.adapters import adapt
 from vecenv.jax.native.env import JaxEnv, default_key
 from vecenv.jax.native.episodes import Episodes, Randomize
+from vecenv.jax.native.spaces import jax_space
 from vecenv.jax.native.state import Array, EnvState, PyTree
 from vecenv.jax.native.wrap import Fixed, FrameSkip
 
@@ -64,8 +65,8 @@ class FunctionalVectorEnv:
 
     Attributes:
         num_envs: Total number of environments. ``batch_shape``: how they are arranged.
-        single_observation_space, single_action_space: Of one environment.
-        observation_space, action_space: Of the batch, for one batch axis.
+        single_observation_space, single_action_space: Of one environment, with ``sample(key)``.
+        observation_space, action_space: Of the batch, for one batch axis; see :func:`~vecenv.jax.jax_space`.
         single_env: The adapted environment, after ``frame_skip``.
 
     Raises:
@@ -100,10 +101,10 @@ class FunctionalVectorEnv:
         self.single_env = adapted
         self.max_episode_steps = _limit(adapted.max_episode_steps if max_episode_steps is None else max_episode_steps)
         self._check_options(reset, stagger, pool_size, micro_batch)
-        self.single_observation_space = adapted.single_observation_space
-        self.single_action_space = adapted.single_action_space
-        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
-        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self.single_observation_space = jax_space(adapted.single_observation_space)
+        self.single_action_space = jax_space(adapted.single_action_space)
+        self.observation_space = jax_space(batch_space(adapted.single_observation_space, self.num_envs))
+        self.action_space = jax_space(batch_space(adapted.single_action_space, self.num_envs))
         self._episodes = Episodes(
             Fixed(adapted),
             self.autoreset_mode,

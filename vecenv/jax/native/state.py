@@ -47,6 +47,7 @@ class EnvState:
         discounted_return: ``float[*B]``: the same, discounted by the environment's ``discount``.
         last_return: ``float[*B]``: return of the last episode that ended; 0 before there was one.
         last_length: ``int32[*B]``: its length in steps.
+        last_discounted_return: ``float[*B]``: its discounted return.
         info: A dict of arrays ``[*B, ...]`` of fixed structure, reported by the last step; meaningful where ``valid``.
         token: Of bridged environments: ``int32[2]``, a ticket for the next call. ``None`` elsewhere.
         inner: Of JAX-native environments: a :class:`NativeState`. ``None`` elsewhere.
@@ -64,6 +65,7 @@ class EnvState:
     discounted_return: Array
     last_return: Array
     last_length: Array
+    last_discounted_return: Array
     info: dict[str, Any]
     token: Any = None
     inner: Any = None
@@ -94,6 +96,7 @@ class EnvState:
             steps=steps, episode_return=total, discounted_return=discounted,
             last_return=jnp.where(self.done, total, self.last_return),
             last_length=jnp.where(self.done, steps, self.last_length),
+            last_discounted_return=jnp.where(self.done, discounted, self.last_discounted_return),
         )  # fmt: skip
 
 

@@ -1,0 +1,148 @@
+"""What programs of Stable-Baselines3 and Tianshou ran into: seeds, structured actions, options, statistics, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from client_envs import Teller
+from gymnasium import spaces
+from gymnasium.vector import SyncVectorEnv, VectorWrapper
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from stable_baselines3.common.vec_env import DummyVecEnv
+from tianshou.env import DummyVectorEnv
+
+import vecenv
+from vecenv.adapters import as_sb3, as_tianshou
+
+MODES = ["NextStep", "SameStep", "Disabled"]
+
+
+def engine(env_fn: Any, count: int = 2, mode: str = "Disabled") -> Any:
+    return vecenv.AsyncVectorEnv([env_fn] * count, num_workers=0, autoreset_mode=mode)
+
+
+def flat() -> Any:
+    return Teller(nested=False)
+
+
+def test_tianshous_seed_seeds_the_environments() -> None:
+    ours, theirs = as_tianshou(engine(flat, 3)), DummyVectorEnv([flat] * 3)
+    for seed in (4, [9, 7, 5]):
+        assert ours.seed(seed) == theirs.seed(seed)
+        np.testing.assert_array_equal(ours.reset()[0], theirs.reset()[0])
+        np.testing.assert_array_equal(ours.reset([1])[0], theirs.reset([1])[0])
+    ours.close()
+    theirs.close()
+
+
+class Echo(gym.Env[Any, Any]):
+    """Observes what it was given, so that a batch that is turned on its side shows. Its episodes end at step 2."""
+
+    observation_space = spaces.Box(-9, 9, (2,), np.float32)
+
+    def __init__(self, action_space: Any) -> None:
+        self.action_space = action_space
+        self.options: list[Any] = []
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.options.append(options)
+        self.time = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        assert self.action_space.contains(action)
+        self.time += 1
+        first, second = action.values() if isinstance(action, dict) else action
+        return np.array([first, second[0]], np.float32), 1.0, self.time == 2, False, {}
+
+
+PARTS: Any = {"kind": spaces.Discrete(9), "push": spaces.Box(-9, 9, (1,), np.float32)}
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("space", [spaces.Tuple(PARTS.values()), spaces.Dict(PARTS)], ids=["tuple", "dict"])
+def test_sb3_gives_each_environment_its_own_structured_action(space: Any, count: int) -> None:
+    ours, theirs = as_sb3(engine(lambda: Echo(space), count)), DummyVecEnv([lambda: Echo(space)] * count)
+    actions: list[Any] = [(i, np.array([-i - 1], np.float32)) for i in range(count)]
+    if isinstance(space, spaces.Dict):
+        actions = [dict(zip(PARTS, action, strict=True)) for action in actions]
+    for venv in (ours, theirs):
+        venv.reset()
+    np.testing.assert_array_equal(ours.step(actions)[0], theirs.step(actions)[0])
+    assert ours.step(actions)[0].shape == (count, 2)
+    with pytest.raises(ValueError, match=f"for each of {count} environments"):
+        ours.step(actions[:1])
+    ours.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_resets_between_episodes_have_no_options(mode: str) -> None:
+    envs = engine(lambda: Echo(spaces.Tuple(PARTS.values())), mode=mode)
+    venv = as_sb3(envs)
+    venv.reset()
+    for _ in range(4):
+        venv.step([(0, np.zeros(1, np.float32))] * 2)
+    assert envs.get_attr("options") == ([None] * 3,) * 2
+    venv.close()
+
+
+def test_tianshous_resets_of_some_have_no_options() -> None:
+    envs = engine(lambda: Echo(spaces.Tuple(PARTS.values())))
+    venv = as_tianshou(envs)
+    venv.reset()
+    venv.reset([1])
+    venv.reset([0], options={"start": 3})
+    assert envs.get_attr("options") == ([None, {"start": 3}], [None, None])
+    venv.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_statistics_of_a_vector_wrapper_come_with_the_step_that_ended(mode: str) -> None:
+    envs = engine(flat, 3, mode)
+    venv = as_sb3(RecordEpisodeStatistics(envs))
+    venv.seed(1)
+    venv.reset()
+    length, ended = np.zeros(3, int), 0
+    for _ in range(40):
+        *_, dones, infos = venv.step(np.zeros(3, int))
+        length += 1
+        for row in range(3):
+            assert ("episode" in infos[row]) == bool(dones[row])
+            assert "episode" not in venv.reset_infos[row]
+            if dones[row]:
+                assert infos[row]["episode"]["l"] == length[row]
+                length[row], ended = 0, ended + 1
+    assert ended > 5
+    venv.close()
+
+
+class ToTorch(VectorWrapper):  # type: ignore[type-arg]
+    """Says what Gymnasium's ``NumpyToTorch`` says of itself, which wants another package."""
+
+    _target_xp = torch
+
+
+@pytest.mark.parametrize("adapter", [as_sb3, as_tianshou])
+def test_arrays_of_torch_are_refused_at_once(adapter: Any) -> None:
+    envs = engine(flat)
+    with pytest.raises(ValueError, match=r"needs arrays of numpy, and a wrapper makes them torch's"):
+        adapter(ToTorch(envs))
+    envs.close()
+
+
+def test_limits_that_the_page_names() -> None:
+    class WithoutOptions(Echo):
+        def reset(self, *, seed: int | None = None) -> Any:  # type: ignore[override]
+            return super().reset(seed=seed)
+
+    venv = as_sb3(engine(lambda: WithoutOptions(spaces.Tuple(PARTS.values()))))
+    with pytest.raises(TypeError, match="options"):
+        venv.reset()
+    assert not hasattr(venv, "envs")
+    venv.close()
+    assert not hasattr(as_tianshou(SyncVectorEnv([flat], autoreset_mode="Disabled")), "workers")

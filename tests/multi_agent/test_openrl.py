@@ -1,0 +1,202 @@
+"""OpenRL's ``AsyncVectorEnv`` by its own arguments: what its programs and its tests do with it."""
+
+from __future__ import annotations
+
+import functools
+import queue
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
+from test_agents_stacked import Stacked
+
+import vecenv
+from vecenv.multi_agent import MultiAgentVecEnv, make_openrl
+
+
+class Identity:
+    """As OpenRL's toy environment of that name, of one agent: pays 1 for the action that it shows."""
+
+    agent_num = 1
+    observation_space = action_space = spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        self.metadata: dict[str, Any] = {"name": "IdentityEnv"}
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        self.rng = np.random.default_rng(seed)
+        self.shown = self.rng.integers(2)
+        return np.eye(2)[[self.shown]]
+
+    def step(self, actions: Any) -> Any:
+        reward = float(actions[0] == self.shown)
+        self.shown = self.rng.integers(2)
+        return np.eye(2)[[self.shown]], [[reward]], [False], {"seen": int(self.shown)}
+
+    def render(self, mode: str = "human") -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def assert_env_name(env: Any, env_name: str) -> None:
+    assert env.metadata["name"] == env_name
+
+
+def test_openrls_own_test_of_its_class() -> None:
+    env = make_openrl([Identity] * 2, shared_memory=True)
+    assert env._env_name == "IdentityEnv"
+    env.exec_func(assert_env_name, indices=None, env_name="IdentityEnv")
+    env.call("render")
+    env.set_attr("metadata", {"name": "IdentityEnvNew"})
+    env.exec_func(assert_env_name, indices=None, env_name="IdentityEnvNew")
+    env.close()
+    assert env.closed
+
+
+def test_a_program_of_openrls_gets_its_shapes_by_halves() -> None:
+    space = spaces.Discrete(2)
+    env = make_openrl([Identity] * 3, space, space, num_workers=0)
+    env.reset_send(seed=1)
+    with pytest.raises(AlreadyPendingCallError):
+        env.step_send(np.zeros((3, 1, 1), int))
+    obs, infos = env.reset_fetch()
+    assert obs.shape == (3, 1, 2)
+    assert infos == [{**info, "active_masks": 1.0} for info in infos]
+    env.step_send(obs.argmax(axis=-1)[..., None])
+    obs, rewards, dones, infos = env.step_fetch()
+    assert rewards.tolist() == [[[1.0]]] * 3
+    assert (dones.shape, dones.dtype) == ((3, 1), np.bool_)
+    assert [info["seen"] for info in infos] == obs.argmax(axis=-1)[:, 0].tolist()
+    assert type(infos[0]["seen"]) is int
+    np.testing.assert_array_equal(env.observations, obs)
+    with pytest.raises(NoAsyncCallError):
+        env.step_fetch()
+    env.exec_func_send(lambda env, plus: env.agent_num + plus, [0, 2], 4)
+    assert env.exec_func_fetch() == (5, None, 5)
+    assert (env.unwrapped, env.metadata["name"], len(env.env_fns)) == (env, "IdentityEnv", 3)
+    assert (env.processes, env.parent_pipes, env.seed(3)) == ([], [], None)
+    env.close()
+
+
+@pytest.mark.parametrize("values", [4, 5])
+def test_steps_have_as_many_values_as_the_environments(values: int) -> None:
+    env = make_openrl([functools.partial(Stacked, values)] * 2, num_workers=0)
+    env.reset(seed=0)
+    steps = [env.step(np.zeros((2, 2, 1), int)) for _ in range(5)]
+    assert {len(step) for step in steps} == {values}
+    assert [step[2][0].tolist() for step in steps] == [[False] * 2, [True, False], [True, False], [True] * 2, [False] * 2]
+    if values == 5:
+        assert not any(step[3].any() for step in steps)
+    last = steps[3][-1][0]
+    assert last["final_info"]["score"] == 4
+    assert last["final_observation"][:, 0].tolist() == [0, 14]
+    assert last["score"] == 0
+    env.close()
+
+
+class Cut(Stacked):
+    """Says when its time is up, apart from being done."""
+
+    def step(self, actions: Any) -> Any:
+        obs, rewards, done, _, info = super().step(actions)
+        return obs, rewards, done & False, done, info
+
+
+def test_truncations_are_not_lost() -> None:
+    env = make_openrl([Cut] * 2, num_workers=0)
+    env.reset(seed=0)
+    steps = [env.step(np.zeros((2, 2, 1), int)) for _ in range(4)]
+    assert not any(step[2].any() for step in steps)
+    assert [step[3][0].tolist() for step in steps] == [[False] * 2, [True, False], [True, False], [True] * 2]
+    env.close()
+
+
+def test_gymnasiums_environments_are_one_agent() -> None:
+    env = make_openrl([lambda: gym.make("CartPole-v1", render_mode="rgb_array")] * 2, num_workers=0)
+    rows = gym.vector.SyncVectorEnv([lambda: gym.make("CartPole-v1")] * 2, autoreset_mode="SameStep")
+    assert (env.agent_num, env.env_name) == (1, "CartPole-v1")
+    obs, _ = env.reset(seed=3)
+    wanted, _ = rows.reset(seed=[3, 3 + 10086])
+    for step in range(30):
+        np.testing.assert_array_equal(obs[:, 0], wanted)
+        actions = np.full((2, 1, 1), step % 5 == 0, int)
+        obs, rewards, terminated, truncated, infos = env.step(actions)
+        wanted, _, ended, _, _ = rows.step(actions[:, 0, 0])
+        assert (rewards.shape, truncated.shape) == ((2, 1, 1), (2, 1))
+        np.testing.assert_array_equal(terminated[:, 0], ended)
+        assert [("final_observation" in info) for info in infos] == ended.tolist()
+    assert env.env_is_wrapped(gym.wrappers.TimeLimit) == [True, True]
+    assert env.env_is_wrapped(gym.wrappers.ClipReward, indices=1) == [False]
+    assert env.exec_func(lambda env: env.spec.id) == ("CartPole-v1",) * 2
+    assert env.get_attr("spec")[0].id == "CartPole-v1"
+    env.close()
+    rows.close()
+
+
+def test_agents_of_one_have_infos_and_masks() -> None:
+    class Masked(gym.Env[Any, Any]):
+        observation_space, action_space = spaces.Box(0, 1, (1,)), spaces.Discrete(3)
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            super().reset(seed=seed)
+            return np.zeros(1, np.float32), {"action_mask": np.array([0, 1, 0]), "level": 2}
+
+        def step(self, action: Any) -> Any:
+            assert action == 1
+            return np.ones(1, np.float32), 1.0, False, True, {"action_mask": np.array([1, 0, 0]), "level": 3}
+
+    with MultiAgentVecEnv([Masked] * 2, num_workers=0) as envs:
+        _, infos = envs.reset()
+        assert infos["action_mask"].tolist() == [[[False, True, False]]] * 2
+        assert infos["common"]["level"].tolist() == [2, 2]
+        _, _, _, truncations, infos = envs.step(np.ones((2, 1), int))
+        assert truncations.all()
+        assert infos["env_done"].all()
+
+
+class Fails(Identity):
+    def step(self, actions: Any) -> Any:
+        raise ValueError(f"asked for {actions.tolist()}")
+
+
+def test_the_error_queue_tells_each_failure_once() -> None:
+    env = make_openrl([Identity, Fails, Fails], num_workers=0)
+    env.reset(seed=0)
+    assert env.error_queue.empty()
+    with pytest.raises(ValueError, match="asked for"):
+        env.step(np.ones((3, 1, 1), int))
+    assert env.error_queue.qsize() == 2
+    told = [env.error_queue.get(), env.error_queue.get_nowait()]
+    assert [(index, kind, str(value)) for index, kind, value in told] == [(i, ValueError, "asked for [1]") for i in (1, 2)]
+    with pytest.raises(queue.Empty):
+        env.error_queue.get()
+    assert env.reset()[0].shape == (3, 1, 2)  # and goes on; OpenRL's is stuck after that
+    env.close()
+
+
+def test_auto_reset_and_render_modes_are_arguments() -> None:
+    env = make_openrl([Stacked] * 2, render_mode="single_rgb_array", auto_reset=False, num_workers=0)
+    env.reset(seed=0)
+    assert env.render().shape == (2, 3, 3)
+    for _ in range(4):
+        *_, infos = env.step(np.zeros((2, 2, 1), int))
+    assert "final_observation" not in infos[0]
+    with pytest.raises(gym.error.ResetNeeded):
+        env.step(np.zeros((2, 2, 1), int))
+    env.reset(options={"reset_mask": np.ones(2, bool)})
+    env.step(np.zeros((2, 2, 1), int))
+    env.close()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"observation space different from `Discrete\(3\)`"):
+        make_openrl([Identity], spaces.Discrete(3), num_workers=0)
+    with pytest.raises(TypeError, match="no worker function"):
+        make_openrl([Identity], worker=print)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="make_openrl"):
+        vecenv.AsyncVectorEnv([Identity], spaces.Discrete(2))  # type: ignore[arg-type, list-item]

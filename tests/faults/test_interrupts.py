@@ -160,7 +160,7 @@ def test_before_any_bytecode(setting: str, call: str) -> None:
 # --- first-ready batches ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("which", ["send", "recv", "reset_async", "recv of a reset"])
+@pytest.mark.parametrize("which", ["send", "recv", "recv at least", "reset_async", "recv of a reset"])
 @pytest.mark.parametrize(
     ("setting", "every"),
     [("two of four", EVERY), *(pytest.param(name, 1, marks=slow, id=f"all-{name}") for name in FIRST_READY)],

@@ -119,7 +119,9 @@ class Answering:
             stack = worker.stack()
             worker.signal(9)
             worker.mark_dead(
-                f"it hung for more than {limit} seconds and was killed" + (f"; it was at:\n{stack}" if stack else "")
+                ("nobody waited for it any longer" if limit is None else f"it hung for more than {limit} seconds")
+                + " and was killed"
+                + (f"; it was at:\n{stack}" if stack else "")
             )
 
     def timeout_error(self, late: Sequence[Worker], command: str, limit: float | None) -> StepTimeout:

@@ -289,6 +289,27 @@ class EngineVectorEnv(Attributes, EngineOwner[ObsType, ActType]):  # type: ignor
         said["env_id"], said["_env_id"] = rows.copy(), rows >= 0
         return observations, batch.rewards[rows], batch.terminations[rows], batch.truncations[rows], said
 
+    @one_call
+    def abandon(self, env_id: Any) -> None:
+        """Wait no longer for some environments: the workers that owe their answers are killed.
+
+        What these were asked is answered by :class:`~vecenv.errors.WorkerDied`, of all their environments; or, with
+        ``on_failure="restart"``, by rows of new ones. Those that owe nothing, and the calling process, are left alone.
+
+        Args:
+            env_id: Which environments, distinct indices.
+
+        Raises:
+            ValueError: Indices out of range or twice.
+        """
+        rows = set(env_ids_of(env_id, self.num_envs).tolist())
+        late = [
+            worker
+            for worker in self._pool.workers
+            if not worker.local and not rows.isdisjoint(worker.rows) and self._owed.is_owed(worker)
+        ]
+        self._engine.end_late(late, None)
+
     # The second set of names: the same methods.
 
     reset_send = reset_async

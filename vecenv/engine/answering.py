@@ -139,4 +139,5 @@ class Answering:
 
 
 def _wait_name(command: str) -> str:
-    return {"set_attr": "set_attr", "exec_func": "exec_func_fetch", "recv": "recv"}.get(command, f"{command}_wait")
+    names = {"exec_func": "exec_func_fetch", **dict.fromkeys(("set_attr", "set_next_options", "recv"))}
+    return (names[command] or command) if command in names else f"{command}_wait"

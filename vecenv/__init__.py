@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from vecenv import testing as testing
     from vecenv import wrappers as wrappers
     from vecenv.engine.vector_env import AsyncVectorEnv as AsyncVectorEnv
+    from vecenv.evaluating.episodes import Episode as Episode
+    from vecenv.evaluating.episodes import EpisodeResult as EpisodeResult
+    from vecenv.evaluating.evaluate import evaluate as evaluate
     from vecenv.instead import install as install
     from vecenv.instead import uninstall as uninstall
     from vecenv.make import make_vec as make_vec
@@ -26,18 +29,23 @@ if TYPE_CHECKING:
     from vecenv.planning.plan import Plan as Plan
     from vecenv.planning.plan import plan as plan
     from vecenv.tools.pictures import render_grid as render_grid
+    from vecenv.tools.pictures import write_video as write_video
 
 __all__ = [
-    "AsyncVectorEnv", "Plan", "__version__", "errors", "install", "make_vec", "plan", "register", "render_grid", "uninstall",
+    "AsyncVectorEnv", "Episode", "EpisodeResult", "Plan", "__version__", "errors", "evaluate", "install", "make_vec", "plan",
+    "register", "render_grid", "uninstall", "write_video",
 ]  # fmt: skip
 
 _LAZY: dict[str, str] = {
     # public name -> module that holds it ("" after the colon: the module itself)
     "AsyncVectorEnv": "vecenv.engine.vector_env:AsyncVectorEnv",
+    "Episode": "vecenv.evaluating.episodes:Episode",
+    "EpisodeResult": "vecenv.evaluating.episodes:EpisodeResult",
     "MultiAgentVecEnv": "vecenv.multi_agent:MultiAgentVecEnv",
     "Plan": "vecenv.planning.plan:Plan",
     "adapters": "vecenv.adapters:",
     "errors": "vecenv.errors:",
+    "evaluate": "vecenv.evaluating.evaluate:evaluate",
     "install": "vecenv.instead:install",
     "jax": "vecenv.jax:",
     "make_vec": "vecenv.make:make_vec",
@@ -48,6 +56,7 @@ _LAZY: dict[str, str] = {
     "torch": "vecenv.torch:",
     "uninstall": "vecenv.instead:uninstall",
     "wrappers": "vecenv.wrappers:",
+    "write_video": "vecenv.tools.pictures:write_video",
     "backends": "vecenv.backends:",
 }
 

@@ -87,9 +87,9 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         """As the vector environment's, with the statistics in ``infos``."""
         return self._counted(np.arange(self.num_envs), self.env.step_wait(timeout))  # type: ignore[attr-defined]
 
-    def recv(self, timeout: float | None = None, *, count: int | None = None) -> Any:
+    def recv(self, timeout: float | None = None, **how_many: Any) -> Any:
         """As the vector environment's, with the statistics of the rows that came in ``infos``."""
-        answer = self.env.recv(timeout, count=count)  # type: ignore[attr-defined]
+        answer = self.env.recv(timeout, **how_many)  # type: ignore[attr-defined]
         return self._counted(answer[4]["env_id"], answer)
 
     reset_send = reset_async

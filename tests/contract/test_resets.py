@@ -134,6 +134,30 @@ def test_each_row_has_its_own_options(backend: Backend, envs: Any, refusable: An
     envs.step(backend.actions(ROWS))
 
 
+@call("`set_next_options`")
+def test_the_next_episode_is_given_options(backend: Backend, envs: Any, refusable: Any) -> None:
+    options = [{"low": 0.02, "high": 0.03}, {}]
+    with refusable(envs, "attributes"):
+        assert envs.set_next_options(options, env_id=[2, 0], seed=[4, None]) is None
+        envs.set_next_options({"low": 0.02, "high": 0.03}, seed=7)
+        for wrong, error in ((options, ValueError), (3, TypeError), ({"reset_mask": MASK}, ValueError)):
+            with pytest.raises(error, match="options"):
+                envs.set_next_options(wrong)
+        for wrong, error in (([1], ValueError), ("1", TypeError)):
+            with pytest.raises(error, match="seed"):
+                envs.set_next_options(seed=wrong)
+        with pytest.raises(ValueError, match="env_id"):
+            envs.set_next_options(env_id=[ROWS])
+        envs.step_async(backend.actions(ROWS))
+        with pytest.raises(AlreadyPendingCallError, match="set_next_options"):
+            envs.set_next_options()
+        envs.step_wait()
+        envs.set_next_options()
+    assert options == [{"low": 0.02, "high": 0.03}, {}]
+    assert in_flight(envs) == 0
+    envs.step(backend.actions(ROWS))
+
+
 @call("`reset_async`, `reset_wait`")
 def test_a_reset_has_two_halves(backend: Backend, envs: Any) -> None:
     with pytest.raises(NoAsyncCallError, match="`reset_wait` without any prior call to `reset_async`"):

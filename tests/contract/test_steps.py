@@ -226,6 +226,42 @@ def test_a_count_without_a_meaning_is_refused(backend: Backend, envs: Any) -> No
     assert len(received(envs)) == ROWS
 
 
+@call("`recv(at_least=, within=)`")
+def test_so_many_rows_are_enough_once_a_time_has_passed(backend: Backend, build: Callable[..., Any], refusable: Any) -> None:
+    envs = build(backend.make_slow)
+    rows, actions = envs.num_envs, (backend.slow_actions or backend.actions)(envs.num_envs)
+    envs.reset()
+    envs.send(actions, range(rows))
+    seen: list[int] = []
+    with refusable(envs, "first_ready"):
+        while len(seen) < rows:
+            some = envs.recv(60, count=rows, at_least=min(envs.batch_size, rows - len(seen)), within=0.001)[4]["env_id"]
+            assert len(some) >= min(envs.batch_size, rows - len(seen))
+            seen += some.tolist()
+            assert in_flight(envs) == rows - len(seen)
+        assert sorted(seen) == list(range(rows)), "each came once"
+        envs.send(actions, range(rows))
+        assert len(envs.recv(60, count=rows, at_least=1, within=60)[1]) == rows, "there was time for all of them"
+    while in_flight(envs):
+        envs.recv()
+    with pytest.raises((NoAsyncCallError, NotImplementedError)):
+        envs.recv(at_least=1)
+
+
+@call("`recv(at_least=, within=)`: wrong ones")
+def test_enough_without_a_meaning_is_refused(backend: Backend, envs: Any, refusable: Any) -> None:
+    envs.send(backend.actions(ROWS), ALL)
+    with refusable(envs, "first_ready"):
+        for wrong, error in ((0, ValueError), (ROWS + 1, ValueError), (1.0, TypeError), ("2", TypeError)):
+            with pytest.raises(error, match="at_least must be"):
+                envs.recv(at_least=wrong, count=ROWS)
+        for wrong, error in ((math.nan, ValueError), ("1", TypeError), (True, TypeError)):
+            with pytest.raises(error, match="within"):
+                envs.recv(within=wrong)
+    assert in_flight(envs) == ROWS
+    assert len(received(envs)) == ROWS
+
+
 @call("`recv`: one row in flight")
 def test_a_single_row_can_be_received(backend: Backend, envs: Any, refusable: Any) -> None:
     with refusable(envs, "first_ready"):

@@ -111,13 +111,14 @@ QUICK = [
     ("one worker", "step", "whole"), ("one worker", "step", "begin"), ("one worker", "step", "wait"),
     ("one worker", "reset", "whole"), ("one worker", "reset_some", "whole"), ("one worker", "call", "whole"),
     ("one worker", "set_attr", "whole"), ("one worker", "exec_func", "whole"), ("one worker", "get_attr", "whole"),
-    ("four workers", "step", "whole"), ("four workers", "set_attr", "whole"),
+    ("four workers", "step", "whole"), ("four workers", "set_attr", "whole"), ("four workers", "set_next_options", "whole"),
     ("max_concurrency", "step", "whole"), ("restart", "step", "whole"), ("restart", "reset", "whole"),
     ("list actions", "step", "whole"), ("Text actions", "step", "wait"), ("Text observations", "step", "whole"),
     ("Text observations", "reset", "wait"), ("no shared memory", "step", "whole"), ("same step", "step", "whole"),
     ("batch_size", "step", "whole"),
 ]  # fmt: skip
-PARTS = [(name, part) for name in CALLS for part in ("whole", "begin", "wait") if part == "whole" or "_attr" not in name]
+WHOLE = ("get_attr", "set_attr", "set_next_options")
+PARTS = [(name, part) for name in CALLS for part in ("whole", "begin", "wait") if part == "whole" or name not in WHOLE]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,7 @@ def test_before_any_bytecode(setting: str, call: str) -> None:
 # --- first-ready batches ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("which", ["send", "recv", "reset_async", "recv of a reset"])
+@pytest.mark.parametrize("which", ["send", "recv", "recv at least", "reset_async", "recv of a reset"])
 @pytest.mark.parametrize(
     ("setting", "every"),
     [("two of four", EVERY), *(pytest.param(name, 1, marks=slow, id=f"all-{name}") for name in FIRST_READY)],

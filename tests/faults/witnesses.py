@@ -112,7 +112,7 @@ class Call:
     reference: Callable[[SyncVectorEnv], Any]
 
 
-CALLS = ("step", "reset", "reset_some", "call", "get_attr", "set_attr", "exec_func")
+CALLS = ("step", "reset", "reset_some", "call", "get_attr", "set_attr", "set_next_options", "exec_func")
 
 
 def make_call(name: str, setting: Setting, tick: int) -> Call:
@@ -153,12 +153,18 @@ def make_call(name: str, setting: Setting, tick: int) -> Call:
             name, "call", lambda e: e.exec_func(tell, chosen, word), lambda e: e.exec_func_send(tell, chosen, word),
             lambda e: e.exec_func_fetch(), some_of_them,
         )  # fmt: skip
-    assert name == "set_attr"
-    marks = [f"mark {tick} of {row}" for row in range(setting.count)]
 
     def nothing(answer: Any) -> None:
         assert answer is None or answer == (None,) * setting.count, answer
 
+    if name == "set_next_options":
+        options = [{"tick": tick, "row": row} for row in range(setting.count)]
+        return Call(
+            name, "call", lambda e: nothing(e.set_next_options(options)), None, lambda e: nothing(e.call_wait()),
+            lambda s: None,
+        )  # fmt: skip
+    assert name == "set_attr"
+    marks = [f"mark {tick} of {row}" for row in range(setting.count)]
     return Call(
         name, "call", lambda e: nothing(e.set_attr("mark", marks)), None, lambda e: nothing(e.call_wait()),
         lambda s: s.set_attr("mark", marks),

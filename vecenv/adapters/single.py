@@ -5,22 +5,19 @@ Workers import this module to answer for their environments, so it must import n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
-import numpy as np
 from gymnasium import Env, Wrapper
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
 from vecenv.front.capabilities import capabilities_of
-from vecenv.multi_agent.infos import own_keys
+from vecenv.front.infos import info_rows
 
 __all__ = ["SingleEnvs", "added_keys", "info_rows", "require"]
 
 AnyEnv = Env[Any, Any]
 AnyVectorEnv = VectorEnv[Any, Any, Any]
-
-_PYTHON_NUMBERS = "?ld"  # dtypes (bool, int64, float64) that Gymnasium gives a column of Python's bool, int and float
 
 
 def require(envs: Any, client: str, modes: Collection[AutoresetMode]) -> AutoresetMode:
@@ -154,27 +151,3 @@ def _is_wrapped(env: AnyEnv, wrapper: str) -> bool:
 
 def _name(kind: type[Any]) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def info_rows(infos: Mapping[Any, Any], count: int) -> list[dict[Any, Any]]:
-    """One info an environment, of the dict of arrays with masks that vector environments return.
-
-    Numbers that Gymnasium has put into a column of bool, int64 or float64 are Python's again.
-    """
-    rows: list[dict[Any, Any]] = [{} for _ in range(count)]
-    for key in own_keys(infos):
-        mask = infos.get(f"_{key}")
-        for row in range(count) if mask is None else np.flatnonzero(mask).tolist():
-            rows[row][key] = _at(infos[key], row)
-    return rows
-
-
-def _at(column: Any, row: int) -> Any:
-    if isinstance(column, dict):
-        masks = {key: column.get(f"_{key}") for key in own_keys(column)}
-        return {key: _at(column[key], row) for key, mask in masks.items() if mask is None or mask[row]}
-    value = column[row]
-    if isinstance(value, np.generic) and column.dtype.char in _PYTHON_NUMBERS:
-        return value.item()
-    # (a copy, so that a kept row does not keep the whole column)
-    return value.copy() if isinstance(value, np.ndarray) and not column.dtype.hasobject else value

@@ -119,7 +119,9 @@ class Answering:
             stack = worker.stack()
             worker.signal(9)
             worker.mark_dead(
-                f"it hung for more than {limit} seconds and was killed" + (f"; it was at:\n{stack}" if stack else "")
+                ("nobody waited for it any longer" if limit is None else f"it hung for more than {limit} seconds")
+                + " and was killed"
+                + (f"; it was at:\n{stack}" if stack else "")
             )
 
     def timeout_error(self, late: Sequence[Worker], command: str, limit: float | None) -> StepTimeout:
@@ -137,4 +139,5 @@ class Answering:
 
 
 def _wait_name(command: str) -> str:
-    return {"set_attr": "set_attr", "exec_func": "exec_func_fetch", "recv": "recv"}.get(command, f"{command}_wait")
+    names = {"exec_func": "exec_func_fetch", **dict.fromkeys(("set_attr", "set_next_options", "recv"))}
+    return (names[command] or command) if command in names else f"{command}_wait"

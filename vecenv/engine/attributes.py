@@ -8,11 +8,12 @@ from typing import Any
 import cloudpickle
 import numpy as np
 from gymnasium.core import RenderFrame
+from gymnasium.vector import AutoresetMode
 
 from vecenv.engine.engine import Engine
 from vecenv.engine.guard import one_call
 from vecenv.engine.owed import Owed, Result, Worker
-from vecenv.front.arguments import env_ids_of
+from vecenv.front.arguments import ResetOptions, env_ids_of, reset_mask_of, seeds_of
 from vecenv.front.phases import Phase, advance
 from vecenv.link.protocol import Op
 
@@ -26,6 +27,7 @@ class Attributes:
 
     num_envs: int
     num_workers: int
+    autoreset_mode: AutoresetMode
     _engine: Engine
     _owed: Owed
     _finish: Callable[[str, Phase, float | None], Result]
@@ -123,6 +125,49 @@ class Attributes:
         each = values
         _require_picklable(each, self.num_workers)
         self._engine.ask_call(Op.SET_ATTR, lambda worker: (name, [each[row] for row in worker.rows]), "set_attr")
+        self._finish("call_wait", Phase.WAITING_CALL, None)
+
+    @one_call
+    def set_next_options(
+        self, options: ResetOptions = None, *, seed: int | Sequence[int | None] | None = None, env_id: Any = None
+    ) -> None:
+        """Options, and seeds, of the next episode that autoreset begins in each environment; once.
+
+        They wait there until its episode is over, through resets by name, by a mask or of all environments, which have
+        options of their own. Later ones take their place; ``set_next_options()`` takes them away. An environment that
+        fails, or whose worker dies, forgets them. If it is interrupted while the answer is owed, :meth:`call_wait` fetches
+        that.
+
+        Args:
+            options: A dict for each of them, of which each gets a copy; or a sequence with a dict or ``None`` for each.
+            seed: As of ``reset``: an int gives environment i ``seed + i``; a sequence gives each its own.
+            env_id: Only these environments; a sequence of options or seeds is in their order. The others keep what they
+                have.
+
+        Raises:
+            TypeError, ValueError: Options, seeds or indices of the wrong length, type or range, options that cannot be
+                pickled; a ``reset_mask``, which is about a reset of many; an autoreset mode that begins no episodes.
+                Nothing was sent.
+            AlreadyPendingCallError: Something is in flight.
+        """
+        rows = list(range(self.num_envs)) if env_id is None else env_ids_of(env_id, self.num_envs).tolist()
+        if self.autoreset_mode is AutoresetMode.DISABLED:
+            raise ValueError("autoreset_mode=DISABLED begins no episodes: give reset() the options, and a reset_mask")
+        seeds = seeds_of(seed, self.num_envs, rows)
+        mask, options = reset_mask_of(options, self.num_envs, rows)
+        if mask is not None:
+            raise ValueError("options['reset_mask'] is about a reset of many environments: use env_id instead")
+        self._require_nothing_owed("set_next_options", "set_next_options")
+        each = options if isinstance(options, list) else [options] * self.num_envs
+        chosen = set(rows)
+        given = [(own, None if one is None else dict(one)) for own, one in zip(seeds, each, strict=True)]  # kept until then
+        _require_picklable(given, self.num_workers)
+
+        def payload(worker: Worker) -> Any:
+            own = [given[row] if row in chosen else None for row in worker.rows]
+            return own if any(item is not None for item in own) else None
+
+        self._engine.ask_call(Op.SET_NEXT, payload, "set_next_options")
         self._finish("call_wait", Phase.WAITING_CALL, None)
 
     @one_call

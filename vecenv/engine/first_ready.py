@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Collection, Sequence
 from itertools import repeat
 from typing import Any
@@ -34,10 +36,17 @@ class FirstReady:
             self._owed.landed.setdefault((flight.seq, index), flight)
         flight.by_row = True
 
-    def receive(self, count: int, timeout: float | None) -> tuple[Received, Exception | None]:
+    def receive(
+        self, count: int, timeout: float | None, least: tuple[int, float] | None = None
+    ) -> tuple[Received, Exception | None]:
         """The next ``count`` rows, in the order in which they became ready; or the exception that is to be raised instead.
 
         When that has been handed over, ``owed.after`` is how the table is to be.
+
+        Args:
+            count: How many.
+            timeout: Seconds to wait at most.
+            least: So many are enough from this moment of ``time.monotonic()`` on, or if no more are in flight.
 
         Raises:
             NoAsyncCallError: There are not so many.
@@ -57,13 +66,17 @@ class FirstReady:
             if len(ready) >= count:
                 break
             underway = len(owed.underway())
-            if len(ready) + underway < count:
+            enough = count if least is None else least[0]
+            if len(ready) + underway < enough:
                 raise NoAsyncCallError(
-                    f"Calling `recv` for {count} environments, but only {underway} are in flight and "
+                    f"Calling `recv` for {enough} environments, but only {underway} are in flight and "
                     f"{len(ready)} are ready: send() more first.",
                     "recv",
                 )
-            if not self._more(seen, deadline):
+            if least is not None and len(ready) >= enough:
+                if not underway or self._looked_until(least[1], seen, deadline):
+                    break
+            elif not self._more(seen, deadline):
                 late = [worker for worker in engine.pool.workers if owed.is_owed(worker)]
                 if timeout is not None or not engine.policy.restart:
                     raise engine.timeout_error(late, "recv", limit)
@@ -76,6 +89,11 @@ class FirstReady:
             return (rows, {}, {}), None
         infos = {row: info for row, (info, _) in came if info is not ABSENT}
         return (rows, infos, {row: final for row, (_, final) in came if final is not ABSENT}), None
+
+    def _looked_until(self, moment: float, seen: dict[tuple[int, int], Flight], deadline: float | None) -> bool:
+        """Wait for more than is enough; whether it is time to go, with what there is."""
+        until = moment if deadline is None else min(moment, deadline)
+        return not self._more(seen, None if until == math.inf else until) or time.monotonic() >= until
 
     def _more(self, seen: dict[tuple[int, int], Flight], deadline: float | None) -> bool:
         """Wait until something has landed that was not ``seen``; false when the time was up."""

@@ -22,7 +22,7 @@ from vecenv.engine.engine import Engine
 from vecenv.engine.guard import one_call
 from vecenv.engine.owed import Flight, Result
 from vecenv.engine.owner import EngineOwner
-from vecenv.front.arguments import ResetOptions, count_of, env_ids_of, reset_mask_of, seeds_of
+from vecenv.front.arguments import ResetOptions, count_of, env_ids_of, least_of, reset_mask_of, seeds_of
 from vecenv.front.deadlines import seconds_of
 from vecenv.front.phases import Phase, advance
 
@@ -241,13 +241,22 @@ class EngineVectorEnv(Attributes, EngineOwner[ObsType, ActType]):  # type: ignor
 
     @one_call
     def recv(
-        self, timeout: float | None = None, *, count: int | None = None
+        self,
+        timeout: float | None = None,
+        *,
+        count: int | None = None,
+        at_least: int | None = None,
+        within: float | None = None,
     ) -> tuple[Any, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]:
         """The next ``count`` environments that are done, whoever was first.
 
         Args:
             timeout: Seconds to wait at most.
             count: How many, 1 to ``num_envs``; ``None``: ``batch_size``.
+            at_least: So many are enough once ``within`` seconds have passed; the others stay in flight. Default 1 where
+                ``within`` is given.
+            within: Seconds from the call on; default 0 where ``at_least`` is given: what is there, as soon as it is
+                so many. Where fewer than ``count`` are in flight, it waits for no more than these.
 
         Returns:
             What ``step`` returns, with ``count`` rows instead of ``num_envs``, all of them fresh arrays.
@@ -255,17 +264,19 @@ class EngineVectorEnv(Attributes, EngineOwner[ObsType, ActType]):  # type: ignor
             which they finished. Rows of a reset have reward 0 and both flags False.
 
         Raises:
-            NoAsyncCallError: Fewer than ``count`` environments are in flight or ready.
+            NoAsyncCallError: Fewer than ``count`` environments, or than are enough, are in flight or ready.
+            TypeError, ValueError: ``timeout``, ``count``, ``at_least`` or ``within`` without a meaning.
             StepTimeout: Not within ``timeout`` seconds; nothing is lost, call again.
             Exception: What an environment raised; the rows of the others are kept for the next call.
         """
         engine, owed = self._engine, self._owed
         number = self.batch_size if count is None else count_of(count, self.batch_size, self.num_envs)
+        least = None if at_least is within is None else least_of(at_least, within, number)
         if (call := owed.call) is not None:
             if call.phase is not Phase.WAITING_RESET:
                 advance(call.phase, "reset_async", self)
             engine.first_ready.launch(call)
-        rows, infos, finals = self._told(engine.first_ready.receive(number, seconds_of(timeout)))
+        rows, infos, finals = self._told(engine.first_ready.receive(number, seconds_of(timeout), least))
         if self._card is not None:
             self._card.update()
         batch = engine.batch
@@ -277,6 +288,27 @@ class EngineVectorEnv(Attributes, EngineOwner[ObsType, ActType]):  # type: ignor
             raise
         said["env_id"], said["_env_id"] = rows.copy(), rows >= 0
         return observations, batch.rewards[rows], batch.terminations[rows], batch.truncations[rows], said
+
+    @one_call
+    def abandon(self, env_id: Any) -> None:
+        """Wait no longer for some environments: the workers that owe their answers are killed.
+
+        What these were asked is answered by :class:`~vecenv.errors.WorkerDied`, of all their environments; or, with
+        ``on_failure="restart"``, by rows of new ones. Those that owe nothing, and the calling process, are left alone.
+
+        Args:
+            env_id: Which environments, distinct indices.
+
+        Raises:
+            ValueError: Indices out of range or twice.
+        """
+        rows = set(env_ids_of(env_id, self.num_envs).tolist())
+        late = [
+            worker
+            for worker in self._pool.workers
+            if not worker.local and not rows.isdisjoint(worker.rows) and self._owed.is_owed(worker)
+        ]
+        self._engine.end_late(late, None)
 
     # The second set of names: the same methods.
 

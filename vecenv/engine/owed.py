@@ -31,7 +31,7 @@ __all__ = [
 
 COMMANDS: Final = {
     Op.STEP: "step", Op.STEP_SOME: "step", Op.RESET: "reset", Op.RESET_SOME: "reset", Op.REBUILD_SOME: "reset",
-    Op.CALL: "call", Op.SET_ATTR: "set_attr", Op.EXEC: "exec_func", Op.CLOSE: "close",
+    Op.CALL: "call", Op.SET_ATTR: "set_attr", Op.EXEC: "exec_func", Op.CLOSE: "close", Op.SET_NEXT: "set_next_options",
 }  # fmt: skip
 
 _PHASES: Final = {"step": Phase.WAITING_STEP, "reset": Phase.WAITING_RESET}
@@ -207,7 +207,8 @@ class Flight:
 
     Attributes:
         seq: Its number.
-        command: ``"step"``, ``"reset"``, ``"call"``, ``"set_attr"``, ``"exec_func"`` or ``"rebuild"``.
+        command: ``"step"``, ``"reset"``, ``"call"``, ``"set_attr"``, ``"set_next_options"``, ``"exec_func"`` or
+            ``"rebuild"``.
         workers: Who is asked.
         parts: By the worker's index, what each is asked; ``None``: all the same, :attr:`data`, about all their rows.
         told: Of a flight without parts: what each write to a worker process took, in their order.

@@ -11,6 +11,7 @@ from threading import get_ident
 from typing import Any, Generic
 
 import numpy as np
+import numpy.typing as npt
 from gymnasium import logger
 from gymnasium.core import ActType, Env, ObsType
 from gymnasium.vector import AutoresetMode, VectorEnv
@@ -156,6 +157,16 @@ class EngineOwner(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, ActT
         """The environments that live in this process, those of the caller's share."""
         own = self._pool.own
         return [] if own is None else [env for env in own.envs if env is not None]
+
+    @property
+    def in_flight(self) -> npt.NDArray[np.intp]:
+        """The environments that were sent to, or reset by name, and whose rows were not received, in no order."""
+        return np.array(self._owed.waiting(), np.intp)
+
+    @property
+    def worker_rows(self) -> list[range]:
+        """The environments of each worker; those that the caller steps itself are the first."""
+        return [range(worker.rows[0], worker.rows[-1] + 1) for worker in self._pool.workers]
 
     plan: WorkerPlan | None = None
     """Why ``num_workers="auto"`` chose what it chose."""

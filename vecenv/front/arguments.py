@@ -6,7 +6,9 @@ passes is changed.
 
 from __future__ import annotations
 
+import math
 import operator
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -15,12 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from vecenv.front.capabilities import unable
+from vecenv.front.deadlines import seconds_of
 from vecenv.front.gymnasiums import MASK_IS_EMPTY, RESET_MASK, WrongType, WrongValue
 
 _FEW = 64
 
 __all__ = [
-    "OnlyMask", "ResetOptions", "check_env_fns", "check_switches", "count_of", "env_ids_of", "options_of_rows",
+    "OnlyMask", "ResetOptions", "check_env_fns", "check_switches", "count_of", "env_ids_of", "least_of", "options_of_rows",
     "refuse_options", "reset_mask_of", "seeds_of",
 ]  # fmt: skip
 
@@ -245,3 +248,28 @@ def count_of(count: Any, batch_size: int, num_envs: int) -> int:
     if not 1 <= number <= num_envs:
         raise ValueError(f"count must be from 1 to num_envs={num_envs}, got {number}")
     return number
+
+
+def least_of(at_least: Any, within: Any, count: int) -> tuple[int, float]:
+    """How many rows are enough for a ``recv`` of ``count``, and from which moment of ``time.monotonic()`` on.
+
+    Args:
+        at_least: So many; ``None``: one.
+        within: Once so many seconds have passed; ``None``: at once.
+        count: The most that are wanted.
+
+    Raises:
+        TypeError: No integer; no number of seconds.
+        ValueError: Not from 1 to ``count``; nan.
+    """
+    seconds = 0.0 if within is None else seconds_of(within, "within")
+    moment = math.inf if seconds is None else time.monotonic() + seconds
+    if at_least is None:
+        return 1, moment
+    try:
+        number = operator.index(at_least)
+    except TypeError:
+        raise TypeError(f"at_least must be an integer or None, got {type(at_least).__name__}") from None
+    if not 1 <= number <= count:
+        raise ValueError(f"at_least must be from 1 to the count of rows, which is {count}; got {number}")
+    return number, moment

@@ -32,3 +32,4 @@ class NoAttributes:
     exec_func_fetch = _refused("exec_func_fetch")
     get_attr = _refused("get_attr")
     set_attr = _refused("set_attr")
+    set_next_options = _refused("set_next_options")

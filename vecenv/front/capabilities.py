@@ -16,7 +16,7 @@ class Capabilities:
 
     Attributes:
         backend: ``"process"``, ``"ray"``, ``"envpool"``, ``"jax"``, ``"native"``.
-        attributes: ``call``, ``get_attr``, ``set_attr``, ``exec_func``: there are Python environments.
+        attributes: ``call``, ``get_attr``, ``set_attr``, ``exec_func``, ``set_next_options``: there are Python environments.
         first_ready: ``send`` to some environments, ``recv`` of those that are done first.
         timeouts: ``step_wait(timeout)`` and the like.
         row_seeds: A seed for each row, in any order; else one for all.

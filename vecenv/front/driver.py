@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -9,13 +10,15 @@ from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from gymnasium.error import AlreadyPendingCallError
+from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 
-from vecenv.front.arguments import ResetOptions
-from vecenv.front.capabilities import Capabilities
+from vecenv.front.arguments import ResetOptions, least_of
+from vecenv.front.capabilities import Capabilities, unable
 from vecenv.front.phases import Phase
 
-__all__ = ["NOTHING", "After", "Call", "Driver", "Once", "Stepped", "require_idle", "require_no_step"]
+__all__ = [
+    "NOTHING", "After", "Call", "Driver", "Once", "Stepped", "recv_enough", "require_idle", "require_no_step",
+]  # fmt: skip
 
 Stepped: TypeAlias = tuple[Any, Any, Any, Any, dict[str, Any]]
 """What ``step`` returns."""
@@ -131,6 +134,37 @@ def require_no_step(owed: Call) -> None:
         raise AlreadyPendingCallError(
             "Calling `recv` while waiting for a pending call to `step` to complete: `step_wait` fetches it.", "step"
         )
+
+
+def recv_enough(driver: Driver, count: int | None, deadline: float | None, at_least: Any, within: Any) -> Stepped | None:
+    """The next ``count`` rows; or fewer, once ``within`` seconds have passed; see :meth:`Driver.recv`.
+
+    An answer that is read changes nothing, so a driver is asked for ever fewer until there are so many.
+
+    Raises:
+        NotImplementedError: Rows are not done one by one there.
+    """
+    owed = driver.owed.rows
+    wanted = driver.batch_size if count is None else count
+    if not driver.capabilities.first_ready:
+        unable(driver.name, f"recv at least {at_least} environments", "all of them are done at the same time")
+    least, moment = least_of(at_least, within, wanted)
+    many = max(min(wanted, owed), least)
+    until = moment if deadline is None else min(moment, deadline)
+    answer = _recv_some(driver, many, None if until == math.inf else until)
+    for fewer in range(many - 1, least - 1, -1):
+        if answer is not None:
+            break
+        answer = _recv_some(driver, fewer, until)
+    return answer or driver.recv(least, deadline)
+
+
+def _recv_some(driver: Driver, count: int, deadline: float | None) -> Stepped | None:
+    """So many rows; ``None``, too, where there will never be so many without others being sent to."""
+    try:
+        return driver.recv(count, deadline)
+    except NoAsyncCallError:
+        return None
 
 
 class Once:

@@ -29,6 +29,7 @@ NEXT: Final[dict[str, tuple[Phase, Phase]]] = {
     "step_async": (Phase.DEFAULT, Phase.WAITING_STEP),
     "call_async": (Phase.DEFAULT, Phase.WAITING_CALL),
     "set_attr": (Phase.DEFAULT, Phase.WAITING_CALL),
+    "set_next_options": (Phase.DEFAULT, Phase.WAITING_CALL),
     "reset_wait": (Phase.WAITING_RESET, Phase.DEFAULT),
     "step_wait": (Phase.WAITING_STEP, Phase.DEFAULT),
     "call_wait": (Phase.WAITING_CALL, Phase.DEFAULT),
@@ -40,7 +41,7 @@ def advance(phase: Phase, method: str, owner: object) -> Phase:
 
     Args:
         phase: The phase now.
-        method: One of the seven names in :data:`NEXT`.
+        method: One of the names in :data:`NEXT`.
         owner: Whose phase it is; the name of its class stands in the message after ``close()``.
 
     Raises:

@@ -19,7 +19,7 @@ from vecenv.front.arguments import ResetOptions, count_of, env_ids_of, refuse_op
 from vecenv.front.attributes import NoAttributes
 from vecenv.front.capabilities import Capabilities, figures
 from vecenv.front.deadlines import deadline_of
-from vecenv.front.driver import Driver, Stepped, require_idle
+from vecenv.front.driver import Driver, Stepped, recv_enough, require_idle
 from vecenv.front.guard import GUARDED, guarded, is_answer, own, refuse_shut, require_right
 from vecenv.front.gymnasiums import NotClosedUnasked
 from vecenv.front.phases import Phase, advance
@@ -176,13 +176,24 @@ class DrivenVectorEnv(NotClosedUnasked, NoAttributes, VectorEnv[Any, Any, Any], 
             is_answer(self, error)  # it is none
             raise
 
-    def recv(self, timeout: float | None = None, *, count: int | None = None) -> Stepped:
+    def recv(
+        self,
+        timeout: float | None = None,
+        *,
+        count: int | None = None,
+        at_least: int | None = None,
+        within: float | None = None,
+    ) -> Stepped:
         """The next ``count`` environments that are done, of :meth:`send` or :meth:`reset_async`.
 
         Args:
             timeout: Seconds to wait at most; afterwards ``recv`` may be called again.
             count: How many, 1 to ``num_envs``; ``None``: :attr:`batch_size`. Without first-ready rows
                 (:attr:`capabilities`) it is all of the outstanding call.
+            at_least: So many are enough once ``within`` seconds have passed; the others stay in flight. Default 1 where
+                ``within`` is given.
+            within: Seconds from the call on; default 0 where ``at_least`` is given: what is there, as soon as it is
+                so many.
 
         Returns:
             As :meth:`step`, with so many rows. ``infos["env_id"]``, int ``(count,)``, tells which environments they are.
@@ -191,7 +202,7 @@ class DrivenVectorEnv(NotClosedUnasked, NoAttributes, VectorEnv[Any, Any, Any], 
         Raises:
             gymnasium.error.NoAsyncCallError: Fewer environments are in flight.
             gymnasium.error.AlreadyPendingCallError: The answer to :meth:`step_async` is owed.
-            NotImplementedError: Only so many, where all are answered at once.
+            NotImplementedError: Only so many, or at least so many, where all are answered at once.
             vecenv.errors.StepTimeout: Not in time; nothing is lost.
         """
         me = get_ident()
@@ -202,7 +213,12 @@ class DrivenVectorEnv(NotClosedUnasked, NoAttributes, VectorEnv[Any, Any, Any], 
             self._caller, driver.after = me, None
             if count is not None:
                 count = count_of(count, self.num_envs, self.num_envs)
-            answer = driver.recv(count, None if timeout is None else deadline_of(timeout)) or self._too_late("recv", timeout)
+            if at_least is within is None:
+                answer = driver.recv(count, None if timeout is None else deadline_of(timeout))
+            else:
+                answer = recv_enough(driver, count, deadline_of(timeout), at_least, within)
+            if answer is None:
+                self._too_late("recv", timeout)
             if self._barred:
                 refuse_shut(self)
             after: Any = driver.after

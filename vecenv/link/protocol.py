@@ -27,6 +27,7 @@ class Op(IntEnum):
     SET_ATTR = 7
     EXEC = 8
     CLOSE = 9
+    SET_NEXT = 10  # options and seeds of the episodes that autoreset begins
 
 
 class Reply(IntEnum):

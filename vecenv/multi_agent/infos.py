@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from vecenv.front.infos import own_keys
 from vecenv.shm.layout import Array
 
 __all__ = ["agents_to_axis", "list_of_dicts", "own_keys"]
@@ -29,15 +30,6 @@ RESERVED: Final = frozenset(
         "restarted",
     }
 )
-
-
-def own_keys(infos: Mapping[Any, Any]) -> list[Any]:
-    """The keys of a dict of arrays that are not the mask of another key."""
-    return [key for key in infos if not (isinstance(key, str) and key.startswith("_") and _unmasked(key, infos))]
-
-
-def _unmasked(key: str, infos: Mapping[Any, Any]) -> bool:
-    return key[1:] in infos or (key[1:].isdigit() and int(key[1:]) in infos)
 
 
 def agents_to_axis(infos: Mapping[Any, Any], num_agents: int, count: int) -> dict[Any, Any]:

@@ -92,6 +92,10 @@ class ThroughToRows:
         """Set an attribute of every environment; a list or tuple is one value an environment."""
         self._rows.set_attr(name, values)
 
+    def set_next_options(self, options: Any = None, *, seed: Any = None, env_id: Any = None) -> None:
+        """Options, and seeds, of the next episode that autoreset begins; as of ``AsyncVectorEnv.set_next_options``."""
+        self._rows.set_next_options(options, seed=seed, env_id=env_id)
+
     def render(self) -> tuple[Any, ...] | None:
         """One frame an environment."""
         return self._rows.render()

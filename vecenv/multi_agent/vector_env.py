@@ -319,12 +319,18 @@ class MultiAgentVecEnv(ThroughToRows):
         self._require_begun(rows)
         self._rows.send(self._actions.checked(actions, rows, self._alive), rows)
 
-    def recv(self, timeout: float | None = None, *, count: int | None = None) -> Step:
-        """What ``step`` returns, of the next ``count`` environments to finish (default ``batch_size``).
-
-        ``infos["env_id"]`` says which.
+    def recv(
+        self,
+        timeout: float | None = None,
+        *,
+        count: int | None = None,
+        at_least: int | None = None,
+        within: float | None = None,
+    ) -> Step:
+        """What ``step`` returns, of the next ``count`` environments to finish (default ``batch_size``); or of ``at_least``
+        so many, see :meth:`vecenv.AsyncVectorEnv.recv`. ``infos["env_id"]`` says which.
         """
-        batch, _, terminated, truncated, infos = self._rows.recv(timeout, count=count)
+        batch, _, terminated, truncated, infos = self._rows.recv(timeout, count=count, at_least=at_least, within=within)
         return self._unpack(batch, terminated, truncated, infos, infos["env_id"])
 
     def _require_begun(self, rows: Array) -> None:

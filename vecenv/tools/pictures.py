@@ -126,7 +126,7 @@ def require_writer(path: Path) -> None:
         raise ImportError(f"writing {path.suffix} needs {module}, not installed here: pip install {package}")
 
 
-def write_video(images: Iterable[Frame], path: Path, *, fps: float = 30.0) -> int:
+def write_video(images: Iterable[Frame], path: str | Path, *, fps: float = 30.0) -> int:
     """Write images of one size as an animated GIF or an MP4, as the name of the file says; returns how many there were.
 
     Raises:
@@ -134,6 +134,7 @@ def write_video(images: Iterable[Frame], path: Path, *, fps: float = 30.0) -> in
         ImportError: The library for it is missing; says what to install.
         OSError: The file cannot be written.
     """
+    path = Path(path)
     require_writer(path)
     every = iter(images)
     first = next(every, None)

@@ -73,6 +73,7 @@ class Envs:
         self._observation_leaves = leaves
         self._steps: list[Callable[[Any], Any]] = [self._step_failed(k) for k in range(count)]
         self._used = [False] * count
+        self._next: dict[int, tuple[Any, Any]] = {}  # row -> seed and options of the next episode that autoreset begins
         self._offered: list[Any] = [None] * count  # what an environment with an observation_buffer writes into
 
     @property
@@ -129,10 +130,18 @@ class Envs:
         def step(_: Any) -> Any:
             env = self._env(k)
             self._steps[k] = env.step
-            observation, info = env.reset()
+            observation, info = self._begin_next(k)
             return observation, 0.0, False, False, info
 
         return step
+
+    def _begin_next(self, k: int) -> tuple[Any, Any]:
+        """The reset of autoreset, with what was set for it."""
+        seed, options = self._next.pop(k, (None, None))
+        env = self._env(k)
+        if seed is None and options is None:
+            return env.reset()
+        return env.reset(seed=seed, options=None if options is None else dict(options))
 
     def leave_if_forked(self) -> None:
         """End a copy of the worker, which an environment forked and which has come back here.

@@ -158,6 +158,8 @@ def answer(rows: EnvRows, op: int, seq: int, load: Callable[[], Any]) -> Outcome
         return rows.call(seq, *payload)
     if op == Op.SET_ATTR:
         return rows.set_attr(seq, *payload)
+    if op == Op.SET_NEXT:
+        return rows.set_next(seq, payload)
     if op == Op.EXEC:
         return rows.execute(seq, *payload)
     raise AssertionError(f"unknown message {op}")

@@ -257,7 +257,7 @@ class EnvRows(Envs):
             kept = None
         else:
             kept = deepcopy(observation)
-        reset_observation, reset_info = self._env(k).reset()
+        reset_observation, reset_info = self._begin_next(k)
         self.leave_if_forked()
         if "final_obs" in reset_info or "final_info" in reset_info:  # Gymnasium lets the reset's own keys win
             final = deepcopy(observation) if kept is None else kept
@@ -345,6 +345,16 @@ class EnvRows(Envs):
 
         return self._each(seq, range(self.count), one)
 
+    def set_next(self, seq: int, given: Sequence[tuple[Any, Any] | None]) -> Outcome:
+        """Seed and options of the next episode that autoreset begins, a pair a row; ``None``: what there is stays."""
+
+        def one(k: int) -> None:
+            self._env(k)
+            if (own := given[k]) is not None:
+                self._next[k] = own
+
+        return self._each(seq, range(self.count), one)
+
     def execute(
         self, seq: int, ks: Sequence[int], function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Outcome:
@@ -410,6 +420,7 @@ class EnvRows(Envs):
         self._schemas[k] = NO_INFO
         self._final[k] = False
         self._used[k] = False
+        self._next.pop(k, None)
         if env is not None:
             try:
                 env.close()

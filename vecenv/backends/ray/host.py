@@ -328,6 +328,9 @@ class HostRows(AsyncVectorEnv[Any, Any]):
         if op is Op.SET_ATTR:
             name, values = payload
             return name, [values[row] for row in worker.rows]
+        if op is Op.SET_NEXT:
+            own = [payload[row] for row in worker.rows]
+            return own if any(item is not None for item in own) else None
         if op is Op.EXEC:
             ks, *rest = payload
             mine = [k - first for k in ks if k in worker.rows]

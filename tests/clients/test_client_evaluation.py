@@ -1,0 +1,112 @@
+"""``vecenv.evaluate`` of policies in torch, and of Stable-Baselines3's models."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+
+import vecenv
+
+sb3 = pytest.importorskip("stable_baselines3", reason="needs Stable-Baselines3: pip install 'vecenv[clients]'")
+
+from stable_baselines3.common.evaluation import evaluate_policy  # noqa: E402
+from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize  # noqa: E402
+
+from vecenv.adapters import as_sb3, evaluate_sb3  # noqa: E402
+
+CARTPOLE = functools.partial(gymnasium.make, "CartPole-v1")
+
+
+def engine(num_envs: int, num_workers: int = 0) -> Any:
+    return vecenv.AsyncVectorEnv([CARTPOLE] * num_envs, num_workers=num_workers, context="forkserver")
+
+
+def plain(results: Any) -> list[Any]:
+    return [(each.index, each.seed, each.episode_return, each.length) for each in results]
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell, self.head = torch.nn.GRUCell(4, 8), torch.nn.Linear(8, 2)
+
+    def forward(self, observations: Any, state: Any) -> Any:
+        assert not torch.is_grad_enabled()
+        hidden = self.cell(observations, state)
+        return self.head(hidden).argmax(1), hidden
+
+
+def test_a_recurrent_module_gives_the_same_for_every_number_of_environments() -> None:
+    found = []
+    for num_envs, workers in ((1, 0), (3, 0), (4, 2)):
+        envs = engine(num_envs, workers)
+        results = vecenv.evaluate(envs, Net(), 7, seed=1, initial_state=torch.zeros(8), batch="single")
+        found.append(plain(results))
+        envs.close()
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_model_gets_the_returns_that_its_own_evaluation_gives() -> None:
+    model = sb3.PPO("MlpPolicy", CARTPOLE(), n_steps=64, seed=0, device="cpu")
+    model.learn(256)
+    envs = engine(3)
+    results = evaluate_sb3(model, envs, 5, seed=20)
+    assert plain(evaluate_sb3(model, as_sb3(envs), 5, seed=20)) == plain(results)
+    for each in results:
+        alone = DummyVecEnv([CARTPOLE])
+        alone.seed(each.seed)
+        assert evaluate_policy(model, alone, 1, warn=False) == (each.episode_return, 0.0)
+    envs.close()
+
+
+def test_observations_are_normalised_as_they_were_in_training() -> None:
+    normal = VecNormalize(DummyVecEnv([CARTPOLE]))
+    model = sb3.PPO("MlpPolicy", normal, n_steps=64, seed=0, device="cpu")
+    model.learn(256)
+    seen: list[Any] = []
+    predict = model.predict
+
+    def watched(observations: Any, **how: Any) -> Any:
+        seen.append(observations)
+        return predict(observations, **how)
+
+    model.predict = watched
+    envs, mean = engine(2), normal.obs_rms.mean.copy()
+    evaluate_sb3(model, envs, 3, seed=20)
+    first, _ = envs.reset(seed=20)
+    envs.close()
+    np.testing.assert_array_equal(seen[0], normal.normalize_obs(first))
+    assert (normal.obs_rms.mean == mean).all()
+
+
+class Recurrent:
+    """A model whose action is how many steps its episode has: the state is ``(layers, rows, size)``, as sb3-contrib's."""
+
+    observation_space, action_space = CARTPOLE().observation_space, CARTPOLE().action_space
+
+    def predict(self, observations: Any, state: Any, episode_start: Any, deterministic: bool) -> Any:
+        count = len(observations)
+        steps = np.zeros((1, count, 1)) if state is None else np.where(episode_start[None, :, None], 0, state[0])
+        return (steps[0, :, 0] % 2).astype(int), (steps + 1,)
+
+
+def test_a_recurrent_model_keeps_its_state_for_each_row() -> None:
+    found = []
+    for num_envs in (1, 3):
+        envs = engine(num_envs)
+        found.append(plain(evaluate_sb3(Recurrent(), envs, 6, seed=4)))
+        envs.close()
+    assert found[0] == found[1]
+
+
+def test_a_model_of_other_spaces_is_refused() -> None:
+    envs = vecenv.AsyncVectorEnv([functools.partial(gymnasium.make, "MountainCar-v0")], num_workers=0)
+    with pytest.raises(ValueError, match=r"the model's observations are .*, the environments' "):
+        evaluate_sb3(Recurrent(), envs, 3)
+    envs.close()

@@ -1,0 +1,194 @@
+"""``vecenv.evaluate`` on engines that answer row by row: what a plain loop gives, however many environments there are."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from envs import opened
+from gymnasium.vector import AutoresetMode
+from walks import SEED, choose, numbers, walks, wanted
+
+import vecenv
+from vecenv.errors import WorkerDied
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "in-process": {"num_workers": 0},
+    "two-workers": {"num_workers": 2},
+    "process-per-env": {"num_workers": None},
+    "callers-share": {"num_workers": 1, "use_caller": True},
+}
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+@pytest.mark.parametrize("num_envs", [1, 3, 8])
+def test_results_are_those_of_a_plain_loop(num_envs: int, mode: AutoresetMode) -> None:
+    with opened(walks(num_envs), num_workers=0, autoreset_mode=mode) as envs:
+        for count in (10, 1, 3):
+            assert numbers(vecenv.evaluate(envs, choose, count, seed=SEED)) == wanted(count)
+
+
+@pytest.mark.parametrize("engine", list(ENGINES.values())[1:], ids=list(ENGINES)[1:])
+def test_results_are_the_same_in_processes(engine: dict[str, Any]) -> None:
+    with opened(walks(3), **engine) as envs:
+        results = vecenv.evaluate(envs, choose, 10, seed=SEED)
+        assert numbers(results) == wanted(10)
+        assert envs.stats()["steps"] == sum(each.length for each in results)
+        assert all(each.attempts == 1 and each.seconds > 0 and not each.frames for each in results)
+        assert envs.reset(seed=1)[0].shape == (3, 3), "it is as good as new"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", AutoresetMode)
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("num_envs", [2, 3, 8, 64])
+def test_no_number_of_environments_changes_a_bit(num_envs: int, engine: dict[str, Any], mode: AutoresetMode) -> None:
+    with opened(walks(num_envs, longest=1000), autoreset_mode=mode, **engine) as envs:
+        for count in (40, 5):
+            results = vecenv.evaluate(envs, choose, count, seed=SEED)
+            assert numbers(results) == wanted(count, longest=1000)
+        assert max(each.length for each in results) > 100
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_there_are_as_many_steps_as_the_lengths_add_up_to(mode: AutoresetMode, tmp_path: Path) -> None:
+    with opened(walks(4, marks=str(tmp_path)), num_workers=2, autoreset_mode=mode) as envs:
+        results = vecenv.evaluate(envs, choose, 11, seed=SEED)
+        made = envs.stats()["steps"]
+    assert (tmp_path / "steps").stat().st_size == sum(each.length for each in results) == made
+
+
+def test_every_episode_has_its_own_seed_and_options() -> None:
+    episodes = [vecenv.Episode(7, {"start": 5.0}), vecenv.Episode(), vecenv.Episode(options={"start": -1.0})]
+    with opened(walks(2), num_workers=0) as envs:
+        results = vecenv.evaluate(envs, lambda seen: np.zeros(len(seen), int), episodes, seed=20)
+    assert [each.seed for each in results] == [7, 21, 22]
+    assert [each.options for each in results] == [{"start": 5.0}, None, {"start": -1.0}]
+    assert [each.episode_return / each.length for each in results] == [5.0, 0.0, -1.0], "the sum of what never moves"
+
+
+def test_without_a_seed_the_results_say_which_it_was() -> None:
+    with opened(walks(2), num_workers=0) as envs:
+        first = vecenv.evaluate(envs, choose, 3)
+        assert numbers(vecenv.evaluate(envs, choose, 3, seed=first[0].seed)) == numbers(first)
+        assert vecenv.evaluate(envs, choose, 3)[0].seed != first[0].seed
+
+
+def test_results_are_told_as_they_come_and_listed_in_order() -> None:
+    told: list[Any] = []
+    with opened(walks(3), num_workers=0) as envs:
+        results = vecenv.evaluate(envs, choose, 7, seed=SEED, on_episode=told.append)
+    assert [each.index for each in results] == list(range(7))
+    assert sorted(told, key=lambda each: each.index) == results
+    assert told != results, "the shortest are done first"
+
+
+def test_an_evaluation_goes_through_the_statistics_of_a_wrapper() -> None:
+    with opened(walks(3), num_workers=0) as envs:
+        counted = vecenv.wrappers.RecordEpisodeStatistics(envs)
+        results = vecenv.evaluate(counted, choose, 5, seed=SEED)
+    for each, plain in zip(results, wanted(5), strict=True):
+        statistics = each.info.pop("episode")
+        assert (statistics["l"], statistics["r"]) == (each.length, pytest.approx(each.episode_return))
+        assert each.info == plain[6]
+
+
+def test_other_wrappers_see_every_observation() -> None:
+    with opened(walks(3), num_workers=0) as envs:
+        scaled: Any = gymnasium.wrappers.vector.TransformObservation(envs, lambda seen: seen * 0 + 1)
+        seen: list[Any] = []
+
+        def policy(observations: Any) -> Any:
+            seen.append(observations)
+            return np.zeros(len(observations), int)
+
+        results = vecenv.evaluate(scaled, policy, 4, seed=SEED)
+    assert all((each == 1).all() for each in seen)
+    assert [each.length for each in results] == [each[3] for each in wanted(4)]
+
+
+def test_frames_of_chosen_episodes() -> None:
+    with opened(walks(2, render_mode="rgb_array"), num_workers=1) as envs:
+        results = vecenv.evaluate(envs, choose, 5, seed=SEED, frames=[1, 4])
+    assert numbers(results) == wanted(5)
+    for each in results:
+        pictures = range(each.length + 1) if each.index in (1, 4) else ()
+        assert [int(frame[0, 0, 0]) for frame in each.frames] == list(pictures)
+
+
+def test_progress_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tqdm")
+    with opened(walks(2), num_workers=0) as envs:
+        vecenv.evaluate(envs, choose, 5, seed=SEED, progress=True)
+    assert "5/5" in capsys.readouterr().err
+
+
+# -- failures -------------------------------------------------------------------------------------------------------
+
+
+def with_faults(faults: dict[int, str], tmp_path: Path, num_envs: int, count: int, **how: Any) -> list[Any]:
+    """Results of walks that go wrong; all others have to be those of a plain loop."""
+    engine = how.pop("engine", {"num_workers": 2})
+    with opened(walks(num_envs, faults=faults, marks=str(tmp_path)), **engine) as envs:
+        results = vecenv.evaluate(envs, choose, count, seed=SEED, **how)
+    assert [each.index for each in results] == list(range(count))
+    for each, plain in zip(numbers(results), wanted(count), strict=True):
+        if faults.get(each[1], "once").endswith("once"):
+            assert each == plain
+    return results
+
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@pytest.mark.parametrize("num_envs", [1, 4])
+def test_what_raises_is_begun_again_and_then_has_its_error(num_envs: int, tmp_path: Path) -> None:
+    results = with_faults({SEED + 2: "raise", SEED + 5: "raise once"}, tmp_path, num_envs, 8, engine={"num_workers": 0})
+    failed, healed = results[2], results[5]
+    assert isinstance(failed.error, ArithmeticError)
+    assert "walk 302 slipped" in str(failed.error)
+    assert math.isnan(failed.episode_return)
+    assert (failed.attempts, failed.length) == (2, wanted(3)[2][3] // 2)
+    assert (healed.attempts, healed.error) == (2, None)
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@pytest.mark.parametrize(("num_envs", "retries"), [(4, 0), pytest.param(4, 1, marks=pytest.mark.long), (1, 1)])
+def test_what_kills_its_worker_costs_the_others_nothing(num_envs: int, retries: int, tmp_path: Path) -> None:
+    faults = {SEED + 1: "die", **({SEED + 4: "die once"} if retries else {})}
+    engine = {"num_workers": min(num_envs, 2)}
+    results = with_faults(faults, tmp_path, num_envs, 8, retries=retries, engine=engine)
+    assert isinstance(results[1].error, WorkerDied)
+    assert [each.index for each in results if each.error is not None] == [1]
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_what_hangs_is_ended(tmp_path: Path) -> None:
+    results = with_faults({SEED + 3: "hang", SEED + 5: "hang once"}, tmp_path, 4, 8, retries=1, timeout=0.5)
+    assert isinstance(results[3].error, WorkerDied)
+    assert "time.sleep(600)" in str(results[3].error) or "_go_wrong" in str(results[3].error), "it says where"
+    assert [each.index for each in results if each.error is not None] == [3]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@pytest.mark.parametrize("policy", ["raise", "restart"])
+@pytest.mark.parametrize("num_envs", [1, 3, 8, 64])
+def test_all_faults_in_any_number_of_environments(num_envs: int, policy: str, tmp_path: Path) -> None:
+    faults = {SEED + 2: "raise", SEED + 7: "die", SEED + 11: "hang", SEED + 13: "raise once", SEED + 17: "hang once"}
+    faults[SEED + 19] = "die once"
+    engine = {"num_workers": min(num_envs, 4), "on_failure": policy, "restart_limit": 1000}
+    results = with_faults(faults, tmp_path, num_envs, 30, timeout=0.5, retries=1, engine=engine)
+    assert [each.index for each in results if each.error is not None] == [2, 7, 11]
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_an_engine_that_restarts_by_itself_gives_the_same(tmp_path: Path) -> None:
+    faults = {SEED + 1: "raise", SEED + 2: "die", SEED + 5: "die once"}
+    results = with_faults(faults, tmp_path, 4, 8, engine={"num_workers": 2, "on_failure": "restart", "restart_limit": 100})
+    assert [each.index for each in results if each.error is not None] == [1, 2]

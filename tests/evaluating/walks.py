@@ -1,0 +1,111 @@
+"""Episodes whose every number follows from seed, options and actions; and what goes wrong in the middle of them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+__all__ = ["SEED", "Walk", "choose", "numbers", "walks", "wanted"]
+
+SEED = 300
+
+
+class Walk(gymnasium.Env[Any, Any]):
+    """Steps of random size. Its length, 1 to ``longest``, follows from the seed; every fifth walk is truncated.
+
+    Args:
+        longest: Steps.
+        faults: Seed -> what happens in the middle: ``"raise"``, ``"die"``, ``"hang"``; with ``" once"`` only the first time.
+        marks: A folder, for what is to happen once; every step of every process adds a byte to ``steps`` in it.
+        pause: Seconds a step.
+    """
+
+    observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float64)
+    action_space = spaces.Discrete(7)
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012 - as Gymnasium's
+
+    def __init__(
+        self, longest: int = 12, faults: dict[int, str] | None = None, marks: str = "", pause: float = 0.0,
+        render_mode: str | None = None,
+    ) -> None:  # fmt: skip
+        self.longest, self.faults, self.marks, self.pause = longest, faults or {}, marks, pause
+        self.render_mode = render_mode
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.seed, self.t, self.sum = seed, 0, float((options or {}).get("start", 0.0))
+        self.length = int(self.np_random.integers(1, self.longest + 1))
+        return self._seen(), {"reset": True}
+
+    def _seen(self) -> Any:
+        return np.array([self.sum, self.t, self.np_random.normal()])
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if self.marks:
+            with open(Path(self.marks) / "steps", "ab") as file:
+                file.write(b".")
+        if self.pause:
+            time.sleep(self.pause)
+        if self.t == self.length // 2:
+            self._go_wrong()
+        self.t += 1
+        self.sum += float(action) * self.np_random.normal()
+        over, cut = self.t >= self.length, self.seed is not None and self.seed % 5 == 0
+        return self._seen(), self.sum, over and not cut, over and cut, {"t": self.t, "name": f"walk {self.seed}"}
+
+    def _go_wrong(self) -> None:
+        fault, _, once = self.faults.get(self.seed or 0, "").partition(" ")
+        mark = Path(self.marks) / f"{self.seed}"
+        if not fault or (once and mark.exists()):
+            return
+        if once:
+            mark.touch()
+        if fault == "raise":
+            raise ArithmeticError(f"walk {self.seed} slipped")
+        if fault == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+
+    def render(self) -> Any:
+        return np.full((2, 3, 3), self.t, np.uint8)
+
+
+def walks(count: int, **how: Any) -> list[Any]:
+    """So many of them."""
+    return [functools.partial(Walk, **how)] * count
+
+
+def choose(observations: Any, rngs: list[np.random.Generator]) -> Any:
+    """An action from the observation and from chance."""
+    both = zip(observations, rngs, strict=True)
+    return np.array([(int(abs(seen[2]) * 3) + int(rng.integers(4))) % 7 for seen, rng in both])
+
+
+def wanted(count: int, seed: int = SEED, **how: Any) -> list[Any]:
+    """What the results are to be, from a plain loop over one environment."""
+    env, results = Walk(**how), []
+    for index in range(count):
+        rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(index,)))
+        observation, info = env.reset(seed=seed + index)
+        total, length, over = 0.0, 0, (False, False)
+        while not any(over):
+            observation, reward, *over, info = env.step(choose([observation], [rng])[0])  # type: ignore[assignment]
+            total, length = total + reward, length + 1
+        results.append((index, seed + index, total, length, *over, info, None))
+    return results
+
+
+def numbers(results: Any) -> list[Any]:
+    """What of results does not depend on clocks."""
+    return [
+        (each.index, each.seed, each.episode_return, each.length, each.terminated, each.truncated, each.info, each.error)
+        for each in results
+    ]

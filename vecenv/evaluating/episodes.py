@@ -1,0 +1,189 @@
+"""What is to be run and what came of it: episodes, their seeds and generators, attempts, results.
+
+Everything about an episode follows from its place in the list and from the seed of the evaluation, and never from the row
+that it is run in: so results are the same for every number of environments.
+"""
+
+from __future__ import annotations
+
+import operator
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+__all__ = ["Attempt", "Episode", "EpisodeResult", "Episodes", "Listed", "listed"]
+
+_BASES: Final = 2**30  # seeds are drawn from below this: with the number of episodes they are within what every engine takes
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """An episode to be run.
+
+    Args:
+        seed: Of its reset; ``None``: the seed of the evaluation plus the place in the list.
+        options: Of its reset; ``None``: none.
+    """
+
+    seed: int | None = None
+    options: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeResult:
+    """What came of one episode.
+
+    Attributes:
+        index: Its place in the list.
+        seed: Its reset was given this one.
+        options: And these.
+        episode_return: Sum of its rewards, added up in their order as float64; nan if it failed.
+        length: Steps that were answered.
+        terminated, truncated: How it ended; both ``False`` if it failed.
+        info: The last one.
+        error: Why it failed, in the last attempt; ``None`` if it did not.
+        seconds: From asking for its reset to its end, of the last attempt.
+        attempts: How often it was begun.
+        frames: uint8 ``(height, width, 3)`` each, where they were asked for: after its reset and after each step.
+    """
+
+    index: int
+    seed: int
+    options: Mapping[str, Any] | None
+    episode_return: float
+    length: int
+    terminated: bool
+    truncated: bool
+    info: dict[Any, Any]
+    error: Exception | None
+    seconds: float
+    attempts: int = 1
+    frames: tuple[Any, ...] = ()
+
+
+Listed: TypeAlias = int | Sequence[Episode]
+"""How many episodes, or which."""
+
+
+class Attempt:
+    """One time that an episode is run.
+
+    Attributes:
+        index: The episode's place in the list.
+        row: Where.
+        rng: The policy's own, for this episode: the same at every attempt.
+        begins: Its first observation has not been shown to the policy.
+        episode_return, length: So far.
+    """
+
+    __slots__ = ("began", "begins", "episode_return", "frames", "index", "length", "rng", "row")
+
+    def __init__(self, index: int, row: int, rng: np.random.Generator) -> None:
+        self.index = index
+        self.row = row
+        self.rng = rng
+        self.begins = True
+        self.episode_return = 0.0
+        self.length = 0
+        self.frames: list[Any] = []
+        self.began = time.perf_counter()
+
+
+@dataclass(slots=True)
+class Episodes:
+    """The list, and the results as they come.
+
+    Attributes:
+        episodes: With a seed each.
+        entropy: Of the generators.
+        retries: How often an episode that failed is begun again.
+        results: By index.
+        failures: By index, how often it failed.
+        begun: By index, how often it was begun.
+    """
+
+    episodes: list[Episode]
+    entropy: int
+    retries: int
+    results: dict[int, EpisodeResult] = field(default_factory=dict)
+    failures: dict[int, int] = field(default_factory=dict)
+    begun: dict[int, int] = field(default_factory=dict)
+
+    def seed(self, index: int) -> int:
+        """Of the reset of an episode."""
+        seed = self.episodes[index].seed
+        assert seed is not None
+        return seed
+
+    def begin(self, index: int, row: int) -> Attempt:
+        """An attempt at an episode, in a row."""
+        self.begun[index] = self.begun.get(index, 0) + 1
+        rng = np.random.default_rng(np.random.SeedSequence(self.entropy, spawn_key=(index,)))
+        return Attempt(index, row, rng)
+
+    def ended(self, attempt: Attempt, terminated: bool, truncated: bool, info: dict[Any, Any]) -> EpisodeResult:
+        """An episode is over."""
+        return self._put(attempt, attempt.episode_return, terminated, truncated, info, None)
+
+    def failed(self, attempt: Attempt, error: Exception) -> EpisodeResult | None:
+        """An attempt failed: the result, or ``None`` if the episode is to be begun again."""
+        failures = self.failures[attempt.index] = self.failures.get(attempt.index, 0) + 1
+        if failures <= self.retries:
+            return None
+        return self._put(attempt, float("nan"), False, False, {}, error)
+
+    def _put(
+        self, attempt: Attempt, episode_return: float, terminated: bool, truncated: bool, info: Any, error: Exception | None
+    ) -> EpisodeResult:
+        index = attempt.index
+        result = self.results[index] = EpisodeResult(
+            index, self.seed(index), self.episodes[index].options, episode_return, attempt.length, terminated, truncated,
+            info, error, time.perf_counter() - attempt.began, self.begun[index], tuple(attempt.frames),
+        )  # fmt: skip
+        return result
+
+
+def listed(episodes: Any, seed: Any) -> tuple[list[Episode], int]:
+    """The episodes with a seed each, and the seed they come from.
+
+    Raises:
+        TypeError: Neither a number nor a list of episodes; a seed that is no integer, options that are no dict.
+        ValueError: There are none; a seed below 0.
+    """
+    base = secrets.randbelow(_BASES) if seed is None else _natural(seed, "seed")
+    if isinstance(episodes, str | bytes | Mapping | Episode):
+        raise TypeError(f"episodes must be how many, or a list of vecenv.Episode, got {episodes!r}")
+    if not isinstance(episodes, Sequence):
+        count = _natural(episodes, "episodes")
+        wanted: list[Any] = [Episode()] * count
+    else:
+        wanted = list(episodes)
+    if not wanted:
+        raise ValueError(f"there is no episode to run: got episodes={episodes!r}")
+    for index, episode in enumerate(wanted):
+        if not isinstance(episode, Episode):
+            raise TypeError(f"episodes[{index}] must be a vecenv.Episode, got {episode!r}")
+        if episode.options is not None and not isinstance(episode.options, Mapping):
+            raise TypeError(f"episodes[{index}].options must be a dict or None, got {episode.options!r}")
+        if episode.options is not None and "reset_mask" in episode.options:
+            raise ValueError(f"episodes[{index}].options has 'reset_mask', which is about many environments")
+        own = base + index if episode.seed is None else _natural(episode.seed, f"episodes[{index}].seed")
+        wanted[index] = Episode(own, episode.options)
+    return wanted, base
+
+
+def _natural(number: Any, name: str) -> int:
+    if isinstance(number, bool | np.bool_):
+        raise TypeError(f"{name} must be an integer, got {number!r}")
+    try:
+        value = operator.index(number)
+    except TypeError:
+        wanted = "how many, or a list of vecenv.Episode" if name == "episodes" else "an integer"
+        raise TypeError(f"{name} must be {wanted}, got {number!r}") from None
+    if value < 0:
+        raise ValueError(f"{name} must not be negative, got {value}")
+    return value

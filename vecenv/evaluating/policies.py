@@ -1,0 +1,199 @@
+"""A policy as it is called: with the rows that are ready, and with whatever else it names among its parameters.
+
+What it names is read from its signature, once, before anything runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from gymnasium import Space
+
+from vecenv.evaluating.batches import count_rows, join_rows, map_leaves, stack_trees, take_rows, to_numpy, tree_row
+from vecenv.evaluating.episodes import Attempt
+from vecenv.front.infos import info_row
+
+__all__ = ["ARRAYS", "BATCHES", "Acting"]
+
+ARRAYS: Final = ("numpy", "torch", "jax")
+BATCHES: Final = ("ready", "padded", "single")
+_KNOWN: Final = ("rows", "begins", "episodes", "rngs", "infos", "state")
+
+
+class Acting:
+    """Asks a policy for actions.
+
+    Args:
+        policy: What is asked; its parameters are checked.
+        num_envs: How many rows there are.
+        observation_space, action_space: Of one environment.
+        arrays: What observations are given as: ``"numpy"``, ``"torch"``, ``"jax"``; ``None``: tensors to a torch module, to
+            all others what comes.
+        device: Where tensors go.
+        batch: ``"ready"``, ``"padded"`` or ``"single"``; see :func:`vecenv.evaluate`.
+        initial_state: Of one episode, for a policy that takes ``state``.
+
+    Raises:
+        TypeError, ValueError: It cannot be called like that.
+    """
+
+    def __init__(
+        self,
+        policy: Any,
+        num_envs: int,
+        observation_space: Space[Any],
+        action_space: Space[Any],
+        *,
+        arrays: str | None,
+        device: Any,
+        batch: str,
+        initial_state: Any,
+    ) -> None:
+        if not callable(policy):
+            raise TypeError(f"policy must be callable, as policy(observations) -> actions; got {policy!r}")
+        if batch not in BATCHES:
+            raise ValueError(f"batch must be one of {BATCHES}, got {batch!r}")
+        if arrays is not None and arrays not in ARRAYS:
+            raise ValueError(f"arrays must be one of {ARRAYS} or None, got {arrays!r}")
+        module = _is_module(policy)
+        self._named = _named(policy.forward if module else policy)
+        if ("state" in self._named) != (initial_state is not None):
+            given = "is not given" if initial_state is None else "is given"
+            raise TypeError(f"a policy that takes `state` goes with initial_state=, that of one episode; here it {given}")
+        self._policy: Callable[..., Any] = policy
+        self._spaces = observation_space, action_space
+        self._num_envs = num_envs
+        self._arrays = arrays or ("torch" if module else None)
+        if module and device is None:
+            device = next((parameter.device for parameter in policy.parameters()), None)
+        self._device = device
+        self._batch = batch
+        self._initial = initial_state
+        self._states: list[Any] = [initial_state] * num_envs
+
+    def __call__(
+        self, observations: Any, attempts: Sequence[Attempt], infos: Sequence[Mapping[Any, Any]], places: Sequence[int]
+    ) -> Any:
+        """Actions, one for each attempt, in their order; as numpy, unless they came in something else that is no array.
+
+        Args:
+            observations: A row for each of them.
+            attempts: Whose.
+            infos: The dict of arrays that came last with each of them ...
+            places: ... and which row of it is whose.
+
+        Raises:
+            ValueError, TypeError: It gave another number of actions.
+        """
+        if self._batch != "single":
+            actions = self._ask(observations, attempts, infos, places)
+        else:
+            single = [
+                self._ask(take_rows(self._spaces[0], observations, [at]), [attempt], infos[at : at + 1], [places[at]])
+                for at, attempt in enumerate(attempts)
+            ]
+            actions = single[0] if len(single) == 1 else join_rows(self._spaces[1], single)
+        for attempt in attempts:
+            attempt.begins = False
+        return actions
+
+    def _ask(self, observations: Any, attempts: Sequence[Attempt], infos: Sequence[Any], places: Sequence[int]) -> Any:
+        count, named = len(attempts), self._named
+        padding = self._num_envs - count if self._batch == "padded" else 0
+        if padding:
+            observations = take_rows(self._spaces[0], observations, [*range(count), *[0] * padding])
+        given: dict[str, Any] = {}
+        if "rows" in named:
+            given["rows"] = np.array([attempt.row for attempt in attempts] + [self._num_envs] * padding, np.intp)
+        if "begins" in named:
+            given["begins"] = np.array([attempt.begins for attempt in attempts] + [True] * padding, np.bool_)
+        if "episodes" in named:
+            given["episodes"] = np.array([attempt.index for attempt in attempts] + [-1] * padding, np.intp)
+        if "rngs" in named:
+            given["rngs"] = [attempt.rng for attempt in attempts] + [np.random.default_rng(0) for _ in range(padding)]
+        if "infos" in named:
+            given["infos"] = [*map(info_row, infos, places), *[{} for _ in range(padding)]]
+        if "state" in named:
+            states = [self._initial if each.begins else self._states[each.row] for each in attempts]
+            given["state"] = stack_trees([*states, *[self._initial] * padding])
+        with _without_gradients(self._arrays):
+            said = self._policy(self._converted(observations), **given)
+        if "state" in named:
+            said = self._keep_state(said, attempts)
+        return self._checked(to_numpy(said), count + padding, count)
+
+    def _keep_state(self, said: Any, attempts: Sequence[Attempt]) -> Any:
+        if not isinstance(said, tuple) or len(said) != 2:
+            raise TypeError(f"a policy that takes `state` returns (actions, state), got {type(said).__name__}")
+        for place, attempt in enumerate(attempts):
+            self._states[attempt.row] = tree_row(said[1], place)
+        return said[0]
+
+    def _checked(self, actions: Any, wanted: int, count: int) -> Any:
+        space = self._spaces[1]
+        try:
+            found = count_rows(space, actions)
+        except (TypeError, KeyError, IndexError) as error:
+            raise TypeError(
+                f"the policy was given {wanted} observations and returned no batch of {wanted} actions of {space}: "
+                f"{actions!r}; nothing was sent"
+            ) from error
+        if found - {wanted}:
+            raise ValueError(
+                f"the policy was given {wanted} observations and returned {min(found - {wanted})} actions; nothing was sent"
+            )
+        return actions if wanted == count else take_rows(space, actions, range(count))
+
+    def _converted(self, observations: Any) -> Any:
+        if self._arrays is None:
+            return observations
+        if self._arrays == "torch":
+            import torch
+
+            device = self._device
+            return map_leaves(lambda leaf: torch.as_tensor(leaf, device=device), to_numpy(observations))
+        if self._arrays == "jax":
+            import jax.numpy
+
+            return map_leaves(jax.numpy.asarray, observations)
+        return to_numpy(observations)
+
+
+def _is_module(policy: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(policy, torch.nn.Module)
+
+
+def _named(policy: Any) -> frozenset[str]:
+    """Which of the things that a policy may be told it names.
+
+    Raises:
+        TypeError: It takes no observations, or needs something else.
+    """
+    try:
+        parameters = list(inspect.signature(policy).parameters.values())
+    except (TypeError, ValueError):  # written in C
+        return frozenset()
+    by_place = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    if not by_place and not any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        raise TypeError(f"policy must take the observations as its first argument: {policy!r}")
+    anything = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    named = [each for each in parameters if each not in by_place[:1] and each.kind not in anything]
+    for each in named:
+        if each.default is each.empty and (each.name not in _KNOWN or each.kind is each.POSITIONAL_ONLY):
+            raise TypeError(f"policy wants {each.name!r}; what there is beside the observations is {', '.join(_KNOWN)}")
+    return frozenset(each.name for each in named if each.name in _KNOWN)
+
+
+def _without_gradients(arrays: str | None) -> contextlib.AbstractContextManager[Any]:
+    if arrays != "torch":
+        return contextlib.nullcontext()
+    import torch
+
+    gradients: contextlib.AbstractContextManager[Any] = torch.no_grad()
+    return gradients

@@ -15,7 +15,7 @@ PAGE = PACKAGE.parent / "docs" / "architecture.md"
 FLOORS = (
     ("vecenv", "__main__"), ("tools",), ("make", "instead", "ids"), ("wrappers",), ("adapters", "torch"), ("multi_agent",),
     ("backends",), ("jax.rollouts",), ("jax.bridging",), ("jax.native",), ("jax",), ("engine",), ("planning",), ("worker",),
-    ("link",), ("testing",), ("front",), ("shm",), ("system",), ("errors", "_version"),
+    ("link",), ("testing", "state"), ("front",), ("shm",), ("system",), ("errors", "_version"),
 )  # fmt: skip
 """From the roof to the ground."""
 

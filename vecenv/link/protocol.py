@@ -27,6 +27,10 @@ class Op(IntEnum):
     SET_ATTR = 7
     EXEC = 8
     CLOSE = 9
+    SAVE = 10
+    PROVE = 11
+    CHECK = 12  # snapshots that are to be loaded: read, refused where they do not fit, and nothing touched ...
+    LOAD = 13  # ... until all were found to fit
 
 
 class Reply(IntEnum):

@@ -132,7 +132,12 @@ class Envs:
             observation, info = env.reset()
             return observation, 0.0, False, False, info
 
+        step.resets_first = True  # type: ignore[attr-defined]
         return step
+
+    def _is_pending(self, k: int) -> bool:
+        """Whether the row's next step begins with an automatic reset."""
+        return getattr(self._steps[k], "resets_first", False) is True
 
     def leave_if_forked(self) -> None:
         """End a copy of the worker, which an environment forked and which has come back here.

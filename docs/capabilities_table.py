@@ -1,4 +1,4 @@
-"""The table of ``docs/capabilities.md``: ``python docs/capabilities_table.py`` writes it from what the backends say of themselves.
+"""The table of ``docs/capabilities.md``; ``python docs/capabilities_table.py`` writes it from what the backends say.
 
 Nothing is built and no environment is stepped: every backend says what it can do as a value.
 """

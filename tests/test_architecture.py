@@ -16,7 +16,7 @@ FLOORS = (
     ("vecenv", "__main__"), ("tools",), ("make", "instead", "ids"), ("wrappers",), ("adapters", "torch"), ("evaluating",),
     ("multi_agent",),
     ("backends",), ("jax.rollouts",), ("jax.bridging",), ("jax.native",), ("jax",), ("engine",), ("planning",), ("worker",),
-    ("link",), ("testing",), ("front",), ("shm",), ("system",), ("errors", "_version"),
+    ("link",), ("testing", "state"), ("front",), ("shm",), ("system",), ("errors", "_version"),
 )  # fmt: skip
 """From the roof to the ground."""
 

@@ -25,9 +25,11 @@ __all__ = [
     "ErrorRecord",
     "ForkedError",
     "HostDied",
+    "NotRestorable",
     "ObservationError",
     "RemoteTraceback",
     "RestartsExhausted",
+    "SnapshotMismatch",
     "StaleStateError",
     "StartupTimeout",
     "StepTimeout",
@@ -123,6 +125,14 @@ class ForkedError(VecEnvError, RuntimeError):
 
 class StaleStateError(VecEnvError, RuntimeError):
     """A functional state was stepped twice, or belongs to another environment (``vecenv.jax``)."""
+
+
+class NotRestorable(VecEnvError, RuntimeError):
+    """An environment cannot be saved, or would not go on exactly as it did: says which, what differs, and where."""
+
+
+class SnapshotMismatch(VecEnvError, ValueError):
+    """A snapshot does not fit: of another environment, wrapper stack or version, damaged, or none. Nothing was touched."""
 
 
 class RemoteTraceback(VecEnvError):

@@ -115,9 +115,10 @@ QUICK = [
     ("max_concurrency", "step", "whole"), ("restart", "step", "whole"), ("restart", "reset", "whole"),
     ("list actions", "step", "whole"), ("Text actions", "step", "wait"), ("Text observations", "step", "whole"),
     ("Text observations", "reset", "wait"), ("no shared memory", "step", "whole"), ("same step", "step", "whole"),
-    ("batch_size", "step", "whole"),
+    ("batch_size", "step", "whole"), ("one worker", "save", "whole"), ("one worker", "load", "whole"),
+    ("in process", "load", "whole"),
 ]  # fmt: skip
-WHOLE = ("get_attr", "set_attr", "set_next_options")
+WHOLE = ("get_attr", "set_attr", "set_next_options", "save", "load")
 PARTS = [(name, part) for name in CALLS for part in ("whole", "begin", "wait") if part == "whole" or name not in WHOLE]
 
 

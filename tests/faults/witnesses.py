@@ -28,6 +28,8 @@ from gymnasium.vector import SyncVectorEnv
 from interruption import PACKAGE, Interruption
 
 import vecenv
+from vecenv.state.capture import captured, opened
+from vecenv.state.snapshots import Snapshot, kind_of
 from vecenv.testing import assert_identical
 
 HERE = str(Path(__file__).parent)
@@ -112,7 +114,9 @@ class Call:
     reference: Callable[[SyncVectorEnv], Any]
 
 
-CALLS = ("step", "reset", "reset_some", "call", "get_attr", "set_attr", "set_next_options", "exec_func")
+CALLS = (
+    "step", "reset", "reset_some", "call", "get_attr", "set_attr", "set_next_options", "exec_func", "save", "load",
+)  # fmt: skip
 
 
 def make_call(name: str, setting: Setting, tick: int) -> Call:
@@ -153,6 +157,24 @@ def make_call(name: str, setting: Setting, tick: int) -> Call:
             name, "call", lambda e: e.exec_func(tell, chosen, word), lambda e: e.exec_func_send(tell, chosen, word),
             lambda e: e.exec_func_fetch(), some_of_them,
         )  # fmt: skip
+    if name == "save":
+        return Call(
+            name, "call", lambda e: shown(setting, e.save()), None, lambda e: shown(setting, e.call_wait()),
+            lambda s: [(*known(env.unwrapped), as_list(env.unwrapped.observe())) for env in s.envs],
+        )  # fmt: skip
+    if name == "load":
+        kept = [snapshot_of(env_fn(), 1000 * tick + row, tick % 4) for row, env_fn in enumerate(setting.env_fns())]
+
+        def filled(same: SyncVectorEnv) -> Any:
+            for row, snapshot in enumerate(kept):
+                opened(same.envs[row], snapshot.body)()
+                same._autoreset_envs[row] = snapshot.pending
+                same._env_obs[row] = snapshot.observation
+            return [as_list(snapshot.observation) for snapshot in kept]
+
+        return Call(
+            name, "call", lambda e: list(map(as_list, e.load(kept))), None, lambda e: list(map(as_list, e.call_wait())), filled
+        )  # fmt: skip
 
     def nothing(answer: Any) -> None:
         assert answer is None or answer == (None,) * setting.count, answer
@@ -169,6 +191,33 @@ def make_call(name: str, setting: Setting, tick: int) -> Call:
         name, "call", lambda e: nothing(e.set_attr("mark", marks)), None, lambda e: nothing(e.call_wait()),
         lambda s: s.set_attr("mark", marks),
     )  # fmt: skip
+
+
+def known(env: Any) -> tuple[Any, ...]:
+    """All that an environment counts."""
+    return (*env.numbers(), env.calls, env.marks, env.mark)
+
+
+def as_list(observation: Any) -> Any:
+    """An observation that can be compared with any other."""
+    return observation.tolist() if isinstance(observation, np.ndarray) else observation
+
+
+def shown(setting: Setting, snapshots: Sequence[Snapshot]) -> list[Any]:
+    """What is in snapshots, seen by loading them into environments of nobody's."""
+    seen = []
+    for env_fn, snapshot in zip(setting.env_fns(), snapshots, strict=True):
+        env = env_fn()
+        opened(env, snapshot.body)()
+        seen.append((*known(env), as_list(snapshot.observation)))
+    return seen
+
+
+def snapshot_of(env: Any, seed: int, steps: int) -> Snapshot:
+    """A state that none of the rows was ever in."""
+    env.reset(seed=seed)
+    env.steps = steps
+    return Snapshot.of(kind_of(env), captured(env), pending=steps == 3, observation=env.observe())
 
 
 # --- what is there ------------------------------------------------------------------------------

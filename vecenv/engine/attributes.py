@@ -57,14 +57,18 @@ class Attributes:
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Fetch the answer to :meth:`call_async`: a tuple of one result an environment.
 
-        The answers to :meth:`exec_func_send`, and to a :meth:`set_attr` that was interrupted, are fetched by it, too.
+        The answers to :meth:`exec_func_send`, and to a :meth:`set_attr`, a save or a load that was interrupted, are fetched
+        by it, too.
 
         Raises:
             StepTimeout: Not within ``timeout`` seconds; the answer is still owed, call again.
             Exception: What the call raised in an environment; the environments stay alive.
         """
+        call = self._owed.call
+        sequel = None if call is None else call.sequel
+        del call  # as in `_finish`
         result = self._finish("call_wait", Phase.WAITING_CALL, timeout)
-        return tuple(result.results.get(row) for row in range(self.num_envs))
+        return tuple(result.results.get(row) for row in range(self.num_envs)) if sequel is None else sequel(result, timeout)
 
     @one_call
     def exec_func(

@@ -233,8 +233,17 @@ class Engine(Answering):
             "reset", Op.RESET_SOME, Op.RESET_SOME, sorted(rows), payload_of, by_row=True, seeds=seeds, options=options
         )  # fmt: skip
 
-    def ask_call(self, op: Op, payload_of: Callable[[Worker], Any], command: str) -> None:
-        """``CALL``, ``SET_ATTR`` or ``EXEC``; workers for which ``payload_of`` gives ``None`` are left out."""
+    def ask_call(
+        self, op: Op, payload_of: Callable[[Worker], Any], command: str, *, sequel: Any = None, alone: bool = False
+    ) -> None:
+        """A call that is no step and no reset; workers for which ``payload_of`` gives ``None`` are left out.
+
+        Args:
+            op, command: Which.
+            payload_of: What goes with it.
+            sequel: See :class:`~vecenv.engine.owed.Flight`.
+            alone: It takes the place of the call whose sequel it is, at once.
+        """
         dead = [row for worker in self.pool.workers if worker.death is not None for row in worker.rows]
         if dead:
             self.ledger.refuse({row: self.failed.get(row, "its worker died") for row in dead})
@@ -246,7 +255,8 @@ class Engine(Answering):
             if payload is not None
         }
         flight.workers = tuple(part.worker for part in flight.parts.values())
-        self.pool.ask(flight)
+        flight.sequel = sequel
+        self.pool.ask(flight, alone=alone)
 
     # -- what the caller gets ---------------------------------------------------------------------------------------
 

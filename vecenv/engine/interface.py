@@ -20,6 +20,7 @@ from vecenv.engine import published
 from vecenv.engine.attributes import Attributes
 from vecenv.engine.engine import Engine
 from vecenv.engine.guard import one_call
+from vecenv.engine.keeping import Keeping
 from vecenv.engine.owed import Flight, Result
 from vecenv.engine.owner import EngineOwner
 from vecenv.front.arguments import ResetOptions, count_of, env_ids_of, least_of, reset_mask_of, seeds_of
@@ -31,7 +32,7 @@ __all__ = ["EngineVectorEnv"]
 R = TypeVar("R")
 
 
-class EngineVectorEnv(Attributes, EngineOwner[ObsType, ActType]):  # type: ignore[misc]  # as Gymnasium's, and guarded
+class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # type: ignore[misc]  # as Gymnasium's, and guarded
     """What callers see of an engine, whatever its workers are: processes, the calling process, hosts on other machines."""
 
     def _adopt(self, engine: Engine, batch_size: int | None) -> None:

@@ -32,6 +32,7 @@ __all__ = [
 COMMANDS: Final = {
     Op.STEP: "step", Op.STEP_SOME: "step", Op.RESET: "reset", Op.RESET_SOME: "reset", Op.REBUILD_SOME: "reset",
     Op.CALL: "call", Op.SET_ATTR: "set_attr", Op.EXEC: "exec_func", Op.CLOSE: "close", Op.SET_NEXT: "set_next_options",
+    Op.SAVE: "save", Op.PROVE: "save", Op.CHECK: "load", Op.LOAD: "load",
 }  # fmt: skip
 
 _PHASES: Final = {"step": Phase.WAITING_STEP, "reset": Phase.WAITING_RESET}
@@ -207,13 +208,14 @@ class Flight:
 
     Attributes:
         seq: Its number.
-        command: ``"step"``, ``"reset"``, ``"call"``, ``"set_attr"``, ``"set_next_options"``, ``"exec_func"`` or
-            ``"rebuild"``.
+        command: ``"step"``, ``"reset"``, ``"call"``, ``"set_attr"``, ``"set_next_options"``, ``"exec_func"``, ``"save"``,
+            ``"load"`` or ``"rebuild"``.
         workers: Who is asked.
         parts: By the worker's index, what each is asked; ``None``: all the same, :attr:`data`, about all their rows.
         told: Of a flight without parts: what each write to a worker process took, in their order.
         answers: By the worker's index.
         by_row: The answers are taken row by row, by ``recv``.
+        sequel: (result, timeout) -> what the caller gets, of a call that makes something of its answers, or asks once more.
     """
 
     # What most flights leave alone: a plain step sets none of it.
@@ -225,6 +227,7 @@ class Flight:
     mask: Array | None = None
     seeds: Sequence[Any] | None = None
     options: Any = None
+    sequel: Any = None
     uncounted: int = 0  # environment steps that the counter does not know of yet ...
     unreset: int = 0  # ... or resets
 

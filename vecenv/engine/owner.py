@@ -145,7 +145,7 @@ class EngineOwner(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, ActT
     def capabilities(self) -> Capabilities:
         """What this engine can do."""
         own = self._pool.own is not None
-        return Capabilities(self._backend, restarts=self._engine.policy.restart, in_this_process=own)
+        return Capabilities(self._backend, restarts=self._engine.policy.restart, snapshots=True, in_this_process=own)
 
     @property
     def step_timeout(self) -> float | None:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NoReturn
 
 from vecenv.front.capabilities import unable
 
-__all__ = ["NoAttributes"]
+__all__ = ["NoAttributes", "NoSnapshots"]
 
 
 def _refused(name: str) -> Any:
@@ -33,3 +33,24 @@ class NoAttributes:
     get_attr = _refused("get_attr")
     set_attr = _refused("set_attr")
     set_next_options = _refused("set_next_options")
+
+
+def _not_kept(name: str) -> Any:
+    def refused(self: NoSnapshots, *args: Any, **kwargs: Any) -> NoReturn:
+        unable(self, f"`{name}`", self._why_no_snapshots)
+
+    refused.__name__ = name
+    refused.__qualname__ = f"NoSnapshots.{name}"
+    refused.__doc__ = "Raise :class:`NotImplementedError`: the engine gives no state away."
+    return refused
+
+
+class NoSnapshots:
+    """Refuses to save and to load, with the reason."""
+
+    _why_no_snapshots: ClassVar[str] = "its environments are a library's own, which has no way to take their state and put it back"
+
+    save = _not_kept("save")
+    load = _not_kept("load")
+    state_dict = _not_kept("state_dict")
+    load_state_dict = _not_kept("load_state_dict")

@@ -25,6 +25,7 @@ class Capabilities:
         reset_options: Options other than the mask reach the environments.
         row_options: A sequence of options, one for each row.
         restarts: ``on_failure="restart"``.
+        snapshots: ``save``, ``load``, ``state_dict``, ``load_state_dict``.
         in_this_process: Environments are stepped by the calling process.
         runs_jax: They run as JAX programs of the calling process.
     """
@@ -39,6 +40,7 @@ class Capabilities:
     reset_options: bool = True
     row_options: bool = True
     restarts: bool = False
+    snapshots: bool = False
     in_this_process: bool = False
     runs_jax: bool = False
 

@@ -16,7 +16,7 @@ from gymnasium.vector import VectorEnv
 
 from vecenv.errors import StepTimeout
 from vecenv.front.arguments import ResetOptions, count_of, env_ids_of, refuse_options, reset_mask_of, seeds_of
-from vecenv.front.attributes import NoAttributes
+from vecenv.front.attributes import NoAttributes, NoSnapshots
 from vecenv.front.capabilities import Capabilities, figures
 from vecenv.front.deadlines import deadline_of
 from vecenv.front.driver import Driver, Stepped, recv_enough, require_idle
@@ -31,7 +31,7 @@ _PATIENCE: Final = 60.0  # close() without a timeout waits this long for another
 D = TypeVar("D", bound=Driver)
 
 
-class DrivenVectorEnv(NotClosedUnasked, NoAttributes, VectorEnv[Any, Any, Any], Generic[D]):
+class DrivenVectorEnv(NotClosedUnasked, NoAttributes, NoSnapshots, VectorEnv[Any, Any, Any], Generic[D]):
     """Arguments, phases, figures and the end.
 
     A subclass sets Gymnasium's attributes and gives its driver to :meth:`_open`.

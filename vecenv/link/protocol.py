@@ -28,6 +28,10 @@ class Op(IntEnum):
     EXEC = 8
     CLOSE = 9
     SET_NEXT = 10  # options and seeds of the episodes that autoreset begins
+    SAVE = 11
+    PROVE = 12
+    CHECK = 13  # snapshots that are to be loaded: read, refused where they do not fit, and nothing touched ...
+    LOAD = 14  # ... until all were found to fit
 
 
 class Reply(IntEnum):

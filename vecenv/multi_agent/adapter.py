@@ -130,6 +130,16 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
 
         return write
 
+    def take_snapshot(self) -> Any:
+        """Who is there; the environment inside is a layer of its own."""
+        return self._alive[:], self._acting[:], self._dead[:], self._cut
+
+    def restore_snapshot(self, state: Any) -> None:
+        """Go on from there; the row is written anew."""
+        alive, acting, dead, self._cut = state
+        self._alive, self._acting, self._dead = alive[:], acting[:], dead[:]
+        self._written, self._ordinary, self._filled = {}, False, [True] * len(alive)
+
     # -- reset and step ---------------------------------------------------------------------------------------------
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:

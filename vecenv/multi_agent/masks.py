@@ -75,6 +75,15 @@ class ActionMasks:
                 first = column if column.dtype != object else column[given_mask[:, index]][0]
                 self._sizes[index] = first.shape[-1]
 
+    def of(self, row: int) -> dict[int, Array]:
+        """The latest masks of an environment, by agent."""
+        return {index: masks[row].copy() for index, masks in self._latest.items()}
+
+    def put(self, row: int, masks: dict[int, Array]) -> None:
+        """They are these."""
+        for index, mask in masks.items():
+            self._latest.setdefault(index, np.ones((self._num_envs, len(mask)), np.bool_))[row] = mask
+
     def _one(self, index: int, obs: Any, given: Any, given_mask: Any, acting: Array) -> Array:
         """One agent's masks, bool ``[n, k]``."""
         mask = np.ones((len(acting), self._sizes[index]), np.bool_)

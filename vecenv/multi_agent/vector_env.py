@@ -24,6 +24,7 @@ from vecenv.multi_agent.actions import AgentActions
 from vecenv.multi_agent.adapter import PROBLEMS, EnvFn
 from vecenv.multi_agent.conventions import as_parallel
 from vecenv.multi_agent.infos import agents_to_axis
+from vecenv.multi_agent.keeping import KeepsAgents
 from vecenv.multi_agent.masks import ActionMasks
 from vecenv.multi_agent.roster import FLAGS, Roster, env_name, read_roster, tree_of
 from vecenv.multi_agent.through import AgentRows, ThroughToRows
@@ -41,7 +42,7 @@ Bools: TypeAlias = npt.NDArray[np.bool_]
 Step: TypeAlias = tuple[Any, Array, Bools, Bools, dict[str, Any]]
 
 
-class MultiAgentVecEnv(ThroughToRows):
+class MultiAgentVecEnv(KeepsAgents, ThroughToRows):
     """Vectors of PettingZoo parallel environments: arrays ``[num_envs, num_agents, ...]`` with masks.
 
     With n environments and A agents (an agent's index is its place in ``possible_agents`` of env 0, for life), ``step``

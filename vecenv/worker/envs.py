@@ -133,6 +133,7 @@ class Envs:
             observation, info = self._begin_next(k)
             return observation, 0.0, False, False, info
 
+        step.resets_first = True  # type: ignore[attr-defined]
         return step
 
     def _begin_next(self, k: int) -> tuple[Any, Any]:
@@ -142,6 +143,10 @@ class Envs:
         if seed is None and options is None:
             return env.reset()
         return env.reset(seed=seed, options=None if options is None else dict(options))
+
+    def _is_pending(self, k: int) -> bool:
+        """Whether the row's next step begins with an automatic reset."""
+        return getattr(self._steps[k], "resets_first", False) is True
 
     def leave_if_forked(self) -> None:
         """End a copy of the worker, which an environment forked and which has come back here.

@@ -1,6 +1,6 @@
 """One worker's whole life: what it is given at its start, and ``serve``: hear a message, answer it.
 
-:func:`answer` turns a message into calls on :class:`~vecenv.worker.rows.EnvRows` and knows nothing of processes; the
+:func:`answer` turns a message into calls on :class:`~vecenv.worker.keeping.KeptRows` and knows nothing of processes; the
 caller's own share of the environments is served by it too. :func:`main` is what runs in a worker process: it arms the
 mechanisms of :mod:`vecenv.system.supervision` first, so that a crash in the very constructor of an environment is already
 reported.
@@ -40,7 +40,7 @@ from vecenv.system.supervision import BlackBox, Lifeline
 from vecenv.system.uninterrupted import let_in
 from vecenv.system.variables import Variables, set_variables
 from vecenv.worker.envs import Expected
-from vecenv.worker.rows import EnvRows
+from vecenv.worker.keeping import KeptRows
 
 __all__ = ["Plan", "Ready", "Start", "answer", "main", "make_rows"]
 
@@ -100,7 +100,7 @@ class Ready:
 
 def make_rows(
     env_fns: Sequence[Callable[[], Any]], first: int, worker: int, plan: Plan, batch: Batch, *, interrupts: bool = False
-) -> EnvRows:
+) -> KeptRows:
     """The rows of one worker, with writers that fit how observations travel."""
     tree = plan.layout.observations
     mine = slice(first, first + len(env_fns))
@@ -132,7 +132,7 @@ def make_rows(
         def put(k: int, observation: Any) -> Any:
             return observation
 
-    rows = EnvRows(
+    rows = KeptRows(
         env_fns, first, worker, batch, put, put_final, tree, plan.layout.actions, plan.autoreset_mode,
         plan.expected, interrupts,
     )  # fmt: skip
@@ -140,7 +140,7 @@ def make_rows(
     return rows
 
 
-def answer(rows: EnvRows, op: int, seq: int, load: Callable[[], Any]) -> Outcome:
+def answer(rows: KeptRows, op: int, seq: int, load: Callable[[], Any]) -> Outcome:
     """Carry out one message on ``rows``. ``load()`` gives its payload, which may be ``None``."""
     if op == Op.STEP or op == Op.STEP_SOME:
         ks = None if op == Op.STEP else rows.chosen(seq)
@@ -162,10 +162,18 @@ def answer(rows: EnvRows, op: int, seq: int, load: Callable[[], Any]) -> Outcome
         return rows.set_next(seq, payload)
     if op == Op.EXEC:
         return rows.execute(seq, *payload)
+    if op == Op.SAVE:
+        return rows.save(seq, payload)
+    if op == Op.PROVE:
+        return rows.prove(seq, payload)
+    if op == Op.CHECK:
+        return rows.check(seq, payload)
+    if op == Op.LOAD:
+        return rows.load(seq, payload)
     raise AssertionError(f"unknown message {op}")
 
 
-def serve(channel: WorkerEnd, rows: EnvRows, patience: Patience) -> bool:
+def serve(channel: WorkerEnd, rows: KeptRows, patience: Patience) -> bool:
     """Answer messages until told to close; true if every environment closed cleanly.
 
     Raises:

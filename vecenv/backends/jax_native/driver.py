@@ -26,8 +26,9 @@ from vecenv.jax.native.state import EnvState
 __all__ = ["Driver"]
 
 _CAPABILITIES: Final = Capabilities(
-    "jax", attributes=False, first_ready=False, reset_options=False, row_options=False, in_this_process=True, runs_jax=True
-)
+    "jax", attributes=False, first_ready=False, reset_options=False, row_options=False, snapshots=True,
+    in_this_process=True, runs_jax=True,
+)  # fmt: skip
 
 
 class Latest(NamedTuple):

@@ -14,6 +14,7 @@ import jax
 
 from vecenv.backends.jax_native.building import functional_of
 from vecenv.backends.jax_native.driver import Driver
+from vecenv.backends.jax_native.keeping import KeepsStates
 from vecenv.backends.jax_native.warmup import compile_now
 from vecenv.front.driver import Stepped
 from vecenv.front.guard import guarded
@@ -24,7 +25,7 @@ from vecenv.jax.native.state import EnvState
 __all__ = ["JaxVectorEnv"]
 
 
-class JaxVectorEnv(DrivenVectorEnv[Driver]):
+class JaxVectorEnv(KeepsStates, DrivenVectorEnv[Driver]):
     """Thousands of JAX-native environments stepped by one compiled call, with Gymnasium's vector interface.
 
     Environment i of ``reset(seed=s)`` has the key ``jax.random.key(s + i)``: its trajectory is the same for every

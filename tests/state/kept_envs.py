@@ -1,0 +1,188 @@
+"""Environments whose state lies in odd places, for the tests of saving and loading."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import socket
+from collections import deque
+from typing import Any, ClassVar
+
+import gymnasium
+import numpy as np
+from gymnasium.utils import EzPickle
+
+_LIBC = ctypes.CDLL(None)
+_DRAWN = [0]
+
+
+class Counts(gymnasium.Env[Any, Any]):
+    """Counts actions; an episode ends at forty."""
+
+    observation_space = gymnasium.spaces.Box(-1e12, 1e12, (1,), np.float64)
+
+    def __init__(self) -> None:
+        self.action_space = gymnasium.spaces.Discrete(3)
+        self.total = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.total = 0
+        return np.array([0.0]), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.total += int(action) + 1
+        return np.array([self.total + self.more(int(action))], np.float64), 0.5, self.total > 40, False, {}
+
+    def more(self, action: int) -> float:
+        """What a subclass adds."""
+        return 0.0
+
+
+class ByClass(Counts):
+    """Environments share what each of them writes."""
+
+    last: ClassVar[int] = 0
+
+    def more(self, action: int) -> float:
+        before, ByClass.last = ByClass.last, action
+        return before
+
+
+class ByModule(Counts):
+    """They share a counter of the module."""
+
+    def more(self, action: int) -> float:
+        _DRAWN[0] += 1
+        return _DRAWN[0]
+
+
+class ByGlobalGenerator(Counts):
+    """They share numpy's generator."""
+
+    def more(self, action: int) -> float:
+        return float(np.random.rand())
+
+
+class InC(Counts):
+    """A counter in a library's memory."""
+
+    def more(self, action: int) -> float:
+        return float(_LIBC.rand() % 1000)
+
+
+class InClosure(Counts):
+    """A counter that only a function knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        count = 0
+
+        def tick() -> int:
+            nonlocal count
+            count += 1
+            return count
+
+        self.tick = tick
+
+    def more(self, action: int) -> float:
+        return self.tick()
+
+
+class InFrame(Counts):
+    """A generator function in the middle of its work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = (number for number in range(10**9))
+
+    def more(self, action: int) -> float:
+        return next(self.numbers)
+
+
+class OverSocket(Counts):
+    """Its state is at the other end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = socket.socket()
+
+    def close(self) -> None:
+        self.line.close()
+
+
+class Built(Counts):
+    """Its constructor draws from whatever there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = random.random()
+
+    def more(self, action: int) -> float:
+        return self.factor * action
+
+
+class Generators(Counts):
+    """Generators of its own, of every make, and one that two of its parts share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.new = np.random.default_rng()
+        self.old = np.random.RandomState()
+        self.pythons = random.Random()
+        self.parts = [{"draws": self.new}, (self.new, [random.Random()])]
+
+    def more(self, action: int) -> float:
+        child = self.new.spawn(1)[0] if action == 2 else self.new
+        drawn = child.random() + self.old.rand() + self.pythons.random()
+        return drawn + self.parts[0]["draws"].random() + self.parts[1][1][0].random()  # type: ignore[index, call-overload]
+
+
+class Stepwise(Counts, EzPickle):
+    """Would be built anew by a pickle; holds a queue, functions, and a part that points back at it."""
+
+    def __init__(self, size: int = 3) -> None:
+        Counts.__init__(self)
+        EzPickle.__init__(self, size)
+        self.queue: deque[int] = deque(maxlen=size)
+        self.rule = lambda number: number * 2
+        self.part = Part(self)
+
+    def more(self, action: int) -> float:
+        self.queue.append(self.rule(action))
+        return sum(self.queue) + self.part.seen()
+
+
+class Part(EzPickle):
+    """Knows the environment that it belongs to."""
+
+    def __init__(self, env: Stepwise) -> None:
+        EzPickle.__init__(self, env)
+        self.env = env
+        self.looks = 0
+
+    def seen(self) -> int:
+        self.looks += 1
+        return self.looks + len(self.env.queue)
+
+
+class Offers(InClosure):
+    """State that only it can get at, which it hands out by the pair of methods."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = iter(range(10**9))
+        self.place = 0
+
+    def more(self, action: int) -> float:
+        self.place += 1
+        return next(self.hidden)
+
+    def take_snapshot(self) -> Any:
+        """Where it is."""
+        return self.total, self.place
+
+    def restore_snapshot(self, state: Any) -> None:
+        """Go on from there."""
+        self.total, self.place = state
+        self.hidden = iter(range(self.place, 10**9))

@@ -1,0 +1,229 @@
+"""``save``, ``load``, ``state_dict`` and ``load_state_dict`` of process engines: exact, whole, refused where they do not fit."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import gymnasium
+import kept_envs
+import numpy as np
+import pytest
+from gymnasium.error import AlreadyPendingCallError
+from gymnasium.wrappers import FrameStackObservation, NormalizeObservation, RecordEpisodeStatistics, TimeLimit
+
+import vecenv
+from vecenv.errors import EnvFailed, NotRestorable, SnapshotMismatch
+from vecenv.testing import assert_identical
+
+MODES = ("NextStep", "SameStep", "Disabled")
+ENGINES: dict[str, dict[str, Any]] = {
+    "in process": {"num_workers": 0},
+    "two workers": {"num_workers": 2},
+    "caller's share": {"num_workers": 1, "use_caller": True},
+    "first ready": {"num_workers": 2, "batch_size": 2},
+    "no shared memory": {"num_workers": 2, "shared_memory": False},
+    "restart": {"num_workers": 2, "on_failure": "restart"},
+}
+ROWS = 4
+
+
+def worn() -> Any:
+    """CartPole under wrappers that have state."""
+    env: Any = RecordEpisodeStatistics(gymnasium.make("CartPole-v1"))
+    return TimeLimit(FrameStackObservation(NormalizeObservation(env), 3), 30)
+
+
+def engine(env_fn: Any = worn, mode: str = "NextStep", **options: Any) -> Any:
+    return contextlib.closing(vecenv.AsyncVectorEnv([env_fn] * ROWS, autoreset_mode=mode, **options))
+
+
+def advanced(envs: Any, mode: str, actions: Any) -> Any:
+    """A step, and in Disabled mode the reset of what ended."""
+    step = envs.step(actions)
+    infos = {key: value for key, value in step[4].items() if key != "episode"}  # it holds the time by the clock
+    again = None
+    if mode == "Disabled" and (over := step[2] | step[3]).any():
+        again = envs.reset(options={"reset_mask": over})
+    return (*step[:4], without_clock(infos)), again
+
+
+def without_clock(infos: Any) -> Any:
+    """``final_info`` has the time by the clock, too."""
+    if isinstance(infos, dict):
+        return {key: without_clock(value) for key, value in infos.items() if key not in ("episode", "_episode")}
+    return infos
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ENGINES)
+def test_another_engine_goes_on_as_the_first(name: str, mode: str) -> None:
+    with engine(mode=mode, **ENGINES[name]) as envs, engine(mode=mode, num_workers=0) as other:
+        envs.reset(seed=1)
+        other.reset(seed=9)
+        envs.action_space.seed(5)
+        for _ in range(23):
+            advanced(envs, mode, envs.action_space.sample())
+        kept = pickle.loads(pickle.dumps(envs.save()))
+        seen = other.load(kept)
+        assert_identical(seen, envs.observations.copy() if name != "no shared memory" else seen)
+        for number in range(40):
+            actions = envs.action_space.sample()
+            assert_identical(advanced(other, mode, actions), advanced(envs, mode, actions), f"step {number}")
+
+
+def test_a_state_dict_is_all_of_it() -> None:
+    with engine(num_workers=2) as envs:
+        envs.reset(seed=1)
+        envs.action_space.seed(3)
+        for _ in range(10):
+            envs.step(envs.action_space.sample())
+        kept = pickle.loads(pickle.dumps(envs.state_dict()))
+        counted = envs.stats()["steps"]
+        actions = [envs.action_space.sample() for _ in range(40)]
+        wanted = [advanced(envs, "NextStep", one) for one in actions]
+        envs.load_state_dict(kept)
+        assert envs.stats()["steps"] == counted
+        assert_identical([envs.action_space.sample() for _ in range(40)], actions)
+        assert_identical([advanced(envs, "NextStep", one) for one in actions], wanted)
+
+
+def test_one_start_in_many_rows() -> None:
+    with engine(kept_envs.Generators, num_workers=2) as envs:
+        envs.reset(seed=1)
+        for _ in range(3):
+            envs.step(np.array([0, 1, 2, 1]))
+        [third] = envs.save(env_id=[2])
+        seen = envs.load(third)
+        assert (seen == seen[0]).all()
+        for action in (2, 0, 1):
+            numbers = envs.step(np.full(ROWS, action))[0]
+            assert (numbers == numbers[0]).all()
+        alone = envs.load([third], env_id=[1])
+        assert_identical(alone, seen[:1])
+
+
+def test_rows_in_flight_are_refused() -> None:
+    with engine(kept_envs.Counts, num_workers=2, batch_size=2) as envs:
+        envs.reset(seed=1)
+        kept = envs.save()
+        envs.send(np.array([1]), [2])
+        for call in (envs.save, functools.partial(envs.load, kept), envs.state_dict):
+            with pytest.raises(AlreadyPendingCallError, match="1 environments are in flight"):
+                call()
+        envs.recv(count=1)
+        envs.load(kept)
+        envs.step_async(np.zeros(ROWS, np.int64))
+        with pytest.raises(AlreadyPendingCallError, match="pending call to `step`"):
+            envs.save()
+        envs.step_wait()
+
+
+def longer(length: int) -> Any:
+    env = gymnasium.make("CartPole-v1")
+    return TimeLimit(env, length) if length else env
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "too few": (lambda kept: kept[:3], "3 snapshots for 4 environments"),
+    "none": (lambda kept: None, "load wants what save"),
+    "bytes": (lambda kept: [*kept[:3], b"xy"], r"snapshots\[3\] is a bytes"),
+    "truncated": (lambda kept: [*kept[:3], replace(kept[3], body=kept[3].body[:-9])], r"snapshots\[3\]: its bytes are damaged"),
+    "format": (lambda kept: [replace(one, format=99) for one in kept], "its format is 99"),
+    "version": (
+        lambda kept: [*kept[:3], replace(kept[3], kind=replace(kept[3].kind, versions=(("gymnasium", "0.1"),)))],
+        "env 3 does not fit: it was saved with gymnasium 0.1",
+    ),
+    "environment": (lambda kept: of_another(lambda: gymnasium.make("Acrobot-v1")), "of Acrobot-v1, and the environment is CartP"),
+    "arguments": (
+        lambda kept: of_another(lambda: gymnasium.make("CartPole-v1", sutton_barto_reward=True)), "sutton_barto_reward=True",
+    ),
+    "wrappers": (lambda kept: of_another(lambda: longer(9)), "wrapper stack is TimeLimit / TimeLimit / .*environment's is Time"),
+}  # fmt: skip
+
+
+def of_another(env_fn: Any) -> Any:
+    with engine(env_fn, num_workers=0) as envs:
+        envs.reset(seed=0)
+        return envs.save(verify=False)
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_does_not_fit_is_refused_before_anything_is_touched(case: str) -> None:
+    spoil, text = BAD[case]
+    with engine(lambda: longer(0), num_workers=2) as envs, engine(lambda: longer(0), num_workers=0) as twin:
+        for one in (envs, twin):
+            one.reset(seed=3)
+            one.step(np.array([0, 1, 0, 1]))
+        kept = envs.save(verify=False)
+        for one in (envs, twin):
+            one.step(np.array([1, 1, 0, 1]))
+        with pytest.raises(SnapshotMismatch, match=text):
+            envs.load(spoil(list(kept)))
+        for number in range(30):
+            actions = np.array([0, 1, 1, 0]) ^ (number & 1)
+            assert_identical(envs.step(actions), twin.step(actions))
+
+
+def test_the_first_save_says_what_is_not_exact_and_verify_false_does_not_look() -> None:
+    with engine(kept_envs.InC, num_workers=2) as envs:
+        envs.reset(seed=0)
+        with pytest.raises(NotRestorable, match="kept_envs.InC cannot be saved: .* goes on differently"):
+            envs.save()
+        assert len(envs.save(verify=False)) == ROWS
+        envs.step(np.zeros(ROWS, np.int64))
+
+
+def test_a_failed_row_is_not_saved_and_a_load_brings_it_back() -> None:
+    def fragile() -> Any:
+        env = kept_envs.Counts()
+        env.action_space = gymnasium.spaces.Discrete(10)
+        return env
+
+    with engine(fragile, num_workers=2) as envs:
+        envs.reset(seed=0)
+        envs.step(np.array([1, 2, 1, 2]))
+        kept = envs.save(verify=False)
+        envs.exec_func(setattr, [1], "more", None)
+        with pytest.raises(TypeError):
+            envs.step(np.zeros(ROWS, np.int64))
+        with pytest.raises(EnvFailed):
+            envs.save()
+        envs.load(kept)
+        assert envs.step(np.ones(ROWS, np.int64))[0].ravel().tolist() == [4, 5, 4, 5]
+
+
+ELSEWHERE = """
+import pickle, sys
+sys.path.insert(0, {folder!r})
+import numpy as np
+from test_save_and_load import advanced, engine
+with engine(num_workers=0) as envs:
+    envs.reset(seed=99)
+    kept, actions = pickle.load(open({path!r}, "rb"))
+    envs.load(kept)
+    pickle.dump([advanced(envs, "NextStep", one) for one in actions], open({path!r} + ".out", "wb"))
+"""
+
+
+@pytest.mark.long
+def test_another_interpreter_goes_on_as_this_one(tmp_path: Any) -> None:
+    path = str(tmp_path / "kept")
+    with engine(num_workers=2) as envs:
+        envs.reset(seed=1)
+        envs.action_space.seed(5)
+        for _ in range(17):
+            envs.step(envs.action_space.sample())
+        actions = [envs.action_space.sample() for _ in range(60)]
+        with open(path, "wb") as file:
+            pickle.dump((envs.save(), actions), file)
+        wanted = [advanced(envs, "NextStep", one) for one in actions]
+    program = ELSEWHERE.format(folder=__file__.rpartition("/")[0], path=path)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    with open(path + ".out", "rb") as file:
+        assert_identical(pickle.load(file), wanted)

@@ -1,0 +1,121 @@
+"""Saving and loading rows of functional environments: there a state is a pytree, and a row of it is all there is."""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from vecenv.backends.jax_native.driver import Driver, Latest
+from vecenv.errors import SnapshotMismatch
+from vecenv.front.arguments import env_ids_of
+from vecenv.front.guard import guarded
+from vecenv.jax.native.seeding import seed_keys
+from vecenv.jax.native.state import EnvState
+from vecenv.state.snapshots import FORMAT, Kind, Snapshot
+
+__all__ = ["KeepsStates"]
+
+
+class KeepsStates:
+    """``save``, ``load``, ``state_dict`` and ``load_state_dict``, as of :class:`~vecenv.AsyncVectorEnv`."""
+
+    num_envs: int
+    _driver: Driver
+
+    def _require_idle(self, method: str) -> None:
+        raise NotImplementedError
+
+    @guarded
+    def save(self, env_id: Any = None, *, verify: bool = True) -> tuple[Snapshot, ...]:
+        """The state of every environment, or of some: its row of the pytree.
+
+        Args:
+            env_id: Which, distinct indices; ``None``: all.
+            verify: There is nothing to prove: a functional environment has no other state.
+
+        Raises:
+            gymnasium.error.ResetNeeded: Before the first ``reset``.
+            gymnasium.error.AlreadyPendingCallError: An answer is owed.
+        """
+        self._require_idle("save")
+        return self._saved(self._rows_of(env_id))
+
+    @guarded
+    def load(self, snapshots: Any, env_id: Any = None) -> Any:
+        """Let environments go on from saved states; arguments and errors as of :meth:`vecenv.AsyncVectorEnv.load`.
+
+        Returns:
+            Their observations, as arrays of ``to``.
+        """
+        self._require_idle("load")
+        return self._loaded(snapshots, self._rows_of(env_id))
+
+    @guarded
+    def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
+        """All of it in one dict that can be pickled."""
+        self._require_idle("state_dict")
+        return {"format": FORMAT, "num_envs": self.num_envs, "snapshots": self._saved(self._rows_of(None))}
+
+    @guarded
+    def load_state_dict(self, state: Mapping[str, Any]) -> Any:
+        """Go on from what :meth:`state_dict` gave; as :meth:`load`."""
+        self._require_idle("load_state_dict")
+        if not isinstance(state, Mapping) or state.get("num_envs") != self.num_envs or "snapshots" not in state:
+            raise SnapshotMismatch(f"this is no state_dict() of {self.num_envs} environments")
+        return self._loaded(state["snapshots"], self._rows_of(None))
+
+    def _rows_of(self, env_id: Any) -> list[int]:
+        return list(range(self.num_envs)) if env_id is None else env_ids_of(env_id, self.num_envs).tolist()
+
+    def _saved(self, rows: Sequence[int]) -> tuple[Snapshot, ...]:
+        state, seeds = self._driver.current(), self._driver.latest.seeds
+        kind, leaves = self._kind(state), [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+        return tuple(Snapshot.of(kind, pickle.dumps((seeds[row], [leaf[row] for leaf in leaves]))) for row in rows)
+
+    def _loaded(self, snapshots: Any, rows: Sequence[int]) -> Any:
+        driver = self._driver
+        state = driver.state
+        if state is None:
+            state = driver.functional.begin(seed_keys([0] * self.num_envs))
+        given = [snapshots] * len(rows) if isinstance(snapshots, Snapshot) else list(snapshots)
+        if len(given) != len(rows):
+            raise SnapshotMismatch(f"{len(given)} snapshots for {len(rows)} environments: give as many, or one for all")
+        kind = self._kind(state)
+        for place, one in enumerate(given):
+            if not isinstance(one, Snapshot):
+                raise SnapshotMismatch(f"snapshots[{place}] is a {type(one).__name__}, and none that save() gave")
+            one.require_whole()
+            if wrong := one.kind.differs_from(kind):
+                raise SnapshotMismatch(f"snapshots[{place}] does not fit: {wrong}")
+        read = [pickle.loads(one.body) for one in given]
+        seeds = list(driver.latest.seeds)
+        for row, (seed, _) in zip(rows, read, strict=True):
+            seeds[row] = seed
+        columns = iter(zip(*[leaves for _, leaves in read], strict=True))
+
+        def filled(leaf: Any) -> Any:
+            whole = np.array(leaf)
+            whole[list(rows)] = np.stack(next(columns))
+            return jax.device_put(whole, leaf.sharding)
+
+        driver.latest = Latest(jax.tree.map(filled, state), seeds, driver.latest.asked)
+        observations = driver.reader.stepped(driver.current(), infos=False)[0]
+        return jax.tree.map(lambda leaf: leaf[np.array(rows, np.intp)], observations)
+
+    def _kind(self, state: EnvState) -> Kind:
+        functional = self._driver.functional
+        single: Any = functional.single_env
+        layers = []
+        while single is not None:
+            layers.append(f"{type(single).__module__}.{type(single).__qualname__}")
+            single = vars(single).get("env")
+        leaves, shape = jax.tree.flatten(state)
+        rows = [(leaf.shape[1:], str(leaf.dtype)) for leaf in leaves]
+        arguments = f"a state of {len(leaves)} arrays, {zlib.crc32(repr((shape, rows)).encode()):08x}"
+        name = str(getattr(functional.single_env, "name", layers[-1]))
+        return Kind(name, arguments, tuple(layers), (("jax", jax.__version__),))

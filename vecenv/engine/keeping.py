@@ -1,0 +1,230 @@
+"""Saving and loading rows: in which order workers are asked, what is checked before, and what the engine adds.
+
+A save that nobody has proved yet asks twice: for the states, and then for the proof that they are exact, once for each kind
+of environment. A load asks twice, too: whether every snapshot fits, and only then that they be put in place. The second
+question takes the place of the first in the table of what is owed, in one store; so an interrupted call is either not made,
+or its answer is owed, as of any other, and ``call_wait`` gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+
+from vecenv.engine.attributes import Attributes
+from vecenv.engine.guard import one_call
+from vecenv.engine.owed import Result, Worker
+from vecenv.errors import SnapshotMismatch
+from vecenv.front.arguments import env_ids_of
+from vecenv.link.protocol import Op
+from vecenv.state.registry import Codec, how_of
+from vecenv.state.snapshots import FORMAT, Kind, Snapshot
+
+__all__ = ["Keeping"]
+
+_SPACES: Final = "single_action_space", "action_space", "single_observation_space", "observation_space"
+
+
+class Keeping(Attributes):
+    """The part of a vector environment that saves and loads rows."""
+
+    single_action_space: Any
+    single_observation_space: Any
+    action_space: Any
+    observation_space: Any
+    autoreset_mode: Any
+    _proved: frozenset[Kind] = frozenset()
+
+    @one_call
+    def save(self, env_id: Any = None, *, verify: bool = True) -> tuple[Snapshot, ...]:
+        """The state of every environment, or of some: all that decides how it goes on, bit for bit.
+
+        The first time that a kind of environment is saved, environments of its own are built, by the same ``env_fn`` and in
+        the same place, to prove that their state can be taken and put back exactly; see ``docs/state.md``. Environments
+        are not touched. If it is interrupted while the answer is owed, :meth:`call_wait` gives that.
+
+        Args:
+            env_id: Which environments, distinct indices; ``None``: all.
+            verify: ``False`` leaves the proof out.
+
+        Returns:
+            One :class:`~vecenv.state.snapshots.Snapshot` an environment, in the order of ``env_id``. They can be pickled.
+
+        Raises:
+            NotRestorable: An environment cannot be saved, or not exactly; says which, what and where.
+            AlreadyPendingCallError: An answer is owed, or environments are in flight.
+            EnvFailed: One of them failed and was not reset since.
+        """
+        rows = self._rows_of(env_id)
+        self._require_nothing_owed("call_async", "save")
+        self._ask_save(rows, verify, tuple)
+        return self.call_wait()
+
+    @one_call
+    def load(self, snapshots: Any, env_id: Any = None) -> Any:
+        """Let environments go on from saved states, exactly as those that were saved would have gone on.
+
+        They may come from other rows, engines, processes and machines; what they must agree in is the environment, what it
+        was made with, its wrappers and their versions. Environments that failed are built anew.
+
+        Args:
+            snapshots: As many as there are environments in ``env_id``, in its order; or one, for all of them. Loading runs
+                what their bytes say, as unpickling does: load only what you have kept yourself.
+            env_id: Which environments, distinct indices; ``None``: all.
+
+        Returns:
+            Their observations, as they were when they were saved: fresh arrays, as :meth:`recv` gives.
+
+        Raises:
+            SnapshotMismatch: The number is wrong, or one does not fit: says which and what differs. Nothing was touched.
+            AlreadyPendingCallError: An answer is owed, or environments are in flight.
+        """
+        rows = self._rows_of(env_id)
+        self._require_nothing_owed("call_async", "load")
+        self._ask_load(rows, _each_of(snapshots, rows), _nothing)
+        return self.call_wait()
+
+    @one_call
+    def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
+        """All of it in one dict that can be pickled: snapshots of all environments, counters, seeds of restarts, and the
+        generators of the vector environment's own spaces. Errors as of :meth:`save`."""
+        self._require_nothing_owed("call_async", "state_dict")
+        self._ask_save(list(range(self.num_envs)), verify, self._dict_of)
+        return self.call_wait()  # type: ignore[return-value]
+
+    @one_call
+    def load_state_dict(self, state: Mapping[str, Any]) -> Any:
+        """Go on from what :meth:`state_dict` gave, here or elsewhere; returns and raises as :meth:`load`."""
+        for key in ("format", "num_envs", "autoreset_mode", "snapshots", "counters", "seeds", "spaces"):
+            if not isinstance(state, Mapping) or key not in state:
+                raise SnapshotMismatch(f"this is no state_dict() of a vector environment: it has no {key!r}")
+        mine = {"format": FORMAT, "num_envs": self.num_envs, "autoreset_mode": self.autoreset_mode.name}
+        for key, own in mine.items():
+            if state[key] != own:
+                raise SnapshotMismatch(f"its {key} is {state[key]!r}, and that of this vector environment is {own!r}")
+        rows = list(range(self.num_envs))
+        self._require_nothing_owed("call_async", "load_state_dict")
+        self._ask_load(rows, _each_of(state["snapshots"], rows), partial(self._take_dict, state))
+        return self.call_wait()
+
+    # -- saving -----------------------------------------------------------------------------------------------------
+
+    def _rows_of(self, env_id: Any) -> list[int]:
+        return list(range(self.num_envs)) if env_id is None else env_ids_of(env_id, self.num_envs).tolist()
+
+    def _ask_save(self, rows: list[int], verify: bool, dress: Callable[[list[Snapshot]], Any]) -> None:
+        self._engine.ask_call(Op.SAVE, _own_rows(rows), "save", sequel=partial(self._saved, rows, verify, dress))
+
+    def _saved(
+        self, rows: list[int], verify: bool, dress: Callable[[list[Snapshot]], Any], result: Result, timeout: float | None
+    ) -> Any:
+        """The states came: add what the engine knows, and ask for the proof of kinds that have none."""
+        store = self._engine.store
+        found = [result.results[row] for row in rows]
+        snapshots = [one.seeing(store.row(row)) if one.used else one for row, one in zip(rows, found, strict=True)]
+        new = {one.kind: row for row, one in zip(reversed(rows), reversed(snapshots), strict=True)} if verify else {}
+        for kind in self._proved:
+            new.pop(kind, None)
+        if not new:
+            return dress(snapshots)
+        then = partial(self._said_proved, frozenset(new), partial(dress, snapshots))
+        self._engine.ask_call(Op.PROVE, _own_rows(sorted(new.values())), "save", sequel=then, alone=True)
+        return self.call_wait(timeout)
+
+    def _said_proved(self, kinds: frozenset[Kind], answer: Callable[[], Any], result: Result, timeout: float | None) -> Any:
+        self._proved |= kinds
+        return answer()
+
+    def _dict_of(self, snapshots: list[Snapshot]) -> dict[str, Any]:
+        engine = self._engine
+        return {
+            "format": FORMAT,
+            "num_envs": self.num_envs,
+            "autoreset_mode": self.autoreset_mode.name,
+            "snapshots": tuple(snapshots),
+            "counters": (engine.env_steps, engine.resets, engine.ledger.restarts),
+            "seeds": engine.recovery.seeds.state,
+            "spaces": [_space_codec(space).save(space) for space in self._spaces()],
+        }
+
+    def _spaces(self) -> list[Any]:
+        return [getattr(self, name) for name in _SPACES]
+
+    # -- loading ----------------------------------------------------------------------------------------------------
+
+    def _ask_load(self, rows: list[int], each: list[Snapshot], extras: Callable[[], None]) -> None:
+        of_row = dict(zip(rows, each, strict=True))
+
+        def payload(worker: Worker) -> Any:
+            first = worker.rows[0]
+            return [(row - first, of_row[row]) for row in worker.rows if row in of_row] or None
+
+        self._engine.ask_call(Op.CHECK, payload, "load", sequel=partial(self._fits, of_row, extras))
+
+    def _fits(self, of_row: dict[int, Snapshot], extras: Callable[[], None], result: Result, timeout: float | None) -> Any:
+        """All of them fit: have them put in place."""
+        then = partial(self._in_place, of_row, extras)
+        self._engine.ask_call(Op.LOAD, _own_rows(list(of_row)), "load", sequel=then, alone=True)
+        return self.call_wait(timeout)
+
+    def _in_place(
+        self, of_row: dict[int, Snapshot], extras: Callable[[], None], result: Result, timeout: float | None
+    ) -> Any:
+        """They are: put the rest beside them. It may be done again."""
+        engine = self._engine
+        rows = list(of_row)
+        for row, snapshot in of_row.items():
+            if snapshot.used:
+                engine.store.put_row(row, snapshot.observation)
+            engine.ledger.found(row)
+        if engine.policy.restart:
+            engine.recovery.remembered.keep(rows, everyone=len(rows) == self.num_envs)
+        extras()
+        return engine.store.take(np.array(rows, np.intp)) if all(one.used for one in of_row.values()) else None
+
+    def _take_dict(self, state: Mapping[str, Any]) -> None:
+        engine = self._engine
+        engine.env_steps, engine.resets, engine.ledger.restarts = state["counters"]
+        engine.recovery.seeds = np.random.SeedSequence(**state["seeds"])
+        for space, its in zip(self._spaces(), state["spaces"], strict=True):
+            if its is not None:
+                _space_codec(space).load(space, its)
+
+
+def _own_rows(rows: Sequence[int]) -> Callable[[Worker], Any]:
+    """For each worker, which of its own rows are meant, counted from its first."""
+    chosen = set(rows)
+    return lambda worker: [row - worker.rows[0] for row in worker.rows if row in chosen] or None
+
+
+def _each_of(snapshots: Any, rows: list[int]) -> list[Snapshot]:
+    """One snapshot a row."""
+    if isinstance(snapshots, Snapshot):
+        each = [snapshots] * len(rows)
+    elif isinstance(snapshots, Sequence) and not isinstance(snapshots, str | bytes | bytearray):
+        each = list(snapshots)
+    else:
+        raise SnapshotMismatch(f"load wants what save() gave, got {type(snapshots).__name__}")
+    if len(each) != len(rows):
+        raise SnapshotMismatch(f"{len(each)} snapshots for {len(rows)} environments: give as many, or one for all")
+    for place, one in enumerate(each):
+        if not isinstance(one, Snapshot):
+            raise SnapshotMismatch(f"snapshots[{place}] is a {type(one).__name__}, and none that save() gave")
+        try:
+            one.require_whole()
+        except SnapshotMismatch as error:
+            raise SnapshotMismatch(f"snapshots[{place}]: {error}") from None
+    return each
+
+
+def _space_codec(space: Any) -> Codec:
+    how = how_of(type(space))
+    assert isinstance(how, Codec)
+    return how
+
+
+def _nothing() -> None:
+    """Nothing else is to be put in place."""

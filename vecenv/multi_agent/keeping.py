@@ -1,0 +1,71 @@
+"""Saving and loading environments with agents: the engine's snapshots, and who is there and acts, beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vecenv.front.arguments import env_ids_of
+from vecenv.state.snapshots import Snapshot
+
+if TYPE_CHECKING:
+    from vecenv.multi_agent.masks import ActionMasks
+
+__all__ = ["KeepsAgents"]
+
+
+class KeepsAgents:
+    """``save``, ``load``, ``state_dict`` and ``load_state_dict``, as of :class:`~vecenv.AsyncVectorEnv`."""
+
+    num_envs: int
+    _rows: Any
+    _alive: npt.NDArray[np.bool_]
+    _over: npt.NDArray[np.bool_]
+    _begun: npt.NDArray[np.bool_]
+    _all_begun: bool
+    _masks: ActionMasks
+
+    def save(self, env_id: Any = None, *, verify: bool = True) -> tuple[Snapshot, ...]:
+        """The state of every environment, or of some; see :meth:`vecenv.AsyncVectorEnv.save`."""
+        return self._with_agents(self._rows.save(env_id, verify=verify), self._ids(env_id))
+
+    def load(self, snapshots: Any, env_id: Any = None) -> Any:
+        """Let environments go on from saved states; see :meth:`vecenv.AsyncVectorEnv.load`.
+
+        Returns:
+            Their observations, in the layout of :meth:`step`; :attr:`agent_mask` says who has to act.
+        """
+        batch = self._rows.load(snapshots, env_id)
+        rows = self._ids(env_id)
+        self._take(rows, [snapshots] * len(rows) if isinstance(snapshots, Snapshot) else snapshots)
+        return None if batch is None else batch["obs"]
+
+    def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
+        """All of it; see :meth:`vecenv.AsyncVectorEnv.state_dict`."""
+        state = self._rows.state_dict(verify=verify)
+        return {**state, "snapshots": self._with_agents(state["snapshots"], self._ids(None))}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> Any:
+        """Go on from what :meth:`state_dict` gave; returns and raises as :meth:`load`."""
+        batch = self._rows.load_state_dict(state)
+        self._take(self._ids(None), state["snapshots"])
+        return None if batch is None else batch["obs"]
+
+    def _ids(self, env_id: Any) -> list[int]:
+        return list(range(self.num_envs)) if env_id is None else env_ids_of(env_id, self.num_envs).tolist()
+
+    def _with_agents(self, snapshots: Sequence[Snapshot], rows: Sequence[int]) -> tuple[Snapshot, ...]:
+        return tuple(
+            replace(one, beside=(self._alive[row].copy(), bool(self._over[row]), bool(self._begun[row]), self._masks.of(row)))
+            for one, row in zip(snapshots, rows, strict=True)
+        )
+
+    def _take(self, rows: Sequence[int], snapshots: Sequence[Snapshot]) -> None:
+        for row, one in zip(rows, snapshots, strict=True):
+            self._alive[row], self._over[row], self._begun[row], masks = one.beside
+            self._masks.put(row, masks)
+        self._all_begun = bool(self._begun.all())

@@ -1,0 +1,339 @@
+"""Taking the state of an environment, as bytes, and putting such bytes into another one.
+
+All layers go into one pickle, so that what they share stays shared. What has a codec, or stays where it is, is written there
+as the way to it: from a layer through attributes and items. Whoever loads walks the same way through the environment that
+is to be filled, and finds the object that stands there in its place.
+
+Reading and putting in place are two steps: :func:`opened` reads everything and refuses what does not fit, without touching
+the environment; what it returns fills the environment when it is called, and may be called again.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any, Final
+
+from vecenv.errors import NotRestorable, SnapshotMismatch, VecEnvError
+from vecenv.state import codecs  # noqa: F401 - it registers them
+from vecenv.state.registry import STAYS, Codec, Refused, how_of, made
+
+__all__ = ["captured", "layers_of", "opened"]
+
+_ATOMS: Final = frozenset({type(None), bool, int, float, str, bytes, complex})
+_PLAIN: Final = frozenset({*_ATOMS, dict, list, tuple, set, frozenset, type})
+
+Way = tuple[Any, ...]
+"""To an object: the number of a layer, then (by attribute?, name or key) of each step."""
+
+_IS_LAYER: dict[type, bool] = {}
+
+
+def is_layer(thing: Any) -> bool:
+    """Whether an object is an environment of its own: it can be reset and stepped, and has attributes."""
+    kind = type(thing)
+    try:
+        return _IS_LAYER[kind]
+    except KeyError:
+        is_one = callable(getattr(kind, "step", None)) and callable(getattr(kind, "reset", None))
+        return _IS_LAYER.setdefault(kind, is_one and hasattr(thing, "__dict__") and kind not in _PLAIN)
+
+
+def layers_of(env: Any) -> list[Any]:
+    """An environment's layers: itself, and all environments that are attributes of layers, the outermost first."""
+    layers = [env]
+    seen = {id(env)}
+    for layer in layers:
+        for value in vars(layer).values():
+            if type(value) not in _ATOMS and is_layer(value) and id(value) not in seen:
+                seen.add(id(value))
+                layers.append(value)
+    return layers
+
+
+def hides(kind: type) -> bool:
+    """Whether objects of a class have memory that their attributes do not show: they are written in C."""
+    size = object.__basicsize__ + sum(8 for name in ("__dictoffset__", "__weakrefoffset__") if getattr(kind, name) > 0)
+    for base in kind.__mro__:
+        own = base.__dict__.get("__slots__", ())
+        size += 8 * len([name for name in ([own] if isinstance(own, str) else own) if name not in ("__dict__", "__weakref__")])
+    return bool(kind.__itemsize__) or kind.__basicsize__ > size
+
+
+def captured(env: Any, layers: list[Any] | None = None) -> bytes:
+    """The state of an environment.
+
+    Raises:
+        NotRestorable: Something in it cannot be taken; says what and where.
+    """
+    layers = layers_of(env) if layers is None else layers
+    return _Writer(layers).written()
+
+
+def layer_(number: int) -> Any:
+    """In a pickle, stands for a layer."""
+    raise AssertionError("only read by opened()")
+
+
+def content_(way: Way, state: Any) -> Any:
+    """In a pickle, stands for an object that is filled by its codec."""
+    raise AssertionError("only read by opened()")
+
+
+def kept_(way: Way) -> Any:
+    """In a pickle, stands for an object that stays where it is."""
+    raise AssertionError("only read by opened()")
+
+
+class _Writer(pickle.Pickler):
+    """Writes layers into one pickle."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        self._file = io.BytesIO()
+        super().__init__(self._file, pickle.HIGHEST_PROTOCOL)
+        self._layers = layers
+        self._numbers = {id(layer): number for number, layer in enumerate(layers)}
+        self._ways: dict[int, Way] = {}
+        self._walked = False
+
+    def written(self) -> bytes:
+        states = [self._state_of(number, layer) for number, layer in enumerate(self._layers)]
+        try:
+            self.dump(states)
+        except VecEnvError:
+            raise
+        except Exception as error:
+            raise self._named(states, error) from error
+        return self._file.getvalue()
+
+    def _state_of(self, number: int, layer: Any) -> tuple[Any, Any]:
+        """(attributes or the codec's state, names of what stays; ``None``: it is a codec's)."""
+        how, ways = how_of(type(layer)), self._ways
+        attributes = vars(layer)
+        state: Any = {}
+        kept = []
+        numbers = self._numbers
+        for name, value in attributes.items():
+            kind = type(value)
+            if kind not in _ATOMS:
+                if id(value) in numbers or how_of(kind) is STAYS:
+                    kept.append(name)
+                    continue
+                ways.setdefault(id(value), (number, (True, name)))
+            state[name] = value
+        if isinstance(how, Refused):
+            raise NotRestorable(f"{type(layer).__name__} cannot be saved: {how.why}")
+        if isinstance(how, Codec):
+            return self._asked(how, layer, type(layer).__name__), None
+        if hides(type(layer)):
+            raise NotRestorable(f"{type(layer).__name__} has memory that its attributes do not show: it needs a codec")
+        return state, kept
+
+    def _asked(self, how: Codec, thing: Any, where: str) -> Any:
+        try:
+            return how.save(thing)
+        except VecEnvError:
+            raise
+        except Exception as error:
+            raise NotRestorable(f"{where} cannot be saved: {type(error).__name__}: {error}") from error
+
+    def reducer_override(self, obj: Any) -> Any:
+        if (number := self._numbers.get(id(obj))) is not None:
+            return layer_, (number,)
+        kind = type(obj)
+        how = how_of(kind)
+        if how is None:
+            if kind is FunctionType or isinstance(obj, type):
+                return NotImplemented if _is_importable(obj) else self._stay(obj)
+            if getattr(kind, "__setstate__", None) is not None and hasattr(obj, "_ezpickle_args"):
+                return copyreg.__newobj__, (kind,), vars(obj), None, None, _set_attributes  # type: ignore[attr-defined]
+            if hasattr(kind, "__jax_array__") or kind.__module__.startswith("jaxlib"):
+                return _jax_reduced(obj, self._stay)
+            return NotImplemented
+        if isinstance(how, Refused):
+            raise NotRestorable(f"{kind.__name__}: {how.why}")
+        if not isinstance(how, Codec):
+            return self._stay(obj)
+        state = self._asked(how, obj, kind.__name__)
+        return kept_ if state is None else content_, (self._way_to(obj),) if state is None else (self._way_to(obj), state)
+
+    def _stay(self, obj: Any) -> Any:
+        return kept_, (self._way_to(obj),)
+
+    def _way_to(self, obj: Any) -> Way:
+        way = self._ways.get(id(obj))
+        if way is None and not self._walked:
+            self._walked = True
+            for key, found in _walk(self._layers, self._numbers):
+                self._ways.setdefault(key, found)
+            way = self._ways.get(id(obj))
+        if way is None:
+            raise NotRestorable(f"{type(obj).__name__} is held where it cannot be found again in another environment")
+        return way
+
+    def _named(self, states: list[tuple[Any, Any]], error: Exception) -> NotRestorable:
+        """Which attribute it was."""
+        for (state, _), layer in zip(states, self._layers, strict=True):
+            for name, value in state.items() if isinstance(state, dict) else ():
+                probe = _Writer(self._layers)
+                probe._ways, probe._walked = self._ways, self._walked
+                try:
+                    probe.dump(value)
+                except Exception as same:
+                    return NotRestorable(f"{type(layer).__name__}.{name} ({type(value).__name__}) cannot be saved: {same}")
+        return NotRestorable(f"{type(self._layers[0]).__name__} cannot be saved: {type(error).__name__}: {error}")
+
+
+def _set_attributes(obj: Any, attributes: dict[str, Any]) -> None:
+    """Of an object whose class would build a new one instead (``EzPickle``)."""
+    obj.__dict__.update(attributes)
+
+
+def _is_importable(obj: Any) -> bool:
+    found: Any = sys.modules.get(getattr(obj, "__module__", None) or "")
+    for part in getattr(obj, "__qualname__", "<").split("."):
+        found = getattr(found, part, None)
+    return found is obj
+
+
+def _jax_reduced(obj: Any, stay: Callable[[Any], Any]) -> Any:
+    import jax
+
+    if isinstance(obj, jax.Array):
+        if jax.dtypes.issubdtype(obj.dtype, jax.dtypes.prng_key):
+            return _wrapped_key, (jax.device_get(jax.random.key_data(obj)), str(jax.random.key_impl(obj)))
+        return NotImplemented
+    return stay(obj)  # a compiled function and the like
+
+
+def _wrapped_key(data: Any, implementation: str) -> Any:
+    import jax
+
+    return jax.random.wrap_key_data(data, impl=implementation)
+
+
+def _walk(layers: list[Any], numbers: dict[int, int]) -> Iterator[tuple[int, Way]]:
+    """The way to everything that can be reached through attributes, items and closures of layers, the shortest first."""
+    todo: deque[tuple[Any, Way]] = deque((layer, (number,)) for number, layer in enumerate(layers))
+    seen: set[int] = set()
+    while todo:
+        thing, way = todo.popleft()
+        for step, value in _steps(thing):
+            if type(value) in _ATOMS or id(value) in numbers or id(value) in seen:
+                continue
+            seen.add(id(value))
+            there = (*way, step)
+            yield id(value), there
+            todo.append((value, there))
+
+
+def _steps(thing: Any) -> Iterator[tuple[tuple[bool, Any], Any]]:
+    if isinstance(thing, dict):
+        yield from (((False, key), value) for key, value in thing.items() if type(key) in _ATOMS or type(key) is tuple)
+    elif isinstance(thing, list | tuple | deque):
+        yield from (((False, place), value) for place, value in enumerate(thing))
+    attributes = getattr(thing, "__dict__", None)
+    if isinstance(attributes, dict) and not isinstance(thing, type | FunctionType):
+        yield from (((True, name), value) for name, value in attributes.items())
+    if type(thing).__module__ == "functools" and hasattr(thing, "func"):
+        yield from (((True, name), getattr(thing, name)) for name in ("func", "args", "keywords"))
+
+
+class _Reader(pickle.Unpickler):
+    """Reads what :class:`_Writer` wrote, for another environment. Touches nothing."""
+
+    def __init__(self, blob: bytes, layers: list[Any]) -> None:
+        super().__init__(io.BytesIO(blob))
+        self._layers = layers
+        self._filled: dict[int, Way] = {}
+        self.fills: list[tuple[Codec, Any, Any]] = []
+        self._marks = {"layer_": self._layer, "content_": self._content, "kept_": self._found}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == __name__ and name in self._marks:
+            return self._marks[name]
+        return super().find_class(module, name)
+
+    def _layer(self, number: int) -> Any:
+        return self._layers[number]
+
+    def _found(self, way: Way) -> Any:
+        thing = self._layers[way[0]]
+        try:
+            for by_attribute, key in way[1:]:
+                thing = getattr(thing, key) if by_attribute else thing[key]
+        except (AttributeError, KeyError, IndexError, TypeError) as error:
+            raise SnapshotMismatch(f"it has nothing at {shown(self._layers, way)}, which stays where it is") from error
+        return thing
+
+    def _content(self, way: Way, state: Any) -> Any:
+        try:
+            thing = self._found(way)
+        except SnapshotMismatch:
+            thing = None
+        how = how_of(type(thing))
+        if not isinstance(how, Codec) or self._filled.setdefault(id(thing), way) != way:
+            return self._made(way, state)
+        try:
+            opened = how.open(thing, state)
+        except SnapshotMismatch as error:
+            raise SnapshotMismatch(f"{shown(self._layers, way)}: {error}") from error
+        self.fills.append((how, thing, opened))
+        return thing
+
+    def _made(self, way: Way, state: Any) -> Any:
+        """A new object for a place where there is none."""
+        thing = made(state)
+        if thing is None:
+            raise SnapshotMismatch(f"there is nothing to be filled at {shown(self._layers, way)}")
+        return thing
+
+
+def shown(layers: list[Any], way: Way) -> str:
+    """A way in words: ``AntEnv.data``."""
+    text = type(layers[way[0]]).__name__
+    for by_attribute, key in way[1:]:
+        text += f".{key}" if by_attribute else f"[{key!r}]"
+    return text
+
+
+def opened(env: Any, blob: bytes, layers: list[Any] | None = None) -> Callable[[], None]:
+    """What fills an environment with a state. Until it is called nothing is touched; it may be called twice.
+
+    Raises:
+        SnapshotMismatch: The state does not fit.
+    """
+    layers = layers_of(env) if layers is None else layers
+    reader = _Reader(blob, layers)
+    try:
+        states = reader.load()
+    except VecEnvError:
+        raise
+    except Exception as error:
+        raise SnapshotMismatch(f"its bytes cannot be read: {type(error).__name__}: {error}") from error
+    fills = list(reader.fills)
+    attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for layer, (state, kept) in zip(layers, states, strict=True):
+        if kept is None:
+            how = how_of(type(layer))
+            if not isinstance(how, Codec):
+                raise SnapshotMismatch(f"{type(layer).__name__} was saved by a codec, and there is none here")
+            fills.append((how, layer, how.open(layer, state)))
+        else:
+            own = vars(layer)
+            attributes.append((own, {name: own.get(name) for name in kept} | state))
+
+    def fill() -> None:
+        for own, wanted in attributes:
+            own.update(wanted)
+            for name in own.keys() - wanted.keys():
+                own.pop(name, None)
+        for how, thing, state in fills:
+            how.load(thing, state)
+
+    return fill

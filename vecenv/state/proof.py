@@ -1,0 +1,204 @@
+"""The proof that an environment can be saved: made on environments of its own, never on those that somebody uses.
+
+One is run, saved, and goes on, across the end of an episode. Then a third one is run, so that what environments share is no
+more what it was. Then the state goes into another, and back into the first; both have to go on bit for bit as the first did.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, Final
+
+import numpy as np
+
+from vecenv.errors import NotRestorable, VecEnvError
+from vecenv.state.capture import captured, layers_of, opened
+from vecenv.state.snapshots import kind_of
+from vecenv.testing.comparing import STEP_FIELDS, assert_identical
+
+__all__ = ["prove"]
+
+_STEPS: Final = 64  # after the state was taken, if no episode ends before
+_MANY: Final = 8  # rounds, where environments are seen to share something: it may be the same by chance
+_AFTER: Final = 8  # after the end of the episode
+
+
+def prove(env_fn: Callable[[], Any], *, steps: int = _STEPS, seed: int = 0) -> None:
+    """Prove that an environment goes on exactly as it would have, from a saved state.
+
+    Three environments are built, stepped with random actions and closed; the generators that Python and numpy share among
+    all are left as they were.
+
+    Args:
+        env_fn: What builds the environment.
+        steps: To compare, at most, before the episode is ended by a reset; more follow.
+        seed: Of resets and actions.
+
+    Raises:
+        NotRestorable: It does not, or cannot be saved: names it, what differed first, and the attribute where that can be told.
+    """
+    shared = random.getstate(), np.random.get_state()
+    envs: list[Any] = []
+    try:
+        try:
+            envs += [env_fn(), env_fn(), env_fn()]
+        except Exception as error:
+            raise NotRestorable(
+                f"the proof needs more environments of {getattr(env_fn, '__name__', env_fn)!s}, and one could not be built: "
+                f"{type(error).__name__}: {error} (verify=False saves without proof)"
+            ) from error
+        name = kind_of(envs[0]).env_id
+        try:
+            rounds, shares = 0, False
+            while rounds < (_MANY if shares else 2):
+                trial = _Trial(envs, steps, seed + 17 * rounds, rounds)
+                trial.hold()
+                rounds, shares = rounds + 1, shares or trial.shares
+        except VecEnvError as error:
+            raise NotRestorable(f"{name} cannot be saved: {error}") from error
+    finally:
+        random.setstate(shared[0])
+        np.random.set_state(shared[1])
+        for env in envs:
+            env.close()
+
+
+class _Trial:
+    """One state, taken once and put back twice."""
+
+    def __init__(self, envs: list[Any], steps: int, seed: int, round_: int) -> None:
+        self._first, self._second, self._third = envs
+        self._steps, self._seed, self._round = steps, seed, round_
+        self.shares = False
+        self._space = copy.deepcopy(self._first.action_space)
+        self._space.seed(seed)
+
+    def hold(self) -> None:
+        """Take it, go on, put it back, go on again.
+
+        Raises:
+            NotRestorable: The two differ.
+        """
+        first, second = self._first, self._second
+        shared = _Shared(first)
+        self._run(first, self._seed, 7 + 14 * (self._round % 3))
+        self._run(second, self._seed + 1, 5)
+        if self._round:  # in the middle of what follows the end of an episode
+            first.reset()
+            self._run(first, None, 3)
+        state = captured(first)
+        actions = [self._space.sample() for _ in range(self._steps + _AFTER)]
+        shared.look()
+        wanted = self._recorded(first, actions)
+        shared.look()
+        self._run(self._third, self._seed + 2, 9)
+        changed = shared.look()
+        self.shares = bool(changed)
+        for env, which in ((second, "another environment"), (first, "the same environment")):
+            opened(env, state)()
+            try:
+                assert_identical(self._recorded(env, actions), wanted, "after")
+            except AssertionError as error:
+                why = f"loaded into {which}, it goes on differently: {_first_of(str(error))}"
+                raise NotRestorable(why + _hint(changed, env)) from None
+
+    def _run(self, env: Any, seed: int | None, steps: int) -> None:
+        if seed is not None:
+            env.reset(seed=seed)
+        for _ in range(steps):
+            _, _, terminated, truncated, _ = env.step(copy.deepcopy(self._space.sample()))
+            if terminated or truncated:
+                env.reset()
+
+    def _recorded(self, env: Any, actions: list[Any]) -> dict[str, Any]:
+        """What an environment says to these actions: until an episode has ended or was cut off, and some steps more."""
+        said: dict[str, Any] = {}
+        ended = -1
+        for number, action in enumerate(actions):
+            step = env.step(copy.deepcopy(action))
+            said.update(
+                (f"step {number}, {field}", copy.deepcopy(value)) for field, value in zip(STEP_FIELDS, _timeless(step), strict=True)
+            )
+            if step[2] or step[3] or number == self._steps - 1:
+                said[f"reset after step {number}"] = copy.deepcopy(env.reset())
+                ended = number if ended < 0 else ended
+            if 0 <= ended <= number - _AFTER:
+                break
+        return said
+
+
+def _timeless(step: Any) -> Any:
+    """A step without the time that it took by the clock (``RecordEpisodeStatistics``)."""
+    *others, info = step
+    if isinstance(info, Mapping) and isinstance(episode := info.get("episode"), Mapping):
+        info = {**info, "episode": {key: value for key, value in episode.items() if key != "t"}}
+    return (*others, info)
+
+
+def _first_of(text: str) -> str:
+    return " ".join(text.split())[:300]
+
+
+class _Shared:
+    """What environments of a kind may share without saying so: global generators, attributes of classes, of modules."""
+
+    def __init__(self, env: Any) -> None:
+        self._places: dict[str, Mapping[str, Any]] = {}
+        for layer in layers_of(env):
+            for kind in type(layer).__mro__:
+                if kind.__module__.partition(".")[0] not in ("builtins", "abc", "typing", "gymnasium"):
+                    self._places[kind.__name__] = vars(kind)
+                    module = sys.modules.get(kind.__module__)
+                    if isinstance(module, ModuleType):
+                        self._places[module.__name__] = vars(module)
+        self._before = self._look()
+        self._changed: dict[str, None] = {}
+
+    def _look(self) -> dict[str, str]:
+        seen = {
+            f"{place}.{name}": text
+            for place, names in self._places.items()
+            for name, value in names.items()
+            if not name.startswith("__") and (text := _plain_text(value))
+        }
+        seen["the generator of the module random"] = str(hash(random.getstate()))
+        numbers: Any = np.random.get_state()
+        seen["numpy's global generator"] = str((numbers[1].tobytes(), *numbers[2:]))
+        return seen
+
+    def look(self) -> list[str]:
+        """What has changed at one of the looks."""
+        now = self._look()
+        self._changed.update((name, None) for name, text in self._before.items() if now.get(name) != text)
+        return list(self._changed)
+
+
+def _plain_text(value: Any) -> str:
+    if isinstance(value, bool | int | float | str | bytes):
+        return repr(value)
+    if isinstance(value, np.ndarray):
+        return str((value.dtype, value.shape, value.tobytes()))
+    if isinstance(value, list | dict | set | tuple) and len(value) < 1000:
+        try:
+            return repr(value)
+        except Exception:
+            return ""
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    return ""
+
+
+def _hint(changed: list[str], env: Any) -> str:
+    if changed:
+        return f" (environments share {', '.join(changed[:4])}, which its steps change)"
+    kept = [
+        f"{type(layer).__name__}.{name}"
+        for layer in layers_of(env)
+        for name, value in vars(layer).items()
+        if getattr(value, "__closure__", None) or type(type(value)).__name__.startswith(("pybind11", "nb_type", "Boost"))
+    ]
+    return f" (what may hide it: {', '.join(kept[:4])})" if kept else ""

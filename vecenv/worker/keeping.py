@@ -1,0 +1,109 @@
+"""Rows that can be saved and loaded: each is its environment's state, and what the engine knows of the row beside it.
+
+All of it may be done again after an interruption: a state is taken twice, or put in place twice, with the same outcome.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from vecenv.errors import NotRestorable, SnapshotMismatch
+from vecenv.link.outcomes import Failure, Outcome
+from vecenv.link.packing import works
+from vecenv.state.capture import captured, layers_of, opened
+from vecenv.state.proof import prove
+from vecenv.state.snapshots import Snapshot, kind_of
+from vecenv.worker.rows import EnvRows
+
+__all__ = ["KeptRows"]
+
+
+class KeptRows(EnvRows):
+    """Environments that are stepped and reset (:class:`~vecenv.worker.rows.EnvRows`), saved and loaded."""
+
+    _opened: dict[int, tuple[Callable[[], None], Snapshot]] | None = None
+    """Of the rows that are about to be loaded: what fills them, and with what."""
+
+    def save(self, seq: int, ks: Sequence[int]) -> Outcome:
+        """A :class:`~vecenv.state.snapshots.Snapshot` of each of the rows ``ks``, without its last observation."""
+
+        def one(k: int) -> Snapshot:
+            env = self._env(k)
+            layers = layers_of(env)
+            kind = kind_of(layers)
+            try:
+                state = captured(env, layers)
+            except NotRestorable as error:
+                raise NotRestorable(f"{kind.env_id} cannot be saved: {error}") from error
+            return Snapshot.of(kind, state, pending=self._is_pending(k), used=self._used[k])
+
+        return self._again(seq, ks, one)
+
+    def prove(self, seq: int, ks: Sequence[int]) -> Outcome:
+        """Prove that environments like those of the rows ``ks`` go on from a saved state exactly as they would have."""
+        return self._again(seq, ks, lambda k: prove(self._env_fns[k]))
+
+    def check(self, seq: int, snapshots: Sequence[tuple[int, Snapshot]]) -> Outcome:
+        """Read the snapshots that rows are to be filled with, and refuse those that do not fit. Rows stay as they are."""
+        given = dict(snapshots)
+        if seq != self._seq or self._opened is None:
+            self._opened = {}
+        opened_ones = self._opened
+
+        def one(k: int) -> None:
+            snapshot, env = given[k], self.envs[k] or self._build(k)
+            try:
+                snapshot.require_whole()
+                layers = layers_of(env)
+                if wrong := snapshot.kind.differs_from(kind_of(layers)):
+                    raise SnapshotMismatch(wrong)
+                opened_ones[k] = opened(env, snapshot.body, layers), snapshot
+            except SnapshotMismatch as error:
+                raise SnapshotMismatch(f"the snapshot for env {self.first + k} does not fit: {error}") from error
+
+        return self._again(seq, list(given), one)
+
+    def load(self, seq: int, ks: Sequence[int]) -> Outcome:
+        """Fill the rows with what was checked."""
+        assert self._opened is not None
+
+        def one(k: int) -> None:
+            assert self._opened is not None
+            fill, snapshot = self._opened[k]
+            env = self._env(k)
+            fill()
+            self._steps[k] = self._step_by_reset(k) if snapshot.pending else env.step
+            self._used[k] = snapshot.used
+            if self._offered[k] is not None:
+                env.unwrapped.observation_buffer(self._offered[k])  # type: ignore[attr-defined]
+
+        out = self._again(seq, ks, one, fatal=True)
+        self._opened = None
+        return out
+
+    def _again(self, seq: int, ks: Sequence[int], function: Callable[[int], Any], *, fatal: bool = False) -> Outcome:
+        """``function`` of each row. One that was interrupted is done again.
+
+        Args:
+            seq: The number of the message; see ``_begin``.
+            ks: Which rows.
+            function: What is done.
+            fatal: A row where that fails is no more what it was: its environment is dropped.
+        """
+        if seq != self._seq:
+            self._begin(seq, ks, batch=False)
+        out = self._out
+        for k in ks[self._done :]:
+            try:
+                out.results[self.first + k] = function(k)
+            except BaseException as error:
+                if works(partial(function, k)):  # somebody interrupted: it is asked for again
+                    raise
+                self._let_through(error)
+                if fatal:
+                    self._drop(k)
+                out.failures.append(Failure(self.first + k, self._told(k, error), fatal=fatal))
+            self._done += 1
+        return out

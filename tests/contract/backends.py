@@ -75,7 +75,7 @@ def _engine(name: str, **options: Any) -> Backend:
 def _cluster() -> Iterator[None]:
     import ray
 
-    os.environ.update({"RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "90"})
+    os.environ.update({"RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "240"})
     memory = 200 * 1024 * 1024
     ray.init(address="local", num_cpus=32, include_dashboard=False, object_store_memory=memory, log_to_driver=False)
     try:

@@ -15,7 +15,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 MEMORY = 200 * 1024 * 1024
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_raylet_start_wait_time_s": "90",  # of a busy machine
+    "RAY_raylet_start_wait_time_s": "240",  # of a busy machine
 }
 
 

@@ -113,6 +113,7 @@ def check_options(
     lazy: Any = False,
     ragged_infos: Any = False,
     isolate: Any = None,
+    env_threads: Any = 1,
 ) -> None:
     """Refuse options that mean nothing, by name and with what is accepted.
 
@@ -124,6 +125,7 @@ def check_options(
     wants = {"step_timeout": "can be killed"} if step_timeout is not None else {}
     wants |= {"worker_env": "have environment variables of their own"} if worker_env else {}
     wants |= {"isolate": "keep a crash of an environment from the program"} if isolate is True else {}
+    wants |= {"env_threads": "are the ones that have these threads"} if env_threads != 1 else {}
     for option, reason in wants.items():
         if use_caller or num_workers == 0:
             raise ValueError(
@@ -149,6 +151,9 @@ def check_options(
         ("start_timeout", start_timeout, seconds(start_timeout), "a number of seconds above 0"),
         ("threads_per_worker", threads_per_worker, threads_per_worker is None or whole(threads_per_worker, 1),
          "None or an int from 1 on"),
+        ("env_threads", env_threads, whole(env_threads, 1), "an int from 1 on"),
+        ("num_workers", num_workers, num_workers != "auto" or env_threads == 1,
+         "None or an int from 1 on, beside env_threads: what waits cannot be measured"),
         ("strict", strict, isinstance(strict, bool), "True or False"),
         ("isolate", isolate, isolate is None or isinstance(isolate, bool), "None, True or False"),
         ("lazy", lazy, isinstance(lazy, bool), "True or False"),

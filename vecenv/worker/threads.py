@@ -51,10 +51,10 @@ class ThreadedRows(EnvRows):
         rows, how: As of :class:`EnvRows`.
     """
 
-    def __init__(self, env_threads: int, *rows: Any, autoreset_mode: AutoresetMode, **how: Any) -> None:
-        super().__init__(*rows, autoreset_mode=autoreset_mode, **how)
+    def __init__(self, env_threads: int, *rows: Any, **how: Any) -> None:
+        super().__init__(*rows, **how)
         self._pool = ThreadPoolExecutor(env_threads, "environment")
-        self._resets_itself = autoreset_mode is AutoresetMode.SAME_STEP
+        self._resets_itself = how["autoreset_mode"] is AutoresetMode.SAME_STEP
         self._begun: dict[int, _Said] = {}  # row -> what the reset has said that the loop is about to ask for
 
     def step(self, seq: int, ks: list[int] | None, actions: Sequence[Any]) -> Outcome:

@@ -45,6 +45,7 @@ class EngineOptions(TypedDict, total=False):
     isolate: bool | None
     worker_env: WorkerEnv | None
     ragged_infos: bool
+    env_threads: int
 
 
 def workers_and_share(

@@ -135,7 +135,7 @@ class AsyncEnvPool:
             [make] * num_envs, backend="multiprocessing", exchange="shm", envs_per_worker=envs_per_worker
         )
         self._half = max(num_envs // 2, 1)
-        self.pool.async_reset_send()
+        self.pool.async_reset_send(env_index=list(range(num_envs)))
         self._send(self.pool.async_reset_recv(min_get=num_envs))
 
     def _send(self, roots: Any) -> None:

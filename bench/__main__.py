@@ -10,8 +10,9 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from bench import goals, micro, plots, programs, suites, tables
+from bench import goals, micro, plots, programs, suites, tables, waits
 from bench.programs import PROGRAMS
+from bench.waits import WAITS
 from bench.workloads import WORKLOADS
 from vecenv.system.cores import usable_cores
 from vecenv.tools.benchmark import Report, draw_bars, draw_scale
@@ -64,6 +65,17 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(MICRO)} (default: all)")
     command.set_defaults(run=_micro)
 
+    command = commands.add_parser("waits", parents=[pace], help="long resets, uneven steps, services, simulators")
+    command.add_argument("--workloads", type=_names, default=list(WAITS), help="separated by commas (default: all)")
+    command.add_argument("--num-envs", type=int, default=16)
+    command.add_argument("--engines", type=_names, help="only these rows (default: all)")
+    command.set_defaults(run=_waits)
+
+    command = commands.add_parser("episodes", parents=[pace], help="a list of episodes: evaluate, and batch after batch")
+    command.add_argument("--num-envs", type=int, default=8)
+    command.add_argument("--engines", type=_names, help="only these rows (default: all)")
+    command.set_defaults(run=_episodes)
+
     command = commands.add_parser("busy", parents=[pace], help="with and without spinning, quiet and disturbed")
     command.add_argument("--workload", default="CartPole-v1", choices=WORKLOADS)
     command.add_argument("--num-envs", type=int, default=64)
@@ -107,6 +119,8 @@ def _show(arguments: argparse.Namespace, reports: list[Report], stem: str) -> No
 def _list(arguments: argparse.Namespace, pace: suites.Pace) -> None:
     for workload in WORKLOADS.values():
         print(f"workload {workload.name:12} {workload.text}")
+    for workload in WAITS.values():
+        print(f"waits    {workload.name:12} {workload.text}")
     print("micro   ", ", ".join(MICRO))
     print("goals   ", ", ".join(goals.PARTS))
     for name, program in PROGRAMS.items():
@@ -171,6 +185,17 @@ def _busy(arguments: argparse.Namespace, pace: suites.Pace) -> None:
             print(f"{report.env}: {label}: {text} of its rate without spinning")
 
 
+def _waits(arguments: argparse.Namespace, pace: suites.Pace) -> None:
+    suites.raise_descriptor_limit()
+    how = arguments.num_envs, arguments.workers, pace, arguments.engines
+    reports = [waits.waits(workload, *how) for workload in arguments.workloads]
+    _show(arguments, reports, "waits")
+
+
+def _episodes(arguments: argparse.Namespace, pace: suites.Pace) -> None:
+    _show(arguments, [waits.episodes(arguments.num_envs, pace, arguments.engines)], "episodes")
+
+
 def _goals(arguments: argparse.Namespace, pace: suites.Pace) -> None:
     settings = goals.Settings(arguments.workers, pace, arguments.quick)
     for part in arguments.parts or goals.PARTS:
@@ -188,7 +213,10 @@ def _table(arguments: argparse.Namespace, pace: suites.Pace) -> None:
 def main() -> int:
     parser = _parser()
     arguments = parser.parse_args()
-    lists = {"compare": list(WORKLOADS), "micro": list(MICRO), "goals": list(goals.PARTS), "programs": list(PROGRAMS)}
+    lists = {
+        "compare": list(WORKLOADS), "waits": list(WAITS), "micro": list(MICRO), "goals": list(goals.PARTS),
+        "programs": list(PROGRAMS),
+    }  # fmt: skip
     known = lists.get(arguments.command, [])
     chosen = [getattr(arguments, name, None) for name in ("parts", "workloads", "names")]
     for name in next(filter(None, chosen), ()):

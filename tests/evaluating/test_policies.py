@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from envs import opened
 from gymnasium import spaces
+from gymnasium.error import AlreadyPendingCallError
 from walks import SEED, Walk, choose, numbers, walks, wanted
 
 import vecenv
@@ -126,7 +127,7 @@ def test_a_policy_that_is_compiled_always_gets_as_many_rows() -> None:
         ({"batch": "whole"}, ValueError, "batch must be one of"),
         ({"arrays": "cupy"}, ValueError, "arrays must be one of"),
     ],
-    ids=lambda value: repr(value)[:40] if isinstance(value, dict) else "",
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_what_is_wrong_is_named_before_anything_runs(options: dict[str, Any], error: type[Exception], says: str) -> None:
     given = {"policy": lambda seen: np.zeros(len(seen), int), "episodes": 4, **options}
@@ -163,6 +164,19 @@ def test_what_a_policy_raises_ends_the_evaluation_and_a_reset_brings_all_back() 
             vecenv.evaluate(envs, policy, 9, seed=SEED)
         envs.reset(seed=1)
         assert numbers(vecenv.evaluate(envs, choose, 5, seed=SEED)) == wanted(5)
+
+
+def test_rows_that_are_in_flight_are_not_touched() -> None:
+    with opened(walks(3), num_workers=0) as envs:
+        envs.reset(seed=1)
+        envs.send([0], [2])
+        with pytest.raises(AlreadyPendingCallError, match=r"Calling `evaluate` while envs \[2\] are in flight"):
+            vecenv.evaluate(envs, choose, 1, seed=SEED)
+        assert envs.recv(count=1)[4]["env_id"].tolist() == [2]
+        envs.step_async([0] * 3)
+        with pytest.raises(AlreadyPendingCallError):
+            vecenv.evaluate(envs, choose, 1, seed=SEED)
+        envs.step_wait()
 
 
 def test_what_is_no_vector_environment_is_refused() -> None:

@@ -96,6 +96,9 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             program; ``dummy_env=True`` builds it in this process.
         ragged_infos: Info values of one key whose shapes or types differ become an object array, ``None`` where there is
             none. Without it they are an error, or are broadcast, as in Gymnasium.
+        env_threads: So many environments of a worker are inside ``reset`` or ``step`` at the same time, each in a thread:
+            for those that wait, for a service or a robot, and compute little. They must not mind which thread it is, nor
+            share what they change. Needs worker processes.
         strict: Float observations that become infinite in the cast to the space's dtype are an
             :class:`~vecenv.errors.ObservationError`; without it, one warning.
 
@@ -160,6 +163,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         worker_env: WorkerEnv | None = None,
         lazy: bool = False,
         ragged_infos: bool = False,
+        env_threads: int = 1,
     ) -> None:
         self._take_options(
             env_fns, shared_memory, copy, context, daemon, observation_mode, autoreset_mode, max_concurrency
@@ -168,6 +172,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         check_options(
             self.num_envs, num_workers, batch_size, on_failure, restart_limit, restart_period, step_timeout, start_timeout,
             threads_per_worker, use_caller, strict, dummy_env, worker_env, lazy, ragged_infos, isolate,
+            env_threads,
         )  # fmt: skip
         policy = Policy.of(
             on_failure, restart_limit, restart_period, step_timeout, start_timeout,
@@ -183,7 +188,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             variables=variables_of(worker_env, 0), remember=lazy,
         )  # fmt: skip
         to_look = num_workers, use_caller, isolate
-        to_open = mp, policy, batch_size, threads_per_worker, strict, ragged_infos, worker_env
+        to_open = mp, policy, batch_size, threads_per_worker, strict, ragged_infos, worker_env, env_threads
         if lazy:
             wait_for_use(self, to_look, to_open)
         else:
@@ -206,6 +211,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         strict: bool,
         ragged: bool,
         worker_env: WorkerEnv | None,
+        env_threads: int,
     ) -> None:
         """Start the workers."""
         threads = threads_per_worker or max(1, usable_cores() // max(self.num_workers, 1))
@@ -214,12 +220,14 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             options.variables = [variables_of(worker_env, index) for index in range(self.num_workers)]
             _warn_of_late(options)
         try:
-            self._adopt(self._start_engine(options, policy, threads, strict, ragged), batch_size)
+            self._adopt(self._start_engine(options, policy, threads, strict, ragged, env_threads), batch_size)
         except RuntimeError:  # environments whose spaces do not go together, with those that are remembered perhaps
             self._trial.forget()
             raise
 
-    def _start_engine(self, options: PoolOptions, policy: Policy, threads: int, strict: bool, ragged: bool) -> Engine:
+    def _start_engine(
+        self, options: PoolOptions, policy: Policy, threads: int, strict: bool, ragged: bool, env_threads: int
+    ) -> Engine:
         """Lay out the shared memory, choose how observations travel, and start the workers."""
         observations = fixed_tree(self.single_observation_space) if self.shared_memory else None
         actions = fixed_tree(self.single_action_space, "action")
@@ -241,6 +249,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             threads,
             strict,
             ragged,
+            env_threads,
         )
         return self._engine_class(self.env_fns, layout, make_store, plan, options, policy, self.num_workers, self._share)
 

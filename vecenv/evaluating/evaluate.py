@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
 from vecenv.evaluating.by_row import ByRow
@@ -79,6 +80,7 @@ def evaluate(
             action a row, before any environment is stepped with it.
         NotImplementedError: The engine cannot give each episode its seed, or its options, or frames, or a timeout; before
             anything is run.
+        AlreadyPendingCallError: Something is in flight.
         ImportError: ``progress`` without tqdm.
         Exception: What the policy or ``on_episode`` raises. What was in flight then is waited for by the next ``reset()``.
     """
@@ -138,6 +140,8 @@ def _runner(
             raise ValueError(f"frames need render_mode='rgb_array', got {envs.render_mode!r}")
         if limit is not None and able.in_this_process:
             unable(envs, "end environments that hang", "the calling process steps some: isolate=True, or num_workers=")
+        if flying := sorted(envs.in_flight.tolist()):
+            raise AlreadyPendingCallError(f"Calling `evaluate` while envs {flying} are in flight: `recv` first.", "send")
         if limit is None and not able.in_this_process:
             limit = envs.step_timeout
         return ByRow(envs, todo, act, tell, limit, filmed)

@@ -45,6 +45,7 @@ class EngineOptions(TypedDict, total=False):
     isolate: bool | None
     worker_env: WorkerEnv | None
     ragged_infos: bool
+    env_threads: int
 
 
 def workers_and_share(
@@ -96,6 +97,14 @@ def require_a_way(
         require_processes(f"{name} with on_failure='restart', step_timeout, worker_env or isolate=True")
 
 
+def _whole(value: Any, low: int) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= low)
+
+
+def _seconds(value: Any) -> bool:
+    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and bool(value > 0)
+
+
 def check_options(
     num_envs: int,
     num_workers: Any,
@@ -113,6 +122,7 @@ def check_options(
     lazy: Any = False,
     ragged_infos: Any = False,
     isolate: Any = None,
+    env_threads: Any = 1,
 ) -> None:
     """Refuse options that mean nothing, by name and with what is accepted.
 
@@ -124,6 +134,7 @@ def check_options(
     wants = {"step_timeout": "can be killed"} if step_timeout is not None else {}
     wants |= {"worker_env": "have environment variables of their own"} if worker_env else {}
     wants |= {"isolate": "keep a crash of an environment from the program"} if isolate is True else {}
+    wants |= {"env_threads": "are the ones that have these threads"} if env_threads != 1 else {}
     for option, reason in wants.items():
         if use_caller or num_workers == 0:
             raise ValueError(
@@ -131,24 +142,22 @@ def check_options(
                 "or `num_workers=0`"
             )
 
-    def whole(value: Any, low: int) -> bool:
-        return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= low)
-
-    def seconds(value: Any) -> bool:
-        return isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and bool(value > 0)
-
     checks = [
-        ("num_workers", num_workers, num_workers is None or num_workers == "auto" or whole(num_workers, 0),
+        ("num_workers", num_workers, num_workers is None or num_workers == "auto" or _whole(num_workers, 0),
          "None (one process an environment), 'auto', or an int from 0 on"),
-        ("batch_size", batch_size, batch_size is None or (whole(batch_size, 1) and batch_size <= num_envs),
+        ("batch_size", batch_size, batch_size is None or (_whole(batch_size, 1) and batch_size <= num_envs),
          f"None or an int within 1..{num_envs}"),
         ("on_failure", on_failure, on_failure in ("raise", "restart"), "'raise' or 'restart'"),
-        ("restart_limit", restart_limit, restart_limit is None or whole(restart_limit, 0), "None or an int from 0 on"),
-        ("restart_period", restart_period, seconds(restart_period), "a number of seconds above 0"),
-        ("step_timeout", step_timeout, step_timeout is None or seconds(step_timeout), "None or a number of seconds above 0"),
-        ("start_timeout", start_timeout, seconds(start_timeout), "a number of seconds above 0"),
-        ("threads_per_worker", threads_per_worker, threads_per_worker is None or whole(threads_per_worker, 1),
+        ("restart_limit", restart_limit, restart_limit is None or _whole(restart_limit, 0), "None or an int from 0 on"),
+        ("restart_period", restart_period, _seconds(restart_period), "a number of seconds above 0"),
+        ("step_timeout", step_timeout, step_timeout is None or _seconds(step_timeout),
+         "None or a number of seconds above 0"),
+        ("start_timeout", start_timeout, _seconds(start_timeout), "a number of seconds above 0"),
+        ("threads_per_worker", threads_per_worker, threads_per_worker is None or _whole(threads_per_worker, 1),
          "None or an int from 1 on"),
+        ("env_threads", env_threads, _whole(env_threads, 1), "an int from 1 on"),
+        ("num_workers", num_workers, num_workers != "auto" or env_threads == 1,
+         "None or an int from 1 on, beside env_threads: what waits cannot be measured"),
         ("strict", strict, isinstance(strict, bool), "True or False"),
         ("isolate", isolate, isolate is None or isinstance(isolate, bool), "None, True or False"),
         ("lazy", lazy, isinstance(lazy, bool), "True or False"),

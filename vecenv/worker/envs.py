@@ -136,6 +136,11 @@ class Envs:
         step.resets_first = True  # type: ignore[attr-defined]
         return step
 
+    def _reset(self, k: int, seed: Any, options: Any) -> tuple[Any, Any]:
+        """The reset that was asked for, of an environment that is built anew if it had failed."""
+        env = self.envs[k] or self._build(k)
+        return env.reset(seed=seed, options=None if options is None else dict(options))
+
     def _begin_next(self, k: int) -> tuple[Any, Any]:
         """The reset of autoreset, with what was set for it."""
         seed, options = self._next.pop(k, (None, None))

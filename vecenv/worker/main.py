@@ -41,6 +41,7 @@ from vecenv.system.uninterrupted import let_in
 from vecenv.system.variables import Variables, set_variables
 from vecenv.worker.envs import Expected
 from vecenv.worker.keeping import KeptRows
+from vecenv.worker.threads import ThreadedRows
 
 __all__ = ["Plan", "Ready", "Start", "answer", "main", "make_rows"]
 
@@ -60,6 +61,7 @@ class Plan:
         threads: At most so many threads for BLAS, OpenMP and torch in a worker; ``None``: as they come.
         strict: An observation that loses finite numbers in the cast to its space is an error and not a warning.
         ragged: Info values of one key that do not go together become an object array.
+        env_threads: So many environments of a worker are run at the same time.
     """
 
     layout: Layout
@@ -69,6 +71,7 @@ class Plan:
     threads: int | None = None
     strict: bool = False
     ragged: bool = False
+    env_threads: int = 1
 
 
 @dataclass(slots=True)
@@ -132,9 +135,10 @@ def make_rows(
         def put(k: int, observation: Any) -> Any:
             return observation
 
-    rows = KeptRows(
-        env_fns, first, worker, batch, put, put_final, tree, plan.layout.actions, plan.autoreset_mode,
-        plan.expected, interrupts,
+    kind = KeptRows if plan.env_threads == 1 or interrupts else partial(ThreadedRows, plan.env_threads)
+    rows = kind(
+        env_fns, first, worker, batch, put, put_final, tree, plan.layout.actions, autoreset_mode=plan.autoreset_mode,
+        expected=plan.expected, interrupts=interrupts,
     )  # fmt: skip
     rows.warnings = warnings
     return rows

@@ -295,10 +295,9 @@ class EnvRows(Envs):
             for k, seed, own in zip(walk, list(seeds)[start:], each[start:], strict=True):
                 try:
                     begun = k
-                    env = self.envs[k] or self._build(k)
-                    observation, info = env.reset(seed=seed, options=None if own is None else dict(own))
+                    observation, info = self._reset(k, seed, own)
                     self.leave_if_forked()
-                    self._steps[k] = self._step_by_reset(k) if pending else env.step
+                    self._steps[k] = self._step_by_reset(k) if pending else self._env(k).step
                     self._used[k] = True
                     if (travels := self._put(k, observation)) is not KEPT:
                         out.observations[self.first + k] = travels

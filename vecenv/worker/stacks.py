@@ -16,12 +16,20 @@ def reaches_down(stack: str) -> bool:
 
 
 def innermost(stack: str, lines: int = 12) -> str:
-    """The part of a ``faulthandler`` dump that names the environment's own code: vecenv's frames cut off below it."""
+    """The part of a ``faulthandler`` dump that names the environment's own code: vecenv's frames cut off below it.
+
+    Of several threads those count in which vecenv is: the main one; or, where others step environments, these, while the
+    main one, which comes last, waits for them.
+    """
+    threads = stack.split("\n\n")
+    ours = [thread for thread in threads if _OWN in thread]
     kept: list[str] = []
-    for line in stack.splitlines():
-        if _OWN in line:
-            if kept:
+    for thread in ours[:-1] or ours or threads:
+        above: list[str] = []
+        for line in thread.splitlines():
+            if _OWN not in line:
+                above.append(line)
+            elif above:
                 break
-            continue
-        kept.append(line)
+        kept += above
     return "\n".join(kept[:lines])

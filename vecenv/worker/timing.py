@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from vecenv.shm.layout import Array
@@ -49,6 +49,12 @@ class StepTimes:
         self.untimed = min(_UNTIMED_MOST, int(_LONG / max(elapsed, 1e-9)))
         self._weight = self.untimed + 1
         self._counted += 1
+
+    def add(self, elapsed: float, each: Iterable[tuple[int, float]]) -> None:
+        """Time that was spent outside of the messages that are counted, and how long single rows took in it."""
+        self._seconds[0] += elapsed
+        for k, seconds in each:
+            self._each[k] = seconds
 
     def _timed(self, k: int, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         times = self._each

@@ -1,0 +1,291 @@
+"""Environments that keep others waiting: long resets, steps of very different length, services, simulators with images.
+
+``python -m bench waits`` puts the ways to deal with that side by side: batches of everybody, of whoever is first, by
+deadline, threads within workers, and TorchRL's ``AsyncEnvPool``, which has most of these. ``python -m bench episodes`` runs
+a list of episodes whose lengths vary tenfold: :func:`vecenv.evaluate`, and what others do, batch after batch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import SyncVectorEnv
+
+import vecenv
+from bench.engines import OTHERS
+from bench.workloads import SleepingEnv, Workload
+from vecenv.tools.benchmark import (
+    Candidate,
+    EnvFn,
+    Report,
+    Runner,
+    Sample,
+    Unavailable,
+    VectorRunner,
+    compare,
+    default_candidates,
+    run_for,
+    sample_actions,
+    vecenv_candidate,
+)
+
+__all__ = ["WAITS", "episodes", "waits"]
+
+
+class WaitingEnv(gymnasium.Env[np.ndarray, np.int64]):
+    """Steps and resets that wait.
+
+    Args:
+        step: Seconds, or (from, to).
+        reset: Seconds.
+        length: Steps an episode; (from, to): drawn for each.
+        shape: Of observations, uint8; ``()``: four floats.
+    """
+
+    def __init__(
+        self, step: float | tuple[float, float], reset: float = 0.0, length: int | tuple[int, int] = 1000,
+        shape: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
+        self._step, self._reset, self._length = step, reset, length
+        self.observation_space = spaces.Box(0, 255, shape, np.uint8) if shape else spaces.Box(0, 1, (4,), np.float32)
+        self.action_space = spaces.Discrete(2)
+        self._observation = np.ones(self.observation_space.shape or (), self.observation_space.dtype)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        time.sleep(self._reset)
+        length = self._length
+        self._left = length if isinstance(length, int) else int(self.np_random.integers(*length))
+        return self._observation, {}
+
+    def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        time.sleep(self.np_random.uniform(*self._step) if isinstance(self._step, tuple) else self._step)
+        self._left -= 1
+        return self._observation, 1.0, self._left <= 0, False, {}
+
+
+def _waiting(name: str, text: str, **how: Any) -> Workload:
+    return Workload(name, lambda: partial(WaitingEnv, **how), text)
+
+
+WAITS = {
+    workload.name: workload
+    for workload in (
+        _waiting("long-resets", "steps of 1 ms, a reset of 200 ms every 200 steps", step=0.001, reset=0.2, length=200),
+        _waiting("free-resets", "the same without waiting in resets: what long ones are measured by", step=0.001,
+        length=200), Workload("log-normal", lambda: SleepingEnv, "log-normal steps, mean 10 ms, sigma 1"),
+        _waiting("waiting", "steps that wait 50 ms, as for a service", step=0.05, length=100),
+        _waiting(
+            "simulator", "steps of 5 to 20 ms, observations (128, 128, 3) uint8", step=(0.005, 0.02), length=200,
+            shape=(128, 128, 3),
+        ),
+    )
+}  # fmt: skip
+
+
+class DeadlineRunner(VectorRunner):
+    """Takes what is there after ``within`` seconds, one environment at least."""
+
+    def __init__(self, make_envs: Callable[[], Any], within: float) -> None:
+        super().__init__(make_envs)
+        self._within = within
+        self._batches = {
+            count: itertools.cycle(sample_actions(self.envs.single_action_space, count)).__next__
+            for count in range(1, self.num_envs + 1)
+        }
+
+    def _step(self) -> float:
+        rows = self.envs.recv(count=self.num_envs, at_least=1, within=self._within)[4]["env_id"]
+        self.envs.send(self._batches[len(rows)](), rows)
+        return len(rows)
+
+    def run(self, seconds: float) -> Sample:
+        if self._fresh:
+            self.envs.reset_async(seed=0)
+            self._fresh = False
+        self._step()
+        return run_for(self._step, seconds)
+
+
+def _engine(env_fn: EnvFn, num_envs: int, **options: Any) -> Any:
+    return vecenv.AsyncVectorEnv([env_fn] * num_envs, **options)
+
+
+class AsyncEnvPool:
+    """TorchRL's ``AsyncEnvPool`` in processes, through shared memory: whoever is first, half of them at least."""
+
+    def __init__(self, env_fn: EnvFn, num_envs: int, envs_per_worker: int) -> None:
+        try:
+            module, torch = importlib.import_module("torchrl.envs"), importlib.import_module("torch")
+        except ImportError as error:
+            raise Unavailable(f"torchrl is not installed ({error})") from None
+        if not hasattr(module, "AsyncEnvPool"):
+            raise Unavailable("this torchrl has no AsyncEnvPool")
+        torch.set_num_threads(1)
+        make = partial(_gym_wrapper, env_fn)
+        self.pool = module.AsyncEnvPool(
+            [make] * num_envs, backend="multiprocessing", exchange="shm", envs_per_worker=envs_per_worker
+        )
+        self._half = max(num_envs // 2, 1)
+        self.pool.async_reset_send(env_index=list(range(num_envs)))
+        self._send(self.pool.async_reset_recv(min_get=num_envs))
+
+    def _send(self, roots: Any) -> None:
+        roots.set("action", roots.get("done").new_zeros(roots.batch_size, dtype=int))
+        self.pool.async_step_and_maybe_reset_send(roots)
+
+    def _step(self) -> int:
+        stepped, roots = self.pool.async_step_and_maybe_reset_recv(min_get=self._half)
+        self._send(roots)
+        done = stepped.get(("next", "done"))
+        return int(done.numel()) + int(done.sum())
+
+    def run(self, seconds: float) -> Sample:
+        return run_for(self._step, seconds)
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+def _gym_wrapper(env_fn: EnvFn) -> Any:
+    from torchrl.envs import GymWrapper
+
+    return GymWrapper(env_fn(), categorical_action_encoding=True)
+
+
+def _candidates(env_fn: EnvFn, num_envs: int, workers: int) -> list[Candidate]:
+    workers = min(workers, num_envs)
+    each = -(-num_envs // workers)
+    kept = ("per-env", "gym-sync", "gym-async")
+    ours = partial(vecenv_candidate, env_fn=env_fn, num_envs=num_envs)
+    deadline = partial(DeadlineRunner, partial(_engine, env_fn, num_envs, num_workers=None), 0.002)
+    rows = [row for row in default_candidates(env_fn, num_envs, workers) if row.name in kept]
+    rows[:1] = [
+        rows[0],
+        ours("first-ready-per-env", f"vecenv, first {max(num_envs // 2, 1)} ready", batch_size=max(num_envs // 2, 1)),
+        Candidate("deadline", "vecenv, those ready within 2 ms", (deadline,), kind="vecenv", processes=num_envs),
+    ]
+    if each > 1:
+        rows.insert(3, ours("threads", f"vecenv, {workers} workers, threads", num_workers=workers, env_threads=each))
+    for name in ("sb3", "tianshou", "torchrl"):
+        label, build, settle = OTHERS[name]
+        build_one = partial(build, env_fn, num_envs, workers)
+        rows.append(Candidate(name, label, (build_one,), kind="other", settle=settle))
+    for name, label, each_worker in (
+        ("torchrl-async", "TorchRL AsyncEnvPool, a process each", 1),
+        ("torchrl-threads", f"TorchRL AsyncEnvPool, {each} in a worker", each),
+    ):
+        if each_worker > 1 or name == "torchrl-async":
+            rows.append(Candidate(name, label, (partial(AsyncEnvPool, env_fn, num_envs, each_worker),), kind="other"))
+    return rows
+
+
+def waits(workload: str, num_envs: int, workers: int, pace: dict[str, Any], names: Iterable[str] | None = None) -> Report:
+    """All of them on one workload of :data:`WAITS`, or those of ``names``."""
+    env_fn = WAITS[workload].prepare()
+    rows = _candidates(env_fn, num_envs, workers)
+    if names is not None:
+        rows = [row for row in rows if row.name in set(names)]
+    return compare(workload, env_fn, num_envs, rows, check=False, **pace)
+
+
+# -- lists of episodes --------------------------------------------------------------------------------------------------
+
+
+class Evaluating:
+    """Runs lists of episodes, four for each environment, and counts the steps that belong to one.
+
+    Args:
+        make_envs: Builds a vector environment.
+        run_list: Runs so many episodes on it, from a seed on; how many steps belong to them.
+    """
+
+    def __init__(self, make_envs: Callable[[], Any], run_list: Callable[[Any, int, int], int]) -> None:
+        self.envs = make_envs()
+        self._run_list = run_list
+        self._seed = 0
+
+    def _step(self) -> float:
+        count = 4 * self.envs.num_envs
+        self._seed += count
+        return self._run_list(self.envs, count, self._seed)
+
+    def run(self, seconds: float) -> Sample:
+        return run_for(self._step, seconds)
+
+    def close(self) -> None:
+        self.envs.close()
+
+
+def _still(observations: Any) -> Any:
+    return np.zeros(len(observations), np.int64)
+
+
+def _evaluated(envs: Any, count: int, seed: int) -> int:
+    return sum(result.length for result in vecenv.evaluate(envs, _still, count, seed=seed))
+
+
+def _in_batches(envs: Any, count: int, seed: int) -> int:
+    """A batch of episodes after the other: each takes as long as its longest."""
+    useful = 0
+    for first in range(seed, seed + count, envs.num_envs):
+        envs.reset(seed=first)
+        running = np.ones(envs.num_envs, bool)
+        while running.any():
+            _, _, terminations, truncations, _ = envs.step(np.zeros(envs.num_envs, np.int64))
+            useful += int(running.sum())
+            running &= ~(terminations | truncations)
+    return useful
+
+
+def _sb3_envs(env_fn: EnvFn, num_envs: int) -> Any:
+    try:
+        module = importlib.import_module("stable_baselines3.common.vec_env")
+    except ImportError as error:
+        raise Unavailable(f"stable-baselines3 is not installed ({error})") from None
+    return module.SubprocVecEnv([env_fn] * num_envs, start_method="fork")
+
+
+class _Still:
+    def predict(self, observations: Any, **_: Any) -> Any:
+        return _still(observations), None
+
+
+def _by_evaluate_policy(envs: Any, count: int, seed: int) -> int:
+    from stable_baselines3.common.evaluation import evaluate_policy
+
+    envs.seed(seed)
+    _, lengths = evaluate_policy(_Still(), envs, count, return_episode_rewards=True, warn=False)
+    return int(sum(lengths))
+
+
+def episodes(num_envs: int, pace: dict[str, Any], names: Iterable[str] | None = None) -> Report:
+    """Steps a second that belong to an episode of the list; lengths from 20 to 200, steps of 1 ms."""
+    env_fn: EnvFn = partial(WaitingEnv, step=0.001, length=(20, 201))
+    each = partial(_engine, env_fn, num_envs, num_workers=None)
+
+    def row(name: str, label: str, make: Callable[[], Any], run_list: Any, kind: Any = "vecenv") -> Candidate:
+        build: Callable[[], Runner] = partial(Evaluating, make, run_list)
+        return Candidate(name, label, (build,), kind=kind, processes=num_envs)
+
+    rows = [
+        row("evaluate", "vecenv.evaluate", each, _evaluated),
+        row("batches", "vecenv, batch after batch", each, _in_batches),
+        row("gym-sync", "SyncVectorEnv, batch after batch", partial(SyncVectorEnv, [env_fn] * num_envs), _in_batches,
+        "gymnasium"), row(
+            "gym-async", "AsyncVectorEnv, batch after batch",
+            partial(gymnasium.vector.AsyncVectorEnv, [env_fn] * num_envs), _in_batches, "gymnasium",
+        ),
+        row("sb3", "Stable-Baselines3 evaluate_policy", partial(_sb3_envs, env_fn, num_envs), _by_evaluate_policy, "other"),
+    ]  # fmt: skip
+    if names is not None:
+        rows = [each_row for each_row in rows if each_row.name in set(names)]
+    return compare("episodes of 20 to 200 steps", env_fn, num_envs, rows, check=False, **pace)

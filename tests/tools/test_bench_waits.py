@@ -1,0 +1,49 @@
+"""``python -m bench waits`` and ``episodes``: every row that can run here does, and counts what it says."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+if not (ROOT / "bench").is_dir():
+    pytest.skip("no bench/ beside the tests", allow_module_level=True)
+sys.path.insert(0, str(ROOT))
+from bench import waits  # noqa: E402  # bench/ is no package that is installed
+
+PACE: dict[str, Any] = {"seconds": 0.05, "repeats": 1}
+HERE = ("per-env", "first-ready-per-env", "deadline", "threads", "gym-sync")
+
+
+@pytest.mark.long
+def test_every_way_to_wait_is_measured() -> None:
+    report = waits.waits("free-resets", 4, 2, PACE, HERE)
+    assert [row.name for row in report.rows] == ["per-env", "first-ready-per-env", "deadline", "threads", "gym-sync"]
+    assert all(row.rates[0] > 0 for row in report.rows)
+
+
+@pytest.mark.long
+def test_a_list_of_episodes_is_run_in_every_way() -> None:
+    report = waits.episodes(2, PACE, ("evaluate", "batches", "gym-sync"))
+    assert [row.name for row in report.rows] == ["evaluate", "batches", "gym-sync"]
+    assert all(row.rates[0] > 0 for row in report.rows)
+
+
+@pytest.mark.parametrize("name", waits.WAITS)
+def test_the_workloads_are_environments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    env: gymnasium.Env[Any, Any] = waits.WAITS[name].prepare()()
+    observation, _ = env.reset(seed=1)
+    assert observation in env.observation_space
+    for _ in range(3):
+        observation, *_ = env.step(np.int64(0))
+    assert observation in env.observation_space
+    assert max(waited) > 0
+    assert (waited[0] == 0.2) == (name == "long-resets")
+    env.close()

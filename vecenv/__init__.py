@@ -17,6 +17,7 @@ from vecenv.planning.plan import Plan, plan
 if TYPE_CHECKING:
     from vecenv import adapters as adapters
     from vecenv import backends as backends
+    from vecenv import state as state
     from vecenv import testing as testing
     from vecenv import wrappers as wrappers
     from vecenv.instead import install as install
@@ -39,6 +40,7 @@ _LAZY: dict[str, str] = {
     "make_vec": "vecenv.make:make_vec",
     "register": "vecenv.make:register",
     "render_grid": "vecenv.tools.pictures:render_grid",
+    "state": "vecenv.state:",
     "testing": "vecenv.testing:",
     "torch": "vecenv.torch:",
     "uninstall": "vecenv.instead:uninstall",

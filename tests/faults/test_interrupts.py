@@ -110,7 +110,8 @@ QUICK = [
     ("batch_size", "step", "whole"), ("one worker", "save", "whole"), ("one worker", "load", "whole"),
     ("in process", "load", "whole"),
 ]  # fmt: skip
-PARTS = [(name, part) for name in CALLS for part in ("whole", "begin", "wait") if part == "whole" or not ("_attr" in name or name in ("save", "load"))]
+WHOLE = ("get_attr", "set_attr", "save", "load")
+PARTS = [(name, part) for name in CALLS for part in ("whole", "begin", "wait") if part == "whole" or name not in WHOLE]
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ class ByGlobalGenerator(Counts):
     """They share numpy's generator."""
 
     def more(self, action: int) -> float:
-        return float(np.random.rand())  # noqa: NPY002 - that is what is wrong with it
+        return float(np.random.rand())
 
 
 class InC(Counts):

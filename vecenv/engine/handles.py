@@ -26,8 +26,8 @@ from vecenv.link.packing import summary, unpack
 from vecenv.link.protocol import Reply, encode
 from vecenv.system.holdings import Holdings
 from vecenv.system.supervision import STACK_SIGNAL, BlackBox, DeathWatch, catches, close_process, describe_exit, end_group
-from vecenv.worker.main import answer
 from vecenv.worker.keeping import KeptRows
+from vecenv.worker.main import answer
 from vecenv.worker.stacks import innermost, reaches_down
 
 __all__ = ["CallerWorker", "ProcessWorker", "command_of", "envs_text", "raise_ready", "staged"]

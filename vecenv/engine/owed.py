@@ -208,7 +208,7 @@ class Flight:
 
     Attributes:
         seq: Its number.
-        command: ``"step"``, ``"reset"``, ``"call"``, ``"set_attr"``, ``"exec_func"``, ``"save"``, ``"load"`` or ``"rebuild"``.
+        command: ``"step"``, ``"reset"``, ``"call"``, ``"set_attr"``, ``"exec_func"``, ``"save"``, ``"load"``, ``"rebuild"``.
         workers: Who is asked.
         parts: By the worker's index, what each is asked; ``None``: all the same, :attr:`data`, about all their rows.
         told: Of a flight without parts: what each write to a worker process took, in their order.

@@ -61,7 +61,8 @@ def hides(kind: type) -> bool:
     size = object.__basicsize__ + sum(8 for name in ("__dictoffset__", "__weakrefoffset__") if getattr(kind, name) > 0)
     for base in kind.__mro__:
         own = base.__dict__.get("__slots__", ())
-        size += 8 * len([name for name in ([own] if isinstance(own, str) else own) if name not in ("__dict__", "__weakref__")])
+        names = {own} if isinstance(own, str) else set(own)
+        size += 8 * len(names - {"__dict__", "__weakref__"})
     return bool(kind.__itemsize__) or kind.__basicsize__ > size
 
 
@@ -121,9 +122,12 @@ class _Writer(pickle.Pickler):
         for name, value in attributes.items():
             kind = type(value)
             if kind not in _ATOMS:
-                if id(value) in numbers or how_of(kind) is STAYS:
+                its = how_of(kind)
+                if id(value) in numbers or its is STAYS:
                     kept.append(name)
                     continue
+                if isinstance(its, Refused):
+                    raise NotRestorable(f"{type(layer).__name__}.{name} ({kind.__name__}): {its.why}")
                 ways.setdefault(id(value), (number, (True, name)))
             state[name] = value
         if isinstance(how, Refused):

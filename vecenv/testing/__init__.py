@@ -13,8 +13,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vecenv.testing.contract import VectorEnvContract, assert_identical, assert_same_trajectory
     from vecenv.state.proof import prove as assert_restorable
+    from vecenv.testing.contract import VectorEnvContract, assert_identical, assert_same_trajectory
     from vecenv.testing.double import DoubleVectorEnv
 
 __all__ = ["DoubleVectorEnv", "VectorEnvContract", "assert_identical", "assert_restorable", "assert_same_trajectory"]

@@ -1,9 +1,9 @@
 """What saving and loading cost: one command, a table of milliseconds and sizes.
 
-    python bench/state.py                 # 64 CartPoles, and one environment each of MuJoCo and Atari where they are installed
+    python bench/state.py             # 64 CartPoles, and four environments each of MuJoCo and Atari where they are installed
 
-Best of some tries, after the proof: the least that the machine needs. The engine is in process (no pipe between), and with two
-workers.
+Best of some tries, after the proof: the least that the machine needs. The engine is in process (no pipe between), and with
+two workers.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ the environment; what it returns fills the environment when it is called, and ma
 from __future__ import annotations
 
 import copyreg
+import functools
 import io
 import pickle
 import sys
@@ -56,6 +57,7 @@ def layers_of(env: Any) -> list[Any]:
     return layers
 
 
+@functools.cache
 def hides(kind: type) -> bool:
     """Whether objects of a class have memory that their attributes do not show: they are written in C."""
     size = object.__basicsize__ + sum(8 for name in ("__dictoffset__", "__weakrefoffset__") if getattr(kind, name) > 0)
@@ -124,6 +126,9 @@ class _Writer(pickle.Pickler):
             if kind not in _ATOMS:
                 its = how_of(kind)
                 if id(value) in numbers or its is STAYS:
+                    kept.append(name)
+                    continue
+                if isinstance(its, Codec) and its.often_nothing and its.save(value) is None:
                     kept.append(name)
                     continue
                 if isinstance(its, Refused):
@@ -198,10 +203,17 @@ def _set_attributes(obj: Any, attributes: dict[str, Any]) -> None:
     obj.__dict__.update(attributes)
 
 
+_IMPORTABLE: set[Any] = set()
+
+
 def _is_importable(obj: Any) -> bool:
+    if obj in _IMPORTABLE:
+        return True
     found: Any = sys.modules.get(getattr(obj, "__module__", None) or "")
     for part in getattr(obj, "__qualname__", "<").split("."):
         found = getattr(found, part, None)
+    if found is obj:
+        _IMPORTABLE.add(obj)
     return found is obj
 
 
@@ -209,7 +221,7 @@ def _jax_reduced(obj: Any, stay: Callable[[Any], Any]) -> Any:
     import jax
 
     if isinstance(obj, jax.Array):
-        if jax.dtypes.issubdtype(obj.dtype, jax.dtypes.prng_key):
+        if jax.numpy.issubdtype(obj.dtype, jax.dtypes.prng_key):
             return _wrapped_key, (jax.device_get(jax.random.key_data(obj)), str(jax.random.key_impl(obj)))
         return NotImplemented
     return stay(obj)  # a compiled function and the like

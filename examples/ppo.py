@@ -4,6 +4,7 @@
     python examples/ppo.py                                          # CartPole-v1 in worker processes
     python examples/ppo.py Pendulum-v1 --backend envpool            # in EnvPool's threads
     python examples/ppo.py --backend ray --num-hosts 2              # over the hosts of a Ray cluster, or two on this machine
+    python examples/ppo.py --resume runs/one                        # killed, and called again, it goes on where it was
     python examples/ppo.py --first-ready                            # the policy acts for one half while the other steps
 
 It trains until the mean return of the last 100 episodes reaches the target, shows a progress bar, and writes the learning
@@ -18,9 +19,15 @@ processes the same after 39.5 s. The rest is in docs/examples.md.
 # --first-ready. recv returns whichever half of the environments is done first, and send gives just those new actions while
 # the others still step. Rows then come in any order, so everything is kept by environment; in the ordinary way all
 # environments come at once.
+#
+# --resume. After each update all of the run is written into the folder: the learner, what the collector keeps by
+# environment, and the environments themselves (envs.state_dict()), in a new file that takes the old one's place in one step.
+# A run that was killed at any moment and is called again says number for number what it would have said.
 
 from __future__ import annotations
 
+import os
+import pickle
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -67,6 +74,7 @@ class Config:
     hidden: int = option(64, "units of each of the two hidden layers")
     seed: int = option(1, "of environments, policy and shuffling")
     out: str = option("ppo-results", "folder for the learning curve")
+    resume: str = option("", "folder of a run that is to go on, if there is one, and to be kept")
 
 
 PRESETS = {
@@ -150,6 +158,37 @@ class Collector:
         return {name: np.stack([row[name] for row in found]) for name in found[0]}
 
 
+KEPT = "observation", "acted", "resets", "running_return", "returns"
+
+
+class Checkpoint:
+    """The latest state of a run in a folder, if one is named."""
+
+    def __init__(self, folder: str, envs: gym.vector.VectorEnv, first_ready: bool) -> None:
+        self.path = Path(folder, "ppo.pickle") if folder else None
+        if self.path is None:
+            return
+        if first_ready or not getattr(envs, "capabilities").snapshots:  # noqa: B009 - Gymnasium's class has none
+            raise SystemExit("ppo: --resume wants a backend that can save environments, and not --first-ready")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def load(self) -> dict[str, Any] | None:
+        if self.path is None or not self.path.exists():
+            return None
+        return pickle.loads(self.path.read_bytes())  # it is ours: who can write there could change this program as well
+
+    def save(self, envs: Any, collector: Collector, **others: Any) -> None:
+        if self.path is None:
+            return
+        kept = {name: getattr(collector, name) for name in KEPT}
+        new = self.path.with_suffix(".new")
+        with new.open("wb") as file:
+            pickle.dump({"envs": envs.state_dict(), "collector": kept, **others}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(self.path)
+
+
 def advantages(rollout: Rollout, last_value: np.ndarray, discount: float, gae_lambda: float) -> np.ndarray:
     """Generalised advantage estimates, ``(batches, rows)``, from the latest row of each environment back.
 
@@ -205,8 +244,22 @@ def train(envs: gym.vector.VectorEnv, config: Config, curve: Curve) -> bool:
     state, update = optimizer.init(params), make_update(agent, optimizer, config)
     values = jax.jit(lambda params, observation: agent(params, observation)[1])
     collector = Collector(envs, agent, config.seed, config.first_ready)
-    returns, batches = collector.returns, config.rollout * envs.num_envs // len(collector.ids)
-    for steps in range(config.rollout * envs.num_envs, config.steps + 1, config.rollout * envs.num_envs):
+    batches, done = config.rollout * envs.num_envs // len(collector.ids), 0
+    checkpoint = Checkpoint(config.resume, envs, config.first_ready)
+    if (kept := checkpoint.load()) is not None:
+        envs.load_state_dict(kept["envs"])  # type: ignore[attr-defined]
+        vars(collector).update(kept["collector"])
+        params, state, key, done = kept["params"], kept["optimizer"], jax.random.wrap_key_data(kept["key"]), kept["steps"]
+        for point in kept["curve"]:
+            curve.add(*point)
+    returns = collector.returns
+
+    def reached() -> bool:
+        return len(returns) == returns.maxlen and np.mean(returns) >= config.target
+
+    if reached():  # it was finished
+        return True
+    for steps in range(done + config.rollout * envs.num_envs, config.steps + 1, config.rollout * envs.num_envs):
         key, act_key, update_key = jax.random.split(key, 3)
         rollout = collector.collect(params, act_key, batches)
         rollout["reward"] *= config.reward_scale
@@ -217,7 +270,11 @@ def train(envs: gym.vector.VectorEnv, config: Config, curve: Curve) -> bool:
         params, state = update(params, state, flat, update_key)
         if returns:
             curve.add(steps, float(np.mean(returns)))
-        if len(returns) == returns.maxlen and np.mean(returns) >= config.target:
+        checkpoint.save(
+            envs, collector, params=jax.device_get(params), optimizer=jax.device_get(state), steps=steps,
+            key=jax.device_get(jax.random.key_data(key)), curve=[(point.steps, point.mean_return) for point in curve.points],
+        )  # fmt: skip
+        if reached():
             return True
     return False
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vecenv import adapters as adapters
     from vecenv import backends as backends
     from vecenv import errors as errors
+    from vecenv import state as state
     from vecenv import testing as testing
     from vecenv import wrappers as wrappers
     from vecenv.engine.vector_env import AsyncVectorEnv as AsyncVectorEnv
@@ -52,6 +53,7 @@ _LAZY: dict[str, str] = {
     "plan": "vecenv.planning.plan:plan",
     "register": "vecenv.make:register",
     "render_grid": "vecenv.tools.pictures:render_grid",
+    "state": "vecenv.state:",
     "testing": "vecenv.testing:",
     "torch": "vecenv.torch:",
     "uninstall": "vecenv.instead:uninstall",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import gymnasium
@@ -515,3 +516,26 @@ def test_a_plain_step_is_one_call_a_host_with_packed_arrays(shape: tuple[int, ..
     assert [type(reply) for reply in opened] == [Reply] * 2 + [bytes if shape == (2,) else tuple] * 18  # a reset, nine steps
     assert here.served.count((0, "step")) == 9
     envs.close()
+
+
+def test_rows_are_saved_on_hosts_and_loaded_into_an_engine_here_and_back() -> None:
+    env_fn = functools.partial(gymnasium.make, "CartPole-v1")
+    over, here = VectorEnvHere([env_fn] * 4), vecenv.AsyncVectorEnv([env_fn] * 4, num_workers=0)
+    try:
+        over.reset(seed=3)
+        here.reset(seed=9)
+        for number in range(20):
+            over.step(np.array([0, 1, 1, 0]) ^ (number & 1))
+        assert_identical(here.load(over.save()), over.observations.copy())
+        for number in range(30):
+            actions = np.array([1, 1, 0, 0]) ^ (number & 1)
+            assert_identical(over.step(actions), here.step(actions))
+        [third] = here.save([2])
+        over.load(third, [0, 3])
+        first, *_ = over.step(np.zeros(4, np.int64))
+        assert_identical(first[0], first[3])
+        with pytest.raises(vecenv.errors.SnapshotMismatch, match=r"the snapshot does not fit: .*made with"):
+            over.load([third, replace(third, kind=replace(third.kind, arguments="other=1"))], [0, 3])
+    finally:
+        over.close()
+        here.close()

@@ -48,7 +48,7 @@ def _not_kept(name: str) -> Any:
 class NoSnapshots:
     """Refuses to save and to load, with the reason."""
 
-    _why_no_snapshots: ClassVar[str] = "its environments are a library's own, which has no way to take their state and put it back"
+    _why_no_snapshots: ClassVar[str] = "its environments are a library's own, which gives their state to nobody"
 
     save = _not_kept("save")
     load = _not_kept("load")

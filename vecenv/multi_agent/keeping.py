@@ -59,10 +59,10 @@ class KeepsAgents:
         return list(range(self.num_envs)) if env_id is None else env_ids_of(env_id, self.num_envs).tolist()
 
     def _with_agents(self, snapshots: Sequence[Snapshot], rows: Sequence[int]) -> tuple[Snapshot, ...]:
-        return tuple(
-            replace(one, beside=(self._alive[row].copy(), bool(self._over[row]), bool(self._begun[row]), self._masks.of(row)))
-            for one, row in zip(snapshots, rows, strict=True)
-        )
+        def of(row: int) -> Any:
+            return self._alive[row].copy(), bool(self._over[row]), bool(self._begun[row]), self._masks.of(row)
+
+        return tuple(replace(one, beside=of(row)) for one, row in zip(snapshots, rows, strict=True))
 
     def _take(self, rows: Sequence[int], snapshots: Sequence[Snapshot]) -> None:
         for row, one in zip(rows, snapshots, strict=True):

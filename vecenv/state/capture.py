@@ -11,6 +11,7 @@ the environment; what it returns fills the environment when it is called, and ma
 from __future__ import annotations
 
 import copyreg
+import functools
 import io
 import pickle
 import sys
@@ -56,12 +57,14 @@ def layers_of(env: Any) -> list[Any]:
     return layers
 
 
+@functools.cache
 def hides(kind: type) -> bool:
     """Whether objects of a class have memory that their attributes do not show: they are written in C."""
     size = object.__basicsize__ + sum(8 for name in ("__dictoffset__", "__weakrefoffset__") if getattr(kind, name) > 0)
     for base in kind.__mro__:
         own = base.__dict__.get("__slots__", ())
-        size += 8 * len([name for name in ([own] if isinstance(own, str) else own) if name not in ("__dict__", "__weakref__")])
+        names = {own} if isinstance(own, str) else set(own)
+        size += 8 * len(names - {"__dict__", "__weakref__"})
     return bool(kind.__itemsize__) or kind.__basicsize__ > size
 
 
@@ -121,9 +124,15 @@ class _Writer(pickle.Pickler):
         for name, value in attributes.items():
             kind = type(value)
             if kind not in _ATOMS:
-                if id(value) in numbers or how_of(kind) is STAYS:
+                its = how_of(kind)
+                if id(value) in numbers or its is STAYS:
                     kept.append(name)
                     continue
+                if isinstance(its, Codec) and its.often_nothing and its.save(value) is None:
+                    kept.append(name)
+                    continue
+                if isinstance(its, Refused):
+                    raise NotRestorable(f"{type(layer).__name__}.{name} ({kind.__name__}): {its.why}")
                 ways.setdefault(id(value), (number, (True, name)))
             state[name] = value
         if isinstance(how, Refused):
@@ -194,10 +203,17 @@ def _set_attributes(obj: Any, attributes: dict[str, Any]) -> None:
     obj.__dict__.update(attributes)
 
 
+_IMPORTABLE: set[Any] = set()
+
+
 def _is_importable(obj: Any) -> bool:
+    if obj in _IMPORTABLE:
+        return True
     found: Any = sys.modules.get(getattr(obj, "__module__", None) or "")
     for part in getattr(obj, "__qualname__", "<").split("."):
         found = getattr(found, part, None)
+    if found is obj:
+        _IMPORTABLE.add(obj)
     return found is obj
 
 
@@ -205,7 +221,7 @@ def _jax_reduced(obj: Any, stay: Callable[[Any], Any]) -> Any:
     import jax
 
     if isinstance(obj, jax.Array):
-        if jax.dtypes.issubdtype(obj.dtype, jax.dtypes.prng_key):
+        if jax.numpy.issubdtype(obj.dtype, jax.dtypes.prng_key):
             return _wrapped_key, (jax.device_get(jax.random.key_data(obj)), str(jax.random.key_impl(obj)))
         return NotImplemented
     return stay(obj)  # a compiled function and the like

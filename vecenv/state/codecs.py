@@ -109,7 +109,7 @@ def _load_space(space: Any, state: Any) -> None:
             _load_space(one, its)
 
 
-put("gymnasium.spaces.space.Space", Codec(_save_space, _load_space))
+put("gymnasium.spaces.space.Space", Codec(_save_space, _load_space, often_nothing=True))
 
 # -- simulators and emulators --------------------------------------------------------------------------------------
 

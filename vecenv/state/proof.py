@@ -39,7 +39,7 @@ def prove(env_fn: Callable[[], Any], *, steps: int = _STEPS, seed: int = 0) -> N
         seed: Of resets and actions.
 
     Raises:
-        NotRestorable: It does not, or cannot be saved: names it, what differed first, and the attribute where that can be told.
+        NotRestorable: It does not, or cannot be saved: names it, what differed first, and where, if that can be told.
     """
     shared = random.getstate(), np.random.get_state()
     envs: list[Any] = []
@@ -110,8 +110,8 @@ class _Trial:
         if seed is not None:
             env.reset(seed=seed)
         for _ in range(steps):
-            _, _, terminated, truncated, _ = env.step(copy.deepcopy(self._space.sample()))
-            if terminated or truncated:
+            step = _stepped(env, self._space.sample())
+            if len(step) == 1 or step[2] or step[3]:
                 env.reset()
 
     def _recorded(self, env: Any, actions: list[Any]) -> dict[str, Any]:
@@ -119,16 +119,23 @@ class _Trial:
         said: dict[str, Any] = {}
         ended = -1
         for number, action in enumerate(actions):
-            step = env.step(copy.deepcopy(action))
-            said.update(
-                (f"step {number}, {field}", copy.deepcopy(value)) for field, value in zip(STEP_FIELDS, _timeless(step), strict=True)
-            )
-            if step[2] or step[3] or number == self._steps - 1:
+            step = _stepped(env, action)
+            parts = zip(("exception",) if len(step) == 1 else STEP_FIELDS, _timeless(step), strict=True)
+            said.update((f"step {number}, {field}", copy.deepcopy(value)) for field, value in parts)
+            if len(step) == 1 or step[2] or step[3] or number == self._steps - 1:
                 said[f"reset after step {number}"] = copy.deepcopy(env.reset())
                 ended = number if ended < 0 else ended
             if 0 <= ended <= number - _AFTER:
                 break
         return said
+
+
+def _stepped(env: Any, action: Any) -> tuple[Any, ...]:
+    """A step; of an environment that refuses the action (a forbidden one, where there are masks), what it said."""
+    try:
+        return tuple(env.step(copy.deepcopy(action)))
+    except Exception as error:
+        return (f"{type(error).__name__}: {error}",)
 
 
 def _timeless(step: Any) -> Any:

@@ -21,12 +21,14 @@ class Codec:
         load: (object, state): put it back. It may be called again.
         open: (object, state) -> state as ``load`` gets it; refuses what does not fit, and touches nothing.
         make: State -> a new object, where there is none to be filled; raises what it likes for another kind's state.
+        often_nothing: Where there is nothing to take, which is usual, the object stays.
     """
 
     save: Callable[[Any], Any]
     load: Callable[[Any, Any], None]
     open: Callable[[Any, Any], Any] = lambda thing, state: state
     make: Callable[[Any], Any] | None = None
+    often_nothing: bool = False
 
 
 @dataclass(frozen=True, slots=True)

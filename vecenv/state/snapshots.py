@@ -6,7 +6,7 @@ import importlib.metadata
 import sys
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 from vecenv.errors import SnapshotMismatch
@@ -87,7 +87,7 @@ class Snapshot:
 
     def seeing(self, observation: Any) -> Snapshot:
         """The same with the row's last observation."""
-        return replace(self, observation=observation)
+        return Snapshot(self.kind, self.body, self.checksum, self.pending, self.used, observation, self.beside, self.format)
 
     def require_whole(self) -> None:
         """Refuse bytes that are not what was saved.

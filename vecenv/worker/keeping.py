@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from vecenv.errors import NotRestorable, SnapshotMismatch
+from vecenv.errors import NotRestorable, SnapshotMismatch, VecEnvError
 from vecenv.link.outcomes import Failure, Outcome
 from vecenv.link.packing import works
 from vecenv.state.capture import captured, layers_of, opened
@@ -61,7 +61,7 @@ class KeptRows(EnvRows):
                     raise SnapshotMismatch(wrong)
                 opened_ones[k] = opened(env, snapshot.body, layers), snapshot
             except SnapshotMismatch as error:
-                raise SnapshotMismatch(f"the snapshot for env {self.first + k} does not fit: {error}") from error
+                raise SnapshotMismatch(f"the snapshot does not fit: {error}") from error
 
         return self._again(seq, list(given), one)
 
@@ -100,10 +100,17 @@ class KeptRows(EnvRows):
                 out.results[self.first + k] = function(k)
             except BaseException as error:
                 if works(partial(function, k)):  # somebody interrupted: it is asked for again
-                    raise
+                    raise _first_of(error)  # noqa: B904 - it is one of its causes
                 self._let_through(error)
                 if fatal:
                     self._drop(k)
                 out.failures.append(Failure(self.first + k, self._told(k, error), fatal=fatal))
             self._done += 1
         return out
+
+
+def _first_of(error: BaseException) -> BaseException:
+    """What an exception of ours was made of."""
+    while isinstance(error, VecEnvError) and error.__cause__ is not None:
+        error = error.__cause__
+    return error

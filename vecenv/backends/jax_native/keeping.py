@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,9 +26,7 @@ class KeepsStates:
 
     num_envs: int
     _driver: Driver
-
-    def _require_idle(self, method: str) -> None:
-        raise NotImplementedError
+    _require_idle: Callable[[str], None]
 
     @guarded
     def save(self, env_id: Any = None, *, verify: bool = True) -> tuple[Snapshot, ...]:

@@ -37,6 +37,7 @@ from vecenv.planning.plan import choose
 from vecenv.planning.scout import probe
 from vecenv.shm import Arena
 from vecenv.shm.layout import Array
+from vecenv.state.snapshots import Snapshot
 from vecenv.system.descendants import end_descendants
 from vecenv.system.variables import variables_of
 from vecenv.worker.main import Plan
@@ -223,6 +224,7 @@ class HostRows(AsyncVectorEnv[Any, Any]):
         self._first = first
         self._host = host
         self._known_schemas: set[int] = set()
+        self._coming: dict[int, Snapshot] = {}  # what rows are about to be loaded with
         super().__init__(env_fns, **options)
         batch = self._engine.batch
         self._actions = Packing(batch.actions or [])
@@ -269,6 +271,8 @@ class HostRows(AsyncVectorEnv[Any, Any]):
         owed.flights, owed.rounds = {}, {}
         result = round_.result
         assert result is not None
+        if op is Op.LOAD:
+            self._put_beside([row for row in result.results if row in self._coming])
         outcome.results = self._moved(result.results)
         if op <= Op.REBUILD_SOME:
             self._page(op, rows, result, reply, outcome)
@@ -300,6 +304,8 @@ class HostRows(AsyncVectorEnv[Any, Any]):
 
             engine.ask_some("reset", op, chosen, lambda mine: (*given(mine), reset_next))
         else:
+            if op is Op.CHECK:
+                self._coming = dict(payload)
             engine.ask_call(op, lambda worker: self._share_of(worker, op, payload), COMMANDS[op])
 
     def _send_step(self, rows: list[int] | None, actions: Any) -> None:
@@ -335,7 +341,21 @@ class HostRows(AsyncVectorEnv[Any, Any]):
             ks, *rest = payload
             mine = [k - first for k in ks if k in worker.rows]
             return (mine, *rest) if mine else None
+        if op in (Op.SAVE, Op.PROVE, Op.LOAD):
+            return [k - first for k in payload if k in worker.rows] or None
+        if op is Op.CHECK:
+            return [(k - first, snapshot) for k, snapshot in payload if k in worker.rows] or None
         return payload
+
+    def _put_beside(self, rows: list[int]) -> None:
+        """What an engine knows of rows that were loaded."""
+        engine = self._engine
+        for row in rows:
+            if self._coming[row].used:
+                engine.store.put_row(row, self._coming[row].observation)
+            engine.ledger.found(row)
+        if engine.policy.restart:
+            engine.recovery.remembered.keep(rows, everyone=False)
 
     # -- answers ----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,72 @@
+"""What saving and loading cost: one command, a table of milliseconds and sizes.
+
+    python bench/state.py             # 64 CartPoles, and four environments each of MuJoCo and Atari where they are installed
+
+Best of some tries, after the proof: the least that the machine needs. The engine is in process (no pipe between), and with
+two workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import time
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import gymnasium
+
+import vecenv
+
+CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    "CartPole": ("CartPole-v1", 64, ()),
+    "HalfCheetah": ("HalfCheetah-v5", 4, ("mujoco",)),
+    "Humanoid": ("Humanoid-v5", 4, ("mujoco",)),
+    "Pong": ("ALE/Pong-v5", 4, ("ale_py",)),
+}
+
+
+def best(call: Callable[[], Any], tries: int) -> float:
+    """Milliseconds of the fastest."""
+    taken = []
+    for _ in range(tries):
+        began = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - began)
+    return min(taken) * 1e3
+
+
+def measured(env_id: str, num_envs: int, num_workers: int, tries: int) -> tuple[float, float, int]:
+    """Milliseconds to save and to load all environments, and bytes of one."""
+    env_fns = [functools.partial(gymnasium.make, env_id)] * num_envs
+    with closing(vecenv.AsyncVectorEnv(env_fns, num_workers=num_workers)) as envs:
+        envs.reset(seed=0)
+        for _ in range(5):
+            envs.step(envs.action_space.sample())
+        kept = envs.save()
+        return best(envs.save, tries), best(lambda: envs.load(kept), tries), kept[0].nbytes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("--tries", type=int, default=30, help="the best of so many")
+    parser.add_argument("--only", choices=CASES, help="one of the environments")
+    chosen = parser.parse_args()
+    print(f"{'environment':14}{'rows':>5}{'workers':>9}{'save ms':>10}{'load ms':>10}{'ms a row':>18}{'bytes a row':>13}")
+    for name, (env_id, rows, needs) in CASES.items():
+        if chosen.only not in (None, name) or not all(importlib.util.find_spec(need) for need in needs):
+            continue
+        if "ale_py" in needs:
+            import ale_py
+
+            gymnasium.register_envs(ale_py)
+        for workers in (0, 2):
+            saving, loading, size = measured(env_id, rows, workers, chosen.tries)
+            each = f"{saving / rows:.3f} + {loading / rows:.3f}"
+            print(f"{name:14}{rows:5}{workers:9}{saving:10.2f}{loading:10.2f}{each:>18}{size:13,}")
+
+
+if __name__ == "__main__":
+    main()

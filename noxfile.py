@@ -65,9 +65,10 @@ def gymnax(session: nox.Session) -> None:
 
 @nox.session(python="3.11")
 def lint(session: nox.Session) -> None:
-    """Style and types, as ``.ci/run`` checks them."""
+    """Style, prose and types, as ``.ci/run`` checks them."""
     session.install("-e", ".[test,lint]")
     session.run("ruff", "check", ".")
+    session.run("python", ".ci/prose.py")
     session.run("mypy")
     session.run("mypy", "tests/typed_programs.py")
 

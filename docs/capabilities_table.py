@@ -1,4 +1,4 @@
-"""The table of ``docs/capabilities.md``; ``python docs/capabilities_table.py`` writes it from what the backends say.
+"""The table of ``docs/capabilities.md``: ``python docs/capabilities_table.py`` writes it from what backends say.
 
 Nothing is built and no environment is stepped: every backend says what it can do as a value.
 """
@@ -45,7 +45,7 @@ def columns() -> dict[str, Capabilities]:
         "process": said(SimpleNamespace(_backend="process", **vars(workers))),
         "ray": said(SimpleNamespace(_backend="ray", **vars(workers))),
         "EnvPool": Lockstep.capabilities,
-        "EnvPool, `batch_size=`": FirstReady.capabilities,
+        "EnvPool, first-ready": FirstReady.capabilities,
         "EnvPool, players": PlayerDriver.capabilities,
         "native, ALE": library(SimpleNamespace(does=native._LIBRARIES["ale_py.vector_env.AtariVectorEnv"])),
         "native, others": library(SimpleNamespace(does=())),

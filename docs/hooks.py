@@ -1,12 +1,29 @@
-"""For mkdocs: docstrings name things by Sphinx roles, :class:`vecenv.AsyncVectorEnv`; a page shows the name alone."""
+"""For mkdocs: names of docstrings, and the address of the repository.
+
+Docstrings name things by Sphinx roles, :class:`vecenv.AsyncVectorEnv`, and with a tilde where only the last part is to be
+shown; a page shows the name. The link to the repository is the address under ``Repository`` of ``[project.urls]`` in
+pyproject.toml, the one place where it stands; ``VECENV_REPOSITORY`` in the environment replaces it, for a fork.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import tomllib
+from pathlib import Path
 from typing import Any
 
 _ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):(?=<code)")
+_SHORT = re.compile(r"<code>~(?:\w+\.)+(\w+)</code>")
+
+
+def on_config(config: Any) -> Any:
+    project = tomllib.loads((Path(config.config_file_path).parent / "pyproject.toml").read_text())["project"]
+    address = os.environ.get("VECENV_REPOSITORY") or project.get("urls", {}).get("Repository")
+    if address:
+        config.repo_url, config.repo_name = address, address.rstrip("/").rpartition("/")[2]
+    return config
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    return _ROLE.sub("", html)
+    return _SHORT.sub(r"<code>\1</code>", _ROLE.sub("", html))

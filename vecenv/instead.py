@@ -191,7 +191,7 @@ for _class, _theirs in ((_Instead, GymnasiumAsync), (_InsteadOfSync, GymnasiumSy
 def install(*, sync: bool = False, **defaults: Any) -> None:
     """Put :class:`vecenv.AsyncVectorEnv` in the place of ``gymnasium.vector.AsyncVectorEnv``, wherever that is known.
 
-    Whoever builds one from now on gets ours: ``gymnasium.make_vec(..., vectorization_mode="async")`` and modules that have
+    What is built from now on is ours: ``gymnasium.make_vec(..., vectorization_mode="async")`` and modules that have
     imported the class already as well. Classes that were derived from it before keep it for a base: install first, import
     afterwards; and so do those whose methods reach into its inside (``parent_pipes``, ``_add_info``, ...). A vector
     environment with a ``worker`` function of its own is Gymnasium's, as always.

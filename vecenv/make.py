@@ -160,7 +160,7 @@ def make_vec(
 
 
 def register(id: str, *, backend: str = "process", vector_kwargs: Mapping[str, Any] | None = None, **env_kwargs: Any) -> str:
-    """Give an environment a second name under which ``gymnasium.make_vec`` builds it by vecenv.
+    """Register another name of an environment, under which ``gymnasium.make_vec`` builds it by vecenv.
 
     ``vecenv.register("CartPole-v1")`` makes ``gymnasium.make_vec("vecenv/CartPole-v1", num_envs=8)`` the same as
     ``vecenv.make_vec("CartPole-v1", num_envs=8)``.

@@ -61,7 +61,7 @@ class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # ty
         *,
         env_id: Any = None,
     ) -> None:
-        """Begin a reset. The answer is fetched by :meth:`reset_wait` for everybody or by :meth:`recv` as it comes.
+        """Begin a reset. The answer is fetched by :meth:`reset_wait` for all environments, or by :meth:`recv` as it comes.
 
         Args:
             seed: An int gives environment i ``seed + i``; a sequence gives each its own; ``None`` none.
@@ -249,7 +249,7 @@ class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # ty
         at_least: int | None = None,
         within: float | None = None,
     ) -> tuple[Any, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]:
-        """The next ``count`` environments that are done, whoever was first.
+        """The next ``count`` environments that are done, in the order in which they were done.
 
         Args:
             timeout: Seconds to wait at most.

@@ -68,11 +68,11 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         worker: A custom worker function: Gymnasium's own class is used for it.
         observation_mode: ``"same"``, ``"different"``, or (batched space, single space).
         autoreset_mode: ``AutoresetMode`` or its string value.
-        max_concurrency: At most so many environments are inside ``reset`` or ``step`` at once.
-        num_workers: ``None``: one process an environment. An int: so many processes, each over a contiguous share of the
+        max_concurrency: The most environments that are inside ``reset`` or ``step`` at once.
+        num_workers: ``None``: one process per environment. An int: that many processes, each over a contiguous share of the
             environments. ``"auto"``: what is fastest here, see ``isolate``. 0: no process, for debugging.
         use_caller: The calling process steps a share of the environments itself. The fastest there is, for environments one
-            would trust in ``SyncVectorEnv``: a crash of one takes the program along.
+            would trust in ``SyncVectorEnv``: a crash of one ends the program.
         batch_size: How many environments :meth:`recv` returns at a time, 1 to ``num_envs``.
         on_failure: ``"raise"``, or ``"restart"`` what died, raised or hung.
         restart_limit: At most this many restarts of all environments within ``restart_period`` seconds. ``None``: each
@@ -86,7 +86,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             Gymnasium does. ``False``: one in a process of its own; none is built here. ``None``: as ``True``, but as
             ``False`` where a process tries an environment anyway (``num_workers="auto"``, ``use_caller=True``).
         isolate: For ``"auto"``: ``True`` steps no environment in this process, where a crash of it ends the program;
-            ``False`` does where that is faster; ``None`` where it is faster by more than a tenth.
+            ``False`` does where that is faster, and ``None`` where it is faster by more than a tenth.
         worker_env: Environment variables of the workers: name -> value, or a function of the worker's index that gives it
             (``{"CUDA_VISIBLE_DEVICES": lambda worker: worker % 4}``); ``None`` removes one. Under ``spawn`` they are there
             before anything is imported; under ``fork`` modules that this process has imported have read theirs already.

@@ -81,8 +81,8 @@ class Plan:
 def caller_share(num_envs: int, workers: int, step: float) -> int:
     """How many environments the caller steps so that it and its workers are done at the same time.
 
-    Most of the caller's work, handing out actions and collecting the batch, is done while nobody steps; its share is smaller
-    by as many steps as the rest takes.
+    Most of the caller's work, handing out actions and collecting the batch, is done while no environment is stepped; its
+    share is smaller by as many steps as the rest takes.
     """
     even = num_envs / (workers + 1)
     less = HANDING_OUT / max(step + PER_ENV, 1e-9) * workers / (workers + 1)

@@ -61,7 +61,7 @@ class Finding:
     Attributes:
         name: What was looked at.
         value: What was found.
-        verdict: ``"ok"``; ``"warn"``: works, but will hurt somebody; ``"bad"``: vecenv will not work well
+        verdict: ``"ok"``; ``"warn"``: works, and will cost something; ``"bad"``: vecenv will not work well
             here; ``"none"``: optional, and not there.
         advice: What to do about it; empty if nothing.
     """
@@ -171,7 +171,7 @@ def _memfd() -> Iterator[Finding]:
 
 
 def _pidfd() -> Iterator[Finding]:
-    advice = "deaths are looked for 20 times a second; signals go to process ids"
+    advice = "deaths are looked for 20 times per second; signals go to process ids"
     if why_no_processes() is not None:
         return
     if not hasattr(os, "pidfd_open"):
@@ -219,7 +219,7 @@ def _memory() -> Iterator[Finding]:
         advice = "raise the memory limit of the container or job, or use fewer workers"
     verdict: Verdict = "bad" if free < 256 * MIB else "warn" if free < GIB else "ok"
     if verdict != "ok" and not advice:
-        advice = "a worker process needs 50 to 300 MB of its own; the kernel kills somebody when memory runs out"
+        advice = "a worker process needs 50 to 300 MB of its own; the kernel kills a process when memory runs out"
     yield Finding("memory", value, verdict, advice if verdict != "ok" else "")
 
 
@@ -270,7 +270,7 @@ def _process_limit() -> tuple[int, str] | None:
 
 
 def shortage(processes: int, workers: int = 0) -> str | None:
-    """Why this machine cannot hold so many processes at once, or ``None`` if nothing is known against it.
+    """Why this machine cannot hold that many processes at once, or ``None`` if nothing is known against it.
 
     Args:
         processes: All of them.

@@ -87,7 +87,7 @@ def _nothing_typed(seconds: float) -> bytes:
 
 @contextlib.contextmanager
 def _typed() -> Iterator[Callable[[float], bytes]]:
-    """A function that waits for so many seconds and returns what was typed; the terminal is as before afterwards."""
+    """A function that waits for some seconds and returns what was typed; the terminal is as before afterwards."""
     try:
         import termios
         import tty

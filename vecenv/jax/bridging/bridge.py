@@ -350,7 +350,7 @@ def bridge(
             the first if it passes a test here.
         timeout: Seconds until an answer of the environments is taken to be lost; ``None`` waits for ever. Vector envs
             without ``step_wait``, as ``SyncVectorEnv``, step in this process, where nothing can end a wait.
-        lanes: The environments are so many equal groups, to be used under ``jax.vmap`` over as many lanes.
+        lanes: The number of equal groups of environments, to be used under ``jax.vmap`` over as many lanes.
 
     Raises:
         TypeError: ``envs`` is no vector env; its spaces have no fixed size; ``info_spec`` is no specification.

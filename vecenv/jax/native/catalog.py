@@ -47,7 +47,7 @@ def make_env(name: str, library: str | None = None, **kwargs: Any) -> Any:
             its own default, warp, compiles for half a minute on a CPU and has no gradient.
 
     Raises:
-        gymnasium.error.NameNotFound: Nobody knows the name; close matches are listed.
+        gymnasium.error.NameNotFound: No library knows the name; close matches are listed.
         TypeError: The environment refuses a keyword argument.
         ValueError: It refuses the value of one, such as a backend that does not exist.
         FileNotFoundError: A Playground environment needs model files that could not be fetched.

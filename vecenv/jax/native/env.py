@@ -61,7 +61,7 @@ class Adapter:
 
     Attributes:
         name: For messages and ``repr``.
-        frames_per_second: Steps a second of simulated time, for ``render_fps``; 0 where it is unknown.
+        frames_per_second: Steps per second of simulated time, for ``render_fps``; 0 where it is unknown.
     """
 
     name: str = "env"

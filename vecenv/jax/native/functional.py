@@ -52,13 +52,13 @@ class FunctionalVectorEnv:
             ``pool_size`` of its own, computed at ``reset``; needs memory for that many states a row.
         stagger: Rows begin their first episode with a random share of the time limit already used up, so that they do not
             all time out together.
-        frame_skip: Repeat every action so many times, up to the end of the episode; rewards are summed.
+        frame_skip: How often every action is repeated, up to the end of the episode; rewards are summed.
         randomize: ``randomize(model, keys) -> (models, in_axes)`` makes a different physics model for every row, as in
             Brax's and Playground's training code (``mujoco_playground.registry.get_domain_randomizer(name)`` fits). Called
             at ``reset`` with ``keys`` ``uint32[n, k]``; a row keeps its model until it is given another key.
         discount: For ``EnvState.discounted_return``.
         pool_size: For ``reset="pool"``.
-        micro_batch: Step so many rows at a time, one group after the other. Faster on a CPU once a whole batch no longer
+        micro_batch: Rows that are stepped at a time, one group after the other. Faster on a CPU once a whole batch no longer
             fits its caches.
         devices: JAX devices to spread the rows over, an equal share each; default, the default device alone.
         reset_chunk: How many rows are restarted at once; default a sixteenth of them, and at least 8.

@@ -82,8 +82,8 @@ def fast_eval_rollout_episode(
 
     Args:
         env, policy, params, state, carry, key: As for :func:`~vecenv.jax.rollout`; ``state`` fresh from ``reset``.
-        max_steps: Steps at most for one episode a row, and so many times more for several.
-        num_episodes: Default, one episode a row. Otherwise so many in all, the same share of them from each row decided
+        max_steps: Steps at most for one episode per row, and as many times more for several.
+        num_episodes: Default, one episode per row. Otherwise the number of all of them, the same share for each row, decided
             beforehand (taking whichever end first would favour short ones); entry ``r * n + i`` is episode r of row i.
         early_stop: As for :func:`eval_rollout_episode`.
 
@@ -92,7 +92,7 @@ def fast_eval_rollout_episode(
         a JAX-native environment is stepped until the last lane is ready.
 
     Raises:
-        ValueError: ``num_episodes`` is not positive, or more than one a row of an environment that does not reset itself.
+        ValueError: ``num_episodes`` is not positive, or more than one per row of an environment that does not reset itself.
     """
     n = state.reward.size
     rounds = 1 if num_episodes is None else -(-num_episodes // n)

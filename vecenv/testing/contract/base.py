@@ -28,7 +28,7 @@ class Subject:
             terms).
         masks_infos: Whether infos are dicts of arrays with a mask for every key.
         gives_final_observations: Whether same-step autoreset reports ``final_obs`` and ``final_info``.
-        max_steps: Some episode must end within so many random steps.
+        max_steps: Some episode must end within that many random steps.
         wrong_action_errors: What a wrong batch of actions may raise.
     """
 

@@ -75,7 +75,7 @@ def kill(result: Any) -> NoReturn:
 
 @fault
 def stop(result: Any) -> Any:
-    """SIGSTOP: the process stays, and does nothing until somebody continues it."""
+    """SIGSTOP: the process stays, and does nothing until it is continued."""
     os.kill(os.getpid(), signal.SIGSTOP)
     return result
 

@@ -35,7 +35,7 @@ class FaultyEnv(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
             such step.
         close: Set it off in ``close()`` instead, with ``None`` as its argument.
         once: Path of a file that must not exist yet. The fault then fires once for all processes and restarts
-            together: whoever can create the file.
+            together: in the process that can create the file.
 
     Raises:
         ValueError: For an unknown fault, or when no moment is given.

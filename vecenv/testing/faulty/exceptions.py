@@ -45,7 +45,7 @@ class UnpicklableError(Exception):
 
 
 class EvilError(Exception):
-    """Ends whoever unpickles it, with ``sys.exit``."""
+    """Ends the process that unpickles it, with ``sys.exit``."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return sys.exit, (7,)
@@ -65,7 +65,7 @@ class EvilElsewhereError(Exception):
 
 
 class UnprintableError(Exception):
-    """Raises again when somebody asks for its text."""
+    """Raises again when it is asked for its text."""
 
     def __str__(self) -> str:
         raise RuntimeError("this exception has no text")

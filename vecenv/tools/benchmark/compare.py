@@ -86,7 +86,7 @@ def show_rate(rate: float) -> str:
 
 @dataclass
 class Row:
-    """One candidate's samples, one a round, or why there are none."""
+    """One candidate's samples, one per round, or why there are none."""
 
     name: str
     label: str

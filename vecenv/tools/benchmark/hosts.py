@@ -53,7 +53,7 @@ class Candidate:
         checked: Its trajectories must equal those of ``SyncVectorEnv``.
         alone: It measures something itself while it starts, and is started before all others for that.
         crowd: It has many more processes than there are cores, and lives only while it is measured: on a virtual machine
-            the mere existence of so many address spaces slows down whoever runs beside them.
+            the mere existence of that many address spaces slows down what runs beside them.
         settle: Seconds to leave the machine alone after its turn, for engines whose idle workers still spin.
         environ: Environment variables that its hosts, and only they, start with.
         processes: How many a host of it starts, as far as that is known before.

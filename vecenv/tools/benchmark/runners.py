@@ -251,7 +251,7 @@ class FirstReadyRunner(VectorRunner):
 
 
 class BareLoop:
-    """The loop nobody can beat: ``env.step``, and ``env.reset`` where an episode has ended, and nothing else.
+    """The loop that no engine can beat: ``env.step``, and ``env.reset`` where an episode has ended, and nothing else.
 
     Runs environments ``first`` to ``first + count`` of a batch of ``num_envs``, with that batch's seeds and
     actions.
@@ -294,7 +294,7 @@ class BareLoop:
 class BarePipes:
     """What a process per environment costs at least: two bare pipes and the loop ``read, env.step, write`` in each process.
 
-    No observation, reward or flag comes back; the caller writes five bytes to everybody and reads five from everybody. It
+    No observation, reward or flag comes back; the caller writes five bytes to each process and reads five from each. It
     stands in the table of the engines to show how much of a step is the machine's switching between processes.
     """
 

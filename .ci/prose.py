@@ -1,0 +1,134 @@
+"""Checks the prose of the documentation: proselint's own rules, and the rules of this project's style.
+
+``python .ci/prose.py`` looks at README, docs, CHANGELOG, CONTRIBUTING and SECURITY. By the project's own rules it looks at
+what a program shows, too: docstrings of the public names in the reference, and all texts of the commands. With arguments it
+looks at those files. Code and links are blanked out first, so that only sentences are judged. A finding is ``file:line: rule:
+what to do``.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+from proselint.config import DEFAULT
+from proselint.registry import CheckRegistry
+from proselint.registry.checks import Check, types
+from proselint.tools import LintFile
+
+ROOT = Path(__file__).parents[1]
+LEFT_OUT = {
+    "typography": "quotes are straight, as in the code",
+    "annotations": "the documentation explains what a TODO-like word in a program means",
+    "spelling": "British and American words stand side by side in names of other libraries",
+}
+"""Rules of proselint that are not for technical documentation, and why."""
+
+_RATES = (
+    r"(?:process(?:es)?|cores?|descriptors?|rows?|seeds?|lines?|one|players?|environments?|steps?|times|bytes|threads?|workers?"
+    r"|calls?|microseconds|nothing|memory)"
+)
+_PER = (
+    r"(?:environment|worker|row|core|node|host|step|second|minute|player|agent|episode|round|sample|process|machine|answer"
+    r"|lane|year)"
+)
+STYLE = {
+    # rule -> (what is wrong, what to do)
+    "rate": (rf"\b{_RATES} an? {_PER}\b", "write 'per': one process per environment"),
+    "each": (r"\ba (?:core|process|worker|thread) each\b", "write 'one core per worker'"),
+    "persons": (r"\b(?:whoever|somebody|nobody|everybody|anybody)(?:'s)?\b", "name the thing: a process is no person"),
+    "quantity": (r"\bso many\b", "write 'that many', or the number"),
+    "else": (r"\ball else\b", "write 'everything else', or name it"),
+    "along": (r"\btakes? (?:the program |it |them |everything )?along\b", "say what ends: 'ends the program'"),
+    "start": (r"(?:\A|\n)(?:CODE)\n\n+(?-i:[a-z])", "a sentence does not begin in a code block"),
+}
+"""This project's own rules: patterns, as proselint takes them."""
+
+
+def register() -> None:
+    """Give proselint the rules of this project."""
+    CheckRegistry().register_many(
+        tuple(
+            Check(types.Existence((pattern,), types.Padding.RAW), path=f"vecenv.{name}", message=advice)
+            for name, (pattern, advice) in STYLE.items()
+        )
+    )
+
+
+def prose(text: str) -> str:
+    """The text with everything that is no sentence blanked out, each line where it was."""
+
+    def blank(found: re.Match[str]) -> str:
+        lines = found[0].count("\n")
+        return "\n" * (lines - 1) + "CODE\n" if lines else " CODE "
+
+    text = re.sub(r"^```.*?^```\n", blank, text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^::: .*(?:\n    .*)*\n", blank, text, flags=re.MULTILINE)
+    text = re.sub(r"<!--.*?-->", "", text)
+    text = re.sub(r"``[^`\n]+``|`[^`\n]+`", "CODE", text)
+    return re.sub(r"\]\([^)\n]*\)|https?://\S+", "]", text)
+
+
+def shown(path: Path, *, every_text: bool) -> str:
+    """The docstrings of a module's public names, each on its own lines; with ``every_text`` all other texts too."""
+    tree = ast.parse(path.read_text())
+    lines = [""] * (path.read_text().count("\n") + 2)
+
+    def keep(node: ast.Constant) -> None:
+        for number, line in enumerate(str(node.value).split("\n"), node.lineno - 1):
+            lines[number] += f" {line}"
+
+    def docstrings(parent: ast.AST) -> None:
+        for node in ast.iter_child_nodes(parent):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+                if ast.get_docstring(node) is not None and isinstance(text := node.body[0], ast.Expr):
+                    keep(text.value)  # type: ignore[arg-type]
+                docstrings(node)
+
+    if every_text:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                keep(node)
+    else:
+        docstrings(tree)
+    text = re.sub(r":(?:attr|class|data|exc|func|meth|mod):`[^`]*`", "CODE", "\n".join(lines))
+    return prose(text)
+
+
+def modules() -> list[Path]:
+    """The files of what the reference shows."""
+    said = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    found = set()
+    for name in re.findall(r"^::: (\S+)", said, re.MULTILINE):
+        path = ROOT / name.replace(".", "/")
+        found |= {place for place in (path.with_suffix(".py"), path.parent.with_suffix(".py")) if place.exists()}
+    return sorted(found | set((ROOT / "vecenv" / "engine").glob("[!_]*face.py")) | {ROOT / "vecenv" / "engine" / "owner.py"})
+
+
+def main(arguments: list[str]) -> int:
+    """Print the findings; 1 if there are any."""
+    register()
+    pages = [Path(name) for name in arguments] or [
+        *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
+        *modules(),
+        *sorted((ROOT / "vecenv" / "tools").rglob("*.py")),
+    ]
+    all_rules = {name: on and name not in LEFT_OUT for name, on in DEFAULT["checks"].items()} | {"vecenv": True}
+    found = 0
+    for page in pages:
+        code = page.suffix == ".py"
+        text = shown(page, every_text="tools" in page.parts) if code else prose(page.read_text())
+        checks = dict.fromkeys(DEFAULT["checks"], False) | {"vecenv": True} if code else all_rules
+        for result in LintFile(str(page), text).lint({**DEFAULT, "checks": checks}):
+            said = result.check_result
+            print(f"{page}:{result.pos[0]}: {said.check_path}: {said.message}")
+            found += 1
+    print(f"{found} findings in {len(pages)} files", file=sys.stderr)
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,55 @@
+"""The rules of ``.ci/prose.py`` find what they are for, and leave code alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / ".ci" / "prose.py"
+
+pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="an installed package has no .ci folder")
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    pytest.importorskip("proselint", reason="the extra lint brings it")
+    spec = importlib.util.spec_from_file_location("prose", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("It starts one process an environment.\n", "rate"),
+        ("Workers have a core each.\n", "each"),
+        ("Nobody else can speak.\n", "persons"),
+        ("It starts so many processes.\n", "quantity"),
+        ("All else takes longer.\n", "else"),
+        ("A crash takes the program along.\n", "along"),
+        ("Do this:\n\n```sh\nls\n```\n\nlists the files.\n", "start"),
+        ("It starts one process per environment, and that many workers.\n", None),
+        ("Do this:\n\n```sh\nnobody a core each\n```\n\nThat lists `so many` files.\n", None),
+    ],
+)
+def test_a_rule_finds_what_it_is_for(text: str, rule: str | None, script: Any) -> None:
+    prose = script.prose(text)
+    hit = [name for name, (pattern, _) in script.STYLE.items() if re.search(pattern, prose, re.IGNORECASE)]
+    assert hit == ([] if rule is None else [rule])
+
+
+def test_a_page_with_a_finding_is_refused_and_its_line_named(
+    tmp_path: Path, script: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "page.md").write_text("# Title\n\nAll is well.\n\nNobody knows.\n")
+    assert script.main([str(tmp_path / "page.md")]) == 1
+    assert "page.md:5: vecenv.persons:" in capsys.readouterr().out
+    (tmp_path / "page.md").write_text("# Title\n\nAll is well.\n")
+    assert script.main([str(tmp_path / "page.md")]) == 0

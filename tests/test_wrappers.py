@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import gymnasium.wrappers.vector
@@ -119,6 +120,7 @@ def test_single_environments_that_are_reset_begin_anew() -> None:
 def test_the_two_halves_count_too() -> None:
     with opened(counters(2, lengths=(2,)), num_workers=2) as envs:
         recorded: Any = RecordEpisodeStatistics(envs, stats_key="mine", buffer_length=1)
+        began = time.perf_counter()
         recorded.reset_async(seed=1)
         recorded.reset_wait()
         for _ in range(2):
@@ -127,6 +129,7 @@ def test_the_two_halves_count_too() -> None:
         assert infos["mine"]["l"].tolist() == [2, 2]
         assert len(recorded.length_queue) == 1
         assert (infos["mine"]["t"] > 0).all()
+        assert (infos["mine"]["t"] <= time.perf_counter() - began).all()
 
 
 def test_everything_else_is_the_vector_environments_own() -> None:

@@ -11,7 +11,6 @@ the environment; what it returns fills the environment when it is called, and ma
 from __future__ import annotations
 
 import copyreg
-import functools
 import io
 import pickle
 import sys
@@ -57,15 +56,19 @@ def layers_of(env: Any) -> list[Any]:
     return layers
 
 
-@functools.cache
+_HIDES: dict[type, bool] = {}
+
+
 def hides(kind: type) -> bool:
     """Whether objects of a class have memory that their attributes do not show: they are written in C."""
+    if (known := _HIDES.get(kind)) is not None:
+        return known
     size = object.__basicsize__ + sum(8 for name in ("__dictoffset__", "__weakrefoffset__") if getattr(kind, name) > 0)
     for base in kind.__mro__:
         own = base.__dict__.get("__slots__", ())
         names = {own} if isinstance(own, str) else set(own)
         size += 8 * len(names - {"__dict__", "__weakref__"})
-    return bool(kind.__itemsize__) or kind.__basicsize__ > size
+    return _HIDES.setdefault(kind, bool(kind.__itemsize__) or kind.__basicsize__ > size)
 
 
 def captured(env: Any, layers: list[Any] | None = None) -> bytes:

@@ -67,7 +67,6 @@ class KeptRows(EnvRows):
 
     def load(self, seq: int, ks: Sequence[int]) -> Outcome:
         """Fill the rows with what was checked."""
-        assert self._opened is not None
 
         def one(k: int) -> None:
             assert self._opened is not None
@@ -80,7 +79,8 @@ class KeptRows(EnvRows):
                 env.unwrapped.observation_buffer(self._offered[k])  # type: ignore[attr-defined]
 
         out = self._again(seq, ks, one, fatal=True)
-        self._opened = None
+        if not self._interrupts:  # in the calling process it may be asked for again, and is kept until the next check
+            self._opened = None
         return out
 
     def _again(self, seq: int, ks: Sequence[int], function: Callable[[int], Any], *, fatal: bool = False) -> Outcome:

@@ -2,7 +2,7 @@
 
 ``python .ci/prose.py`` looks at README, docs, CHANGELOG, CONTRIBUTING and SECURITY. By the project's own rules it looks at
 what a program shows, too: docstrings of the public names in the reference, and all texts of the commands. With arguments it
-looks at those files. Code and links are blanked out first, so that only sentences are judged. A finding is ``file:line: rule:
+looks at them. Code and links are blanked out first, so that only sentences are judged. A finding is ``file:line: rule:
 what to do``.
 """
 

@@ -1,9 +1,10 @@
 """PPO in one file, in the manner of CleanRL: Gymnasium's vector interface and torch, nothing else.
 
-    pip install -e ".[clients]"
+    pip install torch                # in its CPU build where there is no GPU: pytorch.org gives the line
+    pip install -e .
     python examples/cleanrl_ppo.py
 
-On 2 cores without a GPU its last lines are:
+On 2 cores without a GPU its last lines were, with torch 2.13 (other versions print other numbers):
 
      149504 steps, mean return of the last 100 episodes 500.000000
     31 s

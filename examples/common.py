@@ -39,7 +39,8 @@ def parse(
     )
     for field in dataclasses.fields(kind):
         name, of = "--" + field.name.replace("_", "-"), type(field.default)
-        shown = f"{field.metadata['help']} (default: {field.default})"
+        told = field.default != float("inf")  # else what is set for each environment says it
+        shown = f"{field.metadata['help']} (default: {field.default})" if told else field.metadata["help"]
         if field.name == "env_id":
             parser.add_argument("env_id", nargs="?", help=shown)
         else:

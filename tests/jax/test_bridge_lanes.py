@@ -92,6 +92,25 @@ def test_gradients_pass_over_mapped_steps(transport: str) -> None:
 
 
 @pytest.mark.long
+def test_lanes_may_be_axes_of_nested_maps(transport: str) -> None:
+    keys = jax.random.split(jax.random.key(4), 6)
+
+    def roll(env: vj.Bridge, key: Any, action: Any) -> Any:
+        state = env.step(env.reset(key), jnp.full(2, action))
+        return state.replace(token=None)
+
+    actions = jnp.array([-2, -1, 0, 1, 2, 0])
+    with vj.bridge(SyncVectorEnv(tracks(12)), transport=transport, lanes=6) as env:
+        flat = jax.jit(jax.vmap(lambda key, action: roll(env, key, action)))(keys, actions)
+        program = jax.jit(jax.vmap(jax.vmap(lambda key, action: roll(env, key, action))))
+        nested = program(keys.reshape(2, 3), actions.reshape(2, 3))
+        with pytest.raises(ValueError, match=r"vmap over 6 lanes; it is called under jax.vmap over 3"):
+            jax.vmap(env.reset)(keys[:3])
+    assert nested.obs.shape[:3] == (2, 3, 2)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.reshape(6, *a.shape[2:]), b), nested, flat)
+
+
+@pytest.mark.long
 def test_wrong_use_of_lanes_is_refused() -> None:
     with vj.bridge(Logged(6), lanes=3) as env:
         with pytest.raises(ValueError, match=r"must be called under jax.vmap over 3 lanes"):
@@ -100,7 +119,7 @@ def test_wrong_use_of_lanes_is_refused() -> None:
             jax.jit(env.reset)(three_keys()[0])
         with pytest.raises(ValueError, match=r"lanes=3; it is called under jax.vmap over 2"):
             jax.vmap(env.reset)(three_keys()[:2])
-        with pytest.raises(ValueError, match=r"another jax.vmap, over 4"):
+        with pytest.raises(ValueError, match=r"lanes=3; it is called under jax.vmap over 4 times 3"):
             jax.vmap(jax.vmap(env.reset))(jax.random.split(three_keys()[0], (4, 3)))
         state = jax.vmap(env.reset)(three_keys())
         with pytest.raises(ValueError, match=r"under jax.vmap over the lanes"):

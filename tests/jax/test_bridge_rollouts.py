@@ -212,13 +212,44 @@ def test_evaluations_in_lanes_are_those_of_each_lane_alone(transport: str) -> No
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), mine, alone)
 
 
+@pytest.mark.long
+def test_evaluations_in_lanes_stop_when_the_last_lane_is_ready(transport: str) -> None:
+    with vj.bridge(Logged(4, episode=3), transport=transport, lanes=2) as env:
+
+        def both(key: Any) -> Any:
+            fast, state = vj.fast_eval_rollout_episode(env, still(env), 1.0, env.reset(key), (), key, 9)
+            whole = vj.eval_rollout_episode(env, still(env), 1.0, env.reset(key), (), key, 6)[1]
+            return fast, whole, state.steps
+
+        fast, whole, steps = jax.jit(jax.vmap(both))(jax.random.split(new_key(7), 2))
+        assert env.envs.calls == "RSSSRSSS"
+    assert fast.finished.all()
+    assert whole.finished.all()
+    assert steps.tolist() == [[3, 3]] * 2
+
+
+@pytest.mark.long
+def test_more_episodes_than_rows_by_repeated_resets_where_nothing_resets_itself(transport: str) -> None:
+    with vj.bridge(SyncVectorEnv(tracks(N), autoreset_mode=AutoresetMode.DISABLED), transport=transport) as env:
+        many = 2 * N + 1
+        metrics, state = jax.jit(
+            lambda key: vj.fast_eval_rollout_episode(env, policy, 1, env.reset(key), (), new_key(8), T, many)
+        )(new_key(7))
+        assert state.done.all()
+    assert metrics.finished.tolist() == [True] * many
+    wanted = first_episodes(AutoresetMode.NEXT_STEP)
+    np.testing.assert_allclose(metrics.episode_return[:N], [total for total, _ in wanted], rtol=1e-5)
+    assert metrics.episode_length[:N].tolist() == [length for _, length in wanted]
+    assert len(set(np.asarray(metrics.episode_return).tolist())) > N  # later rounds begin elsewhere
+
+
 def test_wrong_arguments_are_refused() -> None:
     with vj.bridge(SyncVectorEnv(tracks(N), autoreset_mode=AutoresetMode.DISABLED), {"left": np.int32}) as env:
         state = env.reset(new_key(7))
         with pytest.raises(ValueError, match=r"'speed'.*'steps'.*'left'"):
             vj.rollout(env, policy, 1, state, (), new_key(8), 2, ("speed",))
-        with pytest.raises(ValueError, match=r"5 episodes of 4 environments.*DISABLED"):
-            vj.fast_eval_rollout_episode(env, policy, 1, state, (), new_key(8), 2, 5)
+        with pytest.raises(ValueError, match=r"no fields \['speed'\]; there are .*'done'"):
+            vj.eval_rollout_episode(env, policy, 1, state, (), new_key(8), 2, keep=("reward", "speed"))
         with pytest.raises(ValueError, match="num_episodes must be positive, got 0"):
             vj.fast_eval_rollout_episode(env, policy, 1, state, (), new_key(8), 2, 0)
 

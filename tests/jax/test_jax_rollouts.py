@@ -187,3 +187,39 @@ def test_evaluations_may_be_mapped_over_parameters(counters: Any) -> None:
     together = jax.vmap(evaluate)(jnp.array([0.2, 0.9], jnp.float32))
     alone = evaluate(jnp.float32(0.9))
     np.testing.assert_array_equal(together.episode_length[1], alone.episode_length)
+
+
+@pytest.mark.long
+def test_a_step_function_is_enough_and_done_is_both_flags(counters: Any) -> None:
+    env = counters()
+    state = env.reset(new_key(0))
+    whole, _, _ = rollout(env, policy, PARAMS, state, (), new_key(1), 12, ("done", "steps"))
+    bare, _, _ = rollout(env.step, policy, PARAMS, state, (), new_key(1), 12, ("done", "steps"))
+    jax.tree.map(np.testing.assert_array_equal, whole, bare)
+    np.testing.assert_array_equal(whole.done, whole.terminated | whole.truncated)
+    np.testing.assert_array_equal(whole.done, whole.env_extras["done"])
+    assert whole.done.any()
+
+
+@pytest.mark.long
+def test_an_evaluation_keeps_what_was_asked_for(counters: Any) -> None:
+    env = counters()
+    args = (policy, PARAMS, env.reset(new_key(0)), (), new_key(1), 12)
+    whole, metrics, _ = eval_rollout_episode(env, *args)
+    part, again, _ = eval_rollout_episode(env.step, *args, keep=("reward", "done"))
+    assert (part.obs, part.action, part.next_obs, part.valid) == (None,) * 4
+    np.testing.assert_array_equal(part.reward, whole.reward)
+    np.testing.assert_array_equal(part.done, whole.done)
+    jax.tree.map(np.testing.assert_array_equal, metrics, again)
+
+
+@pytest.mark.long
+def test_under_disabled_more_episodes_come_by_resets(counters: Any) -> None:
+    env = counters(autoreset_mode="Disabled")
+    metrics, _ = fast_eval_rollout_episode(env, policy, PARAMS, env.reset(new_key(0)), (), new_key(1), 12, 13)
+    once, _ = fast_eval_rollout_episode(env, policy, PARAMS, env.reset(new_key(0)), (), new_key(1), 12)
+    assert metrics.finished.shape == (13,)
+    assert metrics.finished.all()
+    np.testing.assert_array_equal(metrics.episode_return[:5], once.episode_return)
+    assert len(np.unique(metrics.episode_return)) == 13
+    assert metrics.env_steps > once.env_steps

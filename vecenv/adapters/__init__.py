@@ -10,14 +10,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vecenv.adapters.envpool import as_envpool
     from vecenv.adapters.sb3 import as_sb3
     from vecenv.adapters.sb3_evaluation import evaluate_sb3
     from vecenv.adapters.tianshou import as_tianshou
 
-__all__ = ["as_sb3", "as_tianshou", "evaluate_sb3"]
+__all__ = ["as_envpool", "as_sb3", "as_tianshou", "evaluate_sb3"]
 
 _LAZY: dict[str, tuple[str, str, str]] = {
     # public name -> module that defines it, the library's module, what installs it
+    "as_envpool": ("vecenv.adapters.envpool", "gymnasium", "pip install vecenv"),
     "as_sb3": ("vecenv.adapters.sb3", "stable_baselines3", "pip install 'vecenv[sb3]'"),
     "evaluate_sb3": ("vecenv.adapters.sb3_evaluation", "stable_baselines3", "pip install 'vecenv[sb3]'"),
     "as_tianshou": ("vecenv.adapters.tianshou", "tianshou", "pip install 'vecenv[clients]'"),

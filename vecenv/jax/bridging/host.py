@@ -242,7 +242,7 @@ class Host:
     def _spend(self, ticket: Array, pending: bool = False) -> None:
         """Check a ticket and take it: whatever happens now, that state cannot be used again."""
         newest = [self._epoch, self._count]
-        for row in (ticket if ticket.ndim > 1 else ticket[None]).tolist():
+        for row in ticket.reshape(-1, 2).tolist():
             if row != newest or self._why_not is not None:
                 self._refuse(*row)
         if pending and not self._pending:

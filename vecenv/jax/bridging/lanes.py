@@ -8,6 +8,7 @@ why it cannot be mapped, and one with lanes cannot be called outside of ``vmap``
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -25,41 +26,49 @@ Call: TypeAlias = Callable[[list[Any], Sequence[Array]], list[Array]]  # (result
 
 
 def call_in_lanes(call: Call, results: list[Any], args: list[Array], lanes: int | None, num_envs: int) -> list[Array]:
-    """``call(results, args)``; mapped over ``lanes``, once, with that axis in front of every result and argument.
+    """``call(results, args)``; mapped over ``lanes``, once, with those axes in front of every result and argument.
+
+    ``jax.vmap`` may be nested: the lanes are then the product of its axes.
 
     Raises:
-        ValueError: It is mapped and ``lanes`` is ``None``; it is mapped over another size, or over two axes. Where it is not
-            mapped and should be, the error comes when the program is compiled.
+        ValueError: It is mapped and ``lanes`` is ``None``; it is mapped over axes whose product cannot be ``lanes``. Where
+            it is not mapped, or not over enough, the error comes when the program is compiled.
     """
 
-    def alone(*args: Array) -> list[Array]:
-        if lanes is None:
-            return call(results, args)
-        unmapped: list[Array] = _unmapped().bind(*args, lanes=lanes, results=tuple(results))
-        return unmapped
+    def under(sizes: tuple[int, ...]) -> Any:
+        """The call under maps over ``sizes``, the outermost first."""
+        left = (lanes or 1) // math.prod(sizes)
+        wide = [struct((*sizes, *result.shape), result.dtype) for result in results]
 
-    def mapped(size: int, batched: list[bool], *args: Array) -> tuple[list[Array], list[bool]]:
-        if lanes is None:
-            raise ValueError(
-                f"A bridge cannot be called under jax.vmap: there is one of each of its {num_envs} environments. Build "
-                f"{size} times as many and bridge(..., lanes={size}) them, or keep the environments out of vmap and map the "
-                "policy."
-            )
-        if size != lanes:
-            raise ValueError(f"This bridge has lanes={lanes}; it is called under jax.vmap over {size}.")
-        wide = [struct((size, *result.shape), result.dtype) for result in results]
-        every = [
-            arg if is_batched else jnp.broadcast_to(arg, (size, *arg.shape))
-            for arg, is_batched in zip(args, batched, strict=True)
-        ]
-        return _with_rule(lambda *args: call(wide, args), _refuse_second_axis)(*every), [True] * len(results)
+        def alone(*args: Array) -> list[Array]:
+            if lanes is None or (sizes and left == 1):
+                return call(wide, args)
+            unmapped: list[Array] = _unmapped().bind(*args, lanes=lanes, sizes=sizes, results=tuple(wide))
+            return unmapped
 
-    called: list[Array] = _with_rule(alone, mapped)(*args)
+        def mapped(size: int, batched: list[bool], *args: Array) -> tuple[list[Array], list[bool]]:
+            if lanes is None:
+                raise ValueError(
+                    f"A bridge cannot be called under jax.vmap: there is one of each of its {num_envs} environments. Build "
+                    f"{size} times as many and bridge(..., lanes={size}) them, or keep the environments out of vmap and map "
+                    "the policy."
+                )
+            if left % size:
+                raise ValueError(f"This bridge has lanes={lanes}; it is called under jax.vmap over {_over((size, *sizes))}.")
+            every = [
+                arg if is_batched else jnp.broadcast_to(arg, (size, *arg.shape))
+                for arg, is_batched in zip(args, batched, strict=True)
+            ]
+            return under((size, *sizes))(*every), [True] * len(results)
+
+        return _with_rule(alone, mapped)
+
+    called: list[Array] = under(())(*args)
     return called
 
 
-def _refuse_second_axis(size: int, *_: Any) -> Any:
-    raise ValueError(f"The lanes of a bridge are one axis; it is called under another jax.vmap, over {size}, as well.")
+def _over(sizes: tuple[int, ...]) -> str:
+    return " times ".join(map(str, sizes))
 
 
 def _with_rule(function: Callable[..., list[Array]], rule: Callable[..., Any]) -> Any:
@@ -75,10 +84,11 @@ def _unmapped() -> Any:
 
     primitive: Any = Primitive("vecenv_one_lane")
     primitive.multiple_results = True
-    primitive.def_abstract_eval(lambda *_, lanes, results: [jax.core.ShapedArray(r.shape, r.dtype) for r in results])
+    primitive.def_abstract_eval(lambda *_, lanes, sizes, results: [jax.core.ShapedArray(r.shape, r.dtype) for r in results])
 
-    def refuse(*_: Any, lanes: int, results: Any) -> Any:
-        raise ValueError(f"A bridge with lanes={lanes} must be called under jax.vmap over {lanes} lanes.")
+    def refuse(*_: Any, lanes: int, sizes: tuple[int, ...], results: Any) -> Any:
+        short = f"; it is called under jax.vmap over {_over(sizes)}" if sizes else ""
+        raise ValueError(f"A bridge with lanes={lanes} must be called under jax.vmap over {lanes} lanes{short}.")
 
     primitive.def_impl(refuse)
     mlir.register_lowering(primitive, refuse)

@@ -8,15 +8,16 @@ after that are zeros of the shapes that tracing finds.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from gymnasium.vector import AutoresetMode
+from jax.custom_batching import custom_vmap
 
 from vecenv.jax.native.state import Array, EnvState, PyTree, _register
-from vecenv.jax.rollouts.rollout import FunctionalEnv, Policy, Trajectory, take_step
+from vecenv.jax.rollouts.rollout import FunctionalEnv, Policy, StepFunction, Trajectory, take_step
 
 __all__ = ["EpisodeMetrics", "eval_rollout_episode", "fast_eval_rollout_episode"]
 
@@ -45,27 +46,37 @@ class EpisodeMetrics:
 
 
 def eval_rollout_episode(
-    env: FunctionalEnv, policy: Policy, params: PyTree, state: EnvState, carry: PyTree, key: Array, max_steps: int,
-    *, early_stop: bool = True,
+    env: FunctionalEnv | StepFunction, policy: Policy, params: PyTree, state: EnvState, carry: PyTree, key: Array,
+    max_steps: int, *, early_stop: bool = True, keep: Sequence[str] | None = None,
 ) -> tuple[Trajectory, EpisodeMetrics, EnvState]:
     """The first episode of every row, step by step.
 
     Args:
         env, policy, params, state, carry, key: As for :func:`~vecenv.jax.rollout`; ``state`` fresh from ``reset``.
         max_steps: Steps at most; the trajectory has this length.
-        early_stop: Step no further once every first episode has ended. Give False under ``vmap`` over a bridged environment,
-            whose lanes can only be stepped together (``StaleStateError`` otherwise); then ``max_steps`` steps are made.
+        early_stop: Step no further once every first episode has ended; of a bridged environment with lanes, in all of them,
+            because they can only be stepped together. With False, ``max_steps`` steps are made.
+        keep: The fields of the trajectory that are wanted, as ``("reward", "done")``; the others are ``None``, and cost
+            neither time nor memory. Default, all.
+
+    Raises:
+        ValueError: ``keep`` names no field of a trajectory.
 
     Returns:
         The trajectory (reward 0 and ``valid`` False after a row's first episode), its metrics, and the last state.
     """
-    act = _counted_step(env, policy, params, key)
+    whole = _counted_step(env, policy, params, key)
+
+    def act(carried: _Carried) -> tuple[_Carried, Trajectory]:
+        carried, transition = whole(carried)
+        return carried, transition if keep is None else transition.keeping(keep)
+
     start = (state, carry, _Tally.begin(state))
     blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(act, start)[1])
 
     def maybe(carried: _Carried) -> tuple[_Carried, Trajectory]:
         result: tuple[_Carried, Trajectory] = jax.lax.cond(
-            jnp.any(carried[2].active), act, lambda carried: (carried, blank), carried
+            _in_any_lane(state, jnp.any(carried[2].active)), act, lambda carried: (carried, blank), carried
         )
         return result
 
@@ -75,8 +86,8 @@ def eval_rollout_episode(
 
 
 def fast_eval_rollout_episode(
-    env: FunctionalEnv, policy: Policy, params: PyTree, state: EnvState, carry: PyTree, key: Array, max_steps: int,
-    num_episodes: int | None = None, *, early_stop: bool = True,
+    env: FunctionalEnv | StepFunction, policy: Policy, params: PyTree, state: EnvState, carry: PyTree, key: Array,
+    max_steps: int, num_episodes: int | None = None, *, early_stop: bool = True,
 ) -> tuple[EpisodeMetrics, EnvState]:
     """Metrics of whole episodes and nothing else; stops as soon as the last of them has ended.
 
@@ -84,7 +95,8 @@ def fast_eval_rollout_episode(
         env, policy, params, state, carry, key: As for :func:`~vecenv.jax.rollout`; ``state`` fresh from ``reset``.
         max_steps: Steps at most for one episode per row, and as many times more for several.
         num_episodes: Default, one episode per row. Otherwise the number of all of them, the same share for each row, decided
-            beforehand (taking whichever end first would favour short ones); entry ``r * n + i`` is episode r of row i.
+            beforehand (taking whichever end first would favour short ones); entry ``r * n + i`` is episode r of row i. Rows
+            that do not reset themselves (DISABLED) are reset, by ``env.reset_mask``, when all have had an episode.
         early_stop: As for :func:`eval_rollout_episode`.
 
     Returns:
@@ -92,21 +104,20 @@ def fast_eval_rollout_episode(
         a JAX-native environment is stepped until the last lane is ready.
 
     Raises:
-        ValueError: ``num_episodes`` is not positive, or more than one per row of an environment that does not reset itself.
+        ValueError: ``num_episodes`` is not positive.
     """
     n = state.reward.size
     rounds = 1 if num_episodes is None else -(-num_episodes // n)
     if rounds < 1:
         raise ValueError(f"num_episodes must be positive, got {num_episodes}.")
     if rounds > 1 and getattr(env, "autoreset_mode", None) is AutoresetMode.DISABLED:
-        raise ValueError(f"{num_episodes} episodes of {n} environments need them to reset themselves; this one is DISABLED.")
+        return _reset_between(env, policy, params, state, carry, key, max_steps, rounds, num_episodes, early_stop)
     quota = jnp.full(n, rounds) if num_episodes is None else (num_episodes - jnp.arange(n) + n - 1) // n
     start = (state, carry, _Tally.begin(state, rounds, quota.reshape(state.reward.shape)))
     act, limit = _counted_step(env, policy, params, key), max_steps * rounds
 
     def unfinished(carried: _Carried) -> Array:
-        going: Array = jnp.any(carried[2].active) & (carried[2].env_steps < limit)
-        return going
+        return _in_any_lane(state, jnp.any(carried[2].active) & (carried[2].env_steps < limit))
 
     if early_stop:
         state, _, tally = jax.lax.while_loop(unfinished, lambda carried: act(carried)[0], start)
@@ -115,12 +126,53 @@ def fast_eval_rollout_episode(
     metrics = tally.metrics()
     if num_episodes is None:
         return metrics, state
-    flat = {
-        field.name: getattr(metrics, field.name).reshape(-1)[:num_episodes]
-        for field in dataclasses.fields(metrics)
-        if field.name != "env_steps"
-    }
-    return dataclasses.replace(metrics, **flat), state
+    return _flat(metrics, num_episodes), state
+
+
+def _flat(metrics: EpisodeMetrics, num_episodes: int) -> EpisodeMetrics:
+    """The first ``num_episodes`` of ``[rounds, *B]``."""
+    names = [field.name for field in dataclasses.fields(metrics) if field.name != "env_steps"]
+    return dataclasses.replace(metrics, **{name: getattr(metrics, name).reshape(-1)[:num_episodes] for name in names})
+
+
+def _reset_between(
+    env: Any, policy: Policy, params: PyTree, state: EnvState, carry: PyTree, key: Array, max_steps: int, rounds: int,
+    num_episodes: Any, early_stop: bool,
+) -> tuple[EpisodeMetrics, EnvState]:
+    """Rounds of one episode a row, with a reset of all rows between them."""
+
+    def episode(state: EnvState, key: Array) -> tuple[EpisodeMetrics, EnvState]:
+        return fast_eval_rollout_episode(env, policy, params, state, carry, key, max_steps, early_stop=early_stop)
+
+    def again(state: EnvState, now: Array) -> tuple[EnvState, EpisodeMetrics]:
+        begin, act = jax.random.split(jax.random.fold_in(key, now))
+        metrics, state = episode(env.reset_mask(state, jnp.ones(state.reward.shape, bool), begin), act)
+        return state, metrics
+
+    first, state = episode(state, key)
+    state, others = jax.lax.scan(again, state, jnp.arange(1, rounds))
+    joined: EpisodeMetrics = jax.tree.map(lambda one, rest: jnp.concatenate([one[None], rest]), first, others)
+    metrics = _flat(joined, num_episodes)
+    return dataclasses.replace(metrics, env_steps=jnp.sum(joined.env_steps)), state
+
+
+def _in_any_lane(state: EnvState, going: Array) -> Array:
+    """Whether ``going`` holds in any lane: those of a bridged environment can only be stepped together."""
+    if state.token is None:
+        return going
+    anywhere: Array = _anywhere(going)
+    return anywhere
+
+
+@custom_vmap
+def _anywhere(going: Array) -> Array:
+    return going
+
+
+@_anywhere.def_vmap
+def _(size: int, batched: Any, going: Array) -> tuple[Array, bool]:
+    del size
+    return _anywhere(jnp.any(going, axis=0) if batched[0] else going), False
 
 
 @_register
@@ -176,7 +228,7 @@ _Carried: TypeAlias = tuple[EnvState, PyTree, _Tally]
 
 
 def _counted_step(
-    env: FunctionalEnv, policy: Policy, params: PyTree, key: Array
+    env: FunctionalEnv | StepFunction, policy: Policy, params: PyTree, key: Array
 ) -> Callable[[_Carried], tuple[_Carried, Trajectory]]:
     """One step of an evaluation; what it adds to a row that has had its episodes is blank."""
     discount = float(getattr(env, "discount", 1.0))

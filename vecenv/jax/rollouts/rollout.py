@@ -26,8 +26,11 @@ import jax.numpy as jnp
 from vecenv.jax.native.env import select
 from vecenv.jax.native.state import Array, EnvState, PyTree, _register
 
-__all__ = ["FunctionalEnv", "Policy", "SplitEnv", "Trajectory", "reset_carry", "rollout", "stateless", "take_step"]
+__all__ = [
+    "FunctionalEnv", "Policy", "SplitEnv", "StepFunction", "Trajectory", "reset_carry", "rollout", "stateless", "take_step",
+]  # fmt: skip
 
+StepFunction = Callable[[EnvState, PyTree], EnvState]
 Policy = Callable[[PyTree, PyTree, PyTree, Array, Array], tuple[PyTree, PyTree, dict[str, Any]]]
 
 
@@ -71,6 +74,24 @@ class Trajectory:
     policy_extras: dict[str, Any]
     env_extras: dict[str, Any]
 
+    @property
+    def done(self) -> Array:
+        """``bool[T, *B]``: terminated or truncated."""
+        return self.terminated | self.truncated
+
+    def keeping(self, names: Sequence[str]) -> Trajectory:
+        """With these fields only, and ``None`` in the others; ``"done"`` is both flags. What is left out is not computed.
+
+        Raises:
+            ValueError: There is no such field.
+        """
+        fields = [field.name for field in dataclasses.fields(self)]
+        kept = {part for name in names for part in (("terminated", "truncated") if name == "done" else (name,))}
+        if unknown := sorted(kept - set(fields)):
+            raise ValueError(f"A trajectory has no fields {unknown}; there are {[*fields, 'done']}.")
+        without: dict[str, Any] = {name: None for name in fields if name not in kept}
+        return dataclasses.replace(self, **without)
+
 
 def stateless(function: Callable[[PyTree, PyTree, Array], tuple[PyTree, dict[str, Any]]]) -> Policy:
     """A policy without memory of ``function(params, obs, key) -> (action, extras)``; its carry is ``()``."""
@@ -84,7 +105,7 @@ def stateless(function: Callable[[PyTree, PyTree, Array], tuple[PyTree, dict[str
 
 
 def rollout(
-    env: FunctionalEnv | tuple[SplitEnv, SplitEnv],
+    env: FunctionalEnv | StepFunction | tuple[SplitEnv, SplitEnv],
     policy: Policy,
     params: PyTree,
     state: EnvState | tuple[EnvState, EnvState],
@@ -100,15 +121,16 @@ def rollout(
     """``length`` steps of a policy.
 
     Args:
-        env: Anything with ``step(state, action)`` on ``EnvState``; with ``overlap``, a pair of bridged environments.
+        env: Anything with ``step(state, action)`` on ``EnvState``, or such a function itself; with ``overlap``, a pair of
+            bridged environments.
         policy: See the top of this module.
         params: Passed to the policy.
         state: Where to begin: from ``env.reset(key)`` or an earlier rollout. With ``overlap``, a pair.
         carry: The policy's memory to begin with; ``()`` for none. With ``overlap``, a pair.
         key: For the policy's randomness; step t gets ``fold_in(key, t)``.
         length: Number of steps ``T``.
-        extras: Names of ``EnvState`` fields (``"steps"``, ``"last_return"`` ...) or keys of its ``info`` to keep in
-            ``env_extras``.
+        extras: Names of ``EnvState`` fields (``"steps"``, ``"last_return"``, ``"done"`` ...) or keys of its ``info`` to keep
+            in ``env_extras``.
         overlap: Double-buffered stepping: while one half of the environments steps in its processes, the policy acts for the
             other half. Everything is exactly as in two rollouts without it, of half i with ``fold_in(key, i)``; the
             trajectory has the rows of the first half, then those of the second.
@@ -150,7 +172,7 @@ def take_step(
 ) -> tuple[EnvState, PyTree, Trajectory]:
     """Act once: ``(state, carry, transition)``, the last with leaves ``[*B, ...]``; ``extras`` as for :func:`rollout`."""
     carry, action, policy_extras = policy(params, carry, state.obs, state.first, key)
-    after = env.step(state, action)
+    after = getattr(env, "step", env)(state, action)
     return after, carry, _transition(state, action, policy_extras, after, extras)
 
 
@@ -186,7 +208,7 @@ def _field(state: EnvState, name: str) -> Any:
 
 
 def _check_extras(state: EnvState, extras: Sequence[str]) -> None:
-    known = [field.name for field in dataclasses.fields(state) if field.name not in _HIDDEN]
+    known = [field.name for field in dataclasses.fields(state) if field.name not in _HIDDEN] + ["done"]
     for name in extras:
         if name not in known and name not in state.info:
             raise ValueError(f"No field {name!r} in the state; there are {known}, and in its info {sorted(state.info)}.")

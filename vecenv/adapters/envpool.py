@@ -1,0 +1,128 @@
+"""``as_envpool``: a vector environment behind EnvPool's asynchronous interface.
+
+Programs that were written for EnvPool begin everybody's episode by ``async_reset``, and then go round with ``recv`` and
+``send``, for whichever environments are done first. Any environment in Python runs there by this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gymnasium import Space
+from gymnasium.vector import AutoresetMode
+
+from vecenv.adapters.single import AnyVectorEnv, require
+
+__all__ = ["EnvPoolLike", "as_envpool"]
+
+Ids = Sequence[int] | npt.NDArray[np.integer[Any]] | None
+Step = tuple[Any, npt.NDArray[np.float32], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]
+
+
+def as_envpool(envs: AnyVectorEnv, seed: int | None = None) -> EnvPoolLike:
+    """A vector environment with the interface of ``envpool.make_gymnasium``; closing it closes ``envs``.
+
+    ``as_envpool(vecenv.make_vec("CartPole-v1", 8, vector_kwargs={"batch_size": 4}))`` goes where
+    ``envpool.make_gymnasium("CartPole-v1", num_envs=8, batch_size=4)`` went.
+
+    Args:
+        envs: With next-step autoreset, which is EnvPool's, of a backend whose rows can be reset one by one.
+        seed: Environment i gets ``seed + i`` at its first reset; ``None``: none.
+
+    Raises:
+        TypeError: Not a Gymnasium vector environment.
+        ValueError: Another autoreset mode, ``copy=False``, or arrays that are no numpy; says what to change.
+    """
+    return EnvPoolLike(envs, seed)
+
+
+class EnvPoolLike:
+    """What :func:`as_envpool` returns.
+
+    Attributes:
+        vector_env: The vector environment beneath.
+        observation_space, action_space: Of one environment, as EnvPool has it.
+        config: ``num_envs``, ``batch_size`` and ``seed``.
+        all_env_ids: int32 ``(num_envs,)``.
+        is_async: Whether a batch is fewer than all environments.
+    """
+
+    def __init__(self, envs: AnyVectorEnv, seed: int | None) -> None:
+        require(envs, "EnvPool's interface", [AutoresetMode.NEXT_STEP])
+        inner: Any = envs.unwrapped
+        self.vector_env: Any = inner
+        self.observation_space: Space[Any] = envs.single_observation_space
+        self.action_space: Space[Any] = envs.single_action_space
+        self.spec = envs.spec
+        self.num_envs: int = envs.num_envs
+        batch_size = int(getattr(inner, "batch_size", envs.num_envs))
+        self.config: dict[str, Any] = {"num_envs": self.num_envs, "batch_size": batch_size, "seed": seed}
+        self.all_env_ids = np.arange(self.num_envs, dtype=np.int32)
+        self.is_async = batch_size < self.num_envs
+        self._seeded = np.full(self.num_envs, seed is None)
+        self._elapsed = np.zeros(self.num_envs, np.int32)
+        self._begins = np.ones(self.num_envs, np.bool_)  # what comes next of a row is the beginning of an episode
+
+    def async_reset(self) -> None:
+        """Begin an episode in every environment; :meth:`recv` hands out their first observations, as they come."""
+        self._reset(self.all_env_ids)
+
+    def recv(self) -> Step:
+        """What ``batch_size`` environments have to say, those that are done first.
+
+        Returns:
+            ``(observations, rewards, terminations, truncations, infos)``: rewards float32, and 0 with a first observation.
+            ``infos["env_id"]`` and ``infos["players"]["env_id"]``, int32, say whose rows they are;
+            ``infos["elapsed_step"]``, int32, is how many steps the episode has had. Other infos are Gymnasium's arrays with
+            masks.
+        """
+        return self._received(self.config["batch_size"])
+
+    def send(self, action: Any, env_id: Ids = None) -> None:
+        """Step the environments ``env_id``; default, those of the latest :meth:`recv`, in its order."""
+        ids = None if env_id is None else np.asarray(env_id).astype(np.intp)
+        self.vector_env.send(action, ids)
+
+    def step(self, action: Any, env_id: Ids = None) -> Step:
+        """:meth:`send`, and then :meth:`recv`."""
+        self.send(action, env_id)
+        return self.recv()
+
+    def reset(self, env_id: Ids = None) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode in the environments ``env_id`` (all), and wait for them.
+
+        Returns:
+            ``(observations, infos)`` in the order in which they were done, which ``infos["env_id"]`` says.
+        """
+        ids = self.all_env_ids if env_id is None else np.asarray(env_id)
+        self._reset(ids)
+        observations, *_, infos = self._received(len(ids))
+        return observations, infos
+
+    def _reset(self, ids: npt.NDArray[Any]) -> None:
+        seed = self.config["seed"]
+        seeds = [None if self._seeded[row] else seed + row for row in ids.tolist()]
+        known = None if all(one is None for one in seeds) else seeds
+        self.vector_env.reset_async(seed=known, env_id=ids.astype(np.intp))
+        self._seeded[ids] = self._begins[ids] = True
+
+    def _received(self, count: int) -> Step:
+        observations, rewards, terminations, truncations, infos = self.vector_env.recv(count=count)
+        ids = infos["env_id"].astype(np.int32)
+        self._elapsed[ids] = np.where(self._begins[ids], 0, self._elapsed[ids] + 1)
+        self._begins[ids] = terminations | truncations
+        ours = {"env_id": ids, "players": {"env_id": ids}, "elapsed_step": self._elapsed[ids]}
+        return observations, rewards.astype(np.float32), terminations, truncations, {**infos, **ours}
+
+    def close(self) -> None:
+        """Close the vector environment."""
+        self.vector_env.close()
+
+    def __len__(self) -> int:
+        return self.num_envs
+
+    def __repr__(self) -> str:
+        return f"EnvPoolLike({self.vector_env!r})"

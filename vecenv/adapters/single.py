@@ -23,8 +23,10 @@ AnyVectorEnv = VectorEnv[Any, Any, Any]
 _PYTHON_NUMBERS = "?ld"  # dtypes (bool, int64, float64) that Gymnasium gives a column of Python's bool, int and float
 
 
-def require(envs: Any, client: str, modes: Collection[AutoresetMode]) -> AutoresetMode:
-    """Refuse what would give a client wrong rows; returns the autoreset mode.
+def require(
+    envs: Any, client: str, modes: Collection[AutoresetMode], *, any_arrays: bool = False
+) -> AutoresetMode:
+    """Refuse what would give a client wrong rows; returns the autoreset mode. ``any_arrays``: those of JAX and torch too.
 
     Raises:
         TypeError: Not a Gymnasium vector environment.
@@ -42,7 +44,7 @@ def require(envs: Any, client: str, modes: Collection[AutoresetMode]) -> Autores
     inner: Any = envs.unwrapped
     if getattr(inner, "copy", True) is False:
         raise ValueError(f"{client} needs copy=True: it keeps observations that copy=False would overwrite in the next step")
-    if getattr(inner, "to", "numpy") != "numpy":
+    if not any_arrays and getattr(inner, "to", "numpy") != "numpy":
         raise ValueError(f"{client} needs to='numpy', got to={inner.to!r}")
     return AutoresetMode(mode)
 

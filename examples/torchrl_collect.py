@@ -7,8 +7,7 @@ On 2 cores without a GPU it prints:
 
     20480 steps of 16 environments, 924 episodes, 13782 steps/s
 
-No adapter: ``GymWrapper`` takes any Gymnasium vector environment. It asks for one without autoreset, or with same-step
-autoreset. Importing TorchRL makes "spawn" the start method of ``multiprocessing``; ``make_vec`` uses "forkserver".
+Importing TorchRL makes "spawn" the start method of ``multiprocessing``; vecenv uses "forkserver".
 """
 
 import argparse
@@ -19,19 +18,17 @@ try:
     from tensordict.nn import TensorDictModule, TensorDictSequential
     from torch import nn
     from torchrl.collectors import Collector
-    from torchrl.envs import GymWrapper
     from torchrl.modules import OneHotCategorical, ProbabilisticActor
 except ModuleNotFoundError as missing:
     raise SystemExit(f"torchrl_collect: {missing}: pip install -e '.[clients]'") from None
 
-import vecenv
+from vecenv.adapters import as_torchrl
 
 
 def main(steps: int, num_envs: int) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)  # the network is tiny, and the cores are for the environments
-    envs = vecenv.make_vec("CartPole-v1", num_envs, vector_kwargs={"autoreset_mode": "Disabled"})
-    env = GymWrapper(envs)
+    env = as_torchrl("CartPole-v1", num_envs)
     env.set_seed(0)
     network = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
     policy = ProbabilisticActor(

@@ -13,7 +13,7 @@ PACKAGE = Path(vecenv.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "architecture.md"
 
 FLOORS = (
-    ("vecenv", "__main__"), ("tools",), ("make", "instead", "ids"), ("wrappers",), ("adapters", "torch"), ("evaluating",),
+    ("vecenv", "__main__"), ("tools",), ("adapters", "torch"), ("make", "instead", "ids"), ("wrappers",), ("evaluating",),
     ("multi_agent",),
     ("backends",), ("jax.rollouts",), ("jax.bridging",), ("jax.native",), ("jax",), ("engine",), ("planning",), ("worker",),
     ("link",), ("testing", "state"), ("front",), ("shm",), ("system",), ("errors", "_version"),

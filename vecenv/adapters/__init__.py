@@ -1,7 +1,7 @@
 """Clients whose interface is not Gymnasium's: one small file a library, no more than its interface needs.
 
-What takes a Gymnasium vector environment takes one of vecenv as it is, and has nothing here: TorchRL, RLlib, and programs in
-the manner of CleanRL; see ``docs/clients.md``. Each name loads its library when it is first touched.
+What takes a Gymnasium vector environment takes one of vecenv as it is, and has nothing here: RLlib, and programs in the
+manner of CleanRL; see ``docs/clients.md``. Each name loads its library when it is first touched.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from vecenv.adapters.sb3 import as_sb3
     from vecenv.adapters.sb3_evaluation import evaluate_sb3
     from vecenv.adapters.tianshou import as_tianshou
+    from vecenv.adapters.torchrl import as_torchrl
 
-__all__ = ["as_envpool", "as_sb3", "as_tianshou", "evaluate_sb3"]
+__all__ = ["as_envpool", "as_sb3", "as_tianshou", "as_torchrl", "evaluate_sb3"]
 
 _LAZY: dict[str, tuple[str, str, str]] = {
     # public name -> module that defines it, the library's module, what installs it
@@ -23,7 +24,10 @@ _LAZY: dict[str, tuple[str, str, str]] = {
     "as_sb3": ("vecenv.adapters.sb3", "stable_baselines3", "pip install 'vecenv[sb3]'"),
     "evaluate_sb3": ("vecenv.adapters.sb3_evaluation", "stable_baselines3", "pip install 'vecenv[sb3]'"),
     "as_tianshou": ("vecenv.adapters.tianshou", "tianshou", "pip install 'vecenv[clients]'"),
+    "as_torchrl": ("vecenv.adapters.torchrl", "torchrl", "pip install 'vecenv[clients]'"),
 }
+
+_BRINGS = {"torchrl": ("torch", "tensordict")}  # what is not there where the library is not
 
 
 def __getattr__(name: str) -> Any:
@@ -34,7 +38,7 @@ def __getattr__(name: str) -> Any:
     try:
         value = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
-        if error.name != library:
+        if error.name not in (library, *_BRINGS.get(library, ())):
             raise
         raise ImportError(f"vecenv.adapters.{name} needs {library}, not installed here: {command}") from error
     globals()[name] = value

@@ -20,8 +20,10 @@ AnyEnv = Env[Any, Any]
 AnyVectorEnv = VectorEnv[Any, Any, Any]
 
 
-def require(envs: Any, client: str, modes: Collection[AutoresetMode]) -> AutoresetMode:
-    """Refuse what would give a client wrong rows; returns the autoreset mode.
+def require(
+    envs: Any, client: str, modes: Collection[AutoresetMode], *, any_arrays: bool = False
+) -> AutoresetMode:
+    """Refuse what would give a client wrong rows; returns the autoreset mode. ``any_arrays``: those of JAX and torch too.
 
     Raises:
         TypeError: Not a Gymnasium vector environment.
@@ -39,10 +41,10 @@ def require(envs: Any, client: str, modes: Collection[AutoresetMode]) -> Autores
     inner: Any = envs.unwrapped
     if getattr(inner, "copy", True) is False:
         raise ValueError(f"{client} needs copy=True: it keeps observations that copy=False would overwrite in the next step")
-    if converted := _converted_to(envs):
-        if converted != "numpy":
-            raise ValueError(f"{client} needs arrays of numpy, and a wrapper makes them {converted}'s: leave it out")
-    elif getattr(inner, "to", "numpy") != "numpy":
+    converted = _converted_to(envs)
+    if converted and not (any_arrays or converted == "numpy"):
+        raise ValueError(f"{client} needs arrays of numpy, and a wrapper makes them {converted}'s: leave it out")
+    if not converted and not any_arrays and getattr(inner, "to", "numpy") != "numpy":
         raise ValueError(f"{client} needs to='numpy', got to={inner.to!r}")
     return AutoresetMode(mode)
 

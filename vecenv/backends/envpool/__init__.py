@@ -8,6 +8,7 @@ errors in place of crashes.
 
 =========== ==========================================================================================
 task        which task: finding EnvPool, task ids, configuration, spaces
+existing    a pool that EnvPool itself built, as a task
 options     checks of arguments
 trial       options of a task, tried in a process that may die of them
 seeds       any seed Gymnasium takes, as EnvPool wants it

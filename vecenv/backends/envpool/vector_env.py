@@ -17,6 +17,7 @@ from gymnasium.vector.utils import batch_space
 from vecenv.backends.envpool import rendering
 from vecenv.backends.envpool.actions import ActionChecker, with_dtype
 from vecenv.backends.envpool.driver import Seeding, Settings
+from vecenv.backends.envpool.existing import Existing, seeds_within
 from vecenv.backends.envpool.first_ready import FirstReady
 from vecenv.backends.envpool.lockstep import Lockstep
 from vecenv.backends.envpool.options import check_options
@@ -107,7 +108,7 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
         num_envs, batch_size = check_options(
             num_envs, batch_size, num_threads, max_episode_steps, validate, render_mode, mode
         )
-        self.task = Task.of(
+        task = Task.of(
             task_id, num_envs=num_envs, batch_size=batch_size, num_threads=num_threads or 0,
             thread_affinity_offset=thread_affinity_offset,
             max_episode_steps=max_episode_steps,
@@ -115,9 +116,61 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
             render_mode=render_mode,
             env_config=env_config,
         )  # fmt: skip
+        self._around(
+            task, mode, spread(seed, num_envs, self.np_random), reward_dtype=reward_dtype, action_dtype=action_dtype,
+            full=validate == "full", info_keys=info_keys, render_mode=render_mode,
+        )  # fmt: skip
+
+    @classmethod
+    def over(
+        cls,
+        pool: Any,
+        *,
+        autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
+        reward_dtype: npt.DTypeLike | None = np.float64,
+        action_dtype: npt.DTypeLike | None = None,
+        validate: str = "safe",
+        info_keys: Collection[str] | None = None,
+    ) -> EnvPoolVectorEnv:
+        """Around a pool that ``envpool.make`` built, of any ``env_type``; nothing of it may be in flight.
+
+        The first reset without a seed is of that very pool; a seed builds another of the same configuration. From then on
+        the pool belongs to the vector environment.
+
+        Raises:
+            TypeError: No pool.
+            ValueError: Options that have no meaning, as for the class; several players an environment.
+        """
+        envs = cls.__new__(cls)
+        envs.closed = True
+        task, mode = Existing.of_pool(pool), AutoresetMode(autoreset_mode)
+        config = task.config
+        check_options(config["num_envs"], config["batch_size"] or None, None, None, validate, None, mode)
+        envs._around(
+            task, mode, seeds_within(config), reward_dtype=reward_dtype, action_dtype=action_dtype,
+            full=validate == "full", info_keys=info_keys, render_mode=None,
+        )  # fmt: skip
+        return envs
+
+    def _around(
+        self,
+        task: Task,
+        mode: AutoresetMode,
+        seeds: list[int],
+        *,
+        reward_dtype: npt.DTypeLike | None,
+        action_dtype: npt.DTypeLike | None,
+        full: bool,
+        info_keys: Collection[str] | None,
+        render_mode: str | None,
+    ) -> None:
+        """Gymnasium's attributes, and the driver."""
+        self.task = task
+        num_envs = int(task.config["num_envs"])
+        batch_size = int(task.config["batch_size"]) or num_envs
         if self.task.max_num_players > 1:
             raise ValueError(
-                f"{task_id!r} has up to {self.task.max_num_players} players an environment, and a Gymnasium vector "
+                f"{task.id!r} has up to {self.task.max_num_players} players an environment, and a Gymnasium vector "
                 "environment has one: use vecenv.MultiAgentVecEnv"
             )
         self.num_envs = num_envs
@@ -134,9 +187,9 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
             limit=self.task.limit,
         )  # fmt: skip
         keys, dtypes = self.task.action_keys[2:], self.task.action_dtypes[2:]
-        checker = ActionChecker(self.task.action_space, keys, dtypes, full=validate == "full")
+        checker = ActionChecker(self.task.action_space, keys, dtypes, full=full)
         drive = Lockstep if batch_size == num_envs else FirstReady
-        seeding = Seeding(spread(seed, num_envs, self.np_random), self.np_random)
+        seeding = Seeding(seeds, self.np_random)
         self._open(drive(self.task, batch_size, seeding, Settings(reader, checker, mode, self.task.limit is not None)))
 
     task_ids = staticmethod(task_ids)

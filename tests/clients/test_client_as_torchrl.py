@@ -1,0 +1,394 @@
+"""``as_torchrl``: what TorchRL checks, transitions that obey the physics, and the same data in every autoreset mode."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from client_envs import make_cartpole, tellers
+from gymnasium import spaces
+
+pytest.importorskip("torchrl", reason="needs TorchRL: pip install 'vecenv[clients]'")
+
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torchrl.collectors import Collector, MultiSyncCollector
+from torchrl.envs import GymWrapper, ParallelEnv, SerialEnv, TransformedEnv
+from torchrl.envs.utils import check_env_specs
+
+import vecenv
+from vecenv.adapters import as_torchrl
+
+MODES = ["NextStep", "SameStep", "Disabled"]
+# (Gymnasium's own has no masks in same-step mode)
+PAIRS = [(backend, mode) for backend in ("serial", "envpool", "gymnasium") for mode in MODES]
+PAIRS.remove(("gymnasium", "SameStep"))
+
+
+def cartpoles(mode: str | None = "SameStep", limit: int = 23, backend: str = "serial", **options: Any) -> Any:
+    """Four of them, ending by falling and by the time limit."""
+    if backend == "gymnasium":
+        return as_torchrl(gym.vector.SyncVectorEnv([functools.partial(make_cartpole, limit)] * 4, autoreset_mode=mode))
+    kwargs = {} if mode is None else {"autoreset_mode": mode}
+    if backend == "process":
+        kwargs |= {"num_workers": 2}
+    if backend == "envpool":
+        pytest.importorskip("envpool", reason="needs EnvPool: pip install 'vecenv[envpool]'")
+    return as_torchrl("CartPole-v1", 4, backend, vector_kwargs=kwargs, max_episode_steps=limit, **options)
+
+
+def random_rollout(env: Any, steps: int, seed: int = 3, **options: Any) -> Any:
+    env.set_seed(seed)
+    torch.manual_seed(0)
+    return env.rollout(steps, break_when_any_done=False, **options)
+
+
+def residual(before: Any, action: Any, after: Any) -> Any:
+    """How far CartPole's next observation is from what its equations say."""
+    x, v, angle, spin = before.double().unbind(-1)
+    push = torch.where(action.argmax(-1) == 1, 10.0, -10.0).double()
+    part = (push + 0.05 * spin**2 * angle.sin()) / 1.1
+    pull = (9.8 * angle.sin() - angle.cos() * part) / (0.5 * (4 / 3 - 0.1 * angle.cos() ** 2 / 1.1))
+    speed = part - 0.05 * pull * angle.cos() / 1.1
+    wanted = torch.stack([x + 0.02 * v, v + 0.02 * speed, angle + 0.02 * spin, spin + 0.02 * pull], -1)
+    return (after.double() - wanted).abs().amax(-1)
+
+
+@pytest.mark.parametrize(("backend", "mode"), PAIRS)
+def test_every_transition_obeys_the_physics(backend: str, mode: str) -> None:
+    env = cartpoles(mode, backend=backend)
+    data = random_rollout(env, 50)
+    over = data["next", "done"][..., 0]
+    assert over.sum() > 4
+    assert data["next", "truncated"].any()
+    assert data["next", "terminated"].any()
+    assert residual(data["observation"], data["action"], data["next", "observation"]).max() < 1e-6
+    starts = data["observation"][:, 1:][over[:, :-1]]
+    assert starts.abs().max() <= 0.05
+    inside = ~over[:, :-1]
+    assert torch.equal(data["observation"][:, 1:][inside], data["next", "observation"][:, :-1][inside])
+    env.close()
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["Box", "Dict"])
+def test_the_data_are_those_of_gym_wrapper_in_every_mode(nested: bool) -> None:
+    def rollout(env: Any) -> Any:
+        torch.manual_seed(0)
+        return env.rollout(30, auto_reset=False, tensordict=env.reset(seed=3), break_when_any_done=False)
+
+    def envs(mode: str) -> Any:
+        return vecenv.AsyncVectorEnv(tellers(4, nested=nested), num_workers=0, autoreset_mode=mode)
+
+    theirs = GymWrapper(gym.vector.SyncVectorEnv(tellers(4, nested=nested), autoreset_mode="Disabled"))
+    wanted = rollout(theirs)
+    assert wanted["next", "done"].sum() > 10
+    for mode in MODES:
+        env = as_torchrl(envs(mode))
+        found = rollout(env)
+        keys = set(wanted.keys(include_nested=True, leaves_only=True))
+        assert keys == set(found.keys(include_nested=True, leaves_only=True))
+        for key in keys:
+            assert torch.equal(found[key], wanted[key]), (mode, key)
+        env.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize(("backend", "mode"), [("serial", "NextStep"), ("serial", "Disabled"), ("envpool", None)])
+def test_torchrl_finds_the_specs_true(backend: str, mode: str | None) -> None:
+    env = cartpoles(mode, backend=backend)
+    check_env_specs(env, break_when_any_done="both")
+    env.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+def test_worker_processes_give_what_one_process_gives(mode: str) -> None:
+    ours, serial = cartpoles(mode, backend="process"), cartpoles(mode)
+    check_env_specs(ours)
+    found, wanted = random_rollout(ours, 60), random_rollout(serial, 60)
+    assert wanted["next", "done"].sum() > 6
+    assert torch.equal(found["next", "observation"], wanted["next", "observation"])
+    found, wanted = (random_rollout(env, 30, break_when_all_done=True) for env in (ours, serial))
+    assert torch.equal(found["next", "observation"], wanted["next", "observation"])
+    ours.close()
+    serial.close()
+
+
+@pytest.mark.parametrize(("backend", "mode"), PAIRS)
+def test_rows_that_are_over_stay_and_pay_nothing_until_they_are_reset(backend: str, mode: str) -> None:
+    env = cartpoles(mode, backend=backend)
+    env.set_seed(1)
+    state = env.reset()
+    for _ in range(23):
+        last = env.step(state.set("action", torch.tensor([[1, 0]] * 2 + [[0, 1], [1, 0]])))["next"]
+        state = env.step_mdp(last.empty().set("next", last).set("action", state["action"]))
+    assert last["done"].all()
+    again = env.step(TensorDict({"action": env.action_spec.rand()}, [4]))["next"]
+    assert torch.equal(again["observation"], last["observation"])
+    assert torch.equal(again["terminated"], last["terminated"])
+    assert not again["reward"].any()
+    mask = torch.tensor([True, False, True, False]).unsqueeze(-1)
+    begun = env.reset(again.select("observation", "done", "terminated", "truncated").set("_reset", mask))
+    assert begun["done"][:, 0].tolist() == [False, True, False, True]
+    assert torch.equal(begun["observation"][1::2], last["observation"][1::2])
+    assert begun["observation"][::2].abs().max() <= 0.05
+    after = env.step(begun.set("action", env.action_spec.rand()))["next"]
+    assert after["reward"][:, 0].tolist() == [1, 0, 1, 0]
+    moved = residual(begun["observation"], begun["action"], after["observation"])
+    assert moved[::2].max() < 1e-6
+    env.close()
+
+
+def test_a_rollout_may_go_on_until_all_are_over() -> None:
+    for backend in ("serial", "gymnasium"):
+        env = cartpoles("Disabled", backend=backend)
+        data = random_rollout(env, 40, break_when_all_done=True)
+        over = data["next", "done"][..., 0]
+        assert over[:, -1].all()
+        assert data.shape[1] <= 23
+        assert (over[:, 1:] >= over[:, :-1]).all()
+        env.close()
+
+
+def test_leaving_out_rows_that_are_not_over() -> None:
+    env = cartpoles("NextStep")
+    state = random_rollout(env, 3)[:, -1]["next"].exclude("reward")
+    before = state["observation"].clone()
+    state.set("action", env.action_spec.rand()).set("_step", torch.tensor([True, False, True, True]))
+    after = env.step(state)["next"]
+    assert torch.equal(after["observation"][1], before[1])
+    assert after["reward"][:, 0].tolist() == [1, 0, 1, 1]
+    env.close()
+    env = cartpoles("Disabled", backend="gymnasium")
+    env.reset()
+    state = TensorDict({"action": env.action_spec.rand(), "_step": torch.tensor([True, False, True, True])}, [4])
+    with pytest.raises(NotImplementedError, match=r"cannot leave out \[1\]"):
+        env.step(state)
+    env.close()
+
+
+@pytest.mark.parametrize("backend", ["serial", "envpool"])
+def test_an_empty_mask_is_nothing_and_the_first_step_resets(backend: str) -> None:
+    env = cartpoles(None, backend=backend)
+    env.set_seed(5)
+    first = env.step(TensorDict({"action": env.action_spec.rand()}, [4]))["next"]
+    none = env.reset(first.select("observation", "done", "terminated", "truncated").set("_reset", torch.zeros(4, 1) > 0))
+    assert torch.equal(none["observation"], first["observation"])
+    running = first.select("observation", "done", "terminated", "truncated")
+    mask = torch.tensor([True, False, False, False]).unsqueeze(-1)
+    reset = env.reset(running.set("_reset", mask))
+    assert torch.equal(reset["observation"][1:], first["observation"][1:])
+    assert not torch.equal(reset["observation"][0], first["observation"][0])
+    env.close()
+
+
+def test_closed_environments_open_again_by_a_reset() -> None:
+    env = cartpoles(None)
+    assert not env.is_closed
+    one = random_rollout(env, 5)
+    env.close()
+    assert env.is_closed
+    assert "closed" in repr(env)
+    with pytest.raises(RuntimeError, match="closed already"):
+        env.close()
+    env.close(raise_if_closed=False)
+    assert torch.equal(random_rollout(env, 5)["observation"], one["observation"])
+    env.close()
+    given = as_torchrl(vecenv.make_vec("CartPole-v1", 2, "serial"))
+    given.close()
+    with pytest.raises(gym.error.ClosedEnvironmentError, match="a function that builds"):
+        given.reset()
+    built = as_torchrl(functools.partial(vecenv.make_vec, "CartPole-v1", 2, "serial"))
+    built.close()
+    built.reset()
+    built.close()
+
+
+def test_seeds() -> None:
+    env = cartpoles(None)
+    following = env.set_seed(7)
+    assert following not in (None, 7)
+    one, other = env.reset()["observation"], env.reset()["observation"]
+    assert not torch.equal(one, other)
+    assert torch.equal(env.reset(seed=7)["observation"], one)
+    env.set_seed(8)
+    assert torch.equal(env.reset()["observation"][:-1], one[1:])
+    env.close()
+
+
+class Menu(gym.Env[Any, Any]):
+    """Observes its last action, and reports infos that TorchRL has names for."""
+
+    def __init__(self) -> None:
+        box = spaces.Box(-2.0, 2.0, (2,), np.float32)
+        dial = spaces.MultiDiscrete([2, 3], start=[1, 5])
+        both = spaces.Tuple((spaces.Discrete(3, start=-1), box))
+        self.action_space = spaces.Dict({"move": box, "dial": dial, "both": both})
+        bits = spaces.MultiBinary(3)
+        self.observation_space = spaces.Dict({"last": self.action_space, "reward": bits, "size": spaces.Discrete(4)})
+        self.last: Any = None
+        self.steps = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.last, self.steps = self.action_space.sample(), 0
+        return self._seen(), {"lives": 3}
+
+    def step(self, action: Any) -> Any:
+        self.last, self.steps = action, self.steps + 1
+        info = {"reward": 10.0 * self.steps, "lives": 3 - self.steps, "note": "text"}
+        return self._seen(), 0.5, self.steps == 3, False, info
+
+    def _seen(self) -> Any:
+        return {"last": self.last, "reward": np.array([1, 0, 1], np.int8), "size": self.steps}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("categorical", [False, True])
+def test_dicts_and_tuples_of_actions_and_observations(categorical: bool, mode: str) -> None:
+    env = as_torchrl(
+        Menu, 2, "serial", categorical_action_encoding=categorical, infos=True, vector_kwargs={"autoreset_mode": mode}
+    )
+    check_env_specs(env)
+    data = random_rollout(env, 6)
+    acted, seen = data["action"], data["next", "last"]
+    for key in ("move", "dial", ("both", "0"), ("both", "1")):
+        assert torch.equal(acted[key].float(), seen[key].float()), key
+    assert acted["dial"].shape == (2, 6, 2 if categorical else 5)
+    assert data["observation_reward"].tolist() == [[[1, 0, 1]] * 6] * 2
+    assert data["next", "reward"].unique().tolist() == [0.5]
+    assert data["next", "info_reward"].tolist() == [[10.0, 20.0, 30.0] * 2] * 2
+    assert data["next", "lives"].tolist() == [[2, 1, 0] * 2] * 2
+    assert data["lives"].tolist() == [[3, 2, 1] * 2] * 2
+    env.close()
+    some = as_torchrl(Menu, 2, "serial", infos=["lives"])
+    assert "info_reward" not in some.observation_spec.keys()  # noqa: SIM118  (a Composite is no mapping)
+    some.close()
+    with pytest.raises(ValueError, match=r"no numbers called \['points'\]; they report \['lives', 'reward'\]"):
+        as_torchrl(Menu, 2, "serial", infos=["points"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_frame_skip_goes_up_to_the_end_of_each_row(mode: str) -> None:
+    once, thrice = cartpoles(mode, 20), cartpoles(mode, 20, frame_skip=3)
+    once.set_seed(4)
+    state = once.reset()
+    actions = torch.nn.functional.one_hot(torch.randint(2, (7, 4), generator=torch.Generator().manual_seed(0)), 2)
+    paid = []
+    for action in actions:
+        total = torch.zeros(4, 1)
+        for _ in range(3):
+            state = once.step(state.set("action", action))["next"]
+            total += state["reward"]
+        paid.append((total, state["observation"], state["done"]))
+    assert paid[-1][2].all()
+    assert {1.0, 2.0} & set(torch.cat([total for total, *_ in paid]).flatten().tolist())  # ends in the middle
+    thrice.set_seed(4)
+    state = thrice.reset()
+    for action, (total, observation, done) in zip(actions, paid, strict=True):
+        state = thrice.step(state.set("action", action))["next"]
+        assert torch.equal(state["reward"], total)
+        assert torch.equal(state["observation"], observation)
+        assert torch.equal(state["done"], done)
+    check_env_specs(thrice)
+    once.close()
+    thrice.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_short_way_to_the_next_episode_and_torchrls_way_agree(mode: str) -> None:
+    env = cartpoles(mode)
+    short = random_rollout(env, 40)
+    long = random_rollout(TransformedEnv(env), 40)
+    assert short["next", "done"].sum() > 3
+    for key in set(short.keys(include_nested=True, leaves_only=True)):
+        assert torch.equal(short[key], long[key]), key
+    env.close()
+
+
+def test_existing_pools_and_torchrls_ways_to_say_it() -> None:
+    envpool = pytest.importorskip("envpool", reason="needs EnvPool: pip install 'vecenv[envpool]'")
+    pool = envpool.make("CartPole-v1", env_type="gymnasium", num_envs=3, seed=9)
+    env = as_torchrl(pool)
+    assert env.vector_env.np_random_seed == (9, 10, 11)
+    first = env.reset()["observation"]
+    assert pool._recv.__self__ is env.vector_env._driver.pool
+    assert torch.equal(first, torch.from_numpy(vecenv.make_vec("CartPole-v1", 3, "envpool").reset(seed=9)[0]))
+    check_env_specs(env)
+    assert torch.equal(env.reset(seed=9)["observation"], first)  # another pool, of the same configuration
+    env.close()
+    env.reset()
+    env.close()
+    env = as_torchrl("ALE/Pong-v5", backend="envpool", num_workers=2)
+    assert "Pong-v5" in repr(env)
+    assert env.num_workers == 2
+    assert env.batch_size == (2,)
+    env.close()
+    with pytest.raises(TypeError, match="num_threads"):
+        as_torchrl("CartPole-v1", 2, "envpool", num_workers=2)
+    with pytest.raises(TypeError, match=r"a pool that envpool.make\(\) built"):
+        vecenv.backends.EnvPoolVectorEnv.over(gym.make("CartPole-v1"))
+
+
+def test_what_is_refused() -> None:
+    envs = vecenv.make_vec("CartPole-v1", 2, "serial")
+    with pytest.raises(TypeError, match="built already"):
+        as_torchrl(envs, 3)
+    with pytest.raises(TypeError, match=r"no \['num_workers'\]"):
+        as_torchrl(envs, num_workers=2)
+    with pytest.raises(ValueError, match="frame_skip"):
+        as_torchrl(envs, frame_skip=0)
+    envs.close()
+    with pytest.raises(TypeError, match="say num_envs"):
+        as_torchrl(make_cartpole)
+    envs = vecenv.make_vec("CartPole-v1", 2, "serial", vector_kwargs={"copy": False})
+    with pytest.raises(ValueError, match="copy=True"):
+        as_torchrl(envs)
+    envs.close()
+    pytest.importorskip("envpool", reason="needs EnvPool: pip install 'vecenv[envpool]'")
+    for kwargs in ({"batch_size": 1}, {"batch_size": 1, "autoreset_mode": "Disabled"}):
+        with pytest.raises(ValueError, match="batch_size"):
+            as_torchrl(vecenv.make_vec("CartPole-v1", 2, "envpool", vector_kwargs=kwargs))
+
+
+def towards_the_fall(observation: Any) -> Any:
+    return torch.nn.functional.one_hot((observation[..., 2] > 0).long(), 2)
+
+
+def test_a_collector_collects_what_a_rollout_gives() -> None:
+    env = cartpoles(None)
+    policy = TensorDictModule(towards_the_fall, in_keys=["observation"], out_keys=["action"])
+    env.set_seed(3)
+    wanted = env.rollout(30, policy, break_when_any_done=False)
+    env.set_seed(3)
+    collector = Collector(env, policy, frames_per_batch=40, total_frames=120)
+    found = torch.cat([batch.clone() for batch in collector], 1)
+    collector.shutdown()
+    assert wanted["next", "done"].any()
+    for key in ("observation", ("next", "observation"), ("next", "reward"), ("next", "done")):
+        assert torch.equal(found[key], wanted[key]), key
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [SerialEnv, ParallelEnv])
+def test_torchrls_own_batches_of_them(kind: Any) -> None:
+    make = functools.partial(as_torchrl, "CartPole-v1", 3, "serial", max_episode_steps=8)
+    env = kind(2, make)
+    check_env_specs(env)
+    data = env.rollout(20, break_when_any_done=False)
+    assert data.shape == (2, 3, 20)
+    assert residual(data["observation"], data["action"], data["next", "observation"]).max() < 1e-6
+    env.close()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_a_collector_in_another_process() -> None:
+    make = functools.partial(as_torchrl, "CartPole-v1", 3)  # that process may have no children of its own
+    collector = MultiSyncCollector([make], None, frames_per_batch=30, total_frames=60)
+    assert [batch.numel() for batch in collector] == [30, 30]
+    collector.shutdown()

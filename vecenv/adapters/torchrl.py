@@ -1,0 +1,352 @@
+"""``as_torchrl``: a TorchRL environment over every engine.
+
+What TorchRL wants of rows whose episodes end is in :mod:`vecenv.adapters.torchrl_rows`, what spaces are there in
+:mod:`vecenv.adapters.torchrl_spaces`. Here are TensorDicts, specs, seeds, and the opening and closing.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium.error import ClosedEnvironmentError
+from gymnasium.vector import AutoresetMode, VectorEnv
+from tensordict import TensorDict
+from torchrl.data.tensor_specs import Categorical, Composite, Unbounded
+from torchrl.envs import EnvBase
+
+from vecenv.adapters.single import require
+from vecenv.adapters.torchrl_rows import Mask, Rows, numeric
+from vecenv.adapters.torchrl_spaces import codec_of, moved
+from vecenv.front.capabilities import capabilities_of
+from vecenv.make import make_vec
+
+__all__ = ["TorchRLEnv", "as_torchrl"]
+
+_TAKEN = frozenset({"reward", "done", "terminated", "truncated", "action", "next", "_reset", "_step", "is_init"})
+"""Keys of TorchRL's own, at the root of a TensorDict."""
+
+
+def as_torchrl(
+    envs: Any,
+    num_envs: int | None = None,
+    backend: str = "process",
+    *,
+    num_workers: int | str | None = None,
+    device: Any = "cpu",
+    frame_skip: int = 1,
+    categorical_action_encoding: bool = False,
+    infos: bool | Sequence[str] = False,
+    allow_done_after_reset: bool = False,
+    vector_kwargs: Mapping[str, Any] | None = None,
+    wrappers: Sequence[Callable[[Any], Any]] | None = None,
+    **env_kwargs: Any,
+) -> TorchRLEnv:
+    """A TorchRL ``EnvBase`` over a vector environment: ``batch_size`` is ``[num_envs]``, closing it closes the environments.
+
+    The autoreset mode is its own affair: with a name it takes ``"SameStep"`` where the engine has it, in which the end of an
+    episode is no second trip to the environments; a vector environment of any mode goes. The data are the same in all.
+
+    Args:
+        envs: A name or ``EnvSpec``, or a function that builds one environment, for :func:`vecenv.make_vec`; or a vector
+            environment, or an EnvPool pool; or, without ``num_envs``, a function that builds a vector environment.
+            ``"ALE/Pong-v5"`` is EnvPool's ``"Pong-v5"``.
+        num_envs: How many; 1 for a name.
+        backend: As for :func:`vecenv.make_vec`.
+        num_workers: Of worker processes. EnvPool has no processes: there it may stand for ``num_envs``, as in TorchRL's
+            ``MultiThreadedEnv``.
+        device: Where tensors go.
+        frame_skip: Repeat every action so many times, in each row up to the end of its episode; rewards are summed.
+        categorical_action_encoding: Discrete spaces (observations too, as in ``GymWrapper``) as integers, not one-hot.
+        infos: Names of infos to put into the TensorDict, or ``True`` for all that are numbers; found out by a reset and a
+            step. One that TorchRL has a name of its own for, as Atari's ``"reward"``, becomes ``"info_reward"``.
+        allow_done_after_reset: As everywhere in TorchRL.
+        vector_kwargs, wrappers, **env_kwargs: For :func:`vecenv.make_vec`.
+
+    Raises:
+        ImportError: TorchRL is not installed.
+        TypeError: ``envs`` is none of these, or is built already and there are options for building it.
+        ValueError: ``copy=False``; an engine that can neither autoreset within a step nor reset some rows.
+        NotImplementedError: TorchRL has no tensors for a space.
+
+    Example::
+
+        env = as_torchrl("CartPole-v1", 8)
+        env.set_seed(0)
+        data = env.rollout(100, break_when_any_done=False)  # TensorDict [8, 100]
+        env.close()
+    """
+    given = {"num_workers": num_workers, "vector_kwargs": vector_kwargs, "wrappers": wrappers, **env_kwargs}
+    options = {key: value for key, value in given.items() if value is not None}
+    build: Callable[[], Any]
+    if isinstance(envs, VectorEnv) or _is_pool(envs) or (num_envs is None and callable(envs)):
+        if options or num_envs is not None:
+            raise TypeError(f"{envs!r} is built already, or builds itself: it takes no num_envs and no {sorted(options)}")
+        build = _Given(envs)
+    else:
+        build = _Recipe(envs, num_envs, backend, options)
+    return TorchRLEnv(
+        build, device=device, frame_skip=frame_skip, onehot=not categorical_action_encoding, infos=infos,
+        allow_done_after_reset=allow_done_after_reset,
+    )  # fmt: skip
+
+
+class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where TorchRL is not installed)
+    """What :func:`as_torchrl` returns.
+
+    The first step resets, if nobody did; after ``close`` the next reset opens it again. A ``"_reset"`` mask without any True
+    does nothing. A row that is over stays as it is and pays 0 until it is reset. ``set_seed(s)`` is of the next reset of all
+    environments, where environment i gets ``s + i``; ``reset(seed=..., options=...)`` says both at once.
+
+    Attributes:
+        vector_env: The vector environment beneath; ``None`` while it is closed.
+    """
+
+    _has_frame_skip = True
+
+    def __init__(
+        self,
+        build: Callable[[], Any],
+        *,
+        device: Any,
+        frame_skip: int,
+        onehot: bool,
+        infos: bool | Sequence[str],
+        allow_done_after_reset: bool,
+    ) -> None:
+        if isinstance(frame_skip, bool) or not isinstance(frame_skip, int) or frame_skip < 1:
+            raise ValueError(f"frame_skip must be a positive integer, got {frame_skip!r}")
+        envs = build()
+        n = envs.num_envs
+        super().__init__(device=device, batch_size=torch.Size([n]), allow_done_after_reset=allow_done_after_reset)
+        self.frame_skip = frame_skip
+        self._build = build
+        single = envs.single_observation_space
+        self._observations = codec_of(single, n, onehot, lambda key: f"observation_{key}" if key in _TAKEN else key)
+        self._actions = codec_of(envs.single_action_space, n, onehot)
+        self._seed_next: int | None = None
+        self._columns: dict[str, torch.Tensor] = {}
+        self._open(envs)
+        if infos is not False:
+            self._columns = self._known_infos(None if infos is True else list(infos))
+            self._open(envs)
+        self._make_specs()
+
+    def _open(self, envs: Any) -> None:
+        mode = require_rows(envs)
+        self.vector_env: Any = envs
+        self._rows = Rows(envs, mode, self._observations, self._actions, self._columns)
+        self.is_closed = False
+
+    def _known_infos(self, wanted: list[str] | None) -> dict[str, torch.Tensor]:
+        """The columns that a reset and a step have, as they look in one row."""
+        envs = self.vector_env
+        found = numeric(envs.reset()[1], envs.num_envs)
+        found |= numeric(envs.step(envs.action_space.sample())[4], envs.num_envs)
+        if wanted is None:
+            return found
+        if missing := [name for name in wanted if name not in found]:
+            raise ValueError(f"the environments report no numbers called {missing}; they report {sorted(found)}")
+        return {name: found[name] for name in wanted}
+
+    def _make_specs(self) -> None:
+        n = self.batch_size[0]
+        spec = self._observations.spec
+        shown = dict(spec.items()) if isinstance(spec, Composite) and self._by_name() else {"observation": spec}
+        self._names = {name: f"info_{name}" if name in _TAKEN or name in shown else name for name in self._columns}
+        for name, like in self._columns.items():
+            shown[self._names[name]] = Unbounded(shape=(n, *like.shape), dtype=like.dtype)
+        self.observation_spec = Composite(shown, shape=(n,)).to(self.device or "cpu")
+        self.full_action_spec = Composite({"action": self._actions.spec}, shape=(n,)).to(self.device or "cpu")
+        self.reward_spec = Unbounded(shape=(n, 1), device=self.device)
+        flag = Categorical(2, shape=(n, 1), dtype=torch.bool, device=self.device)
+        flags = {"done": flag, "terminated": flag.clone(), "truncated": flag.clone()}
+        self.done_spec = Composite(flags, shape=(n,), device=self.device)
+
+    def _by_name(self) -> bool:
+        """Whether the observations are a Dict, whose entries have names of their own."""
+        from gymnasium.spaces import Dict
+
+        return isinstance(self.vector_env.single_observation_space, Dict)
+
+    # -- what TorchRL calls -------------------------------------------------------------------------------------------
+
+    def _reset(self, tensordict: Any = None, *, seed: Any = None, options: Any = None) -> Any:
+        if self.is_closed:
+            self._open(self._build())
+        mask = None if tensordict is None else tensordict.get("_reset", None)
+        if mask is None or not self._rows.begun:
+            self._begin(seed, options)
+        elif (chosen := _flags(mask)).any():
+            if seed is not None:
+                raise ValueError("seed= is of resets of all environments, and '_reset' chooses some")
+            self._rows.restart(chosen, options)
+        return self._shown()
+
+    def _begin(self, seed: Any = None, options: Any = None) -> None:
+        seed = self._seed_next if seed is None else seed
+        self._rows.reset(seed, options)
+        self._seed_next = None
+
+    def _step(self, tensordict: Any) -> Any:
+        if self.is_closed:
+            self._open(self._build())
+        if not self._rows.begun:
+            self._begin()
+        chosen = tensordict.get("_step", None)
+        rewards = self._rows.step(tensordict.get("action"), None if chosen is None else _flags(chosen), self.frame_skip)
+        after = self._shown()
+        after.set("reward", moved(rewards.unsqueeze(-1), self.device))
+        return after
+
+    def step_and_maybe_reset(self, tensordict: Any) -> Any:
+        """As TorchRL's; where the next episodes have begun already, without going through a reset."""
+        if self.__dict__.get("_compiled_step_and_maybe_reset") is not None or self._post_step_mdp_hooks is not None:
+            return super().step_and_maybe_reset(tensordict)
+        if tensordict.device != self.device:
+            tensordict = tensordict.to(self.device)
+        tensordict = self.step(tensordict)
+        after = self.step_mdp(tensordict)
+        rows = self._rows
+        if rows.over.any():
+            if not rows.all_begun():
+                return tensordict, self.maybe_reset(after)
+            rows.restart(rows.over)
+            after.update(self._shown())
+        return tensordict, after
+
+    def _set_seed(self, seed: int | None) -> None:
+        self._seed_next = seed
+
+    def _shown(self) -> Any:
+        rows = self._rows
+        observations = rows.observations
+        shown = dict(observations) if self._by_name() else {"observation": observations}
+        shown.update({self._names[name]: column for name, column in rows.infos.items()})
+        terminated, truncated = torch.from_numpy(rows.terminated.copy()), torch.from_numpy(rows.truncated.copy())
+        shown["terminated"], shown["truncated"] = terminated.unsqueeze(-1), truncated.unsqueeze(-1)
+        shown["done"] = shown["terminated"] | shown["truncated"]
+        return TensorDict(moved(shown, self.device), batch_size=self.batch_size, device=self.device)
+
+    # -- beside ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_workers(self) -> int:
+        """How many environments there are, as TorchRL's ``MultiThreadedEnv`` and ``ParallelEnv`` say it."""
+        return int(self.batch_size[0])
+
+    def render(self) -> Any:
+        """What the vector environment's ``render`` returns."""
+        return self.vector_env.render()
+
+    def close(self, *, raise_if_closed: bool = True) -> None:
+        """Close the environments; the next reset, or step, opens them again.
+
+        Raises:
+            RuntimeError: They are closed, and ``raise_if_closed``.
+        """
+        if self.is_closed:
+            if raise_if_closed:
+                raise RuntimeError("the environment is closed already")
+            return
+        self.is_closed = True
+        envs, self.vector_env = self.vector_env, None
+        envs.close()
+
+    def __repr__(self) -> str:
+        beneath = "closed" if self.is_closed else repr(self.vector_env)
+        return f"{type(self).__name__}({beneath}, batch_size={list(self.batch_size)}, device={self.device})"
+
+
+class _Recipe:
+    """Builds a vector environment of a name, as often as it is asked to."""
+
+    def __init__(self, what: Any, num_envs: int | None, backend: str, options: dict[str, Any]) -> None:
+        options = dict(options)
+        self._vector = dict(options.pop("vector_kwargs", {}))
+        num_workers = options.pop("num_workers", None)
+        if backend == "envpool":
+            if num_workers is not None and num_envs is not None:
+                raise TypeError("EnvPool has threads, no worker processes: vector_kwargs={'num_threads': ...} says how many")
+            num_envs = num_workers if num_envs is None else num_envs
+            what = what.removeprefix("ALE/") if isinstance(what, str) else what
+        elif num_workers is not None:
+            self._vector["num_workers"] = num_workers
+        elif backend == "process" and multiprocessing.current_process().daemon:
+            self._vector.setdefault("num_workers", 0)  # such a process may have no children; TorchRL's collectors' are
+        if backend in ("brax", "playground"):
+            self._vector.setdefault("to", "torch")
+        self._what, self._num_envs, self._backend, self._options = what, num_envs or 1, backend, options
+
+    def __call__(self) -> Any:
+        if "autoreset_mode" in self._vector:
+            return self._made({})
+        try:
+            return self._made({"autoreset_mode": AutoresetMode.SAME_STEP})
+        except NotImplementedError:  # a library's own vector environment
+            return self._made({})
+
+    def _made(self, mode: dict[str, Any]) -> Any:
+        return make_vec(
+            self._what, self._num_envs, self._backend, vector_kwargs={**self._vector, **mode}, **self._options
+        )
+
+
+class _Given:
+    """Hands over what is built already, once; or calls what builds it."""
+
+    def __init__(self, what: Any) -> None:
+        self._what = what
+        self._builds = callable(what) and not isinstance(what, VectorEnv) and not _is_pool(what)
+        self._gone = False
+
+    def __call__(self) -> Any:
+        if self._builds:
+            return _checked(self._what())
+        if _is_pool(self._what):
+            from vecenv.backends import EnvPoolVectorEnv
+
+            return EnvPoolVectorEnv.over(self._what, autoreset_mode=AutoresetMode.SAME_STEP)
+        if self._gone:
+            raise ClosedEnvironmentError(
+                f"{self._what!r} was closed, and only what built it can build it again: give as_torchrl a name, or a "
+                "function that builds a vector environment"
+            )
+        self._gone = True
+        return self._what
+
+
+def _checked(envs: Any) -> Any:
+    if not isinstance(envs, VectorEnv):
+        raise TypeError(
+            f"without num_envs the function has to build a vector environment, and it built {envs!r}; for one that builds "
+            "a single environment say num_envs"
+        )
+    return envs
+
+
+def require_rows(envs: Any) -> AutoresetMode:
+    """Refuse a vector environment whose rows cannot be told or reset; returns its autoreset mode."""
+    mode = require(envs, "TorchRL", list(AutoresetMode), any_arrays=True)
+    able = capabilities_of(envs)
+    if mode is not AutoresetMode.SAME_STEP and able is not None and not able.reset_mask:
+        raise ValueError(
+            f"TorchRL resets the environments whose episodes are over, and {type(envs).__name__} cannot reset some: "
+            "it needs autoreset_mode='SameStep', and EnvPool batch_size=None"
+        )
+    if getattr(envs, "batch_size", envs.num_envs) not in (None, envs.num_envs):
+        raise ValueError(f"TorchRL steps all environments together, batch_size={envs.batch_size} is for recv: leave it out")
+    return mode
+
+
+def _is_pool(what: Any) -> bool:
+    """Whether it is one of EnvPool's own pools."""
+    return hasattr(what, "_recv") and hasattr(what, "_send") and type(what).__module__ != "vecenv"
+
+
+def _flags(mask: Any) -> Mask:
+    flags: Mask = np.array(mask.detach().cpu().numpy(), np.bool_).reshape(-1)
+    return flags

@@ -63,7 +63,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         self.action_space = roster.action_space()
         self._names = roster.agents
         self._known = frozenset(roster.agents)
-        self._pick = [_picker(part, place) for part, place in _places(roster)]
+        self._pick = [_picker(part, place) for part, place in roster.places()]
         count = len(roster.agents)
         self._alive = [False] * count
         self._acting = [False] * count
@@ -95,7 +95,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         self._puts: list[Callable[[Any], None]] = []
         self._rows: list[list[Array]] = []
         self._plain: list[tuple[Any, Any, Callable[[Any], None]]] = []  # agents with one array each
-        for part, place in _places(roster):
+        for part, place in roster.places():
             space = part.observation_space
             tree = tree_of(space, "observation")
             held = row["obs"] if roster.layout == "stack" else row["obs"][part.key]
@@ -426,12 +426,6 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
 
 
 PROBLEMS = "vecenv:problems"
-
-
-def _places(roster: Roster) -> list[tuple[Part, int]]:
-    """(part, place in it) of every agent, in the order of agents."""
-    found = [(index, part, place) for part in roster.parts for place, index in enumerate(part.agents)]
-    return [(part, place) for _, part, place in sorted(found, key=itemgetter(0))]
 
 
 def _picker(part: Part, place: int) -> Callable[[Any], Any]:

@@ -94,6 +94,11 @@ class Roster:
             return each[0]
         return spaces.Dict(OrderedDict((part.key, space) for part, space in zip(self.parts, each, strict=True)))
 
+    def places(self) -> list[tuple[Part, int]]:
+        """(part, place in it) of every agent, in the order of agents."""
+        found = {index: (part, place) for part in self.parts for place, index in enumerate(part.agents)}
+        return [found[index] for index in sorted(found)]
+
     def has_observed_mask(self) -> list[bool]:
         """Which agents have an ``"action_mask"`` in their observations."""
         return [isinstance(space, spaces.Dict) and "action_mask" in space.spaces for space in self.observation_spaces]

@@ -168,7 +168,8 @@ def _check(lives: list[Live], wanted: Stream, env_fn: EnvFn, num_envs: int, prog
             return "not comparable: SyncVectorEnv itself gives other trajectories each time it runs"
         raise TrajectoryMismatch(f"{live.candidate.label} differs from SyncVectorEnv {difference}")
     good = sum(live.usable for live in suspects)
-    return f"{good} engines equal SyncVectorEnv over {steps} steps of {num_envs} environments, bit for bit"
+    equal = "1 engine equals" if good == 1 else f"{good} engines equal"
+    return f"{equal} SyncVectorEnv over {steps} steps of {num_envs} environments, bit for bit"
 
 
 def compare(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from gymnasium.vector import AutoresetMode
-from gymnasium.vector.utils import iterate
+from gymnasium.vector.utils import batch_space, iterate
 from tianshou.env import BaseVectorEnv
 
 from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, info_rows, require
@@ -22,21 +22,27 @@ __all__ = ["TianshouVectorEnv", "as_tianshou"]
 
 Ids = int | Sequence[int] | npt.NDArray[np.integer[Any]] | None
 Objects = npt.NDArray[np.object_]
+Row = tuple[Any, Any, Any, Any, dict[str, Any]]
 
 
-def as_tianshou(envs: AnyVectorEnv) -> TianshouVectorEnv:
+def as_tianshou(envs: AnyVectorEnv, wait_num: int | None = None) -> TianshouVectorEnv:
     """A Tianshou ``BaseVectorEnv`` for its ``Collector``; closing it closes ``envs``.
 
-    ``as_tianshou(vecenv.make_vec("CartPole-v1", 8))`` goes where ``SubprocVectorEnv(...)`` went. Tianshou's asynchronous
-    mode (``wait_num``, ``AsyncCollector``) is not offered: it resets some environments while others step, which Gymnasium's
-    interface has no words for.
+    ``as_tianshou(vecenv.make_vec("CartPole-v1", 8))`` goes where ``SubprocVectorEnv(...)`` went.
+
+    Args:
+        envs: The vector environment.
+        wait_num: For Tianshou's ``AsyncCollector``: ``step`` returns as soon as so many environments are done. Some
+            environments are then reset while others step, which backends of worker processes, Ray and EnvPool's pools with a
+            ``batch_size`` of 1 can do. Default, all, and no asynchronous mode.
 
     Raises:
         ImportError: Tianshou is not installed.
         TypeError: Not a Gymnasium vector environment; Tuple observations, which Tianshou does not have.
-        ValueError: Same-step autoreset, ``copy=False``, or arrays that are no numpy; says what to change.
+        ValueError: Same-step autoreset, ``copy=False``, or arrays that are no numpy; says what to change. ``wait_num`` is
+            not within 1 and the number of environments, or a vector wrapper is around them, which knows no single rows.
     """
-    return TianshouVectorEnv(envs)
+    return TianshouVectorEnv(envs, wait_num)
 
 
 class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # (Any where Tianshou is not installed)
@@ -46,7 +52,8 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         vector_env: The vector environment beneath.
     """
 
-    def __init__(self, envs: AnyVectorEnv) -> None:  # (the base's would build environments, and workers for them)
+    def __init__(self, envs: AnyVectorEnv, wait_num: int | None = None) -> None:
+        # (the base's would build environments, and workers for them)
         require(envs, "Tianshou", [AutoresetMode.DISABLED, AutoresetMode.NEXT_STEP])
         if isinstance(envs.observation_space.sample(), tuple):
             raise TypeError(f"Tianshou does not support Tuple observations, got {envs.single_observation_space}")
@@ -54,9 +61,15 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         self._singles = SingleEnvs(envs)
         self._action_spaces = self._singles.get("action_space", range(envs.num_envs))
         self.env_num = envs.num_envs
-        self.is_async = False
         self.is_closed = False
-        self.wait_num = envs.num_envs
+        self.wait_num = envs.num_envs if wait_num is None else wait_num
+        if not 1 <= self.wait_num <= envs.num_envs:
+            raise ValueError(f"wait_num must be within 1..{envs.num_envs}, got {wait_num!r}")
+        self.is_async = self.wait_num < envs.num_envs
+        inner: Any = envs.unwrapped
+        if self.is_async and inner is not envs:
+            raise ValueError(f"wait_num steps and resets single rows, which vector wrappers do not see: give {inner}")
+        self._held: list[Row] = []  # steps that were done while something else was waited for
         self.timeout = None
         self.waiting_id: list[int] = []
         self.ready_id = list(range(envs.num_envs))
@@ -84,10 +97,12 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         seeds: list[int | None] = [None] * self.env_num
         for i, given in zip(ids.tolist(), each, strict=True):
             seeds[i] = None if given is None else int(given)
-        if len(ids) < self.env_num:
+        if len(ids) < self.env_num and not self.is_async:
             mask = np.zeros(self.env_num, np.bool_)
             mask[ids] = True
             options = OnlyMask({**(options or {}), "reset_mask": mask})
+        if self.is_async:
+            return self._reset_in_flight(ids, [seeds[i] for i in ids.tolist()], options)
         # (without seeds it is None, which environments that can only be seeded all at once want)
         given_seeds = None if all(one is None for one in seeds) else seeds
         observations, infos = self.vector_env.reset(seed=given_seeds, options=options)
@@ -105,6 +120,9 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         """
         self._assert_is_not_closed()
         ids = self._ids(id)
+        if self.is_async:
+            answered: tuple[Any, Any, Any, Any, Objects] = self._step_in_flight(action, ids)
+            return answered
         if action is None or len(action) != len(ids):
             raise ValueError(f"step wants an action for each of {len(ids)} environments, got {action!r}")
         actions = np.asarray(action)
@@ -124,6 +142,57 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         listed = _objects([rows[position] for position in order])
         return self._observations(observations, order), rewards[order], terminations[order], truncations[order], listed
 
+    # -- some step while others are reset ---------------------------------------------------------------------------
+
+    def _step_in_flight(self, action: Any, ids: npt.NDArray[np.intp]) -> Any:
+        """Send ``action``, if there is one, and hand out who is done: ``wait_num`` environments, or all that are left."""
+        if action is not None:
+            self._assert_id(ids)
+            if len(action) != len(ids):
+                raise ValueError(f"step wants an action for each of {len(ids)} environments, got {action!r}")
+            self.vector_env.send(np.asarray(action), ids)
+            self.waiting_id += ids.tolist()
+            self.ready_id = [row for row in self.ready_id if row not in ids]
+        wanted = min(self.wait_num, len(self.waiting_id)) - len(self._held)
+        if wanted > 0:
+            self._held += self._received(wanted)
+        done, self._held = self._held, []
+        if not done:
+            raise ValueError("no environment is stepping: step(None) fetches what was sent before")
+        for row in done:
+            self.waiting_id.remove(row[4]["env_id"])
+            self.ready_id.append(row[4]["env_id"])
+        observations, rewards, terminations, truncations, infos = zip(*done, strict=True)
+        return (
+            _stacked(observations), np.stack(rewards), np.stack(terminations), np.stack(truncations), _objects(infos),
+        )  # fmt: skip
+
+    def _reset_in_flight(self, ids: npt.NDArray[np.intp], seeds: Any, options: Any) -> tuple[Any, Objects]:
+        """Reset environments that are not stepping; what others have to say meanwhile is kept for the next step."""
+        self._assert_id(ids)
+        known = None if all(one is None for one in seeds) else seeds
+        self.vector_env.reset_async(seed=known, options=options, env_id=ids)
+        begun: dict[int, Row] = {}
+        while len(begun) < len(ids):
+            (row,) = self._received(1)
+            index = row[4].pop("env_id")
+            if index in ids:
+                begun[index] = row
+            else:
+                row[4]["env_id"] = index
+                self._held.append(row)
+        rows = [begun[index] for index in ids.tolist()]
+        return _stacked([row[0] for row in rows]), _objects([row[4] for row in rows])
+
+    def _received(self, count: int) -> list[Row]:
+        observations, rewards, terminations, truncations, infos = self.vector_env.recv(count=count)
+        everyone = np.arange(count)
+        listed = info_rows({key: value for key, value in infos.items() if key not in ("env_id", "_env_id")}, count)
+        for info, index in zip(listed, infos["env_id"].tolist(), strict=True):
+            info["env_id"] = index
+        seen = self._observations(observations, everyone, count)
+        return list(zip(seen, rewards, terminations, truncations, listed, strict=True))
+
     def _step_some(self, actions: npt.NDArray[Any], ids: npt.NDArray[np.intp]) -> Any:
         envs: Any = self.vector_env.unwrapped
         envs.send(actions, ids)
@@ -133,10 +202,15 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         ids: npt.NDArray[np.intp] = np.arange(self.env_num)[self._wrap_id(env_id)]
         return ids
 
-    def _observations(self, observations: Any, order: npt.NDArray[np.intp]) -> npt.NDArray[Any]:
+    def _observations(
+        self, observations: Any, order: npt.NDArray[np.intp], count: int | None = None
+    ) -> npt.NDArray[Any]:
         if isinstance(observations, np.ndarray):
             return observations[order]
-        rows = list(iterate(self.vector_env.observation_space, observations))
+        space = self.vector_env.observation_space
+        if count is not None and count != self.env_num:
+            space = batch_space(self.vector_env.single_observation_space, count)
+        rows = list(iterate(space, observations))
         return _objects([rows[position] for position in order])
 
     # -- single environments ----------------------------------------------------------------------------------------
@@ -180,6 +254,10 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         """Close the vector environment."""
         self.vector_env.close()
         self.is_closed = True
+
+
+def _stacked(rows: Sequence[Any]) -> npt.NDArray[Any]:
+    return np.stack(rows) if isinstance(rows[0], np.ndarray) else _objects(rows)
 
 
 def _objects(rows: Sequence[Any]) -> Objects:

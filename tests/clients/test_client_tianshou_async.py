@@ -1,0 +1,102 @@
+"""Tianshou's asynchronous mode: some environments are reset while others step, and nobody's rows are lost or mixed up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from client_envs import Teller
+from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy
+from tianshou.data import AsyncCollector, Batch, VectorReplayBuffer
+from tianshou.utils.net.common import Net
+from tianshou.utils.net.discrete import DiscreteActor
+
+import vecenv
+from vecenv.adapters import as_tianshou
+
+
+def engine(num_workers: int, mode: str, count: int = 4, nested: bool = False) -> Any:
+    fns = [lambda: Teller(nested=nested)] * count
+    envs: Any = vecenv.AsyncVectorEnv(fns, num_workers=num_workers, context="forkserver", autoreset_mode=mode)
+    return as_tianshou(envs, wait_num=2)
+
+
+def leaf(observation: Any) -> Any:
+    return observation["position"] if isinstance(observation, dict) else observation
+
+
+@pytest.mark.parametrize(("num_workers", "mode", "nested"), [(0, "Disabled", True), (2, "NextStep", False)])
+def test_rows_are_those_of_each_environment_alone(num_workers: int, mode: str, nested: bool) -> None:
+    venv = engine(num_workers, mode, nested=nested)
+    assert venv.is_async
+    observations, infos = venv.reset(seed=[5, 6, 7, 8])
+    alone = [Teller(nested=nested) for _ in range(4)]
+    for i, env in enumerate(alone):
+        observation, info = env.reset(seed=5 + i)
+        np.testing.assert_array_equal(leaf(observations[i]), leaf(observation))
+        assert infos[i] == info
+    ready, steps = np.arange(4), 0
+    while steps < 80:
+        actions = ready % 3
+        observations, rewards, terminations, truncations, infos = venv.step(actions, ready)
+        ready = np.array([info["env_id"] for info in infos])
+        for row, i in enumerate(ready):
+            observation, reward, terminated, truncated, info = alone[i].step(i % 3)
+            np.testing.assert_array_equal(leaf(observations[row]), leaf(observation))
+            assert (rewards[row], terminations[row], truncations[row]) == (reward, terminated, truncated)
+            assert infos[row].keys() == {*info, "env_id"}
+            assert all(infos[row][key] == value for key, value in info.items() if key != "inner")
+        over = ready[terminations | truncations]
+        if len(over):
+            begun, infos = venv.reset(over)
+            for row, i in enumerate(over):
+                np.testing.assert_array_equal(leaf(begun[row]), leaf(alone[i].reset()[0]))
+                assert "env_id" not in infos[row]
+        steps += len(ready)
+    while venv.waiting_id:
+        venv.step(None, venv.waiting_id)
+    assert sorted(venv.ready_id) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="no environment is stepping"):
+        venv.step(None)
+    venv.close()
+
+
+class Chooser(DiscreteActorPolicy):
+    """Keeps something in the buffer: without that, Tianshou's own ``AsyncCollector`` raises, over any environment."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().forward(*args, **kwargs)
+        result.policy = Batch(chosen=result.act)
+        return result
+
+
+@pytest.mark.long
+def test_an_async_collector_collects() -> None:
+    torch.manual_seed(0)
+    envs = vecenv.make_vec("CartPole-v1", num_envs=4, vector_kwargs={"num_workers": 2})
+    actor = DiscreteActor(preprocess_net=Net(state_shape=4, hidden_sizes=[16]), action_shape=2, softmax_output=False)
+    policy = Chooser(actor=actor, action_space=envs.single_action_space)
+    buffer = VectorReplayBuffer(2_000, 4)
+    with pytest.warns(UserWarning, match="async"):
+        collector = AsyncCollector(policy, as_tianshou(envs, wait_num=2), buffer)
+    collector.reset(gym_reset_kwargs={"seed": [1, 2, 3, 4]})
+    stats = collector.collect(n_step=300)
+    assert stats.n_collected_steps >= 300
+    assert stats.n_collected_episodes > 5
+    batch = buffer.sample_indices(0)
+    going = batch[~buffer.done[batch] & (buffer.next(batch) != batch)]
+    np.testing.assert_array_equal(buffer.obs_next[going], buffer.obs[buffer.next(going)])
+    collector.close()
+
+
+def test_what_has_no_single_rows_is_refused() -> None:
+    envs = vecenv.make_vec("CartPole-v1", num_envs=3, backend="serial")
+    with pytest.raises(ValueError, match=r"wait_num must be within 1\.\.3, got 4"):
+        as_tianshou(envs, wait_num=4)
+    with pytest.raises(ValueError, match="vector wrappers"):
+        as_tianshou(gym.wrappers.vector.RecordEpisodeStatistics(envs), wait_num=2)
+    assert not as_tianshou(envs, wait_num=3).is_async
+    envs.close()

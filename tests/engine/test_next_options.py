@@ -105,3 +105,14 @@ def test_without_autoreset_there_is_no_next_episode() -> None:
     refused = pytest.raises(ValueError, match="autoreset_mode=DISABLED begins no episodes")
     with opened(counters(2), autoreset_mode="Disabled", num_workers=0) as envs, refused:
         envs.set_next_options({"level": 1})
+
+
+@engines
+def test_a_snapshot_knows_what_the_next_episode_is_given(engine: dict[str, Any]) -> None:
+    with opened(counters(3, lengths=(2,)), **engine) as envs:
+        envs.reset(seed=1)
+        envs.set_next_options([{"level": 1}, None, None], seed=[None, 5, None])
+        kept = envs.save()
+        envs.set_next_options({"level": 9})
+        envs.load(kept)
+        assert resets(envs, 3) == [[of({"level": 1})], [of(None, 5)], [PLAIN]]

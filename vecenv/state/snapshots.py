@@ -6,7 +6,7 @@ import importlib.metadata
 import sys
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from vecenv.errors import SnapshotMismatch
@@ -66,6 +66,7 @@ class Snapshot:
         checksum: Of ``body``.
         pending: The next step begins with an automatic reset.
         used: It was reset before.
+        upcoming: Seed and options of the next episode that autoreset begins, where they were set.
         observation: The row's last observation.
         beside: What a vector environment over the engine knows of the row.
         format: Of these attributes.
@@ -76,6 +77,7 @@ class Snapshot:
     checksum: int
     pending: bool = False
     used: bool = True
+    upcoming: tuple[Any, Any] | None = None
     observation: Any = None
     beside: Any = None
     format: int = FORMAT
@@ -87,7 +89,7 @@ class Snapshot:
 
     def seeing(self, observation: Any) -> Snapshot:
         """The same with the row's last observation."""
-        return Snapshot(self.kind, self.body, self.checksum, self.pending, self.used, observation, self.beside, self.format)
+        return replace(self, observation=observation)
 
     def require_whole(self) -> None:
         """Refuse bytes that are not what was saved.

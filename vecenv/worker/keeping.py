@@ -37,7 +37,7 @@ class KeptRows(EnvRows):
                 state = captured(env, layers)
             except NotRestorable as error:
                 raise NotRestorable(f"{kind.env_id} cannot be saved: {error}") from error
-            return Snapshot.of(kind, state, pending=self._is_pending(k), used=self._used[k])
+            return Snapshot.of(kind, state, pending=self._is_pending(k), used=self._used[k], upcoming=self._next.get(k))
 
         return self._again(seq, ks, one)
 
@@ -75,6 +75,9 @@ class KeptRows(EnvRows):
             fill()
             self._steps[k] = self._step_by_reset(k) if snapshot.pending else env.step
             self._used[k] = snapshot.used
+            self._next.pop(k, None)
+            if snapshot.upcoming is not None:
+                self._next[k] = snapshot.upcoming
             if self._offered[k] is not None:
                 env.unwrapped.observation_buffer(self._offered[k])  # type: ignore[attr-defined]
 

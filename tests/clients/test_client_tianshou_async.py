@@ -7,12 +7,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
 from client_envs import Teller
-from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy
-from tianshou.data import AsyncCollector, Batch, VectorReplayBuffer
-from tianshou.utils.net.common import Net
-from tianshou.utils.net.discrete import DiscreteActor
 
 import vecenv
 from vecenv.adapters import as_tianshou
@@ -62,34 +57,6 @@ def test_rows_are_those_of_each_environment_alone(num_workers: int, mode: str, n
     with pytest.raises(ValueError, match="no environment is stepping"):
         venv.step(None)
     venv.close()
-
-
-class Chooser(DiscreteActorPolicy):
-    """Keeps something in the buffer: without that, Tianshou's own ``AsyncCollector`` raises, over any environment."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().forward(*args, **kwargs)
-        result.policy = Batch(chosen=result.act)
-        return result
-
-
-@pytest.mark.long
-def test_an_async_collector_collects() -> None:
-    torch.manual_seed(0)
-    envs = vecenv.make_vec("CartPole-v1", num_envs=4, vector_kwargs={"num_workers": 2})
-    actor = DiscreteActor(preprocess_net=Net(state_shape=4, hidden_sizes=[16]), action_shape=2, softmax_output=False)
-    policy = Chooser(actor=actor, action_space=envs.single_action_space)
-    buffer = VectorReplayBuffer(2_000, 4)
-    with pytest.warns(UserWarning, match="async"):
-        collector = AsyncCollector(policy, as_tianshou(envs, wait_num=2), buffer)
-    collector.reset(gym_reset_kwargs={"seed": [1, 2, 3, 4]})
-    stats = collector.collect(n_step=300)
-    assert stats.n_collected_steps >= 300
-    assert stats.n_collected_episodes > 5
-    batch = buffer.sample_indices(0)
-    going = batch[~buffer.done[batch] & (buffer.next(batch) != batch)]
-    np.testing.assert_array_equal(buffer.obs_next[going], buffer.obs[buffer.next(going)])
-    collector.close()
 
 
 def test_what_has_no_single_rows_is_refused() -> None:

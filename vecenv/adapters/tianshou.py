@@ -32,9 +32,9 @@ def as_tianshou(envs: AnyVectorEnv, wait_num: int | None = None) -> TianshouVect
 
     Args:
         envs: The vector environment.
-        wait_num: For Tianshou's ``AsyncCollector``: ``step`` returns as soon as so many environments are done. Some
-            environments are then reset while others step, which backends of worker processes, Ray and EnvPool's pools with a
-            ``batch_size`` of 1 can do. Default, all, and no asynchronous mode.
+        wait_num: For Tianshou's asynchronous mode: ``step`` returns as soon as so many environments are done. Some
+            environments are then reset while others step, which worker processes can do. Default, all, and no asynchronous
+            mode.
 
     Raises:
         ImportError: Tianshou is not installed.

@@ -19,7 +19,9 @@ import torch
 from tensordict import TensorDict
 from torchrl.envs.utils import check_env_specs
 
+import vecenv
 import vecenv.torch
+from vecenv.adapters import as_torchrl
 
 
 class Cart:
@@ -152,3 +154,18 @@ def test_what_has_no_gradient() -> None:
         assert torch.autograd.grad(value, action, allow_unused=True, materialize_grads=True)[0].count_nonzero() == 0
     with pytest.raises(TypeError, match="no options of an environment that exists"):
         vecenv.torch.TensorDictEnv(Cart(), backend="spring")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("to", "mode"),
+    [("numpy", "SameStep"), ("jax", "SameStep"), ("torch", "SameStep"), ("torch", "NextStep"), ("jax", "Disabled")],
+)
+def test_as_torchrl_takes_what_is_on_the_device(to: str, mode: str) -> None:
+    env = as_torchrl(vecenv.backends.JaxVectorEnv(Cart(), 3, to=to, autoreset_mode=mode))
+    check_env_specs(env)
+    data = env.rollout(14, break_when_any_done=False)
+    place, push, moved = data["observation"][..., 0], data["action"][..., 0], data["next", "observation"][..., 0]
+    assert data["next", "done"].sum() > 5
+    assert torch.allclose(moved, place * (1 + 0.1 * push) + push, atol=1e-5)
+    env.close()

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 SHELL, SHOWN = ("sh", "bash", "console"), ("text", "")  # what is tried in part, and what is not tried at all
-COMPILES = re.compile(r"JaxVectorEnv|\badapt\(|backend=\"(brax|playground)\"")  # physics: 20 s of compiling and more
+COMPILES = re.compile(r"JaxVectorEnv|\badapt\(|vecenv\.torch\b|backend=\"(brax|playground)\"")  # takes 20 s and more
 RUNNING, COMPILING = 250.0, 800.0  # seconds, on a busy machine; the second where nothing has been compiled yet
 MISSING = re.compile(
     r"^(?:ModuleNotFoundError: No module named '([\w.]+)'|ImportError: .*vecenv\[([\w-]+)\].*)\s*\Z", re.MULTILINE

@@ -1,0 +1,171 @@
+"""``vecenv.torch.TensorDictEnv``: specs, states that branch, masks that cut one row's gradient only, copies."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+pytest.importorskip("torchrl", reason="needs TorchRL: pip install 'vecenv[clients]'")
+pytest.importorskip("jaxlib", reason="needs JAX: pip install 'vecenv[jax]'")
+
+import jax
+import jax.numpy as jnp
+import torch
+from tensordict import TensorDict
+from torchrl.envs.utils import check_env_specs
+
+import vecenv
+import vecenv.torch
+from vecenv.adapters import as_torchrl
+
+
+class Cart:
+    """Moves by its action, pays the square of its place, and ends beyond 2 or after 6 steps."""
+
+    name = "Cart"
+    differentiable = "reverse"
+    max_episode_steps: int | None = 6
+    single_observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    single_action_space = gym.spaces.Box(-1.0, 1.0, (1,), np.float32)
+
+    def init(self, key: Any) -> Any:
+        place = jax.random.uniform(key)
+        return place, jnp.stack([place, place])
+
+    def step(self, place: Any, action: Any, key: Any) -> Any:
+        place = place * (1 + 0.1 * action[0]) + action[0]
+        return place, jnp.stack([place, place**2]), place**2, place > 2, False, {}
+
+
+class Stuck(Cart):
+    """Has no gradient."""
+
+    differentiable = "none"
+
+
+def after(env: Any, state: Any, action: Any) -> Any:
+    """The TensorDict after a step, as the next step takes it."""
+    return env.step_mdp(env.step(state.clone().set("action", action)))
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 2)])
+def test_torchrl_finds_the_specs_true_for_every_batch_shape(batch: Any) -> None:
+    env = vecenv.torch.TensorDictEnv(Cart(), batch)
+    check_env_specs(env)
+    data = env.rollout(9, break_when_any_done=False)
+    assert data.batch_size == (*batch, 9)
+    assert data["next", "done"].any()
+    assert data["state", "floats"].shape[:-1] == (*batch, 9)
+
+
+def test_the_state_is_in_the_tensordict_and_rollouts_may_branch() -> None:
+    env = vecenv.torch.TensorDictEnv(Cart(), (3,))
+    env.set_seed(0)
+    start = env.reset()
+    push, pull = torch.full((3, 1), 0.4), torch.full((3, 1), -0.4)
+    once = after(env, start, push)
+    other = after(env, once, pull)
+    again = after(env, after(env, start, push), pull)
+    for key in ("observation", ("state", "floats"), ("state", "integers")):
+        assert torch.equal(other[key], again[key])
+    assert not torch.equal(after(env, once, push)["observation"], other["observation"])
+    state = env.state_of(other)
+    assert state.steps.tolist() == [2, 2, 2]
+    assert state.done.tolist() == [False] * 3
+    assert torch.equal(state.inner.env, other["observation"][:, 0])
+    back = env.tensordict_of(copy.deepcopy(state))
+    assert torch.equal(back["observation"], other["observation"])
+    env.set_seed(0)
+    assert torch.equal(env.reset()["observation"], start["observation"])
+    assert not torch.equal(env.reset()["observation"], start["observation"])
+
+
+def outcome(env: Any, actions: Any, mask: Any) -> Any:
+    """The sum of the last observations, with a reset of the rows under ``mask`` in the middle."""
+    env.set_seed(0)
+    state = env.reset()
+    for t, action in enumerate(actions):
+        state = after(env, state, action)
+        if t == 1:
+            state = env.reset(state.set("_reset", mask))
+    return state["observation"].sum()
+
+
+def test_a_reset_mask_keeps_the_gradient_of_the_other_rows() -> None:
+    env = vecenv.torch.TensorDictEnv(Cart(), (3,))
+    actions = (0.1 * torch.arange(12.0).reshape(4, 3, 1).sin()).requires_grad_()
+    mask = torch.tensor([[True], [False], [False]])
+    value = outcome(env, actions, mask)
+    found = torch.autograd.grad(value, actions)[0]
+    assert not found[:2, 0].any()
+    assert (found[2:, 0].abs() > 1e-3).all()
+    assert (found[:, 1:].abs() > 1e-3).all()
+    whole = outcome(env, actions, torch.zeros_like(mask))
+    assert torch.allclose(torch.autograd.grad(whole, actions)[0][:, 1:], found[:, 1:])
+    step = 1e-2
+    for place in [(0, 1, 0), (1, 2, 0), (3, 0, 0)]:
+        moved = actions.detach().clone()
+        moved[place] += step
+        up = outcome(env, moved, mask)
+        moved[place] -= 2 * step
+        down = outcome(env, moved, mask)
+        assert float((up - down) / (2 * step)) == pytest.approx(float(found[place]), rel=2e-2)
+
+
+def test_rows_that_are_over_stay_and_can_be_left_out() -> None:
+    env = vecenv.torch.TensorDictEnv(Cart(), (2,))
+    env.set_seed(1)
+    data = env.rollout(6)
+    last = data[:, -1]["next"].exclude("reward")
+    assert last["truncated"].all()
+    still = env.step(last.clone().set("action", torch.ones(2, 1)))["next"]
+    assert torch.equal(still["observation"], last["observation"])
+    assert not still["reward"].any()
+    start = env.reset()
+    step = start.clone().set("action", torch.ones(2, 1)).set("_step", torch.tensor([True, False]))
+    moved = env.step(step)["next"]
+    assert torch.equal(moved["observation"][1], start["observation"][1])
+    assert moved["reward"][:, 0].bool().tolist() == [True, False]
+
+
+def test_copies_and_pickles_go_on_alike() -> None:
+    env = vecenv.torch.TensorDictEnv(Cart(), (2,), max_episode_steps=4)
+    env.set_seed(5)
+    env.reset()
+    twins = [copy.deepcopy(env), pickle.loads(pickle.dumps(env))]
+    start = env.reset()
+    wanted = after(env, start, torch.zeros(2, 1))
+    for twin in twins:
+        assert torch.equal(twin.reset()["observation"], start["observation"])
+        assert torch.equal(after(twin, start, torch.zeros(2, 1))["observation"], wanted["observation"])
+
+
+def test_what_has_no_gradient() -> None:
+    with pytest.raises(ValueError, match="no derivative"):
+        vecenv.torch.TensorDictEnv(Stuck(), (2,), requires_grad=True)
+    for env in (vecenv.torch.TensorDictEnv(Stuck(), (2,)), vecenv.torch.TensorDictEnv(Cart(), (2,), requires_grad=False)):
+        action = torch.zeros(2, 1, requires_grad=True)
+        value = env.step(TensorDict({"action": action}, [2]))["next", "observation"].sum()
+        assert torch.autograd.grad(value, action, allow_unused=True, materialize_grads=True)[0].count_nonzero() == 0
+    with pytest.raises(TypeError, match="no options of an environment that exists"):
+        vecenv.torch.TensorDictEnv(Cart(), backend="spring")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("to", "mode"),
+    [("numpy", "SameStep"), ("jax", "SameStep"), ("torch", "SameStep"), ("torch", "NextStep"), ("jax", "Disabled")],
+)
+def test_as_torchrl_takes_what_is_on_the_device(to: str, mode: str) -> None:
+    env = as_torchrl(vecenv.backends.JaxVectorEnv(Cart(), 3, to=to, autoreset_mode=mode))
+    check_env_specs(env)
+    data = env.rollout(14, break_when_any_done=False)
+    place, push, moved = data["observation"][..., 0], data["action"][..., 0], data["next", "observation"][..., 0]
+    assert data["next", "done"].sum() > 5
+    assert torch.allclose(moved, place * (1 + 0.1 * push) + push, atol=1e-5)
+    env.close()

@@ -1,0 +1,291 @@
+"""Gradients through JAX-native environments for torch users.
+
+One step is one autograd function of two tensors, the action and the state. All floating-point leaves of the state, however
+deeply nested, travel packed in a single tensor ``[num_envs, D]``, so no part of the physics can lose its gradient, and
+observations, rewards and metrics are slices of that tensor, so torch differentiates through them as through any slice. All
+other leaves (keys, counters, flags) are packed in a tensor of integers. So a state is two tensors. The forward and the
+backward pass are compiled; what the forward pass keeps for the backward pass leaves JAX as a pytree and never passes through
+torch. Tensors cross by DLPack.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from vecenv.backends.jax_native import JaxVectorEnv
+from vecenv.backends.jax_native.building import functional_of
+from vecenv.jax.native.adapters import require_gradient
+from vecenv.jax.native.functional import FunctionalVectorEnv
+from vecenv.jax.native.seeding import entropy_seeds, seed_keys
+from vecenv.jax.native.state import EnvState
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["DifferentiableEnv", "TorchState", "differentiable"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slot:
+    """Where a leaf sits in its packed tensor: columns ``start:stop``, then reshaped to ``shape``."""
+
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    dtype: Any
+    floating: bool
+    key: Any  # of a typed random key, how it is made of its numbers
+
+
+class TorchState:
+    """The state of a differentiable environment: the fields of :class:`vecenv.jax.EnvState` as torch tensors.
+
+    ``obs``, ``reward``, ``next_obs``, ``episode_return``, ``info``, ``inner`` and the other floating-point fields are
+    differentiable with respect to all actions before them; flags and counters are plain tensors. Do not write into them. It
+    can be pickled and copied, without its gradient history.
+
+    Attributes:
+        packed: All floating-point leaves, ``[num_envs, D]``.
+        integers: All other leaves, ``[num_envs, M]``. The two are the whole: ``env.state(packed, integers)`` is it again.
+    """
+
+    def __init__(self, env: DifferentiableEnv, packed: Tensor, integers: Tensor) -> None:
+        self.packed = packed
+        self.integers = integers
+        self._env = env
+
+    @property
+    def done(self) -> Tensor:
+        """``bool[num_envs]``: terminated or truncated."""
+        ended: Tensor = self.terminated | self.truncated
+        return ended
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "token" or name not in EnvState.__dataclass_fields__:
+            raise AttributeError(f"TorchState has no field {name!r}")
+        return self._env._field(self, name)
+
+    def detach(self) -> TorchState:
+        """The same state, cut off from the actions that led to it."""
+        return TorchState(self._env, self.packed.detach(), self.integers)
+
+    def __reduce__(self) -> Any:
+        return TorchState, (self._env, self.packed.detach(), self.integers)
+
+    def __deepcopy__(self, memo: Any) -> TorchState:
+        return TorchState(self._env, self.packed.detach().clone(), self.integers.clone())
+
+
+class DifferentiableEnv:
+    """``reset`` and ``step`` on torch tensors, with gradients; made by :func:`differentiable`."""
+
+    def __init__(self, functional: FunctionalVectorEnv, recipe: tuple[Any, ...], gradients: bool = True) -> None:
+        self.functional = functional
+        self.num_envs = functional.num_envs
+        self._recipe = recipe
+        self._gradients = gradients
+        self._plain = jax.jit(self._packed_step)
+        self._forward = jax.jit(self._forward_pass)
+        self._backward = jax.jit(lambda pull, cotangent: pull(cotangent))
+        self._jitted_pack = jax.jit(self._pack)
+        self._learn(jax.eval_shape(functional.begin, jnp.asarray(seed_keys(range(self.num_envs)))))
+
+    def __reduce__(self) -> Any:
+        return self._recipe
+
+    @property
+    def device(self) -> Any:
+        """Where JAX's arrays are, as torch says it."""
+        return torch.from_dlpack(jnp.zeros(1)).device
+
+    def reset(self, seed: int | None = None) -> TorchState:
+        """Begin an episode in every environment; environment i has the key ``jax.random.key(seed + i)``."""
+        n = self.num_envs
+        seeds = entropy_seeds(n) if seed is None else [seed + i for i in range(n)]
+        return self.wrap(self.functional.begin(jnp.asarray(seed_keys(seeds))))
+
+    def wrap(self, state: EnvState) -> TorchState:
+        """A JAX state as a torch state, without gradient history."""
+        packed, integers = self._jitted_pack(state)
+        return TorchState(self, torch.from_dlpack(packed), torch.from_dlpack(integers))
+
+    def unwrap(self, state: TorchState) -> EnvState:
+        """A torch state as a JAX state."""
+        return self._unpack(_borrow(state.packed), _borrow(state.integers))
+
+    def state(self, packed: Tensor, integers: Tensor) -> TorchState:
+        """The state of these two tensors, as :class:`TorchState` has them.
+
+        Raises:
+            ValueError: They are not of this environment.
+        """
+        for tensor, width in ((packed, self.widths[0]), (integers, self.widths[1])):
+            if tensor.shape != (self.num_envs, width):
+                raise ValueError(f"a tensor {[self.num_envs, width]} is wanted, got {list(tensor.shape)}")
+        return TorchState(self, packed, integers)
+
+    def step(self, state: TorchState, action: Tensor) -> TorchState:
+        """One step of every environment.
+
+        Args:
+            state: From ``reset`` or ``step``; stepping it twice gives two branches.
+            action: ``[num_envs, ...]`` of the action space.
+
+        Raises:
+            ValueError: An action of the wrong shape. ``TypeError``: of the wrong kind of dtype.
+        """
+        self.functional.check_action(action.detach().cpu().numpy() if action.device.type == "cpu" else _borrow(action))
+        packed, integers = _Step.apply(self, state.packed, state.integers, action)
+        return TorchState(self, packed, integers)
+
+    # -- packing ---------------------------------------------------------------------------------------------------
+
+    def _learn(self, state: EnvState) -> None:
+        """Decide which column of the packed tensors belongs to which leaf."""
+        leaves, self._structure = jax.tree.flatten(state)
+        self._slots: list[_Slot] = []
+        ends = {True: 0, False: 0}
+        kinds: dict[bool, list[Any]] = {True: [], False: []}
+        for leaf in leaves:
+            key = None
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                key = str(jax.random.key_impl(leaf)) if isinstance(leaf, jax.Array) else leaf.dtype._impl.name
+                leaf = jax.eval_shape(jax.random.key_data, leaf)
+            floating = bool(jnp.issubdtype(leaf.dtype, jnp.floating))
+            start = ends[floating]
+            ends[floating] += int(np.prod(leaf.shape[1:], dtype=np.int64))
+            kinds[floating].append(leaf.dtype)
+            self._slots.append(_Slot(start, ends[floating], leaf.shape, leaf.dtype, floating, key))
+        self._wide = jnp.result_type(*kinds[True])
+        self._whole = jnp.int64 if any(dtype.itemsize == 8 for dtype in kinds[False]) else jnp.int32
+        self.widths = ends[True], ends[False]
+        self.dtypes = tuple(torch.from_numpy(np.empty(0, dtype)).dtype for dtype in (self._wide, self._whole))
+
+    def _pack(self, state: EnvState) -> tuple[Any, Any]:
+        parts: dict[bool, list[Any]] = {True: [], False: []}
+        for leaf, slot in zip(jax.tree.leaves(state), self._slots, strict=True):
+            leaf = leaf if slot.key is None else jax.random.key_data(leaf)
+            leaf = leaf.reshape(self.num_envs, -1)
+            parts[slot.floating].append(leaf.astype(self._wide) if slot.floating else _recast(leaf, self._whole))
+        return jnp.concatenate(parts[True], axis=1), jnp.concatenate(parts[False], axis=1)
+
+    def _unpack(self, packed: Any, integers: Any) -> EnvState:
+        leaves = []
+        for slot in self._slots:
+            leaf = (packed if slot.floating else integers)[:, slot.start : slot.stop].reshape(slot.shape)
+            leaf = leaf.astype(slot.dtype) if slot.floating else _recast(leaf, slot.dtype)
+            leaves.append(leaf if slot.key is None else jax.random.wrap_key_data(leaf, impl=slot.key))
+        state: EnvState = jax.tree.unflatten(self._structure, leaves)
+        return state
+
+    def _field(self, state: TorchState, name: str) -> Any:
+        """One field of ``state``: slices of the packed tensors."""
+        picked = getattr(jax.tree.unflatten(self._structure, self._slots), name)
+
+        def tensor(slot: _Slot) -> Tensor:
+            if slot.floating:
+                return state.packed[:, slot.start : slot.stop].reshape(slot.shape)
+            leaf = state.integers[:, slot.start : slot.stop].reshape(slot.shape)
+            wanted = torch.from_numpy(np.empty(0, slot.dtype)).dtype
+            unsigned = np.dtype(slot.dtype).kind == "u" and slot.dtype.itemsize == leaf.dtype.itemsize
+            return leaf.contiguous().view(wanted) if unsigned else leaf.to(wanted)
+
+        return jax.tree.map(tensor, picked)
+
+    # -- the compiled passes ---------------------------------------------------------------------------------------
+
+    def _packed_step(self, packed: Any, integers: Any, action: Any) -> tuple[Any, Any]:
+        return self._pack(self.functional.step(self._unpack(packed, integers), action))
+
+    def _forward_pass(self, packed: Any, integers: Any, action: Any) -> Any:
+        after, pull, others = jax.vjp(lambda p, a: self._packed_step(p, integers, a), packed, action, has_aux=True)
+        return after, others, pull
+
+
+def _recast(leaf: Any, dtype: Any) -> Any:
+    """Integers and flags in another dtype; unsigned ones keep their bits."""
+    if leaf.dtype.itemsize == jnp.dtype(dtype).itemsize and "u" in (np.dtype(leaf.dtype).kind, np.dtype(dtype).kind):
+        return jax.lax.bitcast_convert_type(leaf, dtype)
+    return leaf.astype(dtype)
+
+
+def _step_forward(ctx: Any, env: DifferentiableEnv, packed: Tensor, integers: Tensor, action: Tensor) -> Any:
+    ctx.env = env
+    if env._gradients and (ctx.needs_input_grad[1] or ctx.needs_input_grad[3]):
+        # the backward pass reads all of them again, and the caller may have written to them by then
+        after, others, ctx.pull = env._forward(_owned(packed), _owned(integers), _owned(action))
+    else:
+        after, others = env._plain(_borrow(packed), _borrow(integers), _owned(action))
+        ctx.pull = None
+    counted = torch.from_dlpack(others)
+    ctx.mark_non_differentiable(counted)
+    return torch.from_dlpack(after), counted
+
+
+def _step_backward(ctx: Any, cotangent: Tensor, _: Any) -> Any:
+    if ctx.pull is None:
+        return None, None, None, None
+    state, action = ctx.env._backward(ctx.pull, _borrow(cotangent))
+    return None, torch.from_dlpack(state), None, torch.from_dlpack(action)
+
+
+_autograd: Any = torch.autograd
+_Step: Any = type(
+    "_Step",
+    (_autograd.Function,),
+    {
+        "forward": staticmethod(_step_forward),
+        "backward": staticmethod(_autograd.function.once_differentiable(_step_backward)),
+    },
+)
+
+
+def differentiable(env: Any, num_envs: int = 1, **options: Any) -> DifferentiableEnv:
+    """An environment that torch can differentiate through, over any number of steps.
+
+    Args:
+        env: A :class:`~vecenv.jax.FunctionalVectorEnv` or ``JaxVectorEnv`` (then nothing else may be given), or what
+            ``FunctionalVectorEnv`` takes: an environment of a known library, or a name.
+        num_envs: How many environments.
+        **options: Of ``FunctionalVectorEnv``; others go to the named environment, as ``backend="spring"``.
+
+    Returns:
+        ``reset(seed) -> state`` and ``step(state, action) -> state``; see :class:`TorchState`. Restarts of episodes cut the
+        gradient, as they must.
+
+    Raises:
+        ValueError: The environment has no reverse-mode derivative; the message names the cure.
+
+    Example::
+
+        env = vecenv.torch.differentiable("ant", num_envs=16, backend="spring")
+        state = env.reset(seed=0)
+        for _ in range(8):
+            state = env.step(state, policy(state.obs))
+        (-state.episode_return.mean()).backward()
+    """
+    recipe = env, num_envs
+    if isinstance(env, JaxVectorEnv):
+        env = env.functional
+    functional = functional_of(env, num_envs, None, options)
+    require_gradient(functional)
+    again = functools.partial(differentiable, **options)
+    return DifferentiableEnv(functional, (again, recipe))
+
+
+def _borrow(tensor: Tensor) -> Any:
+    """A tensor's memory as a JAX array, not copied where XLA can read it."""
+    tensor = tensor.detach().contiguous()
+    return jax.dlpack.from_dlpack(tensor if tensor.data_ptr() % 64 == 0 else tensor.clone())
+
+
+def _owned(tensor: Tensor) -> Any:
+    """A copy: the backward pass reads it again, and the caller may have written to the tensor by then."""
+    return jnp.copy(_borrow(tensor))

@@ -1,0 +1,274 @@
+"""``TensorDictEnv``: JAX-native environments as a TorchRL environment whose state is in the TensorDict.
+
+The state goes in and out as two tensors, so a TensorDict can be stepped twice, kept, and returned to, and gradients go
+through whatever torch does with it: the masks of TorchRL's resets choose rows of tensors, and cut nobody else's gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+from tensordict import TensorDict
+from torchrl.data.tensor_specs import Categorical, Composite, Unbounded
+from torchrl.envs import EnvBase, ParallelEnv
+
+from vecenv.adapters.torchrl_spaces import codec_of
+from vecenv.jax.native.adapters import adapt, differentiability, require_gradient
+from vecenv.jax.native.catalog import make_env
+from vecenv.jax.native.functional import FunctionalVectorEnv
+from vecenv.jax.native.seeding import entropy_seeds, seed_keys
+from vecenv.jax.native.state import EnvState
+from vecenv.torch.differentiable import DifferentiableEnv, TorchState
+
+__all__ = ["TensorDictEnv"]
+
+_TAKEN = frozenset({"reward", "done", "terminated", "truncated", "action", "next", "state", "_reset", "_step"})
+_OPTIONS = frozenset({"max_episode_steps", "frame_skip", "randomize", "reset", "pool_size", "stagger", "discount"})
+
+
+class _Several(type(EnvBase)):  # type: ignore[misc, unused-ignore]
+    """``num_workers=`` as TorchRL's ``BraxEnv`` has it: a ``ParallelEnv`` of so many."""
+
+    def __call__(cls, *args: Any, num_workers: int | None = None, **kwargs: Any) -> Any:
+        if num_workers is None or num_workers == 1:
+            return super().__call__(*args, **kwargs)
+        return ParallelEnv(num_workers, functools.partial(cls, *args, **kwargs), metadata_from_workers=True)
+
+
+class TensorDictEnv(EnvBase, metaclass=_Several):  # type: ignore[misc, unused-ignore]
+    """Environments of Brax, MuJoCo Playground and their like as a TorchRL ``EnvBase``, with gradients.
+
+    ``"state"`` is in the TensorDict, in and out, as ``"floats"`` ``[*B, D]`` and ``"integers"`` ``[*B, M]``: the same
+    TensorDict stepped twice gives the same, and rollouts may branch. Observations, rewards and the state are differentiable
+    with respect to all actions before them. Rows that are over stay as they are and pay 0 until they are reset; a
+    ``"_reset"`` mask leaves the others' gradient alone.
+
+    A reset of some rows goes on to the next episode of each row's own stream, of which the object keeps count.
+    ``set_seed(s)`` is of the next reset of all rows: the i-th then has the key ``jax.random.key(s + i)``.
+
+    It can be pickled and copied, if what it was made of can.
+
+    Args:
+        env: A name of Brax or Playground, or an environment that :func:`vecenv.jax.adapt` takes.
+        batch_size: Any shape, ``()`` too.
+        requires_grad: ``True``: refuse an environment without a gradient; ``False``: give no gradients; ``None``: those that
+            there are.
+        device: Where tensors go; they are carried to JAX's device and back if that is another.
+        categorical_action_encoding: Discrete spaces as integers, not one-hot.
+        num_workers: More than one makes a ``ParallelEnv`` of so many processes, and that is what is returned.
+        allow_done_after_reset: As everywhere in TorchRL.
+        **options: ``max_episode_steps``, ``frame_skip``, ``randomize``, ``reset``, ``pool_size``, ``stagger`` and
+            ``discount`` of :class:`vecenv.jax.FunctionalVectorEnv`; others go to the named environment, as
+            ``backend="spring"``.
+
+    Attributes:
+        functional: The :class:`vecenv.jax.FunctionalVectorEnv` beneath, its rows in one line.
+
+    Raises:
+        gymnasium.error.NameNotFound: No such environment.
+        ValueError: ``requires_grad=True`` and no gradient; the message names the cure.
+        NotImplementedError: Dict or Tuple actions.
+
+    Example::
+
+        env = vecenv.torch.TensorDictEnv("ant", batch_size=[16], backend="spring")
+        env.set_seed(0)
+        data = env.rollout(10, policy)
+        (-data["next", "reward"].mean()).backward()
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        batch_size: Any = (),
+        *,
+        requires_grad: bool | None = None,
+        device: Any = "cpu",
+        categorical_action_encoding: bool = False,
+        allow_done_after_reset: bool = False,
+        **options: Any,
+    ) -> None:
+        batch = torch.Size(batch_size)
+        super().__init__(device=device, batch_size=batch, allow_done_after_reset=allow_done_after_reset)
+        self._made_of: dict[str, Any] = {
+            "env": env, "batch_size": tuple(batch), "requires_grad": requires_grad,
+            "categorical_action_encoding": categorical_action_encoding,
+            "allow_done_after_reset": allow_done_after_reset, **options,
+        }  # fmt: skip
+        self.functional = _functional(env, max(batch.numel(), 1), options)
+        if requires_grad:
+            require_gradient(self.functional)
+        self.requires_grad_of_actions = requires_grad is not False and differentiability(self.functional) == "reverse"
+        self._inner = DifferentiableEnv(self.functional, (), gradients=self.requires_grad_of_actions)
+        self._seed_next: int | None = None
+        self._begun: EnvState | None = None  # every row's latest start
+        self._make_specs(not categorical_action_encoding)
+        self.is_closed = False
+
+    def _make_specs(self, onehot: bool) -> None:
+        single, batch = self.functional, self.batch_size
+        if isinstance(single.single_action_space, spaces.Dict | spaces.Tuple):
+            raise NotImplementedError(f"actions have to be one tensor, and these are {single.single_action_space}")
+        names = {key: f"observation_{key}" if key in _TAKEN else key for key in map(str, _entries(single))}
+        self._observations = codec_of(single.single_observation_space, 1, onehot, names.__getitem__)
+        self._actions = codec_of(single.single_action_space, 1, onehot)
+        self._as_given = isinstance(single.single_action_space, spaces.Box)
+        spec = self._spread(self._observations.spec)
+        shown = dict(spec.items()) if _entries(single) else {"observation": spec}
+        widths, dtypes = self._inner.widths, self._inner.dtypes
+        kept = {name: Unbounded(shape=(*batch, w), dtype=d) for name, w, d in zip(_STATE, widths, dtypes, strict=True)}
+        device = self.device or "cpu"
+        self.observation_spec = Composite({**shown, "state": Composite(kept, shape=batch)}, shape=batch).to(device)
+        self.state_spec = Composite({"state": Composite(kept, shape=batch).clone()}, shape=batch).to(device)
+        self.action_spec = self._spread(self._actions.spec).to(device)
+        self.reward_spec = Unbounded(shape=(*batch, 1), dtype=_torch_dtype(jnp.result_type(float)), device=device)
+        flag = Categorical(2, shape=(*batch, 1), dtype=torch.bool, device=device)
+        flags = {"done": flag, "terminated": flag.clone(), "truncated": flag.clone()}
+        self.done_spec = Composite(flags, shape=batch, device=device)
+
+    def _spread(self, spec: Any) -> Any:
+        """The spec of one row (with an axis of one) as that of the batch."""
+        return spec[0].expand(*self.batch_size, *spec.shape[1:]) if self.batch_size else spec[0]
+
+    # -- what TorchRL calls ------------------------------------------------------------------------------------------
+
+    def _reset(self, tensordict: Any = None, *, seed: int | None = None) -> Any:
+        mask = None if tensordict is None else tensordict.get("_reset", None)
+        if mask is None or self._begun is None:
+            self._begin(seed)
+        elif (chosen := mask.detach().cpu().numpy().reshape(-1)).any():
+            self._begun = self.functional.reset_mask(self._begun, chosen)
+        return self.tensordict_of(self._inner.wrap(self._latest()))
+
+    def _latest(self) -> EnvState:
+        assert self._begun is not None
+        return self._begun
+
+    def _begin(self, seed: int | None) -> None:
+        """All rows at the start of an episode: of the seed, or the next of their streams."""
+        seed = self._seed_next if seed is None else seed
+        self._seed_next = None
+        n = self.functional.num_envs
+        if seed is None and self._begun is not None:
+            self._begun = self.functional.reset_mask(self._begun, jnp.ones(n, bool))
+            return
+        seeds = entropy_seeds(n) if seed is None else [seed + i for i in range(n)]
+        self._begun = self.functional.begin(jnp.asarray(seed_keys(seeds)))
+
+    def _step(self, tensordict: Any) -> Any:
+        if tensordict.get("state", None) is None:
+            before = self._inner.wrap(self._latest() if self._begun is not None else self._first())
+        else:
+            before = self.state_of(tensordict)
+        action = tensordict.get("action")
+        rows = action.reshape(self.functional.num_envs, *action.shape[len(self.batch_size) :])
+        if not self._as_given:
+            rows = torch.from_numpy(self._actions.decode(rows))
+        after = self._inner.step(before, rows.to(before.packed.device))
+        reward = after.reward
+        chosen = tensordict.get("_step", None)
+        if chosen is not None:
+            mask = chosen.reshape(-1, 1).to(before.packed.device)
+            packed, integers = after.packed, after.integers
+            after = self._inner.state(
+                torch.where(mask, packed, before.packed), torch.where(mask, integers, before.integers)
+            )
+            reward = torch.where(mask[:, 0], reward, torch.zeros_like(reward))
+        shown = self.tensordict_of(after)
+        shown.set("reward", self._out(reward.unsqueeze(-1)))
+        return shown
+
+    def _first(self) -> EnvState:
+        self._begin(None)
+        return self._latest()
+
+    def _set_seed(self, seed: int | None) -> None:
+        self._seed_next = seed
+
+    # -- states ------------------------------------------------------------------------------------------------------
+
+    def state_of(self, tensordict: Any) -> TorchState:
+        """The state in a TensorDict with all its fields (``episode_return``, ``info``, ``inner``, ...), rows in one line."""
+        n = self.functional.num_envs
+        device = self._inner.device
+        packed, integers = (
+            tensordict.get(("state", name)).reshape(n, width).to(device)
+            for name, width in zip(_STATE, self._inner.widths, strict=True)
+        )
+        return self._inner.state(packed, integers)
+
+    def tensordict_of(self, state: TorchState) -> Any:
+        """A state as what ``reset`` returns, on the environment's device; the other way of :meth:`state_of`."""
+        observations = self._observations.encode(state.obs)
+        shown = observations if _entries(self.functional) else {"observation": observations}
+        flags = {name: getattr(state, name).unsqueeze(-1) for name in ("done", "terminated", "truncated")}
+        kept = dict(zip(_STATE, (state.packed, state.integers), strict=True))
+        found = {name: self._out(leaf) for name, leaf in {**shown, **flags}.items()}
+        found["state"] = TensorDict(
+            {name: self._out(leaf) for name, leaf in kept.items()}, batch_size=self.batch_size, device=self.device
+        )
+        return TensorDict(found, batch_size=self.batch_size, device=self.device)
+
+    def _out(self, leaf: Any) -> Any:
+        """Rows in one line as the batch has them, on the environment's device."""
+        if isinstance(leaf, dict):
+            return {name: self._out(inner) for name, inner in leaf.items()}
+        leaf = leaf.reshape((*self.batch_size, *leaf.shape[1:]))
+        return leaf if self.device is None else leaf.to(self.device)
+
+    # -- beside ------------------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: Any) -> TensorDictEnv:
+        made_of = {**self._made_of, "device": self.device, "env": self.functional}  # which is compiled already
+        copied: TensorDictEnv = _again(type(self), made_of, self._kept())
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _again, (type(self), {**self._made_of, "device": self.device}, self._kept())
+
+    def _kept(self) -> Any:
+        return self._seed_next, jax.tree.map(np.asarray, self._begun)
+
+    def __repr__(self) -> str:
+        name = getattr(self.functional.single_env, "name", "env")
+        return f"{type(self).__name__}({name}, batch_size={list(self.batch_size)}, device={self.device})"
+
+
+_STATE = ("floats", "integers")
+
+
+def _again(kind: Any, made_of: dict[str, Any], kept: Any) -> Any:
+    env = kind(**made_of)
+    env._seed_next, begun = kept
+    env._begun = jax.tree.map(jnp.asarray, begun)
+    return env
+
+
+def _functional(env: Any, n: int, options: dict[str, Any]) -> FunctionalVectorEnv:
+    if isinstance(env, FunctionalVectorEnv):  # of a copy
+        return env
+    given = {name: value for name, value in options.items() if name in _OPTIONS}
+    for_env = {name: value for name, value in options.items() if name not in _OPTIONS}
+    if isinstance(env, str):
+        env = make_env(env, **for_env)
+    elif for_env:
+        raise TypeError(f"{sorted(for_env)} are no options of an environment that exists; these are: {sorted(_OPTIONS)}")
+    return FunctionalVectorEnv(adapt(env), n, AutoresetMode.DISABLED, **given)
+
+
+def _entries(functional: FunctionalVectorEnv) -> tuple[Any, ...]:
+    """The entries of a Dict of observations; nothing for other spaces."""
+    space = functional.single_observation_space
+    return tuple(space.spaces) if isinstance(space, spaces.Dict) else ()
+
+
+def _torch_dtype(dtype: Any) -> torch.dtype:
+    found: torch.dtype = torch.from_numpy(np.empty(0, dtype)).dtype
+    return found

@@ -154,6 +154,8 @@ def test_what_has_no_gradient() -> None:
         assert torch.autograd.grad(value, action, allow_unused=True, materialize_grads=True)[0].count_nonzero() == 0
     with pytest.raises(TypeError, match="no options of an environment that exists"):
         vecenv.torch.TensorDictEnv(Cart(), backend="spring")
+    with pytest.raises(ValueError, match="resets its rows itself"):
+        vecenv.torch.TensorDictEnv(vecenv.jax.FunctionalVectorEnv(Cart(), 2), (2,))
 
 
 @pytest.mark.long

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import jax
@@ -131,3 +133,18 @@ def test_torch_results_hold_what_numpy_results_hold_and_may_be_written_to(counte
     assert theirs[2].dtype == torch.bool
     chunk = device.step_chunk(torch.zeros(3, 5, 1))
     assert chunk[0]["place"].shape == (3, 5, 2)
+
+
+@pytest.mark.long
+def test_a_named_environment_takes_its_options_and_states_are_copied_and_pickled() -> None:
+    pytest.importorskip("brax", reason="needs Brax")
+    env = vecenv.torch.differentiable("inverted_pendulum", 2, backend="spring", max_episode_steps=5)
+    assert env.functional.max_episode_steps == 5
+    state = env.reset(seed=0)
+    for twin in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+        assert torch.equal(twin.packed, state.packed)
+        assert torch.equal(twin.integers, state.integers)
+        assert twin.done.tolist() == [False, False]
+        assert torch.equal(twin.inner.key.view(torch.int32), state.inner.key.view(torch.int32))
+    with pytest.raises(ValueError, match="is wanted, got"):
+        env.state(state.packed, state.packed)

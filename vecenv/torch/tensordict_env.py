@@ -253,6 +253,8 @@ def _again(kind: Any, made_of: dict[str, Any], kept: Any) -> Any:
 
 def _functional(env: Any, n: int, options: dict[str, Any]) -> FunctionalVectorEnv:
     if isinstance(env, FunctionalVectorEnv):  # of a copy
+        if env.autoreset_mode is not AutoresetMode.DISABLED or env.batch_shape != (n,):
+            raise ValueError(f"{env!r} resets its rows itself, or has other rows: give the environment that it was made of")
         return env
     given = {name: value for name, value in options.items() if name in _OPTIONS}
     for_env = {name: value for name, value in options.items() if name not in _OPTIONS}

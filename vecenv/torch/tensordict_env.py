@@ -6,7 +6,6 @@ through whatever torch does with it: the masks of TorchRL's resets choose rows o
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from tensordict import TensorDict
 from torchrl.data.tensor_specs import Categorical, Composite, Unbounded
-from torchrl.envs import EnvBase, ParallelEnv
+from torchrl.envs import EnvBase
 
 from vecenv.adapters.torchrl_spaces import codec_of
 from vecenv.jax.native.adapters import adapt, differentiability, require_gradient
@@ -33,16 +32,7 @@ _TAKEN = frozenset({"reward", "done", "terminated", "truncated", "action", "next
 _OPTIONS = frozenset({"max_episode_steps", "frame_skip", "randomize", "reset", "pool_size", "stagger", "discount"})
 
 
-class _Several(type(EnvBase)):  # type: ignore[misc, unused-ignore]
-    """``num_workers=`` as TorchRL's ``BraxEnv`` has it: a ``ParallelEnv`` of so many."""
-
-    def __call__(cls, *args: Any, num_workers: int | None = None, **kwargs: Any) -> Any:
-        if num_workers is None or num_workers == 1:
-            return super().__call__(*args, **kwargs)
-        return ParallelEnv(num_workers, functools.partial(cls, *args, **kwargs), metadata_from_workers=True)
-
-
-class TensorDictEnv(EnvBase, metaclass=_Several):  # type: ignore[misc, unused-ignore]
+class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
     """Environments of Brax, MuJoCo Playground and their like as a TorchRL ``EnvBase``, with gradients.
 
     ``"state"`` is in the TensorDict, in and out, as ``"floats"`` ``[*B, D]`` and ``"integers"`` ``[*B, M]``: the same
@@ -62,7 +52,6 @@ class TensorDictEnv(EnvBase, metaclass=_Several):  # type: ignore[misc, unused-i
             there are.
         device: Where tensors go; they are carried to JAX's device and back if that is another.
         categorical_action_encoding: Discrete spaces as integers, not one-hot.
-        num_workers: More than one makes a ``ParallelEnv`` of so many processes, and that is what is returned.
         allow_done_after_reset: As everywhere in TorchRL.
         **options: ``max_episode_steps``, ``frame_skip``, ``randomize``, ``reset``, ``pool_size``, ``stagger`` and
             ``discount`` of :class:`vecenv.jax.FunctionalVectorEnv`; others go to the named environment, as

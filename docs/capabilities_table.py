@@ -30,6 +30,7 @@ CALLS = {
     "`reset(options=)`, other keys": "reset_options",
     "`reset(options=[...])`, one dict per environment": "row_options",
     "`call`, `get_attr`, `set_attr`, `exec_func`": "attributes",
+    "`save`, `load`, `state_dict`, `load_state_dict`": "snapshots",
     '`on_failure="restart"`': "restarts",
     "a crash of an environment leaves the program alone": "in_this_process",
 }

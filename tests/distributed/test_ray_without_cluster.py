@@ -214,7 +214,7 @@ def test_an_environments_error_comes_back_as_itself_with_its_own_index() -> None
     envs.reset()
     envs.step([0] * 4)
     envs.step([0] * 4)
-    with pytest.warns(UserWarning, match="Worker-3|third|last"), pytest.raises(KeyError, match="third step") as info:
+    with pytest.raises(KeyError, match="third step") as info:
         envs.step([0] * 4)
     assert any("env 3, host 1" in note for note in info.value.__notes__)
     with pytest.raises(EnvFailed, match=r"\[3\]"):

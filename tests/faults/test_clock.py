@@ -20,6 +20,7 @@ pytestmark = FAULTS
 SOURCES = sorted(Path(vecenv.__file__).parent.rglob("*.py"))
 
 
+SHOWN = {"errors": {"datetime.now"}}  # to people: the time of day at which something failed; nothing waits for it
 SETTABLE = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow"}
 
 
@@ -44,8 +45,8 @@ def test_the_search_finds_what_it_looks_for() -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 def test_only_monotonic_clocks(path: Path) -> None:
-    """The package reads no clock that can be set."""
-    assert not settable_clocks(ast.parse(path.read_text()))
+    """Nothing waits by a clock that can be set."""
+    assert settable_clocks(ast.parse(path.read_text())) == SHOWN.get(path.stem, set())
 
 
 @pytest.mark.long

@@ -247,11 +247,11 @@ def test_observations_and_actions_of_every_space(name: str, engine: str) -> None
             assert check(roll(env, actions), fns, AutoresetMode.SAME_STEP, actions) >= N
 
 
-def test_the_spaces_are_the_vector_envs_own() -> None:
+def test_the_spaces_are_those_of_the_vector_env() -> None:
     envs = SyncVectorEnv(tracks(N, "dict", "tuple"))
     with vj.bridge(envs) as env:
-        assert env.single_observation_space is envs.single_observation_space
-        assert env.action_space is envs.action_space
+        assert env.single_observation_space == envs.single_observation_space
+        assert env.action_space == envs.action_space
         assert env.num_envs == N
         assert env.autoreset_mode is AutoresetMode.NEXT_STEP
 

@@ -332,7 +332,7 @@ def test_one_that_could_not_be_built_is_closed() -> None:
 
 def test_it_says_what_it_can_do(pair: Any) -> None:
     can = pair[0].capabilities
-    assert str(can) == "jax: timeouts, row_seeds, reset_mask, masked_seeds, in_this_process, runs_jax"
+    assert str(can) == "jax: timeouts, row_seeds, reset_mask, masked_seeds, snapshots, in_this_process, runs_jax"
     assert pair[0].batch_size == 5
 
 

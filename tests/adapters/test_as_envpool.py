@@ -39,7 +39,7 @@ def test_every_environment_is_stepped_as_if_it_were_alone(num_workers: int) -> N
     assert pool.action_space == gym.spaces.Discrete(2)
     found: list[list[Any]] = [[] for _ in range(5)]
     pool.async_reset()
-    for _ in range(60):
+    while min(map(len, found)) <= 10:
         observations, rewards, terminations, truncations, infos = pool.recv()
         ids = infos["env_id"]
         assert (ids.dtype, rewards.dtype, len(ids)) == (np.int32, np.float32, 2)
@@ -50,7 +50,6 @@ def test_every_environment_is_stepped_as_if_it_were_alone(num_workers: int) -> N
         pool.send((infos["elapsed_step"] + 1) % 2, ids)
     pool.close()
     for i, rows in enumerate(found):
-        assert len(rows) > 10
         for got, wanted in zip(rows, alone(3 + i, len(rows)), strict=True):
             np.testing.assert_array_equal(got[0], wanted[0])
             assert got[1:] == wanted[1:]

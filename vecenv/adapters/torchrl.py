@@ -59,7 +59,7 @@ def as_torchrl(
         num_workers: Of worker processes. EnvPool has no processes: there it may stand for ``num_envs``, as in TorchRL's
             ``MultiThreadedEnv``.
         device: Where tensors go.
-        frame_skip: Repeat every action so many times, in each row up to the end of its episode; rewards are summed.
+        frame_skip: Repeat every action that many times, in each row up to the end of its episode; rewards are summed.
         categorical_action_encoding: Discrete spaces (observations too, as in ``GymWrapper``) as integers, not one-hot.
         infos: Names of infos to put into the TensorDict, or ``True`` for all that are numbers; found out by a reset and a
             step. One that TorchRL has a name of its own for, as Atari's ``"reward"``, becomes ``"info_reward"``.
@@ -97,9 +97,10 @@ def as_torchrl(
 class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where TorchRL is not installed)
     """What :func:`as_torchrl` returns.
 
-    The first step resets, if nobody did; after ``close`` the next reset opens it again. A ``"_reset"`` mask without any True
-    does nothing. A row that is over stays as it is and pays 0 until it is reset. ``set_seed(s)`` is of the next reset of all
-    environments, where environment i gets ``s + i``; ``reset(seed=..., options=...)`` says both at once.
+    The first step resets, if nothing was reset yet; after ``close`` the next reset opens it again. A ``"_reset"``
+    mask without any True does nothing. A row that is over stays as it is and pays 0 until it is reset.
+    ``set_seed(s)`` is of the next reset of all environments, where environment i gets ``s + i``; ``reset(seed=...,
+    options=...)`` says both at once.
 
     Attributes:
         vector_env: The vector environment beneath; ``None`` while it is closed.

@@ -254,10 +254,10 @@ class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # ty
         Args:
             timeout: Seconds to wait at most.
             count: How many, 1 to ``num_envs``; ``None``: ``batch_size``.
-            at_least: So many are enough once ``within`` seconds have passed; the others stay in flight. Default 1 where
+            at_least: That many are enough once ``within`` seconds have passed; the others stay in flight. Default 1 where
                 ``within`` is given.
             within: Seconds from the call on; default 0 where ``at_least`` is given: what is there, as soon as it is
-                so many. Where fewer than ``count`` are in flight, it waits for no more than these.
+                that many. Where fewer than ``count`` are in flight, it waits for no more than these.
 
         Returns:
             What ``step`` returns, with ``count`` rows instead of ``num_envs``, all of them fresh arrays.

@@ -96,7 +96,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             program; ``dummy_env=True`` builds it in this process.
         ragged_infos: Info values of one key whose shapes or types differ become an object array, ``None`` where there is
             none. Without it they are an error, or are broadcast, as in Gymnasium.
-        env_threads: So many environments of a worker are inside ``reset`` or ``step`` at the same time, each in a thread:
+        env_threads: Up to that many environments of a worker run at the same time, each in a thread:
             for those that wait, for a service or a robot, and compute little. They must not mind which thread it is, nor
             share what they change. Needs worker processes.
         strict: Float observations that become infinite in the cast to the space's dtype are an

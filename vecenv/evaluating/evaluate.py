@@ -50,7 +50,7 @@ def evaluate(
         policy: ``policy(observations)`` gives an action for each row of ``observations``, which are the rows that are
             ready, from 1 to ``num_envs`` of them. It is also given what it names among its parameters: ``rows``, int
             ``(k,)``, which environments these are; ``begins``, bool ``(k,)``, which of them begin an episode; ``episodes``,
-            int ``(k,)``, the places in the list; ``rngs``, ``k`` of ``numpy.random.Generator``, one an episode; ``infos``,
+            int ``(k,)``, the places in the list; ``rngs``, ``k`` of ``numpy.random.Generator``, one per episode; ``infos``,
             ``k`` dicts; ``state``, see ``initial_state``. Actions may be arrays of numpy, torch or JAX.
         episodes: How many, or a sequence of :class:`vecenv.Episode`.
         seed: An episode without a seed gets this one plus its place in the list; the generators follow from it as well.

@@ -4,7 +4,7 @@
     python examples/ppo.py                                          # CartPole-v1 in worker processes
     python examples/ppo.py Pendulum-v1 --backend envpool            # in EnvPool's threads
     python examples/ppo.py --backend ray --num-hosts 2              # over the hosts of a Ray cluster, or two on this machine
-    python examples/ppo.py --resume runs/one                        # killed, and called again, it goes on where it was
+    python examples/ppo.py --resume run-one                         # killed, and called again, it goes on where it was
     python examples/ppo.py --first-ready                            # the policy acts for one half while the other steps
 
 It trains until the mean return of the last 100 episodes reaches the target, shows a progress bar, and writes the learning

@@ -28,7 +28,10 @@ MISSING = re.compile(
     r"^(?:ModuleNotFoundError: No module named '([\w.]+)'|ImportError: .*vecenv\[([\w-]+)\].*)\s*\Z", re.MULTILINE
 )
 # the module by which an extra is known to be there, where the two have different names
-MODULES = {"jax": "jaxlib", "playground": "mujoco_playground", "multi-agent": "pettingzoo", "sb3": "stable_baselines3"}
+MODULES = {
+    "jax": "jaxlib", "playground": "mujoco_playground", "multi-agent": "pettingzoo", "sb3": "stable_baselines3",
+    "clients": "torchrl",
+}  # fmt: skip
 # what JAX compiles is kept from one run to the next, as in tests/jax/conftest.py
 CACHE = {
     "JAX_COMPILATION_CACHE_DIR": str(Path(tempfile.gettempdir()) / "vecenv-test-jax-cache"),

@@ -30,7 +30,7 @@ def test_bench_prints_json_and_writes_json_and_picture(tmp_path: Path) -> None:
     printed = json.loads(done.stdout)
     assert json.loads((tmp_path / "bench-results" / "CartPole-v1-2.json").read_text()) == printed
     assert (tmp_path / "bench-results" / "CartPole-v1-2.png").read_bytes().startswith(b"\x89PNG")
-    assert "equal SyncVectorEnv over 256 steps" in printed["check"]
+    assert "1 engine equals SyncVectorEnv over 256 steps" in printed["check"]
     by_name = {row["name"]: row for row in printed["rows"]}
     assert list(by_name) == ["workers", "gym-async", "limit"]
     assert by_name["workers"]["ratios"]["gym-async"]["count"] == 2

@@ -55,6 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist puts the groups into effect in a hook of the same name
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out :data:`LEFT_OUT`, unless ``-m`` says what to run; put last what starts threads that stay."""
     sample_parameter([item for item in items if item.path.name in ENGINES_ALTERNATE], "engine")

@@ -31,7 +31,8 @@ def ppo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 BRIEF = ["--steps", "512", "--num-envs", "4", "--rollout", "32", "--epochs", "1", "--episodes", "4"]
 PHYSICS = pytest.param(["--backend", "brax"], marks=[pytest.mark.slow, pytest.mark.timeout(1200)])  # a minute of compiling
-OPTIONS = [["--workers", "2"], ["--workers", "1", "--overlap"], PHYSICS]
+PLAIN = pytest.param(["--workers", "2"], marks=pytest.mark.slow)
+OPTIONS = [PLAIN, ["--workers", "1", "--overlap"], PHYSICS]
 
 
 @pytest.mark.long

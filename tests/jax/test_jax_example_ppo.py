@@ -114,6 +114,7 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_the_program_learns_and_draws_its_curve(ppo: ModuleType, tmp_path: Path) -> None:
     done = run("CartPole-v1", "--target", "60", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]

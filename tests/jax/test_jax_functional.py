@@ -179,7 +179,7 @@ def test_pooled_episodes_begin_in_one_of_so_many_ways(counters: Any) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("reset", ["fresh", "cached", "pool"])
+@pytest.mark.parametrize("reset", [*(pytest.param(reset, marks=pytest.mark.slow) for reset in ("fresh", "cached")), "pool"])
 def test_a_rows_stream_depends_neither_on_their_number_nor_on_the_others(reset: str) -> None:
     few = FunctionalVectorEnv(Counter(), 3, reset=reset)
     many = FunctionalVectorEnv(Counter(), 20, reset=reset)
@@ -269,7 +269,7 @@ def test_micro_batches_give_the_same() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("shape", [(), (2, 3), (1, 2, 3)])
+@pytest.mark.parametrize("shape", [*(pytest.param(shape, marks=pytest.mark.slow) for shape in ((), (1, 2, 3))), (2, 3)])
 def test_batches_of_any_shape(shape: tuple[int, ...]) -> None:
     env = FunctionalVectorEnv(Counter(), shape)
     flat = FunctionalVectorEnv(Counter(), int(np.prod(shape)))

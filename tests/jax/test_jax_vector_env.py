@@ -108,10 +108,8 @@ def test_small_environments_equal_sync_vector_env(env: Any, mode: AutoresetMode)
     assert_equals_sync(adapt(env), None, 60, mode)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=[] if mode is AutoresetMode.NEXT_STEP else [pytest.mark.slow]) for mode in MODES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
 def test_inverted_pendulum_equals_sync_vector_env(pendulum: Any, mode: AutoresetMode) -> None:
     assert_equals_sync(pendulum, 20, 60, mode)
 

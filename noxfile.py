@@ -10,7 +10,9 @@ nox.options.reuse_existing_virtualenvs = True
 TORCH = "torch==2.13.0"  # one version, so that an index with its CPU build can be named
 RLLIB = ("tests/clients/test_client_rllib.py",)
 GYMNAX = ("tests/jax/test_jax_vector_env.py", "tests/jax/test_jax_adapt.py", "-k", "gymnax", "-m", "slow or not slow")
-TOOLS = ("pytest>=8,<9.2", "pytest-timeout>=2.3", "pytest-repeat>=0.9", "pytest-xdist>=3.7", "hypothesis>=6.100", "psutil>=5.9")
+TOOLS = (
+    "pytest>=8,<9.2", "pytest-timeout>=2.3", "pytest-repeat>=0.9", "pytest-xdist>=3.7", "hypothesis>=6.100", "psutil>=5.9",
+)  # fmt: skip
 
 
 @nox.session(python=["3.11", "3.12", "3.13"])

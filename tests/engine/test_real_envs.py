@@ -46,8 +46,14 @@ ENVS: dict[str, Callable[[], gymnasium.Env]] = {
 SLOW_TO_BUILD = {"Ant-v5", "ALE/Pong-v5"}
 
 
-@pytest.mark.parametrize("mode", AutoresetMode)
-@pytest.mark.parametrize("name", ENVS)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        pytest.param(name, mode, marks=pytest.mark.long if name in SLOW_TO_BUILD and mode.value != "SameStep" else ())
+        for name in ENVS
+        for mode in AutoresetMode
+    ],
+)
 def test_trajectories_equal_those_of_sync_vector_env(name: str, mode: AutoresetMode) -> None:
     fns = [ENVS[name]] * 3
     oracle = SyncVectorEnv(fns, autoreset_mode=mode)

@@ -646,9 +646,10 @@ def play(machine: type[Calm], examples: int, moves: int) -> None:
 
 
 @pytest.mark.timeout(600, method="signal")
-def test_any_order() -> None:
+@pytest.mark.parametrize("runs", [5, pytest.param(20, marks=pytest.mark.long)])
+def test_any_order(runs: int) -> None:
     """Few runs, with all that can happen in them."""
-    play(Machine, 12, 50)
+    play(Machine, runs, 50)
 
 
 @pytest.mark.timeout(600, method="signal")

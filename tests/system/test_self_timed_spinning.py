@@ -145,6 +145,7 @@ def rivals() -> Iterator[Callable[[int], None]]:
         one.wait()
 
 
+@pytest.mark.long
 def test_an_engine_rests_while_others_want_all_cores(untold: None, rivals: Callable[[int], None]) -> None:
     envs = vecenv.AsyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2, num_workers=1, use_caller=True, context="fork")
     try:

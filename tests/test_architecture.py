@@ -16,7 +16,7 @@ FLOORS = (
     ("vecenv", "__main__"), ("tools",), ("adapters", "torch"), ("make", "instead", "ids"), ("wrappers",), ("evaluating",),
     ("multi_agent",),
     ("backends",), ("jax.rollouts",), ("jax.bridging",), ("jax.native",), ("jax",), ("engine",), ("planning",), ("worker",),
-    ("link",), ("testing", "state"), ("front",), ("shm",), ("system",), ("errors", "_version"),
+    ("link",), ("testing",), ("state",), ("front",), ("shm",), ("system",), ("errors", "comparing", "_version"),
 )  # fmt: skip
 """From the roof to the ground."""
 

@@ -241,12 +241,16 @@ def count_of(count: Any, batch_size: int, num_envs: int) -> int:
     """
     if count is None:
         return batch_size
+    return _rows_within("count", count, num_envs, f"num_envs={num_envs},")
+
+
+def _rows_within(name: str, value: Any, most: int, words: str) -> int:
     try:
-        number = operator.index(count)
+        number = operator.index(value)
     except TypeError:
-        raise TypeError(f"count must be an integer or None, got {type(count).__name__}") from None
-    if not 1 <= number <= num_envs:
-        raise ValueError(f"count must be from 1 to num_envs={num_envs}, got {number}")
+        raise TypeError(f"{name} must be an integer or None, got {type(value).__name__}") from None
+    if not 1 <= number <= most:
+        raise ValueError(f"{name} must be from 1 to {words} got {number}")
     return number
 
 
@@ -266,10 +270,4 @@ def least_of(at_least: Any, within: Any, count: int) -> tuple[int, float]:
     moment = math.inf if seconds is None else time.monotonic() + seconds
     if at_least is None:
         return 1, moment
-    try:
-        number = operator.index(at_least)
-    except TypeError:
-        raise TypeError(f"at_least must be an integer or None, got {type(at_least).__name__}") from None
-    if not 1 <= number <= count:
-        raise ValueError(f"at_least must be from 1 to the count of rows, which is {count}; got {number}")
-    return number, moment
+    return _rows_within("at_least", at_least, count, f"the count of rows, which is {count};"), moment

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from vecenv.backends.envpool.task import Task, quietly, spaces_of
+from vecenv.backends.envpool.task import Task, quietly, said_by
 
 __all__ = ["Existing", "seeds_within"]
 
@@ -34,7 +34,6 @@ class Existing(Task):
             raise TypeError(f"a pool that envpool.make() built is wanted, got {pool!r}")
         config = dict(zip(spec._config_keys, spec._config_values, strict=True))
         kind, pool_kind = type(spec), type(pool)
-        observations, actions = spaces_of(spec)
 
         def make(changed: dict[str, Any]) -> Any:
             return pool_kind(kind(tuple({**config, **changed}.values())))
@@ -44,14 +43,8 @@ class Existing(Task):
             family=pool_kind.__module__,
             pool_config=config,
             config=config,
-            state_keys=tuple(spec._state_keys),
-            state_specs=dict(spec.state_array_spec),
-            action_keys=tuple(spec._action_keys),
-            action_dtypes=tuple(array[0] for array in spec._action_spec),
-            observation_space=observations,
-            action_space=actions,
             limit=None,
-            max_num_players=int(config.get("max_num_players", 1)),
+            **said_by(spec, config),
             env_spec=None,
             make=make,
             given=[pool],

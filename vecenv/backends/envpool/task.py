@@ -24,7 +24,7 @@ from gymnasium.error import UnregisteredEnv
 from vecenv.backends.envpool import trial
 from vecenv.backends.envpool.options import check_env_config
 
-__all__ = ["NO_LIMIT", "Task", "family_of", "import_envpool", "quietly", "spaces_of", "task_ids"]
+__all__ = ["NO_LIMIT", "Task", "family_of", "import_envpool", "quietly", "said_by", "task_ids"]
 
 NO_LIMIT = 2**31 - 1
 """The ``max_episode_steps`` that EnvPool never reaches."""
@@ -187,20 +187,13 @@ class Task:
                     f"rewards may depend on the limit; it is offered for {', '.join(sorted(_LIMIT_FREE))}"
                 )
             own_limit, config["max_episode_steps"] = limit, NO_LIMIT
-        observations, actions = spaces_of(spec)
         return cls(
             id=task_id,
             family=family,
             pool_config=config,
             config=completed,
-            state_keys=tuple(spec._state_keys),
-            state_specs=dict(spec.state_array_spec),
-            action_keys=tuple(spec._action_keys),
-            action_dtypes=tuple(array[0] for array in spec._action_spec),
-            observation_space=observations,
-            action_space=actions,
             limit=own_limit,
-            max_num_players=int(completed.get("max_num_players", 1)),
+            **said_by(spec, completed),
             env_spec=_gymnasium_spec(task_id, limit, completed.get("reward_threshold"), env_config),
         )
 
@@ -213,9 +206,17 @@ class Task:
         return quietly(lambda: import_envpool().make_gymnasium(self.id, seed=seeds, **self.pool_config))
 
 
-def spaces_of(spec: Any) -> tuple[gymnasium.Space[Any], gymnasium.Space[Any]]:
-    """Observation and action space of one environment, with bounds repaired, of a pool's specification."""
-    return _repaired(quietly(lambda: spec.observation_space)), _action_space(quietly(lambda: spec.action_space))
+def said_by(spec: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a pool's specification, of this configuration, says of a :class:`Task`; bounds of spaces are repaired."""
+    return {
+        "state_keys": tuple(spec._state_keys),
+        "state_specs": dict(spec.state_array_spec),
+        "action_keys": tuple(spec._action_keys),
+        "action_dtypes": tuple(array[0] for array in spec._action_spec),
+        "observation_space": _repaired(quietly(lambda: spec.observation_space)),
+        "action_space": _action_space(quietly(lambda: spec.action_space)),
+        "max_num_players": int(config.get("max_num_players", 1)),
+    }
 
 
 def _make_spec(task_id: str, config: Mapping[str, Any], accepted: list[str]) -> Any:

@@ -7,7 +7,7 @@ import copy
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from vecenv.testing.comparing import assert_identical
+from vecenv.comparing import assert_identical
 from vecenv.testing.contract.base import Subject
 
 __all__ = ["AutoresetContract"]

@@ -10,7 +10,7 @@ import pytest
 from gymnasium.error import ClosedEnvironmentError
 from gymnasium.vector.utils import batch_space
 
-from vecenv.testing.comparing import assert_identical, assert_same_steps, reset
+from vecenv.comparing import assert_identical, assert_same_steps, reset
 from vecenv.testing.contract.base import Subject
 
 __all__ = ["RefusalContract"]

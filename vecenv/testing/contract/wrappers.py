@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
 
-from vecenv.testing.comparing import assert_identical
+from vecenv.comparing import assert_identical
 from vecenv.testing.contract.base import Subject
 
 __all__ = ["WrapperContract"]

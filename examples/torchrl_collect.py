@@ -5,7 +5,7 @@
 
 On 2 cores without a GPU it prints:
 
-    20480 steps of 16 environments, 924 episodes, 13782 steps/s
+    20480 steps of 16 environments, 936 episodes, 4622 steps/s
 
 Importing TorchRL makes "spawn" the start method of ``multiprocessing``; vecenv uses "forkserver".
 """

@@ -7,6 +7,7 @@ where it is not set) and prints how many runs and moves there were.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
 import re
@@ -72,6 +73,7 @@ class Row:
         self.env: Counting = setting.kind(index, setting.length)
         self.done = False
         self.last: Any = None
+        self.next_seed: int | None = None  # of the episode that autoreset begins
 
     def reset(self, seed: int | None) -> tuple[Any, ...]:
         self.last, info = self.env.reset(seed=seed)
@@ -80,7 +82,8 @@ class Row:
 
     def step(self, action: Any) -> tuple[Any, ...]:
         if self.done:
-            return self.reset(None)
+            seed, self.next_seed = self.next_seed, None
+            return self.reset(seed)
         answer = self.env.step(action)
         self.last, self.done = answer[0], answer[2]
         return answer
@@ -109,6 +112,7 @@ class Model:
     Attributes:
         owed: Kind of the call whose answer is owed, and what checks the answer.
         flying: Rows that were sent and not received, and what they must say.
+        kept: What was saved last, how it is loaded, and the rows as they were.
         armed: Falls into the next call.
     """
 
@@ -119,6 +123,7 @@ class Model:
         self.log: list[object] = [name]
         self.tick = 0
         self.envs: Any = None
+        self.kept: list[tuple[bool, Any, list[Row]]] = []
         self.open()
 
     def open(self) -> None:
@@ -153,13 +158,19 @@ class Model:
         seed = self.seed()
         for _ in range(COUNT + 1):
             try:
-                observations, _ = self.envs.reset(seed=seed)
+                self.envs.reset(seed=seed)
                 break
             except WorkerDied:
                 continue  # one more of which nobody knew
+        # one that was loaded from another row says so until it is built anew
+        self.envs.set_attr("index", list(range(COUNT)))
+        observations, _ = self.envs.reset(seed=seed)
         for index, row in enumerate(self.rows):
+            row.env.index = index
             wanted = row.reset(seed + index)[0]
             assert np.array_equal(observations[index], wanted), f"after reset() env {index} says {observations[index]}"
+            row.next_seed = None
+        self.envs.set_next_options()  # an environment that failed has forgotten them, and the others have not
         self.owed = None
         self.flying = {}
 
@@ -328,6 +339,12 @@ class Model:
             answer = self.until_done(lambda: envs.set_attr("mark", marks), envs.call_wait, "call")
             assert answer in (None, (None,) * COUNT)
             assert envs.get_attr("mark") == tuple(marks)
+        elif name == "set_next_options":
+            seeds = [None if (self.tick + index) % 3 == 0 else self.seed() for index in range(COUNT)]
+            for row, seed in zip(self.rows, seeds, strict=True):
+                row.next_seed = seed
+            answer = self.until_done(lambda: envs.set_next_options(seed=seeds), envs.call_wait, "call")
+            assert answer in (None, (None,) * COUNT)
         elif name == "exec_func":
             wanted = tuple(tell(env, word) if index in (0, 3) else None for index, env in enumerate(plain))
             if begin_only:
@@ -342,6 +359,26 @@ class Model:
                 self.owed = "call", same(wanted)
             else:
                 same(wanted)(self.until_done(lambda: envs.call("tell", word), envs.call_wait, "call"))
+
+    def save(self, whole: bool) -> None:
+        """Keep the state of all rows; for a while, as more than one may be gone back to."""
+        found = self.until_done(self.envs.state_dict if whole else self.envs.save, self.envs.call_wait, "call")
+        self.kept = [*self.kept[-2:], (whole, found, copy.deepcopy(self.rows))]
+
+    def load(self, which: int, ids: list[int]) -> None:
+        """Some rows, or all of them, go on from what was kept, each from its own or all from one."""
+        whole, kept, then = self.kept[which % len(self.kept)]
+        if whole:
+            ids, load = list(range(COUNT)), lambda: self.envs.load_state_dict(kept)
+        elif len(ids) == COUNT:
+            load = lambda: self.envs.load([kept[index] for index in ids], ids)  # noqa: E731
+        else:
+            then = [then[ids[0]]] * COUNT
+            load = lambda: self.envs.load(kept[ids[0]], ids)  # noqa: E731
+        observations = self.until_done(load, self.envs.call_wait, "call")
+        for at, index in enumerate(ids):
+            self.rows[index] = copy.deepcopy(then[index])
+            assert np.array_equal(observations[at], then[index].last), f"env {index} was loaded and says {observations[at]}"
 
     def send(self, ids: list[int], numbers: list[int]) -> None:
         actions, before = self.actions(numbers), in_flight(self.envs)
@@ -423,22 +460,36 @@ class Model:
                 self.envs.call("tell", "x")
         self.recover()
 
-    def die_at_work(self, which: int) -> None:
-        """A worker is killed while a step is under way: it had answered, or it is told."""
+    def abandon(self, which: int) -> None:
+        """Nobody waits for it any longer; it may be interrupted, and is said again."""
+        while True:
+            returned = False
+            with self.interruption():
+                self.envs.abandon([which])
+                returned = True
+            if returned:
+                return
+
+    def die_at_work(self, which: int, abandoned: bool) -> None:
+        """A worker is killed while a step is under way, or nobody waits for it: it had answered, or it is told."""
         self.recover()
         pids = self.worker_pids()
         wanted = [row.step(self.action_of(1)) for row in self.rows]
         self.envs.step_async(self.actions([1] * COUNT))
-        os.kill(pids[which % len(pids)], signal.SIGKILL)
+        victim = which % len(pids)
+        if abandoned:
+            self.abandon(victim * (COUNT // len(pids)))
+        else:
+            os.kill(pids[victim], signal.SIGKILL)
         try:
-            answer = self.envs.step_wait()
+            answer = self.until_done(self.envs.step_wait, self.envs.step_wait, "step")
         except WorkerDied:
             assert not self.restart
         else:
             lost = set(np.flatnonzero(answer[4].get("_restarted", np.zeros(COUNT, bool))).tolist())
             assert self.restart or not lost
             self.restarted(answer, wanted, lost)
-        assert not remaining([pids[which % len(pids)]], PATIENCE)
+        assert abandoned or not remaining([pids[victim]], PATIENCE)
         self.recover()
 
     def stop_and_go(self, which: int, numbers: list[int]) -> None:
@@ -458,7 +509,12 @@ class Model:
         """Calls out of order are refused, and change nothing."""
         envs = self.envs
         if self.owed is not None:
-            for call in (lambda: envs.step_async(self.actions([1] * COUNT)), lambda: envs.get_attr("marks")):
+            for call in (
+                lambda: envs.step_async(self.actions([1] * COUNT)),
+                lambda: envs.get_attr("marks"),
+                envs.save,
+                envs.set_next_options,
+            ):
                 with pytest.raises(AlreadyPendingCallError):
                     call()
         else:
@@ -549,10 +605,20 @@ class Calm(RuleBasedStateMachine):
     def wait(self, timeout: float | None) -> None:
         self.move(f"wait({timeout})", lambda: self.model.wait(timeout))
 
-    @rule(name=st.sampled_from(["call", "get_attr", "set_attr", "exec_func"]), begin_only=st.booleans())
+    @rule(name=st.sampled_from(["call", "get_attr", "set_attr", "set_next_options", "exec_func"]), begin_only=st.booleans())
     @when(idle)
     def call(self, name: str, begin_only: bool) -> None:
         self.move(f"{name}({begin_only})", lambda: self.model.call(name, begin_only))
+
+    @rule(whole=st.booleans())
+    @when(idle)
+    def save(self, whole: bool) -> None:
+        self.move(f"save({whole})", lambda: self.model.save(whole))
+
+    @rule(which=st.integers(0, 2), chosen=st.permutations(range(COUNT)), many=st.integers(1, COUNT))
+    @when(lambda self: idle(self) and self.model.kept)
+    def load(self, which: int, chosen: list[int], many: int) -> None:
+        self.move(f"load({which}, {chosen[:many]})", lambda: self.model.load(which, chosen[:many]))
 
     @rule(chosen=st.permutations(range(COUNT)), many=st.integers(1, COUNT), numbers=NUMBERS)
     @when(lambda self: self.model.owed is None and len(self.model.flying) < COUNT)
@@ -578,7 +644,12 @@ class Calm(RuleBasedStateMachine):
     @rule(which=st.integers(0, COUNT - 1))
     @when(lambda self: idle(self) and not self.model.armed and not self.model.setting.local)
     def a_worker_is_killed_at_work(self, which: int) -> None:
-        self.move(f"kill {which} at work", lambda: self.model.die_at_work(which))
+        self.move(f"kill {which} at work", lambda: self.model.die_at_work(which, abandoned=False))
+
+    @rule(which=st.integers(0, COUNT - 1))
+    @when(lambda self: idle(self) and not self.model.setting.local)
+    def a_worker_is_abandoned(self, which: int) -> None:
+        self.move(f"abandon the worker {which}", lambda: self.model.die_at_work(which, abandoned=True))
 
     @rule(which=st.integers(0, COUNT - 1), numbers=NUMBERS)
     @when(lambda self: idle(self) and not self.model.setting.local)

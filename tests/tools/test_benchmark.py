@@ -19,6 +19,7 @@ from gymnasium.vector import SyncVectorEnv
 from bench import micro
 from vecenv.tools import benchmark
 from vecenv.tools.benchmark import BarePipes, Candidate, Report, Row, Sample, Stream, Summary, VectorRunner
+from vecenv.tools.benchmark.compare import _lock_step as lock_step
 from vecenv.tools.benchmark.runners import digest
 
 CARTPOLE = partial(benchmark.make_env, "CartPole-v1")
@@ -86,6 +87,50 @@ def test_bare_loop_resets_where_an_episode_has_ended_and_counts_it() -> None:
     units = loop._step()
     assert units == 64
     assert loop.envs[0].resets == 1 + units // 2 // 4  # three steps and a reset, over and over
+
+
+class Computing(CountingEnv):
+    """Resets take 10 ms."""
+
+    def reset(self, **options: Any) -> Any:
+        until = time.thread_time() + 0.01
+        while time.thread_time() < until:
+            pass
+        return super().reset(**options)
+
+
+class Sleeping(CountingEnv):
+    def reset(self, **options: Any) -> Any:
+        time.sleep(0.01)
+        return super().reset(**options)
+
+
+@pytest.mark.parametrize("kind", [Computing, Sleeping])
+def test_turns_are_measured_from_the_seeds_on(kind: type[CountingEnv]) -> None:
+    loop = benchmark.BareLoop(kind, 0, 1, 1)
+    loop._step()
+    turns = loop.turns(0.2)
+    assert len(turns) > 7
+    assert all(took > 0.009 for took in turns[3::4])  # three steps and a reset, over and over
+    assert min(turns) < 0.009
+
+
+def test_lock_step_reaches_what_the_longest_share_of_each_turn_leaves() -> None:
+    class Limit:
+        usable = True
+
+        def __init__(self, *shares: list[float]) -> None:
+            self.shares = shares
+            self.candidate = replace(benchmark.limit_candidate(CARTPOLE, 2, 2), builds=(print,) * len(shares))
+
+        def ask(self, method: str, seconds: float) -> list[list[float]]:
+            assert method == "turns"
+            return list(self.shares)
+
+    assert lock_step([Limit([1.0, 3.0, 9.0], [3.0, 1.0])], 1.0) == pytest.approx(2 / 3)  # type: ignore[list-item]
+    assert lock_step([Limit([1.0, 3.0], [1.0, 3.0])], 1.0) == 1.0  # type: ignore[list-item]
+    assert lock_step([Limit([1.0, 3.0])], 1.0) is None  # type: ignore[list-item]
+    assert lock_step([Limit([1.0], [])], 1.0) is None  # type: ignore[list-item]
 
 
 def test_limit_uses_no_more_processes_than_environments_and_each_once() -> None:

@@ -24,6 +24,7 @@ from vecenv.tools.benchmark.runners import SEED, EnvFn, Stream, first_difference
 
 CHECK_STEPS = 256
 CHECK_SECONDS = 1.5
+LOCK_STEP_SECONDS = 1.0
 BASELINES = ("gym-async", "limit")
 
 
@@ -109,7 +110,12 @@ def ratio(row: Row, baseline: Row) -> Summary | None:
 
 @dataclass
 class Report:
-    """The outcome of one comparison."""
+    """The outcome of one comparison.
+
+    Attributes:
+        lock_step: How much of the limit an engine can reach that waits for all environments in each step and costs
+            nothing itself; ``None`` with one process, or where it was not measured.
+    """
 
     env: str
     num_envs: int
@@ -119,6 +125,7 @@ class Report:
     machine: dict[str, Any]
     rows: list[Row]
     unit: str = "steps/s"
+    lock_step: float | None = None
 
     def row(self, name: str) -> Row | None:
         return next((row for row in self.rows if row.name == name), None)
@@ -172,6 +179,19 @@ def _check(lives: list[Live], wanted: Stream, env_fn: EnvFn, num_envs: int, prog
     return f"{equal} SyncVectorEnv over {steps} steps of {num_envs} environments, bit for bit"
 
 
+def _lock_step(lives: list[Live], seconds: float) -> float | None:
+    """What waiting for the slowest share costs: the mean of the shares' turns over the mean of the longest of each turn."""
+    limit = next((live for live in lives if live.candidate.name == "limit" and live.usable), None)
+    if limit is None or len(limit.candidate.builds) < 2:
+        return None
+    shares = limit.ask("turns", seconds)
+    turns = min(map(len, shares), default=0)
+    if not turns:
+        return None
+    took = np.array([share[:turns] for share in shares])
+    return float(took.mean() / took.max(axis=0).mean())
+
+
 def compare(
     env: str,
     env_fn: EnvFn,
@@ -223,6 +243,7 @@ def compare(
                     progress(f"round {turn + 1} of {repeats}", turn * len(lives) + i, repeats * len(lives))
                 rates[live.candidate.name].append(live.rate(seconds))
                 live.rest()
+        bound = _lock_step(lives, min(seconds, LOCK_STEP_SECONDS))
         if inspect_live:
             for live in lives:
                 live.rate(min(seconds, WARM_UP))
@@ -240,4 +261,4 @@ def compare(
             )
             for live in lives
         ]
-    return Report(env, num_envs, seconds, repeats, verdict, about, rows, unit)
+    return Report(env, num_envs, seconds, repeats, verdict, about, rows, unit, bound)

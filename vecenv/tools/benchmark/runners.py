@@ -21,6 +21,8 @@ import gymnasium
 import numpy as np
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
+from vecenv.system.cores import seconds_waited
+
 EnvFn = Callable[[], gymnasium.Env[Any, Any]]
 
 SEED = 20_240_917
@@ -263,6 +265,7 @@ class BareLoop:
         batched = batch_space(space, num_envs)
         batches = [list(iterate(batched, batch)) for batch in sample_actions(space, num_envs)]
         self._next = itertools.cycle([rows[first : first + count] for rows in batches]).__next__
+        self._first = first
         self._passes = passes or max(1, 64 // count)
         self._done = [False] * count
         for i, env in enumerate(self.envs):
@@ -285,6 +288,26 @@ class BareLoop:
 
     def run(self, seconds: float) -> Sample:
         return run_for(self._step, seconds)
+
+    def turns(self, seconds: float) -> list[float]:
+        """From the seeds on, what each turn over its environments takes, in seconds.
+
+        Of the processor, which other programs do not lengthen; of the clock where turns wait for something.
+        """
+        for i, env in enumerate(self.envs):
+            env.reset(seed=SEED + self._first + i)
+        self._done = [False] * len(self.envs)
+        passes, self._passes = self._passes, 1
+        queued, end = seconds_waited(), time.perf_counter() + seconds
+        ran, lasted = [time.thread_time()], [time.perf_counter()]
+        while lasted[-1] < end:
+            self._step()
+            ran.append(time.thread_time())
+            lasted.append(time.perf_counter())
+        self._passes = passes
+        queued = (seconds_waited() or 0.0) - (queued or 0.0)
+        asleep = lasted[-1] - lasted[0] - (ran[-1] - ran[0]) - queued
+        return [float(took) for took in np.diff(lasted if asleep > (ran[-1] - ran[0]) / 10 else ran)]
 
     def close(self) -> None:
         for env in self.envs:

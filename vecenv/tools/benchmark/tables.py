@@ -81,6 +81,11 @@ def print_report(report: Report) -> None:
         table.add_row(row.label, *_cells(report, row, console.width), style="bold" if row.kind == "vecenv" else None)
     console.print(f"Trajectories: {report.check}.")
     console.print(table)
+    if report.lock_step is not None:
+        console.print(
+            f"A step that waits for all workers can reach {report.lock_step:.2f} of the limit: what a row is "
+            "below that, its engine costs."
+        )
     auto = report.row("auto")
     if auto and auto.description:
         console.print(f"auto chose {auto.description}", markup=False)

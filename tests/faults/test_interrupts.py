@@ -170,10 +170,13 @@ def test_before_any_bytecode(setting: str, call: str) -> None:
 # --- first-ready batches ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("which", ["send", "recv", "recv at least", "reset_async", "recv of a reset"])
+@pytest.mark.parametrize("which", ["send", "recv", "recv of the rest", "recv at least", "reset_async", "recv of a reset"])
 @pytest.mark.parametrize(
     ("setting", "every"),
-    [("two of four", EVERY), *(pytest.param(name, 1, marks=slow, id=f"all-{name}") for name in FIRST_READY)],
+    [
+        ("two of four", EVERY), ("in process", EVERY),
+        *(pytest.param(name, 1, marks=slow, id=f"all-{name}") for name in FIRST_READY),
+    ],
 )
 def test_rows_are_sent_all_or_none_and_each_comes_once(setting: str, which: str, every: int) -> None:
     stream = Stream(FIRST_READY[setting])

@@ -346,6 +346,12 @@ class Owed:
             self.landed.setdefault((seq, index), flight)
         flight.answers.setdefault(index, answer)
 
+    def resume(self) -> None:
+        """The call before was interrupted: an answer that :meth:`land` put into one place only has not come yet."""
+        for (seq, index), flight in list(self.landed.items()):
+            if index not in flight.answers:
+                del self.landed[seq, index]
+
     def lose(self, worker: Worker, death: Death) -> None:
         """A worker died: what it was asked is answered by that. Idempotent."""
         for flight in list(self.flights.values()):

@@ -195,6 +195,7 @@ class WorkerPool:
 
     def resume(self) -> None:
         """The call before was interrupted: bring the table and the pipes into agreement."""
+        self.owed.resume()
         self.telling.behind = True
         for worker in self.processes:
             while worker.channel.raw and worker.receive() and worker.death is None:

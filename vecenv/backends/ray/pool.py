@@ -281,6 +281,7 @@ class HostPool:
 
     def resume(self) -> None:
         """The call before was interrupted: whoever waits sends what was not sent, and asks again for what was not read."""
+        self._table.resume()
 
     def _tell(self) -> None:
         """Send what was not sent, in order."""

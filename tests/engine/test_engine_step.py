@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from envs import ALL_SPACES, VALUE_ENGINES, EchoEnv, ReturningEnv, counters, describe, opened, raises_logged
 from gymnasium import spaces
-from gymnasium.error import ResetNeeded
+from gymnasium.error import CustomSpaceError, ResetNeeded
 from gymnasium.vector.utils import batch_space, iterate
 
 engines = pytest.mark.parametrize("engine", VALUE_ENGINES.values(), ids=list(VALUE_ENGINES))
@@ -116,6 +116,29 @@ def test_a_generator_of_actions_works(engine: dict[str, Any]) -> None:
     with opened([echo(spaces.Discrete(5))] * 2, **engine) as envs:
         envs.reset(seed=1)
         assert envs.step(number for number in (3, 4))[4]["action"].tolist() == [describe(3), describe(4)]
+
+
+class Hurried:
+    """Words whose first look is interrupted by a time limit."""
+
+    limit: Exception | None = TimeoutError("time is up")
+
+    def __iter__(self) -> Any:
+        if self.limit is not None:
+            self.limit, limit = None, self.limit
+            raise limit
+        return iter(["ab", "c"])
+
+
+def test_what_a_signal_handler_raises_among_words_is_not_told_as_gymnasiums_own() -> None:
+    words = Hurried()
+    with opened([echo(spaces.Text(3))] * 2, num_workers=0) as envs:
+        envs.reset(seed=1)
+        with pytest.raises(TimeoutError, match="time is up"):
+            envs.step(words)
+        assert envs.step(words)[4]["action"].tolist() == [describe("ab"), describe("c")]
+        with pytest.raises(CustomSpaceError, match="not iterable"):
+            envs.step(object())
 
 
 @engines

@@ -166,7 +166,8 @@ def make_call(name: str, setting: Setting, tick: int) -> Call:
             functools.partial(shown, setting),
         )  # fmt: skip
     if name == "load":
-        kept = [snapshot_of(env_fn(), 1000 * tick + row, tick % 4) for row, env_fn in enumerate(setting.env_fns())]
+        ends = setting.options.get("autoreset_mode") != "SameStep"  # where the next step begins an episode, it may be due
+        kept = [snapshot_of(env_fn(), 1000 * tick + row, tick % 4, ends) for row, env_fn in enumerate(setting.env_fns())]
 
         def filled(same: SyncVectorEnv) -> Any:
             for row, snapshot in enumerate(kept):
@@ -217,11 +218,11 @@ def shown(setting: Setting, snapshots: Sequence[Snapshot]) -> list[Any]:
     return seen
 
 
-def snapshot_of(env: Any, seed: int, steps: int) -> Snapshot:
+def snapshot_of(env: Any, seed: int, steps: int, ends: bool) -> Snapshot:
     """A state that none of the rows was ever in."""
     env.reset(seed=seed)
     env.steps = steps
-    return Snapshot.of(kind_of(env), captured(env), pending=steps == 3, observation=env.observe())
+    return Snapshot.of(kind_of(env), captured(env), pending=ends and steps == 3, observation=env.observe())
 
 
 # --- what is there ------------------------------------------------------------------------------

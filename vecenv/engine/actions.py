@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 from gymnasium import Space, spaces
+from gymnasium.error import CustomSpaceError
 from gymnasium.vector.utils import batch_space, iterate
 
 from vecenv.shm import Tree
@@ -79,7 +80,12 @@ class ActionStage:
         if space is None:
             space = self._spaces[count] = batch_space(self._single_space, count)
         _check_counts(self._single_space, space, actions, count, "actions")
-        items = list(iterate(space, actions))
+        try:
+            items = list(iterate(space, actions))
+        except CustomSpaceError as error:  # Gymnasium makes one of whatever is raised, a signal handler's exception as well
+            if error.__cause__ is None or isinstance(error.__cause__, TypeError):
+                raise
+            raise error.__cause__  # noqa: B904 - it is the one that was raised
         if len(items) != count:
             raise ValueError(f"got {len(items)} actions for {count} environments; nothing was sent")
         return items

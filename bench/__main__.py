@@ -10,8 +10,9 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from bench import goals, micro, plots, programs, suites, tables, waits
+from bench import goals, micro, plots, programs, suites, tables, train, waits
 from bench.programs import PROGRAMS
+from bench.train import TRAININGS
 from bench.waits import WAITS
 from bench.workloads import WORKLOADS
 from vecenv.system.cores import usable_cores
@@ -76,6 +77,12 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--engines", type=_names, help="only these rows (default: all)")
     command.set_defaults(run=_episodes)
 
+    command = commands.add_parser("train", parents=[pace], help="whole trainings: frames per second, where time goes")
+    command.add_argument("--workloads", type=_names, default=list(TRAININGS), help="separated by commas (default: all)")
+    command.add_argument("--num-envs", type=int, default=16)
+    command.add_argument("--engines", type=_names, help="only these rows (default: all)")
+    command.set_defaults(run=_train)
+
     command = commands.add_parser("busy", parents=[pace], help="with and without spinning, quiet and disturbed")
     command.add_argument("--workload", default="CartPole-v1", choices=WORKLOADS)
     command.add_argument("--num-envs", type=int, default=64)
@@ -121,6 +128,8 @@ def _list(arguments: argparse.Namespace, pace: suites.Pace) -> None:
         print(f"workload {workload.name:12} {workload.text}")
     for workload in WAITS.values():
         print(f"waits    {workload.name:12} {workload.text}")
+    for workload in TRAININGS.values():
+        print(f"train    {workload.name:12} {workload.text}")
     print("micro   ", ", ".join(MICRO))
     print("goals   ", ", ".join(goals.PARTS))
     for name, program in PROGRAMS.items():
@@ -196,6 +205,18 @@ def _episodes(arguments: argparse.Namespace, pace: suites.Pace) -> None:
     _show(arguments, [waits.episodes(arguments.num_envs, pace, arguments.engines)], "episodes")
 
 
+def _train(arguments: argparse.Namespace, pace: suites.Pace) -> None:
+    suites.raise_descriptor_limit()
+    reports = []
+    for name in arguments.workloads:
+        report, shares = train.train(name, arguments.num_envs, arguments.workers, pace, arguments.engines)
+        train.draw_shares(report, shares, arguments.out / f"train-{name}-shares.png")
+        reports.append(report)
+        for row, parts in {} if arguments.json else shares.items():
+            print(f"{name}, {row}: " + ", ".join(f"{part} {share:.0%}" for part, share in parts.items()))
+    _show(arguments, reports, "train")
+
+
 def _goals(arguments: argparse.Namespace, pace: suites.Pace) -> None:
     settings = goals.Settings(arguments.workers, pace, arguments.quick)
     for part in arguments.parts or goals.PARTS:
@@ -214,8 +235,8 @@ def main() -> int:
     parser = _parser()
     arguments = parser.parse_args()
     lists = {
-        "compare": list(WORKLOADS), "waits": list(WAITS), "micro": list(MICRO), "goals": list(goals.PARTS),
-        "programs": list(PROGRAMS),
+        "compare": list(WORKLOADS), "waits": list(WAITS), "train": list(TRAININGS), "micro": list(MICRO),
+        "goals": list(goals.PARTS), "programs": list(PROGRAMS),
     }  # fmt: skip
     known = lists.get(arguments.command, [])
     chosen = [getattr(arguments, name, None) for name in ("parts", "workloads", "names")]

@@ -37,7 +37,7 @@ from vecenv.tools.benchmark import (
     vecenv_candidate,
 )
 
-__all__ = ["WAITS", "episodes", "waits"]
+__all__ = ["WAITS", "episodes", "sb3_envs", "torchrl_pool", "waits"]
 
 
 class WaitingEnv(gymnasium.Env[np.ndarray, np.int64]):
@@ -119,21 +119,24 @@ def _engine(env_fn: EnvFn, num_envs: int, **options: Any) -> Any:
     return vecenv.AsyncVectorEnv([env_fn] * num_envs, **options)
 
 
+def torchrl_pool(env_fn: EnvFn, num_envs: int, envs_per_worker: int) -> Any:
+    """TorchRL's ``AsyncEnvPool`` in processes, through shared memory."""
+    try:
+        module, torch = importlib.import_module("torchrl.envs"), importlib.import_module("torch")
+    except ImportError as error:
+        raise Unavailable(f"torchrl is not installed ({error})") from None
+    if not hasattr(module, "AsyncEnvPool"):
+        raise Unavailable("this torchrl has no AsyncEnvPool")
+    torch.set_num_threads(1)
+    make = partial(_gym_wrapper, env_fn)
+    return module.AsyncEnvPool([make] * num_envs, backend="multiprocessing", exchange="shm", envs_per_worker=envs_per_worker)
+
+
 class AsyncEnvPool:
-    """TorchRL's ``AsyncEnvPool`` in processes, through shared memory: whoever is first, half of them at least."""
+    """TorchRL's pool: whoever is first, half of them at least."""
 
     def __init__(self, env_fn: EnvFn, num_envs: int, envs_per_worker: int) -> None:
-        try:
-            module, torch = importlib.import_module("torchrl.envs"), importlib.import_module("torch")
-        except ImportError as error:
-            raise Unavailable(f"torchrl is not installed ({error})") from None
-        if not hasattr(module, "AsyncEnvPool"):
-            raise Unavailable("this torchrl has no AsyncEnvPool")
-        torch.set_num_threads(1)
-        make = partial(_gym_wrapper, env_fn)
-        self.pool = module.AsyncEnvPool(
-            [make] * num_envs, backend="multiprocessing", exchange="shm", envs_per_worker=envs_per_worker
-        )
+        self.pool = torchrl_pool(env_fn, num_envs, envs_per_worker)
         self._half = max(num_envs // 2, 1)
         self.pool.async_reset_send(env_index=list(range(num_envs)))
         self._send(self.pool.async_reset_recv(min_get=num_envs))
@@ -246,7 +249,7 @@ def _in_batches(envs: Any, count: int, seed: int) -> int:
     return useful
 
 
-def _sb3_envs(env_fn: EnvFn, num_envs: int) -> Any:
+def sb3_envs(env_fn: EnvFn, num_envs: int) -> Any:
     try:
         module = importlib.import_module("stable_baselines3.common.vec_env")
     except ImportError as error:
@@ -284,7 +287,7 @@ def episodes(num_envs: int, pace: dict[str, Any], names: Iterable[str] | None = 
             "gym-async", "AsyncVectorEnv, batch after batch",
             partial(gymnasium.vector.AsyncVectorEnv, [env_fn] * num_envs), _in_batches, "gymnasium",
         ),
-        row("sb3", "Stable-Baselines3 evaluate_policy", partial(_sb3_envs, env_fn, num_envs), _by_evaluate_policy, "other"),
+        row("sb3", "Stable-Baselines3 evaluate_policy", partial(sb3_envs, env_fn, num_envs), _by_evaluate_policy, "other"),
     ]  # fmt: skip
     if names is not None:
         rows = [each_row for each_row in rows if each_row.name in set(names)]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from gymnasium.vector import SyncVectorEnv
 
-from bench import micro
+from bench import micro, train
 from vecenv.tools import benchmark
 from vecenv.tools.benchmark import BarePipes, Candidate, Report, Row, Sample, Stream, Summary, VectorRunner
 from vecenv.tools.benchmark.compare import _lock_step as lock_step
@@ -131,6 +131,12 @@ def test_lock_step_reaches_what_the_longest_share_of_each_turn_leaves() -> None:
     assert lock_step([Limit([1.0, 3.0], [1.0, 3.0])], 1.0) == 1.0  # type: ignore[list-item]
     assert lock_step([Limit([1.0, 3.0])], 1.0) is None  # type: ignore[list-item]
     assert lock_step([Limit([1.0], [])], 1.0) is None  # type: ignore[list-item]
+
+
+def test_where_the_time_of_trainings_goes_is_drawn(tmp_path: Path) -> None:
+    report = Report("PPO", 4, 1.0, 2, "", benchmark.machine(), [Row("a", "a", "vecenv", [100.0, 200.0])])
+    train.draw_shares(report, {"a": {"environments": 0.5, "policy": 0.2, "learning": 0.3}}, tmp_path / "shares.png")
+    assert (tmp_path / "shares.png").stat().st_size > 1000
 
 
 def test_limit_uses_no_more_processes_than_environments_and_each_once() -> None:

@@ -1,0 +1,70 @@
+"""The network of :mod:`bench.train`: a small convolution over images, two layers over anything else. Needs flax."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import gymnasium
+import jax
+import jax.numpy as jnp
+import optax
+
+__all__ = ["Policy"]
+
+
+class Choice(NamedTuple):
+    """Over the actions of a Discrete space."""
+
+    logits: jax.Array
+
+    def sample(self, key: jax.Array) -> jax.Array:
+        return jax.random.categorical(key, self.logits)
+
+    def log_prob(self, action: jax.Array) -> jax.Array:
+        return -optax.softmax_cross_entropy_with_integer_labels(self.logits, action)
+
+    def entropy(self) -> jax.Array:
+        return optax.softmax_cross_entropy(self.logits, jax.nn.softmax(self.logits))
+
+
+class Push(NamedTuple):
+    """Normal, with a standard deviation of 1, around the mean for a Box."""
+
+    mean: jax.Array
+
+    def sample(self, key: jax.Array) -> jax.Array:
+        return self.mean + jax.random.normal(key, self.mean.shape)
+
+    def log_prob(self, action: jax.Array) -> jax.Array:
+        return jax.scipy.stats.norm.logpdf(action, self.mean).sum(-1)
+
+    def entropy(self) -> jax.Array:
+        return jnp.full(self.mean.shape[:-1], 0.5 * jnp.log(2 * jnp.pi * jnp.e) * self.mean.shape[-1])
+
+
+class Policy(nn.Module):
+    """``observations [n, ...] -> (distribution of actions, values [n])``."""
+
+    outputs: int
+    discrete: bool
+    images: bool
+
+    @classmethod
+    def for_spaces(cls, observations: gymnasium.Space[Any], actions: gymnasium.Space[Any]) -> Policy:
+        discrete = isinstance(actions, gymnasium.spaces.Discrete)
+        shape = observations.shape or ()
+        return cls(int(actions.n) if discrete else actions.shape[0], discrete, len(shape) == 3 and min(shape[1:]) >= 36)
+
+    @nn.compact
+    def __call__(self, observations: jax.Array) -> tuple[Choice | Push, jax.Array]:
+        x = observations.astype(jnp.float32)
+        if self.images:  # frames come first
+            x = jnp.moveaxis(x, 1, -1) / 255
+            for features, size, stride in ((16, 8, 4), (32, 4, 2)):
+                x = nn.relu(nn.Conv(features, (size, size), (stride, stride), padding="VALID")(x))
+        x = x.reshape(len(x), -1)
+        for width in (256,) if self.images else (64, 64):
+            x = nn.relu(nn.Dense(width)(x)) if self.images else nn.tanh(nn.Dense(width)(x))
+        out, value = nn.Dense(self.outputs)(x), nn.Dense(1)(x)[..., 0]
+        return (Choice(out) if self.discrete else Push(out)), value

@@ -1,0 +1,129 @@
+"""Who steps the environments of :mod:`bench.train`: everybody's engines behind the same two halves of a step."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from bench.waits import torchrl_pool
+from vecenv.tools.benchmark import SEED, EnvFn
+
+__all__ = ["AsyncEnvPool", "Halves", "StableBaselines3", "Stepper"]
+
+
+class Stepper:
+    """A vector environment of Gymnasium's kind, all environments at a time.
+
+    Attributes:
+        batch: How many rows :meth:`recv` gives, at most.
+        restarts: Whether the row after the end of an episode is its reset, which nobody learns from.
+    """
+
+    restarts = True
+
+    def __init__(self, envs: Any, batch: int | None = None) -> None:
+        self.envs, self.num_envs = envs, envs.num_envs
+        self.batch = batch or self.num_envs
+        self.observation_space, self.action_space = envs.single_observation_space, envs.single_action_space
+        self._box = None if isinstance(self.action_space, gymnasium.spaces.Discrete) else self.action_space
+
+    def _fit(self, actions: np.ndarray) -> np.ndarray:
+        return actions if self._box is None else np.clip(actions, self._box.low, self._box.high)
+
+    def reset(self) -> np.ndarray:
+        observations: np.ndarray = self.envs.reset(seed=SEED)[0]
+        return observations
+
+    def send(self, actions: np.ndarray, ids: np.ndarray) -> None:
+        self._actions, self._ids = self._fit(actions), ids
+
+    def recv(self, count: int) -> tuple[np.ndarray, ...]:
+        observations, rewards, terminated, truncated, _ = self.envs.step(self._actions)
+        return self._ids, observations, rewards, terminated, terminated | truncated
+
+    def close(self) -> None:
+        self.envs.close()
+
+    def __str__(self) -> str:
+        return str(self.envs)
+
+
+class Halves(Stepper):
+    """vecenv's first-ready batches: the policy acts for one half while the other steps."""
+
+    def send(self, actions: np.ndarray, ids: np.ndarray) -> None:
+        self.envs.send(self._fit(actions), ids)
+
+    def recv(self, count: int) -> tuple[np.ndarray, ...]:
+        observations, rewards, terminated, truncated, infos = self.envs.recv(count=count)
+        return infos["env_id"], observations, rewards, terminated, terminated | truncated
+
+
+class StableBaselines3(Stepper):
+    """``SubprocVecEnv``, which resets within the step."""
+
+    restarts = False
+
+    def __init__(self, envs: Any) -> None:
+        envs.single_observation_space, envs.single_action_space = envs.observation_space, envs.action_space
+        super().__init__(envs)
+
+    def reset(self) -> np.ndarray:
+        self.envs.seed(SEED)
+        observations: np.ndarray = self.envs.reset()
+        return observations
+
+    def recv(self, count: int) -> tuple[np.ndarray, ...]:
+        observations, rewards, done, infos = self.envs.step(self._actions)
+        late = np.array([info.get("TimeLimit.truncated", False) for info in infos])
+        return self._ids, observations, rewards, done & ~late, done
+
+
+class AsyncEnvPool(Stepper):
+    """TorchRL's ``AsyncEnvPool``: processes, shared memory, whoever is first; resets within the step."""
+
+    restarts = False
+
+    def __init__(self, env_fn: EnvFn, num_envs: int, envs_per_worker: int) -> None:
+        self.pool = torchrl_pool(env_fn, num_envs, envs_per_worker)
+        self.num_envs, self.batch = num_envs, max(num_envs // 2, 1)
+        spaces = env_fn()
+        self.observation_space, self.action_space = spaces.observation_space, spaces.action_space
+        self._box = None if isinstance(self.action_space, gymnasium.spaces.Discrete) else self.action_space
+        spaces.close()
+        self._torch = importlib.import_module("torch")
+        self._roots: dict[int, Any] = {}
+
+    def reset(self) -> np.ndarray:
+        self.pool.async_reset_send(env_index=list(range(self.num_envs)))
+        roots = self.pool.async_reset_recv(min_get=self.num_envs)
+        ids = self._ids_of(roots)
+        observations = roots.get("observation").numpy()
+        found = np.empty_like(observations)
+        found[ids] = observations
+        self._roots = {index: roots[at] for at, index in enumerate(ids.tolist())}
+        return found
+
+    def _ids_of(self, rows: Any) -> np.ndarray:
+        return np.array([int(index) for index in rows.get(self.pool._env_idx_key)])
+
+    def send(self, actions: np.ndarray, ids: np.ndarray) -> None:
+        roots = self._torch.stack([self._roots.pop(index) for index in ids.tolist()])
+        roots.set("action", self._torch.from_numpy(self._fit(actions)))
+        self.pool.async_step_and_maybe_reset_send(roots)
+
+    def recv(self, count: int) -> tuple[np.ndarray, ...]:
+        stepped, roots = self.pool.async_step_and_maybe_reset_recv(min_get=count)
+        ids = self._ids_of(roots)
+        self._roots |= {index: roots[at] for at, index in enumerate(ids.tolist())}
+        rewards, terminated, done = (stepped.get(("next", name)).numpy()[:, 0] for name in ("reward", "terminated", "done"))
+        return ids, roots.get("observation").numpy(), rewards, terminated, done
+
+    def close(self) -> None:
+        self.pool.close()
+
+    def __str__(self) -> str:
+        return f"AsyncEnvPool of {self.num_envs}"

@@ -1,0 +1,366 @@
+"""Whole trainings: frames per second from reset to learned update, by whose engine steps the environments.
+
+``python -m bench train``: proximal policy optimisation with one network and the same updates for every row; what differs is
+only who steps the environments, and whether the policy waits for all of them. The share of the time that goes to the
+environments, the policy and learning is printed and drawn beside the rates. A frame is a step of an environment that is
+learned from: the row of a reset is none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+import vecenv
+from bench.steppers import AsyncEnvPool, Halves, StableBaselines3, Stepper
+from bench.waits import sb3_envs
+from bench.workloads import Workload
+from vecenv.tools.benchmark import SEED, Candidate, EnvFn, Live, Report, Sample, Unavailable, compare, make_env, run_for
+from vecenv.tools.benchmark.plots import new_figure
+
+__all__ = ["TRAININGS", "draw_shares", "train"]
+
+ROLLOUT, EPOCHS, MINIBATCHES = 64, 3, 4
+PARTS = ("environments", "policy", "learning")
+
+
+def _pong() -> gymnasium.Env[Any, Any]:
+    import ale_py
+    from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
+
+    gymnasium.register_envs(ale_py)
+    return FrameStackObservation(AtariPreprocessing(gymnasium.make("ALE/Pong-v5", frameskip=1)), 4)
+
+
+def _minigrid() -> gymnasium.Env[Any, Any]:
+    try:
+        import minigrid
+        from minigrid.wrappers import ImgObsWrapper
+    except ImportError as error:
+        raise Unavailable(f"minigrid is not installed ({error})") from None
+    gymnasium.register_envs(minigrid)
+    return ImgObsWrapper(gymnasium.make("MiniGrid-DoorKey-8x8-v0"))
+
+
+TRAININGS = {
+    workload.name: workload
+    for workload in (
+        Workload("pong", lambda: _pong, "Pong, 84 x 84, four frames"),
+        Workload("ant", lambda: partial(make_env, "Ant-v5"), "Ant-v5"),
+        Workload("minigrid", lambda: _minigrid, "MiniGrid-DoorKey-8x8"),
+    )
+}
+ENVPOOL_IDS = {"pong": ("Pong-v5", {"noop_max": 30}), "ant": ("Ant-v5", {})}
+
+
+# --- the learner --------------------------------------------------------------------------------------------------------
+
+
+class Learner:
+    """One network, and the update of proximal policy optimisation as one compiled function.
+
+    Args:
+        observations: Space of one environment; images are convolved, anything else is flattened.
+        actions: Discrete, or a flat Box.
+    """
+
+    def __init__(self, observations: gymnasium.spaces.Box, actions: gymnasium.Space[Any]) -> None:
+        try:
+            import jax
+            import optax
+
+            from bench.networks import Policy
+        except ImportError as error:
+            raise Unavailable(f"the learner needs jax, flax and optax ({error})") from None
+        self.jax = jax
+        net, self.key = Policy.for_spaces(observations, actions), jax.random.key(SEED)
+        self.params = net.init(jax.random.key(0), np.zeros((1, *observations.shape), observations.dtype))
+        optimizer = optax.adam(2.5e-4)
+        self.state = optimizer.init(self.params)
+
+        def act(params: Any, observation: Any, key: Any) -> tuple[Any, dict[str, Any]]:
+            distribution, value = net.apply(params, observation)
+            action = distribution.sample(key)
+            return action, {"log_prob": distribution.log_prob(action), "value": value}
+
+        def loss(params: Any, rows: dict[str, Any]) -> Any:
+            distribution, value = net.apply(params, rows["observation"])
+            ratio = jax.numpy.exp(distribution.log_prob(rows["action"]) - rows["log_prob"])
+            advantage = rows["advantage"]
+            gain = jax.numpy.minimum(ratio * advantage, jax.numpy.clip(ratio, 0.9, 1.1) * advantage)
+            each = 0.5 * (value - rows["target"]) ** 2 - gain - 0.01 * distribution.entropy()
+            return (each * rows["weight"]).sum() / jax.numpy.maximum(rows["weight"].sum(), 1)
+
+        def advantages(rollout: dict[str, Any], last: Any) -> Any:
+            def back(later: tuple[Any, Any], row: dict[str, Any]) -> tuple[tuple[Any, Any], Any]:
+                value, advantage = later
+                delta = row["reward"] + 0.99 * value * ~row["terminated"] - row["value"]
+                advantage = delta + 0.99 * 0.95 * advantage * ~row["done"]
+                return (row["value"], advantage), advantage
+
+            wanted = {name: rollout[name] for name in ("reward", "terminated", "done", "value")}
+            return jax.lax.scan(back, (last, jax.numpy.zeros_like(last)), wanted, reverse=True)[1]
+
+        @jax.jit
+        def update(params: Any, state: Any, rollout: dict[str, Any], last: Any, key: Any) -> tuple[Any, Any]:
+            advantage = advantages(rollout, net.apply(params, last)[1])
+            rollout = {**rollout, "advantage": advantage, "target": advantage + rollout["value"]}
+            flat = {name: rows.reshape(-1, *rows.shape[2:]) for name, rows in rollout.items()}
+            orders = jax.vmap(lambda k: jax.random.permutation(k, advantage.size))(jax.random.split(key, EPOCHS))
+
+            def minibatch(carry: tuple[Any, Any], ids: Any) -> tuple[tuple[Any, Any], None]:
+                params, state = carry
+                grads = jax.grad(loss)(params, {name: rows[ids] for name, rows in flat.items()})
+                changes, state = optimizer.update(grads, state)
+                return (optax.apply_updates(params, changes), state), None
+
+            return jax.lax.scan(minibatch, (params, state), orders.reshape(EPOCHS * MINIBATCHES, -1))[0]
+
+        self.policy, self._update = act, update
+        self._act = jax.jit(lambda params, observation, key, turn: act(params, observation, jax.random.fold_in(key, turn)))
+        self._turn = 0
+
+    def act(self, observations: np.ndarray, batch: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Actions, and what learning wants to know of them; computed for ``batch`` rows, so that it is compiled once."""
+        self._turn += 1
+        rows = len(observations)
+        if rows < batch:
+            observations = np.resize(observations, (batch, *observations.shape[1:]))
+        found = self.jax.device_get(self._act(self.params, observations, self.key, self._turn))
+        actions, said = self.jax.tree.map(lambda part: part[:rows], found)
+        return actions, said
+
+    def learn(self, rollout: dict[str, Any], last: Any) -> None:
+        """From ``(ROLLOUT, num_envs, ...)`` rows and the observations ``(num_envs, ...)`` that followed."""
+        self.key, key = self.jax.random.split(self.key)
+        self.params, self.state = self._update(self.params, self.state, rollout, last, key)
+        self.jax.block_until_ready(self.params)
+
+
+# --- who steps ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Rows:
+    """A rollout while it is filled, each environment at its own pace."""
+
+    num_envs: int
+    fields: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def put(self, turns: np.ndarray, ids: np.ndarray, **rows: np.ndarray) -> None:
+        for name, value in rows.items():
+            if name not in self.fields:
+                self.fields[name] = np.zeros((ROLLOUT, self.num_envs, *value.shape[1:]), value.dtype)
+            self.fields[name][turns, ids] = value
+
+
+class Training:
+    """Collects a rollout and learns from it, again and again.
+
+    Args:
+        make_stepper: Builds who steps, as :class:`bench.steppers.Stepper`.
+    """
+
+    def __init__(self, make_stepper: Callable[[], Any]) -> None:
+        self.stepper = make_stepper()
+        self.learner = Learner(self.stepper.observation_space, self.stepper.action_space)
+        self.spent = dict.fromkeys(PARTS, 0.0)
+        self.latest: np.ndarray | None = None  # observation of each environment
+        self.warm = False
+
+    def describe(self) -> str:
+        return str(self.stepper)
+
+    def _step(self) -> float:
+        stepper, spent, clock = self.stepper, self.spent, time.perf_counter
+        rows, turns, flying = Rows(stepper.num_envs), np.zeros(stepper.num_envs, np.intp), 0
+        if self.latest is None:
+            self.latest, self.fresh = stepper.reset(), np.zeros(stepper.num_envs, bool)
+        everyone = np.arange(stepper.num_envs)
+        at_hand = [(ids, self.latest[ids]) for ids in np.split(everyone, stepper.num_envs // stepper.batch)]
+        self.latest = np.empty_like(self.latest)
+        while at_hand or flying:
+            before = clock()
+            for ids, observations in at_hand:
+                began = clock()
+                actions, said = self.learner.act(observations, stepper.batch)
+                spent["policy"] += clock() - began
+                before += clock() - began
+                rows.put(turns[ids], ids, observation=observations, action=actions, **said, weight=~self.fresh[ids])
+                stepper.send(actions, ids)
+                flying += len(ids)
+            ids, observations, rewards, terminated, done = stepper.recv(min(stepper.batch, flying))
+            spent["environments"] += clock() - before
+            flying -= len(ids)
+            rows.put(turns[ids], ids, reward=rewards.astype(np.float32), terminated=terminated, done=done)
+            self.fresh[ids] = done & stepper.restarts
+            self.latest[ids] = observations
+            turns[ids] += 1
+            on = turns[ids] < ROLLOUT
+            at_hand = [(ids[on], observations[on])] if on.any() else []
+        before = clock()
+        self.learner.learn(rows.fields, self.latest)
+        spent["learning"] += clock() - before
+        return float(rows.fields["weight"].sum())
+
+    def run(self, seconds: float) -> Sample:
+        if not self.warm:
+            self._step()  # compiles
+            self.warm, self.spent = True, dict.fromkeys(PARTS, 0.0)
+        return run_for(self._step, seconds)
+
+    def shares(self) -> dict[str, float]:
+        whole = sum(self.spent.values()) or 1.0
+        return {part: spent / whole for part, spent in self.spent.items()}
+
+    def close(self) -> None:
+        self.stepper.close()
+
+
+class Bridged:
+    """Rollouts inside ``jit``: two halves of the environments, of which one steps while the policy acts for the other."""
+
+    def __init__(self, env_fn: EnvFn, num_envs: int, workers: int) -> None:
+        import vecenv.jax as vj
+
+        half, each = num_envs // 2, max(workers // 2, 1)
+        self.engines = [
+            vecenv.AsyncVectorEnv([env_fn] * half, num_workers=each, context="forkserver") for _ in range(2)
+        ]
+        bridges = tuple(vj.bridge(engine) for engine in self.engines)
+        one = self.engines[0]
+        self.learner = learner = Learner(one.single_observation_space, one.single_action_space)
+        self.spent, self.warm = dict.fromkeys(PARTS, 0.0), False
+
+        def act(params: Any, observation: Any, key: Any) -> Any:
+            action, said = learner.policy(params, observation, key)
+            return action.astype(learner.jax.dtypes.canonicalize_dtype(one.single_action_space.dtype)), said
+
+        def rollout(params: Any, states: Any, key: Any) -> Any:
+            trajectory, states, _ = vj.rollout(
+                bridges, vj.stateless(act), params, states, ((), ()), key, ROLLOUT, overlap=True
+            )
+            rows = {
+                "observation": trajectory.obs, "action": trajectory.action, **trajectory.policy_extras,
+                "reward": trajectory.reward, "terminated": trajectory.terminated, "done": trajectory.done,
+                "weight": trajectory.valid,
+            }  # fmt: skip
+            return rows, states
+
+        self._rollout = learner.jax.jit(rollout)
+        self._states = tuple(bridge.reset(learner.jax.random.key(SEED)) for bridge in bridges)
+
+    def describe(self) -> str:
+        return " and ".join(map(str, self.engines))
+
+    def _step(self) -> float:
+        learner, clock = self.learner, time.perf_counter
+        jax = learner.jax
+        began = clock()
+        learner.key, key = jax.random.split(learner.key)
+        rows, self._states = jax.block_until_ready(self._rollout(learner.params, self._states, key))
+        between = clock()
+        learner.learn(rows, jax.numpy.concatenate([state.obs for state in self._states]))
+        self.spent["environments"] += between - began  # and the policy, which acts meanwhile
+        self.spent["learning"] += clock() - between
+        return float(rows["weight"].sum())
+
+    run, shares = Training.run, Training.shares
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.close()
+
+
+# --- the rows -----------------------------------------------------------------------------------------------------------
+
+
+def _vecenv(env_fn: EnvFn, num_envs: int, batch: int | None, **options: Any) -> Stepper:
+    if batch is not None:
+        return Halves(vecenv.AsyncVectorEnv([env_fn] * num_envs, batch_size=batch, **options), batch)
+    return Stepper(vecenv.AsyncVectorEnv([env_fn] * num_envs, **options))
+
+
+def _gymnasium(kind: str, env_fn: EnvFn, num_envs: int) -> Stepper:
+    return Stepper(getattr(gymnasium.vector, kind)([env_fn] * num_envs))
+
+
+def _envpool(env_id: str, options: dict[str, Any], num_envs: int) -> Stepper:
+    try:
+        return Stepper(vecenv.make_vec(env_id, num_envs, "envpool", vector_kwargs=options))
+    except ImportError as error:
+        raise Unavailable(f"envpool is not installed ({error})") from None
+
+
+def _sb3(env_fn: EnvFn, num_envs: int) -> Stepper:
+    return StableBaselines3(sb3_envs(env_fn, num_envs))
+
+
+def _candidates(name: str, num_envs: int, workers: int) -> list[Candidate]:
+    env_fn = TRAININGS[name].prepare()
+    workers = min(workers, num_envs)
+
+    def row(name: str, label: str, make: Callable[[], Any], kind: Any = "vecenv") -> Candidate:
+        return Candidate(name, label, (partial(Training, make),), kind=kind)
+
+    rows = [
+        row("auto", "vecenv, auto", partial(_vecenv, env_fn, num_envs, None, num_workers="auto")),
+        row("halves", "vecenv, first-ready halves", partial(_vecenv, env_fn, num_envs, num_envs // 2, num_workers=workers)),
+        Candidate("bridge", "vecenv, JAX bridge, overlap", (partial(Bridged, env_fn, num_envs, workers),), kind="vecenv"),
+        row("gym-sync", "Gymnasium SyncVectorEnv", partial(_gymnasium, "SyncVectorEnv", env_fn, num_envs), "gymnasium"),
+        row("gym-async", "Gymnasium AsyncVectorEnv", partial(_gymnasium, "AsyncVectorEnv", env_fn, num_envs), "gymnasium"),
+        row("sb3", "Stable-Baselines3 SubprocVecEnv", partial(_sb3, env_fn, num_envs), "other"),
+        row("torchrl-async", "TorchRL AsyncEnvPool", partial(AsyncEnvPool, env_fn, num_envs, num_envs // workers), "other"),
+    ]
+    if name in ENVPOOL_IDS:
+        rows.append(row("envpool", "EnvPool, through vecenv", partial(_envpool, *ENVPOOL_IDS[name], num_envs), "vecenv"))
+    return rows
+
+
+Shares = dict[str, dict[str, float]]
+
+
+def train(
+    name: str, num_envs: int, workers: int, pace: dict[str, Any], names: Iterable[str] | None = None
+) -> tuple[Report, Shares]:
+    """Frames per second of each row on one of :data:`TRAININGS`, and by row the shares of the time."""
+    rows = [row for row in _candidates(name, num_envs, workers) if names is None or row.name in set(names)]
+    shares: Shares = {}
+
+    def look(lives: list[Live]) -> None:
+        for live in lives:
+            found = live.ask("shares") if live.usable else []
+            if found:
+                shares[live.candidate.name] = found[0]
+
+    report = compare(
+        f"PPO on {TRAININGS[name].text}", TRAININGS[name].prepare(), num_envs, rows, check=False, unit="frames/s",
+        inspect_live=look, **pace,
+    )  # fmt: skip
+    return report, shares
+
+
+def draw_shares(report: Report, shares: Shares, path: Path) -> None:
+    """Where the time of each row goes: seconds per 1,000 frames, the lower the better."""
+    rows = [(row, row.summary) for row in report.rows[::-1] if row.name in shares and row.summary]
+    figure = new_figure(8.0, 1.4 + 0.42 * max(1, len(rows)))
+    axes = figure.subplots()
+    left = np.zeros(len(rows))
+    for part, colour in zip(PARTS, ("#1b7f5c", "#c8a13d", "#7a7f87"), strict=True):
+        width = np.array([1000 / summary.median * shares[row.name][part] for row, summary in rows])
+        axes.barh(range(len(rows)), width, left=left, height=0.7, color=colour, label=part)
+        left += width
+    axes.set_yticks(range(len(rows)), [row.label for row, _ in rows], fontsize=9)
+    axes.set_xlabel("seconds per 1,000 frames (of the bridge: environments and policy together)", fontsize=8)
+    axes.set_title(f"{report.env}, {report.num_envs} environments", fontsize=10)
+    axes.legend(fontsize=8, frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)

@@ -26,6 +26,7 @@ import numpy as np
 from counting import RAISE, Counting, Texts, Words, tell
 from gymnasium.vector import SyncVectorEnv
 from interruption import PACKAGE, Interruption
+from spare_twins import twin
 
 import vecenv
 from vecenv.state.capture import captured, opened
@@ -59,14 +60,27 @@ class Setting:
     listed: bool = False
     local: tuple[int, ...] = ()
 
+    @property
+    def spares(self) -> bool:
+        """Any environment may have any row, and another after each episode."""
+        return "spare_workers" in self.options
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """Those of :data:`CALLS` that are not refused."""
+        refused = ("set_next_options", "save", "load") if self.spares else ()
+        return tuple(name for name in CALLS if name not in refused)
+
     def env_fns(self) -> list[Callable[[], Any]]:
-        return [functools.partial(self.kind, index, self.length) for index in range(self.count)]
+        return [functools.partial(self.kind, 0 if self.spares else index, self.length) for index in range(self.count)]
 
     def open(self) -> vecenv.AsyncVectorEnv:
         return vecenv.AsyncVectorEnv(self.env_fns(), context="fork", **self.options)
 
     def reference(self) -> SyncVectorEnv:
         mode = self.options.get("autoreset_mode", "NextStep")
+        if self.spares:
+            return twin(self.env_fns(), autoreset_mode=mode)
         return SyncVectorEnv(self.env_fns(), autoreset_mode=mode)
 
     def actions(self, numbers: Sequence[int]) -> Any:
@@ -89,6 +103,9 @@ SETTINGS = {
     "Text observations": Setting({"num_workers": 2}, kind=Texts, length=5),
     "no shared memory": Setting({"num_workers": 2, "shared_memory": False}),
     "batch_size": Setting({"num_workers": 2, "batch_size": 2}),
+    "spare workers": Setting({"spare_workers": 2}, count=3, length=3),
+    "spare workers, same step": Setting({"spare_workers": 2, "autoreset_mode": "SameStep"}, count=3, length=2),
+    "spare workers, restart": Setting({"spare_workers": 1, **RESTART}, count=2, length=2),
 }
 
 # --- calls --------------------------------------------------------------------------------------
@@ -190,7 +207,9 @@ def make_call(name: str, setting: Setting, tick: int) -> Call:
             lambda s: None,
         )  # fmt: skip
     assert name == "set_attr"
-    marks = [f"mark {tick} of {row}" for row in range(setting.count)]
+    marks: Any = [f"mark {tick} of {row}" for row in range(setting.count)]
+    if setting.spares:
+        marks = f"mark {tick} of all"
     return Call(
         name, "call", lambda e: nothing(e.set_attr("mark", marks)), None, lambda e: nothing(e.call_wait()),
         lambda s: s.set_attr("mark", marks),

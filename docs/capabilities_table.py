@@ -5,6 +5,7 @@ Nothing is built and no environment is stepped: every backend says what it can d
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,7 @@ CALLS = {
     "`call`, `get_attr`, `set_attr`, `exec_func`": "attributes",
     "`save`, `load`, `state_dict`, `load_state_dict`": "snapshots",
     '`on_failure="restart"`': "restarts",
+    "`spare_workers=`, resets ahead of time": "spare_workers",
     "a crash of an environment leaves the program alone": "in_this_process",
 }
 """What a person calls it -> the attribute of ``Capabilities``; the last one is told by its opposite."""
@@ -39,11 +41,12 @@ CALLS = {
 
 def columns() -> dict[str, Capabilities]:
     """Backend -> what it can do at most."""
-    workers = SimpleNamespace(_pool=SimpleNamespace(own=None), _engine=SimpleNamespace(policy=SimpleNamespace(restart=True)))
+    engine = SimpleNamespace(policy=SimpleNamespace(restart=True), layout=SimpleNamespace(spares=0))
+    workers = SimpleNamespace(_pool=SimpleNamespace(own=None), _engine=engine)
     said: Any = EngineOwner.__dict__["capabilities"].fget
     library: Any = native._Library.__dict__["capabilities"].fget
     return {
-        "process": said(SimpleNamespace(_backend="process", **vars(workers))),
+        "process": replace(said(SimpleNamespace(_backend="process", **vars(workers))), spare_workers=True),
         "ray": said(SimpleNamespace(_backend="ray", **vars(workers))),
         "EnvPool": Lockstep.capabilities,
         "EnvPool, first-ready": FirstReady.capabilities,

@@ -23,6 +23,7 @@ from gymnasium.envs.registration import EnvSpec, registry
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from vecenv.engine.vector_env import AsyncVectorEnv
+from vecenv.front.capabilities import unable
 from vecenv.ids import check_env_options, check_names, engine_options, find_spec, only_vector, parameters_of
 
 if TYPE_CHECKING:
@@ -129,10 +130,14 @@ def make_vec(
             positive integer.
         TypeError: An option that does not exist; lists those that do. An argument of a wrong kind.
         ImportError: A library is missing; says what to install.
+        NotImplementedError: ``spare_workers`` of a backend that has none.
     """
     row = _backend(backend)
     found = row.spec(id_or_env_fn)
     given = _options(vector_kwargs)
+    if given.get("spare_workers") and backend not in ("process", "serial"):
+        reason = "only worker processes of this machine go from row to row, those of backend='process'"
+        unable(f"backend {backend!r}", "have spare workers", reason)
     kwargs = dict(env_kwargs)
     if isinstance(id_or_env_fn, EnvSpec):
         # as Gymnasium has it: the spec of a vector environment says how it was made
@@ -318,7 +323,7 @@ def _unknown_backend(backend: str) -> NoReturn:
 
 def _process(request: Request) -> AnyVectorEnv:
     options = dict(request.vector_kwargs)
-    options.setdefault("num_workers", "auto")
+    options.setdefault("num_workers", None if options.get("spare_workers") else "auto")
     if options.get("context") is None and _threads_do_not_survive_a_fork():
         options["context"] = "forkserver"
     return _engine(request, options)

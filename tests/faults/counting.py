@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 
-RAISE, DIE = 6, 7
+RAISE, DIE, HANG = 6, 7, 8
 """Actions that are faults. They are not in the action space: nobody who samples it meets them."""
 
 
@@ -64,6 +65,8 @@ class Counting(gym.Env):
             raise ValueError("it was told to raise")
         if number == DIE:
             os.kill(os.getpid(), signal.SIGKILL)
+        if number == HANG:
+            time.sleep(3600)
         self.steps += 1
         self.total += 1
         self.digest = (self.digest * 31 + number + 1) % 1_000_003

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from counting import DIE, RAISE, Counting
+from counting import DIE, HANG, RAISE, Counting
 from endings import ENDS, STATES, interrupted_close, leaves_nothing, warm_up
 from gymnasium.vector import SyncVectorEnv
 from interruption import KINDS, Interruption, Stopped, moments
@@ -116,9 +116,14 @@ QUICK = [
     ("list actions", "step", "whole"), ("Text actions", "step", "wait"), ("Text observations", "step", "whole"),
     ("Text observations", "reset", "wait"), ("no shared memory", "step", "whole"), ("same step", "step", "whole"),
     ("batch_size", "step", "whole"), ("one worker", "save", "whole"), ("one worker", "load", "whole"),
-    ("in process", "load", "whole"),
+    ("in process", "load", "whole"), ("spare workers", "step", "whole"), ("one worker", "abandon", "whole"),
 ]  # fmt: skip
-WHOLE = ("get_attr", "set_attr", "set_next_options", "save", "load")
+QUICK_ENOUGH = [
+    ("spare workers", "set_attr", "whole"), ("spare workers, same step", "step", "whole"),
+    ("spare workers, restart", "step", "wait"), ("one worker", "state_dict", "whole"),
+    ("one worker", "load_state_dict", "whole"),
+]  # fmt: skip
+WHOLE = ("get_attr", "set_attr", "set_next_options", "save", "load", "state_dict", "load_state_dict", "abandon")
 PARTS = [(name, part) for name in CALLS for part in ("whole", "begin", "wait") if part == "whole" or name not in WHOLE]
 
 
@@ -126,10 +131,12 @@ PARTS = [(name, part) for name in CALLS for part in ("whole", "begin", "wait") i
     ("setting", "call", "part", "every"),
     [
         *((*case, EVERY) for case in QUICK),
+        *(pytest.param(*case, 2 * EVERY, marks=pytest.mark.long) for case in QUICK_ENOUGH),
         *(
             pytest.param(setting, call, part, 1, marks=slow, id=f"all-{setting}-{call}-{part}")
             for setting in SETTINGS
             for call, part in PARTS
+            if call in SETTINGS[setting].calls
         ),
     ],
 )
@@ -277,6 +284,59 @@ def possessions(subject: Subject) -> tuple[int, int]:
     return len(place.holdings), len(place.processes)
 
 
+def abandoned_rows_are_told(subject: Subject, interruption: Interruption) -> None:
+    """Of a step that hangs in one worker: its rows are lost, and the others' are what they would have been."""
+    envs, same, count = subject.envs, subject.same, subject.setting.count
+    subject.in_step()
+    actions = np.arange(count) % RAISE
+    wanted = same.step(actions)
+    restarts = envs.stats()["restarts"]
+    actions[0] = HANG
+    envs.step_async(actions)
+    done = False
+    with interruption:
+        envs.abandon([0])
+        done = True
+    assert envs._state.value == "step"
+    if not done:
+        envs.abandon([0])
+    lost = list(envs.worker_rows[0])
+    if subject.setting.options.get("on_failure") == "restart":
+        found = envs.step_wait()
+        assert found[4]["restarted"].tolist() == [row in lost for row in range(count)]
+        assert_identical(found[0][len(lost) :], wanted[0][len(lost) :], "rows that were not abandoned")
+        assert envs.stats()["restarts"] == restarts + 1
+        return
+    with pytest.raises(vecenv.errors.WorkerDied, match=r"nobody waited for it any longer|SIGKILL") as raised:
+        envs.step_wait()
+    assert list(raised.value.envs) == lost
+    assert envs._state.value == "default"
+    with pytest.raises(vecenv.errors.EnvFailed):
+        envs.step(np.zeros(count, np.int64))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("setting", "every"),
+    [
+        ("two workers", 97), ("restart", 211),
+        *(pytest.param(name, 1, marks=slow, id=f"all-{name}") for name in ("two workers", "restart", "spare workers")),
+    ],
+)  # fmt: skip
+def test_an_interrupted_abandon_can_be_called_again(setting: str, every: int) -> None:
+    """The step that hangs is owed until it is taken, and a death is told once."""
+    chosen = ENDS[setting] if setting == "two workers" else SETTINGS[setting]
+
+    def attempt(interruption: Interruption) -> None:
+        with Watchdog(subject.known) as watchdog:
+            abandoned_rows_are_told(subject, interruption)
+        assert not watchdog.bit, "it hung"
+        assert not interruption.swallowed, "the exception was swallowed"
+
+    with Subject(chosen) as subject:
+        sweep(attempt, subject.renew, (setting,), every=every, verdicts=Verdicts(most_wrong=4)).check()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "every"),
@@ -351,7 +411,8 @@ def test_without_an_interruption_all_is_right(setting: str) -> None:
     with Subject(SETTINGS[setting]) as subject:
         for _ in range(3):
             for call, part in PARTS:
-                subject.attempt(call, part, [Interruption("line", NEVER)])
+                if call in subject.setting.calls:
+                    subject.attempt(call, part, [Interruption("line", NEVER)])
     assert not subject.excused
 
 

@@ -20,7 +20,7 @@ import pytest
 from observe import PACKAGE
 from sampling import each_once
 from streams import FIRST_READY
-from witnesses import CALLS, SETTINGS
+from witnesses import SETTINGS
 
 PROGRAM = Path(__file__).with_name("at_random.py")
 TRIALS = os.environ.get("VECENV_TRIALS")
@@ -89,7 +89,7 @@ def test_close(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["ALARM", "SIGINT"])
 @pytest.mark.parametrize("setting", [pytest.param(name, marks=slow) for name in SETTINGS])
 def test_a_thousand_of_each_call(setting: str, kind: str) -> None:
-    run_program(kind, setting, 1000, (*CALLS, "close"), 7000)
+    run_program(kind, setting, 1000, (*SETTINGS[setting].calls, "close"), 7000)
 
 
 @pytest.mark.parametrize("kind", ["ALARM", "SIGINT"])

@@ -24,12 +24,13 @@ from typing import Any
 
 import numpy as np
 from counting import RAISE, Counting, Texts, Words, tell
-from gymnasium.vector import SyncVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from interruption import PACKAGE, Interruption
+from spare_twins import twin
 
 import vecenv
 from vecenv.state.capture import captured, opened
-from vecenv.state.snapshots import Snapshot, kind_of
+from vecenv.state.snapshots import FORMAT, Snapshot, kind_of
 from vecenv.testing import assert_identical
 
 HERE = str(Path(__file__).parent)
@@ -59,14 +60,27 @@ class Setting:
     listed: bool = False
     local: tuple[int, ...] = ()
 
+    @property
+    def spares(self) -> bool:
+        """Any environment may have any row, and another after each episode."""
+        return "spare_workers" in self.options
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """Those of :data:`CALLS` that are not refused."""
+        refused = ("set_next_options", "save", "load", "state_dict", "load_state_dict") if self.spares else ()
+        return tuple(name for name in CALLS if name not in refused)
+
     def env_fns(self) -> list[Callable[[], Any]]:
-        return [functools.partial(self.kind, index, self.length) for index in range(self.count)]
+        return [functools.partial(self.kind, 0 if self.spares else index, self.length) for index in range(self.count)]
 
     def open(self) -> vecenv.AsyncVectorEnv:
         return vecenv.AsyncVectorEnv(self.env_fns(), context="fork", **self.options)
 
     def reference(self) -> SyncVectorEnv:
         mode = self.options.get("autoreset_mode", "NextStep")
+        if self.spares:
+            return twin(self.env_fns(), autoreset_mode=mode)
         return SyncVectorEnv(self.env_fns(), autoreset_mode=mode)
 
     def actions(self, numbers: Sequence[int]) -> Any:
@@ -89,6 +103,9 @@ SETTINGS = {
     "Text observations": Setting({"num_workers": 2}, kind=Texts, length=5),
     "no shared memory": Setting({"num_workers": 2, "shared_memory": False}),
     "batch_size": Setting({"num_workers": 2, "batch_size": 2}),
+    "spare workers": Setting({"spare_workers": 2}, count=3, length=3),
+    "spare workers, same step": Setting({"spare_workers": 2, "autoreset_mode": "SameStep"}, count=3, length=2),
+    "spare workers, restart": Setting({"spare_workers": 1, **RESTART}, count=2, length=2),
 }
 
 # --- calls --------------------------------------------------------------------------------------
@@ -118,6 +135,7 @@ class Call:
 
 CALLS = (
     "step", "reset", "reset_some", "call", "get_attr", "set_attr", "set_next_options", "exec_func", "save", "load",
+    "state_dict", "load_state_dict", "abandon",
 )  # fmt: skip
 
 
@@ -159,13 +177,14 @@ def make_call(name: str, setting: Setting, tick: int) -> Call:
             name, "call", lambda e: e.exec_func(tell, chosen, word), lambda e: e.exec_func_send(tell, chosen, word),
             lambda e: e.exec_func_fetch(), some_of_them,
         )  # fmt: skip
-    if name == "save":
+    if name in ("save", "state_dict"):
+        whole = name == "state_dict"
         return Call(
-            name, "call", lambda e: e.save(), None, lambda e: e.call_wait(),
+            name, "call", lambda e: e.state_dict() if whole else e.save(), None, lambda e: e.call_wait(),
             lambda s: [(*known(env.unwrapped), as_list(env.unwrapped.observe())) for env in s.envs],
-            functools.partial(shown, setting),
+            lambda found: shown(setting, snapshots_in(found) if whole else found),
         )  # fmt: skip
-    if name == "load":
+    if name in ("load", "load_state_dict"):
         ends = setting.options.get("autoreset_mode") != "SameStep"  # where the next step begins an episode, it may be due
         kept = [snapshot_of(env_fn(), 1000 * tick + row, tick % 4, ends) for row, env_fn in enumerate(setting.env_fns())]
 
@@ -176,14 +195,17 @@ def make_call(name: str, setting: Setting, tick: int) -> Call:
                 same._env_obs[row] = snapshot.observation
             return [as_list(snapshot.observation) for snapshot in kept]
 
+        state = state_of(setting, kept, tick)
         return Call(
-            name, "call", lambda e: e.load(kept), None, lambda e: e.call_wait(), filled,
-            lambda seen: list(map(as_list, seen)),
+            name, "call", lambda e: e.load(kept) if name == "load" else e.load_state_dict(state), None,
+            lambda e: e.call_wait(), filled, lambda seen: list(map(as_list, seen)),
         )  # fmt: skip
 
     def nothing(answer: Any) -> None:
         assert answer is None or answer == (None,) * setting.count, answer
 
+    if name == "abandon":  # nobody owes anything, and so nobody is ended
+        return Call(name, "default", lambda e: nothing(e.abandon([0])), None, lambda e: None, lambda s: None)
     if name == "set_next_options":
         options = [{"tick": tick, "row": row} for row in range(setting.count)]
         return Call(
@@ -191,7 +213,9 @@ def make_call(name: str, setting: Setting, tick: int) -> Call:
             lambda s: None,
         )  # fmt: skip
     assert name == "set_attr"
-    marks = [f"mark {tick} of {row}" for row in range(setting.count)]
+    marks: Any = [f"mark {tick} of {row}" for row in range(setting.count)]
+    if setting.spares:
+        marks = f"mark {tick} of all"
     return Call(
         name, "call", lambda e: nothing(e.set_attr("mark", marks)), None, lambda e: nothing(e.call_wait()),
         lambda s: s.set_attr("mark", marks),
@@ -216,6 +240,24 @@ def shown(setting: Setting, snapshots: Sequence[Snapshot]) -> list[Any]:
         opened(env, snapshot.body)()
         seen.append((*known(env), as_list(snapshot.observation)))
     return seen
+
+
+STATE = ("format", "num_envs", "autoreset_mode", "snapshots", "counters", "seeds", "spaces")
+
+
+def snapshots_in(state: dict[str, Any]) -> Sequence[Snapshot]:
+    """Those of a ``state_dict()``, which is whole."""
+    assert tuple(state) == STATE, list(state)
+    assert len(state["counters"]) == 3
+    assert len(state["spaces"]) == 4
+    return state["snapshots"]  # type: ignore[no-any-return]
+
+
+def state_of(setting: Setting, snapshots: Sequence[Snapshot], tick: int) -> dict[str, Any]:
+    """A ``state_dict()`` with these, of a vector environment that none of these tests has."""
+    mode = AutoresetMode(setting.options.get("autoreset_mode", "NextStep")).name
+    values = FORMAT, setting.count, mode, tuple(snapshots), (tick, tick, 0), np.random.SeedSequence(tick).state, [None] * 4
+    return dict(zip(STATE, values, strict=True))
 
 
 def snapshot_of(env: Any, seed: int, steps: int, ends: bool) -> Snapshot:

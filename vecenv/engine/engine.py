@@ -64,6 +64,8 @@ class Engine(Answering):
         caller_share: How many rows, the first ones, the caller steps itself.
     """
 
+    _pool_class: type[WorkerPool] = WorkerPool
+
     def __init__(
         self,
         env_fns: Sequence[Callable[[], Any]],
@@ -86,7 +88,7 @@ class Engine(Answering):
         self.owed = Owed(self.num_envs)
 
         arena = self.arena = Arena(layout.size)
-        self.batch = layout.view(arena.buffer)
+        self.batch = layout.view(arena.buffer, spares=False)
         self.store = make_store(self.batch)
         self.layout = layout
         self._infos = InfoReader(self.batch.info_schemas, self.batch.infos, ragged=plan.ragged)
@@ -107,15 +109,14 @@ class Engine(Answering):
 
     def _open_pool(self, plan: Plan, arena: Arena, options: PoolOptions, num_workers: int) -> WorkerPool:
         options.placements, options.caller_spin = placements(num_workers)
-        return WorkerPool(plan, arena, self.batch, options, self.owed)
+        return self._pool_class(plan, arena, self.batch, options, self.owed)
 
     def _start(self, env_fns: Sequence[Callable[[], Any]], plan: Plan, num_workers: int, caller_share: int) -> None:
-        rows = shares(self.num_envs - caller_share, num_workers, caller_share) if num_workers else []
         own: CallerWorker | None = None
         if caller_share:
             env_rows = make_rows(env_fns[:caller_share], 0, num_workers, plan, self.batch, interrupts=True)
             own = CallerWorker(num_workers, range(caller_share), env_rows, self.owed)
-        started, readies = self.pool.start([(part, env_fns[part.start : part.stop]) for part in rows])
+        started, readies = self.pool.start(self._parts(env_fns, num_workers, caller_share))
         workers: list[Worker] = [*([own] if own is not None else []), *started]
         self.pool.settle(workers)
         failed: list[tuple[Failure, Worker]] = []
@@ -130,6 +131,13 @@ class Engine(Answering):
         error = self.recovery.start_failure(failed)
         if error is not None:
             raise error
+
+    def _parts(
+        self, env_fns: Sequence[Callable[[], Any]], num_workers: int, caller_share: int
+    ) -> list[tuple[range, Sequence[Callable[[], Any]]]]:
+        """The rows of every worker process, and what builds them."""
+        rows = shares(self.num_envs - caller_share, num_workers, caller_share) if num_workers else []
+        return [(part, env_fns[part.start : part.stop]) for part in rows]
 
     @property
     def restarts(self) -> int:
@@ -234,7 +242,14 @@ class Engine(Answering):
         )  # fmt: skip
 
     def ask_call(
-        self, op: Op, payload_of: Callable[[Worker], Any], command: str, *, sequel: Any = None, alone: bool = False
+        self,
+        op: Op,
+        payload_of: Callable[[Worker], Any],
+        command: str,
+        *,
+        sequel: Any = None,
+        alone: bool = False,
+        workers: Sequence[Worker] | None = None,
     ) -> None:
         """A call that is no step and no reset; workers for which ``payload_of`` gives ``None`` are left out.
 
@@ -243,12 +258,13 @@ class Engine(Answering):
             payload_of: What goes with it.
             sequel: See :class:`~vecenv.engine.owed.Flight`.
             alone: It takes the place of the call whose sequel it is, at once.
+            workers: Whom to ask; ``None``: those that have rows.
         """
         dead = [row for worker in self.pool.workers if worker.death is not None for row in worker.rows]
         if dead:
             self.ledger.refuse({row: self.failed.get(row, "its worker died") for row in dead})
         flight = Flight(self.pool.next_seq(), command, ())
-        payloads = [(worker, payload_of(worker)) for worker in self.pool.workers]
+        payloads = [(worker, payload_of(worker)) for worker in workers or self.pool.workers]
         flight.parts = {
             worker.index: self.pool.stage(Part(worker, worker.rows, op, payload), flight.seq)
             for worker, payload in payloads

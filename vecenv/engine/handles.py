@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 
 import cloudpickle
 
+from vecenv.engine.episodes import Wish
 from vecenv.engine.owed import COMMANDS, ONLY_COLUMNS, PLAIN, Answer, Death, Flight, Owed, Part
 from vecenv.errors import EnvError
 from vecenv.link.channel import CallerEnd, ChannelClosed
@@ -135,6 +136,9 @@ class ProcessWorker:
     """A worker process, seen from the caller."""
 
     local: Literal[False] = False
+    wish: Wish | None = None
+    told: tuple[int, int] | None = None
+    """The row it was told to take, and the number of the wish: see :mod:`vecenv.engine.spares`."""
 
     def __init__(
         self,

@@ -144,8 +144,12 @@ class EngineOwner(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, ActT
     @property
     def capabilities(self) -> Capabilities:
         """What this engine can do."""
-        own = self._pool.own is not None
-        return Capabilities(self._backend, restarts=self._engine.policy.restart, snapshots=True, in_this_process=own)
+        own, engine = self._pool.own is not None, self._engine
+        plain = not engine.layout.spares
+        return Capabilities(
+            self._backend, first_ready=plain, restarts=engine.policy.restart, snapshots=plain, spare_workers=not plain,
+            in_this_process=own,
+        )  # fmt: skip
 
     @property
     def step_timeout(self) -> float | None:
@@ -232,6 +236,7 @@ class EngineOwner(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, ActT
         failed = f", failed={sorted(self._engine.failed)}" if self._engine.failed else ""
         caller = sum(len(worker.rows) for worker in self._pool.workers if worker.local)
         share = f", caller={caller}" if caller else ""
+        share += f", spares={spares}" if (spares := self._engine.layout.spares) else ""
         return (
             f"{type(self).__name__}({name}num_envs={self.num_envs}, workers={self.num_workers}{share}, "
             f"phase={self._phase.name}{restarts}{failed})"

@@ -96,6 +96,13 @@ class WorkerPool:
         self._forget_any()
         self.workers[:] = workers
 
+    def everybody(self) -> Sequence[Worker]:
+        """Every worker, also one that has no row."""
+        return self.workers
+
+    def _everyones_processes(self) -> Sequence[ProcessWorker]:
+        return self.processes
+
     # -- starting ---------------------------------------------------------------------------------------------------
 
     def start(self, shares: Sequence[tuple[range, Sequence[Any]]]) -> tuple[list[ProcessWorker], list[Ready]]:
@@ -137,14 +144,14 @@ class WorkerPool:
             with clear_mpi_env_vars():
                 launch(self._place, worker.index, worker.rows, self._env_fns[worker.index], 1, started)
             ready = await_ready(started[0], deadline_of(self._options.start_timeout), self._options)
-            self.settle([started[0] if other is worker else other for other in self.workers])
+            self.settle([started[0] if other is worker else other for other in self.everybody()])
         except BaseException:
-            if not started or started[0] not in self.workers:
+            if not started or started[0] not in self.everybody():
                 end(started, 0.0, terminate=True)
                 for new in started:
                     new.release()
                     self._place.forget_process(new.process)
-                self.settle(list(self.workers))
+                self.settle(list(self.everybody()))
             raise
         self.replaced += 1
         return ready
@@ -197,7 +204,7 @@ class WorkerPool:
         """The call before was interrupted: bring the table and the pipes into agreement."""
         self.owed.resume()
         self.telling.behind = True
-        for worker in self.processes:
+        for worker in self._everyones_processes():
             while worker.channel.raw and worker.receive() and worker.death is None:
                 pass
 
@@ -332,7 +339,7 @@ class WorkerPool:
     def _poll_for_any(self) -> select.poll:
         """Everybody's answers, everybody's end and, where a pipe was full, room in it."""
         if self._any is None:
-            writers = {worker.channel.fd: worker for worker in self.processes if worker.death is None}
+            writers = {worker.channel.fd: worker for worker in self._everyones_processes() if worker.death is None}
             poll = select.poll()
             for descriptor in (*writers, *self._place.watch.descriptors()):
                 poll.register(descriptor, select.POLLIN)
@@ -352,7 +359,7 @@ class WorkerPool:
         for worker in self._place.watch.dead():
             if not worker.receive():
                 worker.mark_dead()
-        for worker in self.processes:
+        for worker in self._everyones_processes():
             if worker.death is not None:
                 self.owed.lose(worker, worker.death)
         self._forget_any()
@@ -375,7 +382,7 @@ class WorkerPool:
         if self.abandoned:
             return
         self.closing = True
-        end(self.processes, timeout, terminate, self.failures_in_close)
+        end(self._everyones_processes(), timeout, terminate, self.failures_in_close)
         if self.own is not None:
             self.failures_in_close += [(failure, self.own) for failure in self.own.close().failures]
 
@@ -383,7 +390,7 @@ class WorkerPool:
         """Close every descriptor. Idempotent."""
         if self.abandoned:
             return
-        for worker in self.processes:
+        for worker in self._everyones_processes():
             worker.release()
         self._place.watch.close()
         self._place.lifeline.close()

@@ -126,7 +126,8 @@ class StatsCard:
         fields = engine.layout.fields
         self._about = {
             "format": _FORMAT, "name": str(name), "pid": os.getpid(), "num_envs": engine.num_envs, "began": time.monotonic(),
-            "arena": engine.arena.fileno(), "fields": {key: (fields[key].offset, fields[key].shape[0]) for key in _COUNTERS},
+            "arena": engine.arena.fileno(),
+            "fields": {key: (fields[key].offset, len(getattr(engine.batch, key))) for key in _COUNTERS},
         }  # fmt: skip
         self._engine = engine
         self._workers: dict[int, PublishedWorker] = {}

@@ -22,6 +22,8 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space
 from vecenv.engine.engine import Engine, Policy
 from vecenv.engine.interface import EngineVectorEnv
 from vecenv.engine.lazy import wait_for_use
+from vecenv.engine.spare_engine import SpareEngine
+from vecenv.engine.spares import refuse_different
 from vecenv.engine.starting import PoolOptions
 from vecenv.front.gymnasiums import GymnasiumAsync, WrongType
 from vecenv.link.observations import PickledStore, RegisteredStore, SharedStore, Store, has_dynamic_part
@@ -31,6 +33,7 @@ from vecenv.planning.options import (
     StartMethod,
     check_options,
     require_a_way,
+    spares_of,
     workers_and_share,
 )  # fmt: skip
 from vecenv.planning.scout import Trial
@@ -96,6 +99,10 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             program; ``dummy_env=True`` builds it in this process.
         ragged_infos: Info values of one key whose shapes or types differ become an object array, ``None`` where there is
             none. Without it they are an error, or are broadcast, as in Gymnasium.
+        spare_workers: That many processes more than there are environments, each with an environment that has been reset
+            ahead of time: when an episode is over, the next is one that has begun already. For resets that take long; see
+            ``docs/long_resets.md``. All ``env_fns`` must build the same, one process each (``num_workers=None``), and each
+            episode has a seed of its own, which follows from the row's and from the number of the episode.
         env_threads: Up to that many environments of a worker run at the same time, each in a thread:
             for those that wait, for a service or a robot, and compute little. They must not mind which thread it is, nor
             share what they change. Needs worker processes.
@@ -118,6 +125,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
     __signature__ = _Signature()
     _engine_class: type[Engine] = Engine
     _backend = "process"
+    _spares = 0
 
     def __new__(
         cls,
@@ -164,6 +172,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         lazy: bool = False,
         ragged_infos: bool = False,
         env_threads: int = 1,
+        spare_workers: int = 0,
     ) -> None:
         self._take_options(
             env_fns, shared_memory, copy, context, daemon, observation_mode, autoreset_mode, max_concurrency
@@ -174,6 +183,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             threads_per_worker, use_caller, strict, dummy_env, worker_env, lazy, ragged_infos, isolate,
             env_threads,
         )  # fmt: skip
+        self._take_spares(spare_workers, num_workers, use_caller, batch_size, env_threads)
         policy = Policy.of(
             on_failure, restart_limit, restart_period, step_timeout, start_timeout,
             gymnasiums_words=num_workers is None and not use_caller,
@@ -194,6 +204,16 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         else:
             self._look(*to_look)
             self._open(*to_open)
+
+    def _take_spares(
+        self, spare_workers: int, num_workers: NumWorkers, use_caller: bool, batch_size: int | None, env_threads: int
+    ) -> None:
+        self._spares = spares_of(
+            spare_workers, self.num_envs, self.autoreset_mode, num_workers=num_workers, use_caller=use_caller,
+            batch_size=batch_size, max_concurrency=self.max_concurrency, env_threads=env_threads,
+        )  # fmt: skip
+        if self._spares:
+            refuse_different(self.env_fns)
 
     def _look(self, num_workers: int | str | None, use_caller: bool, isolate: bool | None) -> None:
         """Find out what the environments are, and how many workers there will be."""
@@ -217,7 +237,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         threads = threads_per_worker or max(1, usable_cores() // max(self.num_workers, 1))
         options = PoolOptions(context, self.daemon, type(self).__name__, policy.start_timeout, self.max_concurrency)
         if worker_env:
-            options.variables = [variables_of(worker_env, index) for index in range(self.num_workers)]
+            options.variables = [variables_of(worker_env, index) for index in range(self.num_workers + self._spares)]
             _warn_of_late(options)
         try:
             self._adopt(self._start_engine(options, policy, threads, strict, ragged, env_threads), batch_size)
@@ -233,8 +253,9 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         actions = fixed_tree(self.single_action_space, "action")
         registered = self._registered_store(options.context) if self.shared_memory and observations is None else None
         layout = Layout.of(
-            observations, actions, self.num_envs, self.num_workers + 1, final=self.autoreset_mode is AutoresetMode.SAME_STEP
-        )
+            observations, actions, self.num_envs, self.num_workers + 1, spares=self._spares,
+            final=self.autoreset_mode is AutoresetMode.SAME_STEP,
+        )  # fmt: skip
 
         def make_store(batch: Batch) -> Store:
             if observations is not None and batch.observations is not None:
@@ -250,8 +271,10 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             strict,
             ragged,
             env_threads,
+            ahead=self._spares > 0,
         )
-        return self._engine_class(self.env_fns, layout, make_store, plan, options, policy, self.num_workers, self._share)
+        kind = SpareEngine if self._spares else self._engine_class
+        return kind(self.env_fns, layout, make_store, plan, options, policy, self.num_workers, self._share)
 
     # -- spaces -----------------------------------------------------------------------------------------------------
 
@@ -285,7 +308,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         if has_dynamic_part(self.single_observation_space):
             return None
         try:
-            return RegisteredStore(self.single_observation_space, self.num_envs, context)
+            return RegisteredStore(self.single_observation_space, self.num_envs, context, self._spares)
         except CustomSpaceError:  # as SyncVectorEnv takes it; Gymnasium's engine asks for shared_memory=False
             if self.num_workers:
                 logger.warn(f"{self.single_observation_space} cannot lie in shared memory: observations are pickled.")

@@ -149,9 +149,9 @@ class PickledStore:
 class RegisteredStore:
     """Observations of a custom space, in shared memory by the functions its author registered with Gymnasium."""
 
-    def __init__(self, space: Space[Any], num_envs: int, context: Any) -> None:
+    def __init__(self, space: Space[Any], num_envs: int, context: Any, spares: int = 0) -> None:
         self._space = space
-        self.memory = create_shared_memory(space, n=num_envs, ctx=context)
+        self.memory = create_shared_memory(space, n=num_envs + spares, ctx=context)
         self.observations: Any = read_from_shared_memory(space, self.memory, n=num_envs)
         self._num_envs = num_envs
 

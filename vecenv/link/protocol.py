@@ -32,6 +32,7 @@ class Op(IntEnum):
     PROVE = 12
     CHECK = 13  # snapshots that are to be loaded: read, refused where they do not fit, and nothing touched ...
     LOAD = 14  # ... until all were found to fit
+    TAKE = 15  # another row, and an episode to begin ahead of time: not answered, and may be said twice
 
 
 class Reply(IntEnum):

@@ -20,6 +20,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
 from vecenv.front.arguments import ResetOptions, env_ids_of
+from vecenv.front.capabilities import unable
 from vecenv.multi_agent.actions import AgentActions
 from vecenv.multi_agent.adapter import PROBLEMS, EnvFn
 from vecenv.multi_agent.conventions import as_parallel
@@ -100,6 +101,8 @@ class MultiAgentVecEnv(KeepsAgents, ThroughToRows):
         refused = sorted({"worker", "observation_mode", "lazy"} & set(engine))
         if refused:
             raise TypeError(f"MultiAgentVecEnv has no arguments {refused}")
+        if "spare_workers" in engine:
+            unable(self, "have spare workers", "each of its environments is of one row, whose players it keeps")
         if isinstance(seed_stride, bool) or not isinstance(seed_stride, (int, np.integer)):
             raise ValueError(f"`seed_stride` must be an int, got {seed_stride!r}")
         self.reward_dtype = np.dtype(reward_dtype)

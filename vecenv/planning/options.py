@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, TypedDict
 
 import numpy as np
+from gymnasium.vector import AutoresetMode
 
 from vecenv.planning.plan import Plan, caller_share, choose
 from vecenv.planning.scout import Probe
@@ -14,7 +15,7 @@ from vecenv.system.cores import usable_cores
 from vecenv.system.variables import WorkerEnv, check_variables
 
 __all__ = [
-    "EngineOptions", "NumWorkers", "OnFailure", "StartMethod", "check_options", "require_a_way",
+    "EngineOptions", "NumWorkers", "OnFailure", "StartMethod", "check_options", "require_a_way", "spares_of",
     "workers_and_share",
 ]  # fmt: skip
 
@@ -95,6 +96,29 @@ def require_a_way(
         require_processes(f"{name} with num_workers={num_workers}")
     elif isolate and num_workers == "auto":
         require_processes(f"{name} with on_failure='restart', step_timeout, worker_env or isolate=True")
+
+
+def spares_of(spare_workers: Any, num_envs: int, mode: AutoresetMode, **beside: Any) -> int:
+    """How many spare workers there are to be; ``beside``: other options.
+
+    Raises:
+        ValueError: It is no number, or cannot be combined with another option; says why.
+    """
+    if not _whole(spare_workers, 0):
+        raise ValueError(f"`spare_workers` must be an int from 0 on, got {spare_workers!r}.")
+    own = beside["num_workers"]
+    reasons = {
+        "num_workers": own is None or own == num_envs or "each row has a process of its own: num_workers=None",
+        "use_caller": not beside["use_caller"] or "an environment of the calling process can go nowhere else",
+        "batch_size": beside["batch_size"] is None or "they are there for batches of all environments",
+        "max_concurrency": beside["max_concurrency"] is None or "they reset while all the others step",
+        "env_threads": beside["env_threads"] == 1 or "each has one environment",
+        "autoreset_mode": mode is not AutoresetMode.DISABLED or "an episode that begins by itself is what they are for",
+    }
+    for option, reason in reasons.items():
+        if spare_workers and reason is not True:
+            raise ValueError(f"`spare_workers` cannot be combined with this `{option}`: {reason}.")
+    return int(spare_workers)
 
 
 def _whole(value: Any, low: int) -> bool:

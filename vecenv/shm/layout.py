@@ -26,6 +26,8 @@ Array: TypeAlias = npt.NDArray[Any]
 ALIGNMENT: Final = 64
 INFO_BYTES: Final = 4096
 """Room for one environment's numeric infos: about 500 numbers. What does not fit goes by pickle."""
+_NUMBERS: Final = 16  # of latest preparations, for each environment
+_NOT_BY_ROW: Final = ("worker_time", "worker_steps", "resting_until", "ahead")
 
 
 def _canonical(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -176,6 +178,8 @@ class Batch:
             extrapolated, and a few of them may not be in it yet.
         step_time: float64 ``(n,)``: seconds of the last sampled step of each environment.
         resting_until: float64 ``(1,)``: until when nobody spins (:class:`vecenv.system.cores.Patience`).
+        ahead: uint64, empty where there are no spare workers: the number of a preparation lies at its place, modulo the
+            length, when that is done (:mod:`vecenv.engine.spares`).
     """
 
     actions: list[Array] | None
@@ -192,6 +196,7 @@ class Batch:
     worker_steps: Array
     step_time: Array
     resting_until: Array
+    ahead: Array
 
 
 @dataclass(slots=True)
@@ -204,6 +209,7 @@ class Layout:
         actions: Tree of one action, ``None`` when actions go by pickle.
         final: Whether there is room for final observations.
         size: Bytes of the whole block.
+        spares: Rows behind those of the batch, where environments without a row are.
     """
 
     num_envs: int
@@ -212,11 +218,15 @@ class Layout:
     final: bool
     fields: dict[str, Field] = field(default_factory=dict)
     size: int = 0
+    spares: int = 0
 
     @classmethod
-    def of(cls, observations: Tree | None, actions: Tree | None, num_envs: int, num_workers: int, *, final: bool) -> Layout:
-        """Lay out one batch of ``num_envs`` rows."""
-        layout = cls(num_envs, observations, actions, final and observations is not None)
+    def of(
+        cls, observations: Tree | None, actions: Tree | None, num_envs: int, num_workers: int, *, final: bool,
+        spares: int = 0,
+    ) -> Layout:  # fmt: skip
+        """Lay out one batch of ``num_envs`` rows, and ``spares`` rows behind it."""
+        layout = cls(num_envs, observations, actions, final and observations is not None, spares=spares)
         for index, leaf in enumerate(actions.leaves() if actions else ()):
             layout._add(f"actions/{index}", leaf.dtype, leaf.shape)
         for index, leaf in enumerate(observations.leaves() if observations else ()):
@@ -230,22 +240,28 @@ class Layout:
         layout._add("requested", np.uint32)
         layout._add("info_schemas", np.uint64)
         layout._add("infos", np.uint8, (INFO_BYTES,))
-        layout._add("worker_time", np.float64, rows=max(num_workers, 1))
-        layout._add("worker_steps", np.float64, rows=max(num_workers, 1))
+        layout._add("worker_time", np.float64, rows=max(num_workers, 1) + spares)
+        layout._add("worker_steps", np.float64, rows=max(num_workers, 1) + spares)
         layout._add("step_time", np.float64)
         layout._add("resting_until", np.float64, rows=1)
+        layout._add("ahead", np.uint64, rows=_NUMBERS * (num_envs + spares) if spares else 0)
         return layout
 
     def _add(self, name: str, dtype: npt.DTypeLike, shape: tuple[int, ...] = (), rows: int | None = None) -> None:
         kind = np.dtype(dtype)
-        whole = (self.num_envs if rows is None else rows, *shape)
+        whole = (self.num_envs + self.spares if rows is None else rows, *shape)
         self.fields[name] = Field(kind, whole, self.size)
         size = int(np.prod(whole, dtype=np.int64)) * kind.itemsize
         self.size += -(-size // ALIGNMENT) * ALIGNMENT
 
-    def view(self, buffer: Any) -> Batch:
-        """Numpy views of every field over ``buffer`` (anything with a writeable buffer of at least ``size`` bytes)."""
+    def view(self, buffer: Any, *, spares: bool = True) -> Batch:
+        """Numpy views of every field over ``buffer`` (anything with a writeable buffer of at least ``size`` bytes).
+
+        Without ``spares``, what has a row an environment ends with the batch.
+        """
         views = {name: field.view(buffer) for name, field in self.fields.items()}
+        if self.spares and not spares:
+            views = {name: view if name in _NOT_BY_ROW else view[: self.num_envs] for name, view in views.items()}
 
         def leaves(prefix: str) -> list[Array]:
             return [view for name, view in views.items() if name.startswith(prefix + "/")]

@@ -102,13 +102,17 @@ class Envs:
         self.envs[k] = env
         self._steps[k] = env.step
         self._used[k] = False
+        self._offer(k, env)
+        return env
+
+    def _offer(self, k: int, env: gymnasium.Env[Any, Any]) -> None:
+        """Let an environment that can write its observations in place do so."""
         # looked up on the class so that an environment's __getattr__ cannot pretend to have one
         offered = getattr(type(env.unwrapped), "observation_buffer", None)
         if callable(offered) and self._observation_tree is not None:
             views = [leaf[k : k + 1].reshape(leaf.shape[1:]) for leaf in self._observation_leaves]
             self._offered[k] = self._observation_tree.build(iter(views))
             offered(env.unwrapped, self._offered[k])
-        return env
 
     def _env(self, k: int) -> gymnasium.Env[Any, Any]:
         env = self.envs[k]

@@ -39,6 +39,7 @@ from vecenv.system.descendants import adopt, end_own
 from vecenv.system.supervision import BlackBox, Lifeline
 from vecenv.system.uninterrupted import let_in
 from vecenv.system.variables import Variables, set_variables
+from vecenv.worker.ahead import AheadRows
 from vecenv.worker.envs import Expected
 from vecenv.worker.keeping import KeptRows
 from vecenv.worker.threads import ThreadedRows
@@ -62,6 +63,7 @@ class Plan:
         strict: An observation that loses finite numbers in the cast to its space is an error and not a warning.
         ragged: Info values of one key that do not go together become an object array.
         env_threads: So many environments of a worker are run at the same time.
+        ahead: Each worker has one environment, which may begin episodes ahead of time, of any row.
     """
 
     layout: Layout
@@ -72,6 +74,7 @@ class Plan:
     strict: bool = False
     ragged: bool = False
     env_threads: int = 1
+    ahead: bool = False
 
 
 @dataclass(slots=True)
@@ -136,6 +139,8 @@ def make_rows(
             return observation
 
     kind = KeptRows if plan.env_threads == 1 or interrupts else partial(ThreadedRows, plan.env_threads)
+    if plan.ahead:
+        kind = AheadRows
     rows = kind(
         env_fns, first, worker, batch, put, put_final, tree, plan.layout.actions, autoreset_mode=plan.autoreset_mode,
         expected=plan.expected, interrupts=interrupts,
@@ -177,8 +182,21 @@ def answer(rows: KeptRows, op: int, seq: int, load: Callable[[], Any]) -> Outcom
     raise AssertionError(f"unknown message {op}")
 
 
-def serve(channel: WorkerEnd, rows: KeptRows, patience: Patience) -> bool:
-    """Answer messages until told to close; true if every environment closed cleanly.
+def take_place(rows: KeptRows, plan: Plan, batch: Batch, place: int, number: int, seed: int) -> KeptRows:
+    """The environment of ``rows`` in another row, or in the same, with an episode begun ahead of time."""
+    assert isinstance(rows, AheadRows)
+    if place != rows.first:
+        there = make_rows(rows.env_fns, place, place, plan, batch)
+        assert isinstance(there, AheadRows)
+        there.follow(rows)
+        rows = there
+    rows.prepare(number, seed)
+    batch.ahead[number % len(batch.ahead)] = number
+    return rows
+
+
+def serve(channel: WorkerEnd, rows: KeptRows, patience: Patience, take: Callable[..., KeptRows]) -> bool:
+    """Answer messages until told to close; true if every environment closed cleanly. ``take``: :func:`take_place`.
 
     Raises:
         ChannelClosed: The caller is gone.
@@ -201,6 +219,10 @@ def serve(channel: WorkerEnd, rows: KeptRows, patience: Patience) -> bool:
             with contextlib.suppress(ChannelClosed):
                 channel.send(Reply.FULL, seq, dump(outcome))
             return not outcome.failures
+        elif op == Op.TAKE:
+            rows = take(rows, *pickle.loads(payload or b""))
+            step, actions = rows.step, rows.actions
+            continue
         else:
             outcome = answer(rows, op, seq, _loader(payload))
         if os.getpid() != pid:  # a child that an environment forked has come back from step(): it is not the worker
@@ -259,7 +281,8 @@ def main(start: Start) -> None:
     try:
         channel.send(Reply.READY, 0, pickle.dumps(Ready(os.getpid(), failures, mismatches)))
         if rows is not None:
-            clean = serve(channel, rows, Patience(start.placement.spin, batch.resting_until, start.placement.cpus))
+            patience = Patience(start.placement.spin, batch.resting_until, start.placement.cpus)
+            clean = serve(channel, rows, patience, lambda now, *told: take_place(now, start.plan, batch, *told))
     except ChannelClosed:  # the caller closed or died; there is nobody to tell
         clean = abandoned = True
         if rows is not None:

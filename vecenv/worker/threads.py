@@ -18,10 +18,10 @@ from vecenv.link.outcomes import Outcome
 from vecenv.worker.keeping import KeptRows
 from vecenv.worker.timing import clock
 
-__all__ = ["ThreadedRows"]
+__all__ = ["Said", "ThreadedRows"]
 
 
-class _Said:
+class Said:
     """What a call gave, or raised, to be given or raised again; and how long it took."""
 
     def __init__(self, ask: Callable[[], Any]) -> None:
@@ -55,13 +55,13 @@ class ThreadedRows(KeptRows):
         super().__init__(*rows, **how)
         self._pool = ThreadPoolExecutor(env_threads, "environment")
         self._resets_itself = how["autoreset_mode"] is AutoresetMode.SAME_STEP
-        self._begun: dict[int, _Said] = {}  # row -> what the reset has said that the loop is about to ask for
+        self._begun: dict[int, Said] = {}  # row -> what the reset has said that the loop is about to ask for
 
     def step(self, seq: int, ks: list[int] | None, actions: Sequence[Any]) -> Outcome:
         which = range(self.count) if ks is None else ks
         asked = self._steps
         began = clock()
-        said = list(self._pool.map(lambda k, action: _Said(lambda: self._stepped(k, action)), which, actions))
+        said = list(self._pool.map(lambda k, action: Said(lambda: self._stepped(k, action)), which, actions))
         elapsed = clock() - began
         self._steps = asked.copy()  # (a reset in next-step mode has put the true one back into ``asked``)
         for k, one in zip(which, said, strict=True):
@@ -82,7 +82,7 @@ class ThreadedRows(KeptRows):
             # kept before the reset: an environment may reuse the very objects it returned
             observation, reward, terminated, truncated, info = answer
             answer = deepcopy(observation), reward, terminated, truncated, deepcopy(info)
-            self._begun[k] = _Said(lambda: super(ThreadedRows, self)._begin_next(k))
+            self._begun[k] = Said(lambda: super(ThreadedRows, self)._begin_next(k))
             self.leave_if_forked()
         return answer
 
@@ -97,8 +97,8 @@ class ThreadedRows(KeptRows):
         which = range(self.count) if ks is None else ks
         each = options if isinstance(options, list) else [options] * len(seeds)
 
-        def one(k: int, seed: Any, own: Any) -> tuple[int, _Said]:
-            return k, _Said(lambda: super(ThreadedRows, self)._reset(k, seed, own))
+        def one(k: int, seed: Any, own: Any) -> tuple[int, Said]:
+            return k, Said(lambda: super(ThreadedRows, self)._reset(k, seed, own))
 
         self._begun.update(self._pool.map(one, which, seeds, each))
         out = super().reset(seq, ks, seeds, options, pending=pending)

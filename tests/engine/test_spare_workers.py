@@ -1,0 +1,286 @@
+"""Environments that are reset ahead of time: what a row sees depends on its seed and on the number of the episode alone."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from spare_twins import Walk, derived_seed, twin
+
+import vecenv
+from vecenv.multi_agent import MultiAgentVecEnv
+from vecenv.testing import assert_identical
+
+MODES = ["NextStep", "SameStep"]
+
+
+def opened(env_fn: Any, num_envs: int = 3, **options: Any) -> vecenv.AsyncVectorEnv:
+    return vecenv.AsyncVectorEnv([env_fn] * num_envs, context="fork", **{"spare_workers": 2, **options})
+
+
+def play(envs: Any, steps: int, seed: int | None = 7, draws: int = 1) -> list[Any]:
+    """All that comes of a reset and some steps."""
+    rng = np.random.default_rng(draws)
+    seen = [] if seed is None else [envs.reset(seed=seed)]
+    return seen + [envs.step(rng.integers(0, 3, envs.num_envs)) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("spares", [1, pytest.param(3, marks=pytest.mark.long), pytest.param(7, marks=pytest.mark.long)])
+def test_it_gives_what_resets_without_spares_give(mode: str, spares: int) -> None:
+    same = play(twin([Walk] * 3, autoreset_mode=mode), 40)
+    envs = opened(Walk, autoreset_mode=mode, spare_workers=spares)
+    assert_identical(play(envs, 40), same)
+    envs.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+def test_how_long_resets_take_changes_nothing(mode: str) -> None:
+    same = play(twin([Walk] * 3, autoreset_mode=mode), 30)
+    envs = opened(partial(Walk, reset=0.02, uneven=True), autoreset_mode=mode)
+    for _ in range(2):  # and what is being reset when they begin anew is no part of it
+        assert_identical(play(envs, 30), same)
+    envs.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_resets_by_the_caller_go_on_counting(mode: str) -> None:
+    envs, same = opened(Walk, autoreset_mode=mode), twin([Walk] * 3, autoreset_mode=mode)
+    assert_identical(play(envs, 9), play(same, 9))
+    for about in (
+        {}, {"options": {"reset_mask": np.array([True, False, True])}}, {"options": {"scale": 3.0}},
+        {"seed": [4, 5, 6], "options": {"reset_mask": np.array([False, True, False])}}, {"seed": [1, 1, 1]},
+    ):  # fmt: skip
+        options = dict(about.get("options", {})) or None
+        assert_identical(envs.reset(**about), same.reset(seed=about.get("seed"), options=options))
+        assert_identical(play(envs, 8, seed=None), play(same, 8, seed=None))
+    envs.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{"shared_memory": False}, {"copy": False}, {"context": "forkserver"}])
+@pytest.mark.parametrize("mode", MODES)
+def test_however_observations_travel(options: dict[str, Any], mode: str) -> None:
+    if "context" in options and mode == "NextStep":
+        options = {"context": "spawn"}
+    same = play(twin([Walk] * 2, autoreset_mode=mode), 12)
+    envs = vecenv.AsyncVectorEnv(
+        [Walk] * 2, **{"context": "fork", "autoreset_mode": mode, "spare_workers": 1, **options}
+    )  # fmt: skip
+    rng = np.random.default_rng(1)
+    assert_identical(envs.reset(seed=7), same[0])
+    for wanted in same[1:]:
+        assert_identical(envs.step(rng.integers(0, 3, 2)), wanted)
+    envs.close()
+
+
+@pytest.mark.long
+def test_without_a_seed_episodes_differ_each_time() -> None:
+    envs = opened(Walk)
+    first, second = (envs.reset()[0].copy() for _ in range(2))
+    assert not (first[:, 1] == second[:, 1]).any()
+    assert not (envs.reset()[0][:, 1] == first[:, 1]).any()
+    envs.close()
+
+
+# -- the point of it ----------------------------------------------------------------------------------------------------
+
+
+def waited(envs: Any, steps: int) -> float:
+    """Seconds in which rows waited for a reset: what steps took beyond the usual."""
+    rng = np.random.default_rng(1)
+    envs.reset(seed=7)
+    time.sleep(0.5)
+    spent = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        envs.step(rng.integers(0, 3, envs.num_envs))
+        spent.append(time.perf_counter() - began)
+    return sum(max(seconds - 0.1, 0.0) for seconds in spent)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+def test_no_step_waits_for_a_reset_that_was_made_ahead(mode: str) -> None:
+    env_fn = partial(Walk, reset=0.4, lengths=(4, 5))
+    envs = opened(env_fn, 2, spare_workers=2, autoreset_mode=mode)
+    assert waited(envs, 5) < 0.25
+    envs.close()
+    plain = vecenv.AsyncVectorEnv([env_fn] * 2, context="fork", autoreset_mode=mode)
+    assert waited(plain, 5) > 0.25, "the environment does not show it"
+    plain.close()
+
+
+@pytest.mark.long
+def test_the_row_waits_for_what_is_left_of_a_reset() -> None:
+    envs = opened(partial(Walk, reset=0.6, lengths=(4, 5)), 1, spare_workers=1)
+    envs.reset(seed=7)
+    time.sleep(0.4)
+    began = time.perf_counter()
+    for _ in range(5):
+        envs.step(np.zeros(1, np.int64))
+    assert time.perf_counter() - began < 0.5
+    envs.close()
+
+
+# -- calls on environments ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+def test_calls_reach_the_environment_that_has_the_row_now(mode: str) -> None:
+    envs, same = opened(Walk, autoreset_mode=mode), twin([Walk] * 3, autoreset_mode=mode)
+    assert_identical(envs.reset(seed=7), same.reset(seed=7))
+    for _ in range(12):
+        assert_identical(envs.step(np.ones(3, np.int64)), same.step(np.ones(3, np.int64)))
+        assert_identical(envs.get_attr("left"), same.get_attr("left"))
+        assert_identical(envs.exec_func(lambda env: env.unwrapped.left, [1]), (None, same.get_attr("left")[1], None))
+    envs.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+def test_an_attribute_holds_for_episodes_that_had_begun_ahead(mode: str) -> None:
+    envs, same = opened(Walk, autoreset_mode=mode), twin([Walk] * 3, autoreset_mode=mode)
+    assert_identical(play(envs, 4), play(same, 4))
+    envs.set_attr("level", 5.0)
+    for env in same.envs:
+        env.unwrapped.level = 5.0
+    assert_identical(play(envs, 20, seed=None), play(same, 20, seed=None))
+    envs.close()
+
+
+def test_what_cannot_be_right_is_refused_by_name() -> None:
+    envs = opened(Walk, 2, spare_workers=1)
+    envs.reset(seed=1)
+    assert not envs.capabilities.first_ready
+    assert not envs.capabilities.snapshots
+    mask = np.array([True, False])
+    for call, words in (
+        (lambda: envs.set_attr("level", [1.0, 2.0]), "one value for each row"),
+        (lambda: envs.set_next_options({"scale": 2.0}), "set_next_options"),
+        (envs.save, "save"), (envs.state_dict, "save"), (lambda: envs.send(np.zeros(2, np.int64)), "send to some"),
+        (envs.recv, "receive"), (lambda: envs.reset_async(env_id=[0]), "send to some"),
+    ):  # fmt: skip
+        with pytest.raises(NotImplementedError, match=words):
+            call()
+    envs.reset_async(seed=1)
+    with pytest.raises(NotImplementedError, match="receive"):
+        envs.recv()
+    envs.reset_wait()
+    assert envs.reset(options={"reset_mask": mask})[0].shape == (2, 3)
+    envs.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_workers": 1}, "num_workers=None"), ({"num_workers": "auto"}, "num_workers=None"),
+        ({"num_workers": 0}, "num_workers=None"), ({"use_caller": True}, "calling process"), ({"batch_size": 1}, "all env"),
+        ({"max_concurrency": 1}, "while all the others step"), ({"autoreset_mode": "Disabled"}, "begins by itself"),
+        ({"spare_workers": -1}, "from 0 on"), ({"spare_workers": True}, "from 0 on"),
+        ({"env_threads": 2}, "one environment"),
+    ],
+)  # fmt: skip
+def test_options_that_do_not_go_with_it(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=f"spare_workers.*{words}"):
+        opened(Walk, **options)
+
+
+def test_make_vec_has_them_too_and_says_where_there_are_none() -> None:
+    envs = vecenv.make_vec("CartPole-v1", 2, vector_kwargs={"spare_workers": 1, "context": "fork"})
+    assert envs.num_workers == 2
+    assert "spares=1" in repr(envs)
+    assert envs.capabilities.spare_workers
+    assert envs.reset(seed=1)[0].shape == (2, 4)
+    envs.close()
+    for backend in ("ray", "envpool", "brax", "native"):
+        with pytest.raises((NotImplementedError, ImportError), match=f"backend '{backend}'"):
+            vecenv.make_vec("CartPole-v1", 2, backend, vector_kwargs={"spare_workers": 1})
+    with pytest.raises(ValueError, match="process of its own"):
+        vecenv.make_vec("CartPole-v1", 2, "serial", vector_kwargs={"spare_workers": 1})
+    with pytest.raises(NotImplementedError, match="MultiAgentVecEnv cannot have spare workers"):
+        MultiAgentVecEnv([Walk], spare_workers=1)
+
+
+def test_environments_that_differ_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"env_fns\[1\] is not like"):
+        vecenv.AsyncVectorEnv([partial(Walk, lengths=(1, row + 2)) for row in range(3)], spare_workers=1)
+
+
+# -- failures -----------------------------------------------------------------------------------------------------------
+
+
+def third_seed(row: int) -> int:
+    return derived_seed(7 + row, row, 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("how", "error"), [("raises", ValueError), ("dies", vecenv.errors.WorkerDied)])
+def test_a_reset_ahead_that_fails_is_the_rows_failure(mode: str, how: str, error: type[Exception]) -> None:
+    """It comes when the row would have reset, whenever it happened; a reset brings everything back."""
+    envs = opened(partial(Walk, **{how: third_seed(1)}), autoreset_mode=mode)
+    same = twin([Walk] * 3, autoreset_mode=mode)
+    for _ in range(2):
+        assert_identical(envs.reset(seed=7), same.reset(seed=7))
+        ends = 0
+        while ends < 2:
+            wanted = same.step(np.ones(3, np.int64))
+            ends += int(wanted[2][1])
+            if ends == 2 and mode == "SameStep":
+                break  # the step in which its second episode begins
+            assert_identical(envs.step(np.ones(3, np.int64)), wanted)
+        with pytest.raises(error, match="no such level" if how == "raises" else r"env 1\b"):
+            envs.step(np.ones(3, np.int64))
+        with pytest.raises(vecenv.errors.EnvFailed):
+            envs.step(np.zeros(3, np.int64))
+    envs.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("how", ["raises", "dies"])
+def test_a_reset_ahead_that_fails_is_restarted(mode: str, how: str) -> None:
+    """The row says that it was restarted; the others go on as if nothing had happened, and so does it, an episode later."""
+    envs = opened(partial(Walk, **{how: third_seed(1)}), autoreset_mode=mode, on_failure="restart")
+    same = twin([Walk] * 3, autoreset_mode=mode)
+    assert_identical(envs.reset(seed=7), same.reset(seed=7))
+    restarted = 0
+    for _ in range(60):
+        found, wanted = envs.step(np.ones(3, np.int64)), same.step(np.ones(3, np.int64))
+        for field in range(4):
+            assert_identical(found[field][[0, 2]], wanted[field][[0, 2]])
+        if "restarted" in found[4]:
+            restarted += int(found[4]["restarted"][1])
+            assert (found[1][1], found[3][1]) == (0.0, True)
+    assert restarted == envs.stats()["restarts"] == 1
+    envs.close()
+
+
+@pytest.mark.long
+def test_a_reset_of_all_brings_dead_spares_back() -> None:
+    envs = opened(Walk, 2)
+    envs.reset(seed=3)
+    for worker in envs._pool.spares:
+        worker.signal(9)
+    time.sleep(0.2)
+    assert_identical(play(envs, 20), play(twin([Walk] * 2), 20))
+    envs.close()
+
+
+@pytest.mark.long
+def test_it_ends_while_a_reset_is_made_ahead() -> None:
+    envs = opened(partial(Walk, reset=0.3), 2)
+    envs.reset(seed=3)
+    pids = [worker.pid for worker in envs._pool.everybody()]
+    began = time.perf_counter()
+    envs.close()
+    assert time.perf_counter() - began < 5
+    assert len(pids) == 4
+    assert not any(psutil.pid_exists(pid) for pid in pids)

@@ -1,0 +1,146 @@
+"""Which episodes there are: seeds and numbers of those that rows are in, and which will be wanted next.
+
+An episode is known by its row and its number since the row's latest seeded reset, and its seed follows from these. So it
+does not matter which environment runs it, nor when that began with it. Nothing here does anything: this is data, and each
+change is another object, which takes the place of the one before in one store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vecenv.shm.layout import Array
+
+__all__ = ["Book", "Key", "Wish", "derived_seed"]
+
+
+class Key(NamedTuple):
+    """An episode: the row, how often that was reset by its caller, and the number since the latest seed."""
+
+    row: int
+    life: int
+    episode: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What an environment is to begin ahead of time.
+
+    Attributes:
+        key: Which episode.
+        seed: Its seed.
+        number: Of this wish; later ones have higher ones.
+    """
+
+    key: Key
+    seed: int
+    number: int
+
+
+def derived_seed(seed: int, row: int, episode: int) -> int:
+    """The seed of a row's ``episode``-th episode after the one that was reset with ``seed``, which is number 0."""
+    return int(np.random.SeedSequence(seed, spawn_key=(row, episode)).generate_state(1)[0] >> 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Book:
+    """The episodes that rows are in.
+
+    Attributes:
+        answered: The number of the latest step whose answer is in here.
+        steps: How many there were.
+        seeds: What each row was reset with by the caller, or what stands for it; ``None``: it never was.
+        lives: How often each was reset by the caller.
+        episodes: The number of its episode since its seed.
+        began: The step with which that began.
+        ended: Rows whose episode is over, and whose next begins with the next step.
+    """
+
+    seeds: tuple[int | None, ...]
+    lives: tuple[int, ...]
+    episodes: tuple[int, ...]
+    began: tuple[int, ...]
+    ended: tuple[int, ...] = ()
+    answered: int = 0
+    steps: int = 0
+
+    @classmethod
+    def blank(cls, num_envs: int) -> Book:
+        """Before the first reset."""
+        zeros = (0,) * num_envs
+        return cls((None,) * num_envs, zeros, zeros, zeros)
+
+    def next_key(self, row: int) -> Key:
+        """The episode that follows the one that a row is in, or was in."""
+        return Key(row, self.lives[row], self.episodes[row] + 1)
+
+    def seed_of(self, key: Key) -> int:
+        """The seed of an episode that begins by itself."""
+        seed = self.seeds[key.row]
+        assert seed is not None
+        return derived_seed(seed, key.row, key.episode)
+
+    def is_to_come(self, key: Key) -> bool:
+        """Whether no step has asked for an episode yet, and one may."""
+        return key.life == self.lives[key.row] and key.episode > self.episodes[key.row]
+
+    def coming(self, count: int, held: set[Key]) -> list[Key]:
+        """The next ``count`` episodes that are not ``held``: each row's next, of the oldest one first; and on."""
+        rows = [row for row, seed in enumerate(self.seeds) if seed is not None]
+        rows.sort(key=lambda row: (row not in self.ended, self.began[row], row))
+        found: list[Key] = []
+        ahead = 0
+        while rows and len(found) < count:
+            ahead += 1
+            for row in rows:
+                key = Key(row, self.lives[row], self.episodes[row] + ahead)
+                if key not in held and len(found) < count:
+                    found.append(key)
+        return found
+
+    def reset(self, rows: Sequence[int], seeds: Sequence[Any]) -> tuple[Book, list[int | None]]:
+        """As it will be when rows were reset by the caller, and the seeds for that.
+
+        A row that is given a seed begins to count anew; one that is not goes on to its next episode; one that never had any
+        gets one of nobody's.
+        """
+        own, lives, episodes, began = list(self.seeds), list(self.lives), list(self.episodes), list(self.began)
+        given: list[int | None] = list(seeds)
+        for row in rows:
+            seed = seeds[row]
+            lives[row] += 1
+            began[row] = self.steps
+            if seed is None and own[row] is not None:
+                episodes[row] += 1
+                given[row] = self.seed_of(Key(row, 0, episodes[row]))
+                continue
+            episodes[row] = 0
+            given[row] = own[row] = int(np.random.SeedSequence().generate_state(1)[0] >> 1) if seed is None else int(seed)
+        ended = tuple(row for row in self.ended if row not in set(rows))
+        return replace(
+            self, seeds=tuple(own), lives=tuple(lives), episodes=tuple(episodes), began=tuple(began), ended=ended
+        ), given  # fmt: skip
+
+    def stepped(self, answered: int, over: Array, *, at_once: bool) -> Book:
+        """After a step of all rows.
+
+        Args:
+            answered: Its number.
+            over: bool ``(n,)``: whose episode is over.
+            at_once: The next one has begun in the same step.
+        """
+        if answered == self.answered:
+            return self
+        ended = tuple(np.flatnonzero(over).tolist())
+        begun = ended if at_once else self.ended
+        episodes, began = self.episodes, self.began
+        if begun:
+            episodes = tuple(episode + (row in begun) for row, episode in enumerate(episodes))
+            began = tuple(self.steps if row in begun else step for row, step in enumerate(began))
+        return Book(
+            self.seeds, self.lives, episodes, began, () if at_once else ended, answered, self.steps + 1
+        )  # fmt: skip

@@ -1,0 +1,284 @@
+"""An engine with more environments than rows: who begins which episode, and how rows get it; see :mod:`.spares`.
+
+In next-step mode the processes change places before the step that begins the next episodes, which is then a step like any
+other: what an environment has begun ahead of time it gives as the answer. In same-step mode the workers only say that an
+episode is over; the first observation comes by one more question, to whoever has the row from then on. That one is in the
+table of what is owed beside the step that it belongs to, and is taken with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Final, NoReturn
+
+import cloudpickle
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from vecenv.engine.engine import Engine
+from vecenv.engine.episodes import Book, Key, Wish
+from vecenv.engine.first_ready import FirstReady, Received
+from vecenv.engine.handles import ProcessWorker
+from vecenv.engine.owed import Flight, Part, Result, Round, Worker
+from vecenv.engine.spares import SparePool
+from vecenv.front.arguments import ResetOptions
+from vecenv.front.capabilities import unable
+from vecenv.link.protocol import Op
+from vecenv.link.schemas import NO_INFO
+from vecenv.shm.layout import Array
+
+__all__ = ["SpareEngine"]
+
+_REFUSED: Final = {
+    Op.SAVE: ("save", "episodes that spare workers have begun ahead of time are the state of no row"),
+    Op.CHECK: ("load", "episodes that spare workers have begun ahead of time would not follow from what is loaded"),
+    Op.SET_NEXT: ("set_next_options", "the next episodes have begun already; give reset() the options, and a reset_mask"),
+}
+
+
+def _refuse(what: str, reason: str) -> NoReturn:
+    unable("AsyncVectorEnv(..., spare_workers=...)", what, reason)
+
+
+def _refuse_rows() -> NoReturn:
+    _refuse(
+        "send to some environments or receive those that are done first",
+        "spare workers are there for batches of all environments, so that no long reset holds these up",
+    )
+
+
+class _NoRows(FirstReady):
+    """Rows are stepped together."""
+
+    def launch(self, flight: Flight) -> None:
+        _refuse_rows()
+
+    def receive(
+        self, count: int, timeout: float | None, least: tuple[int, float] | None = None
+    ) -> tuple[Received, Exception | None]:
+        _refuse_rows()
+
+
+class _Turn:
+    """The second half of a step in same-step mode: rows whose episode is over, and what they said of it.
+
+    Attributes:
+        seq: The number of the step.
+        rows: Which.
+        infos, finals: By row, of the episode that is over.
+        begin: What the next episodes are asked for by.
+        round: Their answers.
+        answer: What the step comes to.
+    """
+
+    def __init__(self, seq: int, rows: list[int], infos: dict[int, Any], finals: dict[int, Any]) -> None:
+        self.seq = seq
+        self.rows = rows
+        self.infos = infos
+        self.finals = finals
+        self.begin: Flight | None = None
+        self.round: Round | None = None
+        self.answer: Result | None = None
+
+
+class SpareEngine(Engine):
+    """An engine with spare workers."""
+
+    pool: SparePool
+    _pool_class = SparePool
+
+    def __init__(self, env_fns: Sequence[Callable[[], Any]], *rest: Any) -> None:
+        self.book = Book.blank(len(env_fns))
+        self._asked = self.book  # as it will be when the reset that is owed has been answered
+        self._numbers = itertools.count(1)
+        self._turn: _Turn | None = None
+        super().__init__(env_fns, *rest)
+        self.first_ready = _NoRows(self)
+
+    def _parts(
+        self, env_fns: Sequence[Callable[[], Any]], num_workers: int, caller_share: int
+    ) -> list[tuple[range, Sequence[Callable[[], Any]]]]:
+        rows = super()._parts(env_fns, num_workers, caller_share)
+        places = range(self.num_envs, self.num_envs + self.layout.spares)
+        return rows + [(range(place, place + 1), env_fns[:1]) for place in places]
+
+    # -- asking -----------------------------------------------------------------------------------------------------
+
+    def ask_step(self, actions: list[Any] | None) -> Flight:
+        rows = [row for row in self.book.ended if self.book.seeds[row] is not None]
+        if rows:
+            self._change_places(rows, begin=True)
+        flight = super().ask_step(actions)
+        self._look_ahead()
+        return flight
+
+    def ask_reset(self, seeds: Sequence[Any], options: ResetOptions, mask: Array | None) -> None:
+        chosen = list(range(self.num_envs)) if mask is None else np.flatnonzero(mask).tolist()
+        if mask is None:
+            for worker in self.pool.spares:
+                if worker.death is not None or (worker.wait(0.0) and worker.receive() and worker.death is not None):
+                    self.pool.replace(worker)
+        self._asked, given = self.book.reset(chosen, seeds)
+        super().ask_reset(given, options, mask)
+
+    def ask_rows(self, rows: Sequence[int], actions: list[Any] | None) -> None:
+        _refuse_rows()
+
+    def ask_reset_rows(self, rows: Sequence[int], seeds: Sequence[Any], options: ResetOptions) -> None:
+        _refuse_rows()
+
+    def ask_call(self, op: Op, payload_of: Callable[[Worker], Any], command: str, **how: Any) -> None:
+        if op in _REFUSED:
+            _refuse(*_REFUSED[op])
+        if op is not Op.SET_ATTR:
+            super().ask_call(op, payload_of, command, **how)
+            return
+        payloads = [payload_of(worker) for worker in self.pool.workers]
+        if len({cloudpickle.dumps(payload) for payload in payloads}) > 1:
+            _refuse(
+                "set an attribute to one value for each row",
+                "the next episode of a row is run by another environment; give one value for all, or options of reset()",
+            )
+        alive = [worker for worker in self.pool.arranged if worker.death is None or worker.index < self.num_envs]
+        super().ask_call(op, lambda _: payloads[0], command, workers=alive)
+
+    # -- who has which row ------------------------------------------------------------------------------------------
+
+    def _change_places(self, rows: Sequence[int], *, begin: bool) -> None:
+        """Let rows have the workers that have begun their next episodes. It may be done again.
+
+        Args:
+            rows: Whose episode is over.
+            begin: Where there is none, the row's own begins it now.
+        """
+        arranged = list(self.pool.arranged)
+        for row in rows:
+            key = self.book.next_key(row)
+            own = arranged[row]
+            if own.wish is not None and own.wish.key == key:
+                continue
+            place = next((worker.index for worker in self.pool.spares if _has_begun(worker, key)), None)
+            if place is not None:
+                arranged[row], arranged[place] = arranged[place], own
+            elif begin:
+                own.wish = self._wish(key)
+        self.pool.arrange(tuple(arranged))
+        self.pool.tell([arranged[row] for row in rows])
+
+    def _wish(self, key: Key) -> Wish:
+        return Wish(key, self.book.seed_of(key), next(self._numbers))
+
+    def _look_ahead(self, *, anew: bool = False) -> None:
+        """See to it that every spare worker begins an episode that is to come. It may be done again; ``anew``: from new."""
+        book, spares = self.book, self.pool.spares
+        rows = self.pool.arranged[: self.num_envs]
+        held = {worker.wish.key for worker in rows if worker.wish is not None}
+        for worker in rows if anew else ():
+            if worker.wish is not None and book.is_to_come(worker.wish.key):  # a step was about to ask for it
+                worker.wish = self._wish(worker.wish.key)
+        free: list[ProcessWorker] = []
+        for worker in spares:
+            if worker.wish is None or not book.is_to_come(worker.wish.key) or worker.wish.key in held:
+                free.append(worker)
+            else:
+                held.add(worker.wish.key)
+                if anew:
+                    worker.wish = self._wish(worker.wish.key)
+        if free:
+            for worker, key in zip(free, book.coming(len(free), held), strict=False):
+                worker.wish = self._wish(key)
+        self.pool.tell(spares)
+
+    # -- answers ----------------------------------------------------------------------------------------------------
+
+    def finish(self, flight: Flight, timeout: float | None) -> tuple[Result, Exception | None]:
+        answer = super().finish(flight, timeout)
+        command = flight.command
+        if command == "step":
+            over = self.batch.terminations | self.batch.truncations
+            at_once = self.mode is AutoresetMode.SAME_STEP
+            if at_once and answer[1] is None and over.any():
+                answer = self._begin_next(flight, answer[0], timeout, np.flatnonzero(over).tolist())
+            self.book = self.book.stepped(flight.seq, over, at_once=at_once)
+        elif command == "reset":
+            self.book = self._asked
+        for row in [row for row in self.failed if row >= self.num_envs]:
+            self.ledger.found(row)
+        self._look_ahead(anew=command == "set_attr")
+        return answer
+
+    def _begin_next(
+        self, flight: Flight, result: Result, timeout: float | None, over: list[int]
+    ) -> tuple[Result, Exception | None]:
+        """Same-step mode: get the first observations of the next episodes. It may be done again, and goes on."""
+        turn = self._turn
+        if turn is None or turn.seq != flight.seq:
+            lost = result.infos  # of rows that were rebuilt in this step: their next episode has begun
+            rows = [row for row in over if not lost.get(row, {}).get("restarted") and self.book.seeds[row] is not None]
+            infos = {row: result.infos.get(row) or self._infos.one(row) for row in rows}
+            turn = self._turn = _Turn(flight.seq, rows, infos, self.finals(rows) | result.finals)
+        if turn.answer is None:
+            if turn.rows and (error := self._ask_next(turn, timeout)) is not None:
+                return result, error
+            turn.answer = self._with_next(turn, result)
+        self.batch.info_schemas[turn.rows] = NO_INFO  # it is in the answer
+        self.owed.after = {}, {}, [], self.owed.latest, {}
+        return turn.answer, None
+
+    def _ask_next(self, turn: _Turn, timeout: float | None) -> Exception | None:
+        """Have the next episodes' first observations put into their rows; the exception that is to be raised instead."""
+        if turn.begin is None:
+            self._change_places(turn.rows, begin=False)
+            turn.begin = self._next_flight(turn)
+        begin = turn.begin
+        if begin.seq not in self.owed.flights:
+            self.pool.ask(begin)
+        if not begin.answered:
+            self.wait_for(begin, timeout)
+        if turn.round is None:
+            turn.round = Round(begin, turn.rows, ())
+        round_ = turn.round
+        if round_.result is None:
+            round_.result = self.read((worker, begin.answers[worker.index]) for worker in begin.workers)
+        if (error := self.recovery.settle(round_)) is None and self.policy.restart:
+            self.recovery.remembered.keep(turn.rows, everyone=False)
+        return error
+
+    def _next_flight(self, turn: _Turn) -> Flight:
+        flight = Flight(self.pool.next_seq(), "step", ())  # it is part of one
+        self.batch.info_schemas[turn.rows] = NO_INFO
+        self.batch.final[turn.rows] = False
+        self.batch.requested[turn.rows] = flight.seq
+        parts: dict[int, Part] = {}
+        for row in turn.rows:
+            payload = [self.book.seed_of(self.book.next_key(row))], None
+            parts[row] = self.pool.stage(Part(self.pool.workers[row], [row], Op.RESET_SOME, payload), flight.seq)
+        flight.parts = parts
+        flight.workers = tuple(part.worker for part in parts.values())
+        return flight
+
+    def _with_next(self, turn: _Turn, result: Result) -> Result:
+        """What the step comes to: of each of these rows, the end of one episode and the beginning of the next."""
+        infos, finals = dict(result.infos), dict(result.finals)
+        round_ = turn.round
+        said = Result() if round_ is None or round_.result is None else round_.result
+        for row in turn.rows:
+            finals.pop(row, None)
+            first = said.infos.get(row) or self._infos.one(row)
+            if round_ is not None and row in round_.rebuilt:
+                infos[row] = first
+                if row in said.finals:
+                    finals[row] = said.finals[row]
+                continue
+            infos[row] = {**turn.infos[row], **first}
+            if "final_obs" not in first:  # Gymnasium lets the reset's own keys win
+                finals[row] = turn.finals[row]
+        return replace(result, columns=True, infos=infos, finals=finals)
+
+
+def _has_begun(worker: ProcessWorker, key: Key) -> bool:
+    """Whether a worker begins an episode, or was told to."""
+    wish = worker.wish
+    return wish is not None and wish.key == key and worker.told == (worker.index, wish.number)

@@ -1,0 +1,86 @@
+"""One environment that may begin an episode before anybody asks for it, and that goes from row to row.
+
+The reset is made when the caller says so, and what it gave, or raised, is kept until the row's own step or reset asks for
+it. So whoever steps the row gets what the environment would have said had it been asked then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from typing import Any
+
+from vecenv.link.outcomes import Outcome
+from vecenv.worker.keeping import KeptRows
+from vecenv.worker.threads import Said
+
+__all__ = ["AheadRows"]
+
+
+class AheadRows(KeptRows):
+    """As :class:`KeptRows`, of one row."""
+
+    _latest = 0  # preparation
+    _kept: tuple[int, Said] | None = None
+    """The seed of an episode that was begun and not asked for, and what its reset gave."""
+
+    @property
+    def env_fns(self) -> Sequence[Callable[[], Any]]:
+        """What builds the environment."""
+        return self._env_fns
+
+    def follow(self, before: AheadRows) -> None:
+        """Take over the environment, which had another row before."""
+        self.envs, self.forked, self._used = before.envs, before.forked, before._used
+        self._latest, self._kept = before._latest, before._kept
+        env = self.envs[0]
+        if env is None:
+            self._steps[0] = self._step_failed(0)
+        else:
+            self._steps[0] = env.step
+            self._offer(0, env)
+        if self._kept is not None:
+            self._steps[0] = self._step_by_kept
+        self._dirty = True  # infos of the one that had the row before
+
+    def prepare(self, number: int, seed: int) -> None:
+        """Begin an episode ahead of time, unless preparation ``number`` is the latest one."""
+        if number == self._latest:
+            return
+        self._latest = number
+        self._used[0] = True
+        self._kept = seed, Said(lambda: self._begun(seed))
+        self._steps[0] = self._step_by_kept
+
+    def _begun(self, seed: int) -> tuple[Any, Any]:
+        """A reset of the environment, which is built anew if it had failed; kept from what it may write into."""
+        env = self.envs[0] or self._build(0)
+        self._used[0] = True
+        observation, info = env.reset(seed=seed)
+        self.leave_if_forked()
+        return deepcopy(observation), deepcopy(info)
+
+    def _step_by_kept(self, _: Any) -> Any:
+        """The step after an episode's end in next-step mode."""
+        assert self._kept is not None
+        (_, said), self._kept = self._kept, None
+        observation, info = said()
+        self._steps[0] = self._env(0).step
+        return observation, 0.0, False, False, info
+
+    def _reset_same_step(self, k: int, observation: Any, info: Any, out: Outcome) -> tuple[Any, Any]:
+        """Only the end of the episode: the caller asks for the next one, of whoever has begun it."""
+        if self._put_final is not None and self._observation_tree is not None and self._observation_tree.exact(observation):
+            self._put_final(k, observation)
+            self._final[k] = True
+            self._dirty = out.columns = True
+        else:
+            out.finals[self.first + k] = deepcopy(observation)
+        return observation, {"final_info": deepcopy(info)}
+
+    def _reset(self, k: int, seed: Any, options: Any) -> tuple[Any, Any]:
+        kept, self._kept = self._kept, None
+        if kept is not None and options is None and kept[0] == seed:
+            answer: tuple[Any, Any] = kept[1]()
+            return answer
+        return super()._reset(k, seed, options)

@@ -123,8 +123,9 @@ class Keeping(Attributes):
     ) -> Any:
         """The states came: add what the engine knows, and ask for the proof of kinds that have none."""
         store = self._engine.store
-        found = [result.results[row] for row in rows]
-        snapshots = [one.seeing(store.row(row)) if one.used else one for row, one in zip(rows, found, strict=True)]
+        snapshots: list[Snapshot] = [result.results[row] for row in rows]
+        for row, one in zip(rows, snapshots, strict=True):
+            one.observation = store.row(row) if one.used else None  # nobody else has seen it yet
         new = {one.kind: row for row, one in zip(reversed(rows), reversed(snapshots), strict=True)} if verify else {}
         for kind in self._proved:
             new.pop(kind, None)
@@ -210,13 +211,17 @@ def _each_of(snapshots: Any, rows: list[int]) -> list[Snapshot]:
         raise SnapshotMismatch(f"load wants what save() gave, got {type(snapshots).__name__}")
     if len(each) != len(rows):
         raise SnapshotMismatch(f"{len(each)} snapshots for {len(rows)} environments: give as many, or one for all")
+    whole: set[int] = set()
     for place, one in enumerate(each):
         if not isinstance(one, Snapshot):
             raise SnapshotMismatch(f"snapshots[{place}] is a {type(one).__name__}, and none that save() gave")
+        if id(one) in whole:
+            continue
         try:
             one.require_whole()
         except SnapshotMismatch as error:
             raise SnapshotMismatch(f"snapshots[{place}]: {error}") from None
+        whole.add(id(one))
     return each
 
 

@@ -100,6 +100,8 @@ class MultiAgentVecEnv(KeepsAgents, ThroughToRows):
         refused = sorted({"worker", "observation_mode", "lazy"} & set(engine))
         if refused:
             raise TypeError(f"MultiAgentVecEnv has no arguments {refused}")
+        if engine.get("restart_from", "reset") != "reset":
+            raise NotImplementedError("MultiAgentVecEnv restarts by reset only: its engine's snapshots lack who is alive")
         if isinstance(seed_stride, bool) or not isinstance(seed_stride, (int, np.integer)):
             raise ValueError(f"`seed_stride` must be an int, got {seed_stride!r}")
         self.reward_dtype = np.dtype(reward_dtype)

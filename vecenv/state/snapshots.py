@@ -70,6 +70,7 @@ class Snapshot:
         used: It was reset before.
         upcoming: Seed and options of the next episode that autoreset begins, where they were set.
         observation: The row's last observation.
+        announces: ``(observation,)``: after a restart, the next step only says where the environment is.
         beside: What a vector environment over the engine knows of the row.
         format: Of these attributes.
     """
@@ -81,6 +82,7 @@ class Snapshot:
     used: bool = True
     upcoming: tuple[Any, Any] | None = None
     observation: Any = None
+    announces: tuple[Any] | None = None
     beside: Any = None
     format: int = FORMAT
 

@@ -300,6 +300,28 @@ def test_a_dead_hosts_rows_are_truncated_and_built_anew(mode: AutoresetMode) -> 
     envs.close()
 
 
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_what_a_host_lost_goes_on_from_the_last_snapshot(mode: AutoresetMode) -> None:
+    """A host that died, and an environment that its host restarts by itself."""
+    here = HostsHere()
+    options = {"on_failure": "restart", "restart_from": "snapshot", "autoreset_mode": mode}
+    envs = VectorEnvHere(_one_raises(3), here, **options)
+    envs.reset(seed=1)
+    envs.step([0] * 4)
+    envs.save(verify=False)
+    envs.step([0] * 4)
+    here.die(0)
+    observations, *_, infos = envs.step([0] * 4)
+    assert np.flatnonzero(infos["from_snapshot"]).tolist() == [0, 1, 3]
+    later = mode is AutoresetMode.NEXT_STEP
+    assert observations[:, 1].tolist() == ([2, 2, 3, 2] if later else [1, 1, 3, 1])
+    observations, *_, infos = envs.step([0] * 4)
+    assert "from_snapshot" not in infos
+    assert observations[:, 1].tolist() == ([1, 1, 4, 1] if later else [2, 2, 4, 2])
+    assert envs.stats()["restarts"] == 2
+    envs.close()
+
+
 def test_a_dead_host_comes_back_through_recv_too() -> None:
     here = HostsHere()
     envs = VectorEnvHere(counters(4, lengths=(50,)), here, on_failure="restart", batch_size=2)

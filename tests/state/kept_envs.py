@@ -153,6 +153,36 @@ class Stepwise(Counts, EzPickle):
         return sum(self.queue) + self.part.seen()
 
 
+class Arrays(Counts):
+    """Arrays of every make, one of them under three names, and numbers of numpy's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums = np.zeros(3)
+        self.same = self.sums
+        self.held = {"sums": (self.sums,)}
+        self.turned = np.zeros((2, 3), order="F")
+        self.fixed = np.arange(3.0)
+        self.fixed.flags.writeable = False
+        self.single = np.array(7)
+        self.named = np.zeros(2, [("count", "i4"), ("share", "f8")])
+        self.big_end = np.zeros(2, ">i2")
+        self.none = np.zeros((0, 3), np.complex64)
+        self.number = np.float32(0.1)
+
+    def more(self, action: int) -> float:
+        self.sums[action] += self.number
+        self.turned[:, action] += 1
+        self.single[...] = self.single + action
+        self.named["count"] += action
+        self.big_end += 1
+        self.number *= np.float32(1.01)
+        assert not self.fixed.flags.writeable
+        assert self.turned.flags.f_contiguous
+        whole = self.named["count"].sum() + self.big_end.sum() + self.turned.sum() + self.single + self.none.size
+        return float(self.same.sum() + self.held["sums"][0].sum() + whole)
+
+
 class Part(EzPickle):
     """Knows the environment that it belongs to."""
 

@@ -24,7 +24,7 @@ from vecenv import state
 from vecenv.errors import NotRestorable
 from vecenv.testing import assert_restorable
 
-EXACT = [kept_envs.Counts, kept_envs.Built, kept_envs.Generators, kept_envs.Stepwise, kept_envs.Offers]
+EXACT = [kept_envs.Counts, kept_envs.Built, kept_envs.Generators, kept_envs.Stepwise, kept_envs.Offers, kept_envs.Arrays]
 NAMED = {
     kept_envs.ByClass: r"ByClass cannot be saved: .* goes on differently: .*observations.*ByClass\.last",
     kept_envs.ByModule: r"goes on differently: .*kept_envs\._DRAWN",

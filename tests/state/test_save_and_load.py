@@ -108,6 +108,18 @@ def test_one_start_in_many_rows() -> None:
         assert_identical(alone, seen[:1])
 
 
+def test_what_was_one_array_is_one_array_again() -> None:
+    with engine(kept_envs.Arrays, num_workers=0) as envs:
+        envs.reset(seed=1)
+        kept = envs.save(verify=False)
+        envs.load(kept[0])
+        for env in envs.call("unwrapped"):
+            assert env.same is env.sums is env.held["sums"][0]
+            assert (env.single.shape, env.big_end.dtype.str, type(env.number)) == ((), ">i2", np.float32)
+        first, second = envs.call("unwrapped")[:2]
+        assert not np.shares_memory(first.sums, second.sums)
+
+
 def test_rows_in_flight_are_refused() -> None:
     with engine(kept_envs.Counts, num_workers=2, batch_size=2) as envs:
         envs.reset(seed=1)

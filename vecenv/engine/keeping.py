@@ -123,20 +123,25 @@ class Keeping(Attributes):
     ) -> Any:
         """The states came: add what the engine knows, and ask for the proof of kinds that have none."""
         store = self._engine.store
-        found = [result.results[row] for row in rows]
-        snapshots = [one.seeing(store.row(row)) if one.used else one for row, one in zip(rows, found, strict=True)]
+        snapshots: list[Snapshot] = [result.results[row] for row in rows]
+        for row, one in zip(rows, snapshots, strict=True):
+            one.observation = store.row(row) if one.used else None  # nobody else has seen it yet
         new = {one.kind: row for row, one in zip(reversed(rows), reversed(snapshots), strict=True)} if verify else {}
         for kind in self._proved:
             new.pop(kind, None)
         if not new:
-            return dress(snapshots)
-        then = partial(self._said_proved, frozenset(new), partial(dress, snapshots))
+            return self._given(rows, snapshots, dress)
+        then = partial(self._said_proved, frozenset(new), partial(self._given, rows, snapshots, dress))
         self._engine.ask_call(Op.PROVE, _own_rows(sorted(new.values())), "save", sequel=then, alone=True)
         return self.call_wait(timeout)
 
     def _said_proved(self, kinds: frozenset[Kind], answer: Callable[[], Any], result: Result, timeout: float | None) -> Any:
         self._proved |= kinds
         return answer()
+
+    def _given(self, rows: list[int], snapshots: list[Snapshot], dress: Callable[[list[Snapshot]], Any]) -> Any:
+        self._engine.recovery.keep(rows, snapshots)
+        return dress(snapshots)
 
     def _dict_of(self, snapshots: list[Snapshot]) -> dict[str, Any]:
         engine = self._engine
@@ -182,6 +187,8 @@ class Keeping(Attributes):
             engine.ledger.found(row)
         if engine.policy.restart:
             engine.recovery.remembered.keep(rows, everyone=len(rows) == self.num_envs)
+            engine.recovery.forget(rows)
+            engine.recovery.keep(rows, list(of_row.values()))
         extras()
         return engine.store.take(np.array(rows, np.intp)) if all(one.used for one in of_row.values()) else None
 
@@ -210,13 +217,17 @@ def _each_of(snapshots: Any, rows: list[int]) -> list[Snapshot]:
         raise SnapshotMismatch(f"load wants what save() gave, got {type(snapshots).__name__}")
     if len(each) != len(rows):
         raise SnapshotMismatch(f"{len(each)} snapshots for {len(rows)} environments: give as many, or one for all")
+    whole: set[int] = set()
     for place, one in enumerate(each):
         if not isinstance(one, Snapshot):
             raise SnapshotMismatch(f"snapshots[{place}] is a {type(one).__name__}, and none that save() gave")
+        if id(one) in whole:
+            continue
         try:
             one.require_whole()
         except SnapshotMismatch as error:
             raise SnapshotMismatch(f"snapshots[{place}]: {error}") from None
+        whole.add(id(one))
     return each
 
 

@@ -30,6 +30,7 @@ from vecenv.link.observations import PickledStore, RegisteredStore, SharedStore,
 from vecenv.planning.options import (
     NumWorkers,
     OnFailure,
+    RestartFrom,
     StartMethod,
     check_options,
     require_a_way,
@@ -78,6 +79,8 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             would trust in ``SyncVectorEnv``: a crash of one ends the program.
         batch_size: How many environments :meth:`recv` returns at a time, 1 to ``num_envs``.
         on_failure: ``"raise"``, or ``"restart"`` what died, raised or hung.
+        restart_from: With ``on_failure="restart"``: ``"reset"``, or ``"snapshot"``: the last one that :meth:`save` took of
+            the environment, or that :meth:`load` put into it; a reset where there is none, or none since your reset.
         restart_limit: At most this many restarts of all environments within ``restart_period`` seconds. ``None``: each
             environment, and each worker that dies, has 5 in that time, and one more for every 1,000 steps it made.
         restart_period: Seconds.
@@ -160,6 +163,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         use_caller: bool = False,
         batch_size: int | None = None,
         on_failure: OnFailure = "raise",
+        restart_from: RestartFrom = "reset",
         restart_limit: int | None = None,
         restart_period: float = 60.0,
         step_timeout: float | None = None,
@@ -181,12 +185,12 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         check_options(
             self.num_envs, num_workers, batch_size, on_failure, restart_limit, restart_period, step_timeout, start_timeout,
             threads_per_worker, use_caller, strict, dummy_env, worker_env, lazy, ragged_infos, isolate,
-            env_threads,
+            env_threads, restart_from,
         )  # fmt: skip
-        self._take_spares(spare_workers, num_workers, use_caller, batch_size, env_threads)
+        self._take_spares(spare_workers, num_workers, use_caller, batch_size, env_threads, restart_from)
         policy = Policy.of(
             on_failure, restart_limit, restart_period, step_timeout, start_timeout,
-            gymnasiums_words=num_workers is None and not use_caller,
+            gymnasiums_words=num_workers is None and not use_caller, restart_from=restart_from,
         )  # fmt: skip
         if policy.restart or step_timeout is not None or worker_env:
             isolate = True
@@ -206,11 +210,13 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             self._open(*to_open)
 
     def _take_spares(
-        self, spare_workers: int, num_workers: NumWorkers, use_caller: bool, batch_size: int | None, env_threads: int
-    ) -> None:
+        self, spare_workers: int, num_workers: NumWorkers, use_caller: bool, batch_size: int | None, env_threads: int,
+        restart_from: RestartFrom,
+    ) -> None:  # fmt: skip
         self._spares = spares_of(
             spare_workers, self.num_envs, self.autoreset_mode, num_workers=num_workers, use_caller=use_caller,
             batch_size=batch_size, max_concurrency=self.max_concurrency, env_threads=env_threads,
+            restart_from=restart_from,
         )  # fmt: skip
         if self._spares:
             refuse_different(self.env_fns)

@@ -15,12 +15,13 @@ from vecenv.system.cores import usable_cores
 from vecenv.system.variables import WorkerEnv, check_variables
 
 __all__ = [
-    "EngineOptions", "NumWorkers", "OnFailure", "StartMethod", "check_options", "require_a_way", "spares_of",
+    "EngineOptions", "NumWorkers", "OnFailure", "RestartFrom", "StartMethod", "check_options", "require_a_way", "spares_of",
     "workers_and_share",
 ]  # fmt: skip
 
 NumWorkers: TypeAlias = int | Literal["auto"] | None
 OnFailure: TypeAlias = Literal["raise", "restart"]
+RestartFrom: TypeAlias = Literal["reset", "snapshot"]
 StartMethod: TypeAlias = Literal["fork", "spawn", "forkserver"]
 
 
@@ -36,6 +37,7 @@ class EngineOptions(TypedDict, total=False):
     use_caller: bool
     batch_size: int | None
     on_failure: OnFailure
+    restart_from: RestartFrom
     restart_limit: int | None
     restart_period: float
     step_timeout: float | None
@@ -113,6 +115,7 @@ def spares_of(spare_workers: Any, num_envs: int, mode: AutoresetMode, **beside: 
         "batch_size": beside["batch_size"] is None or "they are there for batches of all environments",
         "max_concurrency": beside["max_concurrency"] is None or "they reset while all the others step",
         "env_threads": beside["env_threads"] == 1 or "each has one environment",
+        "restart_from": beside["restart_from"] == "reset" or "environments that go from row to row cannot be saved",
         "autoreset_mode": mode is not AutoresetMode.DISABLED or "an episode that begins by itself is what they are for",
     }
     for option, reason in reasons.items():
@@ -147,6 +150,7 @@ def check_options(
     ragged_infos: Any = False,
     isolate: Any = None,
     env_threads: Any = 1,
+    restart_from: Any = "reset",
 ) -> None:
     """Refuse options that mean nothing, by name and with what is accepted.
 
@@ -172,6 +176,9 @@ def check_options(
         ("batch_size", batch_size, batch_size is None or (_whole(batch_size, 1) and batch_size <= num_envs),
          f"None or an int within 1..{num_envs}"),
         ("on_failure", on_failure, on_failure in ("raise", "restart"), "'raise' or 'restart'"),
+        ("restart_from", restart_from, restart_from in ("reset", "snapshot"), "'reset' or 'snapshot'"),
+        ("restart_from", restart_from, restart_from == "reset" or on_failure == "restart",
+         "'reset' where on_failure is not 'restart'"),
         ("restart_limit", restart_limit, restart_limit is None or _whole(restart_limit, 0), "None or an int from 0 on"),
         ("restart_period", restart_period, _seconds(restart_period), "a number of seconds above 0"),
         ("step_timeout", step_timeout, step_timeout is None or _seconds(step_timeout),

@@ -4,6 +4,9 @@ All layers go into one pickle, so that what they share stays shared. What has a 
 as the way to it: from a layer through attributes and items. Whoever loads walks the same way through the environment that
 is to be filled, and finds the object that stands there in its place.
 
+What is to be done with an attribute is looked up by its class (:class:`_Sorts`), and whatever is not plain is written by one
+function, :func:`stands_for_`: naming functions and classes would take as long as all the rest.
+
 Reading and putting in place are two steps: :func:`opened` reads everything and refuses what does not fit, without touching
 the environment; what it returns fills the environment when it is called, and may be called again.
 """
@@ -19,9 +22,12 @@ from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any, Final
 
+import gymnasium
+import numpy as np
+
 from vecenv.errors import NotRestorable, SnapshotMismatch, VecEnvError
-from vecenv.state import codecs  # noqa: F401 - it registers them
-from vecenv.state.registry import STAYS, Codec, Refused, how_of, made
+from vecenv.state import codecs
+from vecenv.state.registry import CACHES, STAYS, Codec, Refused, how_of, made
 
 __all__ = ["captured", "layers_of", "opened"]
 
@@ -31,17 +37,35 @@ _PLAIN: Final = frozenset({*_ATOMS, dict, list, tuple, set, frozenset, type})
 Way = tuple[Any, ...]
 """To an object: the number of a layer, then (by attribute?, name or key) of each step."""
 
-_IS_LAYER: dict[type, bool] = {}
+_ATOM, _OTHER, _LAYER, _STAYING, _SPACE, _REFUSED = range(6)
 
 
-def is_layer(thing: Any) -> bool:
-    """Whether an object is an environment of its own: it can be reset and stepped, and has attributes."""
-    kind = type(thing)
-    try:
-        return _IS_LAYER[kind]
-    except KeyError:
-        is_one = callable(getattr(kind, "step", None)) and callable(getattr(kind, "reset", None))
-        return _IS_LAYER.setdefault(kind, is_one and hasattr(thing, "__dict__") and kind not in _PLAIN)
+class _Sorts(dict[type, int]):
+    """What is done with an attribute's value, by its class; a table and no function: it is asked for every attribute."""
+
+    def __missing__(self, kind: type) -> int:
+        how = how_of(kind)
+        if kind in _ATOMS:
+            sort = _ATOM
+        elif _is_layer(kind):
+            sort = _LAYER
+        elif how is STAYS:
+            sort = _STAYING
+        else:
+            sort = _REFUSED if isinstance(how, Refused) else _SPACE if issubclass(kind, gymnasium.Space) else _OTHER
+        return self.setdefault(kind, sort)
+
+
+_SORTS: Final = _Sorts()
+_SORT_OF: Final = _SORTS.__getitem__
+_OF_LAYERS: dict[type, Codec | None] = {}
+CACHES.extend((_OF_LAYERS, _SORTS))
+
+
+def _is_layer(kind: type) -> bool:
+    """Whether objects of a class are environments of their own: they can be reset and stepped, and have attributes."""
+    can = callable(getattr(kind, "step", None)) and callable(getattr(kind, "reset", None))
+    return can and kind.__dictoffset__ != 0 and kind not in _PLAIN
 
 
 def layers_of(env: Any) -> list[Any]:
@@ -49,10 +73,12 @@ def layers_of(env: Any) -> list[Any]:
     layers = [env]
     seen = {id(env)}
     for layer in layers:
-        for value in vars(layer).values():
-            if type(value) not in _ATOMS and is_layer(value) and id(value) not in seen:
-                seen.add(id(value))
-                layers.append(value)
+        values = layer.__dict__.values()
+        if _LAYER in map(_SORT_OF, map(type, values)):
+            for value in values:
+                if _SORTS[type(value)] == _LAYER and id(value) not in seen:
+                    seen.add(id(value))
+                    layers.append(value)
     return layers
 
 
@@ -81,19 +107,25 @@ def captured(env: Any, layers: list[Any] | None = None) -> bytes:
     return _Writer(layers).written()
 
 
-def layer_(number: int) -> Any:
-    """In a pickle, stands for a layer."""
+def stands_for_(what: int, *values: Any) -> Any:
+    """In a pickle, stands for what is not plain: :data:`_A_LAYER` and the others, with what that needs."""
     raise AssertionError("only read by opened()")
 
 
-def content_(way: Way, state: Any) -> Any:
-    """In a pickle, stands for an object that is filled by its codec."""
-    raise AssertionError("only read by opened()")
+_A_LAYER: Final = 0  # (its number,)
+_CONTENT: Final = 1  # (way to an object that is filled by its codec, the codec's state)
+_KEPT: Final = 2  # (way to an object that stays,)
+_ARRAY: Final = 3  # (dtype, shape, bytes)
+_NUMBER: Final = 4  # of numpy's: (dtype, bytes)
+_NUMBERS: Final = frozenset("biufc")
 
 
-def kept_(way: Way) -> Any:
-    """In a pickle, stands for an object that stays where it is."""
-    raise AssertionError("only read by opened()")
+def _array(dtype: str, shape: tuple[int, ...], content: bytes) -> Any:
+    return np.ndarray(shape, dtype, content).copy()
+
+
+def _number(dtype: str, content: bytes) -> Any:
+    return np.frombuffer(content, dtype)[0]
 
 
 class _Writer(pickle.Pickler):
@@ -119,31 +151,25 @@ class _Writer(pickle.Pickler):
 
     def _state_of(self, number: int, layer: Any) -> tuple[Any, Any]:
         """(attributes or the codec's state, names of what stays; ``None``: it is a codec's)."""
-        how, ways = how_of(type(layer)), self._ways
-        attributes = vars(layer)
-        state: Any = {}
+        kind = type(layer)
+        how = _OF_LAYERS[kind] if kind in _OF_LAYERS else _codec_of_layer(kind)
+        if how is not None:
+            return self._asked(how, layer, kind.__name__), None
+        attributes = layer.__dict__
+        state = attributes.copy()
         kept = []
-        numbers = self._numbers
-        for name, value in attributes.items():
-            kind = type(value)
-            if kind not in _ATOMS:
-                its = how_of(kind)
-                if id(value) in numbers or its is STAYS:
-                    kept.append(name)
-                    continue
-                if isinstance(its, Codec) and its.often_nothing and its.save(value) is None:
-                    kept.append(name)
-                    continue
-                if isinstance(its, Refused):
-                    raise NotRestorable(f"{type(layer).__name__}.{name} ({kind.__name__}): {its.why}")
-                ways.setdefault(id(value), (number, (True, name)))
-            state[name] = value
-        if isinstance(how, Refused):
-            raise NotRestorable(f"{type(layer).__name__} cannot be saved: {how.why}")
-        if isinstance(how, Codec):
-            return self._asked(how, layer, type(layer).__name__), None
-        if hides(type(layer)):
-            raise NotRestorable(f"{type(layer).__name__} has memory that its attributes do not show: it needs a codec")
+        values = attributes.values()
+        for name, value, sort in zip(attributes, values, map(_SORT_OF, map(type, values)), strict=True):
+            if sort == _ATOM:
+                continue
+            if sort in (_LAYER, _STAYING) or (sort == _SPACE and codecs.save_space(value) is None):
+                kept.append(name)
+                del state[name]
+                continue
+            self._ways.setdefault(id(value), (number, (True, name)))
+            if sort == _REFUSED:
+                why = how_of(type(value)).why  # type: ignore[union-attr]
+                raise NotRestorable(f"{kind.__name__}.{name} ({type(value).__name__}): {why}")
         return state, kept
 
     def _asked(self, how: Codec, thing: Any, where: str) -> Any:
@@ -156,10 +182,19 @@ class _Writer(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if (number := self._numbers.get(id(obj))) is not None:
-            return layer_, (number,)
+            return stands_for_, (_A_LAYER, number)
         kind = type(obj)
         how = how_of(kind)
         if how is None:
+            if kind is np.ndarray:
+                flags = obj.flags
+                if obj.dtype.kind not in _NUMBERS or not (flags.c_contiguous and flags.writeable):
+                    return NotImplemented
+                return stands_for_, (_ARRAY, obj.dtype.str, obj.shape, obj.tobytes())
+            if obj is stands_for_:
+                return NotImplemented
+            if isinstance(obj, np.generic) and obj.dtype.kind in _NUMBERS:
+                return stands_for_, (_NUMBER, obj.dtype.str, obj.tobytes())
             if kind is FunctionType or isinstance(obj, type):
                 return NotImplemented if _is_importable(obj) else self._stay(obj)
             if getattr(kind, "__setstate__", None) is not None and hasattr(obj, "_ezpickle_args"):
@@ -172,10 +207,10 @@ class _Writer(pickle.Pickler):
         if not isinstance(how, Codec):
             return self._stay(obj)
         state = self._asked(how, obj, kind.__name__)
-        return kept_ if state is None else content_, (self._way_to(obj),) if state is None else (self._way_to(obj), state)
+        return self._stay(obj) if state is None else (stands_for_, (_CONTENT, self._way_to(obj), state))
 
     def _stay(self, obj: Any) -> Any:
-        return kept_, (self._way_to(obj),)
+        return stands_for_, (_KEPT, self._way_to(obj))
 
     def _way_to(self, obj: Any) -> Way:
         way = self._ways.get(id(obj))
@@ -199,6 +234,16 @@ class _Writer(pickle.Pickler):
                 except Exception as same:
                     return NotRestorable(f"{type(layer).__name__}.{name} ({type(value).__name__}) cannot be saved: {same}")
         return NotRestorable(f"{type(self._layers[0]).__name__} cannot be saved: {type(error).__name__}: {error}")
+
+
+def _codec_of_layer(kind: type) -> Codec | None:
+    """A layer's codec; ``None``: its attributes are all there is. To be asked where :data:`_OF_LAYERS` does not know it."""
+    how = how_of(kind)
+    if isinstance(how, Refused):
+        raise NotRestorable(f"{kind.__name__} cannot be saved: {how.why}")
+    if not isinstance(how, Codec) and hides(kind):
+        raise NotRestorable(f"{kind.__name__} has memory that its attributes do not show: it needs a codec")
+    return _OF_LAYERS.setdefault(kind, how if isinstance(how, Codec) else None)
 
 
 def _set_attributes(obj: Any, attributes: dict[str, Any]) -> None:
@@ -271,12 +316,13 @@ class _Reader(pickle.Unpickler):
         self._layers = layers
         self._filled: dict[int, Way] = {}
         self.fills: list[tuple[Codec, Any, Any]] = []
-        self._marks = {"layer_": self._layer, "content_": self._content, "kept_": self._found}
+        self._readers = (self._layer, self._content, self._found, _array, _number)
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == __name__ and name in self._marks:
-            return self._marks[name]
-        return super().find_class(module, name)
+        return self._read if name == "stands_for_" and module == __name__ else super().find_class(module, name)
+
+    def _read(self, what: int, *values: Any) -> Any:
+        return self._readers[what](*values)
 
     def _layer(self, number: int) -> Any:
         return self._layers[number]
@@ -335,8 +381,8 @@ def opened(env: Any, blob: bytes, layers: list[Any] | None = None) -> Callable[[
         raise
     except Exception as error:
         raise SnapshotMismatch(f"its bytes cannot be read: {type(error).__name__}: {error}") from error
-    fills = list(reader.fills)
-    attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    fills = reader.fills
+    attributes: list[tuple[dict[str, Any], dict[str, Any], list[str], int]] = []
     for layer, (state, kept) in zip(layers, states, strict=True):
         if kept is None:
             how = how_of(type(layer))
@@ -344,14 +390,15 @@ def opened(env: Any, blob: bytes, layers: list[Any] | None = None) -> Callable[[
                 raise SnapshotMismatch(f"{type(layer).__name__} was saved by a codec, and there is none here")
             fills.append((how, layer, how.open(layer, state)))
         else:
-            own = vars(layer)
-            attributes.append((own, {name: own.get(name) for name in kept} | state))
+            attributes.append((layer.__dict__, state, kept, len(state) + len(kept)))
 
     def fill() -> None:
-        for own, wanted in attributes:
+        for own, wanted, kept, count in attributes:
             own.update(wanted)
-            for name in own.keys() - wanted.keys():
-                own.pop(name, None)
+            if len(own) != count:
+                own.update((name, None) for name in kept if name not in own)
+                for name in own.keys() - wanted.keys() - set(kept):
+                    own.pop(name, None)
         for how, thing, state in fills:
             how.load(thing, state)
 

@@ -13,7 +13,7 @@ import numpy as np
 from vecenv.errors import SnapshotMismatch
 from vecenv.state.registry import STAYS, Codec, Refused, put
 
-__all__: list[str] = []
+__all__ = ["save_space"]
 
 # -- generators ----------------------------------------------------------------------------------------------------
 
@@ -83,14 +83,15 @@ put("torch._C.Generator", Codec(_save_torch, _load_torch))
 # -- spaces: only their generators ---------------------------------------------------------------------------------
 
 
-def _save_space(space: Any) -> Any:
+def save_space(space: Any) -> Any:
+    """The generators of a space; ``None``: it has none yet, as most have that belong to an environment."""
     own = getattr(space, "_np_random", None)
     state = None if own is None else _save_generator(own)
     inner = getattr(space, "spaces", None)
     inside = None
     if inner is not None:
         each = inner.values() if hasattr(inner, "values") else inner
-        inside = [_save_space(one) for one in each]
+        inside = [save_space(one) for one in each]
     return None if state is None and not (inside and any(inside)) else (state, inside)
 
 
@@ -109,7 +110,7 @@ def _load_space(space: Any, state: Any) -> None:
             _load_space(one, its)
 
 
-put("gymnasium.spaces.space.Space", Codec(_save_space, _load_space, often_nothing=True))
+put("gymnasium.spaces.space.Space", Codec(save_space, _load_space))
 
 # -- simulators and emulators --------------------------------------------------------------------------------------
 
@@ -133,6 +134,19 @@ def _save_physics(data: Any) -> Any:
     return mujoco.__version__, _model_of(data), pickle.dumps(data, pickle.HIGHEST_PROTOCOL)
 
 
+_LATEST: list[tuple[bytes, Any]] = []
+"""What was read last: one start often goes into many rows, and MuJoCo reads the model each time, for milliseconds."""
+
+
+def _read_physics(blob: bytes) -> Any:
+    for known, data in _LATEST:
+        if known == blob:
+            return data
+    data = pickle.loads(blob)
+    _LATEST[:] = [(blob, data)]
+    return data
+
+
 def _open_physics(data: Any, state: Any) -> Any:
     import mujoco
 
@@ -143,7 +157,7 @@ def _open_physics(data: Any, state: Any) -> Any:
         names = ("nq", "nv", "nbuffer", "opt", *_MODEL)
         differ = [name for name, one, other in zip(names, model, here, strict=True) if one != other]
         raise SnapshotMismatch(f"its MjModel is another one: {', '.join(differ)} differ")
-    return pickle.loads(blob)
+    return _read_physics(blob)
 
 
 def _load_physics(data: Any, state: Any) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-__all__ = ["STAYS", "Codec", "How", "Refused", "how_of", "made", "name_of", "register"]
+__all__ = ["CACHES", "STAYS", "Codec", "How", "Refused", "how_of", "made", "name_of", "register"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +21,12 @@ class Codec:
         load: (object, state): put it back. It may be called again.
         open: (object, state) -> state as ``load`` gets it; refuses what does not fit, and touches nothing.
         make: State -> a new object, where there is none to be filled; raises what it likes for another kind's state.
-        often_nothing: Where there is nothing to take, which is usual, the object stays.
     """
 
     save: Callable[[Any], Any]
     load: Callable[[Any, Any], None]
     open: Callable[[Any, Any], Any] = lambda thing, state: state
     make: Callable[[Any], Any] | None = None
-    often_nothing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +47,8 @@ How = Codec | Refused | _Stays
 
 _BY_NAME: dict[str, How] = {}
 _FOUND: dict[type, How | None] = {}
+CACHES: Final[list[dict[type, Any]]] = [_FOUND]
+"""What is known of classes, and no more true once another codec was registered."""
 
 
 def name_of(kind: type) -> str:
@@ -76,7 +76,8 @@ def register(
 def put(name: str, how: How) -> None:
     """What is to be done with a class."""
     _BY_NAME[name] = how
-    _FOUND.clear()
+    for known in CACHES:
+        known.clear()
 
 
 def how_of(kind: type) -> How | None:

@@ -6,7 +6,7 @@ import importlib.metadata
 import sys
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 from vecenv.errors import SnapshotMismatch
@@ -35,6 +35,8 @@ class Kind:
 
     def differs_from(self, other: Kind) -> str:
         """What differs, in words; empty: nothing. ``self`` is the snapshot's."""
+        if self is other or self == other:
+            return ""
         if self.env_id != other.env_id:
             return f"it is of {self.env_id}, and the environment is {other.env_id}"
         if self.layers != other.layers:
@@ -54,7 +56,7 @@ def _stack(layers: Sequence[str]) -> str:
     return " / ".join(layer.rpartition(".")[2] for layer in layers)
 
 
-@dataclass(frozen=True, slots=True, repr=False, eq=False)
+@dataclass(slots=True, repr=False, eq=False)
 class Snapshot:
     """One row as it was. Opaque; it can be pickled, kept, and loaded in other processes and on other machines.
 
@@ -68,6 +70,7 @@ class Snapshot:
         used: It was reset before.
         upcoming: Seed and options of the next episode that autoreset begins, where they were set.
         observation: The row's last observation.
+        announces: ``(observation,)``: after a restart, the next step only says where the environment is.
         beside: What a vector environment over the engine knows of the row.
         format: Of these attributes.
     """
@@ -79,6 +82,7 @@ class Snapshot:
     used: bool = True
     upcoming: tuple[Any, Any] | None = None
     observation: Any = None
+    announces: tuple[Any] | None = None
     beside: Any = None
     format: int = FORMAT
 
@@ -87,9 +91,8 @@ class Snapshot:
         """A new one."""
         return cls(kind, body, zlib.crc32(body), **row)
 
-    def seeing(self, observation: Any) -> Snapshot:
-        """The same with the row's last observation."""
-        return replace(self, observation=observation)
+    def __reduce__(self) -> Any:
+        return type(self), tuple(getattr(self, name) for name in self.__slots__)
 
     def require_whole(self) -> None:
         """Refuse bytes that are not what was saved.
@@ -118,7 +121,10 @@ _KINDS: dict[tuple[Any, ...], Kind] = {}
 def kind_of(layers: Sequence[Any] | Any) -> Kind:
     """The kind of an environment, given as its layers or itself."""
     each = layers if isinstance(layers, list) else layers_of(layers)
-    spec = next((found for layer in each if (found := vars(layer).get("spec")) is not None), None)
+    spec = None
+    for layer in each:
+        if (spec := layer.__dict__.get("spec")) is not None:
+            break
     key = (id(spec), tuple([type(layer) for layer in each]))
     known = _KINDS.get(key)
     if known is not None:

@@ -140,6 +140,10 @@ class Envs:
         step.resets_first = True  # type: ignore[attr-defined]
         return step
 
+    def _first_step(self, k: int, pending: bool) -> Callable[[Any], Any]:
+        """The step of a row that was just reset; ``pending``: it is to begin with an automatic reset."""
+        return self._step_by_reset(k) if pending else self._env(k).step
+
     def _reset(self, k: int, seed: Any, options: Any) -> tuple[Any, Any]:
         """The reset that was asked for, of an environment that is built anew if it had failed."""
         env = self.envs[k] or self._build(k)

@@ -6,12 +6,13 @@ All of it may be done again after an interruption: a state is taken twice, or pu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
 from vecenv.errors import NotRestorable, SnapshotMismatch, VecEnvError
 from vecenv.link.outcomes import Failure, Outcome
-from vecenv.link.packing import works
+from vecenv.link.packing import summary, works
 from vecenv.state.capture import captured, layers_of, opened
 from vecenv.state.proof import prove
 from vecenv.state.snapshots import Snapshot, kind_of
@@ -23,6 +24,7 @@ __all__ = ["KeptRows"]
 class KeptRows(EnvRows):
     """Environments that are stepped and reset (:class:`~vecenv.worker.rows.EnvRows`), saved and loaded."""
 
+    _back: dict[int, Snapshot] = {}  # noqa: RUF012 - of rows that are being rebuilt: what they go on from
     _opened: dict[int, tuple[Callable[[], None], Snapshot]] | None = None
     """Of the rows that are about to be loaded: what fills them, and with what."""
 
@@ -37,7 +39,10 @@ class KeptRows(EnvRows):
                 state = captured(env, layers)
             except NotRestorable as error:
                 raise NotRestorable(f"{kind.env_id} cannot be saved: {error}") from error
-            return Snapshot.of(kind, state, pending=self._is_pending(k), used=self._used[k], upcoming=self._next.get(k))
+            announces = getattr(self._steps[k], "announces", None)
+            return Snapshot.of(
+                kind, state, pending=self._is_pending(k), used=self._used[k], upcoming=self._next.get(k), announces=announces
+            )
 
         return self._again(seq, ks, one)
 
@@ -53,15 +58,7 @@ class KeptRows(EnvRows):
         opened_ones = self._opened
 
         def one(k: int) -> None:
-            snapshot, env = given[k], self.envs[k] or self._build(k)
-            try:
-                snapshot.require_whole()
-                layers = layers_of(env)
-                if wrong := snapshot.kind.differs_from(kind_of(layers)):
-                    raise SnapshotMismatch(wrong)
-                opened_ones[k] = opened(env, snapshot.body, layers), snapshot
-            except SnapshotMismatch as error:
-                raise SnapshotMismatch(f"the snapshot does not fit: {error}") from error
+            opened_ones[k] = self._fitting(k, given[k]), given[k]
 
         return self._again(seq, list(given), one)
 
@@ -71,20 +68,96 @@ class KeptRows(EnvRows):
         def one(k: int) -> None:
             assert self._opened is not None
             fill, snapshot = self._opened[k]
-            env = self._env(k)
-            fill()
-            self._steps[k] = self._step_by_reset(k) if snapshot.pending else env.step
+            self._fill(k, fill, snapshot)
+            self._steps[k] = self._step_from(k, snapshot, snapshot.announces)
             self._used[k] = snapshot.used
-            self._next.pop(k, None)
-            if snapshot.upcoming is not None:
-                self._next[k] = snapshot.upcoming
-            if self._offered[k] is not None:
-                env.unwrapped.observation_buffer(self._offered[k])  # type: ignore[attr-defined]
 
         out = self._again(seq, ks, one, fatal=True)
         if not self._interrupts:  # in the calling process it may be asked for again, and is kept until the next check
             self._opened = None
         return out
+
+    def _fitting(self, k: int, snapshot: Snapshot) -> Callable[[], None]:
+        """What fills row k with a snapshot."""
+        env = self.envs[k] or self._build(k)
+        try:
+            layers = layers_of(env)
+            if wrong := snapshot.kind.differs_from(kind_of(layers)):
+                raise SnapshotMismatch(wrong)
+            return opened(env, snapshot.body, layers)
+        except SnapshotMismatch as error:
+            raise SnapshotMismatch(f"the snapshot does not fit: {error}") from error
+
+    def _fill(self, k: int, fill: Callable[[], None], snapshot: Snapshot) -> None:
+        env = self._env(k)
+        fill()
+        self._next.pop(k, None)
+        if snapshot.upcoming is not None:
+            self._next[k] = snapshot.upcoming
+        if self._offered[k] is not None:
+            env.unwrapped.observation_buffer(self._offered[k])  # type: ignore[attr-defined]
+
+    def _step_from(self, k: int, snapshot: Snapshot, announces: tuple[Any] | None) -> Callable[[Any], Any]:
+        """The step of a row that was filled; ``announces``: it is one that only says where the environment is."""
+        env = self._env(k)
+        if snapshot.pending:
+            return self._step_by_reset(k)
+        if announces is None:
+            return env.step
+
+        def step(_: Any) -> Any:
+            self._steps[k] = env.step
+            return deepcopy(announces[0]), 0.0, False, False, {}
+
+        step.announces = announces  # type: ignore[attr-defined]
+        return step
+
+    # -- going on from a snapshot after a failure -------------------------------------------------------------------
+
+    def rebuild_from(
+        self,
+        seq: int,
+        ks: list[int],
+        snapshots: Sequence[Snapshot | None],
+        seeds: Sequence[Any],
+        options: Any,
+        *,
+        pending: bool,
+    ) -> Outcome:
+        """As :meth:`rebuild`; rows that have a snapshot go on from there and are not reset. ``results`` says which."""
+        self._back = {k: one for k, one in zip(ks, snapshots, strict=True) if one is not None}
+        out = self.rebuild(seq, ks, seeds, options, pending=pending)
+        self._back = {}
+        return out
+
+    def _reset(self, k: int, seed: Any, options: Any) -> tuple[Any, Any]:
+        snapshot = self._back.get(k)
+        if snapshot is None:
+            return super()._reset(k, seed, options)
+        if self.envs[k] is None:
+            self._build(k)
+        try:
+            self._go_back(k, snapshot)
+        except Exception as error:
+            if works(partial(self._go_back, k, snapshot)):  # somebody interrupted
+                raise
+            row = self.first + k
+            text = f"env {row} cannot go on from its snapshot, and was reset: {summary(error)}"
+            self.warnings.append((f"restart_from, env {row}", text))
+            self._back.pop(k)
+            self._drop(k)  # who knows how much of it was filled
+            return super()._reset(k, seed, options)
+        return deepcopy(_seen_in(snapshot)), {}
+
+    def _go_back(self, k: int, snapshot: Snapshot) -> None:
+        self._fill(k, self._fitting(k, snapshot), snapshot)
+
+    def _first_step(self, k: int, pending: bool) -> Callable[[Any], Any]:
+        snapshot = self._back.get(k)
+        if snapshot is None:
+            return super()._first_step(k, pending)
+        self._out.results[self.first + k] = True
+        return self._step_from(k, snapshot, (_seen_in(snapshot),) if pending else None)
 
     def _again(self, seq: int, ks: Sequence[int], function: Callable[[int], Any], *, fatal: bool = False) -> Outcome:
         """``function`` of each row. One that was interrupted is done again.
@@ -110,6 +183,11 @@ class KeptRows(EnvRows):
                 out.failures.append(Failure(self.first + k, self._told(k, error), fatal=fatal))
             self._done += 1
         return out
+
+
+def _seen_in(snapshot: Snapshot) -> Any:
+    """The observation of the state that a snapshot has."""
+    return snapshot.observation if snapshot.announces is None else snapshot.announces[0]
 
 
 def _first_of(error: BaseException) -> BaseException:

@@ -297,7 +297,7 @@ class EnvRows(Envs):
                     begun = k
                     observation, info = self._reset(k, seed, own)
                     self.leave_if_forked()
-                    self._steps[k] = self._step_by_reset(k) if pending else self._env(k).step
+                    self._steps[k] = self._first_step(k, pending)
                     self._used[k] = True
                     if (travels := self._put(k, observation)) is not KEPT:
                         out.observations[self.first + k] = travels

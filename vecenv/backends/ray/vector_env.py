@@ -27,7 +27,7 @@ from vecenv.engine.interface import EngineVectorEnv
 from vecenv.engine.starting import dump_env_fn
 from vecenv.front.arguments import check_env_fns
 from vecenv.link.observations import PickledStore
-from vecenv.planning.options import check_options
+from vecenv.planning.options import RestartFrom, check_options
 from vecenv.shm import Batch, Layout, fixed_tree
 from vecenv.worker.envs import Expected
 from vecenv.worker.main import Plan
@@ -72,7 +72,7 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
         placement: ``"STRICT_SPREAD"`` (every host on a node of its own), ``"SPREAD"`` (if possible) or ``"PACK"`` (as few
             nodes as possible). ``None``: strict, or in a cluster that vecenv started, which is one node, packed.
         batch_size: Environments that :meth:`recv` returns at a time; a multiple of a host's share wastes nothing.
-        on_failure, restart_limit, restart_period, autoreset_mode: As :class:`~vecenv.AsyncVectorEnv`.
+        on_failure, restart_from, restart_limit, restart_period, autoreset_mode: As :class:`~vecenv.AsyncVectorEnv`.
         **engine_options: ``shared_memory``, ``copy``, ``context`` (default here: ``"forkserver"``), ``daemon``,
             ``observation_mode``, ``max_concurrency`` (a host), ``use_caller`` (the host's own process steps a share),
             ``step_timeout``, ``start_timeout``, ``threads_per_worker``, ``strict``, as of :class:`~vecenv.AsyncVectorEnv`.
@@ -103,6 +103,7 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
         placement: str | None = None,
         batch_size: int | None = None,
         on_failure: str = "raise",
+        restart_from: RestartFrom = "reset",
         restart_limit: int | None = None,
         restart_period: float = 60.0,
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
@@ -125,9 +126,11 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
             self._start_timeout, engine_options.get("threads_per_worker"),
             engine_options.get("use_caller", False), engine_options.get("strict", False),
             worker_env=engine_options.get("worker_env"), ragged_infos=engine_options.get("ragged_infos", False),
+            restart_from=restart_from,
         )  # fmt: skip
         recovery: dict[str, Any] = {
-            "on_failure": on_failure, "restart_limit": restart_limit, "restart_period": restart_period,
+            "on_failure": on_failure, "restart_from": restart_from, "restart_limit": restart_limit,
+            "restart_period": restart_period,
         }  # fmt: skip
         self._recovery = recovery
         self._host_options = {key: value for key, value in engine_options.items() if key != "copy"}
@@ -136,7 +139,9 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
             engine_options.get("daemon", True), engine_options.get("observation_mode", "same"), autoreset_mode,
             engine_options.get("max_concurrency"),
         )  # fmt: skip
-        policy = Policy.of(on_failure, restart_limit, restart_period, step_timeout, self._start_timeout)
+        policy = Policy.of(
+            on_failure, restart_limit, restart_period, step_timeout, self._start_timeout, restart_from=restart_from
+        )
         try:
             self._read_spaces(env_fns)
             self._adopt(self._start_engine(policy), batch_size)

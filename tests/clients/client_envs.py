@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import gymnasium as gym
@@ -80,3 +81,42 @@ def make_teller(nested: bool, wrapped: bool, render_mode: str | None) -> gym.Env
 def make_cartpole(limit: int = 500) -> gym.Env[Any, Any]:
     """CartPole with another time limit."""
     return gym.make("CartPole-v1", max_episode_steps=limit)
+
+
+class Target:
+    """Two agents are paid for naming the side that they see, for ten steps; says in which process it is."""
+
+    possible_agents = ("left", "right")
+    metadata: dict[str, Any] = {}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.agents: list[str] = []
+        self.pid = os.getpid()
+        self.rng = np.random.default_rng()
+
+    def observation_space(self, agent: str) -> gym.Space[Any]:
+        return spaces.Box(-1, 1, (1,), np.float32)
+
+    def action_space(self, agent: str) -> gym.Space[Any]:
+        return spaces.Discrete(2)
+
+    def _seen(self) -> Any:
+        self.side = {agent: int(self.rng.integers(2)) for agent in self.possible_agents}
+        return {agent: np.array([2 * side - 1], np.float32) for agent, side in self.side.items()}
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        if seed is not None:
+            self.rng = np.random.default_rng(seed)
+        self.agents, self.time = list(self.possible_agents), 0
+        return self._seen(), {}
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        self.time += 1
+        rewards = {agent: float(actions[agent] == side) for agent, side in self.side.items()}
+        over = self.time == 10
+        self.agents = [] if over else self.agents
+        no, ends = dict.fromkeys(self.possible_agents, False), dict.fromkeys(self.possible_agents, over)
+        return self._seen(), rewards, no, ends, {}
+
+    def close(self) -> None:
+        pass

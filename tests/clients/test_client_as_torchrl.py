@@ -74,6 +74,33 @@ def test_every_transition_obeys_the_physics(backend: str, mode: str) -> None:
     env.close()
 
 
+def test_tensors_name_a_device_where_one_was_given_only() -> None:
+    for device in (None, torch.device("cpu")):
+        env = cartpoles(device=device)
+        data = random_rollout(env, 30)
+        assert (env.device, data.device, data["next"].device) == (device, device, device)
+        env.close()
+
+
+def test_what_is_handed_out_may_be_written_to() -> None:
+    env, other = cartpoles(), cartpoles()
+    for each in (env, other):
+        each.set_seed(3)
+    states = [each.reset() for each in (env, other)]
+    for _ in range(60):
+        stepped = []
+        for each, state in zip((env, other), states, strict=True):
+            state["action"] = torch.tensor([[0, 1]] * 4)
+            stepped.append(each.step_and_maybe_reset(state))
+        assert torch.equal(stepped[0][0]["next", "reward"], stepped[1][0]["next", "reward"])
+        assert torch.equal(stepped[0][1]["observation"], stepped[1][1]["observation"])
+        states = [after for _, after in stepped]
+        for key in ("reward", "done", "terminated", "truncated"):
+            stepped[0][0]["next", key].fill_(1)
+    env.close()
+    other.close()
+
+
 @pytest.mark.parametrize("nested", [False, True], ids=["Box", "Dict"])
 def test_the_data_are_those_of_gym_wrapper_in_every_mode(nested: bool) -> None:
     def rollout(env: Any) -> Any:

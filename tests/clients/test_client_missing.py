@@ -14,7 +14,12 @@ WITHOUT = Path(__file__).parents[1] / "without.py"
 
 @pytest.mark.parametrize(
     ("adapter", "library", "extra"),
-    [("as_sb3", "stable_baselines3", "sb3"), ("as_tianshou", "tianshou", "clients"), ("as_torchrl", "torchrl", "clients")],
+    [
+        ("as_sb3", "stable_baselines3", "sb3"),
+        ("as_tianshou", "tianshou", "clients"),
+        ("as_torchrl", "torchrl", "clients"),
+        ("as_rllib", "ray", "rllib"),
+    ],
 )
 def test_an_adapter_without_its_library_says_what_to_install(adapter: str, library: str, extra: str) -> None:
     program = f"""

@@ -1,25 +1,31 @@
-"""RLlib over a registered vector environment, against RLlib over Gymnasium's ``SyncVectorEnv``: no adapter, no change."""
+"""RLlib over registered vector environments, against RLlib over Gymnasium's ``SyncVectorEnv`` and its own of agents."""
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
+from client_envs import Target
 
 ray = pytest.importorskip("ray", reason="needs Ray: see docs/clients.md")
 pytest.importorskip("ray.rllib.algorithms.ppo", reason="needs RLlib's libraries: see docs/clients.md", exc_type=ImportError)
 
 from ray.rllib.algorithms.ppo import PPOConfig  # noqa: E402
+from ray.rllib.env.multi_agent_env_runner import MultiAgentEnvRunner  # noqa: E402
 from ray.rllib.env.single_agent_env_runner import SingleAgentEnvRunner  # noqa: E402
 from ray.tune.registry import register_env  # noqa: E402
+from rllib_games import Parlour  # noqa: E402
 
 import vecenv  # noqa: E402
+from vecenv.adapters import MultiAgentVecEnvRunner, as_rllib  # noqa: E402
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     ray.init(address="local", num_cpus=2, include_dashboard=False, configure_logging=False, log_to_driver=False)
     yield
@@ -54,6 +60,7 @@ def test_episodes_are_the_same_as_over_gymnasiums_own() -> None:
         assert (one.is_terminated, one.is_truncated) == (other.is_terminated, other.is_truncated)
 
 
+@pytest.mark.usefixtures("cluster")
 def test_ppo_trains_with_runners_in_processes_of_their_own() -> None:
     register_env("cartpole-by-vecenv", lambda context: vecenv.make_vec("CartPole-v1", context["num_envs"], "serial"))
     algorithm = config("cartpole-by-vecenv", "vector_entry_point", num_env_runners=1).build_algo()
@@ -62,3 +69,147 @@ def test_ppo_trains_with_runners_in_processes_of_their_own() -> None:
     assert result["env_runners"]["num_env_steps_sampled"] >= 200
     assert 5 < result["env_runners"]["episode_return_mean"] < 100
     gym.envs.registration.registry.pop("rllib-single-agent-env-v0", None)
+
+
+def of_agents(env: str, runner: Any, count: int = 4) -> PPOConfig:
+    """One policy for everybody would need equal spaces; so each agent has its own."""
+    return (
+        PPOConfig()
+        .environment(env, disable_env_checking=True)
+        .env_runners(num_env_runners=0, num_envs_per_env_runner=count, env_runner_cls=runner)
+        .multi_agent(policies={"quick", "slow", "late"}, policy_mapping_fn=lambda agent, episode, **_: agent)
+        .debugging(seed=5)
+    )
+
+
+def games(alike: bool, runner: Any, env: str) -> list[Any]:
+    made = runner(config=of_agents(env, runner))
+    for i, game in enumerate(made.env.envs):
+        for j, agent in enumerate(game.unwrapped.possible_agents):
+            game.unwrapped.get_action_space(agent).seed(10 * i + j)
+    found: list[Any] = made.sample(num_timesteps=300, random_actions=True)
+    made.stop()
+    return found
+
+
+@pytest.mark.parametrize("alike", [False, True], ids=["agents", "stack"])
+def test_episodes_of_agents_are_those_of_rllibs_own_vector_environment(alike: bool) -> None:
+    make = functools.partial(Parlour, alike)
+    register_env("theirs", lambda context: make())
+    register_env("ours", lambda context: vecenv.MultiAgentVecEnv([make] * context["num_envs"], num_workers=0))
+    theirs, ours = games(alike, MultiAgentEnvRunner, "theirs"), games(alike, MultiAgentVecEnvRunner, "ours")
+    assert len(ours) == len(theirs) > 10
+    assert any(episode.is_truncated for episode in theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert set(one.agent_episodes) == set(other.agent_episodes)
+        assert (one.is_terminated, one.is_truncated) == (other.is_terminated, other.is_truncated)
+        for agent, wanted in other.agent_episodes.items():
+            found = one.agent_episodes[agent]
+            for name in ("observations", "actions", "rewards", "infos"):
+                assert equal(list(getattr(found, name)), list(getattr(wanted, name))), (agent, name)
+            assert (found.is_terminated, found.is_truncated) == (wanted.is_terminated, wanted.is_truncated), agent
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict | list):
+        keys = range(len(one)) if isinstance(one, list) else one
+        return len(one) == len(other) and all(equal(one[key], other[key]) for key in keys)
+    return bool(np.array_equal(one, other))
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("cluster")
+def test_ppo_learns_a_game_of_agents_whose_environments_are_processes() -> None:
+    register_env(
+        "targets",
+        lambda context: vecenv.MultiAgentVecEnv([Target] * context["num_envs"], num_workers=2, context="forkserver"),
+    )
+    pids: set[int] = set()
+    algorithm = (
+        of_agents("targets", MultiAgentVecEnvRunner, 8)
+        .callbacks(on_environment_created=lambda env, **_: pids.update(env.get_attr("pid")))
+        .multi_agent(policies={"both"}, policy_mapping_fn=lambda agent, episode, **_: "both")
+        .training(train_batch_size_per_learner=800, minibatch_size=200, num_epochs=8, lr=5e-3)
+        .build_algo()
+    )
+    returns = [algorithm.train()["env_runners"]["episode_return_mean"] for _ in range(4)]
+    algorithm.stop()
+    assert len(pids - {os.getpid()}) == 2
+    assert returns[0] < 12.5 < 14.5 < returns[-1], returns  # 10 is by chance, 20 the best
+
+
+def test_what_the_runner_refuses() -> None:
+    def refused(build: Any, error: type[Exception], text: str) -> None:
+        register_env("refused", build)
+        with pytest.raises(error, match=text):
+            MultiAgentVecEnvRunner(config=of_agents("refused", MultiAgentVecEnvRunner))
+
+    refused(lambda context: Parlour(), TypeError, "wants a vecenv.MultiAgentVecEnv")
+    refused(lambda context: vecenv.MultiAgentVecEnv([Parlour] * 3, num_workers=0), ValueError, "is 4, and 'refused' built 3")
+    with pytest.raises(ValueError, match="register_env"):
+        MultiAgentVecEnvRunner(config=of_agents("never registered", MultiAgentVecEnvRunner))
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"autoreset_mode": "SameStep"}, "autoreset_mode='NextStep'"),
+        ({"copy": False}, "copy=True"),
+        ({"layout": {"team": ["quick", "late"], "other": ["slow"]}}, "policy_mapping_fn"),
+    ]
+    for options, text in cases:
+        envs = vecenv.MultiAgentVecEnv([Parlour], num_workers=0, **options)
+        with pytest.raises(ValueError, match=text):
+            as_rllib(envs)
+        envs.close()
+
+
+def test_masks_and_infos_of_no_agent_and_actions_that_are_missing() -> None:
+    envs = as_rllib(vecenv.MultiAgentVecEnv([Masked] * 2, num_workers=0))
+    _, infos = envs.reset(seed=0)
+    assert infos[1]["__common__"] == {"round": 0}
+    assert infos[1]["a"]["action_mask"].tolist() == [True, False]
+    with pytest.raises(ValueError, match="'b' in env 1"):
+        envs.step([{"a": 0, "b": 0}, {"a": 0}])
+    _, rewards, *_, infos = envs.step([{"a": 0, "b": 1}, {"a": 1, "b": 1}])
+    assert rewards == [{"a": 0.0, "b": 1.0}, {"a": 1.0, "b": 1.0}]
+    assert infos[0]["__common__"] == {"round": 1}
+    seen, _, terminated, truncated, _ = envs.step([{"a": 0, "b": 0}, {"a": 0, "b": 1}])
+    # one terminated and one truncated: RLlib would take both for terminated, were both named
+    assert terminated == [{"a": False, "b": False, "__all__": False}, {"a": True, "b": False, "__all__": False}]
+    assert truncated == [{"a": False, "b": False, "__all__": False}, {"a": False, "b": False, "__all__": True}]
+    assert seen[1] == {"a": 1, "b": 1}
+    begun = envs.step([{"a": 0, "b": 0}, {}])
+    assert [part[1] for part in begun[:4]] == [{"a": 0, "b": 0}, {}, {"__all__": False}, {"__all__": False}]
+    envs.close()
+
+
+class Masked:
+    """A game of PettingZoo's interface with action masks and infos of its own."""
+
+    possible_agents = ("a", "b")
+    metadata: dict[str, Any] = {}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.agents: list[str] = []
+
+    def observation_space(self, agent: str) -> gym.Space[Any]:
+        return gym.spaces.Discrete(3)
+
+    def action_space(self, agent: str) -> gym.Space[Any]:
+        return gym.spaces.Discrete(2)
+
+    def _infos(self) -> dict[str, Any]:
+        return {agent: {"action_mask": np.array([1, 0])} for agent in self.agents} | {"round": self.round}
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        self.agents, self.round = list(self.possible_agents), 0
+        return dict.fromkeys(self.agents, 0), self._infos()
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        self.round += 1
+        rewards = {agent: float(action) for agent, action in actions.items()}
+        over = self.round == 2 and actions["b"] == 1
+        flags = {"a": over, "b": False}, {"a": False, "b": over}
+        infos = self._infos()
+        self.agents = [] if over else self.agents
+        return dict.fromkeys(self.possible_agents, 1), rewards, *flags, infos
+
+    def close(self) -> None:
+        pass

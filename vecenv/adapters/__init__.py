@@ -1,7 +1,7 @@
 """Clients whose interface is not Gymnasium's: one small file a library, no more than its interface needs.
 
-What takes a Gymnasium vector environment takes one of vecenv as it is, and has nothing here: RLlib, and programs in the
-manner of CleanRL; see ``docs/clients.md``. Each name loads its library when it is first touched.
+What takes a Gymnasium vector environment takes one of vecenv as it is, and has nothing here: RLlib with one agent, and
+programs in the manner of CleanRL; see ``docs/clients.md``. Each name loads its library when it is first touched.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vecenv.adapters.envpool import as_envpool
+    from vecenv.adapters.rllib import MultiAgentVecEnvRunner, as_rllib
     from vecenv.adapters.sb3 import as_sb3
     from vecenv.adapters.sb3_evaluation import evaluate_sb3
     from vecenv.adapters.tianshou import as_tianshou
     from vecenv.adapters.torchrl import as_torchrl
 
-__all__ = ["as_envpool", "as_sb3", "as_tianshou", "as_torchrl", "evaluate_sb3"]
+__all__ = ["MultiAgentVecEnvRunner", "as_envpool", "as_rllib", "as_sb3", "as_tianshou", "as_torchrl", "evaluate_sb3"]
 
 _LAZY: dict[str, tuple[str, str, str]] = {
     # public name -> module that defines it, the library's module, what installs it
     "as_envpool": ("vecenv.adapters.envpool", "gymnasium", "pip install vecenv"),
+    "MultiAgentVecEnvRunner": ("vecenv.adapters.rllib", "ray", "pip install 'vecenv[rllib]'"),
+    "as_rllib": ("vecenv.adapters.rllib", "ray", "pip install 'vecenv[rllib]'"),
     "as_sb3": ("vecenv.adapters.sb3", "stable_baselines3", "pip install 'vecenv[sb3]'"),
     "evaluate_sb3": ("vecenv.adapters.sb3_evaluation", "stable_baselines3", "pip install 'vecenv[sb3]'"),
     "as_tianshou": ("vecenv.adapters.tianshou", "tianshou", "pip install 'vecenv[clients]'"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gymnasium import spaces
 from gymnasium.error import ClosedEnvironmentError
 from gymnasium.vector import AutoresetMode, VectorEnv
 from tensordict import TensorDict
@@ -36,7 +37,7 @@ def as_torchrl(
     backend: str = "process",
     *,
     num_workers: int | str | None = None,
-    device: Any = "cpu",
+    device: Any = None,
     frame_skip: int = 1,
     categorical_action_encoding: bool = False,
     infos: bool | Sequence[str] = False,
@@ -58,7 +59,8 @@ def as_torchrl(
         backend: As for :func:`vecenv.make_vec`.
         num_workers: Of worker processes. EnvPool has no processes: there it may stand for ``num_envs``, as in TorchRL's
             ``MultiThreadedEnv``.
-        device: Where tensors go.
+        device: Where tensors go; ``None``, as in ``GymWrapper``: they stay in the memory where the engine has them, and
+            TensorDicts name no device, so that collectors carry nothing anywhere. Engines on JAX have the CPU then.
         frame_skip: Repeat every action that many times, in each row up to the end of its episode; rewards are summed.
         categorical_action_encoding: Discrete spaces (observations too, as in ``GymWrapper``) as integers, not one-hot.
         infos: Names of infos to put into the TensorDict, or ``True`` for all that are numbers; found out by a reset and a
@@ -122,10 +124,13 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where To
             raise ValueError(f"frame_skip must be a positive integer, got {frame_skip!r}")
         envs = build()
         n = envs.num_envs
+        if device is None and getattr(envs.unwrapped, "to", "numpy") != "numpy":
+            device = "cpu"  # observations may lie where nothing else does
         super().__init__(device=device, batch_size=torch.Size([n]), allow_done_after_reset=allow_done_after_reset)
         self.frame_skip = frame_skip
         self._build = build
         single = envs.single_observation_space
+        self._named = isinstance(single, spaces.Dict)  # whose entries have names of their own
         self._observations = codec_of(single, n, onehot, lambda key: f"observation_{key}" if key in _TAKEN else key)
         self._actions = codec_of(envs.single_action_space, n, onehot)
         self._seed_next: int | None = None
@@ -156,7 +161,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where To
     def _make_specs(self) -> None:
         n = self.batch_size[0]
         spec = self._observations.spec
-        shown = dict(spec.items()) if isinstance(spec, Composite) and self._by_name() else {"observation": spec}
+        shown = dict(spec.items()) if self._named else {"observation": spec}
         self._names = {name: f"info_{name}" if name in _TAKEN or name in shown else name for name in self._columns}
         for name, like in self._columns.items():
             shown[self._names[name]] = Unbounded(shape=(n, *like.shape), dtype=like.dtype)
@@ -166,12 +171,6 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where To
         flag = Categorical(2, shape=(n, 1), dtype=torch.bool, device=self.device)
         flags = {"done": flag, "terminated": flag.clone(), "truncated": flag.clone()}
         self.done_spec = Composite(flags, shape=(n,), device=self.device)
-
-    def _by_name(self) -> bool:
-        """Whether the observations are a Dict, whose entries have names of their own."""
-        from gymnasium.spaces import Dict
-
-        return isinstance(self.vector_env.single_observation_space, Dict)
 
     # -- what TorchRL calls -------------------------------------------------------------------------------------------
 
@@ -199,9 +198,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where To
             self._begin()
         chosen = tensordict.get("_step", None)
         rewards = self._rows.step(tensordict.get("action"), None if chosen is None else _flags(chosen), self.frame_skip)
-        after = self._shown()
-        after.set("reward", moved(rewards.unsqueeze(-1), self.device))
-        return after
+        return self._shown(rewards)
 
     def step_and_maybe_reset(self, tensordict: Any) -> Any:
         """As TorchRL's; where the next episodes have begun already, without going through a reset."""
@@ -222,15 +219,18 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where To
     def _set_seed(self, seed: int | None) -> None:
         self._seed_next = seed
 
-    def _shown(self) -> Any:
+    def _shown(self, rewards: torch.Tensor | None = None) -> Any:
         rows = self._rows
-        observations = rows.observations
-        shown = dict(observations) if self._by_name() else {"observation": observations}
-        shown.update({self._names[name]: column for name, column in rows.infos.items()})
-        terminated, truncated = torch.from_numpy(rows.terminated.copy()), torch.from_numpy(rows.truncated.copy())
-        shown["terminated"], shown["truncated"] = terminated.unsqueeze(-1), truncated.unsqueeze(-1)
-        shown["done"] = shown["terminated"] | shown["truncated"]
-        return TensorDict(moved(shown, self.device), batch_size=self.batch_size, device=self.device)
+        shown = dict(rows.observations) if self._named else {"observation": rows.observations}
+        for name, column in rows.infos.items():
+            shown[self._names[name]] = column
+        for name, flags in (("done", rows.over), ("terminated", rows.terminated), ("truncated", rows.truncated)):
+            shown[name] = torch.from_numpy(flags[:, None].copy())  # the caller may write to it
+        if rewards is not None:
+            shown["reward"] = rewards.unsqueeze(-1)
+        if self.device is not None:
+            shown = moved(shown, self.device)
+        return TensorDict(shown, batch_size=self.batch_size, device=self.device)
 
     # -- beside ---------------------------------------------------------------------------------------------------------
 

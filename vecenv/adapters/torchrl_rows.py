@@ -122,13 +122,14 @@ class Rows:
                 f"{type(self._envs).__name__} steps all its environments together: it cannot leave out "
                 f"{np.flatnonzero(left).tolist()}, whose episodes are not over"
             )
-        rewards = torch.zeros(len(self._everyone))
+        rewards = None
         for _ in range(frames):
             live = ~self.over if chosen is None else chosen & ~self.over
             if not live.any():
                 break
-            rewards = rewards + self._frame(actions, live)
-        return rewards
+            paid = self._frame(actions, live)
+            rewards = paid if rewards is None else rewards + paid
+        return torch.zeros(len(self._everyone)) if rewards is None else rewards
 
     def _frame(self, actions: Any, live: Mask) -> torch.Tensor:
         every = bool(live.all())
@@ -149,7 +150,7 @@ class Rows:
         columns = self._read(infos, ids)
         if self._same_step and (ended := terminated | truncated).any():
             self._keep_starts(observations, columns, ended & live[ids], ids, infos)
-        rewards = tensor_of(answer[1]).to("cpu", torch.float32)
+        rewards = tensor_of(answer[1]).to("cpu", torch.float32, copy=True)
         if every:
             self.observations, self.infos, self.terminated, self.truncated = observations, columns, terminated, truncated
         else:

@@ -117,13 +117,14 @@ def _discrete(space: Any, n: int, onehot: bool) -> _Leaf:
     count, start = int(space.n), int(space.start)
 
     def encode(batch: Any) -> Any:
-        values = tensor_of(batch).long() - start
+        values = tensor_of(batch).long()
+        values = values - start if start else values
         return torch.nn.functional.one_hot(values, count) if onehot else values
 
     def decode(tensor: Any) -> Any:
         # as TorchRL has it, a one-hot vector may be any vector: what is largest is meant
-        values = tensor.to(torch.float32).argmax(-1) if onehot else tensor.long()
-        return _array(values) + start
+        values = _array(tensor.to(torch.float32).argmax(-1) if onehot else tensor.long())
+        return values + start if start else values
 
     kind = OneHot if onehot else Categorical
     spec = kind(count, dtype=torch.long)

@@ -19,6 +19,7 @@ import numpy as np
 from vecenv.errors import ObservationError
 from vecenv.link.observations import tree_writer
 from vecenv.multi_agent.conventions import StackedAgents, TurnBased, as_parallel
+from vecenv.multi_agent.rllib_game import RLlibGame
 from vecenv.multi_agent.roster import FLAGS, Part, Roster, tree_of
 from vecenv.multi_agent.single import OneAgent
 from vecenv.shm import Tree
@@ -393,7 +394,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
     @property
     def inside(self) -> Any:
         """The environment itself: not the adapter around one of another convention, where writes would be lost."""
-        return self.env.env if isinstance(self.env, (OneAgent, StackedAgents, TurnBased)) else self.env
+        return self.env.env if isinstance(self.env, (OneAgent, RLlibGame, StackedAgents, TurnBased)) else self.env
 
     def render(self) -> Any:
         """As the environment inside."""

@@ -2,9 +2,10 @@
 
 * :func:`from_aec`: turn-based games (PettingZoo's AEC interface);
 * :class:`StackedAgents`: environments with ``agent_num`` and arrays with an axis of agents instead of dicts;
+* :class:`~vecenv.multi_agent.rllib_game.RLlibGame`: RLlib's ``MultiAgentEnv``;
 * :class:`~vecenv.multi_agent.single.OneAgent`: Gymnasium environments.
 
-PettingZoo itself is not needed for either, and not imported before it is.
+PettingZoo itself is not needed for any, and not imported before it is.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from vecenv.multi_agent.rllib_game import RLlibGame, is_rllib_game
 from vecenv.multi_agent.single import OneAgent
 
 __all__ = ["StackedAgents", "TurnBased", "as_parallel", "from_aec"]
 
 
 def as_parallel(env: Any) -> Any:
-    """``env`` itself if it is parallel, adapted if it follows the ``agent_num`` convention or is a Gymnasium environment."""
+    """``env`` itself if it is parallel, adapted if it is RLlib's, follows ``agent_num``, or is a Gymnasium environment."""
+    if is_rllib_game(env):
+        return RLlibGame(env)
     if getattr(env, "possible_agents", None) is not None:
         return env
     if _number(env) is not None:

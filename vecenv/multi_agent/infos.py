@@ -15,7 +15,7 @@ import numpy as np
 from vecenv.front.infos import own_keys
 from vecenv.shm.layout import Array
 
-__all__ = ["agents_to_axis", "list_of_dicts", "own_keys"]
+__all__ = ["agents_to_axis", "list_of_dicts", "own_keys", "row_of"]
 
 RESERVED: Final = frozenset(
     {
@@ -89,15 +89,15 @@ def _joined(values: Mapping[int, Any], mask: Array, num_agents: int, count: int)
     objects = np.full((count, num_agents), None, dtype=object)
     for agent, value in values.items():
         for row in np.flatnonzero(mask[:, agent]).tolist():
-            objects[row, agent] = _row(value, row)
+            objects[row, agent] = row_of(value, row)
     return objects
 
 
-def _row(value: Any, row: int) -> Any:
-    """One environment's part of a column, or of a nested dict of columns."""
+def row_of(value: Any, row: Any) -> Any:
+    """One environment's part of a column, or of a nested dict of columns; with ``(environment, agent)`` one agent's."""
     if not isinstance(value, dict):
         return value[row]
-    return {key: _row(value[key], row) for key in own_keys(value) if value[f"_{key}"][row]}
+    return {key: row_of(value[key], row) for key in own_keys(value) if value[f"_{key}"][row]}
 
 
 def list_of_dicts(infos: Mapping[Any, Any], count: int | None = None) -> list[dict[Any, Any]]:

@@ -65,7 +65,7 @@ class ThroughToRows:
         """``func(env, *args, **kwargs)`` of the environments ``indices``; ``None`` for the others.
 
         ``env`` is what the ``env_fn`` built, so that what ``func`` changes stays changed; of :class:`StackedAgents` and
-        :class:`TurnBased` it is the environment inside.
+        :class:`TurnBased`, as of RLlib's, it is the environment inside.
         """
         self.exec_func_send(func, indices, *args, **kwargs)
         return self.exec_func_fetch()

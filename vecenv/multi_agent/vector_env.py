@@ -58,8 +58,8 @@ class MultiAgentVecEnv(KeepsAgents, ThroughToRows):
     ``pad_value``, reward 0, flags and masks False. ``docs/multi_agent.md`` has the rest.
 
     Args:
-        env_fns: Functions that build the environments: PettingZoo parallel ones, or ones with ``agent_num``
-            (:class:`vecenv.multi_agent.StackedAgents`).
+        env_fns: Functions that build the environments: PettingZoo parallel ones, RLlib's ``MultiAgentEnv``, or ones with
+            ``agent_num`` (:class:`vecenv.multi_agent.StackedAgents`).
         layout: ``"stack"``: observations and actions ``[n, A, ...]``, for equal spaces. ``"agents"``: a dict of agents,
             ``[n, ...]`` each. A dict ``{group: [agents]}``: a dict of groups, ``[n, k, ...]`` each, equal spaces within a
             group. ``"auto"``: stack if the spaces are equal, else agents.

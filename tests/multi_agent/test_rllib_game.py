@@ -1,0 +1,71 @@
+"""Environments of RLlib's interface, without RLlib: who acts, who waits, and who is paid."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+from vecenv import MultiAgentVecEnv
+
+
+class Turns(gym.Env[Any, Any]):
+    """``"slow"`` is observed at every second step, ``"late"`` comes in the second, and all is over after the fourth."""
+
+    observation_space = None  # type: ignore[assignment]
+    possible_agents = ("quick", "slow", "late")
+
+    def get_observation_space(self, agent: str) -> spaces.Space[Any]:
+        return spaces.Box(-9, 9, (1,), np.float32)
+
+    def get_action_space(self, agent: str) -> spaces.Space[Any]:
+        return spaces.Discrete(3)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.time, self.acted = 0, []  # type: ignore[var-annotated]
+        self.level = getattr(self, "level", 0)
+        return {"quick": np.zeros(1, np.float32), "slow": np.zeros(1, np.float32)}, {"__common__": {"round": 0}}
+
+    def step(self, actions: Any) -> Any:
+        self.time += 1
+        self.acted.append(sorted(actions))
+        seen = ["quick"] + (["slow"] if self.time % 2 == 0 else []) + (["late"] if self.time >= 2 else [])
+        obs = {agent: np.full(1, self.time, np.float32) for agent in seen}
+        infos = {"quick": {"time": self.time}, "__common__": {"round": self.time}}
+        return obs, {"quick": 1.0}, {"__all__": False}, {"__all__": self.time == 4}, infos
+
+
+def test_agents_with_an_observation_act_and_others_wait() -> None:
+    envs = MultiAgentVecEnv([Turns] * 2, num_workers=0)
+    obs, infos = envs.reset(seed=0)
+    assert infos["agent_mask"][0].tolist() == [True, True, False]
+    masks, acted, seen = [], [], []
+    for _ in range(4):
+        obs, rewards, terminations, truncations, infos = envs.step(np.ones((2, 3), np.int64))
+        masks.append(infos["agent_mask"][1].tolist())
+        acted.append(infos["transition_mask"][1].tolist())
+        seen.append(obs[1, :, 0].tolist())
+    assert masks == [[True, False, False], [True, True, True], [True, False, True], [False] * 3]
+    assert acted == [[True, True, False], [True, False, False], [True, True, True], [True, False, True]]
+    assert seen == [[1, 0, 0], [2, 2, 2], [3, 2, 3], [4, 4, 4]]
+    assert rewards[0].tolist() == [1, 0, 0]
+    assert truncations.all()
+    assert not terminations.any()
+    assert infos["env_done"].all()
+    assert infos["common"]["round"].tolist() == [4, 4]
+    assert infos["time"][:, 0].tolist() == [4, 4]
+    assert envs.get_attr("acted")[0] == [["quick", "slow"], ["quick"], ["late", "quick", "slow"], ["late", "quick"]]
+    _, _, _, _, infos = envs.step(np.ones((2, 3), np.int64))
+    assert infos["agent_mask"][0].tolist() == [True, True, False]
+    envs.close()
+
+
+def test_what_is_called_and_written_is_the_environment_itself() -> None:
+    envs = MultiAgentVecEnv([Turns], num_workers=0)
+    envs.reset()
+    envs.set_attr("level", 3)
+    assert envs.get_attr("level") == (3,)
+    assert envs.exec_func(lambda env: type(env).__name__) == ("Turns",)
+    envs.close()

@@ -178,9 +178,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         env_threads: int = 1,
         spare_workers: int = 0,
     ) -> None:
-        self._take_options(
-            env_fns, shared_memory, copy, context, daemon, observation_mode, autoreset_mode, max_concurrency
-        )  # fmt: skip
+        self._take_options(env_fns, shared_memory, copy, context, daemon, observation_mode, autoreset_mode, max_concurrency)
         self.worker = worker
         check_options(
             self.num_envs, num_workers, batch_size, on_failure, restart_limit, restart_period, step_timeout, start_timeout,

@@ -124,6 +124,14 @@ def spares_of(spare_workers: Any, num_envs: int, mode: AutoresetMode, **beside: 
     return int(spare_workers)
 
 
+def _refuse_without_processes(wants: dict[str, str]) -> None:
+    for option, reason in wants.items():
+        raise ValueError(
+            f"`{option}` needs worker processes, which {reason}: it cannot be combined with `use_caller=True` "
+            "or `num_workers=0`"
+        )
+
+
 def _whole(value: Any, low: int) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= low)
 
@@ -163,13 +171,8 @@ def check_options(
     wants |= {"worker_env": "have environment variables of their own"} if worker_env else {}
     wants |= {"isolate": "keep a crash of an environment from the program"} if isolate is True else {}
     wants |= {"env_threads": "are the ones that have these threads"} if env_threads != 1 else {}
-    for option, reason in wants.items():
-        if use_caller or num_workers == 0:
-            raise ValueError(
-                f"`{option}` needs worker processes, which {reason}: it cannot be combined with `use_caller=True` "
-                "or `num_workers=0`"
-            )
-
+    if use_caller or num_workers == 0:
+        _refuse_without_processes(wants)
     checks = [
         ("num_workers", num_workers, num_workers is None or num_workers == "auto" or _whole(num_workers, 0),
          "None (one process an environment), 'auto', or an int from 0 on"),

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+TESTS = Path(__file__).parent.parent
+sys.path[:0] = [str(Path(__file__).parent), str(TESTS), str(TESTS / "evaluating")]
 
 MEMORY = 200 * 1024 * 1024
 ENVIRONMENT = {

@@ -20,7 +20,9 @@ import pytest
 from envs import CounterEnv, SpaceEnv, counters, scripted
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from walks import SEED, choose, numbers, walks, wanted
 
+import vecenv
 from vecenv.backends import RayVectorEnv
 from vecenv.errors import ClusterError, HostDied, StepTimeout, WorkerDied
 from vecenv.testing import VectorEnvContract, assert_same_trajectory
@@ -370,3 +372,23 @@ def test_what_a_host_cannot_import_is_named(cluster: Any) -> None:
     with pytest.raises(RuntimeError, match=r"env_fns\[1\] could not be unpickled on its host.*no_such_module_here"):
         over([*counters(1), Missing()])
     wait_for_cores(cluster, 8)
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_an_evaluation_is_that_of_a_plain_loop_with_faults_in_the_middle(tmp_path: Path) -> None:
+    """Row by row over two hosts: episodes that raise, die or hang cost the others nothing."""
+    faults = {SEED + 2: "raise", SEED + 5: "die", SEED + 7: "hang", SEED + 9: "die once"}
+    envs = over(walks(4, faults=faults, marks=str(tmp_path)))
+    results = vecenv.evaluate(envs, choose, 12, seed=SEED, timeout=1.0)
+    assert [each.index for each in results if each.error is not None] == [2, 5, 7]
+    for each, plain in zip(numbers(results), wanted(12), strict=True):
+        assert each == plain or each[0] in (2, 5, 7)
+    envs.close()
+
+
+def test_an_evaluation_steps_nothing_in_vain() -> None:
+    envs = over(walks(3))
+    results = vecenv.evaluate(envs, choose, 10, seed=SEED)
+    assert numbers(results) == wanted(10)
+    assert envs.stats()["steps"] == sum(each.length for each in results)
+    envs.close()

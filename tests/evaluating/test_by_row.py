@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from envs import opened
 from gymnasium.vector import AutoresetMode
+from in_time import InTime, least_time
 from walks import SEED, choose, numbers, walks, wanted
 
 import vecenv
@@ -60,6 +61,30 @@ def test_there_are_as_many_steps_as_the_lengths_add_up_to(mode: AutoresetMode, t
         results = vecenv.evaluate(envs, choose, 11, seed=SEED)
         made = envs.stats()["steps"]
     assert (tmp_path / "steps").stat().st_size == sum(each.length for each in results) == made
+
+
+@pytest.mark.parametrize("num_envs", [1, 3, 8, pytest.param(64, marks=pytest.mark.long)])
+def test_no_environment_waits_while_there_are_episodes(num_envs: int) -> None:
+    """In counted time: within a tenth of what the best schedule takes, with episodes that raise or die in the middle."""
+    count = 22 * num_envs
+    faults = {SEED + 2: "raise", SEED + 7: "raise", SEED + 11: "raise", SEED + 2 * num_envs: "raise"}
+    envs = InTime(num_envs, faults=faults)
+    results = vecenv.evaluate(envs, choose, count, seed=SEED, retries=0)
+    assert [each.index for each in results] == list(range(count))
+    assert {each.seed for each in results if each.error is not None} == set(faults)
+    assert {type(each.error) for each in results} == {type(None), ArithmeticError, WorkerDied}
+    for each, plain in zip(numbers(results), wanted(count), strict=True):
+        assert each == plain or each[1] in faults
+    assert envs.steps == sum(each.length for each in results)
+    assert envs.now <= 1.1 * least_time(results, num_envs)
+
+
+@pytest.mark.parametrize("num_envs", [1, 3, 8, 64])
+def test_as_many_steps_in_any_number_of_environments(num_envs: int) -> None:
+    with opened(walks(num_envs), num_workers=0) as envs:
+        results = vecenv.evaluate(envs, choose, 70, seed=SEED)
+        assert envs.stats()["steps"] == sum(each.length for each in results)
+        assert numbers(results) == wanted(70)
 
 
 def test_every_episode_has_its_own_seed_and_options() -> None:

@@ -166,6 +166,7 @@ class FirstReady:
         bad = set(rows)
         if answer.death is None and index != ALL:
             bad = {failure.env for failure, _ in round_.result.failures if failure.fatal or engine.policy.restart}
+            bad.update(answer.lost)  # a host's, with a worker of its own that died
         if engine.policy.restart and not round_.settled:
             engine.recovery.remembered.keep([row for row in rows if row not in bad], everyone=False)
         verdict = engine.recovery.settle(round_)

@@ -406,8 +406,12 @@ class HostRows(AsyncVectorEnv[Any, Any]):
         else:
             engine.ledger.record(round_, result.failures, result.deaths)
             outcome.failures += [self._shipped(failure) for failure, _ in result.failures]
-            for death in {death.worker: death for death in result.deaths}.values():
-                outcome.failures.append(Failure(self._first + death.envs[0], pack(self._death(death))))
+            # rows that were sent before it was known that their worker had died hear of it as well
+            dead = [worker.death for worker in engine.pool.workers if not set(round_.lost).isdisjoint(worker.rows)]
+            deaths = {death.worker: death for death in [*dead, *result.deaths] if death is not None}
+            for death in deaths.values():
+                row = next((row for row in round_.rows if row in death.envs), death.envs[0])
+                outcome.failures.append(Failure(self._first + row, pack(self._death(death))))
             engine.ledger.lose(result.failures, result.deaths, round_.rows, all_of_them=False)
         reply.lost = self.lost()
 

@@ -38,15 +38,17 @@ def best(call: Callable[[], Any], tries: int) -> float:
     return min(taken) * 1e3
 
 
-def measured(env_id: str, num_envs: int, num_workers: int, tries: int) -> tuple[float, float, int]:
-    """Milliseconds to save and to load all environments, and bytes of one."""
+def measured(env_id: str, num_envs: int, num_workers: int, tries: int) -> tuple[float, float, float, int]:
+    """Milliseconds to step, to save and to load all environments, and bytes of one."""
     env_fns = [functools.partial(gymnasium.make, env_id)] * num_envs
     with closing(vecenv.AsyncVectorEnv(env_fns, num_workers=num_workers)) as envs:
         envs.reset(seed=0)
         for _ in range(5):
             envs.step(envs.action_space.sample())
         kept = envs.save()
-        return best(envs.save, tries), best(lambda: envs.load(kept), tries), kept[0].nbytes
+        action = envs.action_space.sample()
+        stepping = best(lambda: envs.step(action), tries)
+        return stepping, best(envs.save, tries), best(lambda: envs.load(kept), tries), kept[0].nbytes
 
 
 def main() -> None:
@@ -54,7 +56,8 @@ def main() -> None:
     parser.add_argument("--tries", type=int, default=30, help="the best of so many")
     parser.add_argument("--only", choices=CASES, help="one of the environments")
     chosen = parser.parse_args()
-    print(f"{'environment':14}{'rows':>5}{'workers':>9}{'save ms':>10}{'load ms':>10}{'ms a row':>18}{'bytes a row':>13}")
+    head = "".join(f"{name:>10}" for name in ("step ms", "save ms", "load ms"))
+    print(f"{'environment':14}{'rows':>5}{'workers':>9}{head}{'ms a row':>18}{'bytes a row':>13}")
     for name, (env_id, rows, needs) in CASES.items():
         if chosen.only not in (None, name) or not all(importlib.util.find_spec(need) for need in needs):
             continue
@@ -63,9 +66,9 @@ def main() -> None:
 
             gymnasium.register_envs(ale_py)
         for workers in (0, 2):
-            saving, loading, size = measured(env_id, rows, workers, chosen.tries)
+            stepping, saving, loading, size = measured(env_id, rows, workers, chosen.tries)
             each = f"{saving / rows:.3f} + {loading / rows:.3f}"
-            print(f"{name:14}{rows:5}{workers:9}{saving:10.2f}{loading:10.2f}{each:>18}{size:13,}")
+            print(f"{name:14}{rows:5}{workers:9}{stepping:10.2f}{saving:10.2f}{loading:10.2f}{each:>18}{size:13,}")
 
 
 if __name__ == "__main__":

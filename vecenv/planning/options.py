@@ -179,9 +179,8 @@ def check_options(
         ("batch_size", batch_size, batch_size is None or (_whole(batch_size, 1) and batch_size <= num_envs),
          f"None or an int within 1..{num_envs}"),
         ("on_failure", on_failure, on_failure in ("raise", "restart"), "'raise' or 'restart'"),
-        ("restart_from", restart_from, restart_from in ("reset", "snapshot"), "'reset' or 'snapshot'"),
-        ("restart_from", restart_from, restart_from == "reset" or on_failure == "restart",
-         "'reset' where on_failure is not 'restart'"),
+        ("restart_from", restart_from, restart_from == "reset" or [restart_from, on_failure] == ["snapshot", "restart"],
+         "'reset', or 'snapshot' where on_failure is 'restart'"),
         ("restart_limit", restart_limit, restart_limit is None or _whole(restart_limit, 0), "None or an int from 0 on"),
         ("restart_period", restart_period, _seconds(restart_period), "a number of seconds above 0"),
         ("step_timeout", step_timeout, step_timeout is None or _seconds(step_timeout),
@@ -192,10 +191,9 @@ def check_options(
         ("env_threads", env_threads, _whole(env_threads, 1), "an int from 1 on"),
         ("num_workers", num_workers, num_workers != "auto" or env_threads == 1,
          "None or an int from 1 on, beside env_threads: what waits cannot be measured"),
-        ("strict", strict, isinstance(strict, bool), "True or False"),
         ("isolate", isolate, isolate is None or isinstance(isolate, bool), "None, True or False"),
-        ("lazy", lazy, isinstance(lazy, bool), "True or False"),
-        ("ragged_infos", ragged_infos, isinstance(ragged_infos, bool), "True or False"),
+        *((name, value, isinstance(value, bool), "True or False")
+          for name, value in (("strict", strict), ("lazy", lazy), ("ragged_infos", ragged_infos))),
         ("dummy_env", dummy_env, dummy_env is None or isinstance(dummy_env, bool), "None, True or False"),
     ]  # fmt: skip
     for name, value, good, accepted in checks:

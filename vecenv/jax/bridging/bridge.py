@@ -25,6 +25,7 @@ from vecenv.jax.bridging.host import Host, leaves_of
 from vecenv.jax.bridging.host_call import HostFunction, choose_transport, host_call, original_errors, struct
 from vecenv.jax.bridging.info_spec import InfoColumns
 from vecenv.jax.bridging.lanes import call_in_lanes
+from vecenv.jax.bridging.rewinding import USUAL
 from vecenv.jax.native.actions import action_spec, check_action
 from vecenv.jax.native.env import select
 from vecenv.jax.native.spaces import jax_space
@@ -42,8 +43,8 @@ class Bridge:
 
     ``reset``, ``step``, ``send``, ``recv`` and ``reset_mask`` may be called as they are, or inside ``jit``, ``scan``,
     ``while_loop``, ``cond`` and ``grad``; under ``vmap`` with ``lanes``. Each call is made exactly once, in program order.
-    A state can be used once: afterwards, and after the next ``reset``, the host refuses it with ``StaleStateError``. Nothing
-    is differentiated through.
+    A state can be used once, but with ``rewind``: afterwards, and after the next ``reset``, the host refuses it with
+    ``StaleStateError``. Nothing is differentiated through.
 
     Exceptions of the environments are raised as themselves by calls outside of compiled programs, and by
     :func:`vecenv.jax.run`. A program of one's own that is called without it fails with JAX's ``JaxRuntimeError``. After
@@ -68,8 +69,9 @@ class Bridge:
         transport: str,
         timeout: float | None,
         lanes: int | None,
+        rewind: bool | int = False,
     ) -> None:
-        _check_options(envs, float64, timeout, lanes)
+        _check_options(envs, float64, timeout, lanes, rewind)
         refuse_jax_in_process(envs)
         warn_of_fork(envs)
         self.envs = envs
@@ -78,7 +80,7 @@ class Bridge:
         self.num_envs = envs.num_envs // (lanes or 1)
         self._float64 = float64
         self._infos = InfoColumns(info_spec)
-        self._host = Host(envs, self._infos, timeout)
+        self._host = Host(envs, self._infos, timeout, USUAL if rewind is True else int(rewind))
         self.autoreset_mode = self._host.mode
         self.single_observation_space: gym.Space[Any] = jax_space(envs.single_observation_space)
         self.single_action_space: gym.Space[Any] = jax_space(envs.single_action_space)
@@ -333,6 +335,7 @@ def bridge(
     transport: str = "auto",
     timeout: float | None = 60.0,
     lanes: int | None = None,
+    rewind: bool | int = False,
 ) -> Bridge:
     """A vector env for use inside compiled programs.
 
@@ -351,16 +354,20 @@ def bridge(
         timeout: Seconds until an answer of the environments is taken to be lost; ``None`` waits for ever. Vector envs
             without ``step_wait``, as ``SyncVectorEnv``, step in this process, where nothing can end a wait.
         lanes: The number of equal groups of environments, to be used under ``jax.vmap`` over as many lanes.
+        rewind: How many of the latest states can be used again: the environments are saved after every call, and loaded
+            where a state is not the newest. ``True``: 16. Needs environments that can be saved, and costs as much time and
+            memory as saving them.
 
     Raises:
+        NotImplementedError: ``rewind``, and ``envs`` cannot be saved.
         TypeError: ``envs`` is no vector env; its spaces have no fixed size; ``info_spec`` is no specification.
         ValueError: An option has no meaning, or the environments run JAX in this process.
         RuntimeError: ``transport="primitive"`` does not work here.
     """
-    return Bridge(envs, info_spec, discount, float64, transport, timeout, lanes)
+    return Bridge(envs, info_spec, discount, float64, transport, timeout, lanes, rewind)
 
 
-def _check_options(envs: Any, float64: str, timeout: float | None, lanes: int | None) -> None:
+def _check_options(envs: Any, float64: str, timeout: float | None, lanes: int | None, rewind: Any) -> None:
     if not isinstance(envs, VectorEnv):
         raise TypeError(f"bridge takes a gymnasium.vector.VectorEnv, got {type(envs).__name__}.")
     if getattr(envs.unwrapped, "closed", False):
@@ -369,5 +376,7 @@ def _check_options(envs: Any, float64: str, timeout: float | None, lanes: int | 
         raise ValueError(f"float64 must be one of {_FLOAT64}, got {float64!r}.")
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout must be positive, or None, got {timeout!r}.")
+    if not isinstance(rewind, (int, np.integer)) or rewind < 0:
+        raise ValueError(f"rewind must be True, False or how many states to keep, got {rewind!r}.")
     if lanes is not None and (lanes < 1 or envs.num_envs % lanes):
         raise ValueError(f"lanes={lanes}: {envs.num_envs} environments do not make so many equal groups.")

@@ -199,7 +199,8 @@ put("ale_py._ale_py.ALEInterface", Codec(_save_ale, lambda ale, state: ale.resto
 for _name in (
     "gymnasium.envs.registration.EnvSpec", "gymnasium.envs.registration.WrapperSpec",
     "gymnasium.envs.mujoco.mujoco_rendering.MujocoRenderer", "gymnasium.envs.mujoco.mujoco_rendering.BaseRender",
-    "pygame.surface.Surface", "pygame.Surface", "pygame.time.Clock", "pygame.font.Font", "builtins.module",
+    "pygame.surface.Surface", "pygame.Surface", "pygame.time.Clock", "pygame.font.Font", "pygame.freetype.Font",
+    "builtins.module",
 ):  # fmt: skip
     put(_name, STAYS)
 

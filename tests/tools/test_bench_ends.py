@@ -77,7 +77,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         one.communicate()
 
 
-def built(folder: Path, count: int, within: float = 30.0) -> list[int]:
+def built(folder: Path, count: int, within: float = 120.0) -> list[int]:
     """The processes that are building environments, and their helpers, once there are so many."""
     deadline = time.monotonic() + within
     while len(found := list(folder.glob("*.pids"))) < count:

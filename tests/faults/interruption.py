@@ -11,6 +11,7 @@ import dis
 import itertools
 import os
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -124,12 +125,30 @@ class Interruption:
 
     def _chance(self, frame: FrameType, event: str) -> None:
         self._left -= 1
-        if self._left < 0 and not self.fired:
+        if self._left < 0 and not self.fired and not _collecting(frame):
             self.fired = True
             code = frame.f_code
             self.where = f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_qualname} ({event})"
             self._raised = self.error()
             raise self._raised
+
+
+def _collecting(frame: FrameType | None) -> bool:
+    """Whether the collector has called a finalizer, which may be in the middle of any instruction.
+
+    What a trace or profile function raises there ends CPython 3.11, or confuses the ``with`` around it, without any code of
+    this package; what a signal handler raises does not, and comes there in ``at_random.py``.
+    """
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            return True
+        if frame.f_code is _FINALIZE and frame.f_locals["_"] is not None:  # the dead reference; a plain call has none
+            return True
+        frame = frame.f_back
+    return False
+
+
+_FINALIZE = weakref.finalize.__call__.__code__
 
 
 def _only_here() -> None:

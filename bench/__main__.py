@@ -196,9 +196,18 @@ def _busy(arguments: argparse.Namespace, pace: suites.Pace) -> None:
 
 def _waits(arguments: argparse.Namespace, pace: suites.Pace) -> None:
     suites.raise_descriptor_limit()
+    memory: dict[str, dict[str, suites.Memory]] = {workload: {} for workload in arguments.workloads}
     how = arguments.num_envs, arguments.workers, pace, arguments.engines
-    reports = [waits.waits(workload, *how) for workload in arguments.workloads]
+    reports = [waits.waits(workload, *how, memory[workload]) for workload in arguments.workloads]
     _show(arguments, reports, "waits")
+    kept = {workload: {name: asdict(used) for name, used in by_name.items()} for workload, by_name in memory.items()}
+    (arguments.out / "waits-memory.json").write_text(json.dumps(kept, indent=1) + "\n")
+    if arguments.json:
+        return
+    for workload, by_name in memory.items():
+        for name, used in by_name.items():
+            whole = (used.trainer + used.workers) / 2**20
+            print(f"memory, {workload:12} {name:20} {whole:8.1f} MiB in {1 + used.processes} processes")
 
 
 def _episodes(arguments: argparse.Namespace, pace: suites.Pace) -> None:

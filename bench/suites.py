@@ -47,7 +47,8 @@ class Memory:
     processes: int
 
 
-def _memory(live: Live) -> Memory:
+def memory_of(live: Live) -> Memory:
+    """What a row that runs occupies."""
     found = Memory(0, 0, 0)
     for host in live.hosts:
         process = psutil.Process(host.process.pid)
@@ -87,7 +88,7 @@ def side_by_side(
 
     def look(lives: list[Live]) -> None:
         if memory is not None:
-            memory.update((live.candidate.name, _memory(live)) for live in lives if live.usable)
+            memory.update((live.candidate.name, memory_of(live)) for live in lives if live.usable)
 
     reports = []
     for group in _groups(candidates, num_envs):

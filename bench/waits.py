@@ -1,8 +1,10 @@
 """Environments that keep others waiting: long resets, steps of very different length, services, simulators with images.
 
 ``python -m bench waits`` puts the ways to deal with that side by side: batches of everybody, of whoever is first, by
-deadline, threads within workers, and TorchRL's ``AsyncEnvPool``, which has most of these. ``python -m bench episodes`` runs
-a list of episodes whose lengths vary tenfold: :func:`vecenv.evaluate`, and what others do, batch after batch.
+deadline, spare workers, threads within workers, and TorchRL's ``AsyncEnvPool``, which has most of these. With long resets
+the row ``free`` is the same engine without them: what the others are measured by. It says what memory each takes, too.
+``python -m bench episodes`` runs a list of episodes whose lengths vary tenfold: :func:`vecenv.evaluate`, and what others do,
+batch after batch.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ from gymnasium.vector import SyncVectorEnv
 
 import vecenv
 from bench.engines import OTHERS
+from bench.suites import Memory, memory_of
 from bench.workloads import SleepingEnv, Workload
 from vecenv.tools.benchmark import (
     Candidate,
     EnvFn,
+    Live,
     Report,
     Runner,
     Sample,
@@ -76,12 +80,13 @@ def _waiting(name: str, text: str, **how: Any) -> Workload:
     return Workload(name, lambda: partial(WaitingEnv, **how), text)
 
 
+LONG_RESETS: dict[str, Any] = {"step": 0.001, "length": (150, 251)}  # different ones, or all would reset at the same time
 WAITS = {
     workload.name: workload
     for workload in (
-        _waiting("long-resets", "steps of 1 ms, a reset of 200 ms every 200 steps", step=0.001, reset=0.2, length=200),
-        _waiting("free-resets", "the same without waiting in resets: what long ones are measured by", step=0.001,
-        length=200), Workload("log-normal", lambda: SleepingEnv, "log-normal steps, mean 10 ms, sigma 1"),
+        _waiting("long-resets", "steps of 1 ms, a reset of 200 ms every 200 steps or so", **LONG_RESETS, reset=0.2),
+        _waiting("free-resets", "the same without waiting in resets", **LONG_RESETS),
+        Workload("log-normal", lambda: SleepingEnv, "log-normal steps, mean 10 ms, sigma 1"),
         _waiting("waiting", "steps that wait 50 ms, as for a service", step=0.05, length=100),
         _waiting(
             "simulator", "steps of 5 to 20 ms, observations (128, 128, 3) uint8", step=(0.005, 0.02), length=200,
@@ -133,11 +138,19 @@ def torchrl_pool(env_fn: EnvFn, num_envs: int, envs_per_worker: int) -> Any:
 
 
 class AsyncEnvPool:
-    """TorchRL's pool: whoever is first, half of them at least."""
+    """TorchRL's pool.
 
-    def __init__(self, env_fn: EnvFn, num_envs: int, envs_per_worker: int) -> None:
+    Args:
+        env_fn, num_envs: The environments.
+        envs_per_worker: As many threads in a worker.
+        within: Seconds after which a batch is taken as it is, of one at least; ``None``: the first half of them.
+    """
+
+    def __init__(self, env_fn: EnvFn, num_envs: int, envs_per_worker: int, within: float | None = None) -> None:
         self.pool = torchrl_pool(env_fn, num_envs, envs_per_worker)
-        self._half = max(num_envs // 2, 1)
+        self._enough: dict[str, Any] = {"min_get": max(num_envs // 2, 1)}
+        if within is not None:
+            self._enough = {"min_get": 1, "max_get": num_envs, "timeout": within}
         self.pool.async_reset_send(env_index=list(range(num_envs)))
         self._send(self.pool.async_reset_recv(min_get=num_envs))
 
@@ -146,7 +159,12 @@ class AsyncEnvPool:
         self.pool.async_step_and_maybe_reset_send(roots)
 
     def _step(self) -> int:
-        stepped, roots = self.pool.async_step_and_maybe_reset_recv(min_get=self._half)
+        while True:
+            try:
+                stepped, roots = self.pool.async_step_and_maybe_reset_recv(**self._enough)
+                break
+            except TimeoutError:  # not even one is there
+                pass
         self._send(roots)
         done = stepped.get(("next", "done"))
         return int(done.numel()) + int(done.sum())
@@ -164,7 +182,21 @@ def _gym_wrapper(env_fn: EnvFn) -> Any:
     return GymWrapper(env_fn(), categorical_action_encoding=True)
 
 
-def _candidates(env_fn: EnvFn, num_envs: int, workers: int) -> list[Candidate]:
+def _spares(workload: str, env_fn: EnvFn, num_envs: int) -> list[Candidate]:
+    """Spare workers, one per row and half as many, and the engine whose resets cost nothing."""
+    if workload != "long-resets":
+        return []
+    rows = [
+        vecenv_candidate(
+            f"spares-{count}", f"vecenv, {count} spare workers", env_fn, num_envs, num_workers=None, spare_workers=count
+        )
+        for count in sorted({max(num_envs // 2, 1), num_envs, num_envs + max(num_envs // 4, 1)})
+    ]
+    free = WAITS["free-resets"].prepare()
+    return [*rows, vecenv_candidate("free", "vecenv, resets that cost nothing", free, num_envs, num_workers=None)]
+
+
+def _candidates(workload: str, env_fn: EnvFn, num_envs: int, workers: int) -> list[Candidate]:
     workers = min(workers, num_envs)
     each = -(-num_envs // workers)
     kept = ("per-env", "gym-sync", "gym-async")
@@ -176,6 +208,7 @@ def _candidates(env_fn: EnvFn, num_envs: int, workers: int) -> list[Candidate]:
         ours("first-ready-per-env", f"vecenv, first {max(num_envs // 2, 1)} ready", batch_size=max(num_envs // 2, 1)),
         Candidate("deadline", "vecenv, those ready within 2 ms", (deadline,), kind="vecenv", processes=num_envs),
     ]
+    rows += _spares(workload, env_fn, num_envs)
     if each > 1:
         rows.insert(3, ours("threads", f"vecenv, {workers} workers, threads", num_workers=workers, env_threads=each))
     for name in ("sb3", "tianshou", "torchrl"):
@@ -188,16 +221,30 @@ def _candidates(env_fn: EnvFn, num_envs: int, workers: int) -> list[Candidate]:
     ):
         if each_worker > 1 or name == "torchrl-async":
             rows.append(Candidate(name, label, (partial(AsyncEnvPool, env_fn, num_envs, each_worker),), kind="other"))
+    by_deadline = partial(AsyncEnvPool, env_fn, num_envs, 1, 0.002)
+    rows.append(Candidate("torchrl-deadline", "TorchRL AsyncEnvPool, ready within 2 ms", (by_deadline,), kind="other"))
     return rows
 
 
-def waits(workload: str, num_envs: int, workers: int, pace: dict[str, Any], names: Iterable[str] | None = None) -> Report:
-    """All of them on one workload of :data:`WAITS`, or those of ``names``."""
+def waits(
+    workload: str,
+    num_envs: int,
+    workers: int,
+    pace: dict[str, Any],
+    names: Iterable[str] | None = None,
+    memory: dict[str, Memory] | None = None,
+) -> Report:
+    """All of them on one workload of :data:`WAITS`, or those of ``names``; what they occupy goes into ``memory``."""
     env_fn = WAITS[workload].prepare()
-    rows = _candidates(env_fn, num_envs, workers)
+    rows = _candidates(workload, env_fn, num_envs, workers)
     if names is not None:
         rows = [row for row in rows if row.name in set(names)]
-    return compare(workload, env_fn, num_envs, rows, check=False, **pace)
+
+    def look(lives: list[Live]) -> None:
+        if memory is not None:
+            memory.update((live.candidate.name, memory_of(live)) for live in lives if live.usable)
+
+    return compare(workload, env_fn, num_envs, rows, check=False, inspect_live=look, **pace)
 
 
 # -- lists of episodes --------------------------------------------------------------------------------------------------

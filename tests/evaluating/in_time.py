@@ -1,4 +1,4 @@
-"""A vector environment whose time is counted, not spent: a row is done when its step, as its episode says, is over."""
+"""Rows whose time is counted, not spent: each is done when its step, as long as its episode says, is over."""
 
 from __future__ import annotations
 

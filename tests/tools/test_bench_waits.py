@@ -28,6 +28,15 @@ def test_every_way_to_wait_is_measured() -> None:
 
 
 @pytest.mark.long
+def test_spare_workers_are_measured_by_resets_that_cost_nothing_and_with_their_memory() -> None:
+    memory: dict[str, Any] = {}
+    report = waits.waits("long-resets", 2, 1, PACE, ("per-env", "spares-2", "free"), memory)
+    assert [row.name for row in report.rows] == ["per-env", "spares-2", "free"]
+    assert all(row.rates[0] > 0 for row in report.rows), [row.failed for row in report.rows]
+    assert [memory[name].processes for name in ("per-env", "spares-2", "free")] == [2, 4, 2]
+
+
+@pytest.mark.long
 def test_a_list_of_episodes_is_run_in_every_way() -> None:
     report = waits.episodes(2, PACE, ("evaluate", "batches", "gym-sync"))
     assert [row.name for row in report.rows] == ["evaluate", "batches", "gym-sync"]

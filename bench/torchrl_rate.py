@@ -1,0 +1,153 @@
+"""TorchRL's collector over vecenv, and over TorchRL's own classes: ``python bench/torchrl_rate.py``.
+
+Everything is built first and takes turns in one process; a ratio is formed within a round, never across rounds, and a row
+shows its median, least and greatest.
+
+Frames a second of a collector with a small policy, over
+
+* ``as_torchrl`` of vecenv's processes, of one process, and of EnvPool;
+* ``MultiThreadedEnvWrapper``, TorchRL's class over EnvPool; ``ParallelEnv``, its processes;
+* ``GymWrapper`` over vecenv's engine in one process and over Gymnasium's ``SyncVectorEnv``.
+
+    python bench/torchrl_rate.py --envs 8 64 --rounds 15 --json collector.json
+    python bench/torchrl_rate.py --envs 16 --cpu --only "as_torchrl, one process" "GymWrapper, vecenv"
+
+``MultiThreadedEnvWrapper`` wants the packages gym and treevalue; rows that cannot be built are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import gymnasium as gym
+import torch
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import nn
+from torchrl.collectors import Collector
+from torchrl.data import OneHot
+from torchrl.envs import GymEnv, GymWrapper, MultiThreadedEnvWrapper, ParallelEnv
+from torchrl.modules import OneHotCategorical, ProbabilisticActor
+
+import vecenv
+from vecenv.adapters import as_torchrl
+
+Runs = Mapping[str, Callable[[], Any]]
+
+
+def main() -> None:
+    options = _arguments()
+    torch.set_num_threads(1)
+    rows = []
+    for count in options.envs:
+        rows += collectors(count, options)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(rows, file, indent=1)
+
+
+def compared(runs: Runs, first: str, units: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Turns of all ``runs``; each row has its time a unit, and how many times as long as ``first`` it takes."""
+    clock = time.process_time if options.cpu else time.perf_counter
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        run()
+        run()
+    for turn in range(options.rounds):
+        for name, run in list(runs.items())[:: -1 if turn % 2 else 1]:
+            start = clock()
+            run()
+            times[name].append((clock() - start) / units)
+    rows = []
+    for name, taken in times.items():
+        ratios = [other / own for other, own in zip(taken, times[first], strict=True)]
+        spread = {"median": statistics.median(ratios), "least": min(ratios), "greatest": max(ratios)}
+        rows.append({"name": name, "seconds": statistics.median(taken), f"times as long as {first}": spread})
+    return rows
+
+
+def _policy(env: Any) -> Any:
+    torch.manual_seed(0)
+    onehot = isinstance(env.action_spec, OneHot)
+    width, count = env.observation_spec["observation"].shape[-1], env.action_spec.space.n
+    network = nn.Sequential(nn.Linear(width, 64), nn.Tanh(), nn.Linear(64, count))
+    return ProbabilisticActor(
+        TensorDictSequential(TensorDictModule(network, ["observation"], ["logits"])),
+        in_keys=["logits"],
+        distribution_class=OneHotCategorical if onehot else torch.distributions.Categorical,
+    )
+
+
+def _pool(task: str, count: int) -> Any:
+    import envpool
+
+    return envpool.make(task, env_type="gym", num_envs=count, seed=0)
+
+
+def _engine(task: str, count: int, mode: str) -> Any:
+    return vecenv.make_vec(task, count, "serial", vector_kwargs={"autoreset_mode": mode})
+
+
+def environments(task: str, count: int) -> dict[str, Callable[[], Any]]:
+    """What builds each of the environments compared."""
+    make = functools.partial(gym.make, task)
+    return {
+        "as_torchrl, processes": lambda: as_torchrl(task, count),
+        "as_torchrl, one process": lambda: as_torchrl(task, count, "serial"),
+        "as_torchrl, EnvPool": lambda: as_torchrl(_pool(task, count), categorical_action_encoding=True),
+        "MultiThreadedEnvWrapper": lambda: MultiThreadedEnvWrapper(_pool(task, count)),
+        "ParallelEnv": lambda: ParallelEnv(count, functools.partial(GymEnv, task), mp_start_method="spawn"),
+        "GymWrapper, vecenv": lambda: GymWrapper(_engine(task, count, "Disabled")),
+        "GymWrapper, Gymnasium": lambda: GymWrapper(gym.vector.SyncVectorEnv([make] * count, autoreset_mode="Disabled")),
+    }
+
+
+def collectors(count: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    frames = options.steps * count
+    runs, made = {}, []
+    for name, build in environments(options.task, count).items():
+        if options.only and name not in options.only:
+            continue
+        try:
+            env = build()
+        except (ImportError, KeyError) as error:  # TorchRL's class over EnvPool wants the package gym, and spaces of it
+            print(f"{name} is left out: {error}")
+            continue
+        collector = Collector(
+            env, _policy(env), frames_per_batch=frames, total_frames=-1, auto_register_policy_transforms=False
+        )
+        made.append(collector)
+        runs[name] = functools.partial(next, iter(collector))
+    rows = compared(runs, next(iter(runs)), frames, options)
+    for row in rows:
+        _show(f"{options.task}, {count} environments, {row['name']}", f"{1 / row['seconds']:9,.0f} frames/s", row)
+    for collector in made:
+        collector.shutdown()
+    return [{"envs": count, "task": options.task, **row} for row in rows]
+
+
+def _show(what: str, figure: str, row: dict[str, Any]) -> None:
+    (name, spread), *_ = [(key, value) for key, value in row.items() if isinstance(value, dict)]
+    text = f"{spread['median']:.2f} ({spread['least']:.2f} - {spread['greatest']:.2f}) {name}"
+    print(f"{what:58} {figure}   {text}", flush=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--envs", nargs="*", type=int, default=[8])
+    parser.add_argument("--task", default="CartPole-v1", help="with discrete actions")
+    parser.add_argument("--only", nargs="*", help="only these rows; the first of them is what others are compared with")
+    parser.add_argument("--steps", type=int, default=32, help="of each environment in a turn")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--cpu", action="store_true", help="count CPU time of this process, not wall time")
+    parser.add_argument("--json", help="write the rows here")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

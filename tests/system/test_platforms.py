@@ -19,7 +19,7 @@ from vecenv.system.abilities import why_no_processes
 HERE = Path(__file__).parent
 TESTS = HERE.parent
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("platforms")]  # each of the other systems is asked once
 
 
 def run(world: str, *command: str) -> subprocess.CompletedProcess[str]:

@@ -36,7 +36,7 @@ def noted(seen: list[dict[str, np.ndarray]], learn: Any, rows: Any, last: Any) -
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[] if way in ("halves", "bridge") else pytest.mark.slow) for way in WAYS]
+    "way", [pytest.param(way, marks=[] if way == "bridge" else pytest.mark.slow) for way in WAYS]
 )
 def test_rows_are_transitions(way: str) -> None:
     """CartPole moves by 0.02 times the velocity it had; the row after one that has weight and does not end goes on."""

@@ -377,12 +377,12 @@ def test_what_a_host_cannot_import_is_named(cluster: Any) -> None:
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 def test_an_evaluation_is_that_of_a_plain_loop_with_faults_in_the_middle(tmp_path: Path) -> None:
     """Row by row over two hosts: episodes that raise, die or hang cost the others nothing."""
-    faults = {SEED + 2: "raise", SEED + 5: "die", SEED + 7: "hang", SEED + 9: "die once"}
+    faults = {SEED + 2: "raise", SEED + 5: "die", SEED + 7: "hang once", SEED + 9: "die once"}
     envs = over(walks(4, faults=faults, marks=str(tmp_path)))
-    results = vecenv.evaluate(envs, choose, 12, seed=SEED, timeout=1.0)
-    assert [each.index for each in results if each.error is not None] == [2, 5, 7]
+    results = vecenv.evaluate(envs, choose, 12, seed=SEED, timeout=15.0)  # a host is built anew within that
+    assert [each.index for each in results if each.error is not None] == [2, 5]
     for each, plain in zip(numbers(results), wanted(12), strict=True):
-        assert each == plain or each[0] in (2, 5, 7)
+        assert each == plain or each[0] in (2, 5)
     envs.close()
 
 

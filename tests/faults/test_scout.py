@@ -257,6 +257,11 @@ def alarm_after(seconds: float, interval: float = 0.0) -> Iterator[None]:
     def ring(*_: object) -> None:
         raise Alarm
 
+    def in_a_finalizer(unraisable: Any) -> None:
+        if not isinstance(unraisable.exc_value, Alarm):  # out of which nothing can come
+            told(unraisable)
+
+    told, sys.unraisablehook = sys.unraisablehook, in_a_finalizer
     before = signal.signal(signal.SIGALRM, ring)
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds, interval)
@@ -266,6 +271,7 @@ def alarm_after(seconds: float, interval: float = 0.0) -> Iterator[None]:
             try:
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 signal.signal(signal.SIGALRM, before)
+                sys.unraisablehook = told
                 break
             except Alarm:
                 pass

@@ -27,8 +27,11 @@ class Stepper:
     def __init__(self, envs: Any, batch: int | None = None) -> None:
         self.envs, self.num_envs = envs, envs.num_envs
         self.batch = batch or self.num_envs
-        self.observation_space, self.action_space = envs.single_observation_space, envs.single_action_space
-        self._box = None if isinstance(self.action_space, gymnasium.spaces.Discrete) else self.action_space
+        self._take(envs.single_observation_space, envs.single_action_space)
+
+    def _take(self, observation_space: Any, action_space: Any) -> None:
+        self.observation_space, self.action_space = observation_space, action_space
+        self._box = None if isinstance(action_space, gymnasium.spaces.Discrete) else action_space
 
     def _fit(self, actions: np.ndarray) -> np.ndarray:
         return actions if self._box is None else np.clip(actions, self._box.low, self._box.high)
@@ -90,10 +93,9 @@ class AsyncEnvPool(Stepper):
     def __init__(self, env_fn: EnvFn, num_envs: int, envs_per_worker: int) -> None:
         self.pool = torchrl_pool(env_fn, num_envs, envs_per_worker)
         self.num_envs, self.batch = num_envs, max(num_envs // 2, 1)
-        spaces = env_fn()
-        self.observation_space, self.action_space = spaces.observation_space, spaces.action_space
-        self._box = None if isinstance(self.action_space, gymnasium.spaces.Discrete) else self.action_space
-        spaces.close()
+        one = env_fn()
+        self._take(one.observation_space, one.action_space)
+        one.close()
         self._torch = importlib.import_module("torch")
         self._roots: dict[int, Any] = {}
 
@@ -108,7 +110,7 @@ class AsyncEnvPool(Stepper):
         return found
 
     def _ids_of(self, rows: Any) -> np.ndarray:
-        return np.array([int(index) for index in rows.get(self.pool._env_idx_key)])
+        return np.array(rows.get(self.pool._env_idx_key).tolist())
 
     def send(self, actions: np.ndarray, ids: np.ndarray) -> None:
         roots = self._torch.stack([self._roots.pop(index) for index in ids.tolist()])

@@ -64,7 +64,7 @@ def test_ten_steps_of_physics_against_finite_differences(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_ten_steps_of_playground_against_finite_differences() -> None:
-    compare(built("CartpoleBalance"), torch.float32, 1e-2, rel=5e-2, within=5e-3)  # MJX does not trace in 64 bits
+    compare(built("CartpoleBalance"), torch.float32, 1e-2, rel=5e-2, within=5e-3)  # in 64 bits it is refused
 
 
 def compare(env: Any, dtype: torch.dtype, step: float, rel: float, within: float) -> None:

@@ -11,11 +11,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-if not (ROOT / "bench").is_dir():
-    pytest.skip("no bench/ beside the tests", allow_module_level=True)
-sys.path.insert(0, str(ROOT))
-from bench import programs  # noqa: E402  # bench/ is no package that is installed
+from bench import programs
 
 TRAINS = """
 import argparse, random
@@ -96,7 +92,8 @@ def test_scalars_of_tensorboard_are_read_without_those_that_are_times(tmp_path: 
 
 @pytest.mark.long
 def test_bench_list_names_them() -> None:
+    checkout = Path(programs.__file__).parents[1]
     command = [sys.executable, "-m", "bench", "list"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True).stdout
     for name, program in programs.PROGRAMS.items():
         assert f"program  {name:22} https://github.com/{program.repository}\n" in listed

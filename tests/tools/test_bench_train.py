@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from vecenv.tools import benchmark
+
 pytest.importorskip("flax")
 pytest.importorskip("optax")
-
-ROOT = Path(__file__).resolve().parents[2]
-if not (ROOT / "bench").is_dir():
-    pytest.skip("no bench/ beside the tests", allow_module_level=True)
-sys.path.insert(0, str(ROOT))
-from bench import train  # noqa: E402  # bench/ is no package that is installed
-from vecenv.tools import benchmark  # noqa: E402
+from bench import train
 
 CARTPOLE = partial(benchmark.make_env, "CartPole-v1")
 WAYS: dict[str, Any] = {

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-if not (ROOT / "bench").is_dir():
-    pytest.skip("no bench/ beside the tests", allow_module_level=True)
-sys.path.insert(0, str(ROOT))
-from bench import waits  # noqa: E402  # bench/ is no package that is installed
+from bench import waits
 
 PACE: dict[str, Any] = {"seconds": 0.05, "repeats": 1}
 HERE = ("per-env", "first-ready-per-env", "deadline", "threads", "gym-sync")

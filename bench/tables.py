@@ -1,13 +1,15 @@
-"""The tables of ``bench/README.md`` and ``docs/benchmarks.md``, written from what was measured and from nothing else.
+"""The tables of ``README.md``, ``bench/README.md`` and ``docs/benchmarks.md``: from what was measured, and nothing else.
 
-``python -m bench table`` takes whatever JSON it finds in the folder of results: the goals, the main job, ``compare``
-and ``sweep``. A table of which nothing was measured anew stays as it stands.
+``python -m bench table`` takes whatever JSON it finds in the folder of results: the goals, the main job, ``compare``,
+``sweep``, ``waits`` and ``episodes``. A table of which nothing was measured anew stays as it stands.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import statistics
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,18 @@ from bench.goals import PARTS, ROWS
 ROOT = Path(__file__).resolve().parent.parent
 NOT_YET = "not measured yet"
 SWEEP = "sweep-CartPole-v1"
+GAINS = {"CartPole-v1": "CartPole-v1", "Ant-v5": "Ant-v5", "ALE/Pong-v5": "Pong"}  # README.md's rows
+REAL = {  # docs/benchmarks.md's rows ...
+    **{name: name for name in ("CartPole-v1", "Pendulum-v1", "Ant-v5", "ALE/Pong-v5")},
+    "busy-1000us": "steps of 1 ms",
+    "sleeping": "steps that wait (log-normal, sleeping)",
+}
+SHOWN = {  # ... and columns
+    "auto": "vecenv, auto",
+    "gym-sync": "SyncVectorEnv",
+    "per-env": "one process per environment",
+    "limit": "the limit",
+}
 
 
 def _between(text: str, marker: str, lines: list[str]) -> str:
@@ -67,17 +81,51 @@ def main_table(path: Path) -> list[str]:
 
 def compare_table(reports: list[dict[str, Any]]) -> list[str]:
     """A line a workload, a column an engine: how many times faster than Gymnasium's ``AsyncVectorEnv``."""
+    against = "gym-async"
     names = list(dict.fromkeys(row["name"] for report in reports for row in report["rows"]))
-    names = [name for name in names if name != "gym-async"]
-    lines = [f"| workload | gym-async, steps/s | {' | '.join(names)} |", "|---|---:|" + "---:|" * len(names)]
+    names = [name for name in names if name != against]
+    lines = [f"| workload | {against}, {reports[0]['unit']} | {' | '.join(names)} |", "|---|---:|" + "---:|" * len(names)]
     for report in reports:
-        rows = {row["name"]: row for row in report["rows"]}
-        base = rows.get("gym-async", {}).get("steps_per_second")
-        against = [rows.get(name, {}).get("ratios", {}).get("gym-async") for name in names]
-        cells = [f"{found['median']:{'.2g' if found['median'] < 10 else '.0f'}}" if found else "-" for found in against]
+        base = next((row["steps_per_second"] for row in report["rows"] if row["name"] == against), None)
+        cells = [_times(report, name, against) for name in names]
         first = f"{report['env']}, {report['num_envs']} | " + (f"{base['median']:,.0f}" if base else "-")
         lines.append(f"| {first} | {' | '.join(cells)} |")
     return lines
+
+
+def real_table(reports: list[dict[str, Any]]) -> list[str]:
+    """The rows of ``docs/benchmarks.md`` about real environments, out of those of ``compare``."""
+    lines = [f"| workload | {' | '.join(SHOWN.values())} |", "|---|" + "---:|" * len(SHOWN)]
+    for report in _of(reports, REAL):
+        cells = [_times(report, name, "gym-async", spread=True) for name in SHOWN]
+        lines.append(f"| {REAL[report['env']]} | {' | '.join(cells)} |")
+    return lines
+
+
+def gains_table(reports: list[dict[str, Any]]) -> list[str]:
+    """The rows of ``README.md``: ``"auto"`` against both of Gymnasium's engines."""
+    lines = ["| environment | against `AsyncVectorEnv` | against `SyncVectorEnv` |", "|---|---:|---:|"]
+    for report in _of(reports, GAINS):
+        cells = [_times(report, "auto", other) for other in ("gym-async", "gym-sync")]
+        lines.append(f"| {GAINS[report['env']]} | {' | '.join(cells)} |")
+    return lines
+
+
+def _of(reports: list[dict[str, Any]], workloads: Iterable[str]) -> list[dict[str, Any]]:
+    by_name = {report["env"]: report for report in reversed(reports)}  # the first of those that share an engine's name
+    return [by_name[name] for name in workloads if name in by_name]
+
+
+def _times(report: dict[str, Any], name: str, against: str, spread: bool = False) -> str:
+    """The median of the rounds' ratios, with the least and the greatest on request; "-" without any."""
+    rates = {row["name"]: row["rates"] for row in report["rows"]}
+    pairs = zip(rates.get(name, []), rates.get(against, []), strict=False)
+    ratios = [ours / theirs for ours, theirs in pairs if ours is not None and theirs]
+    if not ratios:
+        return "-"
+    middle = statistics.median(ratios)
+    text = f"{middle:{'.2g' if middle < 10 else '.0f'}}"
+    return f"{text} ({min(ratios):.2g} - {max(ratios):.2g})" if spread else text
 
 
 def sweep_table(reports: list[dict[str, Any]], memory: dict[str, dict[str, dict[str, int]]]) -> list[str]:
@@ -103,18 +151,29 @@ def sweep_table(reports: list[dict[str, Any]], memory: dict[str, dict[str, dict[
 
 def write_tables(out: Path) -> None:
     """Write every table for which there is something in ``out``."""
+    compared = _read(out / "compare.json")
     page = ROOT / "bench" / "README.md"
     text = page.read_text()
     text = _between(text, "goals", goals_table(out, text))
-    compared, swept, memory = (out / name for name in ("compare.json", f"{SWEEP}.json", f"{SWEEP}-memory.json"))
-    if compared.exists():
-        text = _between(text, "compare", compare_table(json.loads(compared.read_text())))
-    if swept.exists():
-        used = json.loads(memory.read_text()) if memory.exists() else {}
-        text = _between(text, "sweep", sweep_table(json.loads(swept.read_text()), used))
+    swept = _read(out / f"{SWEEP}.json")
+    if swept:
+        text = _between(text, "sweep", sweep_table(swept, _read(out / f"{SWEEP}-memory.json") or {}))
+    for name in ("compare", "waits", "episodes"):
+        if reports := _read(out / f"{name}.json"):
+            text = _between(text, name, compare_table(reports))
     page.write_text(text)
+    if compared:
+        _write(ROOT / "README.md", "gains", gains_table(compared))
+        _write(ROOT / "docs" / "benchmarks.md", "real", real_table(compared))
     main = out / "CartPole-v1-64.json"
     if main.exists():
-        page = ROOT / "docs" / "benchmarks.md"
-        page.write_text(_between(page.read_text(), "measured", main_table(main)))
+        _write(ROOT / "docs" / "benchmarks.md", "measured", main_table(main))
         shutil.copyfile(main.with_suffix(".png"), ROOT / "docs" / "cartpole_64.png")
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _write(page: Path, marker: str, lines: list[str]) -> None:
+    page.write_text(_between(page.read_text(), marker, lines))

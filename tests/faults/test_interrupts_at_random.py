@@ -31,7 +31,8 @@ pytestmark = pytest.mark.timeout(300, method="signal")
 def run_program(kind: str, setting: str, trials: int, calls: tuple[str, ...], limit: float) -> None:
     """Run it, end it after ``limit`` seconds with all that it started, and demand that nothing was wrong."""
     seed = os.environ.get("VECENV_SEED", str(random.randrange(10**6)))
-    command = [sys.executable, str(PROGRAM), kind, setting, str(int(TRIALS or trials)), seed, *calls]
+    asked = int(TRIALS or trials)
+    command = [sys.executable, str(PROGRAM), kind, setting, str(asked), seed, *calls]
     path = [str(PACKAGE), str(PROGRAM.parent), os.environ.get("PYTHONPATH", "")]
     program = subprocess.Popen(
         command,
@@ -63,7 +64,8 @@ def run_program(kind: str, setting: str, trials: int, calls: tuple[str, ...], li
     print("\n".join(report))
     assert not any(figures["wrong"] or figures["hung"] for figures in found.values()), f"seed {seed}\n" + "\n".join(report)
     raised = sum(figures["raised"] for figures in found.values())
-    assert raised > sum(figures["trials"] for figures in found.values()) / 10, f"only {raised} signals came in time"
+    # of those asked for: where a call takes microseconds the program makes many more, until enough were in time
+    assert raised > asked * len(found) / 10, f"only {raised} signals came in time"
 
 
 @pytest.mark.long

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +145,17 @@ def test_frames_of_chosen_episodes() -> None:
     for each in results:
         pictures = range(each.length + 1) if each.index in (1, 4) else ()
         assert [int(frame[0, 0, 0]) for frame in each.frames] == list(pictures)
+
+
+def test_frames_are_taken_beside_a_worker_that_was_dead_before() -> None:
+    with opened(walks(2, render_mode="rgb_array"), num_workers=2) as envs:
+        envs.reset(seed=1)
+        os.kill(envs.processes[1].pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied):
+            envs.step(np.zeros(2, int))
+        results = vecenv.evaluate(envs, choose, 5, seed=SEED, frames=[0])
+    assert numbers(results) == wanted(5)
+    assert len(results[0].frames) == results[0].length + 1
 
 
 def test_progress_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from vecenv.errors import EnvFailed, StepTimeout, WorkerDied
@@ -101,7 +102,7 @@ class ByRow:
                 attempt.episode_return += float(rewards[place])
                 attempt.length += 1
             if attempt.index in self._filmed and not (over and self._same_step):
-                attempt.frames.append(self._envs.exec_func(_render, [row])[row])
+                attempt.frames.append(self._frame(row))
             if not over:
                 places.append(place)
                 continue
@@ -116,6 +117,15 @@ class ByRow:
             if len(places) < len(came):
                 observations = take_rows(self._envs.single_observation_space, observations, places)
             self._step([came[place] for place in places], observations, infos, places)
+
+    def _frame(self, row: int) -> Any:
+        """What a row looks like. While any worker is dead, calls are refused: then the other rows are reset first."""
+        try:
+            return self._envs.exec_func(_render, [row])[row]
+        except EnvFailed:
+            others = np.arange(self._envs.num_envs) != row
+            self._envs.reset(options={"reset_mask": others})
+            return self._envs.exec_func(_render, [row])[row]
 
     # -- asking -----------------------------------------------------------------------------------------------------
 

@@ -170,7 +170,8 @@ class VectorRunner:
         self._fresh = True
 
     def describe(self) -> str:
-        return str(self.envs)
+        plan = getattr(self.envs, "plan", None)
+        return str(self.envs) if plan is None else str(plan).splitlines()[-1]  # a plan ends with its choice, and why
 
     def _step(self) -> float:
         self.envs.step(self._next())

@@ -58,6 +58,8 @@ def test_an_adapter_that_does_not_exist_is_an_attribute_error() -> None:
         ("torchrl_collect", "torchrl", "clients"),
         ("rllib_vector", "ray", "rllib"),
         ("cleanrl_ppo", "torch", "clients"),
+        ("openrl_spread", "torch", "clients,multi-agent"),
+        ("torchrl_gradients", "torchrl", "clients,brax"),
     ],
 )
 def test_an_example_without_its_library_says_what_to_install(program: str, library: str, extra: str) -> None:
@@ -68,7 +70,12 @@ def test_an_example_without_its_library_says_what_to_install(program: str, libra
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("program", ["sb3_ppo", "tianshou_ppo", "torchrl_collect", "rllib_vector", "cleanrl_ppo"])
+PROGRAMS = [
+    "sb3_ppo", "tianshou_ppo", "torchrl_collect", "torchrl_gradients", "rllib_vector", "cleanrl_ppo", "openrl_spread",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_help_says_how_to_run_an_example(program: str) -> None:
     if program == "rllib_vector":
         pytest.importorskip("ray.rllib.algorithms.ppo", reason="needs RLlib: docs/clients.md", exc_type=ImportError)

@@ -104,7 +104,7 @@ def test_lanes_may_be_axes_of_nested_maps(transport: str) -> None:
         flat = jax.jit(jax.vmap(lambda key, action: roll(env, key, action)))(keys, actions)
         program = jax.jit(jax.vmap(jax.vmap(lambda key, action: roll(env, key, action))))
         nested = program(keys.reshape(2, 3), actions.reshape(2, 3))
-        with pytest.raises(ValueError, match=r"vmap over 6 lanes; it is called under jax.vmap over 3"):
+        with pytest.raises(ValueError, match=r"vmap over 6 lanes; it is called under jax.vmap over 3. .* make 6 .* lanes=3"):
             jax.vmap(env.reset)(keys[:3])
     assert nested.obs.shape[:3] == (2, 3, 2)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.reshape(6, *a.shape[2:]), b), nested, flat)
@@ -125,3 +125,15 @@ def test_wrong_use_of_lanes_is_refused() -> None:
         with pytest.raises(ValueError, match=r"under jax.vmap over the lanes"):
             env.step(state, jnp.zeros((2, 1)))
         assert env.envs.calls == "R"
+
+
+@pytest.mark.long
+def test_more_lanes_than_were_made_are_refused_and_the_error_says_how_to_have_them() -> None:
+    keys = jax.random.split(jax.random.key(3), 6)
+    with vj.bridge(SyncVectorEnv(tracks(6)), lanes=3) as env:
+        advice = r"lanes=3; it is called under jax.vmap over 6. For 6 lanes of 2, make 12 .* bridge\(\.\.\., lanes=6\)"
+        with pytest.raises(ValueError, match=advice):
+            jax.vmap(env.reset)(keys)
+        assert jax.vmap(env.reset)(keys[:3]).obs.shape[:2] == (3, 2)  # the bridge is as it was
+    with vj.bridge(SyncVectorEnv(tracks(12)), lanes=6) as env:  # as the error said
+        assert jax.vmap(env.reset)(keys).obs.shape[:2] == (6, 2)

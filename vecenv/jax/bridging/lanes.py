@@ -43,7 +43,9 @@ def call_in_lanes(call: Call, results: list[Any], args: list[Array], lanes: int 
         def alone(*args: Array) -> list[Array]:
             if lanes is None or (sizes and left == 1):
                 return call(wide, args)
-            unmapped: list[Array] = _unmapped().bind(*args, lanes=lanes, sizes=sizes, results=tuple(wide))
+            unmapped: list[Array] = _unmapped().bind(
+                *args, lanes=lanes, sizes=sizes, num_envs=num_envs, results=tuple(wide)
+            )
             return unmapped
 
         def mapped(size: int, batched: list[bool], *args: Array) -> tuple[list[Array], list[bool]]:
@@ -54,7 +56,8 @@ def call_in_lanes(call: Call, results: list[Any], args: list[Array], lanes: int 
                     "the policy."
                 )
             if left % size:
-                raise ValueError(f"This bridge has lanes={lanes}; it is called under jax.vmap over {_over((size, *sizes))}.")
+                called = f"it is called under jax.vmap over {_over((size, *sizes))}"
+                raise ValueError(f"This bridge has lanes={lanes}; {called}. {_advice((size, *sizes), num_envs)}")
             every = [
                 arg if is_batched else jnp.broadcast_to(arg, (size, *arg.shape))
                 for arg, is_batched in zip(args, batched, strict=True)
@@ -71,6 +74,12 @@ def _over(sizes: tuple[int, ...]) -> str:
     return " times ".join(map(str, sizes))
 
 
+def _advice(sizes: tuple[int, ...], num_envs: int) -> str:
+    """What to do to have so many lanes; a bridge cannot get more, because each lane's environments are made before."""
+    wanted = math.prod(sizes)
+    return f"For {wanted} lanes of {num_envs}, make {wanted * num_envs} environments and bridge(..., lanes={wanted}) them."
+
+
 def _with_rule(function: Callable[..., list[Array]], rule: Callable[..., Any]) -> Any:
     mapped: Any = custom_vmap(function)
     mapped.def_vmap(rule)
@@ -84,11 +93,11 @@ def _unmapped() -> Any:
 
     primitive: Any = Primitive("vecenv_one_lane")
     primitive.multiple_results = True
-    primitive.def_abstract_eval(lambda *_, lanes, sizes, results: [jax.core.ShapedArray(r.shape, r.dtype) for r in results])
+    primitive.def_abstract_eval(lambda *_, results, **__: [jax.core.ShapedArray(r.shape, r.dtype) for r in results])
 
-    def refuse(*_: Any, lanes: int, sizes: tuple[int, ...], results: Any) -> Any:
-        short = f"; it is called under jax.vmap over {_over(sizes)}" if sizes else ""
-        raise ValueError(f"A bridge with lanes={lanes} must be called under jax.vmap over {lanes} lanes{short}.")
+    def refuse(*_: Any, lanes: int, sizes: tuple[int, ...], num_envs: int, results: Any) -> Any:
+        short = f"; it is called under jax.vmap over {_over(sizes)}. {_advice(sizes, num_envs)}" if sizes else "."
+        raise ValueError(f"A bridge with lanes={lanes} must be called under jax.vmap over {lanes} lanes{short}")
 
     primitive.def_impl(refuse)
     mlir.register_lowering(primitive, refuse)

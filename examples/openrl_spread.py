@@ -1,0 +1,143 @@
+"""PPO for many agents on MPE's simple_spread, over vecenv's view for programs of OpenRL.
+
+    pip install torch                # in its CPU build where there is no GPU: pytorch.org gives the line
+    pip install -e ".[clients,multi-agent]" mpe2
+    python examples/openrl_spread.py
+
+Three agents have to cover three landmarks without bumping into each other. It prints the mean return of an episode and agent
+after each update, and last how long it took.
+
+The environments come in OpenRL's shapes, ``[environments, agents, ...]``. All agents share one policy; the critic sees the
+observations of all of them, which OpenRL calls the shared observation.
+"""
+
+import argparse
+import time
+
+import numpy as np
+
+try:
+    import torch
+    from mpe2 import simple_spread_v3
+    from torch import nn
+    from torch.distributions import Categorical
+except ModuleNotFoundError as missing:
+    needed = "mpe2" if missing.name == "mpe2" else "-e '.[clients,multi-agent]'"
+    raise SystemExit(f"openrl_spread: {missing}: pip install {needed}") from None
+
+from vecenv.multi_agent import make_openrl  # was: from openrl.envs.vec_env.async_venv import AsyncVectorEnv
+
+LENGTH = 25  # steps of an episode
+
+
+class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    pass
+
+
+def make_env():
+    return simple_spread_v3.parallel_env(max_cycles=LENGTH)
+
+
+def network(inputs, outputs, gain):
+    layers = [nn.Linear(inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs)]
+    for layer, scale in zip(layers[::2], (2**0.5, 2**0.5, gain), strict=True):
+        nn.init.orthogonal_(layer.weight, scale)
+        nn.init.zeros_(layer.bias)
+    return nn.Sequential(*layers)
+
+
+class Agents(nn.Module):
+    """One actor for all agents, and a critic that sees what each sees and what all see."""
+
+    def __init__(self, agents, inputs, actions):
+        super().__init__()
+        self.actor = network(inputs, actions, 0.01)
+        self.critic = network(inputs * (agents + 1), 1, 1.0)
+
+    def forward(self, observations):
+        """The distribution and the value, ``[..., agents]``, of observations ``[..., agents, inputs]``."""
+        shared = observations.flatten(-2).unsqueeze(-2).expand(*observations.shape[:-1], -1)
+        values = self.critic(torch.cat([observations, shared], -1)).squeeze(-1)
+        return Categorical(logits=self.actor(observations)), values
+
+
+def collect(envs, agents, observations):
+    """An episode of every environment: ``[LENGTH, environments, agents, ...]`` of each field, and the next observations."""
+    rows = []
+    for _ in range(LENGTH):
+        with torch.no_grad():
+            policy, values = agents(observations)
+            actions = policy.sample()
+        following, rewards, dones, _ = envs.step(actions.unsqueeze(-1).numpy())
+        rows.append((observations, actions, policy.log_prob(actions), values, torch.as_tensor(rewards[..., 0]).float()))
+        observations = torch.as_tensor(following)
+    assert dones.all()  # all began together and take the same time
+    return [torch.stack(field) for field in zip(*rows, strict=True)], observations
+
+
+def advantages(rewards, values, discount, gae_lambda):
+    """Generalised advantage estimates of whole episodes."""
+    found, later = torch.zeros_like(rewards), torch.zeros_like(rewards[0])
+    for t in reversed(range(len(rewards))):
+        following = values[t + 1] if t + 1 < len(values) else torch.zeros_like(later)
+        later = rewards[t] + discount * following - values[t] + discount * gae_lambda * later
+        found[t] = later
+    return found
+
+
+def learn(agents, optimizer, episodes, args):
+    observations, actions, log_probs, values, rewards = episodes
+    rewards = rewards * args.reward_scale
+    advantage = advantages(rewards, values, args.discount, args.gae_lambda)
+    targets = advantage + values
+    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    fields = [field.flatten(0, 1) for field in (observations, actions, log_probs, advantage, targets)]
+    for _ in range(args.epochs):
+        for rows in torch.randperm(len(fields[0])).chunk(args.minibatches):
+            observation, action, log_prob, gain, target = (field[rows] for field in fields)
+            policy, value = agents(observation)
+            ratio = torch.exp(policy.log_prob(action) - log_prob)
+            clipped = torch.clamp(ratio, 1 - args.clip, 1 + args.clip)
+            loss = -torch.minimum(ratio * gain, clipped * gain).mean()
+            loss += 0.5 * (value - target).square().mean() - args.entropy * policy.entropy().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(agents.parameters(), 0.5)
+            optimizer.step()
+
+
+def main(args):
+    start = time.perf_counter()
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(1)  # the networks are small, and the cores are for the environments
+    envs = make_openrl([make_env] * args.num_envs, context="forkserver", num_workers=args.workers)
+    agents = Agents(envs.agent_num, envs.observation_space.shape[0], envs.action_space.n)
+    optimizer = torch.optim.Adam(agents.parameters(), lr=args.learning_rate, eps=1e-5)
+    observations, _ = envs.reset(seed=args.seed)
+    observations = torch.as_tensor(observations)
+    returns = []
+    for update in range(args.steps // (LENGTH * args.num_envs)):
+        episodes, observations = collect(envs, agents, observations)
+        learn(agents, optimizer, episodes, args)
+        returns.append(float(episodes[-1].sum(0).mean()))
+        steps = (update + 1) * LENGTH * args.num_envs
+        print(f"{steps:>11} steps, mean return of the last 5 updates {np.mean(returns[-5:]):.3f}", flush=True)
+    envs.close()
+    print(f"{time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser.add_argument("--steps", type=int, default=160_000, help="of environments, in all")
+    parser.add_argument("--num-envs", type=int, default=64, help="environments")
+    parser.add_argument("--workers", type=int, default=2, help="worker processes; 0: the environments are in this one")
+    parser.add_argument("--epochs", type=int, default=8, help="passes over the episodes of an update")
+    parser.add_argument("--minibatches", type=int, default=4, help="of a pass")
+    parser.add_argument("--learning-rate", type=float, default=2e-3, help="of Adam")
+    parser.add_argument("--discount", type=float, default=0.95, help="of later rewards")
+    parser.add_argument("--gae-lambda", type=float, default=0.95, help="of generalised advantage estimation")
+    parser.add_argument("--clip", type=float, default=0.2, help="how far an update may move a probability")
+    parser.add_argument("--entropy", type=float, default=0.01, help="weight of the entropy bonus")
+    parser.add_argument("--reward-scale", type=float, default=0.2, help="what rewards are multiplied by for learning")
+    parser.add_argument("--seed", type=int, default=1, help="of environments, policy and shuffling")
+    main(parser.parse_args())

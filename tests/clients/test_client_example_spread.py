@@ -1,0 +1,60 @@
+"""``examples/openrl_spread.py``: its advantages are those of the definition, it runs; it learns, when slow."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch: pip install 'vecenv[clients]'")
+pytest.importorskip("mpe2", reason="needs MPE: pip install mpe2")
+
+import torch
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "openrl_spread.py"
+LINE = re.compile(r"\s+(\d+) steps, mean return of the last 5 updates (-\d+\.\d{3})")
+
+
+@pytest.fixture(scope="module")
+def example() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLE.parent))
+        yield importlib.import_module("openrl_spread")
+
+
+def returns(*arguments: str, timeout: float) -> list[tuple[int, float]]:
+    """Steps and mean return of each line that it prints."""
+    command = [sys.executable, "-W", "error::ResourceWarning", str(EXAMPLE), *arguments]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [(int(steps), float(value)) for steps, value in LINE.findall(done.stdout)]
+
+
+def test_advantages_are_those_of_the_definition(example: Any) -> None:
+    torch.manual_seed(0)
+    rewards, values = torch.randn(2, 5, 3, 2)
+    following = torch.cat([values[1:], torch.zeros(1, 3, 2)])  # an episode that is over has nothing to come
+    deltas = rewards + 0.9 * following - values
+    wanted = torch.stack([sum((0.9 * 0.8) ** k * deltas[t + k] for k in range(5 - t)) for t in range(5)])
+    torch.testing.assert_close(example.advantages(rewards, values, 0.9, 0.8), wanted)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_it_runs(workers: str) -> None:
+    found = returns("--num-envs", "4", "--steps", "200", "--workers", workers, timeout=250)
+    assert [steps for steps, _ in found] == [100, 200]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_it_learns() -> None:
+    found = [value for _, value in returns(timeout=1700)]
+    assert len(found) == 100
+    assert found[-1] > 0.8 * found[4]  # both are below 0

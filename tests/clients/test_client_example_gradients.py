@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
-import numpy as np
 import pytest
 
 pytest.importorskip("torchrl", reason="needs TorchRL: pip install 'vecenv[clients]'")
@@ -20,6 +18,7 @@ pytest.importorskip("jaxlib", reason="needs JAX: pip install 'vecenv[jax]'")
 import jax
 import jax.numpy as jnp
 import torch
+from carts import Cart
 from tensordict import TensorDict
 from torchrl.modules import ValueOperator
 
@@ -35,28 +34,26 @@ def example() -> Iterator[Any]:
         yield importlib.import_module("torchrl_gradients")
 
 
-class Cart:
-    """Is moved by its action, and loses the square of its distance from 0."""
+class Away(Cart):
+    """Loses the square of its distance from 0."""
 
-    name = "Cart"
-    differentiable = "reverse"
-    max_episode_steps: int | None = 12
-    single_observation_space = gym.spaces.Box(-np.inf, np.inf, (1,), np.float32)
-    single_action_space = gym.spaces.Box(-1.0, 1.0, (1,), np.float32)
+    max_episode_steps = 12
 
     def init(self, key: Any) -> Any:
         place = jax.random.uniform(key, minval=-1.0)
-        return place, jnp.stack([place])
+        return place, jnp.stack([place, place])
 
-    def step(self, place: Any, action: Any, key: Any) -> Any:
-        place = place + 0.3 * action[0]
-        return place, jnp.stack([place]), -(place**2), False, False, {}
+    def moved(self, place: Any, push: Any) -> Any:
+        return place + 0.3 * push
+
+    def paid(self, place: Any) -> Any:
+        return -(place**2)
 
 
 @pytest.mark.long
 def test_it_learns_to_bring_a_cart_back(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
     args = example.arguments(["--episode", "12", "--horizon", "5", "--updates", "40", "--learning-rate", "1e-2"])
-    points = example.train(vecenv.torch.TensorDictEnv(Cart(), (16,), requires_grad=True), args)
+    points = example.train(vecenv.torch.TensorDictEnv(Away(), (16,), requires_grad=True), args)
     assert len(points) == 11
     assert points[-1] > points[0] / 3  # both are below 0
     assert capsys.readouterr().out.count("mean return") == 11

@@ -6,8 +6,6 @@ import gc
 from collections.abc import Iterator
 from typing import Any
 
-import gymnasium as gym
-import numpy as np
 import psutil
 import pytest
 
@@ -15,8 +13,8 @@ pytest.importorskip("torchrl", reason="needs TorchRL: pip install 'vecenv[client
 pytest.importorskip("jaxlib", reason="needs JAX: pip install 'vecenv[jax]'")
 
 import jax
-import jax.numpy as jnp
 import torch
+from carts import Cart
 
 import vecenv.torch
 
@@ -56,9 +54,7 @@ def built(name: str) -> Any:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize(
-    "name", ["ant-spring", "reacher-spring", "reacher-positional", "reacher-generalized"]
-)
+@pytest.mark.parametrize("name", ["ant-spring", "reacher-spring", "reacher-positional", "reacher-generalized"])
 def test_ten_steps_of_physics_against_finite_differences(name: str) -> None:
     compare(built(name), torch.float64, 1e-6, rel=1e-4, within=1e-6)
 
@@ -90,24 +86,6 @@ def compare(env: Any, dtype: torch.dtype, step: float, rel: float, within: float
             down = outcome(env, moved, mask)
             wanted = float((up - down) / (2 * step))
             assert float(found[t, row, axis]) == pytest.approx(wanted, rel=rel, abs=within), (masked, t, row)
-
-
-class Cart:
-    """Moves by its action, and pays the square of its place."""
-
-    name = "Cart"
-    differentiable = "reverse"
-    max_episode_steps: int | None = None
-    single_observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
-    single_action_space = gym.spaces.Box(-1.0, 1.0, (1,), np.float32)
-
-    def init(self, key: Any) -> Any:
-        place = jax.random.uniform(key)
-        return place, jnp.stack([place, place])
-
-    def step(self, place: Any, action: Any, key: Any) -> Any:
-        place = 0.99 * place + 0.1 * action[0]
-        return place, jnp.stack([place, place**2]), place**2, False, False, {}
 
 
 @pytest.mark.long

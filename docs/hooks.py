@@ -1,8 +1,9 @@
 """For mkdocs: names of docstrings, and the address of the repository.
 
 Docstrings name things by Sphinx roles, :class:`vecenv.AsyncVectorEnv`, and with a tilde where only the last part is to be
-shown; a page shows the name. The link to the repository is the address under ``Repository`` of ``[project.urls]`` in
-pyproject.toml, the one place where it stands; ``VECENV_REPOSITORY`` in the environment replaces it, for a fork.
+shown; a page shows the name. Two colons before a block of code become one. The link to the repository is the address under
+``Repository`` of ``[project.urls]`` in pyproject.toml, the one place where it stands; ``VECENV_REPOSITORY`` in the
+environment replaces it, for a fork.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 _ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):(?=<code)")
+_CODE_FOLLOWS = re.compile(r"::(?=</p>\s*<(?:div|pre))")
 _SHORT = re.compile(r"<code>~(?:\w+\.)+(\w+)</code>")
 
 
@@ -26,4 +28,4 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    return _SHORT.sub(r"<code>\1</code>", _ROLE.sub("", html))
+    return _CODE_FOLLOWS.sub(":", _SHORT.sub(r"<code>\1</code>", _ROLE.sub("", html)))

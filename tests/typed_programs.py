@@ -8,7 +8,9 @@ from __future__ import annotations
 from typing import Any, assert_type
 
 import gymnasium
+import numpy as np
 from gymnasium.vector import VectorEnv
+from numpy.typing import NDArray
 
 import vecenv
 from vecenv.backends import EnvPoolVectorEnv, JaxVectorEnv, NativeVectorEnv, RayVectorEnv
@@ -35,6 +37,14 @@ def first_ready_batches_are_known(actions: Any) -> None:
     _, rewards, _, _, infos = envs.recv(timeout=10.0, count=4)
     envs.send(actions, env_id=infos["env_id"])
     print(rewards.mean(), envs.stats()["steps"], envs.capabilities.restarts, envs.plan)
+
+
+def results_of_an_evaluation_are_known(policy: Any) -> None:
+    results = vecenv.evaluate(vecenv.make_vec("CartPole-v1", 8), policy, episodes=3, seed=0, frames=[0])
+    assert_type(results[0].episode_return, float)
+    assert_type(results[0].error, Exception | None)
+    assert_type(results[0].frames, tuple[NDArray[np.uint8], ...])
+    vecenv.write_video(results[0].frames, "episode.gif")
 
 
 def words_are_checked() -> None:

@@ -180,7 +180,7 @@ def register(id: str, *, backend: str = "process", vector_kwargs: Mapping[str, A
         The new name. A second registration replaces the first.
 
     Raises:
-        As :func:`make_vec` for what can be told without building an environment.
+        Exception: As :func:`make_vec`, for what can be told without building an environment.
     """
     row = _backend(backend)
     if not isinstance(id, str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -21,6 +22,19 @@ TINY = ["--num-envs", "2", "--seconds", "0.05", "--repeats", "2"]
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "vecenv", *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=250, check=False)
+
+
+def test_plan_wraps_at_the_width_of_the_terminal_and_keeps_every_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "Plan:\n  " + "a step of 1.5 us, " * 12 + "measured\n  1 + caller          84,937 steps per second"
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr("shutil.get_terminal_size", lambda **given: os.terminal_size(given["fallback"]))
+    assert cli._fitted(text) == text  # no terminal: a file or a pipe gets whole lines
+    monkeypatch.undo()
+    monkeypatch.setenv("COLUMNS", "60")
+    fitted = cli._fitted(text).splitlines()
+    assert max(map(len, fitted)) <= 60
+    assert " ".join(fitted).split() == text.split()
+    assert fitted[-1] == text.splitlines()[-1]
 
 
 @pytest.mark.long

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 __all__ = ["Attempt", "Episode", "EpisodeResult", "Episodes", "Listed", "listed"]
 
@@ -62,7 +63,7 @@ class EpisodeResult:
     error: Exception | None
     seconds: float
     attempts: int = 1
-    frames: tuple[Any, ...] = ()
+    frames: tuple[NDArray[np.uint8], ...] = ()
 
 
 Listed: TypeAlias = int | Sequence[Episode]

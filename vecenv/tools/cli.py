@@ -13,8 +13,10 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -135,8 +137,24 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(dataclasses.asdict(plan), indent=1, default=str))
     else:
-        print(plan)
+        print(_fitted(str(plan)))
     return 0
+
+
+def _fitted(text: str) -> str:
+    """The lines of a text, wrapped between words at the width of the terminal; as they are where there is none."""
+    width = shutil.get_terminal_size(fallback=(sys.maxsize, 0)).columns
+
+    def fit(line: str) -> str:
+        if len(line) <= width:
+            return line
+        margin = " " * (len(line) - len(line.lstrip()))
+        wrapped = textwrap.wrap(
+            line, max(width, 40), subsequent_indent=margin + "  ", break_long_words=False, break_on_hyphens=False
+        )
+        return "\n".join(wrapped)
+
+    return "\n".join(map(fit, text.splitlines()))
 
 
 def _watch(arguments: argparse.Namespace) -> int:

@@ -32,7 +32,7 @@ class GymEnv(gym.Env[Any, Any]):
         render_mode: ``"rgb_array"`` or ``None``.
 
     Raises:
-        As :func:`~vecenv.jax.adapt`.
+        Exception: As :func:`~vecenv.jax.adapt`.
     """
 
     def __init__(

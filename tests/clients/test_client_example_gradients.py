@@ -66,7 +66,7 @@ def test_returns_are_those_of_a_loop(example: Any) -> None:
     terminated = done & torch.tensor([[True], [False], [True]]).unsqueeze(-1)
     step = {"observation": torch.randn(3, 4, 1), "reward": torch.randn(3, 4, 1), "done": done, "terminated": terminated}
     data = TensorDict({"next": step}, batch_size=[3, 4])
-    found = example.returns(data, critic, 0.9)
+    found = example.returns(data, critic, 0.9).detach()
     value = critic.module(step["observation"]).detach()
     for row in range(3):
         for start in range(4):

@@ -59,7 +59,6 @@ def test_an_adapter_that_does_not_exist_is_an_attribute_error() -> None:
         ("rllib_vector", "ray", "rllib"),
         ("cleanrl_ppo", "torch", "clients"),
         ("openrl_spread", "torch", "clients,multi-agent"),
-        ("torchrl_gradients", "torchrl", "clients,brax"),
     ],
 )
 def test_an_example_without_its_library_says_what_to_install(program: str, library: str, extra: str) -> None:
@@ -70,9 +69,7 @@ def test_an_example_without_its_library_says_what_to_install(program: str, libra
     assert "Traceback" not in done.stderr
 
 
-PROGRAMS = [
-    "sb3_ppo", "tianshou_ppo", "torchrl_collect", "torchrl_gradients", "rllib_vector", "cleanrl_ppo", "openrl_spread",
-]  # fmt: skip
+PROGRAMS = ["sb3_ppo", "tianshou_ppo", "torchrl_collect", "rllib_vector", "cleanrl_ppo", "openrl_spread"]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -112,7 +112,7 @@ def gains_table(reports: list[dict[str, Any]]) -> list[str]:
 
 
 def _of(reports: list[dict[str, Any]], workloads: Iterable[str]) -> list[dict[str, Any]]:
-    by_name = {report["env"]: report for report in reversed(reports)}  # the first of those that share an engine's name
+    by_name = {report["env"]: report for report in reversed(reports)}  # the first of a workload's
     return [by_name[name] for name in workloads if name in by_name]
 
 

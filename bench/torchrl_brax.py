@@ -4,12 +4,11 @@ Both have the same environment, backend and batch size, and take random actions 
 compiled first and takes turns in one process; a ratio is formed within a round, never across rounds, and a row shows its
 median, least and greatest, in wall time and in CPU time of the process (JAX's threads included).
 
-* ``TensorDictEnv``, as it is: with the state in the TensorDict, and a gradient where one is asked for;
+* ``TensorDictEnv``, as it is: with the state in the TensorDict;
 * ``BraxWrapper``, what TorchRL's ``BraxEnv`` is, which takes no backend;
 * the compiled step of the same physics by itself, for what TensorDicts add.
 
     python bench/torchrl_brax.py --env ant --envs 16 --rounds 9 --json brax.json
-    python bench/torchrl_brax.py --env reacher --grad           # the time of a backward pass through the rollout, too
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def main() -> None:
     for count in options.envs:
         taken = compared(environments(count, options), options)
         for row in rows_of(taken, options.steps):
-            rows.append({"env": options.env, "backend": options.backend, "envs": count, "grad": options.grad, **row})
+            rows.append({"env": options.env, "backend": options.backend, "envs": count, **row})
             _show(rows[-1])
     if options.json:
         with open(options.json, "w") as file:
@@ -51,29 +50,18 @@ def main() -> None:
 
 def environments(count: int, options: argparse.Namespace) -> dict[str, Callable[[], None]]:
     """What a turn of each runs."""
-    given: dict[str, Any] = {"batch_size": [count], "requires_grad": options.grad}
+    given: dict[str, Any] = {"batch_size": [count], "requires_grad": False}
     theirs = brax.envs.get_environment(options.env, backend=options.backend)  # BraxEnv(name) takes no backend
     ours = vecenv.torch.TensorDictEnv(options.env, backend=options.backend, **given)
     # By default it clears JAX's caches, everybody's, every now and then, and all that is compiled is compiled again.
     wrapper = BraxWrapper(theirs, cache_clear_frequency=False, **given)
     runs = {OURS: functools.partial(rollout, ours, options), "BraxWrapper": functools.partial(rollout, wrapper, options)}
-    if not options.grad:
-        runs["the compiled step"] = functools.partial(steps, ours.functional, jax.jit(ours.functional.step), options.steps)
+    runs["the compiled step"] = functools.partial(steps, ours.functional, jax.jit(ours.functional.step), options.steps)
     return runs
 
 
 def rollout(env: Any, options: argparse.Namespace) -> None:
-    if not options.grad:
-        env.rollout(options.steps, break_when_any_done=False)
-        return
-    actions: list[torch.Tensor] = []
-
-    def policy(data: Any) -> Any:
-        actions.append(env.action_spec.rand().requires_grad_())
-        return data.set("action", actions[-1])
-
-    data = env.rollout(options.steps, policy, break_when_any_done=False)
-    data["next", "reward"].sum().backward()
+    env.rollout(options.steps, break_when_any_done=False)
 
 
 def steps(functional: Any, step: Any, count: int) -> None:
@@ -131,7 +119,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--envs", nargs="*", type=int, default=[16])
     parser.add_argument("--steps", type=int, default=32, help="of a rollout")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--grad", action="store_true", help="with gradients, and a backward pass after each rollout")
     parser.add_argument("--json", help="write the rows here")
     return parser.parse_args()
 

@@ -128,6 +128,34 @@ def test_the_row_waits_for_what_is_left_of_a_reset() -> None:
     envs.close()
 
 
+class QuickWhereAsked(Walk):
+    """Resets with options do not wait; ``began`` is when the latest did."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
+        self.began = time.monotonic()
+        usual, self._reset = self._reset, 0.0 if options else self._reset
+        try:
+            return super().reset(seed=seed, options=options)
+        finally:
+            self._reset = usual
+
+
+@pytest.mark.long
+def test_one_that_was_busy_is_told_once_it_has_time() -> None:
+    """It begins an episode that a reset by the caller makes needless: what it is to begin instead it learns afterwards."""
+    envs = opened(partial(QuickWhereAsked, reset=0.3, lengths=(40, 41)), 1, spare_workers=1)
+    for seed in (7, 8):
+        envs.reset(seed=seed, options={"quick": True})
+    for _ in range(39):
+        envs.step(np.zeros(1, np.int64))
+        time.sleep(0.05)
+    before_the_end = time.monotonic()
+    assert envs.step(np.zeros(1, np.int64))[2].all()
+    envs.step(np.zeros(1, np.int64))
+    assert envs.get_attr("began")[0] < before_the_end
+    envs.close()
+
+
 # -- calls on environments ----------------------------------------------------------------------------------------------
 
 

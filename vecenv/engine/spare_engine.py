@@ -9,6 +9,7 @@ table of what is owed beside the step that it belongs to, and is taken with it.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, NoReturn
@@ -94,6 +95,7 @@ class SpareEngine(Engine):
         self._asked = self.book  # as it will be when the reset that is owed has been answered
         self._numbers = itertools.count(1)
         self._turn: _Turn | None = None
+        self._looked: tuple[object, ...] = ()
         super().__init__(env_fns, *rest)
         self.first_ready = _NoRows(self)
 
@@ -173,6 +175,10 @@ class SpareEngine(Engine):
     def _look_ahead(self, *, anew: bool = False) -> None:
         """See to it that every spare worker begins an episode that is to come. It may be done again; ``anew``: from new."""
         book, spares = self.book, self.pool.spares
+        # Each of these is another object once it has changed, so most steps find at once that there is nothing to do.
+        on = book.seeds, book.lives, book.episodes, book.ended, self.pool.arranged
+        if not anew and len(self._looked) == len(on) and all(map(operator.is_, on, self._looked)):
+            return
         rows = self.pool.arranged[: self.num_envs]
         held = {worker.wish.key for worker in rows if worker.wish is not None}
         for worker in rows if anew else ():
@@ -189,7 +195,8 @@ class SpareEngine(Engine):
         if free:
             for worker, key in zip(free, book.coming(len(free), held), strict=False):
                 worker.wish = self._wish(key)
-        self.pool.tell(spares)
+        if self.pool.tell(spares):
+            self._looked = on
 
     # -- answers ----------------------------------------------------------------------------------------------------
 

@@ -91,19 +91,21 @@ class SparePool(WorkerPool):
         super().resume()
         self.arrange(self.arranged)
 
-    def tell(self, workers: Iterable[ProcessWorker]) -> None:
+    def tell(self, workers: Iterable[ProcessWorker]) -> bool:
         """Tell workers their places and wishes, where they do not know them. A spare one that is busy with what it was told
-        before is left alone: what it does not have, the row begins itself."""
-        ahead = self.batch.ahead
+        before is left alone: what it does not have, the row begins itself. Returns whether none was left alone."""
+        ahead, all_know = self.batch.ahead, True
         for worker in workers:
             wish, told = worker.wish, worker.told
             if wish is None or worker.death is not None or told == (worker.index, wish.number):
                 continue
             stays = told is not None and told[0] == worker.index >= len(self.batch.rewards)
             if stays and told is not None and ahead[told[1] % len(ahead)] < told[1]:
+                all_know = False
                 continue
             self._say(worker, encode(Op.TAKE, 0, pickle.dumps((worker.index, wish.number, wish.seed))))
             worker.told = worker.index, wish.number
+        return all_know
 
     @staticmethod
     def _say(worker: ProcessWorker, message: bytes) -> None:

@@ -20,7 +20,7 @@ import pytest
 from envs import CounterEnv, SpaceEnv, counters, scripted
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from walks import SEED, choose, numbers, walks, wanted
+from walks import LONGEST, SEED, begun, choose, numbers, walks, wanted, wanted_from
 
 import vecenv
 from vecenv.backends import RayVectorEnv
@@ -411,4 +411,11 @@ def test_an_evaluation_steps_nothing_in_vain() -> None:
     results = vecenv.evaluate(envs, choose, 10, seed=SEED)
     assert numbers(results) == wanted(10)
     assert envs.stats()["steps"] == sum(each.length for each in results)
+    envs.close()
+
+
+def test_an_evaluation_goes_on_from_snapshots() -> None:
+    snapshots, starts = begun(5)
+    envs = over(walks(3, longest=LONGEST))
+    assert numbers(vecenv.evaluate(envs, choose, snapshots, seed=SEED)) == wanted_from(starts)
     envs.close()

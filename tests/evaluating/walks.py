@@ -11,11 +11,14 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+from envs import opened
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
 
-__all__ = ["SEED", "Walk", "choose", "numbers", "walks", "wanted"]
+__all__ = ["LONGEST", "SEED", "Walk", "begun", "choose", "numbers", "walks", "wanted", "wanted_from"]
 
 SEED = 300
+LONGEST = 30  # of walks that begin with a snapshot
 
 
 class Walk(gymnasium.Env[Any, Any]):
@@ -109,3 +112,33 @@ def numbers(results: Any) -> list[Any]:
         (each.index, each.seed, each.episode_return, each.length, each.terminated, each.truncated, each.info, each.error)
         for each in results
     ]
+
+
+def begun(count: int, **how: Any) -> tuple[list[Any], list[tuple[int, int]]]:
+    """Snapshots in the middle of walks; and of each the seed of the walk, and how far it had come."""
+    snapshots, starts = [], []
+    with opened(walks(1, longest=LONGEST, **how), num_workers=0, autoreset_mode=AutoresetMode.DISABLED) as envs:
+        for seed in range(SEED, SEED + 3 * count):
+            envs.reset(seed=seed)
+            steps = (seed - SEED) % 5
+            if not any(np.any(envs.step([1])[2:4]) for _ in range(steps)) and len(starts) < count:
+                snapshots += envs.save(verify=False)
+                starts.append((seed, steps))
+    assert len(starts) == count
+    return snapshots, starts
+
+
+def wanted_from(starts: list[tuple[int, int]], seed: int = SEED) -> list[Any]:
+    """What the results are to be, from a plain loop over one environment, which comes there by steps."""
+    env, results = Walk(longest=LONGEST), []
+    for index, (own, steps) in enumerate(starts):
+        observation, info = env.reset(seed=own)
+        for _ in range(steps):
+            observation = env.step(1)[0]
+        rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(index,)))
+        total, length, over = 0.0, 0, (False, False)
+        while not any(over):
+            observation, reward, *over, info = env.step(choose([observation], [rng])[0])  # type: ignore[assignment]
+            total, length = total + reward, length + 1
+        results.append((index, None, total, length, *over, info, None))
+    return results

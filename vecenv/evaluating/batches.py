@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from gymnasium import Space, spaces
 
-__all__ = ["count_rows", "join_rows", "map_leaves", "stack_trees", "take_rows", "to_numpy", "tree_row"]
+__all__ = ["count_rows", "join_rows", "map_leaves", "put_rows", "stack_trees", "take_rows", "to_numpy", "tree_row"]
 
 
 def take_rows(space: Space[Any], batch: Any, places: Sequence[int]) -> Any:
@@ -20,6 +20,22 @@ def take_rows(space: Space[Any], batch: Any, places: Sequence[int]) -> Any:
     if isinstance(batch, tuple | list):
         return tuple(batch[place] for place in places)
     return batch[np.asarray(places, np.intp)]
+
+
+def put_rows(space: Space[Any], batch: Any, places: Sequence[int], rows: Any) -> Any:
+    """A batch with some of its rows replaced; ``batch`` itself stays as it is."""
+    if isinstance(space, spaces.Dict):
+        return {key: put_rows(part, batch[key], places, rows[key]) for key, part in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(put_rows(part, batch[at], places, rows[at]) for at, part in enumerate(space.spaces))
+    if isinstance(batch, tuple | list):
+        of_place = dict(zip(places, rows, strict=True))
+        return tuple(of_place.get(place, item) for place, item in enumerate(batch))
+    if hasattr(batch, "at"):  # JAX's
+        return batch.at[np.asarray(places, np.intp)].set(rows)
+    whole = batch.clone() if hasattr(batch, "clone") else batch.copy()
+    whole[np.asarray(places, np.intp)] = rows
+    return whole
 
 
 def join_rows(space: Space[Any], batches: Sequence[Any]) -> Any:

@@ -4,6 +4,9 @@ Who failed is told by what is in flight before and after an exception. What an e
 dies takes all its rows along, and nobody knows which of them was to blame: their episodes are run again when all others are
 done, one at a time in a worker, where a death has one cause. So an episode that kills its worker costs the others nothing
 but time, and results do not depend on who shared a worker with whom.
+
+A state is put in place of an episode's beginning while nothing is in flight: where a row waits for that, those that come are
+held back until all have come.
 """
 
 from __future__ import annotations
@@ -16,8 +19,8 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from vecenv.errors import EnvFailed, StepTimeout, WorkerDied
-from vecenv.evaluating.batches import take_rows
+from vecenv.errors import EnvFailed, SnapshotMismatch, StepTimeout, WorkerDied
+from vecenv.evaluating.batches import join_rows, take_rows
 from vecenv.evaluating.episodes import Attempt, EpisodeResult, Episodes
 from vecenv.evaluating.policies import Acting
 from vecenv.front.infos import info_row
@@ -61,6 +64,9 @@ class ByRow:
         self._flying: dict[int, float] = {}  # row -> since when
         self._broken: set[int] = set()  # rows that failed and were not reset since
         self._tainted: set[Attempt] = set()  # that ran beside others in a worker that died
+        self._restores = any(episode.snapshot is not None for episode in episodes.episodes)
+        self._free: list[int] = []  # rows that get an episode when nothing is in flight
+        self._held: list[tuple[list[int], Any, Any, list[int]]] = []  # what `_step` is to be called with then
 
     def run(self) -> None:
         """Run them all, the filmed ones first, one at a time: frames can be taken while nothing is in flight."""
@@ -76,6 +82,7 @@ class ByRow:
         """Run episodes in some rows."""
         self._waiting.extend(indices)
         self._begin(list(rows))
+        self._release()
         while self._running:
             try:
                 answer = self._receive()
@@ -85,6 +92,7 @@ class ByRow:
                 self._begin(self._raised(error))
             else:
                 self._go_on(*answer)
+            self._release()
 
     def _go_on(self, observations: Any, rewards: Any, terminations: Any, truncations: Any, infos: dict[Any, Any]) -> None:
         """Rows have come: note them, begin episodes where one is over, and step the others."""
@@ -116,7 +124,13 @@ class ByRow:
         if places:
             if len(places) < len(came):
                 observations = take_rows(self._envs.single_observation_space, observations, places)
-            self._step([came[place] for place in places], observations, infos, places)
+            self._held.append(([came[place] for place in places], observations, infos, places))
+
+    def _release(self) -> None:
+        """Step the rows that have come, unless others have to come first."""
+        self._begin([])
+        while self._held and not (self._free and self._flying):
+            self._step(*self._held.pop(0))
 
     def _frame(self, row: int) -> Any:
         """What a row looks like. While any worker is dead, calls are refused: then the other rows are reset first."""
@@ -131,10 +145,17 @@ class ByRow:
 
     def _begin(self, free: list[int]) -> None:
         """Begin the next episodes in rows that are free."""
+        free, self._free = self._free + free, []
         while self._waiting and free:
+            if self._restores and self._flying:
+                self._free = free
+                return
             rows, free = free[: len(self._waiting)], free[len(self._waiting) :]
             attempts = [self._episodes.begin(self._waiting.popleft(), row) for row in rows]
             self._running.update({attempt.row: attempt for attempt in attempts})
+            if self._restores:
+                free += self._restore([attempt for attempt in attempts if self._episodes.snapshot(attempt) is not None])
+                attempts = [attempt for attempt in attempts if self._episodes.snapshot(attempt) is None]
             broken = [attempt for attempt in attempts if attempt.row in self._broken]
             if len(broken) < len(attempts):
                 self._reset([attempt for attempt in attempts if attempt.row not in self._broken])
@@ -143,6 +164,30 @@ class ByRow:
                     self._reset([attempt])
                 except Exception as error:
                     free += self._charge(attempt, error)
+
+    def _restore(self, attempts: Sequence[Attempt]) -> list[int]:
+        """Put states in place, and have the policy step on from there. Rows that are free, as that failed."""
+        free: list[int] = []
+        rows: list[int] = []
+        seen: list[Any] = []
+        for attempt in attempts:
+            try:
+                if self._broken:  # states are put in place while all workers run
+                    self._envs.reset(options={"reset_mask": np.isin(np.arange(self._envs.num_envs), list(self._broken))})
+                    self._broken.clear()
+                seen.append(self._envs.load(self._episodes.snapshot(attempt), env_id=[attempt.row]))
+            except SnapshotMismatch:
+                raise
+            except Exception as error:
+                self._broken.add(attempt.row)
+                free += self._charge(attempt, error)
+                continue
+            rows.append(attempt.row)
+            if attempt.index in self._filmed:
+                attempt.frames.append(self._frame(attempt.row))
+        if rows:
+            self._held.append((rows, join_rows(self._envs.single_observation_space, seen), {}, list(range(len(rows)))))
+        return free
 
     def _reset(self, attempts: Sequence[Attempt]) -> None:
         rows = [attempt.row for attempt in attempts]

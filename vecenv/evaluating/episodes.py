@@ -16,6 +16,9 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from vecenv.errors import SnapshotMismatch
+from vecenv.state.snapshots import Snapshot
+
 __all__ = ["Attempt", "Episode", "EpisodeResult", "Episodes", "Listed", "listed"]
 
 _BASES: Final = 2**30  # seeds are drawn from below this: with the number of episodes they are within what every engine takes
@@ -28,10 +31,12 @@ class Episode:
     Args:
         seed: Of its reset; ``None``: the seed of the evaluation plus the place in the list.
         options: Of its reset; ``None``: none.
+        snapshot: It begins with this state in place of a reset; ``seed`` and ``options`` are ``None`` then.
     """
 
     seed: int | None = None
     options: Mapping[str, Any] | None = None
+    snapshot: Snapshot | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,7 @@ class EpisodeResult:
 
     Attributes:
         index: Its place in the list.
-        seed: Its reset was given this one.
+        seed: Its reset was given this one; ``None``: it began with a snapshot.
         options: And these.
         episode_return: Sum of its rewards, added up in their order as float64; nan if it failed.
         length: Steps that were answered.
@@ -53,7 +58,7 @@ class EpisodeResult:
     """
 
     index: int
-    seed: int
+    seed: int | None
     options: Mapping[str, Any] | None
     episode_return: float
     length: int
@@ -66,8 +71,8 @@ class EpisodeResult:
     frames: tuple[NDArray[np.uint8], ...] = ()
 
 
-Listed: TypeAlias = int | Sequence[Episode]
-"""How many episodes, or which."""
+Listed: TypeAlias = int | Sequence[Episode | Snapshot]
+"""How many episodes, or which; a snapshot stands for the episode that begins with it."""
 
 
 class Attempt:
@@ -120,6 +125,10 @@ class Episodes:
         assert seed is not None
         return seed
 
+    def snapshot(self, attempt: Attempt) -> Snapshot | None:
+        """What an attempt begins with, if not with a reset."""
+        return self.episodes[attempt.index].snapshot
+
     def begin(self, index: int, row: int) -> Attempt:
         """An attempt at an episode, in a row."""
         self.begun[index] = self.begun.get(index, 0) + 1
@@ -141,9 +150,11 @@ class Episodes:
         self, attempt: Attempt, episode_return: float, terminated: bool, truncated: bool, info: Any, error: Exception | None
     ) -> EpisodeResult:
         index = attempt.index
+        episode = self.episodes[index]
+        seed = self.seed(index) if episode.snapshot is None else None
         result = self.results[index] = EpisodeResult(
-            index, self.seed(index), self.episodes[index].options, episode_return, attempt.length, terminated, truncated,
-            info, error, time.perf_counter() - attempt.began, self.begun[index], tuple(attempt.frames),
+            index, seed, episode.options, episode_return, attempt.length, terminated, truncated, info, error,
+            time.perf_counter() - attempt.began, self.begun[index], tuple(attempt.frames),
         )  # fmt: skip
         return result
 
@@ -153,11 +164,12 @@ def listed(episodes: Any, seed: Any) -> tuple[list[Episode], int]:
 
     Raises:
         TypeError: Neither a number nor a list of episodes; a seed that is no integer, options that are no dict.
-        ValueError: There are none; a seed below 0.
+        ValueError: There are none; a seed below 0; a snapshot of an episode that is over.
+        SnapshotMismatch: The bytes of a snapshot are damaged.
     """
     base = secrets.randbelow(_BASES) if seed is None else _natural(seed, "seed")
-    if isinstance(episodes, str | bytes | Mapping | Episode):
-        raise TypeError(f"episodes must be how many, or a list of vecenv.Episode, got {episodes!r}")
+    if isinstance(episodes, str | bytes | Mapping | Episode | Snapshot):
+        raise TypeError(f"episodes must be how many, or a list of vecenv.Episode or snapshots, got {episodes!r}")
     if not isinstance(episodes, Sequence):
         count = _natural(episodes, "episodes")
         wanted: list[Any] = [Episode()] * count
@@ -166,15 +178,35 @@ def listed(episodes: Any, seed: Any) -> tuple[list[Episode], int]:
     if not wanted:
         raise ValueError(f"there is no episode to run: got episodes={episodes!r}")
     for index, episode in enumerate(wanted):
+        if isinstance(episode, Snapshot):
+            episode = Episode(snapshot=episode)
         if not isinstance(episode, Episode):
             raise TypeError(f"episodes[{index}] must be a vecenv.Episode, got {episode!r}")
         if episode.options is not None and not isinstance(episode.options, Mapping):
             raise TypeError(f"episodes[{index}].options must be a dict or None, got {episode.options!r}")
         if episode.options is not None and "reset_mask" in episode.options:
             raise ValueError(f"episodes[{index}].options has 'reset_mask', which is about many environments")
+        if episode.snapshot is not None:
+            _require_beginning(index, episode)
         own = base + index if episode.seed is None else _natural(episode.seed, f"episodes[{index}].seed")
-        wanted[index] = Episode(own, episode.options)
+        wanted[index] = Episode(own, episode.options, episode.snapshot)
     return wanted, base
+
+
+def _require_beginning(index: int, episode: Episode) -> None:
+    """Refuse a snapshot that no episode can begin with."""
+    snapshot, name = episode.snapshot, f"episodes[{index}].snapshot"
+    if not isinstance(snapshot, Snapshot):
+        raise TypeError(f"{name} must be one of those that envs.save() gives, got {snapshot!r}")
+    if episode.seed is not None or episode.options is not None:
+        raise ValueError(f"episodes[{index}] has a snapshot, so there is no reset that could be given its seed or options")
+    if not snapshot.used or snapshot.pending or snapshot.announces is not None:
+        when = "before the first reset" if not snapshot.used else "when its episode was over: the next step resets it"
+        raise ValueError(f"{name} was taken {when}")
+    try:
+        snapshot.require_whole()
+    except SnapshotMismatch as error:
+        raise SnapshotMismatch(f"{name}: {error}") from None
 
 
 def _natural(number: Any, name: str) -> int:

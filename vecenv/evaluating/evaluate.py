@@ -9,12 +9,14 @@ import numpy as np
 from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
+from vecenv.errors import EnvFailed, SnapshotMismatch
 from vecenv.evaluating.by_row import ByRow
 from vecenv.evaluating.episodes import EpisodeResult, Episodes, Listed, listed
 from vecenv.evaluating.policies import Acting
 from vecenv.evaluating.together import Together
 from vecenv.front.capabilities import Capabilities, capabilities_of, unable
 from vecenv.front.deadlines import seconds_of
+from vecenv.state.snapshots import Kind, Snapshot
 
 __all__ = ["evaluate"]
 
@@ -52,7 +54,8 @@ def evaluate(
             ``(k,)``, which environments these are; ``begins``, bool ``(k,)``, which of them begin an episode; ``episodes``,
             int ``(k,)``, the places in the list; ``rngs``, ``k`` of ``numpy.random.Generator``, one per episode; ``infos``,
             ``k`` dicts; ``state``, see ``initial_state``. Actions may be arrays of numpy, torch or JAX.
-        episodes: How many, or a sequence of :class:`vecenv.Episode`.
+        episodes: How many, or a sequence of :class:`vecenv.Episode`, or of snapshots (``envs.save()``), from which they go
+            on.
         seed: An episode without a seed gets this one plus its place in the list; the generators follow from it as well.
             ``None``: an unpredictable one; the results say which seeds it came to.
         retries: How often an episode that fails is begun again, with the same seed. Afterwards its result has the error.
@@ -78,8 +81,10 @@ def evaluate(
     Raises:
         TypeError, ValueError: Arguments that are wrong, before anything is run; a policy that returns something else than an
             action a row, before any environment is stepped with it.
-        NotImplementedError: The engine cannot give each episode its seed, or its options, or frames, or a timeout; before
-            anything is run.
+        NotImplementedError: The engine cannot give each episode its seed, its options, or its snapshot, or frames, or a
+            timeout; before anything is run.
+        SnapshotMismatch: A snapshot does not fit the environments; before anything is run, though one of them has been
+            loaded.
         AlreadyPendingCallError: Something is in flight.
         ImportError: ``progress`` without tqdm.
         Exception: What the policy or ``on_episode`` raises. What was in flight then is waited for by the next ``reset()``.
@@ -135,6 +140,8 @@ def _runner(
     able = capabilities_of(envs)
     if isinstance(envs, VectorWrapper) and not hasattr(type(envs), "recv"):
         able = None  # what its engine can do by row goes past it
+    if (begun := _one_of_each_kind(todo)) and (able is None or not able.snapshots):
+        unable(envs, "begin episodes with snapshots", "they cannot be loaded")
     if able is not None and able.first_ready and able.masked_seeds and hasattr(envs, "abandon"):
         if filmed and envs.render_mode != "rgb_array":
             raise ValueError(f"frames need render_mode='rgb_array', got {envs.render_mode!r}")
@@ -144,12 +151,37 @@ def _runner(
             raise AlreadyPendingCallError(f"Calling `evaluate` while envs {flying} are in flight: `recv` first.", "send")
         if limit is None and not able.in_this_process:
             limit = envs.step_timeout
+        _require_fitting(envs, begun)
         return ByRow(envs, todo, act, tell, limit, filmed)
     if filmed:
         unable(envs, "give frames of single environments", "they step together")
     if limit is not None:
         unable(envs, "end environments that hang", "they are no processes of vecenv's")
-    return Together(envs, todo, act, tell, in_waves=_in_waves(envs, able, todo))
+    in_waves = _in_waves(envs, able, todo)
+    _require_fitting(envs, begun)
+    return Together(envs, todo, act, tell, in_waves=in_waves)
+
+
+def _one_of_each_kind(todo: Episodes) -> dict[int, Snapshot]:
+    """Of the snapshots that episodes begin with, the first of each kind of environment, by the place of its episode."""
+    found: dict[Kind, tuple[int, Snapshot]] = {}
+    for index, episode in enumerate(todo.episodes):
+        if episode.snapshot is not None:
+            found.setdefault(episode.snapshot.kind, (index, episode.snapshot))
+    return dict(found.values())
+
+
+def _require_fitting(envs: Any, begun: dict[int, Snapshot]) -> None:
+    """Refuse snapshots of other environments. Loading one is the way to know; all rows are reset or loaded anyway."""
+    for index, snapshot in begun.items():
+        try:
+            try:
+                envs.load(snapshot, env_id=[0])
+            except EnvFailed:  # a worker has died before
+                envs.reset()
+                envs.load(snapshot, env_id=[0])
+        except SnapshotMismatch as error:
+            raise SnapshotMismatch(f"episodes[{index}].snapshot: {error}") from error
 
 
 def _in_waves(envs: Any, able: Capabilities | None, todo: Episodes) -> bool:

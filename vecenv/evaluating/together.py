@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from vecenv.evaluating.batches import take_rows
+from vecenv.evaluating.batches import put_rows, take_rows
 from vecenv.evaluating.episodes import Attempt, EpisodeResult, Episodes
 from vecenv.evaluating.policies import Acting
 from vecenv.front.infos import info_row
@@ -58,7 +58,7 @@ class Together:
                 self._note(*map(np.asarray, numbers))
                 free = [row for row in range(self._envs.num_envs) if row not in self._running]
                 if self._waiting and free and not self._in_waves:
-                    observations = self._begin(free[: len(self._waiting)])
+                    observations = self._begin(observations, free[: len(self._waiting)])
                 if self._over and self._running and self._mode is AutoresetMode.DISABLED:
                     observations = self._reset_idle()
 
@@ -74,15 +74,27 @@ class Together:
         alike = not isinstance(options, list)
         observations, infos = self._envs.reset(seed=seeds, options=dict(options) if alike and options else None)
         self._said = [infos] * self._envs.num_envs
-        return observations if alike else self._reset_each(rows)
+        return self._restore(observations if alike else self._reset_each(rows), rows)
 
-    def _begin(self, rows: list[int]) -> Any:
+    def _begin(self, observations: Any, rows: list[int]) -> Any:
         """The next episodes in rows that are free."""
         for row in rows:
             self._running[row] = self._episodes.begin(self._waiting.popleft(), row)
         self._over.difference_update(rows)
-        alike = not isinstance(self._options_of(rows), list)
-        return self._reset(rows) if alike else self._reset_each(rows)
+        anew = [row for row in rows if self._episodes.snapshot(self._running[row]) is None]
+        if anew:
+            alike = not isinstance(self._options_of(anew), list)
+            observations = self._reset(anew) if alike else self._reset_each(anew)
+        return self._restore(observations, rows)
+
+    def _restore(self, observations: Any, rows: list[int]) -> Any:
+        """Put states in place in those of the rows whose episodes begin with one."""
+        snapshots = {row: snapshot for row in rows if (snapshot := self._episodes.snapshot(self._running[row])) is not None}
+        if not snapshots:
+            return observations
+        seen = self._envs.load(list(snapshots.values()), env_id=list(snapshots))
+        self._said = [{} if row in snapshots else said for row, said in enumerate(self._said)]
+        return put_rows(self._envs.single_observation_space, observations, list(snapshots), seen)
 
     def _options_of(self, rows: list[int]) -> Any:
         """One dict, or ``None``, if the episodes of these rows have the same; else a list."""

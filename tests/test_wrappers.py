@@ -30,6 +30,8 @@ def without_time(infos: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("engine", [{"num_workers": 0}, {"num_workers": 2}], ids=["here", "two"])
 def test_step_counts_as_gymnasiums_wrapper_does(mode: AutoresetMode, engine: dict[str, Any]) -> None:
     # (over SyncVectorEnv, which takes the mask out of the dict, it forgets all episodes when one is reset)
+    if mode is AutoresetMode.SAME_STEP and gymnasium.__version__.startswith("1.1."):
+        pytest.skip("Gymnasium's counts a step too few there")
     with (
         opened(cartpoles(3), autoreset_mode=mode, num_workers=0) as others,
         opened(cartpoles(3), autoreset_mode=mode, **engine) as envs,

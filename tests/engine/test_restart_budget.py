@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from datetime import datetime, timedelta
 from functools import partial
@@ -15,7 +16,8 @@ from gymnasium.spaces import Box, Discrete
 
 import vecenv
 from vecenv.engine.policy import RestartBudget, RestartLog
-from vecenv.errors import ErrorRecord, RestartsExhausted
+from vecenv.errors import ErrorRecord, RestartsExhausted, WorkerDied
+from vecenv.worker.stacks import place
 
 
 class Flaky(gym.Env[Any, Any]):
@@ -120,4 +122,51 @@ def test_a_record_can_be_read() -> None:
     assert str(record) == f"{record.when:%Y-%m-%d %H:%M:%S} env 3 (worker 1, pid 77), step: ConnectionError: gone"
     whole = ErrorRecord(None, 1, 77, "step", ConnectionError("gone"), "", time.monotonic())
     assert " worker 1, pid 77, step: " in str(whole)
+    death = WorkerDied("worker 1 (pid 77, envs 2-3) died during step: it hung\nits stack", worker=1, pid=77)
+    record = ErrorRecord(None, 1, 77, "step", death, "", time.monotonic())
+    said = "WorkerDied: worker 1 (pid 77, envs 2-3) died during step: it hung"
+    assert str(record) == f"{record.when:%Y-%m-%d %H:%M:%S} {said}"  # each thing once
     assert " env 0 (in the calling process), reset: " in str(ErrorRecord(0, -1, 5, "reset", ValueError(), "", 0.0))
+
+
+class Stuck(Flaky):
+    """Hangs where the other one raises."""
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self._left -= 1
+        if self._left <= 0:
+            threading.Event().wait(250)
+        return np.zeros(2, np.float32), 0.0, False, False, {}
+
+
+@pytest.mark.linux
+def test_the_first_line_about_a_hang_says_where(caplog: pytest.LogCaptureFixture) -> None:
+    """The log and ``print(record)`` show no more than that line; the stack stands below."""
+    kind = {"on_failure": "restart", "restart_limit": 0, "step_timeout": 0.3}
+    envs = vecenv.AsyncVectorEnv([partial(Stuck, 1)] * 2, num_workers=1, **kind)
+    try:
+        envs.reset(seed=1)
+        with pytest.raises(RestartsExhausted) as caught:
+            envs.step([0, 0])
+        (record,) = envs.errors
+    finally:
+        envs.close()
+    line = Stuck.step.__code__.co_firstlineno + 3
+    where = f"it hung for more than 0.3 seconds and was killed at test_restart_budget.py:{line} in step; its stack:"
+    assert str(record).endswith(where)
+    assert where in str(caught.value)
+    assert "threading.py" in record.traceback.partition("its stack:")[2]
+
+
+@pytest.mark.parametrize(
+    ("frames", "said"),
+    [
+        ([(threading.__file__, 327, "wait"), ("/a/my env.py", 22, "step"), ("/a/b.py", 9, "step")], "my env.py:22 in step"),
+        ([("/usr/site-packages/gymnasium/core.py", 7, "step")], "core.py:7 in step"),
+        ([(threading.__file__, 327, "wait")], "threading.py:327 in wait"),
+        ([], ""),
+    ],
+)
+def test_the_place_of_a_stack(frames: list[tuple[str, int, str]], said: str) -> None:
+    lines = [f'  File "{file}", line {line} in {function}' for file, line, function in frames]
+    assert place("\n".join(["Current thread 0x00007f37 (most recent call first):", *lines])) == said

@@ -16,6 +16,7 @@ from vecenv.engine.recovery import Recovery
 from vecenv.errors import StepTimeout
 from vecenv.front.deadlines import deadline_of
 from vecenv.shm import Batch
+from vecenv.worker.stacks import place
 
 __all__ = ["Answering"]
 
@@ -118,11 +119,12 @@ class Answering:
         """Kill workers that hang."""
         for worker in late:
             stack = worker.stack()
+            at = f" at {found}" if (found := place(stack)) else ""
             worker.signal(9)
             worker.mark_dead(
                 ("nobody waited for it any longer" if limit is None else f"it hung for more than {limit} seconds")
-                + " and was killed"
-                + (f"; it was at:\n{stack}" if stack else "")
+                + f" and was killed{at}"
+                + (f"; its stack:\n{stack}" if stack else "")
             )
 
     def timeout_error(self, late: Sequence[Worker], command: str, limit: float | None) -> StepTimeout:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Final
 
-__all__ = ["innermost", "reaches_down"]
+__all__ = ["innermost", "place", "reaches_down"]
 
 _OWN: Final = os.path.dirname(__file__) + os.sep  # the frames below an environment's
+_FRAME: Final = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_STANDARD: Final = os.path.dirname(os.__file__) + os.sep
 
 
 def reaches_down(stack: str) -> bool:
@@ -33,3 +36,13 @@ def innermost(stack: str, lines: int = 12) -> str:
                 break
         kept += above
     return "\n".join(kept[:lines])
+
+
+def place(stack: str) -> str:
+    """The innermost frame of a stack that is not in Python's standard library, in a few words; empty if there is none."""
+    frames = _FRAME.findall(stack)
+    others = [frame for frame in frames if not frame[0].startswith(_STANDARD) or f"-packages{os.sep}" in frame[0]]
+    if not frames:
+        return ""
+    file, line, function = (others or frames)[0]
+    return f"{os.path.basename(file)}:{line} in {function}"

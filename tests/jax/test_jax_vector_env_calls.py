@@ -167,7 +167,12 @@ OUT_OF_ORDER: list[tuple[str | None, Callable[[Any], Any], type[Exception], str]
     ),
     (ASYNC, lambda e: e.recv(), AlreadyPendingCallError, "Calling `recv` while waiting for a pending call to `step`"),
     (ASYNC, lambda e: e.reset_wait(), NoAsyncCallError, "Calling `reset_wait` without any prior call to `reset_async`."),
-    (ASYNC, lambda e: e.state, AlreadyPendingCallError, "Calling `state` while waiting for a pending call to `step`"),
+    (
+        ASYNC,
+        lambda e: e.state,
+        AlreadyPendingCallError,
+        "Calling `state` while waiting for a pending call to `step` to complete: call `step_wait()` first.",
+    ),
     (ASYNC, lambda e: e.render(), AlreadyPendingCallError, "Calling `render` while waiting for a pending call to `step`"),
     (SENT, lambda e: e.step_wait(), NoAsyncCallError, "Calling `step_wait` without any prior call to `step_async`."),
     (SENT, lambda e: e.reset_wait(), NoAsyncCallError, "Calling `reset_wait` without any prior call to `reset_async`."),

@@ -131,6 +131,12 @@ def test_rows_in_flight_are_refused() -> None:
         envs.recv(count=1)
         envs.load(kept)
         envs.step_async(np.zeros(ROWS, np.int64))
+        said = r"Calling `{}` while waiting for a pending call to `step` to complete: call `step_wait\(\)` first\."
+        for call in ("save", "state_dict"):
+            with pytest.raises(AlreadyPendingCallError, match=said.format(call)):
+                getattr(envs, call)()
+        with pytest.raises(AlreadyPendingCallError, match=r"Calling `call_async` while waiting .* `step` to complete\.$"):
+            envs.call("reset")  # Gymnasium's own text
         with pytest.raises(AlreadyPendingCallError, match="pending call to `step`"):
             envs.save()
         envs.step_wait()

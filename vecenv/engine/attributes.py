@@ -50,7 +50,7 @@ class Attributes:
 
     def _require_nothing_owed(self, method: str, name: str) -> None:
         if (phase := self._owed.phase) is not Phase.DEFAULT:
-            advance(phase, method, self)
+            advance(phase, method, self, name)
         self._engine.first_ready.require_nothing(name)
 
     @one_call

@@ -14,7 +14,7 @@ from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 
 from vecenv.front.arguments import ResetOptions, least_of
 from vecenv.front.capabilities import Capabilities, unable
-from vecenv.front.phases import Phase
+from vecenv.front.phases import Phase, still_owed
 
 __all__ = [
     "NOTHING", "After", "Call", "Driver", "Once", "Stepped", "recv_enough", "require_idle", "require_no_step",
@@ -123,9 +123,7 @@ def require_idle(owed: Call, method: str) -> None:
             f"Calling `{method}` for envs 0..{owed.rows - 1}, which are still in flight: `recv` them first.", "send"
         )
     if owed.rows:
-        raise AlreadyPendingCallError(
-            f"Calling `{method}` while waiting for a pending call to `{owed.kind.value}` to complete.", owed.kind.value
-        )
+        raise AlreadyPendingCallError(still_owed(method, owed.kind), owed.kind.value)
 
 
 def require_no_step(owed: Call) -> None:

@@ -11,7 +11,7 @@ from typing import Final
 
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 
-__all__ = ["NEXT", "Phase", "advance"]
+__all__ = ["NEXT", "Phase", "advance", "still_owed"]
 
 
 class Phase(Enum):
@@ -36,13 +36,14 @@ NEXT: Final[dict[str, tuple[Phase, Phase]]] = {
 }
 
 
-def advance(phase: Phase, method: str, owner: object) -> Phase:
+def advance(phase: Phase, method: str, owner: object, name: str = "") -> Phase:
     """The phase after ``method``, or Gymnasium's error for a call that is out of order.
 
     Args:
         phase: The phase now.
         method: One of the names in :data:`NEXT`.
         owner: Whose phase it is; the name of its class stands in the message after ``close()``.
+        name: What was called, where that has another name (``save``).
 
     Raises:
         ClosedEnvironmentError: After ``close()``.
@@ -57,7 +58,10 @@ def advance(phase: Phase, method: str, owner: object) -> Phase:
     verb, _, kind = method.partition("_")
     if kind == "wait":
         raise NoAsyncCallError(f"Calling `{method}` without any prior call to `{verb}_async`.", verb)
-    stop = "" if method == "reset_async" else "."  # Gymnasium's own texts differ by this full stop
-    raise AlreadyPendingCallError(
-        f"Calling `{method}` while waiting for a pending call to `{phase.value}` to complete{stop}", phase.value
-    )
+    raise AlreadyPendingCallError(still_owed(name or method, phase), phase.value)
+
+
+def still_owed(name: str, phase: Phase) -> str:
+    """Why a method has to wait; where Gymnasium has it too, in Gymnasium's own words, which differ by a full stop."""
+    end = "" if name == "reset_async" else "." if name in NEXT else f": call `{phase.value}_wait()` first."
+    return f"Calling `{name}` while waiting for a pending call to `{phase.value}` to complete{end}"

@@ -37,9 +37,17 @@ def fonts() -> None:
     axes.figure.canvas.draw()
 
 
+@pytest.mark.parametrize("by", ["COLUMNS", "WIDTH"])
 @pytest.mark.parametrize("width", [80, 120, 140])
-def test_each_row_is_one_line(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(tables, "WIDTH", width)
+def test_each_row_is_one_line(
+    width: int, by: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a pipe at the width that COLUMNS says, as ``doctor`` and ``plan``, or at one of its own."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if by == "COLUMNS":
+        monkeypatch.setenv("COLUMNS", str(width))
+    else:
+        monkeypatch.setattr(tables, "WIDTH", width)
     tables.print_report(report(*ROWS))
     shown = capsys.readouterr().out.splitlines()
     assert max(map(len, shown)) <= width
@@ -51,6 +59,7 @@ def test_each_row_is_one_line(width: int, monkeypatch: pytest.MonkeyPatch, capsy
             assert ("1,234,567" in line) == (row.name == "auto")
             assert "0.526" in line or "1.000" in line
     assert "Gymnasium AsyncVectorEnv died: its process was killed by SIGKILL" in shown
+    assert "Where they do, the machine was busy: measure again." in " ".join("\n".join(shown).split())
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from vecenv.tools.benchmark.hosts import Progress
 if TYPE_CHECKING:
     from rich.console import Console
 
-WIDTH = 140  # of a table that does not go to a terminal
+WIDTH = 140  # of a table that does not go to a terminal, where COLUMNS does not say it
 _WIDE = 110  # from here on there is room for whole numbers ...
 _WIDEST = 134  # ... and for quartiles
 
@@ -59,18 +60,24 @@ def _cells(report: Report, row: Row, width: int) -> list[str]:
     ]
 
 
+def _width() -> int | None:
+    """The width to print at; ``None``: rich finds out, by COLUMNS or of the terminal."""
+    return None if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit() else WIDTH
+
+
 def print_report(report: Report) -> None:
     """The table of one comparison, and below it why rows are empty. In a narrow terminal it has fewer columns."""
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    console = Console(width=_width(), highlight=False)
     wide, about = console.width >= _WIDE, report.machine
     narrow: dict[str, Any] = {} if wide else {"box": None, "padding": (0, 2, 0, 0), "pad_edge": False}
     table = Table(
         title=f"{report.env}, {report.num_envs} environments: {report.repeats} interleaved rounds of {report.seconds:g} s",
         caption=f"{about['cpu']}, {about['usable_cores']} usable cores; Python {about['python']}, "
-        f"Gymnasium {about['gymnasium']}. Ratios are medians of the rounds' own ratios.",
+        f"Gymnasium {about['gymnasium']}. Ratios are medians of the rounds' own ratios, "
+        "so they can differ from a quotient of the first column. Where they do, the machine was busy: measure again.",
         **narrow,
     )
     quartiles = ("quartiles",) if console.width >= _WIDEST else ()
@@ -105,7 +112,7 @@ def print_scale(reports: Sequence[Report]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    console = Console(width=_width(), highlight=False)
     rate = show_rate if console.width >= _WIDE else short_rate
     table = Table(title=f"{reports[0].env}: steps per second over the number of environments (median)")
     table.add_column("engine")

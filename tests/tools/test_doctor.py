@@ -7,9 +7,12 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import re
 import resource
 import sys
 import threading
+import tomllib
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -55,7 +58,7 @@ def test_examine_covers_what_decides_reliability() -> None:
     assert len(names) == len(set(names))
     needed = ("python", "workers", "start methods", "threads here", "memfd", "pidfd", "/dev/shm", "memory")
     assert {*needed, "open files", "processes", "cores", "gymnasium", "numpy"} <= set(names)
-    assert {"envpool", "jax", "brax", "ray", "torch"} <= set(names)
+    assert {"envpool", "jax", "brax", "ray", "torch", "tianshou", "torchrl", "extra bench"} <= set(names)
     assert all(one.verdict in ("ok", "warn", "bad", "none") for one in findings)
     assert all(one.value for one in findings)
     assert all(one.advice for one in findings if one.verdict != "ok"), "whatever is not right comes with what to do"
@@ -241,6 +244,18 @@ def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (finding("ray").verdict, finding("ray").value) == ("none", "not installed")
     assert "pip install" in finding("ray").advice
     assert finding("numpy").verdict == "bad"
+    monkeypatch.setattr(doctor, "_version", lambda name: None)
+    assert "torch, in its CPU build" in finding("torchrl").advice
+    assert finding("envpool").advice.endswith("pip install 'vecenv[envpool]' (in a checkout: pip install -e '.[envpool]')")
+    bench = finding("extra bench")
+    assert (bench.verdict, bench.value) == ("none", "without rich, matplotlib, pillow, psutil")
+    assert "vecenv bench, watch and top" in bench.advice
+
+
+def test_what_bench_needs_is_in_its_extra() -> None:
+    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(doctor._BENCH) <= {re.split(r"[>=\[]", wanted)[0] for wanted in extras["bench"]}
+    assert set(re.findall(r"vecenv\[(\w+)", str(doctor._BACKENDS))) <= set(extras)
 
 
 def test_one_broken_look_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from vecenv.engine.starting import DESCRIPTORS, SPARE_DESCRIPTORS
 from vecenv.shm.arena import available_memory, memory_limits
 from vecenv.system.abilities import why_no_processes
 from vecenv.system.cores import usable_cores
+from vecenv.tools.usage import install
 
 if sys.platform != "win32":
     import resource
@@ -39,17 +40,22 @@ GIB: Final = 2**30
 LEAST_MEMORY: Final = 8 * MIB
 """Memory that a forked Python process takes for itself at the very least."""
 FLEETS: Final = (64, 256, 1024)
+_TORCH_FIRST: Final = "install torch, in its CPU build where there is no GPU (docs/clients.md)"
 _BACKENDS: Final = {
-    # distribution -> what to install to get it, and what for
-    "envpool": ("vecenv[envpool]", "EnvPool's C++ threads"),
-    "jax": ("jax", "engines inside jit, environments on an accelerator"),
-    "brax": ("brax", "Brax environments"),
-    "playground": ("playground", "MuJoCo Playground environments"),
-    "ray": ("ray", "several machines"),
-    "torch": ("torch", "gradients for PyTorch"),
-    "stable-baselines3": ("stable-baselines3", "the SB3 adapter"),
-    "pettingzoo": ("pettingzoo", "multi-agent environments"),
+    # distribution -> what brings it, and what for
+    "envpool": (install("envpool"), "EnvPool's C++ threads"),
+    "jax": ("pip install jax", "engines inside jit, environments on an accelerator"),
+    "brax": ("pip install brax", "Brax environments"),
+    "playground": ("pip install playground", "MuJoCo Playground environments"),
+    "ray": ("pip install ray", "several machines"),
+    "torch": (_TORCH_FIRST, "gradients for PyTorch"),
+    "stable-baselines3": (f"{_TORCH_FIRST}, then pip install stable-baselines3", "the SB3 adapter"),
+    "tianshou": (f"{_TORCH_FIRST}, then pip install tianshou", "the Tianshou adapter"),
+    "torchrl": (f"{_TORCH_FIRST}, then pip install torchrl", "the TorchRL adapter"),
+    "pettingzoo": ("pip install pettingzoo", "multi-agent environments"),
 }
+_BENCH: Final = ("rich", "matplotlib", "pillow", "psutil")
+"""Of the extra ``bench``: what the commands need. The rest of it are environments."""
 _THREADED: Final = ("jax", "torch", "tensorflow")  # start threads that do not survive a fork
 _NEEDED: Final = ("gymnasium", "numpy", "cloudpickle")
 
@@ -311,12 +317,19 @@ def _packages() -> Iterator[Finding]:
             yield Finding(name, "not installed", "bad", f"pip install {name}")
         else:
             yield Finding(name, version)
-    for name, (install, purpose) in _BACKENDS.items():
+    for name, (command, purpose) in _BACKENDS.items():
         version = _version(name)
         if version is None:
-            yield Finding(name, "not installed", "none", f"for {purpose}: pip install '{install}'")
+            yield Finding(name, "not installed", "none", f"for {purpose}: {command}")
         else:
             yield Finding(name, f"{version} ({purpose})")
+    versions = {name: _version(name) for name in _BENCH}
+    missing = [name for name, version in versions.items() if version is None]
+    purpose = "vecenv bench, watch and top"
+    if missing:
+        yield Finding("extra bench", f"without {', '.join(missing)}", "none", f"for {purpose}: {install('bench')}")
+    else:
+        yield Finding("extra bench", f"{', '.join(f'{name} {version}' for name, version in versions.items())} ({purpose})")
 
 
 def _version(distribution: str) -> str | None:

@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium.vector import VectorEnv
 
+from vecenv.tools.usage import install
+
 __all__ = ["VIDEO_SUFFIXES", "Frame", "Policy", "frames", "render_grid", "require_writer", "shrink", "tile", "write_video"]
 
 Frame = npt.NDArray[np.uint8]
@@ -20,8 +22,8 @@ Frame = npt.NDArray[np.uint8]
 Policy = Callable[[Any], Any]
 """Batch of observations -> batch of actions."""
 
-VIDEO_SUFFIXES: Final = {".gif": ("PIL", "'vecenv[bench]'"), ".mp4": ("moviepy", "'moviepy>=2'")}
-"""What videos can be written, the module that writes each, and what to install for it."""
+VIDEO_SUFFIXES: Final = {".gif": ("PIL", install("bench")), ".mp4": ("moviepy", "pip install 'moviepy>=2'")}
+"""What videos can be written, the module that writes each, and what installs it."""
 
 
 def render_grid(envs: VectorEnv[Any, Any, Any], *, columns: int | None = None, gap: int = 2) -> Frame:
@@ -121,9 +123,9 @@ def require_writer(path: Path) -> None:
     needs = VIDEO_SUFFIXES.get(path.suffix.lower())
     if needs is None:
         raise ValueError(f"a video is written as {' or '.join(VIDEO_SUFFIXES)}, got {path.name!r}")
-    module, package = needs
+    module, command = needs
     if importlib.util.find_spec(module) is None:
-        raise ImportError(f"writing {path.suffix} needs {module}, not installed here: pip install {package}")
+        raise ImportError(f"writing {path.suffix} needs {module}, not installed here: {command}")
 
 
 def write_video(images: Iterable[Frame], path: str | Path, *, fps: float = 30.0) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -86,3 +87,34 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(tmp_path: Path) -> 
         assert started(folder).wait() == 0
         assert_identical(outcome(folder), wanted, f"run {number}")
     assert killed
+
+
+STATE_PAGE = Path(__file__).parents[2] / "docs" / "state.md"
+INTERRUPTED = """
+import os, signal, vecenv
+made, step = [], vecenv.AsyncVectorEnv.step
+def interrupted(self, actions):
+    made.append(actions)
+    if len(made) == 1000:
+        os.kill(os.getpid(), signal.SIGINT)
+    return step(self, actions)
+vecenv.AsyncVectorEnv.step = interrupted
+"""
+
+
+def test_the_program_that_saves_on_ctrl_c_goes_on_as_if_there_had_been_none(tmp_path: Path) -> None:
+    """The one in ``docs/state.md``."""
+    blocks = re.findall(r"```python\n(.*?)```", STATE_PAGE.read_text(), re.DOTALL)
+    (program,) = (block for block in blocks if "SIGINT" in block)
+
+    def said(source: str, folder: str) -> str:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        script = tmp_path / folder / "program.py"
+        script.write_text(source)
+        command = [sys.executable, str(script)]
+        return subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=250, check=True).stdout
+
+    whole = said(program, "whole")
+    assert said(INTERRUPTED + program, "broken") == "saved; run it again to go on\n"
+    assert said(program, "broken") == whole != ""
+    assert not (tmp_path / "broken" / "run.pickle").exists()

@@ -212,3 +212,6 @@ def test_a_program_without_a_main_guard_gets_one_sentence(method: str, tmp_path:
     assert done.returncode != 0
     assert '__name__ == "__main__"' in done.stderr.replace("'", '"'), done.stderr
     assert len(done.stderr.splitlines()) < 40, done.stderr
+    above, _, below = done.stderr.partition("Traceback (most recent call last):")
+    assert above.startswith("vecenv: this script builds environments while a worker imports it again")
+    assert "the main script is imported again in every worker" in below.splitlines()[-1]

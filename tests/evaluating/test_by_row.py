@@ -14,17 +14,10 @@ import pytest
 from envs import opened
 from gymnasium.vector import AutoresetMode
 from in_time import InTime, least_time
-from walks import SEED, choose, numbers, walks, wanted
+from walks import ENGINES, SEED, choose, numbers, walks, wanted
 
 import vecenv
 from vecenv.errors import WorkerDied
-
-ENGINES: dict[str, dict[str, Any]] = {
-    "in-process": {"num_workers": 0},
-    "two-workers": {"num_workers": 2},
-    "process-per-env": {"num_workers": None},
-    "callers-share": {"num_workers": 1, "use_caller": True},
-}
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)

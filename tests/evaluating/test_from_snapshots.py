@@ -12,18 +12,11 @@ import numpy as np
 import pytest
 from envs import counters, opened
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from walks import LONGEST, SEED, Walk, begun, choose, numbers, walks, wanted_from
+from walks import ENGINES, LONGEST, SEED, Walk, begun, choose, numbers, walks, wanted_from
 
 import vecenv
 from vecenv.errors import SnapshotMismatch, WorkerDied
 from vecenv.testing import DoubleVectorEnv
-
-ENGINES: dict[str, dict[str, Any]] = {
-    "in-process": {"num_workers": 0},
-    "two-workers": {"num_workers": 2},
-    "process-per-env": {"num_workers": None},
-    "callers-share": {"num_workers": 1, "use_caller": True},
-}
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)

@@ -15,10 +15,16 @@ from envs import opened
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
-__all__ = ["LONGEST", "SEED", "Walk", "begun", "choose", "numbers", "walks", "wanted", "wanted_from"]
+__all__ = ["ENGINES", "LONGEST", "SEED", "Walk", "begun", "choose", "numbers", "walks", "wanted", "wanted_from"]
 
 SEED = 300
 LONGEST = 30  # of walks that begin with a snapshot
+ENGINES: dict[str, dict[str, Any]] = {
+    "in-process": {"num_workers": 0},
+    "two-workers": {"num_workers": 2},
+    "process-per-env": {"num_workers": None},
+    "callers-share": {"num_workers": 1, "use_caller": True},
+}
 
 
 class Walk(gymnasium.Env[Any, Any]):
@@ -94,16 +100,18 @@ def choose(observations: Any, rngs: list[np.random.Generator]) -> Any:
 
 def wanted(count: int, seed: int = SEED, **how: Any) -> list[Any]:
     """What the results are to be, from a plain loop over one environment."""
-    env, results = Walk(**how), []
-    for index in range(count):
-        rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(index,)))
-        observation, info = env.reset(seed=seed + index)
-        total, length, over = 0.0, 0, (False, False)
-        while not any(over):
-            observation, reward, *over, info = env.step(choose([observation], [rng])[0])  # type: ignore[assignment]
-            total, length = total + reward, length + 1
-        results.append((index, seed + index, total, length, *over, info, None))
-    return results
+    env = Walk(**how)
+    return [_walked(env, env.reset(seed=seed + index)[0], index, seed, seed + index) for index in range(count)]
+
+
+def _walked(env: Walk, observation: Any, index: int, seed: int, own: int | None) -> Any:
+    """The result of one walk, from where it is."""
+    rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(index,)))
+    total, length, over = 0.0, 0, (False, False)
+    while not any(over):
+        observation, reward, *over, info = env.step(choose([observation], [rng])[0])  # type: ignore[assignment]
+        total, length = total + reward, length + 1
+    return index, own, total, length, *over, info, None
 
 
 def numbers(results: Any) -> list[Any]:
@@ -132,13 +140,8 @@ def wanted_from(starts: list[tuple[int, int]], seed: int = SEED) -> list[Any]:
     """What the results are to be, from a plain loop over one environment, which comes there by steps."""
     env, results = Walk(longest=LONGEST), []
     for index, (own, steps) in enumerate(starts):
-        observation, info = env.reset(seed=own)
+        observation = env.reset(seed=own)[0]
         for _ in range(steps):
             observation = env.step(1)[0]
-        rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(index,)))
-        total, length, over = 0.0, 0, (False, False)
-        while not any(over):
-            observation, reward, *over, info = env.step(choose([observation], [rng])[0])  # type: ignore[assignment]
-            total, length = total + reward, length + 1
-        results.append((index, None, total, length, *over, info, None))
+        results.append(_walked(env, observation, index, seed, None))
     return results

@@ -68,7 +68,7 @@ class Keeping(Attributes):
         """Let environments go on from saved states, exactly as those that were saved would have gone on.
 
         They may come from other rows, engines, processes and machines; what they must agree in is the environment, what it
-        was made with, its wrappers and their versions. Environments that failed are built anew.
+        was made with, its wrappers and their versions. Environments that raised are built anew.
 
         Args:
             snapshots: As many as there are environments in ``env_id``, in its order; or one, for all of them. Loading runs
@@ -80,6 +80,7 @@ class Keeping(Attributes):
 
         Raises:
             SnapshotMismatch: The number is wrong, or one does not fit: says which and what differs. Nothing was touched.
+            EnvFailed: A worker is dead; a reset of its rows comes first.
             AlreadyPendingCallError: An answer is owed, or environments are in flight.
         """
         rows = self._rows_of(env_id)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from vecenv.front.arguments import ResetOptions, env_ids_of, reset_mask_of
+from vecenv.front.arguments import ResetOptions, env_ids_of, reset_mask_of, rows_of
 from vecenv.state.snapshots import Snapshot
 
 __all__ = ["RecordEpisodeStatistics"]
@@ -74,7 +74,7 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         mask, _ = reset_mask_of(options, self.num_envs)
         return np.arange(self.num_envs) if mask is None else np.flatnonzero(mask)
 
-    def _begin(self, rows: npt.NDArray[np.intp]) -> None:
+    def _begin(self, rows: npt.NDArray[np.intp] | list[int]) -> None:
         self.episode_start_times[rows] = time.perf_counter()
         self.episode_returns[rows] = 0
         self.episode_lengths[rows] = 0
@@ -86,14 +86,14 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
     def save(self, env_id: Any = None, *, verify: bool = True) -> tuple[Snapshot, ...]:
         """As the vector environment's; each snapshot also has what was counted of its row's episode."""
         snapshots: tuple[Snapshot, ...] = self.env.save(env_id, verify=verify)  # type: ignore[attr-defined]
-        for snapshot, counted in zip(snapshots, self._saved(self._rows_of(env_id)), strict=True):
+        for snapshot, counted in zip(snapshots, self._saved(rows_of(env_id, self.num_envs)), strict=True):
             snapshot.beside = {**(snapshot.beside or {}), self._key: counted}
         return snapshots
 
     def load(self, snapshots: Any, env_id: Any = None) -> Any:
         """As the vector environment's. A snapshot that was taken without this wrapper is the beginning of an episode."""
         observations = self.env.load(snapshots, env_id)  # type: ignore[attr-defined]
-        rows = self._rows_of(env_id)
+        rows = rows_of(env_id, self.num_envs)
         each = [snapshots] * len(rows) if isinstance(snapshots, Snapshot) else snapshots
         self._restore(rows, [(one.beside or {}).get(self._key) for one in each])
         return observations
@@ -101,13 +101,13 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
     def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
         """As the vector environment's, with all that was counted."""
         state: dict[str, Any] = self.env.state_dict(verify=verify)  # type: ignore[attr-defined]
-        counted = self._saved(self._rows_of(None)), self.episode_count, [list(queue) for queue in self._queues()]
+        counted = self._saved(rows_of(None, self.num_envs)), self.episode_count, [list(queue) for queue in self._queues()]
         return {**state, f"statistics {self._key}": counted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
         """As the vector environment's; episodes of a state that has no statistics begin with it."""
         observations = self.env.load_state_dict(state)  # type: ignore[attr-defined]
-        rows = self._rows_of(None)
+        rows = rows_of(None, self.num_envs)
         counted, self.episode_count, queues = state.get(f"statistics {self._key}", ([None] * len(rows), 0, [[], [], []]))
         self._restore(rows, counted)
         for queue, numbers in zip(self._queues(), queues, strict=True):
@@ -118,17 +118,14 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
     def _queues(self) -> tuple[deque[Any], deque[Any], deque[Any]]:
         return self.return_queue, self.length_queue, self.time_queue
 
-    def _rows_of(self, env_id: Any) -> npt.NDArray[np.intp]:
-        return np.arange(self.num_envs) if env_id is None else env_ids_of(env_id, self.num_envs)
-
-    def _saved(self, rows: npt.NDArray[np.intp]) -> list[Any]:
+    def _saved(self, rows: list[int]) -> list[Any]:
         """Of each row: return, length, seconds so far, whether its episode is over, whether a reset of it is owed."""
         seconds = time.perf_counter() - self.episode_start_times[rows]
         columns = self.episode_returns, self.episode_lengths, self.prev_dones, self._asked
         episode_returns, lengths, over, asked = (np.asarray(column)[rows].tolist() for column in columns)
         return list(zip(episode_returns, lengths, seconds.tolist(), over, asked, strict=True))
 
-    def _restore(self, rows: npt.NDArray[np.intp], counted: list[Any]) -> None:
+    def _restore(self, rows: list[int], counted: list[Any]) -> None:
         self._begin(rows)
         for row, one in zip(rows, counted, strict=True):
             if one is not None:

@@ -11,6 +11,7 @@ import signal
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -24,7 +25,7 @@ from hypothesis import strategies as st
 from sampling import each_once
 
 import vecenv
-from vecenv.errors import WorkerDied
+from vecenv.errors import StepTimeout, WorkerDied
 from vecenv.link.channel import CallerEnd
 
 
@@ -184,6 +185,7 @@ def test_any_engine_and_any_order_of_sending(context: str, data: st.DataObject, 
         envs = vecenv.AsyncVectorEnv(fns, autoreset_mode=mode, context=context, **engine)
     except ValueError:  # options that exclude each other, or more workers than environments
         assume(False)
+    envs._engine.rows_at_once = data.draw(st.sampled_from([None, 1, 2]), "rows_at_once")
     try:
         envs.reset_async(seed=5)
         wanted = {i: loop.reset(5 + i) for i, loop in enumerate(loops)}
@@ -382,9 +384,56 @@ def test_mistakes_are_refused_and_nothing_is_lost() -> None:
         envs.close()
 
 
+class Held(Ticker):
+    """Steps that wait a while, and for action 1 until a file is there."""
+
+    def __init__(self, env: int, file: str) -> None:
+        super().__init__(env, 10**6, pause=0.004)
+        self.file = file
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        while action == 1 and not os.path.exists(self.file):
+            time.sleep(0.005)
+        return super().step(action)
+
+
+def test_a_worker_has_two_messages_where_steps_wait(tmp_path: Path) -> None:
+    """What it did first is here while it is held up in what it was sent with it."""
+    file = tmp_path / "go on"
+    envs = vecenv.AsyncVectorEnv([lambda i=i: Held(i, str(file)) for i in range(4)], num_workers=1, batch_size="auto")
+    try:
+        assert (envs.batch_size, envs.plan.batch_size, envs.plan.rows_at_once) == (2, 2, 2)
+        assert "batch_size=2: halves" in str(envs.plan)
+        envs.reset_async(seed=3)
+        envs.recv(count=4, timeout=20)
+        envs.send(np.array([0, 0, 0, 1]), [0, 1, 2, 3])
+        assert envs.recv(timeout=20)[-1]["env_id"].tolist() == [0, 1]
+        assert envs.stats()["in_flight"] == 2
+        with pytest.raises(StepTimeout, match=r"envs \[2, 3\]"):
+            envs.recv(timeout=0.05)
+        envs.send(np.zeros(2, np.int64))  # those of the latest recv: behind what the worker is in the middle of
+        file.touch()
+        assert envs.recv(timeout=20)[-1]["env_id"].tolist() == [2, 3]
+        observations, *_, infos = envs.recv(timeout=20)
+        assert infos["env_id"].tolist() == [0, 1]
+        assert observations[:, 2].tolist() == [2, 2]
+    finally:
+        file.touch()
+        envs.close()
+
+
+def test_auto_is_a_lock_step_where_nobody_could_be_first() -> None:
+    envs = vecenv.AsyncVectorEnv(makers([5] * 4), num_workers=0, batch_size="auto")
+    try:
+        assert envs.batch_size == 4
+        assert "batch_size=4: a lock-step: no environment can be ahead of another" in str(envs.plan)
+    finally:
+        envs.close()
+
+
 @pytest.mark.parametrize("value", [0, -1, 4, 1.5, "2", True])
 def test_batch_size_has_to_lie_within_the_number_of_envs(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"`batch_size` must be None or an int within 1\.\.3"):
+    with pytest.raises(ValueError, match=r"`batch_size` must be None, 'auto' or an int within 1\.\.3"):
         vecenv.AsyncVectorEnv(makers([3] * 3), batch_size=value)
 
 

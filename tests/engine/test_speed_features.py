@@ -20,7 +20,8 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import vecenv
-from vecenv.planning.plan import Plan, caller_share, choose
+from vecenv.planning.options import workers_and_share
+from vecenv.planning.plan import Plan, caller_share, choose, in_batches
 from vecenv.planning.scout import Probe
 from vecenv.shm import Tree
 from vecenv.system import cores
@@ -561,3 +562,35 @@ def test_short_messages_are_counted_and_some_of_them_timed() -> None:
     finally:
         envs.close()
     assert more == pytest.approx(3000, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("step", "cpu", "num_envs", "workers", "cores", "batch", "at_once", "why"),
+    [
+        (5e-6, 5e-6, 64, 2, 2, 64, None, "a lock-step: half of them are stepped in 80 us"),
+        (2e-4, 2e-4, 8, 2, 2, 4, None, "halves: half of them are stepped in 400 us"),
+        (2e-4, 2e-4, 8, 2, 16, 4, 2, "2 of a worker's 4 in one message"),  # a core for the caller
+        (5e-3, 1e-4, 64, 16, 2, 32, 2, "2 of a worker's 4 in one message"),  # steps that wait
+        (5e-3, 1e-4, 64, 64, 2, 32, None, "halves"),  # one each: nothing to part
+        (5e-3, 5e-3, 1, 1, 2, 1, None, "no environment can be ahead of another"),
+        (5e-3, 5e-3, 8, 0, 2, 8, None, "no environment can be ahead of another"),
+    ],
+)
+def test_what_batch_size_auto_is(
+    step: float, cpu: float, num_envs: int, workers: int, cores: int, batch: int, at_once: int | None, why: str
+) -> None:
+    whole = Plan(num_envs, workers, False, 0, "as asked for", Probe(100, step, cpu, step), cores, {})
+    found = in_batches(whole)
+    assert (found.batch_size, found.rows_at_once) == (batch, at_once)
+    assert why in found.batch_reason
+    assert (found.num_workers, found.reason) == (workers, "as asked for")
+
+
+def test_batch_size_auto_takes_no_share_for_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    probed = Probe(100, 3e-4, 3e-4, 3e-4)
+    assert choose(probed, 8, 2, isolate=False).use_caller
+    monkeypatch.setattr("vecenv.planning.options.usable_cores", lambda: 2)
+    workers, share, found = workers_and_share(8, "auto", False, False, lambda: probed, "auto")
+    assert (workers, share) == (2, 0)
+    assert found is not None
+    assert (found.batch_size, found.use_caller) == (4, False)

@@ -157,6 +157,7 @@ class Stream:
 FIRST_READY = {
     "two of four": Setting({"num_workers": 2, "batch_size": 2}),
     "one of eight": Setting({"num_workers": 4, "batch_size": 1}, count=8),
+    "two messages": Setting({"num_workers": 2, "batch_size": 2}, at_once=1),
     "all of four": Setting({"num_workers": 4, "batch_size": 4}),
     "list actions": Setting({"num_workers": 4, "batch_size": 2}, listed=True),
     "max_concurrency": Setting({"num_workers": 4, "batch_size": 2, "max_concurrency": 2}),

@@ -51,6 +51,7 @@ class Setting:
         length: Steps of an episode; 0: no end.
         listed: Actions are given as a list.
         local: Environments that live in the calling process.
+        at_once: Rows of a worker in one message of ``send`` at most, as ``batch_size="auto"`` may choose; 0: all.
     """
 
     options: dict[str, Any]
@@ -59,6 +60,7 @@ class Setting:
     length: int = 0
     listed: bool = False
     local: tuple[int, ...] = ()
+    at_once: int = 0
 
     @property
     def spares(self) -> bool:
@@ -75,7 +77,9 @@ class Setting:
         return [functools.partial(self.kind, 0 if self.spares else index, self.length) for index in range(self.count)]
 
     def open(self) -> vecenv.AsyncVectorEnv:
-        return vecenv.AsyncVectorEnv(self.env_fns(), context="fork", **self.options)
+        envs = vecenv.AsyncVectorEnv(self.env_fns(), context="fork", **self.options)
+        envs._engine.rows_at_once = self.at_once or None
+        return envs
 
     def reference(self) -> SyncVectorEnv:
         mode = self.options.get("autoreset_mode", "NextStep")

@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode
 from vecenv.engine.engine import Engine
 from vecenv.engine.guard import one_call
 from vecenv.engine.owed import Owed, Result, Worker
-from vecenv.front.arguments import ResetOptions, env_ids_of, reset_mask_of, seeds_of
+from vecenv.front.arguments import ResetOptions, env_ids_of, reset_mask_of, rows_of, seeds_of
 from vecenv.front.phases import Phase, advance
 from vecenv.link.protocol import Op
 
@@ -154,7 +154,7 @@ class Attributes:
                 Nothing was sent.
             AlreadyPendingCallError: Something is in flight.
         """
-        rows = list(range(self.num_envs)) if env_id is None else env_ids_of(env_id, self.num_envs).tolist()
+        rows = rows_of(env_id, self.num_envs)
         if self.autoreset_mode is AutoresetMode.DISABLED:
             raise ValueError("autoreset_mode=DISABLED begins no episodes: give reset() the options, and a reset_mask")
         seeds = seeds_of(seed, self.num_envs, rows)

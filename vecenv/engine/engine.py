@@ -65,6 +65,8 @@ class Engine(Answering):
     """
 
     _pool_class: type[WorkerPool] = WorkerPool
+    rows_at_once: int | None = None
+    """At most so many rows of one worker in one message of a ``send``; ``None``: all it is about."""
 
     def __init__(
         self,
@@ -159,7 +161,26 @@ class Engine(Answering):
     def ask_rows(self, rows: Sequence[int], actions: list[Any] | None) -> None:
         """Step some rows, to be received one by one. ``actions`` in their order; ``None``: they are in shared memory."""
         payload_of = _nothing if actions is None else _actions_payload(dict(zip(rows, actions, strict=True)))
-        self._ask("step", Op.STEP_SOME, Op.STEP_SOME, sorted(rows), payload_of, by_row=True)
+        if self.rows_at_once is None:
+            self._ask("step", Op.STEP_SOME, Op.STEP_SOME, sorted(rows), payload_of, by_row=True)
+            return
+        some = Op.STEP_SOME
+        messages = self._in_messages(sorted(rows), self.rows_at_once)
+        first, *others = [self._flight("step", some, some, mine, payload_of, by_row=True) for mine in messages]
+        self.pool.ask(first, others)
+
+    def _in_messages(self, rows: list[int], most: int) -> list[list[int]]:
+        """Rows in order, parted so that each part has ``most`` of one worker: it goes on while the caller reads."""
+        parts: list[list[int]] = []
+        began = 0
+        for worker in self.pool.workers:
+            ended = bisect_left(rows, worker.rows.stop, began)
+            for number, first in enumerate(range(began, ended, most)):
+                if number == len(parts):
+                    parts.append([])
+                parts[number] += rows[first : min(first + most, ended)]
+            began = ended
+        return parts
 
     def ask_some(self, command: str, op: Op, rows: Sequence[int], payload_of: Callable[[list[int]], Any]) -> None:
         """Ask about some rows, in words of one's own."""
@@ -176,7 +197,23 @@ class Engine(Answering):
         by_row: bool = False,
         **about: Any,
     ) -> Flight:
-        """Ask the workers of some rows, each about its own; those that have failed are left out of a step.
+        """Ask the workers of some rows, each about its own; arguments as of :meth:`_flight`."""
+        flight = self._flight(command, whole, some, rows, payload_of, by_row=by_row, **about)
+        self.pool.ask(flight, alone=command == "reset" and not by_row)
+        return flight
+
+    def _flight(
+        self,
+        command: str,
+        whole: Op,
+        some: Op,
+        rows: Sequence[int],
+        payload_of: Callable[[list[int]], Any],
+        *,
+        by_row: bool = False,
+        **about: Any,
+    ) -> Flight:
+        """What the workers of some rows are to be asked, each about its own; those that have failed are left out of a step.
 
         Args:
             command: What it is called.
@@ -212,7 +249,6 @@ class Engine(Answering):
             flight.unreset = len(left)
         for name, value in about.items():
             setattr(flight, name, value)
-        self.pool.ask(flight, alone=command == "reset" and not by_row)
         return flight
 
     def ask_reset(self, seeds: Sequence[Any], options: ResetOptions, mask: Array | None) -> None:
@@ -260,15 +296,16 @@ class Engine(Answering):
             alone: It takes the place of the call whose sequel it is, at once.
             workers: Whom to ask; ``None``: those that have rows.
         """
-        dead = [row for worker in self.pool.workers if worker.death is not None for row in worker.rows]
-        if dead:
+        asked = [
+            (worker, payload)
+            for worker in workers or self.pool.workers
+            if (payload := payload_of(worker)) is not None
+        ]
+        if dead := [row for worker, _ in asked if worker.death is not None for row in worker.rows]:
             self.ledger.refuse({row: self.failed.get(row, "its worker died") for row in dead})
         flight = Flight(self.pool.next_seq(), command, ())
-        payloads = [(worker, payload_of(worker)) for worker in workers or self.pool.workers]
         flight.parts = {
-            worker.index: self.pool.stage(Part(worker, worker.rows, op, payload), flight.seq)
-            for worker, payload in payloads
-            if payload is not None
+            worker.index: self.pool.stage(Part(worker, worker.rows, op, payload), flight.seq) for worker, payload in asked
         }
         flight.workers = tuple(part.worker for part in flight.parts.values())
         flight.sequel = sequel

@@ -18,7 +18,7 @@ from vecenv.engine.attributes import Attributes
 from vecenv.engine.guard import one_call
 from vecenv.engine.owed import Result, Worker
 from vecenv.errors import SnapshotMismatch
-from vecenv.front.arguments import env_ids_of
+from vecenv.front.arguments import rows_of
 from vecenv.link.protocol import Op
 from vecenv.state.registry import Codec, how_of
 from vecenv.state.snapshots import FORMAT, Kind, Snapshot
@@ -58,7 +58,7 @@ class Keeping(Attributes):
             AlreadyPendingCallError: An answer is owed, or environments are in flight.
             EnvFailed: One of them failed and was not reset since.
         """
-        rows = self._rows_of(env_id)
+        rows = rows_of(env_id, self.num_envs)
         self._require_nothing_owed("call_async", "save")
         self._ask_save(rows, verify, tuple)
         return self.call_wait()
@@ -80,10 +80,10 @@ class Keeping(Attributes):
 
         Raises:
             SnapshotMismatch: The number is wrong, or one does not fit: says which and what differs. Nothing was touched.
-            EnvFailed: A worker is dead; a reset of its rows comes first.
+            EnvFailed: The worker of one of them is dead; a reset of its rows comes first.
             AlreadyPendingCallError: An answer is owed, or environments are in flight.
         """
-        rows = self._rows_of(env_id)
+        rows = rows_of(env_id, self.num_envs)
         self._require_nothing_owed("call_async", "load")
         self._ask_load(rows, _each_of(snapshots, rows), _nothing)
         return self.call_wait()
@@ -112,9 +112,6 @@ class Keeping(Attributes):
         return self.call_wait()
 
     # -- saving -----------------------------------------------------------------------------------------------------
-
-    def _rows_of(self, env_id: Any) -> list[int]:
-        return list(range(self.num_envs)) if env_id is None else env_ids_of(env_id, self.num_envs).tolist()
 
     def _ask_save(self, rows: list[int], verify: bool, dress: Callable[[list[Snapshot]], Any]) -> None:
         self._engine.ask_call(Op.SAVE, _own_rows(rows), "save", sequel=partial(self._saved, rows, verify, dress))

@@ -331,10 +331,12 @@ class Owed:
         call = self.call
         return Phase.DEFAULT if call is None else call.phase
 
-    def enter(self, flight: Flight, *, alone: bool = False) -> None:
-        """From here on the call was made; ``alone``: and all there was before is dropped."""
+    def enter(self, flight: Flight, others: Sequence[Flight] = (), *, alone: bool = False) -> None:
+        """From here on the call was made; ``others`` are the rest of it; ``alone``: all there was before is dropped."""
         if alone:
             self.flights, self.landed, self.ready, self.rounds = {flight.seq: flight}, {}, [], {}
+        elif others:
+            self.flights |= {one.seq: one for one in (flight, *others)}
         else:
             self.flights[flight.seq] = flight
 

@@ -189,14 +189,15 @@ class WorkerPool:
         """A part made ready to be told. Raises whatever pickling its payload raises; nothing was sent."""
         return staged(part, seq)
 
-    def ask(self, flight: Flight, *, alone: bool = False) -> None:
+    def ask(self, flight: Flight, others: Sequence[Flight] = (), *, alone: bool = False) -> None:
         """Make a call: what it is about has been written. When the flight is in the table the call was made.
 
         Args:
             flight: What to ask.
+            others: The rest of the same call, in further messages.
             alone: Nothing else is owed from then on.
         """
-        self.telling.ask(flight, alone=alone)
+        self.telling.ask(flight, others, alone=alone)
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 

@@ -61,11 +61,11 @@ class Telling:
                 pass
         self.pump(HEAD_START)
 
-    def ask(self, flight: Flight, *, alone: bool = False) -> None:
-        """Make a call; ``alone``: nothing else is owed from then on."""
+    def ask(self, flight: Flight, others: Sequence[Flight] = (), *, alone: bool = False) -> None:
+        """Make a call, of which ``others`` are the rest; ``alone``: nothing else is owed from then on."""
         behind, self.behind = self.behind, True
-        self._owed.enter(flight, alone=alone)
-        if not behind and self._max_busy is None and self._tell_all(flight):
+        self._owed.enter(flight, others, alone=alone)
+        if not behind and self._max_busy is None and self._tell_all(flight) and all(map(self._tell_all, others)):
             self.behind = False
         else:
             self.pump(HEAD_START)

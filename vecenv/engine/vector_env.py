@@ -28,6 +28,7 @@ from vecenv.engine.starting import PoolOptions
 from vecenv.front.gymnasiums import GymnasiumAsync, WrongType
 from vecenv.link.observations import PickledStore, RegisteredStore, SharedStore, Store, has_dynamic_part
 from vecenv.planning.options import (
+    BatchSize,
     NumWorkers,
     OnFailure,
     RestartFrom,
@@ -77,7 +78,9 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             environments. ``"auto"``: what is fastest here, see ``isolate``. 0: no process, for debugging.
         use_caller: The calling process steps a share of the environments itself. The fastest there is, for environments one
             would trust in ``SyncVectorEnv``: a crash of one ends the program.
-        batch_size: How many environments :meth:`recv` returns at a time, 1 to ``num_envs``.
+        batch_size: How many environments :meth:`recv` returns at a time, 1 to ``num_envs``. ``"auto"``: an environment is
+            tried, and it is half of them, or all where halves would not pay; where a core is free, or steps wait, each
+            worker has two messages in flight then. ``print(envs.plan)`` says why.
         on_failure: ``"raise"``, or ``"restart"`` what died, raised or hung.
         restart_from: With ``on_failure="restart"``: ``"reset"``, or ``"snapshot"``: the last one that :meth:`save` took of
             the environment, or that :meth:`load` put into it; a reset where there is none, or none since your reset.
@@ -161,7 +164,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         *,
         num_workers: NumWorkers = None,
         use_caller: bool = False,
-        batch_size: int | None = None,
+        batch_size: BatchSize = None,
         on_failure: OnFailure = "raise",
         restart_from: RestartFrom = "reset",
         restart_limit: int | None = None,
@@ -196,10 +199,10 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         mp = multiprocessing.get_context(context)
         here = False if dummy_env is None and (worker_env or lazy) else dummy_env
         self._trial = Trial(
-            env_fns, mp, start_timeout, here, step=num_workers == "auto" or use_caller, daemon=daemon,
+            env_fns, mp, start_timeout, here, step="auto" in (num_workers, batch_size) or use_caller, daemon=daemon,
             variables=variables_of(worker_env, 0), remember=lazy,
         )  # fmt: skip
-        to_look = num_workers, use_caller, isolate
+        to_look = num_workers, use_caller, isolate, batch_size
         to_open = mp, policy, batch_size, threads_per_worker, strict, ragged_infos, worker_env, env_threads
         if lazy:
             wait_for_use(self, to_look, to_open)
@@ -208,7 +211,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             self._open(*to_open)
 
     def _take_spares(
-        self, spare_workers: int, num_workers: NumWorkers, use_caller: bool, batch_size: int | None, env_threads: int,
+        self, spare_workers: int, num_workers: NumWorkers, use_caller: bool, batch_size: BatchSize, env_threads: int,
         restart_from: RestartFrom,
     ) -> None:  # fmt: skip
         self._spares = spares_of(
@@ -219,18 +222,20 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         if self._spares:
             refuse_different(self.env_fns)
 
-    def _look(self, num_workers: int | str | None, use_caller: bool, isolate: bool | None) -> None:
+    def _look(
+        self, num_workers: int | str | None, use_caller: bool, isolate: bool | None, batch_size: BatchSize
+    ) -> None:
         """Find out what the environments are, and how many workers there will be."""
         self._read_spaces(self.env_fns)
         self.num_workers, self._share, self.plan = workers_and_share(
-            self.num_envs, num_workers, use_caller, isolate, self._trial.measure
+            self.num_envs, num_workers, use_caller, isolate, self._trial.measure, batch_size
         )
 
     def _open(
         self,
         context: Any,
         policy: Policy,
-        batch_size: int | None,
+        batch_size: BatchSize,
         threads_per_worker: int | None,
         strict: bool,
         ragged: bool,
@@ -243,8 +248,15 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         if worker_env:
             options.variables = [variables_of(worker_env, index) for index in range(self.num_workers + self._spares)]
             _warn_of_late(options)
+        at_once = None
+        if batch_size == "auto":
+            assert self.plan is not None
+            batch_size = self.plan.batch_size
+            at_once = self.plan.rows_at_once if env_threads == 1 and self.max_concurrency is None else None
         try:
-            self._adopt(self._start_engine(options, policy, threads, strict, ragged, env_threads), batch_size)
+            engine = self._start_engine(options, policy, threads, strict, ragged, env_threads)
+            engine.rows_at_once = at_once
+            self._adopt(engine, batch_size)
         except RuntimeError:  # environments whose spaces do not go together, with those that are remembered perhaps
             self._trial.forget()
             raise

@@ -24,7 +24,7 @@ _FEW = 64
 
 __all__ = [
     "OnlyMask", "ResetOptions", "check_env_fns", "check_switches", "count_of", "env_ids_of", "least_of", "options_of_rows",
-    "refuse_options", "reset_mask_of", "seeds_of",
+    "refuse_options", "reset_mask_of", "rows_of", "seeds_of",
 ]  # fmt: skip
 
 ResetOptions: TypeAlias = dict[str, Any] | Sequence[dict[str, Any] | None] | None
@@ -223,6 +223,11 @@ def env_ids_of(env_id: Any, num_envs: int) -> npt.NDArray[np.intp]:
     if twice:
         raise ValueError(f"env_id must not name an environment twice, got {ids.tolist()}")
     return ids.astype(np.intp)
+
+
+def rows_of(env_id: Any, num_envs: int) -> list[int]:
+    """The rows of environments by their indices; ``None``: all. Errors as of :func:`env_ids_of`."""
+    return list(range(num_envs)) if env_id is None else env_ids_of(env_id, num_envs).tolist()
 
 
 def _table(ids: npt.NDArray[np.int64], num_envs: int) -> npt.NDArray[np.bool_]:

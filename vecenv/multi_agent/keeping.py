@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from vecenv.front.arguments import env_ids_of
+from vecenv.front.arguments import rows_of
 from vecenv.state.snapshots import Snapshot
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class KeepsAgents:
 
     def save(self, env_id: Any = None, *, verify: bool = True) -> tuple[Snapshot, ...]:
         """The state of every environment, or of some; see :meth:`vecenv.AsyncVectorEnv.save`."""
-        return self._with_agents(self._rows.save(env_id, verify=verify), self._ids(env_id))
+        return self._with_agents(self._rows.save(env_id, verify=verify), rows_of(env_id, self.num_envs))
 
     def load(self, snapshots: Any, env_id: Any = None) -> Any:
         """Let environments go on from saved states; see :meth:`vecenv.AsyncVectorEnv.load`.
@@ -40,23 +40,20 @@ class KeepsAgents:
             Their observations, in the layout of :meth:`step`; :attr:`agent_mask` says who has to act.
         """
         batch = self._rows.load(snapshots, env_id)
-        rows = self._ids(env_id)
+        rows = rows_of(env_id, self.num_envs)
         self._take(rows, [snapshots] * len(rows) if isinstance(snapshots, Snapshot) else snapshots)
         return None if batch is None else batch["obs"]
 
     def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
         """All of it; see :meth:`vecenv.AsyncVectorEnv.state_dict`."""
         state = self._rows.state_dict(verify=verify)
-        return {**state, "snapshots": self._with_agents(state["snapshots"], self._ids(None))}
+        return {**state, "snapshots": self._with_agents(state["snapshots"], rows_of(None, self.num_envs))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
         """Go on from what :meth:`state_dict` gave; returns and raises as :meth:`load`."""
         batch = self._rows.load_state_dict(state)
-        self._take(self._ids(None), state["snapshots"])
+        self._take(rows_of(None, self.num_envs), state["snapshots"])
         return None if batch is None else batch["obs"]
-
-    def _ids(self, env_id: Any) -> list[int]:
-        return list(range(self.num_envs)) if env_id is None else env_ids_of(env_id, self.num_envs).tolist()
 
     def _with_agents(self, snapshots: Sequence[Snapshot], rows: Sequence[int]) -> tuple[Snapshot, ...]:
         def of(row: int) -> Any:

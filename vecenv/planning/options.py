@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias, TypedDict
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from vecenv.planning.plan import Plan, caller_share, choose
+from vecenv.planning.plan import Plan, caller_share, choose, in_batches
 from vecenv.planning.scout import Probe
 from vecenv.system.abilities import require_processes
 from vecenv.system.cores import usable_cores
 from vecenv.system.variables import WorkerEnv, check_variables
 
 __all__ = [
-    "EngineOptions", "NumWorkers", "OnFailure", "RestartFrom", "StartMethod", "check_options", "require_a_way", "spares_of",
-    "workers_and_share",
+    "BatchSize", "EngineOptions", "NumWorkers", "OnFailure", "RestartFrom", "StartMethod", "check_options", "require_a_way",
+    "spares_of", "workers_and_share",
 ]  # fmt: skip
 
 NumWorkers: TypeAlias = int | Literal["auto"] | None
+BatchSize: TypeAlias = int | Literal["auto"] | None
 OnFailure: TypeAlias = Literal["raise", "restart"]
 RestartFrom: TypeAlias = Literal["reset", "snapshot"]
 StartMethod: TypeAlias = Literal["fork", "spawn", "forkserver"]
@@ -35,7 +37,7 @@ class EngineOptions(TypedDict, total=False):
     max_concurrency: int | None
     num_workers: NumWorkers
     use_caller: bool
-    batch_size: int | None
+    batch_size: BatchSize
     on_failure: OnFailure
     restart_from: RestartFrom
     restart_limit: int | None
@@ -57,12 +59,22 @@ def workers_and_share(
     use_caller: bool,
     isolate: bool | None,
     measure: Callable[[], Probe],
+    batch_size: int | str | None = None,
 ) -> tuple[int, int, Plan | None]:
     """How many worker processes, how many environments the caller steps itself, and the plan if one was made.
 
     ``measure`` steps one environment for a moment; it is called only where the answer depends on it.
     """
     cores = usable_cores()
+    if batch_size == "auto":
+        processes, share, chosen = workers_and_share(num_envs, num_workers, use_caller, isolate, measure)
+        if chosen is None:
+            chosen = Plan(num_envs, processes, share > 0 and processes > 0, share, "as asked for", measure(), cores, {})
+        elif chosen.use_caller:  # who steps a share of its own is not there for whoever is first
+            halves = in_batches(choose(chosen.probe, num_envs, cores, isolate=True))
+            if halves.batch_size != num_envs:
+                return halves.num_workers, 0, replace(halves, reason="first-ready batches want a caller that is free")
+        return processes, share, in_batches(chosen)
     if num_workers == "auto" and not use_caller:
         chosen = choose(measure(), num_envs, cores, isolate=isolate)
         share = num_envs if chosen.num_workers == 0 else chosen.caller_share
@@ -176,8 +188,8 @@ def check_options(
     checks = [
         ("num_workers", num_workers, num_workers is None or num_workers == "auto" or _whole(num_workers, 0),
          "None (one process an environment), 'auto', or an int from 0 on"),
-        ("batch_size", batch_size, batch_size is None or (_whole(batch_size, 1) and batch_size <= num_envs),
-         f"None or an int within 1..{num_envs}"),
+        ("batch_size", batch_size, batch_size is None or batch_size == "auto" or
+         (_whole(batch_size, 1) and batch_size <= num_envs), f"None, 'auto' or an int within 1..{num_envs}"),
         ("on_failure", on_failure, on_failure in ("raise", "restart"), "'raise' or 'restart'"),
         ("restart_from", restart_from, restart_from == "reset" or [restart_from, on_failure] == ["snapshot", "restart"],
          "'reset', or 'snapshot' where on_failure is 'restart'"),

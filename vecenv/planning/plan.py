@@ -13,7 +13,7 @@ import functools
 import math
 import multiprocessing
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import gymnasium
@@ -22,7 +22,7 @@ from vecenv.planning.scout import Probe, probe
 from vecenv.system.abilities import require_processes, why_no_processes
 from vecenv.system.cores import usable_cores
 
-__all__ = ["Plan", "caller_share", "choose", "plan"]
+__all__ = ["Plan", "caller_share", "choose", "in_batches", "plan"]
 
 # Seconds. What a batch costs apart from the environments' own steps.
 PER_ENV: Final = 0.5e-6  # action in, observation, reward and flags out
@@ -31,6 +31,8 @@ WITH_CALLER: Final = 15e-6  # the caller's share, and workers that spin on cores
 HANDING_OUT: Final = 1.5e-6  # of which the caller is busy while its workers step already
 BY_WORKERS: Final = 28e-6  # as many workers as cores
 WAKE: Final = 12e-6  # each worker more than cores: a sleep and a wake-up
+
+RECEIVING: Final = 50e-6  # a first-ready batch, taken in and sent again by a caller whose caches are cold
 
 _WAITS: Final = 0.3  # from this share of waiting on, more processes than cores are considered
 _SAFETY: Final = 1.1  # what may be paid for worker processes, which a crash of an environment does not leave
@@ -49,6 +51,9 @@ class Plan:
         probe: What was measured.
         cores: Usable cores.
         estimates: Expected seconds a batch of every choice that was weighed.
+        batch_size: With ``batch_size="auto"``: how many environments ``recv`` returns; ``num_envs``: a lock-step.
+        rows_at_once: With ``batch_size="auto"``: ``send`` asks a worker for at most that many in one message.
+        batch_reason: Why, in a sentence.
     """
 
     num_envs: int
@@ -59,6 +64,9 @@ class Plan:
     probe: Probe
     cores: int
     estimates: dict[str, float]
+    batch_size: int | None = None
+    rows_at_once: int | None = None
+    batch_reason: str = ""
 
     def __str__(self) -> str:
         probed = self.probe
@@ -75,6 +83,8 @@ class Plan:
             lines.append(f"  {name:<28} {self.num_envs / seconds:>12,.0f} steps per second expected")
         share = f" (the caller steps {self.caller_share} environments itself)" if self.use_caller else ""
         lines.append(f"num_workers={self.num_workers}, use_caller={self.use_caller}{share}: {self.reason}")
+        if self.batch_size is not None:
+            lines.append(f"batch_size={self.batch_size}: {self.batch_reason}")
         return "\n".join(lines)
 
 
@@ -151,6 +161,31 @@ def choose(probed: Probe, num_envs: int, cores: int, *, isolate: bool | None = N
     estimates = {key: value[0] for key, value in choices.items()}
     use_caller = share > 0 and processes > 0
     return Plan(num_envs, processes, use_caller, share if use_caller else 0, reason, probed, cores, estimates)
+
+
+def in_batches(whole: Plan) -> Plan:
+    """A plan with what ``batch_size="auto"`` is: halves, or a lock-step where they would not pay.
+
+    While the caller looks at one half, the workers step the other, and a late environment holds up its own half only. That
+    costs the caller a batch more, which has to be little beside what a worker steps meanwhile. A worker that has been sent
+    two messages goes on while the caller takes its answer in; these are two answers to take in, so the caller needs a free
+    core.
+    """
+    probed, count, workers = whole.probe, whole.num_envs, whole.num_workers
+    half = max(count // 2, 1)
+    if probed.failure or count == 1 or not workers or whole.use_caller:
+        why = "no step could be timed" if probed.failure else "no environment can be ahead of another"
+        return replace(whole, batch_size=count, batch_reason=f"a lock-step: {why}")
+    own = -(-count // workers)
+    meanwhile, taking = -(-half // workers) * probed.step, RECEIVING * probed.pace
+    times = f"half of them are stepped in {meanwhile * 1e6:,.0f} us, and a batch costs the caller {taking * 1e6:,.0f} us"
+    if meanwhile < 2 * taking:
+        return replace(whole, batch_size=count, batch_reason=f"a lock-step: {times}")
+    if own > 1 and (probed.waits > _WAITS or whole.cores > workers):
+        split = -(-own // 2)
+        reason = f"halves: {times}; {split} of a worker's {own} in one message, so that it goes on while others are taken in"
+        return replace(whole, batch_size=half, rows_at_once=split, batch_reason=reason)
+    return replace(whole, batch_size=half, batch_reason=f"halves: {times}")
 
 
 def plan(

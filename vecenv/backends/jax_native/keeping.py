@@ -13,7 +13,7 @@ import numpy as np
 
 from vecenv.backends.jax_native.driver import Driver, Latest
 from vecenv.errors import SnapshotMismatch
-from vecenv.front.arguments import env_ids_of
+from vecenv.front.arguments import rows_of
 from vecenv.front.guard import guarded
 from vecenv.jax.native.seeding import seed_keys
 from vecenv.jax.native.state import EnvState
@@ -44,7 +44,7 @@ class KeepsStates:
             gymnasium.error.AlreadyPendingCallError: An answer is owed.
         """
         self._require_idle("save")
-        return self._saved(self._rows_of(env_id))
+        return self._saved(rows_of(env_id, self.num_envs))
 
     @guarded
     def load(self, snapshots: Any, env_id: Any = None) -> Any:
@@ -54,13 +54,13 @@ class KeepsStates:
             Their observations, as arrays of ``to``.
         """
         self._require_idle("load")
-        return self._loaded(snapshots, self._rows_of(env_id))
+        return self._loaded(snapshots, rows_of(env_id, self.num_envs))
 
     @guarded
     def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
         """All of it in one dict that can be pickled."""
         self._require_idle("state_dict")
-        return {"format": FORMAT, "num_envs": self.num_envs, "snapshots": self._saved(self._rows_of(None))}
+        return {"format": FORMAT, "num_envs": self.num_envs, "snapshots": self._saved(rows_of(None, self.num_envs))}
 
     @guarded
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
@@ -68,10 +68,7 @@ class KeepsStates:
         self._require_idle("load_state_dict")
         if not isinstance(state, Mapping) or state.get("num_envs") != self.num_envs or "snapshots" not in state:
             raise SnapshotMismatch(f"this is no state_dict() of {self.num_envs} environments")
-        return self._loaded(state["snapshots"], self._rows_of(None))
-
-    def _rows_of(self, env_id: Any) -> list[int]:
-        return list(range(self.num_envs)) if env_id is None else env_ids_of(env_id, self.num_envs).tolist()
+        return self._loaded(state["snapshots"], rows_of(None, self.num_envs))
 
     def _saved(self, rows: Sequence[int]) -> tuple[Snapshot, ...]:
         state, seeds = self._driver.current(), self._driver.latest.seeds

@@ -274,9 +274,9 @@ class HostPool:
             part.payload = tuple(leaf[list(part.rows)] for leaf in self._batch.actions or ())
         return part
 
-    def ask(self, flight: Flight, *, alone: bool = False) -> None:
+    def ask(self, flight: Flight, others: Sequence[Flight] = (), *, alone: bool = False) -> None:
         """Make a call."""
-        self._table.enter(flight, alone=alone)
+        self._table.enter(flight, others, alone=alone)
         self._tell()
 
     def resume(self) -> None:

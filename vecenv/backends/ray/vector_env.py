@@ -121,6 +121,8 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
         self._split = (num_hosts, envs_per_host)
         self._host_pool: HostPool | None = None
         step_timeout = engine_options.get("step_timeout")
+        if isinstance(batch_size, str):
+            raise ValueError(f"`batch_size` must be None or an int within 1..{len(env_fns)}, got {batch_size!r}.")
         check_options(
             len(env_fns), workers_per_host, batch_size, on_failure, restart_limit, restart_period, step_timeout,
             self._start_timeout, engine_options.get("threads_per_worker"),

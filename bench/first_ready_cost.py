@@ -1,0 +1,121 @@
+"""Where the time of a first-ready batch goes: ``python bench/first_ready_cost.py Ant-v5 --num-envs 8``.
+
+For each way to step the same environments: microseconds of all used cores per environment step, and what they are made of,
+processor time of the caller and of the workers, and the rest, in which a worker's core had nothing to do. All are built
+first and take turns in one process; a row shows the medians of its rounds, and the rate beside that of ``step``, round by
+round.
+
+    python bench/first_ready_cost.py ALE/Pong-v5 --num-envs 8 --rounds 9
+    python bench/first_ready_cost.py --sleep 0.001 --num-envs 64 --workers 16   # a core for everybody, simulated
+
+With ``--sleep`` the environments only sleep, about so many seconds a step: workers and caller are in nobody's way then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import numpy as np
+import psutil
+from gymnasium import spaces
+
+import vecenv
+from vecenv.tools.benchmark import make_env
+
+
+class Sleeping(gymnasium.Env[Any, Any]):
+    """Steps that sleep ``seconds``, a fifth more or less."""
+
+    observation_space = spaces.Box(0, 1, (27,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return np.zeros(27, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        time.sleep(self._seconds * self.np_random.uniform(0.8, 1.2))
+        return np.zeros(27, np.float32), 0.0, False, False, {}
+
+
+class Way:
+    """One way to step them."""
+
+    def __init__(self, name: str, env_fn: Callable[[], Any], options: argparse.Namespace, **how: Any) -> None:
+        self.name = name
+        self.envs: Any = vecenv.AsyncVectorEnv([env_fn] * options.num_envs, num_workers=options.workers, **how)
+        self.first_ready = "batch_size" in how
+        if how.get("batch_size") == "auto":
+            self.name += f": {self.envs.batch_size}, {self.envs.plan.rows_at_once or 'all'} at once"
+        self.envs.action_space.seed(0)
+        self.actions = self.envs.action_space.sample()[: self.envs.batch_size]
+        self.workers = [psutil.Process(worker.pid) for worker in self.envs._pool.processes]
+        self.taken: list[tuple[float, float, float]] = []
+        if self.first_ready:
+            self.envs.reset_async(seed=0)
+        else:
+            self.envs.reset(seed=0)
+
+    def turn(self, seconds: float, *, keep: bool = True) -> None:
+        """Step for so long."""
+        envs, actions = self.envs, self.actions
+        steps, before = 0, self._processor_times()
+        began = time.perf_counter()
+        while time.perf_counter() - began < seconds:
+            if self.first_ready:
+                envs.send(actions, envs.recv()[-1]["env_id"])
+            else:
+                envs.step(actions)
+            steps += len(actions)
+        wall, after = time.perf_counter() - began, self._processor_times()
+        if keep:
+            caller, workers = (1e6 * (now - then) / steps for now, then in zip(after, before, strict=True))
+            self.taken.append((1e6 * wall * len(self.workers) / steps, caller, workers))
+
+    def _processor_times(self) -> tuple[float, float]:
+        return time.process_time(), sum(sum(worker.cpu_times()[:2]) for worker in self.workers)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("env", nargs="?", default="Ant-v5", help="id of the environment")
+    parser.add_argument("--sleep", type=float, help="environments that only sleep, so many seconds a step")
+    parser.add_argument("--num-envs", type=int, default=8)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of a turn")
+    options = parser.parse_args()
+    env_fn: Callable[[], Any] = functools.partial(make_env, options.env)
+    if options.sleep:
+        env_fn = functools.partial(Sleeping, options.sleep)
+    count = options.num_envs
+    sizes = {f"batches of {size}": size for size in (max(count // 2, 1), max(count // 4, 1))}
+    ways = [Way("step", env_fn, options)]
+    ways += [Way(name, env_fn, options, batch_size=size) for name, size in sizes.items()]
+    ways.append(Way('"auto"', env_fn, options, batch_size="auto"))
+    for way in ways:
+        way.turn(options.seconds / 2, keep=False)
+    for turn in range(options.rounds):
+        for way in ways if turn % 2 else reversed(ways):
+            way.turn(options.seconds)
+    print(f"{'us per environment step':<28} {'all cores':>10} {'caller':>8} {'workers':>8} {'rest':>8}   x the rate of step")
+    for way in ways:
+        whole, caller, workers = (statistics.median(column) for column in zip(*way.taken, strict=True))
+        rest = statistics.median(turn[0] - turn[1] - turn[2] for turn in way.taken)
+        ratios = sorted(own[0] / turn[0] for own, turn in zip(ways[0].taken, way.taken, strict=True))
+        spread = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} - {ratios[-1]:.2f})"
+        print(f"{way.name:<28} {whole:>10.1f} {caller:>8.1f} {workers:>8.1f} {rest:>8.1f}   {spread}")
+        way.envs.close()
+
+
+if __name__ == "__main__":
+    main()

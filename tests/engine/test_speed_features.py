@@ -570,6 +570,7 @@ def test_short_messages_are_counted_and_some_of_them_timed() -> None:
         (5e-6, 5e-6, 64, 2, 2, 64, None, "a lock-step: half of them are stepped in 80 us"),
         (2e-4, 2e-4, 8, 2, 2, 4, None, "halves: half of them are stepped in 400 us"),
         (2e-4, 2e-4, 8, 2, 16, 4, 2, "2 of a worker's 4 in one message"),  # a core for the caller
+        (1e-4, 1e-4, 256, 64, 65, 256, None, "a lock-step: half of them are stepped in 200 us"),  # the caller would be late
         (5e-3, 1e-4, 64, 16, 2, 32, 2, "2 of a worker's 4 in one message"),  # steps that wait
         (5e-3, 1e-4, 64, 64, 2, 32, None, "halves"),  # one each: nothing to part
         (5e-3, 5e-3, 1, 1, 2, 1, None, "no environment can be ahead of another"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import pickle
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,7 +20,7 @@ from gymnasium.error import AlreadyPendingCallError
 from gymnasium.wrappers import FrameStackObservation, NormalizeObservation, RecordEpisodeStatistics, TimeLimit
 
 import vecenv
-from vecenv.errors import EnvFailed, NotRestorable, SnapshotMismatch
+from vecenv.errors import EnvFailed, NotRestorable, SnapshotMismatch, WorkerDied
 from vecenv.testing import assert_identical
 
 MODES = ("NextStep", "SameStep", "Disabled")
@@ -214,6 +216,28 @@ def test_a_failed_row_is_not_saved_and_a_load_brings_it_back() -> None:
             envs.save()
         envs.load(kept)
         assert envs.step(np.ones(ROWS, np.int64))[0].ravel().tolist() == [4, 5, 4, 5]
+
+
+def test_rows_of_the_living_are_saved_loaded_and_called_while_another_worker_is_dead() -> None:
+    def process_of(env: Any) -> int:
+        return os.getpid()
+
+    with engine(num_workers=2) as envs:
+        envs.reset(seed=0)
+        kept = envs.save()
+        pid = envs.exec_func(process_of, [3])[3]
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied):
+            envs.step(np.zeros(ROWS, np.int64))
+        assert envs.exec_func(process_of, [0, 1])[:2] != (pid, pid)
+        with pytest.raises(EnvFailed, match=r"envs \[2, 3\] failed earlier"):
+            envs.exec_func(process_of, [1, 2])
+        assert_identical(envs.load(kept[:1], [0]), kept[0].observation[None])
+        with pytest.raises(EnvFailed):
+            envs.load(kept)
+        assert_identical(envs.save([0])[0].observation, kept[0].observation)
+        envs.reset(seed=1, options={"reset_mask": np.array([False, False, True, True])})
+        assert_identical(envs.load(kept), np.stack([one.observation for one in kept]))
 
 
 ELSEWHERE = """

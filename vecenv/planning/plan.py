@@ -32,7 +32,8 @@ HANDING_OUT: Final = 1.5e-6  # of which the caller is busy while its workers ste
 BY_WORKERS: Final = 28e-6  # as many workers as cores
 WAKE: Final = 12e-6  # each worker more than cores: a sleep and a wake-up
 
-RECEIVING: Final = 50e-6  # a first-ready batch, taken in and sent again by a caller whose caches are cold
+RECEIVING: Final = 50e-6  # a first-ready batch, taken in and sent again by a caller whose caches are cold ...
+PER_MESSAGE: Final = 6e-6  # ... and each message of it
 
 _WAITS: Final = 0.3  # from this share of waiting on, more processes than cores are considered
 _SAFETY: Final = 1.1  # what may be paid for worker processes, which a crash of an environment does not leave
@@ -177,11 +178,13 @@ def in_batches(whole: Plan) -> Plan:
         why = "no step could be timed" if probed.failure else "no environment can be ahead of another"
         return replace(whole, batch_size=count, batch_reason=f"a lock-step: {why}")
     own = -(-count // workers)
-    meanwhile, taking = -(-half // workers) * probed.step, RECEIVING * probed.pace
-    times = f"half of them are stepped in {meanwhile * 1e6:,.0f} us, and a batch costs the caller {taking * 1e6:,.0f} us"
-    if meanwhile < 2 * taking:
+    free = probed.waits > _WAITS or whole.cores > workers
+    meanwhile = -(-half // workers) * probed.step
+    once, twice = ((RECEIVING + PER_MESSAGE * min(workers * n // 2 or 1, half)) * probed.pace for n in (1, 2))
+    times = f"half of them are stepped in {meanwhile * 1e6:,.0f} us, and a batch costs the caller {once * 1e6:,.0f} us"
+    if meanwhile < (once if free else 2 * once):
         return replace(whole, batch_size=count, batch_reason=f"a lock-step: {times}")
-    if own > 1 and (probed.waits > _WAITS or whole.cores > workers):
+    if own > 1 and free and meanwhile >= twice:
         split = -(-own // 2)
         reason = f"halves: {times}; {split} of a worker's {own} in one message, so that it goes on while others are taken in"
         return replace(whole, batch_size=half, rows_at_once=split, batch_reason=reason)

@@ -1,0 +1,150 @@
+"""Where does the caller become the bottleneck on a machine with many cores? ``python bench/many_cores.py``.
+
+Nobody needs the many cores: what one batch costs the calling process is measured here, with workers that sleep, and the
+rest is a simulation. The caller is one server with a queue; a worker is busy for as long as its environments step. The
+table says how much of the cores' own rate is reached, for several lengths of a step: by ``step``, by first-ready halves, by
+halves with two messages in flight per worker (``batch_size="auto"``), and by ``step`` of two engines in two programs.
+
+    python bench/many_cores.py                       # measures, then simulates
+    python bench/many_cores.py --costs 40 8 0.4      # simulates with these costs: us a batch, a worker, a row
+    python bench/many_cores.py --bytes 28224         # observations of so many bytes, which the caller copies
+
+Measured is processor time, which other programs on the machine change less than they change the clock's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import heapq
+import statistics
+import time
+from typing import Any, NamedTuple
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+import vecenv
+
+CORES = (8, 16, 32, 64, 128)
+STEPS = (100e-6, 300e-6, 1e-3, 5e-3)
+TURNS = 60  # batches that are simulated
+SPREAD = 0.3  # sigma of the log-normal step times
+
+
+class Costs(NamedTuple):
+    """What the caller spends, in seconds of its processor."""
+
+    batch: float
+    worker: float
+    row: float
+
+
+class Rests(gymnasium.Env[Any, Any]):
+    """Steps that sleep, so that every worker has to be woken."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, seconds: float, size: int) -> None:
+        self.observation_space = spaces.Box(0, 255, (size,), np.uint8)
+        self._seconds, self._observation = seconds, np.zeros(size, np.uint8)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return self._observation, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        time.sleep(self._seconds)
+        return self._observation, 0.0, False, False, {}
+
+
+def measured(size: int) -> Costs:
+    """What a batch, a worker and a row cost the caller of ``step``: two straight lines."""
+    few, many, rows = 8, 64, 256
+    with_few, with_many = (spent(workers, workers, 0.004, size) for workers in (few, many))
+    worker = (with_many - with_few) / (many - few)
+    row = max((spent(few, rows, 0.0, size) - spent(few, few, 0.0, size)) / (rows - few), 0.0)
+    return Costs(max(with_few - few * (worker + row), 0.0), max(worker - row, 0.0), row)
+
+
+def spent(workers: int, rows: int, seconds: float, size: int) -> float:
+    """Seconds of the caller's processor for a batch, the median."""
+    envs = vecenv.AsyncVectorEnv([functools.partial(Rests, seconds, size)] * rows, num_workers=workers)
+    try:
+        envs.reset(seed=0)
+        actions, times = np.zeros(rows, np.int64), []
+        for _ in range(150):
+            before = time.process_time()
+            envs.step(actions)
+            times.append(time.process_time() - before)
+        return statistics.median(times[20:])
+    finally:
+        envs.close()
+
+
+def by_step(workers: int, each: int, seconds: float, costs: Costs, chance: np.random.Generator) -> float:
+    """Environment steps a second in lock-step. Half of a worker's cost is telling it, half is reading its answer."""
+    told = costs.batch / 2 + costs.worker / 2 * np.arange(1, workers + 1)
+    now = 0.0
+    for _ in range(TURNS):
+        done = np.sort(now + told + times_of(workers, each, seconds, chance))
+        free = now + told[-1]
+        for moment in done:
+            free = max(free, moment) + costs.worker / 2
+        now = free + costs.batch / 2 + costs.row * workers * each
+    return TURNS * workers * each / now
+
+
+def by_halves(
+    workers: int, each: int, seconds: float, costs: Costs, chance: np.random.Generator, messages: int = 1
+) -> float:
+    """Environment steps a second by first-ready halves, where a worker is sent its rows in so many messages."""
+    rows, half = each // messages, max(workers * messages // 2, 1)
+    free = np.zeros(workers)  # when each has done all it was sent
+    underway: list[tuple[float, int]] = []
+
+    def send(batch: list[int], now: float) -> None:
+        for place, (worker, length) in enumerate(zip(batch, times_of(len(batch), rows, seconds, chance), strict=True)):
+            free[worker] = max(free[worker], now + costs.worker / 2 * (place + 1)) + length
+            heapq.heappush(underway, (float(free[worker]), worker))
+
+    send(list(range(workers)) * messages, 0.0)
+    now = 0.0
+    for _ in range(2 * TURNS):
+        batch = [heapq.heappop(underway) for _ in range(half)]
+        now = max(now, batch[-1][0]) + costs.batch / 2 + half * (costs.worker / 2 + costs.row * rows)
+        send([worker for _, worker in batch], now)
+        now += costs.batch / 2 + half * costs.worker / 2
+    return 2 * TURNS * half * rows / now
+
+
+def times_of(workers: int, each: int, seconds: float, chance: np.random.Generator) -> Any:
+    """How long each worker steps its rows."""
+    return chance.lognormal(np.log(seconds) - SPREAD**2 / 2, SPREAD, (workers, each)).sum(1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--costs", type=float, nargs=3, metavar=("BATCH", "WORKER", "ROW"), help="microseconds")
+    parser.add_argument("--bytes", type=int, default=128, help="of an observation")
+    parser.add_argument("--each", type=int, default=4, help="environments per worker")
+    options = parser.parse_args()
+    costs = Costs(*(cost * 1e-6 for cost in options.costs)) if options.costs else measured(options.bytes)
+    print(f"A batch costs the caller {costs.batch * 1e6:.0f} us, {costs.worker * 1e6:.1f} us per worker and")
+    print(f"{costs.row * 1e6:.2f} us per row of {options.bytes} bytes. {options.each} environments per worker.\n")
+    print("| cores | " + " | ".join(f"{step * 1e3:g} ms" for step in STEPS) + " |")
+    print("|---:|" + "---|" * len(STEPS))
+    for cores in CORES:
+        cells = []
+        for step in STEPS:
+            ways = [(by_step, 1), (by_halves, 1), (functools.partial(by_halves, messages=2), 1), (by_step, 2)]
+            rates = [
+                engines * by(cores // engines, options.each, step, costs, np.random.default_rng(0)) for by, engines in ways
+            ]
+            cells.append(", ".join(f"{rate * step / cores:.2f}" for rate in rates))
+        print(f"| {cores} | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()

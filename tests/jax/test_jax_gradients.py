@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -118,6 +118,43 @@ def test_ant_in_double_precision_against_finite_differences() -> None:
         check(loss, 0.1 * jnp.ones((3, 8), jnp.float64), 1e-6, 1e-6)
     finally:
         jax.config.update("jax_enable_x64", before)
+
+
+class _Shown(NamedTuple):
+    obs: Any
+    reward: Any
+    done: Any
+    info: dict[str, Any]
+    metrics: dict[str, Any]
+
+
+class Scanned:
+    """A step scans over a carry that the action replaces, as Playground's does."""
+
+    mjx_model = None
+    observation_size = action_size = 1
+
+    @property
+    def unwrapped(self) -> Scanned:
+        return self
+
+    def reset(self, key: Any) -> _Shown:
+        zero = jnp.zeros((), float)
+        return _Shown(jnp.zeros(1, float), zero, zero, {}, {})
+
+    def step(self, state: _Shown, action: Any) -> _Shown:
+        obs, _ = jax.lax.scan(lambda before, _: (action, None), state.obs, (), 2)
+        return state._replace(obs=obs, reward=obs.sum())
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_playground_has_its_derivative_in_64_bits_too(double: bool) -> None:
+    with jax.enable_x64(double):
+        env = FunctionalVectorEnv(adapt(Scanned()), 3, "Disabled")
+        assert differentiability(env) == "reverse"
+        after = env.step(env.reset(new_key(0)), np.ones((3, 1), np.float32))
+        assert after.obs.dtype == (np.float64 if double else np.float32)
+        assert after.obs.sum() == 3
 
 
 @pytest.mark.long

@@ -111,6 +111,8 @@ class BraxAdapter(Adapter):
         return state, plain(state.obs)
 
     def step(self, state: PyTree, action: PyTree, key: Array) -> Stepped:
+        if self.is_playground:  # it scans over the action, as float64 in 64-bit mode, and the space says float32
+            action = jnp.asarray(action, jnp.result_type(float))
         state = self.env.step(jax.tree.map(lambda leaf: leaf, state), action)  # the copy: wrappers change info in place
         info = {**_numeric(state.info), **_numeric(state.metrics)}
         return state, plain(state.obs), state.reward, state.done > 0, jnp.zeros((), bool), info

@@ -15,7 +15,7 @@ TOOLS = (
 )  # fmt: skip
 
 
-@nox.session(python=["3.11", "3.12", "3.13"])
+@nox.session(python=["3.11", "3.12", "3.13", "3.14"])
 def tests(session: nox.Session) -> None:
     """The whole default run; arguments after ``--`` go to pytest."""
     session.install("-e", ".[test]")

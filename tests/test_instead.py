@@ -330,7 +330,7 @@ def test_a_program_that_makes_none_is_told(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert done.stdout == "gymnasium.vector.sync_vector_env\n"
     assert done.stderr.endswith(
-        "vecenv run: no vector environment was made: the program never called gymnasium.vector.AsyncVectorEnv; "
+        "vecenv run: no vector environment was replaced: the program never called gymnasium.vector.AsyncVectorEnv; "
         "--sync replaces SyncVectorEnv too\n"
     )
     done = python("-m", "vecenv", "run", "--sync", "none.py", cwd=tmp_path)

@@ -67,7 +67,7 @@ class Report:
             self.ended(envs)
         kept = f"; still Gymnasium's, as it reaches into that class: {', '.join(self.kept)}" if self.kept else ""
         if self.began is None:
-            return f"no vector environment of vecenv's was made{kept}" if kept else "no vector environment was made"
+            return f"no vector environment of vecenv's was made{kept}" if kept else "no vector environment was replaced"
         seconds = max(time.monotonic() - self.began, 1e-9)
         made = f"{self.engines} vector environment{'s' if self.engines > 1 else ''} of {self.environments} environments"
         failed = f"{self.failures:.0f} failures" if self.failures else "nothing failed"

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, overload
 import gymnasium
 import numpy as np
 from gymnasium.envs.registration import EnvSpec, registry
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import VectorEnv
 
 from vecenv.engine.vector_env import AsyncVectorEnv
+from vecenv.front.arguments import mode_of
 from vecenv.front.capabilities import unable
 from vecenv.ids import check_env_options, check_names, engine_options, find_spec, only_vector, parameters_of
 
@@ -392,7 +393,7 @@ def _native(request: Request) -> AnyVectorEnv:
     keep = options.pop("copy", True)
     mode = options.pop("autoreset_mode", None)
     if mode is not None:
-        mode = AutoresetMode(mode)
+        mode = mode_of(mode)
         if "autoreset_mode" in (parameters_of(spec.vector_entry_point) or ()):
             options["autoreset_mode"] = mode
     reason = f"{spec.id} has nothing but a vector entry point" if only_vector(spec) else "backend='native' was asked for"

@@ -72,7 +72,8 @@ def test_the_autoreset_mode_may_be_given_by_its_text(mode: AutoresetMode) -> Non
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"autoreset_mode": "x"}, ValueError, "'x' is not a valid AutoresetMode"),
+        ({"autoreset_mode": "x"}, ValueError, "'x' is not a valid AutoresetMode: wanted one of 'NextStep', 'SameStep', "),
+        ({"context": "forkservr"}, ValueError, "cannot find context for 'forkservr': wanted None or one of 'fork', "),
         (
             {"max_concurrency": 1.5},
             ValueError,
@@ -351,3 +352,11 @@ def test_spaces_in_openrls_places_are_refused_by_name() -> None:
     envs = vecenv.AsyncVectorEnv(counters(1), np.True_, 1, num_workers=0)  # type: ignore[arg-type]
     assert envs.num_envs == 1
     envs.close()
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_workers": 2}, {"num_workers": 0}, {"num_workers": "auto"}, {"dummy_env": False}], ids=str
+)
+def test_a_function_that_forgot_its_return_is_named(options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=r"env_fns\[0\]\(\) gave None, wanted an environment: is a `return` missing"):
+        vecenv.AsyncVectorEnv([lambda: None] * 2, **options)  # type: ignore[list-item, return-value]

@@ -459,3 +459,19 @@ def test_one_axis_in_the_other_byte_order_is_written(given: Any) -> None:
     assert rows.tolist() == [[7, 7, 7], [0, 1, 2]]
     with pytest.raises(ObservationError, match=r"wanted shape \(3,\)"):
         tree_writer(tree, [rows], 0, lambda *_: None)(1, np.arange(4))
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (None, r"env 1: observation: got NoneType None, wanted shape \(3,\) \(float32\)"),
+        (np.array(["a", "b", "c"]), r"env 1: observation: got an array of shape \(3,\) \(<U1\), wanted float32: could not"),
+        (["a", "b", "c"], r"env 1: observation: got list \['a', 'b', 'c'\], wanted float32: could not convert"),
+    ],
+    ids=["None", "array of text", "list of text"],
+)
+def test_what_is_no_number_is_refused_as_it_came(given: Any, text: str) -> None:
+    tree = fixed_tree(spaces.Box(-9, 9, (3,), np.float32))
+    assert tree is not None
+    with pytest.raises(ObservationError, match=text):
+        tree_writer(tree, [np.zeros((2, 3), np.float32)], 0, lambda *_: None)(1, given)

@@ -214,4 +214,4 @@ def test_a_program_without_a_main_guard_gets_one_sentence(method: str, tmp_path:
     assert len(done.stderr.splitlines()) < 40, done.stderr
     above, _, below = done.stderr.partition("Traceback (most recent call last):")
     assert above.startswith("vecenv: this script builds environments while a worker imports it again")
-    assert "the main script is imported again in every worker" in below.splitlines()[-1]
+    assert "the main script is imported again for the workers" in below.splitlines()[-1]

@@ -240,6 +240,21 @@ def test_rows_of_the_living_are_saved_loaded_and_called_while_another_worker_is_
         assert_identical(envs.load(kept), np.stack([one.observation for one in kept]))
 
 
+def test_the_rate_is_of_the_steps_that_were_made_here() -> None:
+    with engine(num_workers=0) as envs:
+        envs.reset(seed=0)
+        envs.step(np.zeros(ROWS, np.int64))
+        state = envs.state_dict()
+        state["counters"] = (10**9, *state["counters"][1:])
+        envs.load_state_dict(state)
+        assert envs.stats()["steps"] == 10**9
+        assert envs.stats()["steps_per_second"] < 10**6
+        envs.load_state_dict(state)
+        envs.step(np.zeros(ROWS, np.int64))
+        assert envs.stats()["steps"] == 10**9 + ROWS
+        assert 0 < envs.stats()["steps_per_second"] < 10**6
+
+
 ELSEWHERE = """
 import pickle, sys
 sys.path.insert(0, {folder!r})

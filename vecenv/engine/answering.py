@@ -124,7 +124,7 @@ class Answering:
             worker.mark_dead(
                 ("nobody waited for it any longer" if limit is None else f"it hung for more than {limit} seconds")
                 + f" and was killed{at}"
-                + (f"; its stack:\n{stack}" if stack else "")
+                + (f"\nits stack:\n{stack}" if stack else "")
             )
 
     def timeout_error(self, late: Sequence[Worker], command: str, limit: float | None) -> StepTimeout:

@@ -86,6 +86,7 @@ class Engine(Answering):
         self.failed = self.ledger.failed
         self.resets = 0
         self.env_steps = 0
+        self.steps_before = 0  # of which so many came with a state that was loaded
         self.began = time.monotonic()
         self.owed = Owed(self.num_envs)
 
@@ -362,7 +363,7 @@ class Engine(Answering):
         busiest = float(self.batch.worker_time.max())
         return {
             "steps": float(self.env_steps),
-            "steps_per_second": self.env_steps / elapsed,
+            "steps_per_second": (self.env_steps - self.steps_before) / elapsed,
             "wait_fraction": self.pool.time_waiting / elapsed,
             "step_time_mean": spent / max(timed, 1.0),
             "step_time_slowest_env": float(times.max()) if len(times) else float(per_worker.max()),

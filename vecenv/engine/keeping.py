@@ -192,7 +192,9 @@ class Keeping(Attributes):
 
     def _take_dict(self, state: Mapping[str, Any]) -> None:
         engine = self._engine
+        made = engine.env_steps - engine.steps_before
         engine.env_steps, engine.resets, engine.ledger.restarts = state["counters"]
+        engine.steps_before = engine.env_steps - made
         engine.recovery.seeds = np.random.SeedSequence(**state["seeds"])
         for space, its in zip(self._spaces(), state["spaces"], strict=True):
             if its is not None:

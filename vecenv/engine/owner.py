@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 import warnings
@@ -26,7 +27,7 @@ from vecenv.engine.pool import WorkerPool
 from vecenv.engine.published import StatsCard
 from vecenv.engine.starting import refuse_to_start_while_importing_main
 from vecenv.errors import ErrorRecord
-from vecenv.front.arguments import check_env_fns, check_switches
+from vecenv.front.arguments import check_env_fns, check_switches, mode_of
 from vecenv.front.capabilities import Capabilities
 from vecenv.front.deadlines import seconds_of
 from vecenv.front.guard import refuse_busy, refuse_closed, refuse_forked
@@ -66,6 +67,8 @@ class EngineOwner(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, ActT
         self.closed = True  # until there is something to close
         check_env_fns(env_fns, type(self).__name__)
         check_switches(type(self).__name__, shared_memory=shared_memory, copy=copy)
+        if context not in (None, *(accepted := multiprocessing.get_all_start_methods())):
+            raise ValueError(f"cannot find context for {context!r}: wanted None or one of {', '.join(map(repr, accepted))}.")
         self.env_fns = env_fns
         self.shared_memory = shared_memory
         self.copy = copy
@@ -73,7 +76,7 @@ class EngineOwner(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, ActT
         self.daemon = daemon
         self.worker: Callable[..., None] | None = None
         self.observation_mode = observation_mode
-        self.autoreset_mode = autoreset_mode if isinstance(autoreset_mode, AutoresetMode) else AutoresetMode(autoreset_mode)
+        self.autoreset_mode = mode_of(autoreset_mode)
         if max_concurrency is not None:
             if not isinstance(max_concurrency, (int, np.integer)):
                 raise ValueError(f"`max_concurrency` must be an integer or None, got {type(max_concurrency)}.")

@@ -233,7 +233,7 @@ def _advice_for_start(context: Any) -> str:
     if context.get_start_method() == "fork" or not getattr(sys.modules.get("__main__"), "__file__", None):
         return ""
     return (
-        f"\n(under {context.get_start_method()} the main script is imported again in every worker: its body has to be "
+        f"\n(under {context.get_start_method()} the main script is imported again for the workers: its body has to be "
         "guarded by `if __name__ == '__main__':`)"
     )
 

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import gymnasium
 import numpy as np
 import numpy.typing as npt
+from gymnasium.vector import AutoresetMode
 
 from vecenv.front.capabilities import unable
 from vecenv.front.deadlines import seconds_of
@@ -23,8 +24,8 @@ from vecenv.front.gymnasiums import MASK_IS_EMPTY, RESET_MASK, WrongType, WrongV
 _FEW = 64
 
 __all__ = [
-    "OnlyMask", "ResetOptions", "check_env_fns", "check_switches", "count_of", "env_ids_of", "least_of", "options_of_rows",
-    "refuse_options", "reset_mask_of", "rows_of", "seeds_of",
+    "OnlyMask", "ResetOptions", "check_env_fns", "check_switches", "count_of", "env_ids_of", "least_of", "mode_of",
+    "options_of_rows", "refuse_options", "reset_mask_of", "rows_of", "seeds_of",
 ]  # fmt: skip
 
 ResetOptions: TypeAlias = dict[str, Any] | Sequence[dict[str, Any] | None] | None
@@ -196,6 +197,19 @@ def refuse_options(envs: object, options: ResetOptions, reason: str) -> None:
     if options:
         keys = sorted(map(str, options))
         raise ValueError(f"{type(envs).__name__} takes no reset options but 'reset_mask', got {keys}; nothing was sent")
+
+
+def mode_of(mode: str | AutoresetMode) -> AutoresetMode:
+    """An autoreset mode, which may be given by its value.
+
+    Raises:
+        ValueError: There is no such mode; names those there are.
+    """
+    try:
+        return AutoresetMode(mode)
+    except ValueError:
+        accepted = ", ".join(repr(one.value) for one in AutoresetMode)
+        raise ValueError(f"{mode!r} is not a valid AutoresetMode: wanted one of {accepted}.") from None
 
 
 def env_ids_of(env_id: Any, num_envs: int) -> npt.NDArray[np.intp]:

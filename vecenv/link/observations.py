@@ -294,19 +294,21 @@ def _converting_writer(
 
     def write_any(k: int, value: Any) -> None:
         try:
-            given = np.asarray(value)
-            if given.dtype == object:
+            plain = given = np.asarray(value)
+            if plain.dtype == object:
                 given = np.asarray(value, dtype=dtype)
         except (ValueError, TypeError, OverflowError) as error:
             raise ObservationError(
                 f"env {first + k}: {leaf.name}: got {_brief(value)}, wanted {dtype} of shape {shape}: {error}"
             ) from error
         if given.shape != shape:
-            raise ObservationError(
-                f"env {first + k}: {leaf.name}: got shape {given.shape} ({given.dtype}), wanted shape {shape} ({dtype})"
-            )
-        with np.errstate(all="ignore"):
-            rows[k][...] = given if given.dtype == dtype else given.astype(dtype)
+            got = _brief(value) if plain.dtype == object else f"shape {given.shape} ({given.dtype})"
+            raise ObservationError(f"env {first + k}: {leaf.name}: got {got}, wanted shape {shape} ({dtype})")
+        try:
+            with np.errstate(all="ignore"):
+                rows[k][...] = given if given.dtype == dtype else given.astype(dtype)
+        except (ValueError, TypeError) as error:
+            raise ObservationError(f"env {first + k}: {leaf.name}: got {_brief(value)}, wanted {dtype}: {error}") from error
         if given.dtype == dtype or _survives(given, rows[k]):
             return
         if given.dtype.kind != "f" or dtype.kind != "f":

@@ -30,6 +30,7 @@ from vecenv.system.cores import seconds_waited
 from vecenv.system.supervision import describe_exit
 from vecenv.system.variables import Variables
 from vecenv.system.ward import Ward
+from vecenv.worker.envs import made_by
 
 __all__ = ["Described", "Probe", "Scouted", "Trial", "describe", "probe", "scout"]
 
@@ -190,7 +191,7 @@ class Trial:
 
 def describe(env_fns: Sequence[Callable[[], Any]], everyone: bool) -> Described:
     """Build the first environment here and read it; with ``everyone`` also each one's observation space, one at a time."""
-    env = env_fns[0]()
+    env = made_by(env_fns[0], 0)
     try:
         return _read(env, env_fns, everyone)
     finally:
@@ -198,12 +199,12 @@ def describe(env_fns: Sequence[Callable[[], Any]], everyone: bool) -> Described:
 
 
 def _read(env: Any, env_fns: Sequence[Callable[[], Any]], everyone: bool) -> Described:
-    spaces = [_observation_space(env_fn) for env_fn in env_fns] if everyone else [env.observation_space]
+    spaces = [_observation_space(*each) for each in enumerate(env_fns)] if everyone else [env.observation_space]
     return Described({**env.metadata}, env.render_mode, env.action_space, spaces)
 
 
-def _observation_space(env_fn: Callable[[], Any]) -> Space[Any]:
-    env = env_fn()
+def _observation_space(index: int, env_fn: Callable[[], Any]) -> Space[Any]:
+    env = made_by(env_fn, index)
     try:
         space: Space[Any] = env.observation_space
         return space
@@ -224,7 +225,7 @@ def probe(
     Where there can be no processes it is built, stepped and closed here.
     """
     if why_no_processes():
-        env = env_fn()
+        env = made_by(env_fn, 0)
         try:
             return _step_for_a_moment(env, None)
         except Exception as error:
@@ -345,7 +346,7 @@ def _scout_main(connection: Connection[Any, Any], env_fns: Any, everyone: bool, 
         if env_fns is None:
             connection.send_bytes(_READY)
             env_fns = cloudpickle.loads(connection.recv_bytes())
-        env = env_fns[0]()
+        env = made_by(env_fns[0], 0)
         tell((_sealed(_read(env, env_fns, everyone)),))
         result: Any = _step_for_a_moment(env, connection) if step else None
     except BaseException as error:

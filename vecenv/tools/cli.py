@@ -221,7 +221,8 @@ def _top(arguments: argparse.Namespace) -> int:
     elif programs:
         top.print_table(programs)
     else:
-        print(f"vecenv: nothing to show: {top.HOW_TO_PUBLISH}", file=sys.stderr)
+        who = "" if arguments.pid is None else f" of process {arguments.pid}"
+        print(f"vecenv: nothing to show{who}: {top.HOW_TO_PUBLISH}", file=sys.stderr)
     return 0 if programs else WRONG
 
 

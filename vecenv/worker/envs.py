@@ -40,6 +40,18 @@ class Expected:
         return None
 
 
+def made_by(env_fn: Callable[[], Any], env: int) -> Any:
+    """What ``env_fns[env]`` builds.
+
+    Raises:
+        TypeError: Nothing came back.
+    """
+    made = env_fn()
+    if made is None:
+        raise TypeError(f"env_fns[{env}]() gave None, wanted an environment: is a `return` missing?")
+    return made
+
+
 class Envs:
     """Environments ``first .. first + len(env_fns) - 1`` of the batch; see :class:`vecenv.worker.rows.EnvRows`.
 
@@ -98,7 +110,7 @@ class Envs:
         return failures, mismatches
 
     def _build(self, k: int) -> gymnasium.Env[Any, Any]:
-        env = self._env_fns[k]()
+        env: gymnasium.Env[Any, Any] = made_by(self._env_fns[k], self.first + k)
         self.envs[k] = env
         self._steps[k] = env.step
         self._used[k] = False

@@ -25,6 +25,7 @@ from vecenv.backends.envpool.over_pools import OverPools
 from vecenv.backends.envpool.rows import RowReader
 from vecenv.backends.envpool.seeds import Seed, spread
 from vecenv.backends.envpool.task import Task, task_ids
+from vecenv.front.arguments import mode_of
 from vecenv.front.guard import guarded
 
 __all__ = ["EnvPoolVectorEnv"]
@@ -104,7 +105,7 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
         **env_config: Any,
     ) -> None:
         self.closed = True  # until there is something to close
-        mode = AutoresetMode(autoreset_mode)
+        mode = mode_of(autoreset_mode)
         num_envs, batch_size = check_options(
             num_envs, batch_size, num_threads, max_episode_steps, validate, render_mode, mode
         )
@@ -143,7 +144,7 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
         """
         envs = cls.__new__(cls)
         envs.closed = True
-        task, mode = Existing.of_pool(pool), AutoresetMode(autoreset_mode)
+        task, mode = Existing.of_pool(pool), mode_of(autoreset_mode)
         config = task.config
         check_options(config["num_envs"], config["batch_size"] or None, None, None, validate, None, mode)
         envs._around(

@@ -18,6 +18,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
 from vecenv.errors import StaleStateError
+from vecenv.front.arguments import mode_of
 from vecenv.jax.native.actions import action_spec, check_action
 from vecenv.jax.native.adapters import adapt
 from vecenv.jax.native.env import JaxEnv, default_key
@@ -92,7 +93,7 @@ class FunctionalVectorEnv:
     ) -> None:
         self.batch_shape = (int(num_envs),) if isinstance(num_envs, int | np.integer) else tuple(num_envs)
         self.num_envs = math.prod(self.batch_shape)
-        self.autoreset_mode = AutoresetMode(autoreset_mode)
+        self.autoreset_mode = mode_of(autoreset_mode)
         self.discount = float(discount)
         self.reset_source = reset
         adapted: JaxEnv = adapt(env)

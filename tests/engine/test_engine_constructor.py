@@ -298,7 +298,7 @@ def test_a_custom_space_is_pickled_where_gymnasium_asks_for_another_option(num_w
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         envs = vecenv.AsyncVectorEnv([lambda: SpaceEnv(CustomSpace())] * 2, num_workers=num_workers)
-    assert ["pickled" in str(warning.message) for warning in caught] == [True] * num_workers
+    assert sum("pickled" in str(warning.message) for warning in caught) == num_workers  # Python 3.12 warns of forks, too
     oracle = gymnasium.vector.SyncVectorEnv([lambda: SpaceEnv(CustomSpace())] * 2)
     assert envs.reset(seed=1)[0] == oracle.reset(seed=1)[0]
     assert envs.step([0, 0])[0] == oracle.step([0, 0])[0]

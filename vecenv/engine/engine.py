@@ -157,16 +157,20 @@ class Engine(Answering):
         if failed and not self.policy.restart:
             self.ledger.refuse(failed)
         rows = range(self.num_envs)
-        return self._ask("step", Op.STEP, Op.STEP_SOME, rows, lambda mine: actions and [actions[row] for row in mine])
+        flight = self._flight(
+            "step", Op.STEP, Op.STEP_SOME, rows, lambda mine: actions and [actions[row] for row in mine]
+        )  # fmt: skip
+        self.pool.ask(flight)
+        return flight
 
     def ask_rows(self, rows: Sequence[int], actions: list[Any] | None) -> None:
         """Step some rows, to be received one by one. ``actions`` in their order; ``None``: they are in shared memory."""
         payload_of = _nothing if actions is None else _actions_payload(dict(zip(rows, actions, strict=True)))
+        some, ordered = Op.STEP_SOME, sorted(rows)
         if self.rows_at_once is None:
-            self._ask("step", Op.STEP_SOME, Op.STEP_SOME, sorted(rows), payload_of, by_row=True)
+            self.pool.ask(self._flight("step", some, some, ordered, payload_of, by_row=True))
             return
-        some = Op.STEP_SOME
-        messages = self._in_messages(sorted(rows), self.rows_at_once)
+        messages = self._in_messages(ordered, self.rows_at_once)
         first, *others = [self._flight("step", some, some, mine, payload_of, by_row=True) for mine in messages]
         self.pool.ask(first, others)
 
@@ -185,23 +189,7 @@ class Engine(Answering):
 
     def ask_some(self, command: str, op: Op, rows: Sequence[int], payload_of: Callable[[list[int]], Any]) -> None:
         """Ask about some rows, in words of one's own."""
-        self._ask(command, op, op, rows, payload_of)
-
-    def _ask(
-        self,
-        command: str,
-        whole: Op,
-        some: Op,
-        rows: Sequence[int],
-        payload_of: Callable[[list[int]], Any],
-        *,
-        by_row: bool = False,
-        **about: Any,
-    ) -> Flight:
-        """Ask the workers of some rows, each about its own; arguments as of :meth:`_flight`."""
-        flight = self._flight(command, whole, some, rows, payload_of, by_row=by_row, **about)
-        self.pool.ask(flight, alone=command == "reset" and not by_row)
-        return flight
+        self.pool.ask(self._flight(command, op, op, rows, payload_of), alone=command == "reset")
 
     def _flight(
         self,
@@ -266,17 +254,19 @@ class Engine(Answering):
         if mask is not None:
             self.batch.info_schemas[~mask] = NO_INFO
             self.batch.final[~mask] = False
-        self._ask(
+        flight = self._flight(
             "reset", Op.RESET, Op.RESET_SOME, chosen, _reset_payload(seeds, options), mask=mask, seeds=seeds, options=options
         )  # fmt: skip
+        self.pool.ask(flight, alone=True)
 
     def ask_reset_rows(self, rows: Sequence[int], seeds: Sequence[Any], options: ResetOptions) -> None:
         """Reset some rows, to be received one by one; ``seeds`` and ``options`` as of :meth:`ask_reset`."""
         self.recovery.revive(rows)
         payload_of = _reset_payload(seeds, options)
-        self._ask(
+        flight = self._flight(
             "reset", Op.RESET_SOME, Op.RESET_SOME, sorted(rows), payload_of, by_row=True, seeds=seeds, options=options
         )  # fmt: skip
+        self.pool.ask(flight)
 
     def ask_call(
         self,

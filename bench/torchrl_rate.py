@@ -12,7 +12,8 @@ Frames a second of a collector with a small policy, over
     python bench/torchrl_rate.py --envs 8 64 --rounds 15 --json collector.json
     python bench/torchrl_rate.py --envs 16 --cpu --only "as_torchrl, one process" "GymWrapper, vecenv"
 
-``MultiThreadedEnvWrapper`` wants the packages gym and treevalue; rows that cannot be built are left out.
+``MultiThreadedEnvWrapper`` wants the packages gym and treevalue (``pip install gym treevalue``). Rows that cannot be built
+are left out.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.collectors import Collector
 from torchrl.data import OneHot
-from torchrl.envs import GymEnv, GymWrapper, MultiThreadedEnvWrapper, ParallelEnv
+from torchrl.envs import GymEnv, GymWrapper, MultiThreadedEnvWrapper, ParallelEnv, register_gym_spec_conversion
 from torchrl.modules import OneHotCategorical, ProbabilisticActor
 
 import vecenv
@@ -85,6 +86,11 @@ def _policy(env: Any) -> Any:
 
 def _pool(task: str, count: int) -> Any:
     import envpool
+    from torchrl.envs.libs.gym import convert_box_spec, convert_discrete_spec
+
+    # With the package gym installed, TorchRL looks for gym's spaces only; a pool's are Gymnasium's.
+    register_gym_spec_conversion(gym.spaces.Discrete)(convert_discrete_spec)
+    register_gym_spec_conversion(gym.spaces.Box)(convert_box_spec)
 
     return envpool.make(task, env_type="gym", num_envs=count, seed=0)
 

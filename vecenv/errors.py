@@ -38,6 +38,12 @@ __all__ = [
 ]
 
 
+def how_to_install(extra: str, *besides: str) -> str:
+    """What brings the libraries of an extra, and packages besides, for messages."""
+    more = "".join(f" {package}" for package in besides)
+    return f"pip install 'vecenv[{extra}]'{more} (in a checkout: pip install -e '.[{extra}]'{more})"
+
+
 class VecEnvError(Exception):
     """The base of every exception class that vecenv defines."""
 

@@ -7,16 +7,18 @@ import functools
 import importlib.util
 import inspect
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import gymnasium
 from gymnasium.envs.registration import EnvSpec, _find_spec, load_env_creator, registry
 
 from vecenv.engine.vector_env import AsyncVectorEnv
+from vecenv.errors import how_to_install
+from vecenv.front.arguments import check_names
 
 __all__ = [
-    "check_env_options", "check_names", "engine_options", "find_spec", "newest_version", "only_vector", "parameters_of",
+    "check_env_options", "engine_options", "find_spec", "newest_version", "only_vector", "parameters_of",
 ]  # fmt: skip
 
 
@@ -53,9 +55,9 @@ def _other_places(env_id: str) -> str:
     close = difflib.get_close_matches(name, registry, n=3, cutoff=0.7)
     if close:
         hints.append(f"Registered ids like it: {', '.join(close)}.")
-    library, package = _LIBRARIES.get(name.partition("/")[0], ("", ""))
+    library, command = _LIBRARIES.get(name.partition("/")[0], ("", ""))
     if library:
-        hints.append(f"Ids of this kind are registered by `import {library}` (pip install {package}).")
+        hints.append(f"Ids of this kind are registered by `import {library}`: {command}.")
     if importlib.util.find_spec("envpool") is not None:
         from vecenv.backends.envpool.task import task_ids
 
@@ -65,27 +67,11 @@ def _other_places(env_id: str) -> str:
 
 
 _LIBRARIES = {
-    # namespace of an id -> the module that registers it, and its package
-    "ALE": ("ale_py", "'vecenv[bench]'"),
-    "MiniGrid": ("minigrid", "minigrid"),
-    "dm_control": ("shimmy", "'shimmy[dm-control]'"),
+    # namespace of an id -> the module that registers it, and what installs that
+    "ALE": ("ale_py", how_to_install("bench")),
+    "MiniGrid": ("minigrid", "pip install minigrid"),
+    "dm_control": ("shimmy", "pip install 'shimmy[dm-control]'"),
 }
-
-
-def check_names(given: Iterable[str], accepted: Iterable[str], whose: str, *, elsewhere: Sequence[str] = ()) -> None:
-    accepted = list(accepted)
-    for name in given:
-        if name in accepted:
-            continue
-        close = difflib.get_close_matches(name, accepted, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        other = [name] if name in elsewhere else difflib.get_close_matches(name, elsewhere, n=1, cutoff=0.8)
-        if other:
-            what = "It" if other == [name] else f"{other[0]!r}"
-            hint = f" {what} is an option of the vector environment: vector_kwargs={{{other[0]!r}: ...}}."
-        if name == "vectorization_mode":
-            hint = " What steps the environments is said by backend='process' (async) or backend='serial' (sync)."
-        raise TypeError(f"{whose} has no option {name!r}.{hint} Options: {', '.join(accepted)}")
 
 
 @functools.cache

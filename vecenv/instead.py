@@ -13,8 +13,8 @@ from typing import Any, Final
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from vecenv.engine.vector_env import AsyncVectorEnv
+from vecenv.front.arguments import check_names
 from vecenv.front.gymnasiums import GymnasiumAsync, GymnasiumSync
-from vecenv.ids import check_names
 
 __all__ = ["DEFAULTS", "REPORT", "Report", "install", "uninstall"]
 

@@ -23,9 +23,10 @@ from gymnasium.envs.registration import EnvSpec, registry
 from gymnasium.vector import VectorEnv
 
 from vecenv.engine.vector_env import AsyncVectorEnv
-from vecenv.front.arguments import mode_of
+from vecenv.errors import how_to_install
+from vecenv.front.arguments import check_names, mode_of
 from vecenv.front.capabilities import unable
-from vecenv.ids import check_env_options, check_names, engine_options, find_spec, only_vector, parameters_of
+from vecenv.ids import check_env_options, engine_options, find_spec, only_vector, parameters_of
 
 if TYPE_CHECKING:
     from vecenv.backends import EnvPoolVectorEnv, JaxVectorEnv, NativeVectorEnv, RayVectorEnv
@@ -284,7 +285,7 @@ class Backend:
         """Raise ImportError if something is missing."""
         if missing := self.missing():
             raise ImportError(
-                f"backend {name!r} needs {' and '.join(missing)}, not installed here: pip install 'vecenv[{self.extra}]'"
+                f"backend {name!r} needs {' and '.join(missing)}, not installed here: {how_to_install(self.extra)}"
             )
 
 
@@ -313,7 +314,7 @@ def _unknown_backend(backend: str) -> NoReturn:
     close = difflib.get_close_matches(str(backend), _BACKENDS, n=1)
     hint = f", did you mean {close[0]!r}?" if close else "."
     known = ", ".join(
-        f"{name!r}" + (f" (needs pip install 'vecenv[{row.extra}]')" if row.missing() else "")
+        f"{name!r}" + (f" (needs {how_to_install(row.extra)})" if row.missing() else "")
         for name, row in _BACKENDS.items()
     )
     raise ValueError(f"there is no backend {backend!r}{hint} Backends: {known}")

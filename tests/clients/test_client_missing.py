@@ -38,8 +38,8 @@ vecenv.adapters.{adapter}
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=250, check=False)
     last = done.stderr.strip().splitlines()[-1]
-    wanted = f"vecenv.adapters.{adapter} needs {library}, not installed here: pip install 'vecenv[{extra}]'"
-    assert last == f"ImportError: {wanted}"
+    command = f"pip install 'vecenv[{extra}]' (in a checkout: pip install -e '.[{extra}]')"
+    assert last == f"ImportError: vecenv.adapters.{adapter} needs {library}, not installed here: {command}"
 
 
 def test_an_adapter_that_does_not_exist_is_an_attribute_error() -> None:
@@ -56,6 +56,7 @@ def test_an_adapter_that_does_not_exist_is_an_attribute_error() -> None:
         ("sb3_ppo", "stable_baselines3", "sb3"),
         ("tianshou_ppo", "tianshou", "clients"),
         ("torchrl_collect", "torchrl", "clients"),
+        ("torchrl_gradient", "torch", "clients"),
         ("rllib_vector", "ray", "rllib"),
         ("cleanrl_ppo", "torch", "clients"),
         ("openrl_spread", "torch", "clients,multi-agent"),
@@ -69,7 +70,9 @@ def test_an_example_without_its_library_says_what_to_install(program: str, libra
     assert "Traceback" not in done.stderr
 
 
-PROGRAMS = ["sb3_ppo", "tianshou_ppo", "torchrl_collect", "rllib_vector", "cleanrl_ppo", "openrl_spread"]
+PROGRAMS = [
+    "sb3_ppo", "tianshou_ppo", "torchrl_collect", "torchrl_gradient", "rllib_vector", "cleanrl_ppo", "openrl_spread",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

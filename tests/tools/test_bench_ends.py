@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -129,6 +130,29 @@ def test_ctrl_c_ends_a_bench_at_any_moment(start: Start, moment: float) -> None:
     _, errors = bench.communicate(timeout=100)
     assert bench.returncode == 130, errors
     assert errors.strip() == "vecenv: interrupted"
+    assert not remaining(pids, PATIENCE)
+
+
+@pytest.mark.long
+def test_ctrl_c_after_a_round_shows_the_rounds_that_were_measured(start: Start) -> None:
+    options = ["--num-envs", "2", "--engines", "gym-sync,limit", "--seconds", "0.2", "--repeats", "1000"]
+    bench = start("bench", "CartPole-v1", *options)
+    deadline = time.monotonic() + 60
+    while len(family(bench)) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    pids = family(bench)
+    time.sleep(8.0)
+    os.killpg(bench.pid, signal.SIGINT)
+    shown, errors = bench.communicate(timeout=100)
+    assert bench.returncode == 130, errors
+    assert errors.strip() == "vecenv: interrupted"
+    title = re.search(r"CartPole-v1, 2 environments: (\d+) interleaved rounds", shown)
+    assert title
+    assert 0 < int(title[1]) < 1000
+    assert "of the limit" in shown
+    assert "x Gymnasium Async" not in shown  # which took no part
+    assert not any(line.endswith(" ") for line in shown.splitlines())
     assert not remaining(pids, PATIENCE)
 
 

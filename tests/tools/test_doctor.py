@@ -56,7 +56,7 @@ def test_examine_covers_what_decides_reliability() -> None:
     findings = examine()
     names = [one.name for one in findings]
     assert len(names) == len(set(names))
-    needed = ("python", "workers", "start methods", "threads here", "memfd", "pidfd", "/dev/shm", "memory")
+    needed = ("python", "workers", "start methods", "threads in this process", "memfd", "pidfd", "/dev/shm", "memory")
     assert {*needed, "open files", "processes", "cores", "gymnasium", "numpy"} <= set(names)
     assert {"envpool", "jax", "brax", "ray", "torch", "tianshou", "torchrl", "extra bench"} <= set(names)
     assert all(one.verdict in ("ok", "warn", "bad", "none") for one in findings)
@@ -124,12 +124,12 @@ def test_fork_beside_threads_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> No
     other = threading.Thread(target=enough.wait, name="somebody else")
     other.start()
     try:
-        one = finding("threads here")
+        one = finding("threads in this process")
         assert one.verdict == "warn"
         assert "somebody else" in one.value
         assert "forkserver" in one.advice
         monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none=False: "spawn")
-        assert finding("threads here").verdict == "ok"
+        assert finding("threads in this process").verdict == "ok"
     finally:
         enough.set()
         other.join()
@@ -140,10 +140,10 @@ def test_libraries_with_threads_are_warned_of(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(threading, "enumerate", lambda: [threading.main_thread()])  # without the test runner's own
     for name in ("jax", "torch", "tensorflow"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    assert finding("threads here").verdict == "ok"
+    assert finding("threads in this process").verdict == "ok"
     monkeypatch.setitem(sys.modules, "torch", sys)
-    assert finding("threads here").verdict == "warn"
-    assert "torch" in finding("threads here").value
+    assert finding("threads in this process").verdict == "warn"
+    assert "torch" in finding("threads in this process").value
 
 
 @pytest.mark.parametrize("name", ["memfd", "pidfd"])

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from vecenv.errors import how_to_install
+
 if TYPE_CHECKING:
     from vecenv.adapters.envpool import as_envpool
     from vecenv.adapters.rllib import MultiAgentVecEnvRunner, as_rllib
@@ -20,14 +22,14 @@ if TYPE_CHECKING:
 __all__ = ["MultiAgentVecEnvRunner", "as_envpool", "as_rllib", "as_sb3", "as_tianshou", "as_torchrl", "evaluate_sb3"]
 
 _LAZY: dict[str, tuple[str, str, str]] = {
-    # public name -> module that defines it, the library's module, what installs it
-    "as_envpool": ("vecenv.adapters.envpool", "gymnasium", "pip install vecenv"),
-    "MultiAgentVecEnvRunner": ("vecenv.adapters.rllib", "ray", "pip install 'vecenv[rllib]'"),
-    "as_rllib": ("vecenv.adapters.rllib", "ray", "pip install 'vecenv[rllib]'"),
-    "as_sb3": ("vecenv.adapters.sb3", "stable_baselines3", "pip install 'vecenv[sb3]'"),
-    "evaluate_sb3": ("vecenv.adapters.sb3_evaluation", "stable_baselines3", "pip install 'vecenv[sb3]'"),
-    "as_tianshou": ("vecenv.adapters.tianshou", "tianshou", "pip install 'vecenv[clients]'"),
-    "as_torchrl": ("vecenv.adapters.torchrl", "torchrl", "pip install 'vecenv[clients]'"),
+    # public name -> module that defines it, the library's module, the extra that brings it
+    "as_envpool": ("vecenv.adapters.envpool", "gymnasium", ""),
+    "MultiAgentVecEnvRunner": ("vecenv.adapters.rllib", "ray", "rllib"),
+    "as_rllib": ("vecenv.adapters.rllib", "ray", "rllib"),
+    "as_sb3": ("vecenv.adapters.sb3", "stable_baselines3", "sb3"),
+    "evaluate_sb3": ("vecenv.adapters.sb3_evaluation", "stable_baselines3", "sb3"),
+    "as_tianshou": ("vecenv.adapters.tianshou", "tianshou", "clients"),
+    "as_torchrl": ("vecenv.adapters.torchrl", "torchrl", "clients"),
 }
 
 _BRINGS = {"torchrl": ("torch", "tensordict")}  # what is not there where the library is not
@@ -37,13 +39,13 @@ def __getattr__(name: str) -> Any:
     """Load a public name on first use (PEP 562)."""
     if name not in _LAZY:
         raise AttributeError(f"module 'vecenv.adapters' has no attribute {name!r}")
-    module, library, command = _LAZY[name]
+    module, library, extra = _LAZY[name]
     try:
         value = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
         if error.name not in (library, *_BRINGS.get(library, ())):
             raise
-        raise ImportError(f"vecenv.adapters.{name} needs {library}, not installed here: {command}") from error
+        raise ImportError(f"vecenv.adapters.{name} needs {library}, not installed here: {how_to_install(extra)}") from error
     globals()[name] = value
     return value
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from vecenv.errors import how_to_install
+
 if TYPE_CHECKING:
     from vecenv.backends.envpool import EnvPoolVectorEnv
     from vecenv.backends.jax_native import JaxVectorEnv
@@ -36,7 +38,7 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name not in ("jax", "jaxlib"):
             raise
-        raise ImportError(f"{name} needs JAX: pip install 'vecenv[jax]'") from error
+        raise ImportError(f"{name} needs JAX: {how_to_install('jax')}") from error
     globals()[name] = value
     return value
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sized
 from typing import Any, Final
 
 import numpy as np
-from gymnasium import Space, spaces
+from gymnasium import Space, logger, spaces
 from gymnasium.error import CustomSpaceError
 from gymnasium.vector.utils import batch_space, iterate
 
@@ -41,6 +41,7 @@ class ActionStage:
         self._num_envs = num_envs
         self._tree = tree
         self._leaves = leaves or []
+        self._warned = False
         leaf = tree.leaf if tree is not None else None  # an action space of one array: the common case
         self._dtype = leaf.dtype if leaf is not None else None
         self._shape = (num_envs, *leaf.shape) if leaf is not None else None
@@ -80,6 +81,12 @@ class ActionStage:
         if space is None:
             space = self._spaces[count] = batch_space(self._single_space, count)
         _check_counts(self._single_space, space, actions, count, "actions")
+        if not self._warned and hasattr(actions, "__array__") and not isinstance(actions, np.ndarray):
+            self._warned = True
+            logger.warn(
+                f"actions are a {type(actions).__module__.partition('.')[0]} {type(actions).__name__}, and so is what each "
+                "environment gets, as in Gymnasium; many take NumPy's values only. Pass numpy.asarray(actions): faster, too"
+            )
         try:
             items = list(iterate(space, actions))
         except CustomSpaceError as error:  # Gymnasium makes one of whatever is raised, a signal handler's exception as well

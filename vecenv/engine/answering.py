@@ -138,7 +138,7 @@ class Answering:
                 state = " It is stopped (SIGSTOP)." if worker.is_stopped() else ""
                 text += f"\nenvs {rows}, {worker.who}, during {command}: no answer yet.{state}"
                 text += f"\n{stack}" if stack else ""
-        return StepTimeout(text + "\nThe answer is still owed: wait again, or close().")
+        return StepTimeout(f"{text}\nThe answer is still owed: call `{_wait_name(command)}` again, or `close()`.")
 
 
 def _wait_name(command: str) -> str:

@@ -25,6 +25,7 @@ from vecenv.engine.lazy import wait_for_use
 from vecenv.engine.spare_engine import SpareEngine
 from vecenv.engine.spares import refuse_different
 from vecenv.engine.starting import PoolOptions
+from vecenv.front.arguments import check_names
 from vecenv.front.gymnasiums import GymnasiumAsync, WrongType
 from vecenv.link.observations import PickledStore, RegisteredStore, SharedStore, Store, has_dynamic_part
 from vecenv.planning.options import (
@@ -148,6 +149,8 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             from vecenv.engine.custom_worker import with_custom_worker
 
             return with_custom_worker(cls, kwargs)  # type: ignore[no-any-return]
+        if cls.__init__ is AsyncVectorEnv.__init__:
+            check_names(kwargs, inspect.signature(cls).parameters, cls.__name__)
         return super().__new__(cls)
 
     def __init__(

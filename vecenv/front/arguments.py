@@ -6,10 +6,11 @@ passes is changed.
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import gymnasium
@@ -24,8 +25,8 @@ from vecenv.front.gymnasiums import MASK_IS_EMPTY, RESET_MASK, WrongType, WrongV
 _FEW = 64
 
 __all__ = [
-    "OnlyMask", "ResetOptions", "check_env_fns", "check_switches", "count_of", "env_ids_of", "least_of", "mode_of",
-    "options_of_rows", "refuse_options", "reset_mask_of", "rows_of", "seeds_of",
+    "OnlyMask", "ResetOptions", "check_env_fns", "check_names", "check_switches", "count_of", "env_ids_of", "least_of",
+    "mode_of", "options_of_rows", "refuse_options", "reset_mask_of", "rows_of", "seeds_of",
 ]  # fmt: skip
 
 ResetOptions: TypeAlias = dict[str, Any] | Sequence[dict[str, Any] | None] | None
@@ -62,6 +63,33 @@ def check_env_fns(env_fns: Any, name: str) -> None:
             raise TypeError(f"{wanted}; env_fns[{index}] is {what}")
     if not len(env_fns):
         raise ValueError(f"{name} needs at least one env_fn, got {env_fns!r}")
+
+
+def check_names(given: Iterable[str], accepted: Iterable[str], whose: str, *, elsewhere: Sequence[str] = ()) -> None:
+    """Refuse options that there are not, and say which are close.
+
+    Args:
+        given: The names that were given.
+        accepted: The names that there are.
+        whose: Who takes them, for the message.
+        elsewhere: Options that belong into ``vector_kwargs``.
+
+    Raises:
+        TypeError: One of them is no option.
+    """
+    accepted = list(accepted)
+    for name in given:
+        if name in accepted:
+            continue
+        close = difflib.get_close_matches(name, accepted, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        other = [name] if name in elsewhere else difflib.get_close_matches(name, elsewhere, n=1, cutoff=0.8)
+        if other:
+            what = "It" if other == [name] else f"{other[0]!r}"
+            hint = f" {what} is an option of the vector environment: vector_kwargs={{{other[0]!r}: ...}}."
+        if name == "vectorization_mode":
+            hint = " What steps the environments is said by backend='process' (async) or backend='serial' (sync)."
+        raise TypeError(f"{whose} has no option {name!r}.{hint} Options: {', '.join(accepted)}")
 
 
 def check_switches(name: str, **switches: Any) -> None:

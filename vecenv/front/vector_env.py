@@ -297,7 +297,7 @@ class DrivenVectorEnv(NotClosedUnasked, NoAttributes, NoSnapshots, VectorEnv[Any
     def _too_late(self, method: str, timeout: float | None) -> NoReturn:
         raise StepTimeout(
             f"The call to `{method}` has timed out after {timeout} second(s).\n"
-            "The answer is still owed: wait again, or close()."
+            f"The answer is still owed: call `{method}` again, or `close()`."
         )
 
     @property

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from vecenv.errors import how_to_install
+
 __all__ = [
     "Bridge",
     "EnvState",
@@ -70,7 +72,7 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name not in ("jax", "jaxlib"):
             raise
-        raise ImportError("vecenv.jax needs JAX: pip install 'vecenv[jax]'") from error
+        raise ImportError(f"vecenv.jax needs JAX: {how_to_install('jax')}") from error
     globals()[name] = getattr(module, name)
     return globals()[name]
 

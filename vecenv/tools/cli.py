@@ -42,7 +42,10 @@ __all__ = ["INTERRUPTED", "USAGE", "WRONG", "main"]
 
 
 class _Parser(argparse.ArgumentParser):
-    """Names close matches for a mistyped option or command."""
+    """Names close matches for a mistyped option or command; options are written out, since a shortened one may be a typo."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
         known = self._known()
@@ -222,7 +225,9 @@ def _top(arguments: argparse.Namespace) -> int:
         top.print_table(programs)
     else:
         who = "" if arguments.pid is None else f" of process {arguments.pid}"
-        print(f"vecenv: nothing to show{who}: {top.HOW_TO_PUBLISH}", file=sys.stderr)
+        others = sorted({row.pid for row in top.Watcher().read()}) if who else []
+        seen = f"; those that publish: {', '.join(map(str, others))}" if others else ""
+        print(f"vecenv: nothing to show{who}: {top.HOW_TO_PUBLISH}{seen}", file=sys.stderr)
     return 0 if programs else WRONG
 
 

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from vecenv.engine.starting import DESCRIPTORS, SPARE_DESCRIPTORS
+from vecenv.errors import how_to_install
 from vecenv.shm.arena import available_memory, memory_limits
 from vecenv.system.abilities import why_no_processes
 from vecenv.system.cores import usable_cores
-from vecenv.tools.usage import install
 
 if sys.platform != "win32":
     import resource
@@ -43,7 +43,7 @@ FLEETS: Final = (64, 256, 1024)
 _TORCH_FIRST: Final = "install torch, in its CPU build where there is no GPU (docs/clients.md)"
 _BACKENDS: Final = {
     # distribution -> what brings it, and what for
-    "envpool": (install("envpool"), "EnvPool's C++ threads"),
+    "envpool": (how_to_install("envpool"), "EnvPool's C++ threads"),
     "jax": ("pip install jax", "engines inside jit, environments on an accelerator"),
     "brax": ("pip install brax", "Brax environments"),
     "playground": ("pip install playground", "MuJoCo Playground environments"),
@@ -142,7 +142,7 @@ def _start_methods() -> Iterator[Finding]:
     yield Finding("start methods", f"{', '.join(sorted(methods))}; default {default}")
     others = sorted(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
     libraries = sorted(name for name in _THREADED if name in sys.modules)
-    value = f"{_thread_count()}; of Python: {', '.join(others) or 'only the main one'}"
+    value = f"{_thread_count()}, of C libraries included; of Python: {', '.join(others) or 'only the main one'}"
     if libraries:
         value += f"; loaded: {', '.join(libraries)}"
     if default == "fork" and (others or libraries):
@@ -150,9 +150,9 @@ def _start_methods() -> Iterator[Finding]:
             "a fork copies the locks that other threads hold, and in a worker they stay locked for ever; "
             'use context="forkserver", or make the vector environment before whatever starts threads'
         )
-        yield Finding("threads here", value, "warn", advice)
+        yield Finding("threads in this process", value, "warn", advice)
     else:
-        yield Finding("threads here", value)
+        yield Finding("threads in this process", value)
 
 
 def _thread_count() -> int:
@@ -327,7 +327,7 @@ def _packages() -> Iterator[Finding]:
     missing = [name for name, version in versions.items() if version is None]
     purpose = "vecenv bench, watch and top"
     if missing:
-        yield Finding("extra bench", f"without {', '.join(missing)}", "none", f"for {purpose}: {install('bench')}")
+        yield Finding("extra bench", f"without {', '.join(missing)}", "none", f"for {purpose}: {how_to_install('bench')}")
     else:
         yield Finding("extra bench", f"{', '.join(f'{name} {version}' for name, version in versions.items())} ({purpose})")
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium.vector import VectorEnv
 
-from vecenv.tools.usage import install
+from vecenv.errors import how_to_install
 
 __all__ = ["VIDEO_SUFFIXES", "Frame", "Policy", "frames", "render_grid", "require_writer", "shrink", "tile", "write_video"]
 
@@ -22,7 +22,7 @@ Frame = npt.NDArray[np.uint8]
 Policy = Callable[[Any], Any]
 """Batch of observations -> batch of actions."""
 
-VIDEO_SUFFIXES: Final = {".gif": ("PIL", install("bench")), ".mp4": ("moviepy", "pip install 'moviepy>=2'")}
+VIDEO_SUFFIXES: Final = {".gif": ("PIL", how_to_install("bench")), ".mp4": ("moviepy", "pip install 'moviepy>=2'")}
 """What videos can be written, the module that writes each, and what installs it."""
 
 

@@ -98,7 +98,7 @@ def _typed() -> Iterator[Callable[[float], bytes]]:
         yield _nothing_typed
         return
     try:
-        tty.setcbreak(terminal)
+        tty.setcbreak(terminal, termios.TCSADRAIN)  # what was typed while this started is kept
         yield lambda seconds: os.read(terminal, 64) if select.select([terminal], [], [], seconds)[0] else b""
     finally:
         termios.tcsetattr(terminal, termios.TCSADRAIN, before)

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from vecenv.errors import how_to_install
+
 if TYPE_CHECKING:
     from vecenv.tools.benchmark import EnvFn
 
 __all__ = [
-    "DIED", "INTERRUPTED", "USAGE", "WRONG", "CliError", "did_you_mean", "hint_of_arguments", "install", "one_line",
+    "DIED", "INTERRUPTED", "USAGE", "WRONG", "CliError", "did_you_mean", "hint_of_arguments", "one_line",
     "require", "resolve",
 ]  # fmt: skip
 
@@ -51,16 +53,11 @@ def hint_of_arguments(error: str) -> str:
     return ""
 
 
-def install(extra: str) -> str:
-    """What brings the libraries of an extra, for messages."""
-    return f"pip install 'vecenv[{extra}]' (in a checkout: pip install -e '.[{extra}]')"
-
-
 def require(command: str, *libraries: str) -> None:
     """Raise if a library is missing that the extra ``bench`` brings."""
     for library in libraries:
         if importlib.util.find_spec(library) is None:
-            raise CliError(f"vecenv {command} needs {library}: {install('bench')}")
+            raise CliError(f"vecenv {command} needs {library}: {how_to_install('bench')}")
 
 
 def one_repr(value: object) -> str:
@@ -90,7 +87,7 @@ def resolve(env_id: str) -> EnvFn:
             raise CliError(f"{env_id!r} is {one_repr(getattr(found, name))}, which cannot be called to build an environment")
     elif name.startswith("ALE/"):
         if importlib.util.find_spec("ale_py") is None:
-            raise CliError(f"{env_id} needs ale-py: {install('bench')}")
+            raise CliError(f"{env_id} needs ale-py: {how_to_install('bench')}")
         importlib.import_module("ale_py")
     newest = newest_version(name)
     if newest is not None:

@@ -8,13 +8,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from vecenv.errors import how_to_install
+
 try:
     for _library in ("jax", "torch"):
         importlib.import_module(_library)
 except ModuleNotFoundError as error:
     if error.name not in ("jax", "jaxlib", "torch"):
         raise
-    raise ImportError(f"vecenv.torch needs JAX and torch; no {error.name}: pip install 'vecenv[jax]' torch") from error
+    raise ImportError(f"vecenv.torch needs JAX and torch; no {error.name}: {how_to_install('jax', 'torch')}") from error
 
 from vecenv.torch.differentiable import DifferentiableEnv, TorchState, differentiable
 
@@ -33,7 +35,7 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name not in ("torchrl", "tensordict"):
             raise
-        needs = f"vecenv.torch.{name} needs {error.name}, not installed here: pip install 'vecenv[clients]'"
+        needs = f"vecenv.torch.{name} needs {error.name}, not installed here: {how_to_install('clients')}"
         raise ImportError(needs) from error
     return TensorDictEnv
 

@@ -42,6 +42,7 @@ class _Slot:
     dtype: Any
     floating: bool
     key: Any  # of a typed random key, how it is made of its numbers
+    shown: torch.dtype
 
 
 class TorchState:
@@ -100,7 +101,7 @@ class DifferentiableEnv:
     def __reduce__(self) -> Any:
         return self._recipe
 
-    @property
+    @functools.cached_property
     def device(self) -> Any:
         """Where JAX's arrays are, as torch says it."""
         return torch.from_dlpack(jnp.zeros(1)).device
@@ -162,11 +163,12 @@ class DifferentiableEnv:
             start = ends[floating]
             ends[floating] += int(np.prod(leaf.shape[1:], dtype=np.int64))
             kinds[floating].append(leaf.dtype)
-            self._slots.append(_Slot(start, ends[floating], leaf.shape, leaf.dtype, floating, key))
+            self._slots.append(_Slot(start, ends[floating], leaf.shape, leaf.dtype, floating, key, torch_dtype(leaf.dtype)))
         self._wide = jnp.result_type(*kinds[True])
         self._whole = jnp.int64 if any(dtype.itemsize == 8 for dtype in kinds[False]) else jnp.int32
         self.widths = ends[True], ends[False]
-        self.dtypes = tuple(torch.from_numpy(np.empty(0, dtype)).dtype for dtype in (self._wide, self._whole))
+        self.dtypes = tuple(torch_dtype(dtype) for dtype in (self._wide, self._whole))
+        self._fields = vars(jax.tree.unflatten(self._structure, self._slots))
 
     def _pack(self, state: EnvState) -> tuple[Any, Any]:
         parts: dict[bool, list[Any]] = {True: [], False: []}
@@ -187,17 +189,16 @@ class DifferentiableEnv:
 
     def _field(self, state: TorchState, name: str) -> Any:
         """One field of ``state``: slices of the packed tensors."""
-        picked = getattr(jax.tree.unflatten(self._structure, self._slots), name)
 
         def tensor(slot: _Slot) -> Tensor:
             if slot.floating:
                 return state.packed[:, slot.start : slot.stop].reshape(slot.shape)
             leaf = state.integers[:, slot.start : slot.stop].reshape(slot.shape)
-            wanted = torch.from_numpy(np.empty(0, slot.dtype)).dtype
             unsigned = np.dtype(slot.dtype).kind == "u" and slot.dtype.itemsize == leaf.dtype.itemsize
-            return leaf.contiguous().view(wanted) if unsigned else leaf.to(wanted)
+            return leaf.contiguous().view(slot.shown) if unsigned else leaf.to(slot.shown)
 
-        return jax.tree.map(tensor, picked)
+        picked = self._fields[name]
+        return tensor(picked) if isinstance(picked, _Slot) else jax.tree.map(tensor, picked)
 
     # -- the compiled passes ---------------------------------------------------------------------------------------
 
@@ -280,6 +281,11 @@ def differentiable(env: Any, num_envs: int = 1, **options: Any) -> Differentiabl
     return DifferentiableEnv(functional, (again, recipe))
 
 
+def torch_dtype(dtype: Any) -> torch.dtype:
+    found: torch.dtype = torch.from_numpy(np.empty(0, dtype)).dtype
+    return found
+
+
 def _borrow(tensor: Tensor) -> Any:
     """A tensor's memory as a JAX array, not copied where XLA can read it."""
     tensor = tensor.detach().contiguous()
@@ -288,4 +294,4 @@ def _borrow(tensor: Tensor) -> Any:
 
 def _owned(tensor: Tensor) -> Any:
     """A copy: the backward pass reads it again, and the caller may have written to the tensor by then."""
-    return jnp.copy(_borrow(tensor))
+    return _borrow(tensor.detach().clone(memory_format=torch.contiguous_format))

@@ -24,7 +24,7 @@ from vecenv.jax.native.catalog import make_env
 from vecenv.jax.native.functional import FunctionalVectorEnv
 from vecenv.jax.native.seeding import entropy_seeds, seed_keys
 from vecenv.jax.native.state import EnvState
-from vecenv.torch.differentiable import DifferentiableEnv, TorchState
+from vecenv.torch.differentiable import DifferentiableEnv, TorchState, torch_dtype
 
 __all__ = ["TensorDictEnv"]
 
@@ -117,7 +117,7 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         self.observation_spec = Composite({**shown, "state": Composite(kept, shape=batch)}, shape=batch).to(device)
         self.state_spec = Composite({"state": Composite(kept, shape=batch).clone()}, shape=batch).to(device)
         self.action_spec = self._spread(self._actions.spec).to(device)
-        self.reward_spec = Unbounded(shape=(*batch, 1), dtype=_torch_dtype(jnp.result_type(float)), device=device)
+        self.reward_spec = Unbounded(shape=(*batch, 1), dtype=torch_dtype(jnp.result_type(float)), device=device)
         flag = Categorical(2, shape=(*batch, 1), dtype=torch.bool, device=device)
         flags = {"done": flag, "terminated": flag.clone(), "truncated": flag.clone()}
         self.done_spec = Composite(flags, shape=batch, device=device)
@@ -258,8 +258,3 @@ def _entries(functional: FunctionalVectorEnv) -> tuple[Any, ...]:
     """The entries of a Dict of observations; nothing for other spaces."""
     space = functional.single_observation_space
     return tuple(space.spaces) if isinstance(space, spaces.Dict) else ()
-
-
-def _torch_dtype(dtype: Any) -> torch.dtype:
-    found: torch.dtype = torch.from_numpy(np.empty(0, dtype)).dtype
-    return found

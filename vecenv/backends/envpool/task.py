@@ -23,6 +23,7 @@ from gymnasium.error import UnregisteredEnv
 
 from vecenv.backends.envpool import trial
 from vecenv.backends.envpool.options import check_env_config
+from vecenv.errors import how_to_install
 
 __all__ = ["NO_LIMIT", "Task", "family_of", "import_envpool", "quietly", "said_by", "task_ids"]
 
@@ -57,7 +58,7 @@ def import_envpool() -> Any:
     except (ImportError, OSError) as error:  # OSError: its asset packages are missing
         version = ".".join(map(str, sys.version_info[:2]))
         raise ImportError(
-            f"the EnvPool backend needs the package 'envpool': pip install 'vecenv[envpool]'. EnvPool has wheels for Linux "
+            f"the EnvPool backend needs the package 'envpool': {how_to_install('envpool')}. EnvPool has wheels for Linux "
             f"(x86_64, aarch64), macOS (arm64) and Windows (amd64): 1.2.5 for Python 3.11 to 3.14, later ones for 3.12 and "
             f"up; this is Python {version} on {sys.platform}. ({type(error).__name__}: {error})"
         ) from error

@@ -25,6 +25,7 @@ from vecenv.backends.ray.store import PartsStore
 from vecenv.engine.engine import Engine, Policy, shares
 from vecenv.engine.interface import EngineVectorEnv
 from vecenv.engine.starting import dump_env_fn
+from vecenv.errors import how_to_install
 from vecenv.front.arguments import check_env_fns
 from vecenv.link.observations import PickledStore
 from vecenv.planning.options import RestartFrom, check_options
@@ -183,7 +184,7 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
 
     def _connect(self) -> Any:
         if "ray" not in sys.modules and importlib.util.find_spec("ray") is None:
-            raise ImportError("RayVectorEnv needs ray, not installed here: pip install 'vecenv[ray]'")
+            raise ImportError(f"RayVectorEnv needs ray, not installed here: {how_to_install('ray')}")
         from vecenv.backends.ray.cluster import Cluster
 
         return Cluster(self._address)

@@ -15,6 +15,8 @@ from typing import Any
 
 import gymnasium as gym
 
+from vecenv.errors import how_to_install
+
 __all__ = ["available_envs", "make_env"]
 
 _MODULES = {"brax": "brax.envs", "playground": "mujoco_playground"}
@@ -64,7 +66,7 @@ def _names(library: str) -> tuple[str, ...]:
     try:
         module = importlib.import_module(_MODULES[library])
     except ImportError as error:
-        raise ImportError(f"{library} is not installed: pip install 'vecenv[brax]' ({error}).") from error
+        raise ImportError(f"{library} is not installed: {how_to_install('brax')}. ({error})") from error
     return tuple(module._envs) if library == "brax" else tuple(module.registry.ALL_ENVS)
 
 
@@ -72,7 +74,7 @@ def _unknown(name: str, library: str | None) -> str:
     known = available_envs(library)
     lower = {each.lower(): each for names in known.values() for each in names}
     close = [lower[match] for match in difflib.get_close_matches(name.lower(), lower, 3, 0.5)]
-    where = " or ".join(known) if known else "any installed library (pip install 'vecenv[brax]')"
+    where = " or ".join(known) if known else f"any installed library; {how_to_install('brax')}"
     hint = f" Did you mean {', '.join(close)}?" if close else ""
     return f"No environment {name!r} in {where}.{hint} vecenv.jax.available_envs() lists them all."
 

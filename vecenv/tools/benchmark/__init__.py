@@ -24,6 +24,7 @@ from vecenv.tools.benchmark.candidates import (
     vecenv_candidate,
 )
 from vecenv.tools.benchmark.compare import (
+    Interrupted,
     Report,
     Row,
     Summary,
@@ -58,6 +59,7 @@ __all__ = [
     "EnvFn",
     "FirstReadyRunner",
     "HostFailed",
+    "Interrupted",
     "Live",
     "Progress",
     "Report",

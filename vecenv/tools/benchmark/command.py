@@ -84,16 +84,21 @@ def _main_job(arguments: argparse.Namespace, env_fn: EnvFn, workers: int) -> int
     candidates = _choose(benchmark.default_candidates(env_fn, arguments.num_envs, workers), arguments.engines)
     _refuse_what_cannot_be(candidates)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    with tables.progress_bar() as progress:
-        report = benchmark.compare(
-            arguments.env_id,
-            env_fn,
-            arguments.num_envs,
-            candidates,
-            seconds=arguments.seconds or 1.0,
-            repeats=arguments.repeats or 7,
-            progress=progress,
-        )
+    try:
+        with tables.progress_bar() as progress:
+            report = benchmark.compare(
+                arguments.env_id,
+                env_fn,
+                arguments.num_envs,
+                candidates,
+                seconds=arguments.seconds or 1.0,
+                repeats=arguments.repeats or 7,
+                progress=progress,
+            )
+    except benchmark.Interrupted as stop:
+        if not arguments.json:
+            tables.print_report(stop.report)
+        raise
     stem = _file_stem(arguments)
     files = [stem.with_name(f"{stem.name}.json"), stem.with_name(f"{stem.name}.png")]
     report.write(files[0])

@@ -51,6 +51,18 @@ def machine() -> dict[str, Any]:
     }
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C in the middle of the rounds.
+
+    Attributes:
+        report: Of the rounds that were complete by then, at least one.
+    """
+
+    def __init__(self, report: Report) -> None:
+        super().__init__()
+        self.report = report
+
+
 @dataclass(frozen=True)
 class Summary:
     """Median and spread of some samples."""
@@ -222,6 +234,7 @@ def compare(
     Raises:
         TrajectoryMismatch: An engine is wrong; nothing was timed.
         HostFailed: The environment does not even work in ``SyncVectorEnv``.
+        Interrupted: A ``KeyboardInterrupt`` after the first round.
     """
     about = machine()
     order = random.Random(SEED)
@@ -237,28 +250,29 @@ def compare(
             if not live.candidate.crowd:
                 live.rate(min(seconds, WARM_UP))
         rates: dict[str, list[float]] = {live.candidate.name: [] for live in lives}
-        for turn in range(repeats):
-            for i, live in enumerate(order.sample(lives, len(lives))):
-                if progress:
-                    progress(f"round {turn + 1} of {repeats}", turn * len(lives) + i, repeats * len(lives))
-                rates[live.candidate.name].append(live.rate(seconds))
-                live.rest()
+        turn = 0
+        try:
+            for turn in range(repeats):
+                for i, live in enumerate(order.sample(lives, len(lives))):
+                    if progress:
+                        progress(f"round {turn + 1} of {repeats}", turn * len(lives) + i, repeats * len(lives))
+                    rates[live.candidate.name].append(live.rate(seconds))
+                    live.rest()
+        except KeyboardInterrupt:
+            if not turn:
+                raise
+            whole = [_row(live, rates[live.candidate.name][:turn]) for live in lives]
+            raise Interrupted(Report(env, num_envs, seconds, turn, verdict, about, whole, unit)) from None
         bound = _lock_step(lives, min(seconds, LOCK_STEP_SECONDS))
         if inspect_live:
             for live in lives:
                 live.rate(min(seconds, WARM_UP))
             inspect_live(lives)
-        rows = [
-            Row(
-                live.candidate.name,
-                live.candidate.label,
-                live.candidate.kind,
-                rates[live.candidate.name],
-                live.failed,
-                live.missing,
-                live.description,
-                live.log.read_text(errors="replace")[-8000:] if live.failed and live.log.exists() else "",
-            )
-            for live in lives
-        ]
+        rows = [_row(live, rates[live.candidate.name]) for live in lives]
     return Report(env, num_envs, seconds, repeats, verdict, about, rows, unit, bound)
+
+
+def _row(live: Live, rates: list[float]) -> Row:
+    who = live.candidate
+    log = live.log.read_text(errors="replace")[-8000:] if live.failed and live.log.exists() else ""
+    return Row(who.name, who.label, who.kind, rates, live.failed, live.missing, live.description, log)

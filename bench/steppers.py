@@ -103,11 +103,15 @@ class AsyncEnvPool(Stepper):
         self.pool.async_reset_send(env_index=list(range(self.num_envs)))
         roots = self.pool.async_reset_recv(min_get=self.num_envs)
         ids = self._ids_of(roots)
-        observations = roots.get("observation").numpy()
+        observations = self._observations(roots)
         found = np.empty_like(observations)
         found[ids] = observations
         self._roots = {index: roots[at] for at, index in enumerate(ids.tolist())}
         return found
+
+    def _observations(self, rows: Any) -> np.ndarray:
+        found: np.ndarray = rows.get("pixels" if "pixels" in rows.keys() else "observation").numpy()  # noqa: SIM118 - no dict
+        return found  # TorchRL calls a Box of three colours pixels
 
     def _ids_of(self, rows: Any) -> np.ndarray:
         return np.array(rows.get(self.pool._env_idx_key).tolist())
@@ -122,7 +126,7 @@ class AsyncEnvPool(Stepper):
         ids = self._ids_of(roots)
         self._roots |= {index: roots[at] for at, index in enumerate(ids.tolist())}
         rewards, terminated, done = (stepped.get(("next", name)).numpy()[:, 0] for name in ("reward", "terminated", "done"))
-        return ids, roots.get("observation").numpy(), rewards, terminated, done
+        return ids, self._observations(roots), rewards, terminated, done
 
     def close(self) -> None:
         self.pool.close()

@@ -5,10 +5,13 @@
 
 A pole is to stay upright on a cart. The loss is how far the pole leans and the cart strays; `TensorDictEnv` carries its
 gradient through Brax's physics to all actions before, so `backward` of a short rollout is the policy's gradient. A rollout
-goes on where the last one ended; there the gradient is cut. On 2 busy cores without a GPU it prints:
+goes on where the last one ended; there the gradient is cut. In a minute on 2 cores without a GPU it prints:
 
     before: 18 of 200 steps upright
-    update 25: loss 0.0040, ...
+    update 25: loss 0.0040, 604 steps/s
+    update 50: loss 0.0077, 973 steps/s
+    update 75: loss 0.0044, 1226 steps/s
+    update 100: loss 0.0026, 1439 steps/s
     after: 103 of 200 steps upright
 """
 

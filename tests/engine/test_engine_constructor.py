@@ -52,6 +52,22 @@ def test_all_further_arguments_are_keyword_only() -> None:
     assert by_position <= {"max_concurrency"}, "Gymnasium has it from 1.4 on"
 
 
+def test_a_misspelt_option_is_refused_with_the_one_that_is_like_it() -> None:
+    with pytest.raises(TypeError, match=r"AsyncVectorEnv has no option 'num_worker'\. Did you mean 'num_workers'\?"):
+        vecenv.AsyncVectorEnv(counters(1), num_worker=1)  # type: ignore[call-arg]
+
+
+def test_a_subclass_may_have_options_of_its_own() -> None:
+    class Named(vecenv.AsyncVectorEnv[Any, Any]):
+        def __init__(self, env_fns: Any, *, label: str, **options: Any) -> None:
+            super().__init__(env_fns, **options)
+            self.label = label
+
+    envs = Named(counters(1), label="mine")
+    assert envs.label == "mine"
+    envs.close()
+
+
 def test_all_of_gymnasiums_arguments_may_be_given_by_position() -> None:
     with opened(counters(2)) as by_name:
         by_name.reset(seed=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import warnings
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,33 @@ def test_a_sample_of_any_action_space_reaches_each_environment_as_it_is(engine: 
             actions = envs.action_space.sample()
             infos = envs.step(actions)[4]
             assert infos["action"].tolist() == [describe(a) for a in iterate(envs.action_space, actions)]
+
+
+class Foreign:
+    """An array of another library: what NumPy can make an array of, and whose rows are of its own kind."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = np.asarray(values)
+
+    def __array__(self, *arguments: Any, **options: Any) -> np.ndarray:
+        return self.values.__array__(*arguments)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __iter__(self) -> Any:
+        return map(Foreign, self.values)
+
+
+def test_an_array_of_another_library_is_warned_of_once() -> None:
+    with opened(counters(2)) as envs:
+        envs.reset(seed=1)
+        with pytest.warns(UserWarning, match=r"actions are a test_engine_step Foreign.*Pass numpy\.asarray\(actions\)"):
+            envs.step(Foreign([0, 1]))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            envs.step(Foreign([0, 1]))
+            envs.step([0, 1])
 
 
 BOX = spaces.Box(-1, 1, (2,), np.float32)

@@ -14,9 +14,10 @@ import gymnasium
 import pytest
 from gymnasium.vector import SyncVectorEnv
 
+from vecenv.errors import how_to_install
 from vecenv.tools import benchmark, cli, usage
 
-BENCH = usage.install("bench")
+BENCH = how_to_install("bench")
 TINY = ["--num-envs", "2", "--seconds", "0.05", "--repeats", "2"]
 
 
@@ -183,6 +184,7 @@ def test_wrong_names_say_which_names_there_are(
         (["bench", "--num-envs", "0"], "wants a positive integer, got '0'"),
         (["bench", "--seconds", "inf"], "wants a positive number, got 'inf'"),
         (["bench", "--num_envs=3"], "did you mean --num-envs"),
+        (["bench", "--num-env", "3"], "did you mean --num-envs"),
         (["benhc"], "did you mean bench?"),
         (["wacth", "CartPole-v1"], "did you mean watch?"),
         (["top", "--interval", "0"], "wants a positive number, got '0'"),

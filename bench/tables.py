@@ -1,7 +1,7 @@
 """The tables of ``README.md``, ``bench/README.md`` and ``docs/benchmarks.md``: from what was measured, and nothing else.
 
 ``python -m bench table`` takes whatever JSON it finds in the folder of results: the goals, the main job, ``compare``,
-``sweep``, ``waits`` and ``episodes``. A table of which nothing was measured anew stays as it stands.
+``sweep``, ``waits``, ``episodes`` and ``train``. A table of which nothing was measured anew stays as it stands.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def write_tables(out: Path) -> None:
     swept = _read(out / f"{SWEEP}.json")
     if swept:
         text = _between(text, "sweep", sweep_table(swept, _read(out / f"{SWEEP}-memory.json") or {}))
-    for name in ("compare", "waits", "episodes"):
+    for name in ("compare", "waits", "episodes", "train"):
         if reports := _read(out / f"{name}.json"):
             text = _between(text, name, compare_table(reports))
     page.write_text(text)
@@ -169,6 +169,9 @@ def write_tables(out: Path) -> None:
     if main.exists():
         _write(ROOT / "docs" / "benchmarks.md", "measured", main_table(main))
         shutil.copyfile(main.with_suffix(".png"), ROOT / "docs" / "cartpole_64.png")
+    shares = out / "train-ant-shares.png"
+    if shares.exists():
+        shutil.copyfile(shares, ROOT / "docs" / "train_ant_shares.png")
 
 
 def _read(path: Path) -> Any:

@@ -35,7 +35,7 @@ def test_forty_workers_fit_with_their_summary_and_can_be_scrolled(width: int) ->
     shown = lines([program(40)], view, width)
     assert len(shown) == 24
     assert shown[0].startswith("a long training: 160 environments, pid 4711")
-    assert "41,234 steps/s, waits 35%; 12 resets, 7 restarts, 9 errors" in shown[1]
+    assert "41,234 steps/s, waits for envs 35%; 12 resets, 7 restarts, 9 errors" in shown[1]
     assert shown[3].split()[:4] == ["0", "10000", "stepping", "0-3"]
     assert "workers 1-20 of 40 by worker" in shown[-1]
     view.press(b"\x1b[6~\x1b[B")

@@ -212,7 +212,7 @@ def summary(program: ProgramRow) -> tuple[str, str]:
     late = f", no answer for {program.since_answer:.1f} s" if program.since_answer > _LATE else ""
     return (
         f"{_plain(program.name)}: {program.num_envs} environments, pid {program.pid}",
-        f"{program.steps_per_second:,.0f} steps/s, waits {program.waiting:.0%}{late}; {program.resets:,} resets, "
+        f"{program.steps_per_second:,.0f} steps/s, waits for envs {program.waiting:.0%}{late}; {program.resets:,} resets, "
         f"{program.restarts:,} restarts, {program.errors:,} errors",
     )
 

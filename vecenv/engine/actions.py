@@ -121,7 +121,7 @@ def _check_counts(single: Space[Any], space: Space[Any], actions: Any, count: in
     elif isinstance(actions, np.ndarray) and actions.ndim == 0:
         raise TypeError(f"{name}: got a scalar, wanted {count} actions; nothing was sent")
     elif isinstance(actions, Sized) and isinstance(actions, Iterable) and len(actions) != count:
-        raise ValueError(f"{name}: got {len(actions)}, wanted {count}, one an environment; nothing was sent")
+        raise ValueError(f"{name}: got {len(actions)}, wanted {count}, one per environment; nothing was sent")
 
 
 _MISSING: Final = object()

@@ -187,7 +187,7 @@ def check_options(
         _refuse_without_processes(wants)
     checks = [
         ("num_workers", num_workers, num_workers is None or num_workers == "auto" or _whole(num_workers, 0),
-         "None (one process an environment), 'auto', or an int from 0 on"),
+         "None (one process per environment), 'auto', or an int from 0 on"),
         ("batch_size", batch_size, batch_size is None or batch_size == "auto" or
          (_whole(batch_size, 1) and batch_size <= num_envs), f"None, 'auto' or an int within 1..{num_envs}"),
         ("on_failure", on_failure, on_failure in ("raise", "restart"), "'raise' or 'restart'"),

@@ -66,7 +66,8 @@ class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # ty
         Args:
             seed: An int gives environment i ``seed + i``; a sequence gives each its own; ``None`` none.
             options: Handed to every environment, except ``"reset_mask"``, a bool array ``(num_envs,)``: only those
-                environments are reset, the others keep their last observation. Environments that failed are built anew. A
+                environments are reset, the others keep their last observation. Environments that failed are built anew; one
+                that the mask leaves out has an observation of zeros meanwhile, as it may have been written in part. A
                 sequence of ``num_envs`` dicts (or ``None``) gives each its own.
             env_id: Only these environments, which must not be in flight, while others may be; :meth:`recv` fetches the
                 answers. A sequence of seeds, or of options, has one for each of them, in their order.

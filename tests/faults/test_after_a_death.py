@@ -1,4 +1,4 @@
-"""What is handed out after a failure: nothing that a dead worker wrote as a new one's, and the latest observation as the last."""
+"""What is handed out after a failure is of what there is now, or was handed out last: nothing that a dead worker wrote."""
 
 from __future__ import annotations
 

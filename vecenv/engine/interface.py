@@ -18,7 +18,6 @@ from gymnasium.error import AlreadyPendingCallError
 
 from vecenv.engine import published
 from vecenv.engine.attributes import Attributes
-from vecenv.engine.engine import Engine
 from vecenv.engine.guard import one_call
 from vecenv.engine.keeping import Keeping
 from vecenv.engine.owed import Flight, Result
@@ -35,14 +34,8 @@ R = TypeVar("R")
 class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # type: ignore[misc]  # as Gymnasium's, and guarded
     """What callers see of an engine, whatever its workers are: processes, the calling process, hosts on other machines."""
 
-    def _adopt(self, engine: Engine, batch_size: int | None) -> None:
-        kind, own = type(self), EngineVectorEnv
-        self._own_step = kind.step_async is own.step_async and kind.step_wait is own.step_wait
-        super()._adopt(engine, batch_size)
-
     # -- reset ------------------------------------------------------------------------------------------------------
 
-    @one_call
     def reset(
         self,
         *,
@@ -112,14 +105,19 @@ class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # ty
 
     # -- step -------------------------------------------------------------------------------------------------------
 
-    @one_call
     def step(
         self, actions: ActType
     ) -> tuple[ObsType, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]:
         """Step all environments; see :meth:`step_async` and :meth:`step_wait`."""
-        if not self._own_step:  # a subclass has a part of its own in it
+        if self._in_halves:  # a subclass has a part of its own in it
             self.step_async(actions)
             return self.step_wait()
+        return self._step(actions)
+
+    @one_call
+    def _step(
+        self, actions: ActType
+    ) -> tuple[ObsType, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]:
         return self._step_answer(self._told(self._engine.finish(self._ask_step(actions), None)))
 
     @one_call
@@ -157,6 +155,8 @@ class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # ty
             Exception: What an environment raised, after all the others have been stepped.
         """
         return self._step_answer(self._finish("step_wait", Phase.WAITING_STEP, timeout))
+
+    _halves = step_async, step_wait
 
     def _step_answer(
         self, result: Result

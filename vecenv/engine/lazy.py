@@ -97,7 +97,7 @@ _DESCRIBED: Final = (
     "num_workers", "plan",
 )  # fmt: skip
 _STARTED: Final = (
-    "batch_size", "_card", "_engine", "_figures", "_owed", "_own_step", "_owner", "_pool", "_refuses", "_stage",
+    "batch_size", "_card", "_engine", "_figures", "_owed", "_owner", "_pool", "_refuses", "_stage",
 )  # fmt: skip
 
 

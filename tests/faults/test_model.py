@@ -139,6 +139,8 @@ class Model:
         self.flying: dict[int, tuple[Any, ...]] = {}
         self.armed: list[Interruption] = []
         self.recover()
+        if self.setting.local:  # an interruption that falls into an environment of the proof counts as what that said
+            self.envs.save()
 
     def close(self, **options: Any) -> None:
         envs, self.envs = self.envs, None

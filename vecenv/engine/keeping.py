@@ -61,7 +61,7 @@ class Keeping(Attributes):
         rows = rows_of(env_id, self.num_envs)
         self._require_nothing_owed("call_async", "save")
         self._ask_save(rows, verify, tuple)
-        return self.call_wait()
+        return self._call_answer(None)  # type: ignore[no-any-return]
 
     @one_call
     def load(self, snapshots: Any, env_id: Any = None) -> Any:
@@ -86,7 +86,7 @@ class Keeping(Attributes):
         rows = rows_of(env_id, self.num_envs)
         self._require_nothing_owed("call_async", "load")
         self._ask_load(rows, _each_of(snapshots, rows), _nothing)
-        return self.call_wait()
+        return self._call_answer(None)
 
     @one_call
     def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class Keeping(Attributes):
         generators of the vector environment's own spaces. Errors as of :meth:`save`."""
         self._require_nothing_owed("call_async", "state_dict")
         self._ask_save(list(range(self.num_envs)), verify, self._dict_of)
-        return self.call_wait()  # type: ignore[return-value]
+        return self._call_answer(None)  # type: ignore[no-any-return]
 
     @one_call
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
@@ -109,7 +109,7 @@ class Keeping(Attributes):
         rows = list(range(self.num_envs))
         self._require_nothing_owed("call_async", "load_state_dict")
         self._ask_load(rows, _each_of(state["snapshots"], rows), partial(self._take_dict, state))
-        return self.call_wait()
+        return self._call_answer(None)
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
@@ -131,7 +131,7 @@ class Keeping(Attributes):
             return self._given(rows, snapshots, dress)
         then = partial(self._said_proved, frozenset(new), partial(self._given, rows, snapshots, dress))
         self._engine.ask_call(Op.PROVE, _own_rows(sorted(new.values())), "save", sequel=then, alone=True)
-        return self.call_wait(timeout)
+        return self._call_answer(timeout)
 
     def _said_proved(self, kinds: frozenset[Kind], answer: Callable[[], Any], result: Result, timeout: float | None) -> Any:
         self._proved |= kinds
@@ -171,7 +171,7 @@ class Keeping(Attributes):
         """All of them fit: have them put in place."""
         then = partial(self._in_place, of_row, extras)
         self._engine.ask_call(Op.LOAD, _own_rows(list(of_row)), "load", sequel=then, alone=True)
-        return self.call_wait(timeout)
+        return self._call_answer(timeout)
 
     def _in_place(
         self, of_row: dict[int, Snapshot], extras: Callable[[], None], result: Result, timeout: float | None

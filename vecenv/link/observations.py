@@ -95,6 +95,11 @@ class SharedStore:
         for leaf, value in zip(self._leaves, flat, strict=True):
             leaf[row] = value
 
+    def blank(self, row: int) -> None:
+        """Set one row to zeros, as before the first reset."""
+        for leaf in self._leaves:
+            leaf[row] = 0
+
 
 class PickledStore:
     """Observations that travel in the replies."""

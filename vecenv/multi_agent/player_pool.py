@@ -8,7 +8,6 @@ it cannot be seeded again, so a reset with a seed builds a new one.
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 import numpy as np
@@ -53,7 +52,6 @@ class PlayerPool(OverPools[PlayerDriver]):
     """
 
     autoreset_mode = AutoresetMode.NEXT_STEP
-    num_workers = 0
 
     def __init__(
         self, task_id: str, num_envs: int, *, batch_size: int | None = None, num_threads: int | None = None, **config: Any
@@ -62,7 +60,6 @@ class PlayerPool(OverPools[PlayerDriver]):
         self.num_envs, batch_size = check_options(
             num_envs, batch_size, num_threads, None, "safe", None, self.autoreset_mode
         )
-        self.errors: deque[Any] = deque()
         task = Task.of(
             task_id, num_envs=self.num_envs, batch_size=batch_size, num_threads=num_threads or 0,
             thread_affinity_offset=-1, max_episode_steps=config.pop("max_episode_steps", None), exact_time_limit=False,

@@ -203,8 +203,8 @@ def check_options(num_envs: int, batch_size: Any, **options: Any) -> None:
                     f"`{name}` needs worker processes, which {reason}: it cannot be combined with `use_caller=True` "
                     "or `num_workers=0`"
                 )
-    most = f"None, 'auto' or an int within 1..{num_envs}"
-    _require("batch_size", batch_size, _one_of(None, "auto")(batch_size) or (_whole(batch_size, 1) and batch_size <= num_envs), most)
+    fits = _one_of(None, "auto")(batch_size) or (_whole(batch_size, 1) and batch_size <= num_envs)
+    _require("batch_size", batch_size, fits, f"None, 'auto' or an int within 1..{num_envs}")
     for name, (check, accepted) in _CHECKS.items():
         if name in options:
             _require(name, options[name], check(options[name]), accepted)

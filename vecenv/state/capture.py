@@ -26,7 +26,7 @@ import gymnasium
 import numpy as np
 
 from vecenv.errors import NotRestorable, SnapshotMismatch, VecEnvError
-from vecenv.state import codecs
+from vecenv.state import atari, codecs
 from vecenv.state.registry import CACHES, STAYS, Codec, Refused, how_of, made
 
 __all__ = ["captured", "layers_of", "opened"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import random
-import sys
 import time
 from typing import Any
 
@@ -168,31 +167,6 @@ def _load_physics(data: Any, state: Any) -> None:
 
 put("mujoco._structs.MjData", Codec(_save_physics, _load_physics, _open_physics))
 put("mujoco._structs.MjModel", STAYS)
-
-_ALE_SETTINGS = (
-    ("getFloat", "repeat_action_probability"), ("getInt", "frame_skip"), ("getBool", "color_averaging"),
-    ("getInt", "max_num_frames_per_episode"),
-)  # fmt: skip
-
-
-def _ale_settings(ale: Any) -> Any:
-    return [getattr(ale, how)(name) for how, name in _ALE_SETTINGS], ale.getAvailableModes(), ale.getMinimalActionSet()
-
-
-def _save_ale(ale: Any) -> Any:
-    return sys.modules["ale_py"].__version__, _ale_settings(ale), ale.cloneState(include_rng=True)
-
-
-def _open_ale(ale: Any, state: Any) -> Any:
-    version, settings, emulator = state
-    if version != (here := sys.modules["ale_py"].__version__):
-        raise SnapshotMismatch(f"it was played by ALE {version}, and this is {here}")
-    if settings != (here := _ale_settings(ale)):
-        raise SnapshotMismatch(f"its emulator has other settings: {here[0]}, the snapshot {settings[0]}, or another game")
-    return emulator
-
-
-put("ale_py._ale_py.ALEInterface", Codec(_save_ale, lambda ale, state: ale.restoreState(state), _open_ale))
 
 # -- what stays ----------------------------------------------------------------------------------------------------
 

@@ -34,9 +34,8 @@ def _load_generator(generator: np.random.Generator, state: Any) -> None:
     bits: Any = generator.bit_generator
     numbers, seeds = state
     if seeds is not None and bits.seed_seq.state != seeds:
-        bits.__setstate__((numbers, np.random.SeedSequence(**seeds)))  # it spawns what the other would
-    else:
-        bits.state = numbers
+        bits.__init__(np.random.SeedSequence(**seeds))  # it spawns what the other would
+    bits.state = numbers
 
 
 def _make_generator(state: Any) -> np.random.Generator:
@@ -109,7 +108,22 @@ def _load_space(space: Any, state: Any) -> None:
             _load_space(one, its)
 
 
-put("gymnasium.spaces.space.Space", Codec(save_space, _load_space))
+def _open_space(space: Any, state: Any) -> Any:
+    """Refuse what is no state of the generators of such a space."""
+    if state is None:
+        return None
+    own, inside = state
+    if own is not None:
+        _open_generator(np.random.Generator(np.random.PCG64(0)) if space._np_random is None else space._np_random, own)
+        _make_generator(own)
+    if inside is not None:
+        inner = space.spaces
+        for one, its in zip(inner.values() if hasattr(inner, "values") else inner, inside, strict=True):
+            _open_space(one, its)
+    return state
+
+
+put("gymnasium.spaces.space.Space", Codec(save_space, _load_space, _open_space))
 
 # -- simulators and emulators --------------------------------------------------------------------------------------
 

@@ -120,7 +120,8 @@ def _drawing(state: Any, word: bytes) -> Any:
     room = len(found[0]) - sum(map(len, words)) - len(words) + 1 if found else -1
     if found is None or room < 0:
         raise NotRestorable("the state that this version of ALE gives has no generator that vecenv knows how to read")
-    other = type(state).__new__(type(state))
+    kind: Any = type(state)
+    other = kind.__new__(kind)
     text = b" ".join(words[:-1]) + b" " * (room + 1) + words[-1]
     other.__setstate__(whole[: found.start()] + text + whole[found.end() :])
     return other

@@ -145,7 +145,10 @@ class Snapshot:
             raise SnapshotMismatch(f"its format is {self.format}, and this version of vecenv reads {FORMAT}")
         if not isinstance(self.rest, bytes) or zlib.crc32(self.rest) != self.checksums[1]:
             raise SnapshotMismatch(_DAMAGED)
-        return _read(self.rest, Row)
+        found = _read(self.rest, Row)
+        if not isinstance(found.kind, Kind):
+            raise SnapshotMismatch(f"it does not say of which environment it is, but {found.kind!r}")
+        return found
 
     @property
     def observation(self) -> Any:

@@ -139,7 +139,7 @@ class Recovery:
     def keep(self, rows: Sequence[int], snapshots: Sequence[Snapshot]) -> None:
         """These rows were saved, or loaded: restarts go on from there, if they are to. It may be done again."""
         if self._policy.from_snapshot:
-            self.snapshots.update((row, one) for row, one in zip(rows, snapshots, strict=True) if one.used)
+            self.snapshots.update((row, one) for row, one in zip(rows, snapshots, strict=True) if one.row.used)
 
     def forget(self, rows: Sequence[int]) -> None:
         """These rows were reset by their user: what they were before is over."""

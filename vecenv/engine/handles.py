@@ -26,7 +26,7 @@ from vecenv.link.outcomes import NOTHING_SAID, Outcome
 from vecenv.link.packing import summary, unpack
 from vecenv.link.protocol import Reply, encode
 from vecenv.system.holdings import Holdings
-from vecenv.system.supervision import STACK_SIGNAL, BlackBox, DeathWatch, catches, close_process, describe_exit, end_group
+from vecenv.system.supervision import STACK_SIGNALS, BlackBox, DeathWatch, catches, close_process, describe_exit, end_group
 from vecenv.worker.keeping import KeptRows
 from vecenv.worker.main import answer
 from vecenv.worker.stacks import innermost, reaches_down
@@ -37,6 +37,7 @@ _PLAIN: Final = int(Reply.PLAIN)
 _LAST_MOMENTS: Final = 0.5  # between the end of a worker's pipe and the end of its process
 _FIRST_WORD: Final = 0.05  # until a late worker begins to write its stack, if it can
 _LAST_WORD: Final = 0.3  # until it has written it, if it has begun, or waits for a core to begin
+_OWN_TIME: Final = 0.02  # on a core, within which a worker begins to write, if it can
 _REAP: Final = 0.5  # for the exit code of a process that has ended
 
 
@@ -277,19 +278,31 @@ class ProcessWorker:
         return None
 
     def stack(self) -> str:
-        """The Python stack of a worker that is late, from its black box; empty if it cannot be had."""
-        if STACK_SIGNAL is None or not catches(self.pid, STACK_SIGNAL):
-            return ""
-        self.black_box.clear()
-        self.signal(STACK_SIGNAL)
-        stack, patience, asked = "", _FIRST_WORD, time.monotonic()
-        while time.monotonic() < asked + patience and not reaches_down(stack):
-            time.sleep(0.002)
-            stack = self.black_box.read()
-            if stack or self._state() == "R":  # on a busy machine it may have to wait, also in the middle of a line
-                patience = _LAST_WORD
+        """The Python stack of a worker that is late, from its black box; empty if it cannot be had. Does it no harm."""
+        stack = ""
+        for number in STACK_SIGNALS:
+            if not stack and not self.is_stopped() and catches(self.pid, number):
+                stack = self._stack_on(number)
         self.black_box.clear()
         return innermost(stack)
+
+    def _stack_on(self, number: int) -> str:
+        """What the worker writes when it gets this signal. Empty: its main thread is in C code, or had no core to run on."""
+        self.black_box.expect()
+        stack, asked, ran = "", time.monotonic(), self._seconds_run()
+        self.signal(number)
+        while (waited := time.monotonic() - asked) < _LAST_WORD and not reaches_down(stack):
+            time.sleep(0.002)
+            stack = self.black_box.read()
+            if not stack and waited > _FIRST_WORD and (self._state() != "R" or self._seconds_run() - ran > _OWN_TIME):
+                break
+        return stack
+
+    def _seconds_run(self) -> float:
+        """For how long its main thread has had a core; 0 where the kernel does not tell."""
+        with contextlib.suppress(OSError, IndexError, ValueError, NameError), open(f"/proc/{self.pid}/schedstat") as file:
+            return int(file.read().split()[0]) * 1e-9
+        return 0.0
 
     @property
     def gone(self) -> bool:

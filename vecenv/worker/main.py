@@ -257,7 +257,7 @@ def main(start: Start) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     start.lifeline.arm()
-    start.black_box.arm()
+    start.black_box.arm(threads=start.plan.env_threads > 1)
     adopt(start.token)
     gc.freeze()  # what came with the fork stays shared with the caller instead of being copied by the collector
     _limit_threads(start.plan.threads)

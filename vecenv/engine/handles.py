@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import select
 import signal
 import time
 from copy import deepcopy
 from typing import Any, Final, Literal
 
-import cloudpickle
-
 from vecenv.engine.episodes import Wish
 from vecenv.engine.owed import COMMANDS, ONLY_COLUMNS, PLAIN, Answer, Death, Flight, Owed, Part
 from vecenv.errors import EnvError
 from vecenv.link.channel import CallerEnd, ChannelClosed
 from vecenv.link.outcomes import NOTHING_SAID, Outcome
-from vecenv.link.packing import summary, unpack
+from vecenv.link.packing import dumps, dumps_by_value, summary, unpack
 from vecenv.link.protocol import Reply, encode
 from vecenv.system.holdings import Holdings
 from vecenv.system.supervision import STACK_SIGNALS, BlackBox, DeathWatch, catches, close_process, describe_exit, end_group
@@ -53,10 +50,8 @@ def staged(part: Part, seq: int) -> Part:
         return part
     payload = None
     if part.payload is not None:
-        try:
-            payload = pickle.dumps(part.payload, pickle.HIGHEST_PROTOCOL)
-        except (pickle.PicklingError, TypeError, AttributeError):  # and no time limit's exception
-            payload = cloudpickle.dumps(part.payload)
+        forked = isinstance(part.worker, ProcessWorker) and part.worker.forked
+        payload = dumps(part.payload, by_value=True) if forked else dumps_by_value(part.payload)
     part.data = encode(part.op, seq, payload)
     part.payload = None
     return part
@@ -166,6 +161,7 @@ class ProcessWorker:
         self.exitcode: int | None = None
         self.overdue = False  # an answer did not come in time; close() is less patient then
         self.with_caller = with_caller
+        self.forked = process._popen.method == "fork"  # it has the caller's own classes
         self.token = token  # by which what its environments started is known
         self.starting = True
         self.paid = False  # its death is in the budget of restarts

@@ -24,7 +24,7 @@ from gymnasium import Space
 from gymnasium.spaces import Discrete
 
 from vecenv.errors import StartupTimeout, WorkerDied
-from vecenv.link.packing import PackedError, pack, unpack
+from vecenv.link.packing import PackedError, dumps, pack, unpack
 from vecenv.system.abilities import why_no_processes
 from vecenv.system.cores import seconds_waited
 from vecenv.system.supervision import describe_exit
@@ -362,7 +362,7 @@ def _scout_main(connection: Connection[Any, Any], env_fns: Any, everyone: bool, 
 
 def _sealed(described: Described) -> bytes | PackedError:
     try:
-        return pickle.dumps(described)
+        return dumps(described)
     except Exception as error:
         error.add_note("the metadata and spaces of an environment could not be sent by the process that built it")
         return pack(error)

@@ -34,6 +34,7 @@ if sys.platform != "win32":
 
 __all__ = [
     "STACK_SIGNALS", "BlackBox", "DeathWatch", "Lifeline", "catches", "close_process", "describe_exit", "end_group",
+    "flush_output",
 ]  # fmt: skip
 
 _LINUX: Final = sys.platform.startswith("linux")
@@ -352,6 +353,13 @@ def _is_gone(pid: int) -> bool:
     except OSError:  # no such process, or one of somebody else's by now
         return True
     return False
+
+
+def flush_output() -> None:
+    """Write out what is left of standard output and error, as far as there are any and somebody reads them."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            stream.flush()
 
 
 def describe_exit(exitcode: int | None) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from typing import Any, Final
 
 from vecenv.system.descendants import Descendants, adopt, end_marked, end_own, new_token, snapshot
 from vecenv.system.holdings import Descriptor, Holdings
-from vecenv.system.supervision import Lifeline, close_process
+from vecenv.system.supervision import Lifeline, close_process, flush_output
 from vecenv.system.uninterrupted import Uninterrupted, blocked, let_in
 from vecenv.system.variables import Variables, named, set_variables
 from vecenv.system.watching import Patrol
@@ -250,7 +249,5 @@ def _main(
         pipe.close()
         end_own(token)
         if abrupt:
-            with contextlib.suppress(Exception):
-                sys.stdout.flush()
-                sys.stderr.flush()
+            flush_output()
             os._exit(0)

@@ -36,7 +36,7 @@ from vecenv.link.sealing import dump
 from vecenv.shm import Arena, Batch, Layout, fixed_tree
 from vecenv.system.cores import Patience, Placement
 from vecenv.system.descendants import adopt, end_own
-from vecenv.system.supervision import BlackBox, Lifeline
+from vecenv.system.supervision import BlackBox, Lifeline, flush_output
 from vecenv.system.uninterrupted import let_in
 from vecenv.system.variables import Variables, set_variables
 from vecenv.worker.ahead import AheadRows
@@ -289,8 +289,7 @@ def main(start: Start) -> None:
             rows.close()
     except BaseException:
         traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     if abandoned:  # nobody is left to see to the helpers that environments started
         end_own(start.token)
     if left_behind():  # an ordinary exit would wait for them

@@ -42,6 +42,7 @@ from vecenv.planning.options import (
 from vecenv.planning.scout import Trial
 from vecenv.shm import Batch, Layout, fixed_tree
 from vecenv.system.cores import usable_cores
+from vecenv.system.main_module import is_about_main
 from vecenv.system.variables import WorkerEnv, too_late, variables_of
 from vecenv.worker.envs import Expected
 from vecenv.worker.main import Plan
@@ -210,8 +211,13 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         if lazy:
             wait_for_use(self, to_look, to_open)
         else:
-            self._look(*to_look)
-            self._open(*to_open)
+            try:
+                self._look(*to_look)
+                self._open(*to_open)
+            except RuntimeError as error:
+                if is_about_main(error):
+                    raise error.with_traceback(None) from None
+                raise
 
     def _take_spares(
         self, spare_workers: int, num_workers: NumWorkers, use_caller: bool, batch_size: BatchSize, env_threads: int,

@@ -27,6 +27,7 @@ from vecenv.errors import StartupTimeout, WorkerDied
 from vecenv.link.packing import PackedError, dumps, pack, unpack
 from vecenv.system.abilities import why_no_processes
 from vecenv.system.cores import seconds_waited
+from vecenv.system.main_module import NO_GUARD, missing_guard
 from vecenv.system.supervision import describe_exit
 from vecenv.system.variables import Variables
 from vecenv.system.ward import Ward
@@ -320,7 +321,7 @@ def _hear(ward: Ward, pipe: Connection[Any, Any], blob: bytes, deadline: float, 
         raise StartupTimeout(f"an environment could not be built and looked at within {timeout} seconds")
     code = ward.exit_code() if ward.wait_for_end(_CLOSE_SECONDS) else None
     how = "closed its pipe" if code is None else describe_exit(code)
-    text = f"the environment that was built to look at it {how}"
+    text = missing_guard(ward.method) if code == NO_GUARD else f"the environment that was built to look at it {how}"
     raise WorkerDied(text, pid=ward.pid, exitcode=code, command="plan")
 
 

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from vecenv.system.descendants import Descendants, adopt, end_marked, end_own, new_token, snapshot
 from vecenv.system.holdings import Descriptor, Holdings
+from vecenv.system.main_module import start_process
 from vecenv.system.supervision import Lifeline, close_process, flush_output
 from vecenv.system.uninterrupted import Uninterrupted, blocked, let_in
 from vecenv.system.variables import Variables, named, set_variables
@@ -90,8 +91,8 @@ class Ward:
             try:
                 args = (self._lifeline, self._token, self._variables, self._abrupt, self._target, theirs, self._args)
                 self.process = self._context.Process(target=_main, args=args, daemon=self._daemon, name=self._name)
-                with _ctrl_c_blocked(self._context.get_start_method()):
-                    self.process.start()
+                with _ctrl_c_blocked(self.method):
+                    start_process(self.process, self.method)
                 try:
                     self._pidfd = self._holdings.open(os.pidfd_open, self.process.pid)
                 except (OSError, AttributeError):
@@ -101,6 +102,11 @@ class Ward:
             finally:
                 theirs.close()
         return ours
+
+    @property
+    def method(self) -> str:
+        """How it is started."""
+        return str(self._context.get_start_method())
 
     @property
     def pid(self) -> int | None:

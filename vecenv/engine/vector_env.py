@@ -211,13 +211,16 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         if lazy:
             wait_for_use(self, to_look, to_open)
         else:
-            try:
-                self._look(*to_look)
-                self._open(*to_open)
-            except RuntimeError as error:
-                if is_about_main(error):
-                    raise error.with_traceback(None) from None
-                raise
+            self._start(to_look, to_open)
+
+    def _start(self, to_look: tuple[Any, ...], to_open: tuple[Any, ...]) -> None:
+        try:
+            self._look(*to_look)
+            self._open(*to_open)
+        except RuntimeError as error:
+            if is_about_main(error):
+                raise error.with_traceback(None) from None
+            raise
 
     def _take_spares(
         self, spare_workers: int, num_workers: NumWorkers, use_caller: bool, batch_size: BatchSize, env_threads: int,

@@ -9,7 +9,6 @@ import re
 import resource
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -192,26 +191,55 @@ def test_nested_in_daemons(launch: Launch, inner: str) -> None:
         envs.step(np.ones((2, 2), dtype=np.int64))
 
 
+UNGUARDED = {
+    "engine": "vecenv.AsyncVectorEnv([make] * 2, context=method)",
+    "engine, nothing built here": "vecenv.AsyncVectorEnv([make] * 2, context=method, dummy_env=False)",
+    "auto": "vecenv.AsyncVectorEnv([make] * 2, context=method, num_workers='auto')",
+    "make_vec": "vecenv.make_vec('CartPole-v1', 2, vector_kwargs={'context': method})",
+    "make_vec, default": "multiprocessing.set_start_method(method, force=True); vecenv.make_vec('CartPole-v1', 2)",
+    "plan": "vecenv.plan(make, 2, context=method)",
+    "evaluate": "vecenv.evaluate(vecenv.AsyncVectorEnv([make] * 2, context=method), len, 1)",
+}
+
+
+def unguarded(method: str, call: str) -> str:
+    imports = "import multiprocessing, gymnasium, vecenv"
+    return f"{imports}\nmethod = {method!r}\nmake = lambda: gymnasium.make('CartPole-v1')\n{call}\n"
+
+
+def ends(program: str | None, directory: Path, **how: Any) -> str:
+    """What a program that fails prints."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, *([program] if program else [])]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=directory, timeout=250, check=False, **how
+    )
+    assert done.returncode == 1
+    return done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("call", UNGUARDED)
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "fork"], indirect=True)
+def test_a_program_without_a_main_guard_is_told_so(method: str, call: str, tmp_path: Path) -> None:
+    """Starting workers imports the main program again; without the guard that would start workers without end."""
+    (tmp_path / "unguarded.py").write_text(unguarded(method, UNGUARDED[call]))
+    printed = ends("unguarded.py", tmp_path)
+    assert printed.startswith("Traceback"), printed
+    assert printed.count("Traceback") == 1, printed
+    assert len(printed.splitlines()) <= 20, printed
+    error = printed[printed.index("vecenv.errors.") :].splitlines()
+    assert len(error) <= 8, printed
+    assert error[0].startswith("vecenv.errors.WorkerDied: the main guard is missing in ")
+    assert "unguarded.py" in error[0]
+    assert [line.strip() for line in error[-2:]] == ['if __name__ == "__main__":', "main()"]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "fork"], indirect=True)
-def test_a_program_without_a_main_guard_gets_one_sentence(method: str, tmp_path: Path) -> None:
-    """Starting workers imports the main program again; without the guard that would start workers without end."""
-    program = tmp_path / "unguarded.py"
-    program.write_text(
-        textwrap.dedent(f"""
-        import gymnasium, vecenv
-        envs = vecenv.AsyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2, context={method!r}, start_timeout=10)
-        envs.reset(seed=1)
-        envs.close()
-        """)
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, env=environment, timeout=250, check=False
-    )
-    assert done.returncode != 0
-    assert '__name__ == "__main__"' in done.stderr.replace("'", '"'), done.stderr
-    assert len(done.stderr.splitlines()) < 40, done.stderr
-    above, _, below = done.stderr.partition("Traceback (most recent call last):")
-    assert above.startswith("vecenv: this script builds environments while a worker imports it again")
-    assert "the main script is imported again for the workers" in below.splitlines()[-1]
+def test_a_program_from_standard_input_is_told_so(method: str, tmp_path: Path) -> None:
+    """There is no file that workers could import."""
+    printed = ends(None, tmp_path, input=unguarded(method, UNGUARDED["engine"]))
+    assert "RuntimeError: the main file is missing" in printed
+    assert "context='fork'" in printed
+    assert len(printed.splitlines()) <= 12, printed

@@ -64,6 +64,6 @@ if __name__ == "__main__":
         "start method": multiprocessing.get_start_method(),
         "spins": cores.placements(1)[1],
         "times itself": type(cores.Patience(1e-4, np.zeros(1))).__name__ == "_SelfTimed",
-        "stack signal": supervision.STACK_SIGNAL,
+        "stack signals": supervision.STACK_SIGNALS,
     }
     print(json.dumps(facts))

@@ -132,7 +132,7 @@ class Answering:
         for worker in late[:4]:
             worker.overdue = True
             if not worker.local:
-                stack = worker.stack()
+                stack = worker.stack() if limit else ""  # a poll asks nothing of a worker
                 busy = self.owed.oldest_of(worker)
                 rows = [] if busy is None else list(busy.rows_of(worker))
                 state = " It is stopped (SIGSTOP)." if worker.is_stopped() else ""

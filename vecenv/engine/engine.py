@@ -98,6 +98,7 @@ class Engine(Answering):
         self._reading = Reading(self._infos, self.store)
         self.mismatches: list[tuple[int, str, str]] = []
         self.pool = self._open_pool(plan, arena, options, num_workers)
+        self.pool.watchdog.bounded = () if policy.step_timeout is None else ("step", "reset")
         self.recovery = Recovery(
             self.pool, policy, self.mode, layout, self.batch, self.store, self._infos, self.read, self.ledger,
             self.end_late, lambda: self.env_steps / self.num_envs,

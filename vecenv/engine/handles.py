@@ -9,24 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import select
 import signal
 import time
 from copy import deepcopy
 from typing import Any, Final, Literal
 
-import cloudpickle
-
 from vecenv.engine.episodes import Wish
 from vecenv.engine.owed import COMMANDS, ONLY_COLUMNS, PLAIN, Answer, Death, Flight, Owed, Part
 from vecenv.errors import EnvError
 from vecenv.link.channel import CallerEnd, ChannelClosed
 from vecenv.link.outcomes import NOTHING_SAID, Outcome
-from vecenv.link.packing import summary, unpack
+from vecenv.link.packing import dumps, dumps_by_value, summary, unpack
 from vecenv.link.protocol import Reply, encode
 from vecenv.system.holdings import Holdings
-from vecenv.system.supervision import STACK_SIGNAL, BlackBox, DeathWatch, catches, close_process, describe_exit, end_group
+from vecenv.system.supervision import STACK_SIGNALS, BlackBox, DeathWatch, catches, close_process, describe_exit, end_group
 from vecenv.worker.keeping import KeptRows
 from vecenv.worker.main import answer
 from vecenv.worker.stacks import innermost, reaches_down
@@ -37,6 +34,7 @@ _PLAIN: Final = int(Reply.PLAIN)
 _LAST_MOMENTS: Final = 0.5  # between the end of a worker's pipe and the end of its process
 _FIRST_WORD: Final = 0.05  # until a late worker begins to write its stack, if it can
 _LAST_WORD: Final = 0.3  # until it has written it, if it has begun, or waits for a core to begin
+_OWN_TIME: Final = 0.02  # on a core, within which a worker begins to write, if it can
 _REAP: Final = 0.5  # for the exit code of a process that has ended
 
 
@@ -52,10 +50,8 @@ def staged(part: Part, seq: int) -> Part:
         return part
     payload = None
     if part.payload is not None:
-        try:
-            payload = pickle.dumps(part.payload, pickle.HIGHEST_PROTOCOL)
-        except (pickle.PicklingError, TypeError, AttributeError):  # and no time limit's exception
-            payload = cloudpickle.dumps(part.payload)
+        forked = isinstance(part.worker, ProcessWorker) and part.worker.forked
+        payload = dumps(part.payload, by_value=True) if forked else dumps_by_value(part.payload)
     part.data = encode(part.op, seq, payload)
     part.payload = None
     return part
@@ -165,6 +161,7 @@ class ProcessWorker:
         self.exitcode: int | None = None
         self.overdue = False  # an answer did not come in time; close() is less patient then
         self.with_caller = with_caller
+        self.forked = process._popen.method == "fork"  # it has the caller's own classes
         self.token = token  # by which what its environments started is known
         self.starting = True
         self.paid = False  # its death is in the budget of restarts
@@ -277,19 +274,31 @@ class ProcessWorker:
         return None
 
     def stack(self) -> str:
-        """The Python stack of a worker that is late, from its black box; empty if it cannot be had."""
-        if STACK_SIGNAL is None or not catches(self.pid, STACK_SIGNAL):
-            return ""
-        self.black_box.clear()
-        self.signal(STACK_SIGNAL)
-        stack, patience, asked = "", _FIRST_WORD, time.monotonic()
-        while time.monotonic() < asked + patience and not reaches_down(stack):
-            time.sleep(0.002)
-            stack = self.black_box.read()
-            if stack or self._state() == "R":  # on a busy machine it may have to wait, also in the middle of a line
-                patience = _LAST_WORD
+        """The Python stack of a worker that is late, from its black box; empty if it cannot be had. Does it no harm."""
+        stack = ""
+        for number in STACK_SIGNALS:
+            if not stack and not self.is_stopped() and catches(self.pid, number):
+                stack = self._stack_on(number)
         self.black_box.clear()
         return innermost(stack)
+
+    def _stack_on(self, number: int) -> str:
+        """What the worker writes when it gets this signal. Empty: its main thread is in C code, or had no core to run on."""
+        self.black_box.expect()
+        stack, asked, ran = "", time.monotonic(), self._seconds_run()
+        self.signal(number)
+        while (waited := time.monotonic() - asked) < _LAST_WORD and not reaches_down(stack):
+            time.sleep(0.002)
+            stack = self.black_box.read()
+            if not stack and waited > _FIRST_WORD and (self._state() != "R" or self._seconds_run() - ran > _OWN_TIME):
+                break
+        return stack
+
+    def _seconds_run(self) -> float:
+        """For how long its main thread has had a core; 0 where the kernel does not tell."""
+        with contextlib.suppress(OSError, IndexError, ValueError, NameError), open(f"/proc/{self.pid}/schedstat") as file:
+            return int(file.read().split()[0]) * 1e-9
+        return 0.0
 
     @property
     def gone(self) -> bool:

@@ -25,7 +25,6 @@ from vecenv.engine.guard import is_within_a_call, one_call
 from vecenv.engine.handles import ProcessWorker
 from vecenv.engine.pool import WorkerPool
 from vecenv.engine.published import StatsCard
-from vecenv.engine.starting import refuse_to_start_while_importing_main
 from vecenv.errors import ErrorRecord
 from vecenv.front.arguments import check_env_fns, check_switches, mode_of
 from vecenv.front.base import VectorEnvBase
@@ -34,6 +33,7 @@ from vecenv.front.deadlines import seconds_of
 from vecenv.front.guard import refuse_busy, refuse_closed, refuse_forked, refuse_nested
 from vecenv.front.phases import Phase, advance
 from vecenv.planning.plan import Plan as WorkerPlan
+from vecenv.system.main_module import end_if_importing_main
 
 __all__ = ["EngineOwner"]
 
@@ -64,7 +64,7 @@ class EngineOwner(VectorEnvBase, VectorEnv[ObsType, ActType, np.ndarray], Generi
         max_concurrency: int | None,
     ) -> None:
         """Keep Gymnasium's own arguments, which programs may look at."""
-        refuse_to_start_while_importing_main()
+        end_if_importing_main()
         self.closed = True  # until there is something to close
         check_env_fns(env_fns, type(self).__name__)
         check_switches(type(self).__name__, shared_memory=shared_memory, copy=copy)

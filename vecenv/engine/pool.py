@@ -23,6 +23,7 @@ from vecenv.engine.handles import CallerWorker, ProcessWorker, staged
 from vecenv.engine.owed import Flight, Owed, Part, Worker
 from vecenv.engine.starting import PoolOptions, Workplace, await_ready, launch, preload, require_descriptors
 from vecenv.engine.telling import HEAD_START, Telling
+from vecenv.engine.watchdog import Watchdog
 from vecenv.front.deadlines import deadline_of, milliseconds
 from vecenv.link.outcomes import Failure
 from vecenv.link.protocol import Op, Reply, encode
@@ -82,6 +83,7 @@ class WorkerPool:
         self._seq = 0
         self._prepared = Flight(0, "step", ())  # the next step, unless something else is asked first
         self.telling = Telling(owed, options.max_busy)
+        self.watchdog = Watchdog(owed, self._everyones_processes)
         self._any: select.poll | None = None
         self._writers: dict[int, ProcessWorker] = {}  # by the descriptors that are polled for any of them
         self.settle([])
@@ -259,13 +261,13 @@ class WorkerPool:
         first, last = asked[0], asked[-1]
         if first.with_caller:
             while first.index not in answers:
-                if not first.wait(None if deadline is None else milliseconds(deadline)):
+                if not self._sleep(first, deadline):
                     return self._late(flight)
                 if self.closing:
                     self._check()
                 first.receive()
         elif not self._options.caller_spin and last.index not in answers and last.death is None:
-            last.wait(milliseconds(deadline))
+            self._sleep(last, deadline)
             self._check()
             for worker in reversed(asked):
                 if worker.index not in answers and worker.death is None:
@@ -278,11 +280,18 @@ class WorkerPool:
                 worker.take_plain(flight, expected)
                 if index in answers or worker.receive():
                     continue
-                if not worker.wait(None if deadline is None else milliseconds(deadline)):
+                if not self._sleep(worker, deadline):
                     return self._late(flight)
                 if self.closing:
                     self._check()
         return []
+
+    def _sleep(self, worker: ProcessWorker, deadline: float | None) -> bool:
+        """Wait until a worker has said something or has ended, or for a while; false when the time is up."""
+        if worker.wait(self.watchdog.milliseconds(deadline)):
+            return True
+        self.watchdog.look()
+        return deadline is None or time.monotonic() < deadline
 
     def _late(self, flight: Flight) -> list[Worker]:
         """Who has not answered, after one more look at each."""
@@ -315,14 +324,21 @@ class WorkerPool:
                 return False
 
     def take_in(self, timeout_ms: float | None) -> bool:
-        """Take in all there is to read, from whoever wrote it, after waiting for somebody; false when the time was up."""
+        """Take in all there is to read, from whoever wrote it, after waiting for somebody; false when the time was up.
+
+        It may also have waited for a while only.
+        """
         if self.telling.behind:
             self.telling.pump()
         poll = self._poll_for_any()
+        longest = self.watchdog.milliseconds(None)
         began = time.perf_counter()
-        events = poll.poll(timeout_ms)
-        self.time_waiting += time.perf_counter() - began
+        events = poll.poll(longest if timeout_ms is None else min(timeout_ms, longest))
+        now = time.perf_counter()
+        self.time_waiting += now - began
         self._check()
+        if now > self.watchdog.next_look:
+            self.watchdog.look()
         died = False
         for descriptor, _ in events:
             writer = self._writers.get(descriptor)
@@ -335,7 +351,7 @@ class WorkerPool:
             writer.receive()  # if there is more, the next poll tells
         if died:
             self._mark_the_dead()
-        return bool(events)
+        return bool(events) or timeout_ms is None or timeout_ms > longest
 
     def _poll_for_any(self) -> select.poll:
         """Everybody's answers, everybody's end and, where a pipe was full, room in it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import multiprocessing
 import os
 import pickle
 import sys
@@ -25,6 +24,7 @@ from vecenv.shm import Arena
 from vecenv.system.cores import Placement
 from vecenv.system.descendants import new_token
 from vecenv.system.holdings import Holdings
+from vecenv.system.main_module import NO_GUARD, missing_guard, start_process
 from vecenv.system.supervision import BlackBox, DeathWatch, Lifeline, close_process
 from vecenv.system.uninterrupted import Uninterrupted
 from vecenv.system.variables import Variables, named
@@ -35,7 +35,7 @@ if sys.platform != "win32":
 
 __all__ = [
     "DESCRIPTORS", "SPARE_DESCRIPTORS", "PoolOptions", "Workplace", "await_ready", "dump_env_fn", "launch", "preload",
-    "refuse_to_start_while_importing_main", "require_descriptors",
+    "require_descriptors",
 ]  # fmt: skip
 
 DESCRIPTORS: Final = 6 if hasattr(os, "pidfd_open") else 7
@@ -140,7 +140,7 @@ def launch(
             process = options.context.Process(target=main, name=name, args=(start,))
             process.daemon = options.daemon
             place.processes.append(process)
-            process.start()
+            start_process(process, options.context.get_start_method())
             worker = ProcessWorker(
                 index, rows, process, channel, black_box, held, place.watch, place.owed, token, placement.with_caller
             )  # fmt: skip
@@ -171,7 +171,8 @@ def await_ready(worker: ProcessWorker, deadline: float | None, options: PoolOpti
             message = None
             worker.mark_dead()
         if worker.death is not None:
-            raise worker.death.error(worker.death.text + _advice_for_start(options.context))
+            unguarded = worker.death.exitcode == NO_GUARD
+            raise worker.death.error(missing_guard(options.context.get_start_method()) if unguarded else worker.death.text)
         if message is not None:
             ready: Ready = pickle.loads(message[2] or b"")
             worker.starting = False
@@ -227,29 +228,6 @@ def _too_few_descriptors(error: OSError, workers: int) -> OSError:
         f"{os.strerror(error.errno or 0)}: {workers} workers need {need} more open files, and RLIMIT_NOFILE is {soft}; "
         "raise it (ulimit -n), or use fewer workers (num_workers=)",
     )
-
-
-def _advice_for_start(context: Any) -> str:
-    if context.get_start_method() == "fork" or not getattr(sys.modules.get("__main__"), "__file__", None):
-        return ""
-    return (
-        f"\n(under {context.get_start_method()} the main script is imported again for the workers: its body has to be "
-        "guarded by `if __name__ == '__main__':`)"
-    )
-
-
-def refuse_to_start_while_importing_main() -> None:
-    """In a worker that is importing an unguarded main script again: one sentence instead of a page of tracebacks."""
-    process = multiprocessing.current_process()
-    if getattr(process, "_inheriting", False):
-        if process.name.endswith("-0"):
-            print(
-                "vecenv: this script builds environments while a worker imports it again; guard its body with "
-                "`if __name__ == '__main__':`",
-                file=sys.stderr,
-                flush=True,
-            )
-        os._exit(1)
 
 
 def _advice_for_fork(context: Any) -> str:

@@ -41,6 +41,7 @@ from vecenv.planning.options import (
 from vecenv.planning.scout import Trial
 from vecenv.shm import Batch, Layout, fixed_tree
 from vecenv.system.cores import usable_cores
+from vecenv.system.main_module import is_about_main
 from vecenv.system.variables import WorkerEnv, too_late, variables_of
 from vecenv.worker.envs import Expected
 from vecenv.worker.main import Plan
@@ -201,11 +202,16 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             env_fns, mp, start_timeout, here, step="auto" in (num_workers, batch_size) or use_caller, daemon=daemon,
             variables=variables_of(worker_env, 0),
         )  # fmt: skip
-        self._read_spaces(self.env_fns)
-        self.num_workers, self._share, self.plan = workers_and_share(
-            self.num_envs, num_workers, use_caller, isolate, self._trial.measure, batch_size
-        )
-        self._open(mp, policy, batch_size, threads_per_worker, strict, ragged_infos, worker_env, env_threads)
+        try:
+            self._read_spaces(self.env_fns)
+            self.num_workers, self._share, self.plan = workers_and_share(
+                self.num_envs, num_workers, use_caller, isolate, self._trial.measure, batch_size
+            )
+            self._open(mp, policy, batch_size, threads_per_worker, strict, ragged_infos, worker_env, env_threads)
+        except RuntimeError as error:
+            if is_about_main(error):
+                raise error.with_traceback(None) from None
+            raise
 
     def _take_spares(
         self, spare_workers: int, num_workers: NumWorkers, use_caller: bool, batch_size: BatchSize, env_threads: int,

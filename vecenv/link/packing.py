@@ -1,18 +1,86 @@
-"""Exceptions between processes: one travels as an object only if it comes back whole from a pickle, its text in any case."""
+"""What travels between processes by pickle: a class of the program arrives as that class, not as a copy of it.
+
+A program's own classes are in ``__main__``, and ``except MyError`` or ``isinstance`` around a call of the engine means them.
+Pickle sends a class by its name, cloudpickle sends those of ``__main__`` by value, as copies. So what is found by its
+name is sent by it; and the copy that a spawned worker has of a class of ``__main__`` is sent by its name as well, with the
+copy for the case that the name says nothing there.
+
+An exception travels as an object only if it comes back whole from a pickle, its text in any case.
+"""
 
 from __future__ import annotations
 
 import functools
+import io
+import operator
 import pickle
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
 
 import cloudpickle
 
 from vecenv.errors import EnvError, RemoteTraceback
 
-__all__ = ["PackedError", "pack", "summary", "unpack", "works"]
+__all__ = ["PackedError", "dumps", "dumps_by_value", "pack", "summary", "unpack", "works"]
+
+
+def _of_main(qualname: str, copy: bytes) -> Any:
+    """What the main module calls so; else the copy."""
+    try:
+        return operator.attrgetter(qualname)(sys.modules["__main__"])
+    except AttributeError:
+        return pickle.loads(copy)
+
+
+class _ByName:
+    """A pickler's rule: what the main module defines, by its name."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (type, FunctionType)) and value.__module__ in ("__main__", "__mp_main__"):
+            try:
+                if operator.attrgetter(value.__qualname__)(sys.modules[value.__module__]) is value:
+                    return NotImplemented  # pickle sends its name
+            except (AttributeError, KeyError):
+                pass
+            if "<locals>" not in value.__qualname__:
+                return _of_main, (value.__qualname__, cloudpickle.dumps(value))
+        other: Any = getattr(super(), "reducer_override", None)
+        return NotImplemented if other is None else other(value)
+
+
+class _Pickler(_ByName, pickle.Pickler):
+    pass
+
+
+class _CloudPickler(_ByName, cloudpickle.Pickler):  # type: ignore[misc]
+    pass
+
+
+def dumps(value: Any, *, by_value: bool = False) -> bytes:
+    """Pickle for the other side; also instances of the copies of classes that a spawned worker has.
+
+    Args:
+        value: What travels.
+        by_value: Whatever has no name there, a lambda say, travels too.
+    """
+    try:
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except (pickle.PicklingError, TypeError, AttributeError):  # and no time limit's exception
+        buffer = io.BytesIO()
+        (_CloudPickler if by_value else _Pickler)(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+        return buffer.getvalue()
+
+
+def dumps_by_value(value: Any) -> bytes:
+    """Pickle for a process that was spawned: it has classes of ``__main__`` as copies, which came with its functions."""
+    blob: bytes = dumps(value, by_value=True)
+    if b"__main__" in blob:
+        blob = cloudpickle.dumps(value)
+    return blob
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +119,11 @@ def pack(error: BaseException) -> PackedError:
     blob: bytes | None = None
     if isinstance(error, Exception):
         try:
-            blob = cloudpickle.dumps(error)
-            if type(pickle.loads(blob)) is not type(error):
+            blob = dumps(error, by_value=True)
+            if type(pickle.loads(blob)).__qualname__ != type(error).__qualname__:
                 blob = None
         except BaseException:  # evil at pickle or at unpickle, SystemExit included: it is tried here, not in the caller
-            if works(lambda: pickle.loads(cloudpickle.dumps(error))):
+            if works(lambda: pickle.loads(dumps(error, by_value=True))):
                 raise
             blob = None
     return PackedError(blob, summary(error), text)

@@ -13,7 +13,7 @@ from typing import Any
 from vecenv.errors import EnvError
 from vecenv.link.infos import shown
 from vecenv.link.outcomes import Failure, Outcome
-from vecenv.link.packing import PackedError, pack, summary, works
+from vecenv.link.packing import PackedError, dumps, pack, summary, works
 
 __all__ = ["dump", "load"]
 
@@ -47,7 +47,7 @@ def _items_of(outcome: Outcome, row: int, info: Any) -> list[tuple[Any, Any]]:
 
 def _seal(outcome: Outcome, row: int, what: str, value: Any) -> bytes | None:
     try:
-        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        return dumps(value)
     except Exception as error:
         error.add_note(f"env {row}: its {what} cannot be pickled")
         outcome.failures.append(Failure(row, pack(error), fatal=False))

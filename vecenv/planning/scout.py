@@ -23,9 +23,10 @@ from gymnasium import Space
 from gymnasium.spaces import Discrete
 
 from vecenv.errors import StartupTimeout, WorkerDied
-from vecenv.link.packing import PackedError, pack, unpack
+from vecenv.link.packing import PackedError, dumps, pack, unpack
 from vecenv.system.abilities import why_no_processes
 from vecenv.system.cores import seconds_waited
+from vecenv.system.main_module import NO_GUARD, missing_guard
 from vecenv.system.supervision import describe_exit
 from vecenv.system.variables import Variables
 from vecenv.system.ward import Ward
@@ -284,7 +285,7 @@ def _hear(ward: Ward, pipe: Connection[Any, Any], blob: bytes, deadline: float, 
         raise StartupTimeout(f"an environment could not be built and looked at within {timeout} seconds")
     code = ward.exit_code() if ward.wait_for_end(_CLOSE_SECONDS) else None
     how = "closed its pipe" if code is None else describe_exit(code)
-    text = f"the environment that was built to look at it {how}"
+    text = missing_guard(ward.method) if code == NO_GUARD else f"the environment that was built to look at it {how}"
     raise WorkerDied(text, pid=ward.pid, exitcode=code, command="plan")
 
 
@@ -326,7 +327,7 @@ def _scout_main(connection: Connection[Any, Any], env_fns: Any, everyone: bool, 
 
 def _sealed(described: Described) -> bytes | PackedError:
     try:
-        return pickle.dumps(described)
+        return dumps(described)
     except Exception as error:
         error.add_note("the metadata and spaces of an environment could not be sent by the process that built it")
         return pack(error)

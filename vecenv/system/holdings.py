@@ -18,7 +18,7 @@ from collections.abc import Callable
 from itertools import chain, starmap
 from typing import Any, TypeVar
 
-__all__ = ["Descriptor", "Holdings"]
+__all__ = ["Descriptor", "Holdings", "take_standard_numbers"]
 
 
 class Descriptor:
@@ -47,6 +47,23 @@ class Descriptor:
         return f"Descriptor({self.number})"
 
 
+def take_standard_numbers() -> None:
+    """Give 0, 1 and 2 to ``/dev/null`` where they are closed, here and in all processes that are started.
+
+    The next file that is opened would get such a number, and what a library prints would be written into it: a message to a
+    worker, or the memory that observations are in.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened > 2:  # another thread had the number first
+                os.close(opened)
+            else:
+                os.set_inheritable(opened, True)
+
+
 Held = TypeVar("Held", "Descriptor", "Holdings")
 
 
@@ -60,6 +77,7 @@ class Holdings:
     def __init__(self, owner: object | None) -> None:
         self._held: list[Descriptor | Holdings] = []
         if owner is not None:
+            take_standard_numbers()
             weakref.finalize(owner, _close_all, self._held, os.getpid())
 
     def part(self) -> Holdings:

@@ -8,7 +8,7 @@ that it can say what happened, and that nothing outlives the program:
 * the *death watch*: one epoll over a pidfd a worker. End-of-file on the worker's socket is no proof of death, because a
   helper that the environment forked may still hold it;
 * the *black box*: an unnamed file a worker, into which ``faulthandler`` writes the Python stack on a fatal signal, and on
-  request (:data:`STACK_SIGNAL`) when an answer is overdue.
+  request (:data:`STACK_SIGNALS`) when an answer is overdue.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from multiprocessing import reduction
+from types import FrameType
 from typing import Any, Final
 
 from vecenv.system.holdings import Descriptor, Holdings
@@ -32,7 +33,8 @@ if sys.platform != "win32":
     import fcntl
 
 __all__ = [
-    "STACK_SIGNAL", "BlackBox", "DeathWatch", "Lifeline", "catches", "close_process", "describe_exit", "end_group",
+    "STACK_SIGNALS", "BlackBox", "DeathWatch", "Lifeline", "catches", "close_process", "describe_exit", "end_group",
+    "flush_output",
 ]  # fmt: skip
 
 _LINUX: Final = sys.platform.startswith("linux")
@@ -142,12 +144,22 @@ class BlackBox:
     def __reduce__(self) -> tuple[Any, ...]:
         return _attach_black_box, (reduction.DupFd(self._descriptor),)
 
-    def arm(self) -> None:
-        """In a worker: write the stacks of all threads here on a fatal signal and on :data:`STACK_SIGNAL`."""
-        _write_stacks_to(self._descriptor)
+    def arm(self, *, threads: bool) -> None:
+        """In a worker: write stacks here on a fatal signal and on :data:`STACK_SIGNALS`.
+
+        Args:
+            threads: Its environments are run in other threads than the main one.
+        """
+        _write_stacks_to(self._descriptor, threads)
+
+    def expect(self) -> None:
+        """Forget what was written so far, and let the worker write its stack. It is asked by :data:`STACK_SIGNALS`."""
+        self.clear()
+        with contextlib.suppress(OSError):
+            os.pwrite(self._descriptor, b"\0", 0)
 
     def clear(self) -> None:
-        """Forget what was written so far; what is written next is all that :meth:`read` gives."""
+        """Forget what was written so far. A worker that was asked for its stack and comes too late writes none."""
         with contextlib.suppress(OSError):
             os.ftruncate(self._descriptor, 0)
 
@@ -164,10 +176,21 @@ class BlackBox:
         self._file.close()
 
 
-def _write_stacks_to(descriptor: int) -> None:
+def _write_stacks_to(descriptor: int, threads: bool) -> None:
     faulthandler.enable(descriptor)
-    if STACK_SIGNAL is not None:
-        faulthandler.register(STACK_SIGNAL, descriptor)
+    if not STACK_SIGNALS:
+        return
+    asked, forced = STACK_SIGNALS
+
+    def write(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(Exception):
+            if os.fstat(descriptor).st_size:
+                # threads are walked only by the thread that holds the interpreter's lock
+                faulthandler.dump_traceback(descriptor, all_threads=getattr(sys, "_is_gil_enabled", lambda: True)())
+
+    signal.signal(asked, write)
+    signal.siginterrupt(asked, threads)
+    faulthandler.register(forced, descriptor, all_threads=False)
 
 
 class _WorkersBlackBox:
@@ -176,8 +199,8 @@ class _WorkersBlackBox:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
-    def arm(self) -> None:
-        _write_stacks_to(self._descriptor)
+    def arm(self, *, threads: bool) -> None:
+        _write_stacks_to(self._descriptor, threads)
 
 
 def _unnamed_file() -> int:
@@ -190,9 +213,26 @@ def _attach_black_box(handle: Any) -> _WorkersBlackBox:
     return _WorkersBlackBox(handle.detach())
 
 
-STACK_SIGNAL: Final = getattr(signal, "SIGRTMAX", None) if hasattr(faulthandler, "register") else None
-"""What asks a worker for its stack. No library and no environment has a use for the last real-time signal, which has no name
-of its own; SIGUSR1 belongs to programs. Where it is not caught any more (:func:`catches`) it is not sent: it would kill."""
+STACK_SIGNALS: Final[tuple[int, ...]] = (
+    (signal.SIGRTMAX, signal.SIGRTMAX - 1) if hasattr(faulthandler, "register") and hasattr(signal, "SIGRTMAX") else ()
+)
+"""What asks a worker for its stack, the gentle way and the other one; empty where there is no such signal.
+
+* The first runs a handler of Python's, in the main thread, between two instructions: no frame changes while it looks. It is
+  not run while the main thread is in C code.
+* The second is for a main thread that is in C code, and so did not answer the first: its own stack stands still then, and
+  only that is written.
+
+Two things would kill healthy workers. Walking the stacks of threads that run, from within a signal, follows pointers to
+frames that are gone. And ``faulthandler`` leaves another ``errno`` behind: a lock that a thread tried to take in that moment
+seems to be taken, and a thread pool ends with a ``TimeoutError``. A thread that sleeps in the kernel is past that.
+
+System calls that can be restarted are restarted, because many a library takes an interrupted one for an error. The first
+signal interrupts them where environments are run in other threads: then the main thread sleeps in Python's own waiting,
+which goes on by itself.
+
+No library and no environment has a use for the last real-time signals; SIGUSR1 belongs to programs. A signal that is not
+caught any more (:func:`catches`) is not sent: it would kill."""
 
 
 def catches(pid: int, number: int) -> bool:
@@ -313,6 +353,13 @@ def _is_gone(pid: int) -> bool:
     except OSError:  # no such process, or one of somebody else's by now
         return True
     return False
+
+
+def flush_output() -> None:
+    """Write out what is left of standard output and error, as far as there are any and somebody reads them."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            stream.flush()
 
 
 def describe_exit(exitcode: int | None) -> str:

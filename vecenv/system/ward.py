@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -20,7 +19,8 @@ from typing import Any, Final
 
 from vecenv.system.descendants import Descendants, adopt, end_marked, end_own, new_token, snapshot
 from vecenv.system.holdings import Descriptor, Holdings
-from vecenv.system.supervision import Lifeline, close_process
+from vecenv.system.main_module import start_process
+from vecenv.system.supervision import Lifeline, close_process, flush_output
 from vecenv.system.uninterrupted import Uninterrupted, blocked, let_in
 from vecenv.system.variables import Variables, named, set_variables
 from vecenv.system.watching import Patrol
@@ -91,8 +91,8 @@ class Ward:
             try:
                 args = (self._lifeline, self._token, self._variables, self._abrupt, self._target, theirs, self._args)
                 self.process = self._context.Process(target=_main, args=args, daemon=self._daemon, name=self._name)
-                with _ctrl_c_blocked(self._context.get_start_method()):
-                    self.process.start()
+                with _ctrl_c_blocked(self.method):
+                    start_process(self.process, self.method)
                 try:
                     self._pidfd = self._holdings.open(os.pidfd_open, self.process.pid)
                 except (OSError, AttributeError):
@@ -102,6 +102,11 @@ class Ward:
             finally:
                 theirs.close()
         return ours
+
+    @property
+    def method(self) -> str:
+        """How it is started."""
+        return str(self._context.get_start_method())
 
     @property
     def pid(self) -> int | None:
@@ -250,7 +255,5 @@ def _main(
         pipe.close()
         end_own(token)
         if abrupt:
-            with contextlib.suppress(Exception):
-                sys.stdout.flush()
-                sys.stderr.flush()
+            flush_output()
             os._exit(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 
 from vecenv.errors import EnvError, EnvFailed, ObservationError
 from vecenv.link.outcomes import Failure, Outcome
-from vecenv.link.packing import summary
+from vecenv.link.packing import dumps_by_value, summary
 from vecenv.shm.layout import Array, Tree
 
 __all__ = ["Envs", "Expected"]
@@ -27,6 +28,10 @@ class Expected:
     observation_space: gymnasium.Space[Any]
     action_space: gymnasium.Space[Any]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A spawned worker's environments have come by value, and so have to be the classes of their spaces."""
+        return _expected, (dumps_by_value((self.mode, self.observation_space, self.action_space)),)
+
     def mismatch(self, env: gymnasium.Env[Any, Any]) -> tuple[str, str] | None:
         """``(which, got)`` if a space of ``env`` does not go with the others."""
         if isinstance(self.mode, str) and self.mode == "same":
@@ -38,6 +43,10 @@ class Expected:
         if env.action_space != self.action_space:
             return "action", repr(env.action_space)
         return None
+
+
+def _expected(blob: bytes) -> Expected:
+    return Expected(*pickle.loads(blob))
 
 
 def made_by(env_fn: Callable[[], Any], env: int) -> Any:

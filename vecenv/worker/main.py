@@ -36,7 +36,7 @@ from vecenv.link.sealing import dump
 from vecenv.shm import Arena, Batch, Layout, fixed_tree
 from vecenv.system.cores import Patience, Placement
 from vecenv.system.descendants import adopt, end_own
-from vecenv.system.supervision import BlackBox, Lifeline
+from vecenv.system.supervision import BlackBox, Lifeline, flush_output
 from vecenv.system.uninterrupted import let_in
 from vecenv.system.variables import Variables, set_variables
 from vecenv.worker.ahead import AheadRows
@@ -257,7 +257,7 @@ def main(start: Start) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     start.lifeline.arm()
-    start.black_box.arm()
+    start.black_box.arm(threads=start.plan.env_threads > 1)
     adopt(start.token)
     gc.freeze()  # what came with the fork stays shared with the caller instead of being copied by the collector
     _limit_threads(start.plan.threads)
@@ -289,8 +289,7 @@ def main(start: Start) -> None:
             rows.close()
     except BaseException:
         traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     if abandoned:  # nobody is left to see to the helpers that environments started
         end_own(start.token)
     if left_behind():  # an ordinary exit would wait for them

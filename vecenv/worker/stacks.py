@@ -9,17 +9,19 @@ from typing import Final
 __all__ = ["innermost", "place", "reaches_down"]
 
 _OWN: Final = os.path.dirname(__file__) + os.sep  # the frames below an environment's
+_MAIN: Final = f'"{_OWN}main.py"'
+_ASKED: Final = f'"{os.path.join(os.path.dirname(os.path.dirname(__file__)), "system", "supervision.py")}"'  # those above
 _FRAME: Final = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _STANDARD: Final = os.path.dirname(os.__file__) + os.sep
 
 
 def reaches_down(stack: str) -> bool:
-    """Whether a ``faulthandler`` dump that is being written has got beyond the environment's own code."""
-    return stack.endswith("\n") and _OWN in stack
+    """Whether a ``faulthandler`` dump that is being written has got beyond the environment's own code in the main thread."""
+    return stack.endswith("\n") and _MAIN in stack
 
 
 def innermost(stack: str, lines: int = 12) -> str:
-    """The part of a ``faulthandler`` dump that names the environment's own code: vecenv's frames cut off below it.
+    """The part of a ``faulthandler`` dump that names the environment's own code: vecenv's frames cut off on both sides.
 
     Of several threads those count in which vecenv is: the main one; or, where others step environments, these, while the
     main one, which comes last, waits for them.
@@ -31,7 +33,7 @@ def innermost(stack: str, lines: int = 12) -> str:
         above: list[str] = []
         for line in thread.splitlines():
             if _OWN not in line:
-                above.append(line)
+                above += [line] if _ASKED not in line else []
             elif above:
                 break
         kept += above

@@ -1,0 +1,179 @@
+"""Where no timeout is set, a request that takes very long is told of in the log, by the process that waits for it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from observe import CHEAP, FAULTS
+
+from vecenv.engine import watchdog
+from vecenv.errors import StepTimeout
+
+pytestmark = [*FAULTS, pytest.mark.linux]
+
+Launch = Callable[..., Any]
+
+
+class Naps(gymnasium.Env[Any, Any]):
+    """Whose step sleeps for so many hundredths of a second as the action says; likewise its reset and its method."""
+
+    observation_space = gymnasium.spaces.Box(0, 1, (1,))
+    action_space = gymnasium.spaces.Discrete(2)  # what is sampled is a short nap
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.nap((options or {}).get("nap", 0))
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.nap(int(action))
+        return np.zeros(1, np.float32), 0.0, False, False, {}
+
+    def nap(self, hundredths: int) -> None:
+        time.sleep(hundredths / 100)
+
+
+@pytest.fixture(autouse=True)
+def impatient() -> Iterator[None]:
+    """A minute is a second and a half, and ten minutes are three."""
+    before = list(watchdog._TELL_AFTER), list(watchdog._LOOK_EVERY)
+    watchdog._TELL_AFTER[:], watchdog._LOOK_EVERY[:] = [1.5, 3.0], [0.1]
+    yield
+    watchdog._TELL_AFTER[:], watchdog._LOOK_EVERY[:] = before
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    ours = [record for record in caplog.records if record.name == "vecenv" and record.levelno == logging.WARNING]
+    return [record.getMessage() for record in ours]
+
+
+def opened(launch: Launch, count: int = 4, **how: Any) -> Any:
+    envs = launch([functools.partial(Naps) for _ in range(count)], **how)
+    envs.reset(seed=1)
+    return envs
+
+
+PLACE = r"at test_watchdog\.py:\d+ in nap"
+
+
+@pytest.mark.long
+def test_a_step_that_takes_long_is_told_of_once_and_once_more(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
+    """By the process that waits: with the environment, the worker, the line it is at, and what would end it."""
+    envs = opened(launch)
+    envs.step([0, 0, 600, 0])
+    first, second = told(caplog)
+    pid = envs._pool.workers[2].pid
+    form = rf"env 2 has been stepping for {{}} s, {PLACE} \(worker 2, pid {pid}\); step_timeout= ends it"
+    assert re.fullmatch(form.format(r"\d"), first), first
+    assert re.fullmatch(form.format(r"\d"), second), second
+    caplog.clear()
+    for _ in range(20):  # many short ones are not a long one
+        envs.step([20, 0, 0, 0])
+    assert not told(caplog)
+
+
+@pytest.mark.long
+@CHEAP
+def test_of_a_worker_with_several_environments_all_are_named(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
+    envs = opened(launch, num_workers=2)
+    envs.step([0, 0, 250, 0])
+    (line,) = told(caplog)
+    assert re.match(rf"envs 2, 3 have been stepping for \d s, {PLACE}", line), line
+
+
+@pytest.mark.long
+@CHEAP
+def test_a_hang_among_first_ready_batches_is_told_of(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
+    """Though others answer all the time, so that no wait is long."""
+    envs = opened(launch)
+    envs.send([400, 1, 1, 1], range(4))
+    ready: set[int] = set()
+    until = time.monotonic() + 2.5
+    while time.monotonic() < until:
+        rows = envs.recv(count=1)[4]["env_id"]
+        ready |= set(rows.tolist())
+        if time.monotonic() < until:
+            envs.send(np.full(len(rows), 1), rows)
+    assert 0 not in ready
+    assert [line for line in told(caplog) if line.startswith("env 0 has been stepping")] == told(caplog)
+    assert len(told(caplog)) == 1
+
+
+@pytest.mark.long
+@CHEAP
+def test_what_was_answered_long_ago_is_not_told_of(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
+    """The program computed meanwhile; and an answer behind that of a late worker has come all the same."""
+    envs = opened(launch)
+    envs.send([30, 1, 1, 1], range(4))
+    envs.recv(count=1)
+    time.sleep(2.5)
+    envs.recv(count=3)
+    envs.step_async([0, 0, 0, 0])
+    time.sleep(2.5)
+    envs.step_wait()
+    assert not told(caplog)
+    envs.step([0, 0, 0, 250])
+    assert [line[:9] for line in told(caplog)] == ["env 3 has"]
+
+
+@pytest.mark.long
+@CHEAP
+@pytest.mark.parametrize("command", ["reset", "call", "save", "exec_func"])
+def test_other_requests_are_told_of(launch: Launch, command: str, caplog: pytest.LogCaptureFixture) -> None:
+    envs = opened(launch, 2)
+    if command == "reset":
+        envs.reset(options={"nap": 200})
+    elif command == "call":
+        envs.call("nap", 200)
+    elif command == "exec_func":
+        envs.exec_func(_nap)
+    else:
+        os.kill(envs._pool.workers[1].pid, signal.SIGSTOP)
+        threading.Timer(2.5, os.kill, (envs._pool.workers[1].pid, signal.SIGCONT)).start()
+        envs.save()
+    lines = told(caplog)
+    words = {"reset": "resetting", "save": "busy with save"}.get(command, f"busy with {command}")
+    assert lines
+    assert all(f" has been {words} for " in line for line in lines), lines
+    assert ("stopped by SIGSTOP" in lines[0]) == (command == "save"), lines
+    assert ("step_timeout=" in lines[0]) == (command == "reset"), lines
+
+
+def _nap(env: Any) -> None:
+    time.sleep(2)
+
+
+@pytest.mark.long
+@CHEAP
+def test_with_a_step_timeout_that_is_what_tells(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
+    envs = opened(launch, 2, step_timeout=2.5)
+    with pytest.raises(StepTimeout, match="in nap"):
+        envs.step([600, 0])
+    assert not told(caplog)
+
+
+@pytest.mark.long
+@CHEAP
+def test_polls_are_no_wait(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
+    """But they look, now and then, and tell."""
+    envs = opened(launch, 2)
+    envs.step_async([250, 0])
+    for _ in range(1000):
+        try:
+            envs.step_wait(timeout=0)
+        except StepTimeout:
+            time.sleep(0.01)
+        else:
+            break
+    assert [line[:25] for line in told(caplog)] == ["env 0 has been stepping f"]

@@ -1,0 +1,84 @@
+"""Saying that a worker has been at one request for long, where nothing else would: without a timeout a wait may never end.
+
+There is no thread for it. The process that waits looks now and then at what each worker is busy with, and what it finds
+twice, a minute apart, it tells. So a step costs nothing, and a program that waits for nothing is told nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+from vecenv.engine.handles import ProcessWorker, command_of
+from vecenv.engine.owed import Owed
+from vecenv.worker.stacks import place
+
+__all__ = ["Watchdog"]
+
+_TELL_AFTER: Final = [60.0, 600.0]
+"""Seconds after which a request is told of, once each."""
+_LOOK_EVERY: Final = [5.0]
+"""Seconds between two looks at the workers."""
+
+_log = logging.getLogger("vecenv")
+_DOING: Final = {"step": "stepping", "reset": "resetting"}
+
+
+class Watchdog:
+    """Tells by :mod:`logging`, as the logger ``vecenv``, what is late.
+
+    Args:
+        owed: The table of what is owed.
+        processes: The workers of now.
+
+    Attributes:
+        bounded: Commands that have a timeout of their own, ``step_timeout``, and are not told of.
+        next_look: By ``time.perf_counter()``.
+    """
+
+    def __init__(self, owed: Owed, processes: Callable[[], Sequence[ProcessWorker]]) -> None:
+        self.bounded: Iterable[str] = ()
+        self.next_look = 0.0
+        self._owed, self._processes = owed, processes
+        self._seen: dict[tuple[int, int], tuple[float, int]] = {}  # (worker, request) -> when it was first seen, times told
+
+    def milliseconds(self, deadline: float | None) -> float:
+        """How long to sleep at most before the next look, and not beyond ``deadline`` (``time.monotonic()``)."""
+        left = _LOOK_EVERY[0] if deadline is None else min(_LOOK_EVERY[0], max(deadline - time.monotonic(), 0.0))
+        return left * 1000
+
+    def look(self) -> None:
+        """Look at what each worker is busy with, once its pipe is empty; tell what has taken too long."""
+        now = time.perf_counter()
+        self.next_look = now + _LOOK_EVERY[0]
+        seen, self._seen = self._seen, {}
+        for worker in self._processes():
+            while worker.death is None and worker.receive():
+                pass
+            flight = self._owed.oldest_of(worker)
+            if worker.death is not None or flight is None:
+                continue
+            if flight.parts is not None and not flight.parts[worker.index].told:  # it waits for its turn
+                continue
+            began, told = seen.get((worker.index, flight.seq), (now, 0))
+            late = told < len(_TELL_AFTER) and now - began >= _TELL_AFTER[told]
+            self._seen[worker.index, flight.seq] = began, told + late
+            command = command_of(flight, worker)
+            if late and command not in self.bounded:
+                self._tell(worker, list(flight.rows_of(worker)), command, now - began)
+
+    def _tell(self, worker: ProcessWorker, rows: list[int], command: str, seconds: float) -> None:
+        several = ", ".join(map(str, rows[:8])) + ", ..." * (len(rows) > 8)
+        envs = f"env {rows[0]} has" if len(rows) == 1 else f"envs {several} have"
+        where = f", at {found}" if (found := place(worker.stack())) else ", stopped by SIGSTOP" * worker.is_stopped()
+        way_out = f"; {way}" if (way := _way_out(command)) else ""
+        doing = _DOING.get(command, f"busy with {command}")
+        _log.warning("%s been %s for %.0f s%s (%s)%s", envs, doing, seconds, where, worker.who, way_out)
+
+
+def _way_out(command: str) -> Any:
+    if command in _DOING:
+        return "step_timeout= ends it"
+    return "call_wait(timeout=) stops waiting" if command == "call" else ""

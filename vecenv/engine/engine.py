@@ -127,6 +127,7 @@ class Engine(Answering):
             failed += [(failure, worker) for failure in ready.failures]
         mismatches = [mismatch for ready in readies for mismatch in ready.mismatches]
         if own is not None:
+            env_rows.use_generators(plan.generators)
             failures, wrong = env_rows.build()
             failed = [*((failure, own) for failure in failures), *failed]
             mismatches = wrong + mismatches

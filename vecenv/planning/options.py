@@ -13,6 +13,7 @@ from vecenv.planning.plan import Plan, caller_share, choose, in_batches
 from vecenv.planning.scout import Probe
 from vecenv.system.abilities import require_processes
 from vecenv.system.cores import usable_cores
+from vecenv.system.generators import GeneratorsOption
 from vecenv.system.variables import WorkerEnv, check_variables
 
 __all__ = [
@@ -51,6 +52,7 @@ class EngineOptions(TypedDict, total=False):
     worker_env: WorkerEnv | None
     ragged_infos: bool
     env_threads: int
+    generators: GeneratorsOption
 
 
 def workers_and_share(
@@ -171,6 +173,7 @@ def check_options(
     isolate: Any = None,
     env_threads: Any = 1,
     restart_from: Any = "reset",
+    generators: Any = "shared",
 ) -> None:
     """Refuse options that mean nothing, by name and with what is accepted.
 
@@ -203,6 +206,9 @@ def check_options(
         ("env_threads", env_threads, _whole(env_threads, 1), "an int from 1 on"),
         ("num_workers", num_workers, num_workers != "auto" or env_threads == 1,
          "None or an int from 1 on, beside env_threads: what waits cannot be measured"),
+        ("generators", generators, generators in ("shared", "own"), "'shared' or 'own'"),
+        ("generators", generators, generators == "shared" or env_threads == 1,
+         "'shared' beside env_threads: threads of one process share its generators"),
         ("isolate", isolate, isolate is None or isinstance(isolate, bool), "None, True or False"),
         *((name, value, isinstance(value, bool), "True or False")
           for name, value in (("strict", strict), ("lazy", lazy), ("ragged_infos", ragged_infos))),

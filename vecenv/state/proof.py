@@ -10,6 +10,7 @@ import copy
 import random
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ from vecenv.comparing import STEP_FIELDS, assert_identical
 from vecenv.errors import NotRestorable, VecEnvError
 from vecenv.state.capture import captured, layers_of, opened
 from vecenv.state.snapshots import kind_of
+from vecenv.system.generators import Generators, install, uninstall
 
 __all__ = ["prove"]
 
@@ -27,7 +29,7 @@ _MANY: Final = 8  # rounds, where environments are seen to share something: it m
 _AFTER: Final = 8  # after the end of the episode
 
 
-def prove(env_fn: Callable[[], Any], *, steps: int = _STEPS, seed: int = 0) -> None:
+def prove(env_fn: Callable[[], Any], *, steps: int = _STEPS, seed: int = 0, own_generators: bool = False) -> None:
     """Prove that an environment goes on exactly as it would have, from a saved state.
 
     Three environments are built, stepped with random actions and closed; the generators that Python and numpy share among
@@ -37,12 +39,15 @@ def prove(env_fn: Callable[[], Any], *, steps: int = _STEPS, seed: int = 0) -> N
         env_fn: What builds the environment.
         steps: To compare, at most, before the episode is ended by a reset; more follow.
         seed: Of resets and actions.
+        own_generators: They draw from generators of their own, which are a part of the state (``generators="own"``).
 
     Raises:
         NotRestorable: It does not, or cannot be saved: names it, what differed first, and where, if that can be told.
     """
     shared = random.getstate(), np.random.get_state()
     envs: list[Any] = []
+    if own_generators:
+        install()
     try:
         try:
             envs += [env_fn(), env_fn(), env_fn()]
@@ -55,12 +60,14 @@ def prove(env_fn: Callable[[], Any], *, steps: int = _STEPS, seed: int = 0) -> N
         try:
             rounds, shares = 0, False
             while rounds < (_MANY if shares else 2):
-                trial = _Trial(envs, steps, seed + 17 * rounds, rounds)
+                trial = _Trial(envs, steps, seed + 17 * rounds, rounds, own_generators)
                 trial.hold()
                 rounds, shares = rounds + 1, shares or trial.shares
         except VecEnvError as error:
             raise NotRestorable(f"{name} cannot be saved: {error}") from error
     finally:
+        if own_generators:
+            uninstall()
         random.setstate(shared[0])
         np.random.set_state(shared[1])
         for env in envs:
@@ -70,7 +77,8 @@ def prove(env_fn: Callable[[], Any], *, steps: int = _STEPS, seed: int = 0) -> N
 class _Trial:
     """One state, taken once and put back twice."""
 
-    def __init__(self, envs: list[Any], steps: int, seed: int, round_: int) -> None:
+    def __init__(self, envs: list[Any], steps: int, seed: int, round_: int, own_generators: bool) -> None:
+        self._generators = {id(env): Generators() for env in envs} if own_generators else {}
         self._first, self._second, self._third = envs
         self._steps, self._seed, self._round = steps, seed, round_
         self.shares = False
@@ -88,9 +96,10 @@ class _Trial:
         self._run(first, self._seed, 7 + 14 * (self._round % 3))
         self._run(second, self._seed + 1, 5)
         if self._round:  # in the middle of what follows the end of an episode
-            first.reset()
+            self._reset(first)
             self._run(first, None, 3)
         state = captured(first)
+        drawing = self._generators[id(first)].state() if self._generators else None
         actions = [self._space.sample() for _ in range(self._steps + _AFTER)]
         shared.look()
         wanted = self._recorded(first, actions)
@@ -100,6 +109,8 @@ class _Trial:
         self.shares = bool(changed)
         for env, which in ((second, "another environment"), (first, "the same environment")):
             opened(env, state)()
+            if drawing is not None:
+                self._generators[id(env)].load(drawing)
             try:
                 assert_identical(self._recorded(env, actions), wanted, "after")
             except AssertionError as error:
@@ -108,22 +119,34 @@ class _Trial:
 
     def _run(self, env: Any, seed: int | None, steps: int) -> None:
         if seed is not None:
-            env.reset(seed=seed)
+            self._reset(env, seed)
         for _ in range(steps):
-            step = _stepped(env, self._space.sample())
+            step = self._step(env, self._space.sample())
             if len(step) == 1 or step[2] or step[3]:
-                env.reset()
+                self._reset(env)
+
+    def _reset(self, env: Any, seed: int | None = None) -> Any:
+        with self._turn(env, seed, begins=True):
+            return env.reset() if seed is None else env.reset(seed=seed)
+
+    def _turn(self, env: Any, seed: int | None = None, *, begins: bool = False) -> AbstractContextManager[None]:
+        own = self._generators.get(id(env))
+        return nullcontext() if own is None else own.turn(seed, begins=begins)
+
+    def _step(self, env: Any, action: Any) -> tuple[Any, ...]:
+        with self._turn(env):
+            return _stepped(env, action)
 
     def _recorded(self, env: Any, actions: list[Any]) -> dict[str, Any]:
         """What an environment says to these actions: until an episode has ended or was cut off, and some steps more."""
         said: dict[str, Any] = {}
         ended = -1
         for number, action in enumerate(actions):
-            step = _stepped(env, action)
+            step = self._step(env, action)
             parts = zip(("exception",) if len(step) == 1 else STEP_FIELDS, _timeless(step), strict=True)
             said.update((f"step {number}, {field}", copy.deepcopy(value)) for field, value in parts)
             if len(step) == 1 or step[2] or step[3] or number == self._steps - 1:
-                said[f"reset after step {number}"] = copy.deepcopy(env.reset())
+                said[f"reset after step {number}"] = copy.deepcopy(self._reset(env))
                 ended = number if ended < 0 else ended
             if 0 <= ended <= number - _AFTER:
                 break

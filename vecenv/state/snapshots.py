@@ -73,6 +73,7 @@ class Snapshot:
         announces: ``(observation,)``: after a restart, the next step only says where the environment is.
         beside: What a vector environment over the engine knows of the row.
         format: Of these attributes.
+        generators: With ``generators="own"``, the states of the row's.
     """
 
     kind: Kind
@@ -85,6 +86,7 @@ class Snapshot:
     announces: tuple[Any] | None = None
     beside: Any = None
     format: int = FORMAT
+    generators: Any = None
 
     @classmethod
     def of(cls, kind: Kind, body: bytes, **row: Any) -> Snapshot:

@@ -38,7 +38,7 @@ __all__ = ["RayVectorEnv"]
 _PLACEMENTS = ("STRICT_SPREAD", "SPREAD", "PACK")
 _ENGINE_OPTIONS = (
     "shared_memory", "copy", "context", "daemon", "observation_mode", "max_concurrency", "use_caller", "step_timeout",
-    "start_timeout", "threads_per_worker", "strict", "worker_env", "ragged_infos",
+    "start_timeout", "threads_per_worker", "strict", "worker_env", "ragged_infos", "generators",
 )  # fmt: skip
 
 
@@ -76,7 +76,8 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
         on_failure, restart_from, restart_limit, restart_period, autoreset_mode: As :class:`~vecenv.AsyncVectorEnv`.
         **engine_options: ``shared_memory``, ``copy``, ``context`` (default here: ``"forkserver"``), ``daemon``,
             ``observation_mode``, ``max_concurrency`` (a host), ``use_caller`` (the host's own process steps a share),
-            ``step_timeout``, ``start_timeout``, ``threads_per_worker``, ``strict``, as of :class:`~vecenv.AsyncVectorEnv`.
+            ``step_timeout``, ``start_timeout``, ``threads_per_worker``, ``strict``, ``generators``, as of
+            :class:`~vecenv.AsyncVectorEnv`.
 
     Raises:
         ImportError: Ray is not installed.
@@ -129,7 +130,7 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
             self._start_timeout, engine_options.get("threads_per_worker"),
             engine_options.get("use_caller", False), engine_options.get("strict", False),
             worker_env=engine_options.get("worker_env"), ragged_infos=engine_options.get("ragged_infos", False),
-            restart_from=restart_from,
+            restart_from=restart_from, generators=engine_options.get("generators", "shared"),
         )  # fmt: skip
         recovery: dict[str, Any] = {
             "on_failure": on_failure, "restart_from": restart_from, "restart_limit": restart_limit,

@@ -144,6 +144,11 @@ class Engine(Answering):
         return [(part, env_fns[part.start : part.stop]) for part in rows]
 
     @property
+    def warned_of_draws(self) -> str:
+        """The warning that environments draw from generators that they share; empty if there was none."""
+        return self._reading.said.get("generators", "")
+
+    @property
     def restarts(self) -> int:
         """How many there were."""
         return self.ledger.restarts

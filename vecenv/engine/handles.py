@@ -25,7 +25,7 @@ from vecenv.link.channel import CallerEnd, ChannelClosed
 from vecenv.link.outcomes import NOTHING_SAID, Outcome
 from vecenv.link.packing import summary, unpack
 from vecenv.link.protocol import Reply, encode
-from vecenv.system.generators import unwatch, watch
+from vecenv.system.draws import unwatch, watch
 from vecenv.system.holdings import Holdings
 from vecenv.system.supervision import STACK_SIGNAL, BlackBox, DeathWatch, catches, close_process, describe_exit, end_group
 from vecenv.worker.keeping import KeptRows

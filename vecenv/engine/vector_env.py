@@ -191,13 +191,12 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         generators: GeneratorsOption = "shared",
     ) -> None:
         self._take_options(env_fns, shared_memory, copy, context, daemon, observation_mode, autoreset_mode, max_concurrency)
-        self.worker = worker
+        self.worker, self.generators = worker, generators
         check_options(
             self.num_envs, num_workers, batch_size, on_failure, restart_limit, restart_period, step_timeout, start_timeout,
             threads_per_worker, use_caller, strict, dummy_env, worker_env, lazy, ragged_infos, isolate,
             env_threads, restart_from, generators,
         )  # fmt: skip
-        self.generators = generators
         self._take_spares(spare_workers, num_workers, use_caller, batch_size, env_threads, restart_from)
         policy = Policy.of(
             on_failure, restart_limit, restart_period, step_timeout, start_timeout,

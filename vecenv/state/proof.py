@@ -22,7 +22,7 @@ from vecenv.state.capture import captured, layers_of, opened
 from vecenv.state.snapshots import kind_of
 from vecenv.system.generators import Generators, install, uninstall
 
-__all__ = ["prove"]
+__all__ = ["Shared", "first_line_of", "prove", "stepped", "timeless"]
 
 _STEPS: Final = 64  # after the state was taken, if no episode ends before
 _MANY: Final = 8  # rounds, where environments are seen to share something: it may be the same by chance
@@ -92,7 +92,7 @@ class _Trial:
             NotRestorable: The two differ.
         """
         first, second = self._first, self._second
-        shared = _Shared(first)
+        shared = Shared(first)
         self._run(first, self._seed, 7 + 14 * (self._round % 3))
         self._run(second, self._seed + 1, 5)
         if self._round:  # in the middle of what follows the end of an episode
@@ -114,7 +114,7 @@ class _Trial:
             try:
                 assert_identical(self._recorded(env, actions), wanted, "after")
             except AssertionError as error:
-                why = f"loaded into {which}, it goes on differently: {_first_of(str(error))}"
+                why = f"loaded into {which}, it goes on differently: {first_line_of(str(error))}"
                 raise NotRestorable(why + _hint(changed, env)) from None
 
     def _run(self, env: Any, seed: int | None, steps: int) -> None:
@@ -135,7 +135,7 @@ class _Trial:
 
     def _step(self, env: Any, action: Any) -> tuple[Any, ...]:
         with self._turn(env):
-            return _stepped(env, action)
+            return stepped(env, action)
 
     def _recorded(self, env: Any, actions: list[Any]) -> dict[str, Any]:
         """What an environment says to these actions: until an episode has ended or was cut off, and some steps more."""
@@ -143,7 +143,7 @@ class _Trial:
         ended = -1
         for number, action in enumerate(actions):
             step = self._step(env, action)
-            parts = zip(("exception",) if len(step) == 1 else STEP_FIELDS, _timeless(step), strict=True)
+            parts = zip(("exception",) if len(step) == 1 else STEP_FIELDS, timeless(step), strict=True)
             said.update((f"step {number}, {field}", copy.deepcopy(value)) for field, value in parts)
             if len(step) == 1 or step[2] or step[3] or number == self._steps - 1:
                 said[f"reset after step {number}"] = copy.deepcopy(self._reset(env))
@@ -153,7 +153,7 @@ class _Trial:
         return said
 
 
-def _stepped(env: Any, action: Any) -> tuple[Any, ...]:
+def stepped(env: Any, action: Any) -> tuple[Any, ...]:
     """A step; of an environment that refuses the action (a forbidden one, where there are masks), what it said."""
     try:
         return tuple(env.step(copy.deepcopy(action)))
@@ -161,7 +161,7 @@ def _stepped(env: Any, action: Any) -> tuple[Any, ...]:
         return (f"{type(error).__name__}: {error}",)
 
 
-def _timeless(step: Any) -> Any:
+def timeless(step: Any) -> Any:
     """A step without the time that it took by the clock (``RecordEpisodeStatistics``)."""
     *others, info = step
     if isinstance(info, Mapping) and isinstance(episode := info.get("episode"), Mapping):
@@ -169,11 +169,11 @@ def _timeless(step: Any) -> Any:
     return (*others, info)
 
 
-def _first_of(text: str) -> str:
+def first_line_of(text: str) -> str:
     return " ".join(text.split())[:300]
 
 
-class _Shared:
+class Shared:
     """What environments of a kind may share without saying so: global generators, attributes of classes, of modules."""
 
     def __init__(self, env: Any) -> None:

@@ -10,7 +10,7 @@ and a step of some takes 5 us, so a call costs two assignments until one does:
   ``random.Random``; the two that are written in C are replaced where modules have them.
 - torch says nothing. Where it has been imported, its state is exchanged whenever another environment gets its turn.
 
-The same looks tell which environment draws where all share one state: :func:`watch`.
+The same looks tell which environment draws where all share one state: :mod:`vecenv.system.draws`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,13 @@ from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 
-from vecenv.system.stand_ins import NUMPY, Brief, Stand, Trap, gauss_of, put
+from vecenv.system.stand_ins import HIDDEN, NUMPY, Brief, Stand, Trap, gauss_of, put
 
-__all__ = [
-    "Generators", "GeneratorsOption", "Own", "Turn", "become_worker", "install", "look_at_torch", "uninstall",
-    "unwatch", "watch", "watch_by",
-]  # fmt: skip
+__all__ = ["PROCESS", "Generators", "GeneratorsOption", "Own", "Turn", "become_worker", "install", "uninstall"]
 
 GeneratorsOption: TypeAlias = Literal["shared", "own"]
 
 _NUMPY, _PYTHON, _TORCH = "numpy.random", "random", "torch"
-_INST: Final[Any] = random._inst  # whose methods the functions of ``random`` are
-_WRITTEN_IN_C: Final = {"random": random.random, "getrandbits": random.getrandbits}
 
 
 class Generators:
@@ -64,8 +59,8 @@ class Generators:
         self.gauss: float | None = None
         self.python: random.Random | None = None
         self.torch: Any = None
-        if _PROCESS.torch_of is self:
-            _PROCESS.torch_of = None
+        if PROCESS.torch_of is self:
+            PROCESS.torch_of = None
 
     def begin(self, seed: Any) -> None:
         """An episode begins, by a reset with this seed.
@@ -79,7 +74,7 @@ class Generators:
             self.episode += 1
         else:
             return
-        if self.numpy is not None or self.python is not None or self.torch is not None or _PROCESS.torch_of is self:
+        if self.numpy is not None or self.python is not None or self.torch is not None or PROCESS.torch_of is self:
             self._clear()
 
     def _sequence(self, which: int) -> np.random.SeedSequence:
@@ -90,8 +85,7 @@ class Generators:
 
     def of_numpy(self) -> Any:
         """The bit generator, made if there is none."""
-        if self.numpy is None:
-            self.numpy = Brief(self._sequence(0))
+        self.numpy = self.numpy or Brief(self._sequence(0))
         return self.numpy
 
     def of_python(self) -> random.Random:
@@ -108,11 +102,11 @@ class Generators:
             self.torch = torch.frombuffer(bytearray(self.torch), dtype=torch.uint8)
         return self.torch
 
-    def _has_drawn_by_torch(self) -> bool:
-        if self.torch is None:
-            return False
-        torch = sys.modules[_TORCH]
-        fresh = torch.Generator().manual_seed(self._integer(2) >> 65).get_state()
+    def _have_drawn(self) -> bool:
+        if self.torch is None or self.numpy is not None or self.python is not None:
+            return self.numpy is not None or self.python is not None
+        torch, now, self.torch = sys.modules[_TORCH], self.torch, None  # torch's is there where nothing was drawn, too
+        fresh, self.torch = self.of_torch(torch), now
         return bool((self.of_torch(torch) != fresh).any())
 
     def turn(self, seed: Any = None, *, begins: bool = False) -> Turn:
@@ -121,7 +115,7 @@ class Generators:
 
     def around(self, steps: Sequence[Callable[[Any], Any]], k: int) -> Callable[[Any], Any]:
         """What calls ``steps[k]`` in a turn."""
-        process, own = _PROCESS, steps[k]
+        process, own = PROCESS, steps[k]
 
         def step(action: Any) -> Any:
             before = process.current
@@ -139,11 +133,11 @@ class Generators:
 
     def state(self) -> dict[str, Any]:
         """All of it, to be pickled. Not to be asked within a turn."""
-        _PROCESS.leave()
-        if _PROCESS.torch_of is self:
+        PROCESS.leave()
+        if PROCESS.torch_of is self:
             self.torch = sys.modules["torch"].default_generator.get_state()
         return {
-            "used": self.numpy is not None or self.python is not None or self._has_drawn_by_torch(),
+            "used": self._have_drawn(),
             "entropy": self.entropy,
             "seed": self.seed,
             "episode": self.episode,
@@ -155,7 +149,7 @@ class Generators:
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`state` gave. It may be done again."""
-        _PROCESS.leave()
+        PROCESS.leave()
         self._clear()
         self.entropy, self.seed, self.episode = state["entropy"], state["seed"], state["episode"]
         if state["numpy"] is not None:
@@ -177,7 +171,7 @@ class Turn:
         self._generators, self._seed, self._begins = generators, seed, begins
 
     def __enter__(self) -> None:
-        process = _PROCESS
+        process = PROCESS
         self._before = process.current
         if self._begins:
             process.leave()
@@ -187,15 +181,15 @@ class Turn:
         process.current = self._generators
 
     def __exit__(self, *_: object) -> None:
-        _PROCESS.current = self._before
-        if not _PROCESS.idle:
-            _PROCESS.prepare(self._before)
+        PROCESS.current = self._before
+        if not PROCESS.idle:
+            PROCESS.prepare(self._before)
 
 
 class Own:
     """The generators of the rows of one worker.
 
-    A turn for each step would take a twentieth of CartPole's. So there are none before one of these environments has drawn in a
+    A turn for each step would take a twentieth of CartPole's. So there are none until one of these environments draws in a
     step. Whose step that was is told by how far the loop over the rows has come, and the rest of them get theirs.
 
     Attributes:
@@ -217,7 +211,7 @@ class Own:
             where: Which rows these are of.
             walk: The iterator over these rows that the loop goes by.
         """
-        process = _PROCESS
+        process = PROCESS
         self._before = process.current
         if self._draw or _TORCH in sys.modules:
             return [self.each[k].around(steps, at) for at, k in enumerate(where)]
@@ -240,9 +234,9 @@ class Own:
     def done(self) -> None:
         """The message is done, or was interrupted."""
         self._message = None
-        _PROCESS.current = self._before
-        if not _PROCESS.idle:
-            _PROCESS.prepare(self._before)
+        PROCESS.current = self._before
+        if not PROCESS.idle:
+            PROCESS.prepare(self._before)
 
 
 def _number(seed: Any) -> int:
@@ -270,7 +264,7 @@ class _Process:
     """
 
     __slots__ = (
-        "alone", "current", "idle", "inside", "original", "outside", "patched", "seen", "torch_of", "trap", "users",
+        "alone", "current", "idle", "inside", "original", "outside", "seen", "torch_of", "trap", "users",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -284,9 +278,6 @@ class _Process:
         self.alone = False
         self.users = 0
         self.seen: Callable[[str], None] | None = None
-        self.patched: list[tuple[dict[str, Any], str, Any]] = []
-
-    # -- what environments do
 
     def touched(self) -> Any:
         """numpy's generator is about to be used: put the bit generator there whose turn it is."""
@@ -306,7 +297,7 @@ class _Process:
             return self.whose().of_python()
         if self.seen is not None:
             self.saw(_PYTHON)
-        return _INST
+        return HIDDEN
 
     def whose(self) -> Generators:
         """Whose turn it is. It is some environment's."""
@@ -321,8 +312,6 @@ class _Process:
         self.release()
         if seen is not None:
             seen(generator)
-
-    # -- turns
 
     def prepare(self, row: Generators | Own | None) -> None:
         """Before or after a turn: have the states in place of whoever has the turn from now on, or the trap.
@@ -376,8 +365,6 @@ class _Process:
         self.outside.gauss = state["gauss"] if state["has_gauss"] else None
         self.trap.set()
 
-    # -- installing
-
     def acquire(self) -> None:
         """Set traps, or note one more who wants them."""
         self.users += 1
@@ -386,21 +373,7 @@ class _Process:
         self.outside, self.trap, self.inside, self.idle = Generators(), Trap(self.touched), None, False
         self.torch_of = self.outside
         self._take_outside()
-        _INST.__class__ = Stand
-        for name in _WRITTEN_IN_C:
-            setattr(random, name, getattr(_INST, name))
-
-    def replace_references(self) -> None:
-        """Modules that have imported a function of ``random`` that is written in C get the one that asks."""
-        of = {id(function): getattr(random, name) for name, function in _WRITTEN_IN_C.items()}
-        for module in list(sys.modules.values()):
-            names = getattr(module, "__dict__", None)
-            if module is sys.modules[__name__] or not isinstance(names, dict):
-                continue
-            for name, value in list(names.items()):
-                if id(value) in of:
-                    self.patched.append((names, name, value))
-                    names[name] = of[id(value)]
+        Stand.set()
 
     def release(self) -> None:
         """Nobody, or one fewer, wants the traps."""
@@ -419,63 +392,25 @@ class _Process:
         if self.torch_of is not outside and torch is not None and outside.torch is not None:
             torch.default_generator.set_state(outside.of_torch(torch))
         self.torch_of = None
-        _INST.__class__ = random.Random
-        for name, function in _WRITTEN_IN_C.items():
-            setattr(random, name, function)
-        while self.patched:
-            names, name, value = self.patched.pop()
-            names[name] = value
+        Stand.unset()
 
 
-_PROCESS: Final[_Process] = _Process()
-Stand.asked = _PROCESS.python
+PROCESS: Final[_Process] = _Process()
+Stand.asked = PROCESS.python
 
 
 def install() -> None:
-    """From now on environments may have generators of their own in this process."""
-    _PROCESS.acquire()
-    _PROCESS.replace_references()
+    """From now on environments may have generators of their own in this process, until :func:`uninstall`."""
+    PROCESS.acquire()
+    Stand.replace_references()
 
 
-def uninstall() -> None:
-    """One who called :func:`install` is done."""
-    _PROCESS.release()
-
-
-def watch(seen: Callable[[str], None]) -> None:
-    """Call ``seen`` with the name of the first generator that is used, outside of all turns; once, and not for torch's."""
-    if _PROCESS.seen is None:
-        _PROCESS.acquire()
-        _PROCESS.leave()
-    _PROCESS.seen = seen
-
-
-def watch_by(seen: Callable[[str], None]) -> None:
-    """Have another function called by the watch, if there is one."""
-    if _PROCESS.seen is not None:
-        _PROCESS.seen = seen
-
-
-def look_at_torch() -> None:
-    """While there is a watch, in a worker: has torch's generator been drawn from since the last look?"""
-    if _PROCESS.seen is not None and _PROCESS.alone and (torch := sys.modules.get(_TORCH)) is not None:
-        before, now = _PROCESS.outside.torch, getattr(torch, "default_generator", None)
-        if now is not None:
-            _PROCESS.outside.torch = now.get_state()
-            if before is not None and not torch.equal(before, _PROCESS.outside.torch):
-                _PROCESS.saw(_TORCH)
-
-
-def unwatch() -> None:
-    """End a :func:`watch`, if there is one."""
-    if _PROCESS.seen is not None:
-        _PROCESS.seen = None
-        _PROCESS.release()
+uninstall = PROCESS.release
 
 
 def become_worker() -> None:
     """In a new worker process, where there is nothing but environments. Traps of the one that it was forked from go."""
-    if _PROCESS.users:
-        _PROCESS.users, _PROCESS.seen, _PROCESS.current = 1, None, None
-        _PROCESS.release()
-    _PROCESS.alone = True
+    if PROCESS.users:
+        PROCESS.users, PROCESS.seen, PROCESS.current = 1, None, None
+        PROCESS.release()
+    PROCESS.alone = True

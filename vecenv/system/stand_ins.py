@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import _random
 import random
+import sys
 from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
 import numpy as np
 
-__all__ = ["NUMPY", "Brief", "Stand", "Trap", "gauss_of", "put"]
+__all__ = ["HIDDEN", "NUMPY", "Brief", "Stand", "Trap", "gauss_of", "put"]
 
 NUMPY: Final[Any] = np.random
+HIDDEN: Final[Any] = random._inst  # whose methods the functions of ``random`` are
+_WRITTEN_IN_C: Final = {"random": random.random, "getrandbits": random.getrandbits}
 
 # -- numpy ----------------------------------------------------------------------------------------------------------
 
@@ -104,7 +107,7 @@ class Trap(np.random.MT19937):
             self._lock.is_being_set = False
 
     @property
-    def lock(self) -> Any:
+    def lock(self) -> Any:  # type: ignore[override]
         return self._lock
 
     @property
@@ -150,6 +153,37 @@ class Stand(random.Random, _Asks):  # in this order: what random.Random asks of 
     """
 
     asked: ClassVar[Callable[[], random.Random]]
+    _replaced: ClassVar[list[tuple[dict[str, Any], str, Any]]] = []
+
+    @classmethod
+    def set(cls) -> None:
+        """Let the functions of ``random`` ask."""
+        HIDDEN.__class__ = cls
+        for name in _WRITTEN_IN_C:
+            setattr(random, name, getattr(HIDDEN, name))
+
+    @classmethod
+    def replace_references(cls) -> None:
+        """Modules that have imported a function of ``random`` that is written in C get the one that asks."""
+        of = {id(function): getattr(random, name) for name, function in _WRITTEN_IN_C.items()}
+        for module in list(sys.modules.values()):
+            names = getattr(module, "__dict__", None)
+            if not isinstance(names, dict):
+                continue
+            for name, value in list(names.items()):
+                if id(value) in of:
+                    cls._replaced.append((names, name, value))
+                    names[name] = of[id(value)]
+
+    @classmethod
+    def unset(cls) -> None:
+        """Everything is as it was."""
+        HIDDEN.__class__ = random.Random
+        for name, function in _WRITTEN_IN_C.items():
+            setattr(random, name, function)
+        while cls._replaced:
+            names, name, value = cls._replaced.pop()
+            names[name] = value
 
     @property
     def gauss_next(self) -> Any:

@@ -11,7 +11,7 @@ from copy import deepcopy
 from typing import Any
 
 from vecenv.link.outcomes import Outcome
-from vecenv.system import generators
+from vecenv.system import draws
 from vecenv.worker.keeping import KeptRows
 from vecenv.worker.threads import Said
 
@@ -35,7 +35,7 @@ class AheadRows(KeptRows):
         self.envs, self.forked, self._used = before.envs, before.forked, before._used
         self._latest, self._kept = before._latest, before._kept
         self.generators = before.generators
-        generators.watch_by(self.saw)
+        draws.watch_by(self.saw)
         env = self.envs[0]
         if env is None:
             self._steps[0] = self._step_failed(0)

@@ -16,7 +16,7 @@ from vecenv.errors import EnvError, EnvFailed, ObservationError
 from vecenv.link.outcomes import Failure, Outcome
 from vecenv.link.packing import summary
 from vecenv.shm.layout import Array, Tree
-from vecenv.system import generators
+from vecenv.system import draws, generators
 
 __all__ = ["Envs", "Expected"]
 
@@ -106,7 +106,7 @@ class Envs:
         if option == "own":
             self.generators = generators.Own(self.count)
         elif not self._interrupts:
-            generators.watch(self.saw)
+            draws.watch(self.saw)
 
     def saw(self, generator: str) -> None:
         """An environment draws from a generator of the process: there is a warning about it."""

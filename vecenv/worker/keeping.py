@@ -16,6 +16,7 @@ from vecenv.link.packing import summary, works
 from vecenv.state.capture import captured, layers_of, opened
 from vecenv.state.proof import prove
 from vecenv.state.snapshots import Snapshot, kind_of
+from vecenv.system.draws import unwatched
 from vecenv.worker.rows import EnvRows
 
 __all__ = ["KeptRows"]
@@ -50,7 +51,8 @@ class KeptRows(EnvRows):
 
     def prove(self, seq: int, ks: Sequence[int]) -> Outcome:
         """Prove that environments like those of the rows ``ks`` go on from a saved state exactly as they would have."""
-        return self._again(seq, ks, lambda k: prove(self._env_fns[k], own_generators=self.generators is not None))
+        with unwatched():
+            return self._again(seq, ks, lambda k: prove(self._env_fns[k], own_generators=self.generators is not None))
 
     def check(self, seq: int, snapshots: Sequence[tuple[int, Snapshot]]) -> Outcome:
         """Read the snapshots that rows are to be filled with, and refuse those that do not fit. Rows stay as they are."""

@@ -36,7 +36,8 @@ from vecenv.link.sealing import dump
 from vecenv.shm import Arena, Batch, Layout, fixed_tree
 from vecenv.system.cores import Patience, Placement
 from vecenv.system.descendants import adopt, end_own
-from vecenv.system.generators import GeneratorsOption, look_at_torch
+from vecenv.system.draws import look_at_torch
+from vecenv.system.generators import GeneratorsOption
 from vecenv.system.streams import WorkersOwn
 from vecenv.system.supervision import BlackBox, Lifeline
 from vecenv.system.uninterrupted import let_in

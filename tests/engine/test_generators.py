@@ -7,9 +7,12 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 from random import getrandbits
 from typing import Any
 
@@ -335,3 +338,16 @@ def test_make_vec_hands_it_on() -> None:
     with closing(vecenv.make_vec("CartPole-v1", 2, vector_kwargs=options)) as envs:
         assert envs.generators == "own"
         envs.reset(seed=0)
+
+
+def test_vecenv_run_hands_it_on(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import gymnasium\n"
+        "if __name__ == '__main__':\n"
+        "    envs = gymnasium.vector.AsyncVectorEnv([lambda: gymnasium.make('CartPole-v1')] * 2)\n"
+        "    print(envs.generators)\n"
+        "    envs.close()\n"
+    )
+    command = [sys.executable, "-m", "vecenv", "run", "--generators", "own", "--num-workers", "0", str(program)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout.split() == ["own"]

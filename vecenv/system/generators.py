@@ -174,7 +174,8 @@ class Turn:
         process = PROCESS
         self._before = process.current
         if self._begins:
-            process.leave()
+            if process.inside is not None:
+                process.leave()
             self._generators.begin(self._seed)
         if not process.idle:
             process.prepare(self._generators)

@@ -128,7 +128,7 @@ class Envs:
 
     def _turn(self, k: int, seed: Any = None, *, begins: bool = False) -> AbstractContextManager[None]:
         """Around every call into an environment but ``step``; ``begins``: it is a reset, with this seed."""
-        return _NO_TURN if self.generators is None else self.generators.each[k].turn(seed, begins=begins)
+        return _NO_TURN if self.generators is None else generators.Turn(self.generators.each[k], seed, begins)
 
     def build(self) -> tuple[list[Failure], list[tuple[int, str, str]]]:
         """Build all environments; what raised, and (env, which space, its repr) for spaces that do not match."""

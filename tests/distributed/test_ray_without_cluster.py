@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import random
 import sys
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -96,6 +97,32 @@ def test_any_space_may_be_observed_and_acted_in(space: spaces.Space, mode: Autor
     envs = VectorEnvHere(fns, autoreset_mode=mode)
     assert_same_trajectory(envs, SyncVectorEnv(fns, autoreset_mode=mode), 12, seed=5)
     envs.close()
+
+
+class Walk(gymnasium.Env[Any, Any]):
+    """Draws from the generators that everything in its process shares."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float64)
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return np.array([np.random.normal(), random.random()]), {}
+
+    def step(self, action: Any) -> Any:
+        return np.array([np.random.normal(), random.random()]), 0.0, bool(np.random.rand() < 0.2), False, {}
+
+
+def test_generators_of_their_own_make_hosts_change_nothing() -> None:
+    said = []
+    for engine, options in ((VectorEnvHere, {"num_hosts": 2}), (vecenv.AsyncVectorEnv, {"num_workers": 0})):
+        envs: Any = engine([Walk] * 4, generators="own", **options)
+        said.append([envs.reset(seed=3)[0], *(envs.step(np.zeros(4, np.int64))[0] for _ in range(30))])
+        kept = envs.save()
+        said[-1] += [envs.step(np.zeros(4, np.int64))[0] for _ in range(9)]
+        envs.load(kept)
+        assert_identical([envs.step(np.zeros(4, np.int64))[0] for _ in range(9)], said[-1][-9:])
+        envs.close()
+    assert_identical(said[0], said[1])
 
 
 def test_calls_reach_every_environment_with_its_own_arguments() -> None:

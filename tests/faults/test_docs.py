@@ -13,7 +13,7 @@ ROW = re.compile(r"^\| (\d+)? ?\|(.*)\|(.*)\|(.*)\|(.*)\|$", re.MULTILINE)
 
 
 def defined() -> set[str]:
-    sources = [*HERE.glob("test_*.py"), *HERE.parent.glob("engine/test_s*.py")]
+    sources = [*HERE.glob("test_*.py"), *HERE.parent.glob("engine/test_[gs]*.py")]
     return {name for path in sources for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)}
 
 

@@ -128,6 +128,7 @@ class Engine(Answering):
             failed += [(failure, worker) for failure in ready.failures]
         mismatches = [mismatch for ready in readies for mismatch in ready.mismatches]
         if own is not None:
+            env_rows.use_generators(plan.generators)
             failures, wrong = env_rows.build()
             failed = [*((failure, own) for failure in failures), *failed]
             mismatches = wrong + mismatches
@@ -142,6 +143,11 @@ class Engine(Answering):
         """The rows of every worker process, and what builds them."""
         rows = shares(self.num_envs - caller_share, num_workers, caller_share) if num_workers else []
         return [(part, env_fns[part.start : part.stop]) for part in rows]
+
+    @property
+    def warned_of_draws(self) -> str:
+        """The warning that environments draw from generators that they share; empty if there was none."""
+        return self._reading.said.get("generators", "")
 
     @property
     def restarts(self) -> int:

@@ -22,6 +22,7 @@ from vecenv.link.channel import CallerEnd, ChannelClosed
 from vecenv.link.outcomes import NOTHING_SAID, Outcome
 from vecenv.link.packing import dumps, dumps_by_value, summary, unpack
 from vecenv.link.protocol import Reply, encode
+from vecenv.system.draws import unwatch, watch
 from vecenv.system.holdings import Holdings
 from vecenv.system.supervision import STACK_SIGNALS, BlackBox, DeathWatch, catches, close_process, describe_exit, end_group
 from vecenv.worker.keeping import KeptRows
@@ -72,6 +73,7 @@ class CallerWorker:
         self._rows = env_rows
         self._owed = owed
         self.pid = os.getpid()
+        self._looks = 3  # so many of its first messages are watched for draws from the process's generators
         self.who = f"stepped by the caller, pid {self.pid}"
 
     def __repr__(self) -> str:
@@ -79,12 +81,16 @@ class CallerWorker:
 
     def perform(self, flight: Flight) -> None:
         """Carry out what a flight asks of this worker, and answer it."""
-        rows, seq, parts = self._rows, flight.seq, flight.parts
-        if parts is None:
-            outcome = rows.step(seq, None, rows.actions(None))
+        if self._looks and self._rows.generators is None:
+            self._looks -= 1
+            watch(self._rows.saw)
+            try:
+                outcome = self._carried_out(flight)
+            finally:
+                unwatch()
         else:
-            part = parts[self.index]
-            outcome = answer(rows, part.op, seq, lambda: part.payload)
+            outcome = self._carried_out(flight)
+        seq = flight.seq
         if outcome is NOTHING_SAID:
             said = PLAIN
         elif outcome.is_plain():
@@ -95,6 +101,13 @@ class CallerWorker:
             self._owed.land(seq, self.index, said)
         else:
             flight.answers[self.index] = said
+
+    def _carried_out(self, flight: Flight) -> Outcome:
+        rows, seq, parts = self._rows, flight.seq, flight.parts
+        if parts is None:
+            return rows.step(seq, None, rows.actions(None))
+        part = parts[self.index]
+        return answer(rows, part.op, seq, lambda: part.payload)
 
     @property
     def envs(self) -> list[Any]:

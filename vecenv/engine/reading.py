@@ -25,7 +25,7 @@ class Reading:
     def __init__(self, infos: InfoReader, store: Store) -> None:
         self._infos = infos
         self._store = store
-        self._said: set[str] = set()  # warnings, each once
+        self.said: dict[str, str] = {}  # warnings by name, each once
 
     def read(self, answers: Iterable[tuple[Worker, Answer]]) -> Result:
         """All of them together. A result with nothing of its own in it is a shared one, and not to be written to."""
@@ -57,6 +57,6 @@ class Reading:
             self._store.accept(row, observation)
         result.failures.extend((failure, worker) for failure in out.failures)
         for name, text in out.warnings:
-            if name not in self._said:
-                self._said.add(name)
+            if name not in self.said:
+                self.said[name] = text
                 logger.warn("%s", text)

@@ -9,6 +9,7 @@ import pickle
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -25,6 +26,7 @@ from vecenv.system.cores import Placement
 from vecenv.system.descendants import new_token
 from vecenv.system.holdings import Holdings
 from vecenv.system.main_module import NO_GUARD, missing_guard, start_process
+from vecenv.system.streams import stream_of_caller
 from vecenv.system.supervision import BlackBox, DeathWatch, Lifeline, close_process
 from vecenv.system.uninterrupted import Uninterrupted
 from vecenv.system.variables import Variables, named
@@ -73,6 +75,7 @@ class Workplace:
     """What all workers of a pool have in common.
 
     Attributes:
+        lives: How many processes were started for each index.
         processes: Every process that was started and not seen to its end: whoever collects the pool ends them.
     """
 
@@ -85,6 +88,7 @@ class Workplace:
         self.lifeline = Lifeline(holdings)
         self.watch = DeathWatch()
         self.processes: list[Any] = []
+        self.lives: Counter[int] = Counter()
         self.channels: weakref.WeakSet[CallerEnd] = weakref.WeakSet()
 
     def forget_process(self, process: Any) -> None:
@@ -123,6 +127,8 @@ def launch(
     blobs = env_fns if forks else [dump_env_fn(row, fn, why) for row, fn in zip(rows, env_fns, strict=True)]
     placement = options.placements[index] if index < len(options.placements) else Placement()
     variables = options.variables[index] if options.variables else {}
+    life = place.lives[index]
+    place.lives[index] += 1
     held = place.holdings.part()
     process: Any = None
     try:
@@ -133,7 +139,7 @@ def launch(
         assert place.arena is not None
         start = Start(
             index, rows[0], blobs, not forks, place.plan, place.arena, channel.theirs, place.lifeline, black_box, placement,
-            token, variables,
+            token, variables, stream_of_caller(), life,
         )  # fmt: skip
         with Uninterrupted():  # half-way it is nobody's
             name = named(f"Worker<{options.name}>-{index}", variables)

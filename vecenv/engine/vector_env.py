@@ -41,6 +41,7 @@ from vecenv.planning.options import (
 from vecenv.planning.scout import Trial
 from vecenv.shm import Batch, Layout, fixed_tree
 from vecenv.system.cores import usable_cores
+from vecenv.system.generators import GeneratorsOption
 from vecenv.system.main_module import is_about_main
 from vecenv.system.variables import WorkerEnv, too_late, variables_of
 from vecenv.worker.envs import Expected
@@ -110,6 +111,10 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         env_threads: Up to that many environments of a worker run at the same time, each in a thread:
             for those that wait, for a service or a robot, and compute little. They must not mind which thread it is, nor
             share what they change. Needs worker processes.
+        generators: What environments draw from by ``random``, ``numpy.random`` and torch's default CPU generator.
+            ``"shared"``: the generators of their process, as in Gymnasium; there is a warning where one is seen to draw.
+            ``"own"``: each has its own, which follow from the seeds of its resets, so that results do not depend on workers;
+            see ``docs/workers.md``. Cannot be combined with ``env_threads``.
         strict: Float observations that become infinite in the cast to the space's dtype are an
             :class:`~vecenv.errors.ObservationError`; without it, one warning.
 
@@ -179,14 +184,16 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         ragged_infos: bool = False,
         env_threads: int = 1,
         spare_workers: int = 0,
+        generators: GeneratorsOption = "shared",
     ) -> None:
         self._take_options(env_fns, shared_memory, copy, context, daemon, observation_mode, autoreset_mode, max_concurrency)
-        self.worker = worker
+        self.worker, self.generators = worker, generators
         check_options(
             self.num_envs, batch_size, num_workers=num_workers, use_caller=use_caller, on_failure=on_failure,
             restart_from=restart_from, restart_limit=restart_limit, restart_period=restart_period, step_timeout=step_timeout,
             start_timeout=start_timeout, threads_per_worker=threads_per_worker, strict=strict, dummy_env=dummy_env,
             isolate=isolate, worker_env=worker_env, ragged_infos=ragged_infos, env_threads=env_threads,
+            generators=generators,
         )  # fmt: skip
         self._take_spares(spare_workers, num_workers, use_caller, batch_size, env_threads, restart_from)
         policy = Policy.of(
@@ -278,6 +285,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             ragged,
             env_threads,
             ahead=self._spares > 0,
+            generators=self.generators,
         )
         kind = SpareEngine if self._spares else self._engine_class
         return kind(self.env_fns, layout, make_store, plan, options, policy, self.num_workers, self._share)

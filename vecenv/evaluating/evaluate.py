@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+from gymnasium import logger
 from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
@@ -41,10 +42,12 @@ def evaluate(
 ) -> list[EpisodeResult]:
     """Run each episode of a list exactly once, and give the results in the order of the list.
 
-    They do not depend on how many environments or workers there are. Where an engine answers row by row (worker processes,
-    the calling process, Ray), an environment that is done begins the next episode at once, while the others go on, and none
-    is stepped for nothing: there are as many steps as the lengths add up to. Engines whose environments step together do
-    what they can; see ``docs/evaluation.md``.
+    They do not depend on how many environments or workers there are. (Where environments draw from generators that they
+    share, they do; then there is a warning, and ``generators="own"`` mends it.)
+
+    Where an engine answers row by row (worker processes, the calling process, Ray), an environment that is done begins the
+    next episode at once, while the others go on, and none is stepped for nothing: there are as many steps as the lengths add
+    up to. Engines whose environments step together do what they can; see ``docs/evaluation.md``.
 
     Args:
         envs: A vector environment with one agent each, in any autoreset mode; nothing may be in flight. Afterwards it has
@@ -121,6 +124,12 @@ def evaluate(
     finally:
         if bar is not None:
             bar.close()
+    if getattr(getattr(envs.unwrapped, "_engine", None), "warned_of_draws", ""):
+        logger.warn(
+            "%s",
+            "what evaluate gave depends on which row each episode ran in, and on who else was in its process: environments "
+            "draw from generators that they share. generators='own' makes results the same for every number of environments",
+        )
     return [todo.results[index] for index in range(len(wanted))]
 
 

@@ -13,6 +13,7 @@ from vecenv.planning.plan import Plan, caller_share, choose, in_batches
 from vecenv.planning.scout import Probe
 from vecenv.system.abilities import require_processes
 from vecenv.system.cores import usable_cores
+from vecenv.system.generators import GeneratorsOption
 from vecenv.system.variables import WorkerEnv, check_variables
 
 __all__ = [
@@ -51,6 +52,7 @@ class EngineOptions(TypedDict, total=False):
     worker_env: WorkerEnv | None
     ragged_infos: bool
     env_threads: int
+    generators: GeneratorsOption
 
 
 def workers_and_share(
@@ -166,6 +168,7 @@ _CHECKS: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
     "start_timeout": _DURATION,
     "threads_per_worker": (_or(None, lambda value: _whole(value, 1)), "None or an int from 1 on"),
     "env_threads": (lambda value: _whole(value, 1), "an int from 1 on"),
+    "generators": (_one_of("shared", "own"), "'shared' or 'own'"),
     "isolate": _SWITCH_OR_NONE,
     "dummy_env": _SWITCH_OR_NONE,
     "strict": _SWITCH,
@@ -211,6 +214,9 @@ def check_options(num_envs: int, batch_size: Any, **options: Any) -> None:
     if options.get("restart_from") == "snapshot":
         accepted = "'reset', or 'snapshot' where on_failure is 'restart'"
         _require("restart_from", "snapshot", options["on_failure"] == "restart", accepted)
+    if options.get("generators") == "own":
+        accepted = "'shared' beside env_threads: threads of one process share its generators"
+        _require("generators", "own", env_threads == 1, accepted)
     accepted = "None or an int from 1 on, beside env_threads: what waits cannot be measured"
     _require("num_workers", num_workers, num_workers != "auto" or env_threads == 1, accepted)
 

@@ -11,6 +11,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, Final
 
@@ -20,8 +21,9 @@ from vecenv.comparing import STEP_FIELDS, assert_identical
 from vecenv.errors import NotRestorable, VecEnvError
 from vecenv.state.capture import captured, layers_of, opened
 from vecenv.state.snapshots import kind_of
+from vecenv.system.generators import Generators, install, uninstall
 
-__all__ = ["prove"]
+__all__ = ["Shared", "first_line_of", "prove", "stepped", "timeless"]
 
 _STEPS: Final = 64  # after the state was taken, if no episode ends before
 _MANY: Final = 8  # rounds, where environments are seen to share something: it may be the same by chance
@@ -31,7 +33,7 @@ _BRANCH: Final = 2  # steps after each of them
 _SECONDS: Final = 20.0  # and no more loads after that time
 
 
-def prove(env_fn: Callable[[], Any], *, steps: int = _STEPS, seed: int = 0) -> None:
+def prove(env_fn: Callable[[], Any], *, steps: int = _STEPS, seed: int = 0, own_generators: bool = False) -> None:
     """Prove that an environment goes on exactly as it would have, from a saved state.
 
     Three environments are built, stepped with random actions and closed; the generators that Python and numpy share among
@@ -41,12 +43,15 @@ def prove(env_fn: Callable[[], Any], *, steps: int = _STEPS, seed: int = 0) -> N
         env_fn: What builds the environment.
         steps: To compare, at most, before the episode is ended by a reset; more follow.
         seed: Of resets and actions.
+        own_generators: They draw from generators of their own, which are a part of the state (``generators="own"``).
 
     Raises:
         NotRestorable: It does not, or cannot be saved: names it, what differed first, and where, if that can be told.
     """
     shared = random.getstate(), np.random.get_state()
     envs: list[Any] = []
+    if own_generators:
+        install()
     try:
         try:
             envs += [env_fn(), env_fn(), env_fn()]
@@ -59,13 +64,15 @@ def prove(env_fn: Callable[[], Any], *, steps: int = _STEPS, seed: int = 0) -> N
         try:
             rounds, shares = 0, False
             while rounds < (_MANY if shares else 2):
-                trial = _Trial(envs, steps, seed + 17 * rounds, rounds)
+                trial = _Trial(envs, steps, seed + 17 * rounds, rounds, own_generators)
                 trial.hold()
                 rounds, shares = rounds + 1, shares or trial.shares
             trial.look_often()
         except VecEnvError as error:
             raise NotRestorable(f"{name} cannot be saved: {error}") from error
     finally:
+        if own_generators:
+            uninstall()
         random.setstate(shared[0])
         np.random.set_state(shared[1])
         for env in envs:
@@ -75,7 +82,8 @@ def prove(env_fn: Callable[[], Any], *, steps: int = _STEPS, seed: int = 0) -> N
 class _Trial:
     """One state, taken once and put back twice."""
 
-    def __init__(self, envs: list[Any], steps: int, seed: int, round_: int) -> None:
+    def __init__(self, envs: list[Any], steps: int, seed: int, round_: int, own_generators: bool) -> None:
+        self._generators = {id(env): Generators() for env in envs} if own_generators else {}
         self._first, self._second, self._third = envs
         self._steps, self._seed, self._round = steps, seed, round_
         self.shares = False
@@ -89,13 +97,13 @@ class _Trial:
             NotRestorable: The two differ.
         """
         first, second = self._first, self._second
-        shared = _Shared(first)
+        shared = Shared(first)
         self._run(first, self._seed, 7 + 14 * (self._round % 3))
         self._run(second, self._seed + 1, 5)
         if self._round:  # in the middle of what follows the end of an episode
-            first.reset()
+            self._reset(first)
             self._run(first, None, 3)
-        state = captured(first)
+        state, drawing = captured(first), self._drawing(first)
         actions = [self._space.sample() for _ in range(self._steps + _AFTER)]
         shared.look()
         wanted = self._recorded(first, actions)
@@ -104,7 +112,7 @@ class _Trial:
         changed = shared.look()
         self.shares = bool(changed)
         for env, which in ((second, "another environment"), (first, "the same environment")):
-            self._compare(env, which, state, actions, wanted, changed)
+            self._compare(env, which, state, drawing, actions, wanted, changed)
 
     def look_often(self) -> None:
         """Take it again and again, and look at the first steps after it: what shows in one of ten is found.
@@ -116,46 +124,66 @@ class _Trial:
         for number in range(_BRANCHES):
             self._run(self._first, None, 1 + number % 3)
             self._run(self._second, None, 1 + number % 2)  # what is not loaded is another than in the first one
-            state = captured(self._first)
+            state, drawing = captured(self._first), self._drawing(self._first)
             actions = [self._space.sample() for _ in range(_BRANCH)]
             wanted = self._recorded(self._first, actions)
-            self._compare(self._second, "another environment", state, actions, wanted, [])
+            self._compare(self._second, "another environment", state, drawing, actions, wanted, [])
             if time.monotonic() > until:
                 break
 
-    def _compare(self, env: Any, which: str, state: bytes, actions: list[Any], wanted: Any, changed: list[str]) -> None:
+    def _drawing(self, env: Any) -> Any:
+        """The states of an environment's own generators."""
+        return self._generators[id(env)].state() if self._generators else None
+
+    def _compare(
+        self, env: Any, which: str, state: bytes, drawing: Any, actions: list[Any], wanted: Any, changed: list[str]
+    ) -> None:
         opened(env, state)()
+        if drawing is not None:
+            self._generators[id(env)].load(drawing)
         try:
             assert_identical(self._recorded(env, actions), wanted, "after")
         except AssertionError as error:
-            why = f"loaded into {which}, it goes on differently: {_first_of(str(error))}"
+            why = f"loaded into {which}, it goes on differently: {first_line_of(str(error))}"
             raise NotRestorable(why + _hint(changed, env)) from None
 
     def _run(self, env: Any, seed: int | None, steps: int) -> None:
         if seed is not None:
-            env.reset(seed=seed)
+            self._reset(env, seed)
         for _ in range(steps):
-            step = _stepped(env, self._space.sample())
+            step = self._step(env, self._space.sample())
             if len(step) == 1 or step[2] or step[3]:
-                env.reset()
+                self._reset(env)
+
+    def _reset(self, env: Any, seed: int | None = None) -> Any:
+        with self._turn(env, seed, begins=True):
+            return env.reset() if seed is None else env.reset(seed=seed)
+
+    def _turn(self, env: Any, seed: int | None = None, *, begins: bool = False) -> AbstractContextManager[None]:
+        own = self._generators.get(id(env))
+        return nullcontext() if own is None else own.turn(seed, begins=begins)
+
+    def _step(self, env: Any, action: Any) -> tuple[Any, ...]:
+        with self._turn(env):
+            return stepped(env, action)
 
     def _recorded(self, env: Any, actions: list[Any]) -> dict[str, Any]:
         """What an environment says to these actions: until an episode has ended or was cut off, and some steps more."""
         said: dict[str, Any] = {}
         ended = -1
         for number, action in enumerate(actions):
-            step = _stepped(env, action)
-            parts = zip(("exception",) if len(step) == 1 else STEP_FIELDS, _timeless(step), strict=True)
+            step = self._step(env, action)
+            parts = zip(("exception",) if len(step) == 1 else STEP_FIELDS, timeless(step), strict=True)
             said.update((f"step {number}, {field}", copy.deepcopy(value)) for field, value in parts)
             if len(step) == 1 or step[2] or step[3] or number == self._steps - 1:
-                said[f"reset after step {number}"] = copy.deepcopy(env.reset())
+                said[f"reset after step {number}"] = copy.deepcopy(self._reset(env))
                 ended = number if ended < 0 else ended
             if 0 <= ended <= number - _AFTER:
                 break
         return said
 
 
-def _stepped(env: Any, action: Any) -> tuple[Any, ...]:
+def stepped(env: Any, action: Any) -> tuple[Any, ...]:
     """A step; of an environment that refuses the action (a forbidden one, where there are masks), what it said."""
     try:
         return tuple(env.step(copy.deepcopy(action)))
@@ -163,7 +191,7 @@ def _stepped(env: Any, action: Any) -> tuple[Any, ...]:
         return (f"{type(error).__name__}: {error}",)
 
 
-def _timeless(step: Any) -> Any:
+def timeless(step: Any) -> Any:
     """A step without the time that it took by the clock (``RecordEpisodeStatistics``)."""
     *others, info = step
     if isinstance(info, Mapping) and isinstance(episode := info.get("episode"), Mapping):
@@ -171,11 +199,11 @@ def _timeless(step: Any) -> Any:
     return (*others, info)
 
 
-def _first_of(text: str) -> str:
+def first_line_of(text: str) -> str:
     return " ".join(text.split())[:300]
 
 
-class _Shared:
+class Shared:
     """What environments of a kind may share without saying so: global generators, attributes of classes, of modules."""
 
     def __init__(self, env: Any) -> None:

@@ -80,6 +80,7 @@ class Row:
         observation: The row's last observation.
         announces: ``(observation,)``: after a restart, the next step only says where the environment is.
         beside: What a vector environment over the engine knows of the row.
+        generators: With ``generators="own"``, the states of the row's.
     """
 
     kind: Kind
@@ -89,6 +90,7 @@ class Row:
     observation: Any = None
     announces: tuple[Any] | None = None
     beside: Any = None
+    generators: Any = None
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)

@@ -16,14 +16,20 @@ if TYPE_CHECKING:
     from vecenv.state.proof import prove as assert_restorable
     from vecenv.testing.contract import VectorEnvContract, assert_identical, assert_same_trajectory
     from vecenv.testing.double import DoubleVectorEnv
+    from vecenv.testing.isolated import assert_isolated
 
-__all__ = ["DoubleVectorEnv", "VectorEnvContract", "assert_identical", "assert_restorable", "assert_same_trajectory"]
+__all__ = [
+    "DoubleVectorEnv", "VectorEnvContract", "assert_identical", "assert_isolated", "assert_restorable",
+    "assert_same_trajectory",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name on first use (PEP 562); what the contract does not define, ``faulty`` may."""
     if name == "DoubleVectorEnv":
         return importlib.import_module("vecenv.testing.double").DoubleVectorEnv
+    if name == "assert_isolated":
+        return importlib.import_module("vecenv.testing.isolated").assert_isolated
     if name == "assert_restorable":
         return importlib.import_module("vecenv.state.proof").prove
     if name in __all__:

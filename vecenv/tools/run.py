@@ -19,7 +19,7 @@ from vecenv.tools.usage import CliError, one_line
 
 __all__ = ["OPTIONS", "Option", "prepare"]
 
-_DEFAULTS: Final = ("num_workers", "on_failure", "step_timeout", "context", "copy")
+_DEFAULTS: Final = ("num_workers", "on_failure", "step_timeout", "context", "copy", "generators")
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], None]:
@@ -129,6 +129,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
     (("--step-timeout",), {"type": float, "metavar": "S", "help": "seconds after which a step counts as hanging"}),
     (("--context",), {"choices": ("fork", "spawn", "forkserver"), "help": "how worker processes are started"}),
     (("--copy",), {"action": argparse.BooleanOptionalAction, "help": "whether observations are copies"}),
+    (("--generators",), {"choices": ("shared", "own"), "help": "whether each environment has global generators of its own"}),
     (("--sync",), {"action": "store_true", "help": "replace gymnasium.vector.SyncVectorEnv too"}),
     (("--quiet",), {"action": "store_true", "help": "say nothing at the beginning and at the end"}),
     (("-m",), {

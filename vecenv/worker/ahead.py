@@ -14,6 +14,7 @@ from typing import Any
 import cloudpickle
 
 from vecenv.link.outcomes import Outcome
+from vecenv.system import draws
 from vecenv.worker.keeping import KeptRows
 from vecenv.worker.threads import Said
 
@@ -71,6 +72,8 @@ class AheadRows(KeptRows):
         """Take over the environment, which had another row before."""
         self.envs, self.forked, self._used = before.envs, before.forked, before._used
         self._latest, self._kept = before._latest, before._kept
+        self.generators = before.generators
+        draws.watch_by(self.saw)
         env = self.envs[0]
         if env is None:
             self._steps[0] = self._step_failed(0)
@@ -94,7 +97,8 @@ class AheadRows(KeptRows):
         """A reset of the environment, which is built anew if it had failed; kept from what it may write into."""
         env = self.envs[0] or self._build(0)
         self._used[0] = True
-        observation, info = env.reset(seed=seed)
+        with self._turn(0, seed, begins=True):
+            observation, info = env.reset(seed=seed)
         self.leave_if_forked()
         return deepcopy(observation), deepcopy(info)
 

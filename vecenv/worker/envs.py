@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import gymnasium
 import numpy as np
@@ -16,6 +17,7 @@ from vecenv.errors import EnvError, EnvFailed, ObservationError
 from vecenv.link.outcomes import Failure, Outcome
 from vecenv.link.packing import dumps_by_value, summary
 from vecenv.shm.layout import Array, Tree
+from vecenv.system import draws, generators
 
 __all__ = ["Envs", "Expected"]
 
@@ -61,6 +63,9 @@ def made_by(env_fn: Callable[[], Any], env: int) -> Any:
     return made
 
 
+_NO_TURN: Final = nullcontext()
+
+
 class Envs:
     """Environments ``first .. first + len(env_fns) - 1`` of the batch; see :class:`vecenv.worker.rows.EnvRows`.
 
@@ -96,11 +101,43 @@ class Envs:
         self._used = [False] * count
         self._next: dict[int, tuple[Any, Any]] = {}  # row -> seed and options of the next episode that autoreset begins
         self._offered: list[Any] = [None] * count  # what an environment with an observation_buffer writes into
+        self.generators: generators.Own | None = None  # of rows that have their own
+        self._building: int | None = None
+        self.warnings: list[tuple[str, str]] = []
 
     @property
     def span(self) -> str:
         """Which environments, in words."""
         return f"{self.first}-{self.first + self.count - 1}"
+
+    def use_generators(self, option: generators.GeneratorsOption) -> None:
+        """Before environments are built: let each row have its own, or note who draws from those of the process."""
+        if option == "own":
+            self.generators = generators.Own(self.count)
+        elif not self._interrupts:
+            draws.watch(self.saw)
+
+    def saw(self, generator: str) -> None:
+        """An environment draws from a generator of the process: there is a warning about it."""
+        row = f"env {self.first + self._running}" if self._running is not None else f"one of envs {self.span}"
+        env = next((env for env in self.envs[self._running or 0 :] if env is not None), None)
+        name = getattr(getattr(env, "spec", None), "id", None) or (type(env.unwrapped).__name__ if env is not None else "it")
+        self.warnings.append((
+            "generators",
+            f"{row} ({name}) draws from the generator of {generator}, which everything in its process shares: what it says "
+            "depends on which environments are beside it, so that the same seeds may give other results with another number "
+            "of workers, and vecenv.evaluate other results with another number of environments. generators='own' gives each "
+            "environment its own",
+        ))  # fmt: skip
+
+    @property
+    def _running(self) -> int | None:
+        """The row whose environment runs just now, if that can be told."""
+        return self._building
+
+    def _turn(self, k: int, seed: Any = None, *, begins: bool = False) -> AbstractContextManager[None]:
+        """Around every call into an environment but ``step``; ``begins``: it is a reset, with this seed."""
+        return _NO_TURN if self.generators is None else generators.Turn(self.generators.each[k], seed, begins)
 
     def build(self) -> tuple[list[Failure], list[tuple[int, str, str]]]:
         """Build all environments; what raised, and (env, which space, its repr) for spaces that do not match."""
@@ -119,11 +156,16 @@ class Envs:
         return failures, mismatches
 
     def _build(self, k: int) -> gymnasium.Env[Any, Any]:
-        env: gymnasium.Env[Any, Any] = made_by(self._env_fns[k], self.first + k)
-        self.envs[k] = env
-        self._steps[k] = env.step
-        self._used[k] = False
-        self._offer(k, env)
+        self._building = k
+        try:
+            with self._turn(k):
+                env: gymnasium.Env[Any, Any] = made_by(self._env_fns[k], self.first + k)
+                self.envs[k] = env
+                self._steps[k] = env.step
+                self._used[k] = False
+                self._offer(k, env)
+        finally:
+            self._building = None
         return env
 
     def _offer(self, k: int, env: gymnasium.Env[Any, Any]) -> None:
@@ -168,15 +210,17 @@ class Envs:
     def _reset(self, k: int, seed: Any, options: Any) -> tuple[Any, Any]:
         """The reset that was asked for, of an environment that is built anew if it had failed."""
         env = self.envs[k] or self._build(k)
-        return env.reset(seed=seed, options=None if options is None else dict(options))
+        with self._turn(k, seed, begins=True):
+            return env.reset(seed=seed, options=None if options is None else dict(options))
 
     def _begin_next(self, k: int) -> tuple[Any, Any]:
         """The reset of autoreset, with what was set for it."""
         seed, options = self._next.pop(k, (None, None))
         env = self._env(k)
-        if seed is None and options is None:
-            return env.reset()
-        return env.reset(seed=seed, options=None if options is None else dict(options))
+        with self._turn(k, seed, begins=True):
+            if seed is None and options is None:
+                return env.reset()
+            return env.reset(seed=seed, options=None if options is None else dict(options))
 
     def _is_pending(self, k: int) -> bool:
         """Whether the row's next step begins with an automatic reset."""
@@ -223,10 +267,14 @@ class Envs:
                 continue
             self.envs[k] = None
             try:
-                env.close()
+                with self._turn(k):
+                    env.close()
             except BaseException as error:
                 self._let_through(error)
                 out.failures.append(Failure(self.first + k, error))
+        if self.generators is not None:
+            self.generators = None
+            generators.uninstall()
         return out
 
     def forget(self) -> None:

@@ -16,6 +16,7 @@ from vecenv.link.packing import summary, works
 from vecenv.state.capture import captured, layers_of, opened
 from vecenv.state.proof import prove
 from vecenv.state.snapshots import Row, Snapshot, kind_of
+from vecenv.system.draws import unwatched
 from vecenv.worker.rows import EnvRows
 
 __all__ = ["KeptRows"]
@@ -36,19 +37,22 @@ class KeptRows(EnvRows):
             layers = layers_of(env)
             kind = kind_of(layers)
             try:
-                state = captured(env, layers)
+                with self._turn(k):
+                    state = captured(env, layers)
             except NotRestorable as error:
                 raise NotRestorable(f"{kind.env_id} cannot be saved: {error}") from error
             announces = getattr(self._steps[k], "announces", None)
             return Snapshot.of(
-                kind, state, pending=self._is_pending(k), used=self._used[k], upcoming=self._next.get(k), announces=announces
-            )
+                kind, state, pending=self._is_pending(k), used=self._used[k], upcoming=self._next.get(k),
+                announces=announces, generators=None if self.generators is None else self.generators.each[k].state(),
+            )  # fmt: skip
 
         return self._again(seq, ks, one)
 
     def prove(self, seq: int, ks: Sequence[int]) -> Outcome:
         """Prove that environments like those of the rows ``ks`` go on from a saved state exactly as they would have."""
-        return self._again(seq, ks, lambda k: prove(self._env_fns[k]))
+        with unwatched():
+            return self._again(seq, ks, lambda k: prove(self._env_fns[k], own_generators=self.generators is not None))
 
     def check(self, seq: int, snapshots: Sequence[tuple[int, Snapshot]]) -> Outcome:
         """Read the snapshots that rows are to be filled with, and refuse those that do not fit. Rows stay as they are."""
@@ -83,15 +87,21 @@ class KeptRows(EnvRows):
         env = self.envs[k] or self._build(k)
         try:
             layers = layers_of(env)
-            if wrong := snapshot.row.kind.differs_from(kind_of(layers)):
+            known = snapshot.row
+            if wrong := known.kind.differs_from(kind_of(layers)):
                 raise SnapshotMismatch(wrong)
+            if self.generators is None and known.generators is not None and known.generators["used"]:
+                raise SnapshotMismatch("it has states of generators of its own, which go with generators='own' only")
             return opened(env, snapshot.body, layers)
         except SnapshotMismatch as error:
             raise SnapshotMismatch(f"the snapshot does not fit: {error}") from error
 
     def _fill(self, k: int, fill: Callable[[], None], known: Row) -> None:
         env = self._env(k)
-        fill()
+        with self._turn(k):
+            fill()
+        if self.generators is not None and known.generators is not None:
+            self.generators.each[k].load(known.generators)
         self._next.pop(k, None)
         if known.upcoming is not None:
             self._next[k] = known.upcoming

@@ -36,6 +36,9 @@ from vecenv.link.sealing import dump
 from vecenv.shm import Arena, Batch, Layout, fixed_tree
 from vecenv.system.cores import Patience, Placement
 from vecenv.system.descendants import adopt, end_own
+from vecenv.system.draws import look_at_torch
+from vecenv.system.generators import GeneratorsOption
+from vecenv.system.streams import WorkersOwn
 from vecenv.system.supervision import BlackBox, Lifeline, flush_output
 from vecenv.system.uninterrupted import let_in
 from vecenv.system.variables import Variables, set_variables
@@ -63,6 +66,7 @@ class Plan:
         strict: An observation that loses finite numbers in the cast to its space is an error and not a warning.
         ragged: Info values of one key that do not go together become an object array.
         env_threads: So many environments of a worker are run at the same time.
+        generators: What environments draw from by ``random``, ``numpy.random`` and torch: ``"shared"`` or ``"own"``.
         ahead: Each worker has one environment, which may begin episodes ahead of time, of any row.
     """
 
@@ -75,6 +79,7 @@ class Plan:
     ragged: bool = False
     env_threads: int = 1
     ahead: bool = False
+    generators: GeneratorsOption = "shared"
 
 
 @dataclass(slots=True)
@@ -93,6 +98,8 @@ class Start:
     placement: Placement
     token: str
     variables: Variables
+    stream: bytes
+    life: int
 
 
 @dataclass(slots=True)
@@ -263,6 +270,7 @@ def main(start: Start) -> None:
     _limit_threads(start.plan.threads)
     channel = WorkerEnd(start.ends, blocks=not start.placement.spin)
     try:
+        own = WorkersOwn(start.stream, (start.index, start.life))
         env_fns = (
             [_load_env_fn(start.first + k, blob) for k, blob in enumerate(start.env_fns)] if start.pickled else start.env_fns
         )
@@ -270,7 +278,10 @@ def main(start: Start) -> None:
         rows = make_rows(env_fns, start.first, start.index, start.plan, batch)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=partial(rows.forked.append, True))
+        rows.use_generators(start.plan.generators)
         failures, mismatches = rows.build()
+        own.seed_torch()
+        look_at_torch()
         rows.leave_if_forked()
     except BaseException as error:
         rows, failures, mismatches = None, [Failure(getattr(error, "env", start.first), error)], []

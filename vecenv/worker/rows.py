@@ -12,7 +12,7 @@ does at the end of an episode is looked up in a table and called only there.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from operator import length_hint
 from typing import Any
@@ -26,6 +26,7 @@ from vecenv.link.observations import KEPT, Put
 from vecenv.link.outcomes import NOTHING_SAID, Failure, Outcome
 from vecenv.link.schemas import BY_PICKLE, NO_INFO
 from vecenv.shm.layout import Array, Batch, Tree, memory_of
+from vecenv.system import draws
 from vecenv.worker.envs import Envs, Expected
 from vecenv.worker.infos import InfoWriter
 from vecenv.worker.timing import StepTimes, clock
@@ -66,7 +67,6 @@ class EnvRows(Envs):
         mine = slice(first, first + count)
         leaves = [leaf[mine] for leaf in batch.observations] if batch.observations is not None else []
         super().__init__(env_fns, first, observation_tree, leaves, expected, interrupts)
-        self.warnings: list[tuple[str, str]] = []
         self._put = put
         self._put_final = put_final
         self._action_tree = action_tree
@@ -144,6 +144,8 @@ class EnvRows(Envs):
             begun: The row whose environment was run last; -1: none.
             done: The row that was done last.
         """
+        if self.generators is not None:
+            self.generators.done()
         if begun != done:  # nobody knows how far it got
             row = self.first + begun
             if not any(failure.env == row for failure in self._out.failures):
@@ -177,7 +179,7 @@ class EnvRows(Envs):
             steps = times.of_each(steps)
             began = clock()
         rows = self._direct_rows
-        where: Iterable[int] = range(self.count)
+        where: Sequence[int] = range(self.count)
         if ks is not None:
             where, steps, rows = ks, [steps[k] for k in ks], [rows[k] for k in ks]
         if self._done:  # it was interrupted
@@ -190,6 +192,8 @@ class EnvRows(Envs):
         (array, dtype, shape), flat = self._direct, self._flat
         rewards, terminations, truncations = self._reward_cells, self._termination_cells, self._truncation_cells
         try:
+            if self.generators is not None:
+                steps = self.generators.steps(steps, where, walk)
             for k, step, row, action in zip(walk, steps, rows, actions, strict=True):
                 try:
                     begun = k
@@ -232,6 +236,8 @@ class EnvRows(Envs):
             self._stopped(ks, begun, done)
             raise
         self._done, self._walk = self.count, None
+        if self.generators is not None:
+            self.generators.done()
         if not untimed:
             times.count(clock() - began, len(steps))
         return self._finish()
@@ -287,6 +293,7 @@ class EnvRows(Envs):
             self._begin(seq, ks)
         elif self._walk is not None:
             self._lost_place(ks)
+        draws.look_at_torch()
         out, start = self._out, self._done
         begun = done = -1
         walk = self._walk = iter(list(range(self.count) if ks is None else ks)[start:])
@@ -367,11 +374,18 @@ class EnvRows(Envs):
         for k in ks[self._done :]:
             try:
                 self._done += 1  # whatever comes of it, it is not called twice
-                out.results[self.first + k] = function(k)
+                with self._turn(k):
+                    out.results[self.first + k] = function(k)
             except BaseException as error:
                 out.failures.append(Failure(self.first + k, self._told(k, error), fatal=False))
                 self._let_through(error)
         return out
+
+    @property
+    def _running(self) -> int | None:
+        if self._building is None and isinstance(self._walk, type(iter(range(0)))):
+            return self.count - 1 - length_hint(self._walk)
+        return self._building
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 
@@ -422,7 +436,8 @@ class EnvRows(Envs):
         self._next.pop(k, None)
         if env is not None:
             try:
-                env.close()
+                with self._turn(k):
+                    env.close()
             except BaseException as error:
                 self._let_through(error)
 

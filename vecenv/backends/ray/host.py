@@ -223,6 +223,7 @@ class HostRows(AsyncVectorEnv[Any, Any]):
     def __init__(self, env_fns: Sequence[Callable[[], Any]], *, first: int, host: int, **options: Any) -> None:
         self._first = first
         self._host = host
+        self._told_of_draws = False
         self._known_schemas: set[int] = set()
         self._coming: dict[int, Snapshot] = {}  # what rows are about to be loaded with
         super().__init__(env_fns, **options)
@@ -281,6 +282,9 @@ class HostRows(AsyncVectorEnv[Any, Any]):
             if engine.policy.restart:
                 everyone = rows is None
                 engine.recovery.remembered.keep(range(self.num_envs) if everyone else rows or (), everyone=everyone)
+        if engine.warned_of_draws and not self._told_of_draws:
+            outcome.warnings.append(("generators", engine.warned_of_draws))
+            self._told_of_draws = True
         if not outcome.is_plain():
             reply.outcome = dump(outcome)
         return reply

@@ -38,7 +38,7 @@ __all__ = ["RayVectorEnv"]
 _PLACEMENTS = ("STRICT_SPREAD", "SPREAD", "PACK")
 _ENGINE_OPTIONS = (
     "shared_memory", "copy", "context", "daemon", "observation_mode", "max_concurrency", "use_caller", "step_timeout",
-    "start_timeout", "threads_per_worker", "strict", "worker_env", "ragged_infos",
+    "start_timeout", "threads_per_worker", "strict", "worker_env", "ragged_infos", "generators",
 )  # fmt: skip
 
 
@@ -76,7 +76,8 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
         on_failure, restart_from, restart_limit, restart_period, autoreset_mode: As :class:`~vecenv.AsyncVectorEnv`.
         **engine_options: ``shared_memory``, ``copy``, ``context`` (default here: ``"forkserver"``), ``daemon``,
             ``observation_mode``, ``max_concurrency`` (a host), ``use_caller`` (the host's own process steps a share),
-            ``step_timeout``, ``start_timeout``, ``threads_per_worker``, ``strict``, as of :class:`~vecenv.AsyncVectorEnv`.
+            ``step_timeout``, ``start_timeout``, ``threads_per_worker``, ``strict``, ``generators``, as of
+            :class:`~vecenv.AsyncVectorEnv`.
 
     Raises:
         ImportError: Ray is not installed.
@@ -128,7 +129,8 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
             "on_failure": on_failure, "restart_from": restart_from, "restart_limit": restart_limit,
             "restart_period": restart_period,
         }  # fmt: skip
-        checked = {"start_timeout", "step_timeout", "threads_per_worker", "use_caller", "strict", "worker_env", "ragged_infos"}
+        checked = {"start_timeout", "step_timeout", "threads_per_worker", "use_caller", "strict", "worker_env", "ragged_infos",
+                   "generators"}  # fmt: skip
         own = {name: value for name, value in engine_options.items() if name in checked}
         check_options(len(env_fns), batch_size, num_workers=workers_per_host, **recovery, **own)
         self._recovery = recovery

@@ -1,0 +1,353 @@
+"""``generators="own"``: environments that draw from the generators of their process are what they are alone."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from random import getrandbits
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode
+
+import vecenv
+from vecenv.errors import SnapshotMismatch
+from vecenv.testing import assert_identical
+
+pytestmark = pytest.mark.timeout(120)
+MODES = list(AutoresetMode)
+
+
+class Draws(gymnasium.Env[Any, Any]):
+    """Draws from all of them, in every call; now and then a normal number alone, of which there are two at a time."""
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (6,), np.float64)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, *, late: int = 0, seeds: bool = False) -> None:
+        self.late, self.seeds, self.steps = late, seeds, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.steps = 0
+        if self.seeds and seed is not None:
+            np.random.seed(seed)
+            random.seed(seed)
+        return self.drawn(), {}
+
+    def drawn(self) -> Any:
+        if self.steps < self.late:
+            return np.zeros(6)
+        state = np.random.get_state()
+        np.random.seed(1)
+        kept = np.random.rand()
+        np.random.set_state(state)
+        numbers = [np.random.normal(), random.random(), random.gauss(0, 1), getrandbits(20), random.randint(0, 9)]
+        return np.array([*numbers, kept])
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        if action == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        ended = self.steps >= self.late and np.random.rand() < 0.1
+        return self.drawn(), random.random() if self.steps >= self.late else 0.0, bool(ended), False, {"steps": self.steps}
+
+    def guess(self) -> float:
+        return float(np.random.rand() + random.random())
+
+
+def alone(env_fn: Callable[[], Any], seed: int, steps: int, mode: AutoresetMode) -> Iterator[Any]:
+    """What one environment says alone: nothing else draws, and resets seed as ``docs/workers.md`` says."""
+    outside = random.getstate(), np.random.get_state()
+    episode = 0
+
+    def begin(env: Any, **how: Any) -> Any:
+        sequences = [np.random.SeedSequence(seed, spawn_key=(episode, which)) for which in range(2)]
+        np.random.set_state(np.random.MT19937(sequences[0]).state)
+        random.seed(int.from_bytes(sequences[1].generate_state(4).tobytes(), "little"))
+        return env.reset(**how)[0]
+
+    try:
+        env = env_fn()
+        yield begin(env, seed=seed), 0.0, False
+        over = False
+        for _ in range(steps):
+            if over and mode is not AutoresetMode.SAME_STEP:
+                episode += 1
+                yield begin(env), 0.0, False
+                over = False
+                continue
+            observation, reward, over, _, _ = env.step(0)
+            ended = over
+            if over and mode is AutoresetMode.SAME_STEP:
+                episode += 1
+                observation, over = begin(env), False
+            yield observation, reward, ended
+    finally:
+        random.setstate(outside[0])
+        np.random.set_state(outside[1])
+
+
+def trajectory(envs: Any, steps: int, seed: int | None = 3) -> list[Any]:
+    """(observations, rewards, terminations) of a reset and of steps; a mask resets rows that nothing else does."""
+    count = envs.num_envs
+    said = [(envs.reset(seed=seed)[0], np.zeros(count), np.zeros(count, bool))] if seed is not None else []
+    over = np.zeros(count, bool)
+    for _ in range(steps):
+        if over.any() and envs.autoreset_mode is AutoresetMode.DISABLED:
+            envs.reset(options={"reset_mask": over})
+        observations, rewards, over, _, _ = envs.step(np.zeros(count, int))
+        said.append((observations, rewards, over))
+    return said
+
+
+def own(count: int = 5, env_fn: Callable[[], Any] = Draws, **options: Any) -> Any:
+    return vecenv.AsyncVectorEnv([env_fn] * count, generators="own", **options)
+
+
+def run(steps: int = 40, **options: Any) -> list[Any]:
+    envs = own(**options)
+    try:
+        return trajectory(envs, steps)
+    finally:
+        envs.close()
+
+
+LATE = functools.partial(Draws, late=7)
+SEEDS = functools.partial(Draws, seeds=True)
+
+
+@pytest.mark.parametrize("env_fn", [Draws, LATE, SEEDS], ids=["always", "late", "seeds"])
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_rows_say_what_each_environment_says_alone(mode: AutoresetMode, env_fn: Any) -> None:
+    said = run(env_fn=env_fn, num_workers=0, autoreset_mode=mode, count=3)
+    for row in range(3):
+        wanted = list(alone(env_fn, 3 + row, 40, mode))
+        assert_identical([tuple(part[row] for part in step) for step in said], list(map(_typed, wanted)), f"row {row}")
+
+
+def _typed(step: Any) -> Any:
+    observation, reward, over = step
+    return observation, np.float64(reward), np.bool_(over)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("env_fn", [Draws, LATE], ids=["always", "late"])
+@pytest.mark.parametrize(
+    "options", [{"num_workers": 2}, {"num_workers": 2, "use_caller": True}, {"num_workers": 1}], ids=["2", "caller", "1"]
+)
+def test_workers_change_nothing(mode: AutoresetMode, env_fn: Any, options: Any) -> None:
+    plain = run(env_fn=env_fn, num_workers=0, autoreset_mode=mode)
+    assert_identical(run(env_fn=env_fn, autoreset_mode=mode, **options), plain)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("workers", [2, 4, None])
+def test_start_methods_change_nothing(context: Any, workers: Any) -> None:
+    assert_identical(run(num_workers=workers, context=context, env_fn=SEEDS), run(num_workers=0, env_fn=SEEDS))
+
+
+def test_callers_own_draws_are_neither_seen_nor_changed() -> None:
+    plain = run(num_workers=0)
+    np.random.seed(1)
+    random.seed(1)
+    np.random.normal()
+    bit_generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    function = random.random
+    envs = own(num_workers=0)
+    said = [(envs.reset(seed=3)[0], np.zeros(5), np.zeros(5, bool))]
+    drawn = [np.random.normal(), random.random(), getrandbits(8)]
+    for _ in range(40):
+        said.append(envs.step(np.zeros(5, int))[:3])
+        drawn += [np.random.normal(), random.gauss(0, 1)]
+    envs.close()
+    assert_identical(said, plain)
+    assert np.random.get_bit_generator() is bit_generator  # type: ignore[attr-defined]
+    assert random.random is function
+    rest = [np.random.normal(), random.random()]
+    np.random.seed(1)
+    random.seed(1)
+    np.random.normal()
+    assert drawn[:3] == [np.random.normal(), random.random(), getrandbits(8)]
+    assert drawn[3:] == [number for _ in range(40) for number in (np.random.normal(), random.gauss(0, 1))]
+    assert rest == [np.random.normal(), random.random()]
+
+
+def test_calls_and_first_ready_rows_draw_their_own() -> None:
+    said = []
+    for workers in (0, 2):
+        envs = own(4, num_workers=workers, batch_size=4)
+        envs.reset(seed=5)
+        guesses = envs.call("guess"), envs.exec_func(Draws.guess, [1, 3])
+        for rows in ([0, 2], [1], [3], [0]):
+            envs.send(np.zeros(len(rows), int), rows)
+            envs.recv(count=len(rows))
+        said.append((guesses, trajectory(envs, 20, None), envs.call("guess")))
+        envs.close()
+    assert_identical(said[1], said[0])
+
+
+def test_saved_rows_go_on_from_their_generators_in_another_engine() -> None:
+    envs = own(num_workers=0)
+    trajectory(envs, 13)
+    kept = envs.save()
+    wanted = trajectory(envs, 30, None)
+    envs.load(kept)
+    assert_identical(trajectory(envs, 30, None), wanted)
+    state = envs.state_dict()
+    envs.close()
+    with closing(own(num_workers=2)) as other:
+        other.reset(seed=99)
+        other.load(kept)
+        assert_identical(trajectory(other, 30, None), wanted)
+        other.load_state_dict(state)
+    with closing(vecenv.AsyncVectorEnv([Draws] * 5, num_workers=0)) as shared, pytest.raises(SnapshotMismatch, match="own"):
+        shared.load(kept)
+
+
+def test_worker_that_was_killed_goes_on_from_its_snapshot() -> None:
+    envs = own(4, num_workers=2, on_failure="restart", restart_from="snapshot", autoreset_mode="SameStep")
+    trajectory(envs, 9)
+    envs.save()
+    wanted = trajectory(envs, 12, None)
+    envs.load(envs.save())
+    envs.close()
+    envs = own(4, num_workers=2, on_failure="restart", restart_from="snapshot", autoreset_mode="SameStep")
+    trajectory(envs, 9)
+    envs.save()
+    *_, infos = envs.step(np.array([7, 0, 7, 0]))
+    assert infos["from_snapshot"].all()
+    assert_identical(trajectory(envs, 12, None), wanted)
+    envs.close()
+
+
+def test_worker_that_was_killed_is_the_same_after_a_reset() -> None:
+    wanted = run(num_workers=0)
+    envs = own(num_workers=2, on_failure="restart")
+    trajectory(envs, 5)
+    envs.step(np.array([7, 0, 0, 0, 7]))
+    assert_identical(trajectory(envs, 40), wanted)
+    envs.close()
+
+
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+def test_spare_workers_change_nothing(mode: str) -> None:
+    assert_identical(
+        run(spare_workers=3, count=3, autoreset_mode=mode), run(spare_workers=1, count=3, autoreset_mode=mode)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("env_fn", [Draws, LATE], ids=["always", "late"])
+def test_evaluation_is_the_same_for_every_number_of_environments(env_fn: Any) -> None:
+    said = []
+    for count, workers in ((1, 0), (3, 1), (4, 2), (4, 4)):
+        with closing(own(count, env_fn, num_workers=workers)) as envs:
+            results = vecenv.evaluate(envs, lambda seen: np.zeros(len(seen), int), episodes=12, seed=1)
+        said.append([(result.episode_return, result.length) for result in results])
+    assert said.count(said[0]) == 4
+    assert len({episode_return for episode_return, _ in said[0]}) == 12
+
+
+def test_evaluation_says_that_its_promise_does_not_hold() -> None:
+    for workers in (0, 2):
+        envs = vecenv.AsyncVectorEnv([Draws] * 3, num_workers=workers)
+        with closing(envs), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            vecenv.evaluate(envs, lambda seen: np.zeros(len(seen), int), episodes=4, seed=1)
+        texts = [str(one.message) for one in said]
+        assert sum("generators='own'" in text and "Draws" in text for text in texts) == 1, texts
+        assert sum("evaluate" in text and "row" in text for text in texts) == 1, texts
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_a_warning_names_the_environment_and_the_generator(workers: int) -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        envs = vecenv.AsyncVectorEnv([LateNumbers] * 4, num_workers=workers)
+        envs.reset(seed=1)
+        for _ in range(3):
+            envs.step(np.zeros(4, int))
+        envs.close()
+    [text] = [str(one.message) for one in said if "generators" in str(one.message)]
+    assert re.search(r"env \d \(LateNumbers\) draws from the generator of numpy\.random.*generators='own'", text)
+
+
+class LateNumbers(gymnasium.Env[Any, Any]):
+    observation_space = gymnasium.spaces.Box(-9, 9, (1,), np.float64)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return np.zeros(1), {}
+
+    def step(self, action: Any) -> Any:
+        return np.full(1, np.random.rand()), 0.0, False, False, {}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_clean_environments_are_not_warned_of(workers: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        envs = vecenv.AsyncVectorEnv([functools.partial(gymnasium.make, "CartPole-v1")] * 4, num_workers=workers)
+        envs.reset(seed=1)
+        for _ in range(40):
+            envs.step(np.ones(4, int))
+        envs.save()  # which proves what it saves, and looks at all generators for that
+        envs.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*generators='own'")
+@pytest.mark.parametrize("context", ["fork", pytest.param("forkserver", marks=pytest.mark.long)])
+def test_workers_of_a_seeded_caller_differ_and_are_the_same_every_time(context: Any) -> None:
+    said = []
+    for _ in range(2):
+        np.random.seed(4)
+        random.seed(4)
+        envs = vecenv.AsyncVectorEnv([Draws] * 3, context=context)
+        assert np.random.rand() == np.random.RandomState(4).rand()
+        assert random.random() == random.Random(4).random()
+        observations, _ = envs.reset(seed=[0, 1, 2])
+        envs.close()
+        said.append(observations)
+    assert_identical(said[1], said[0])
+    assert all(len(set(column)) == 3 for column in said[0][:, :4].T)
+
+
+def test_options_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="`generators` must be 'shared' or 'own', got 'mine'"):
+        vecenv.AsyncVectorEnv([Draws], generators="mine")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`generators` must be 'shared' beside env_threads"):
+        vecenv.AsyncVectorEnv([Draws] * 2, num_workers=1, env_threads=2, generators="own")
+    with pytest.raises(ValueError, match="`generators`"):
+        vecenv.AsyncVectorEnv([Draws], worker=print, generators="own")
+
+
+def test_make_vec_hands_it_on() -> None:
+    options = {"generators": "own", "num_workers": 0}
+    with closing(vecenv.make_vec("CartPole-v1", 2, vector_kwargs=options)) as envs:
+        assert envs.generators == "own"
+        envs.reset(seed=0)
+
+
+def test_vecenv_run_hands_it_on(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import gymnasium\n"
+        "if __name__ == '__main__':\n"
+        "    envs = gymnasium.vector.AsyncVectorEnv([lambda: gymnasium.make('CartPole-v1')] * 2)\n"
+        "    print(envs.generators)\n"
+        "    envs.close()\n"
+    )
+    command = [sys.executable, "-m", "vecenv", "run", "--generators", "own", "--num-workers", "0", str(program)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout.split() == ["own"]

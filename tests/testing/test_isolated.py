@@ -1,0 +1,119 @@
+"""``assert_isolated`` tells environments that something outside reaches, and says what."""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+
+from vecenv.testing import assert_isolated
+
+pytestmark = pytest.mark.timeout(120)
+RNG = np.random.default_rng(0)
+COUNTS = {"steps": 0}
+
+
+class Clean(gymnasium.Env[Any, Any]):
+    observation_space = gymnasium.spaces.Box(-9, 9, (1,), np.float64)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.begin(seed)
+        return np.array([self.number()]), {}
+
+    def begin(self, seed: int | None) -> None:
+        pass
+
+    def number(self) -> float:
+        return float(self.np_random.random())
+
+    def step(self, action: Any) -> Any:
+        return np.array([self.number()]), 0.0, self.np_random.random() < 0.1, False, {}
+
+
+class Numpys(Clean):
+    def number(self) -> float:
+        return float(np.random.normal())
+
+
+class Pythons(Clean):
+    def number(self) -> float:
+        return random.random()
+
+
+class SeedsTheGlobal(Clean):
+    def begin(self, seed: int | None) -> None:
+        np.random.seed(seed if seed is not None else 1)
+
+    def number(self) -> float:
+        return float(np.random.rand())
+
+
+class KeepsInItsClass(Clean):
+    steps_of_all = 0
+
+    def number(self) -> float:
+        type(self).steps_of_all += 1
+        return float(self.steps_of_all % 7)
+
+
+class KeepsInItsClassPerEpisode(KeepsInItsClass):
+    def begin(self, seed: int | None) -> None:
+        type(self).steps_of_all = 0
+
+
+class KeepsInItsModule(Clean):
+    def number(self) -> float:
+        COUNTS["steps"] += 1
+        return float(COUNTS["steps"] % 7)
+
+
+class DrawsFromItsModule(Clean):
+    def number(self) -> float:
+        return float(RNG.random())
+
+
+class DrawsAndIgnores(Clean):
+    def begin(self, seed: int | None) -> None:
+        np.random.rand()
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (Numpys, "numpy.random's global generator"),
+        (Pythons, "the generator of Python's module random"),
+        (SeedsTheGlobal, "numpy.random's global generator"),
+        (KeepsInItsClass, "steps_of_all"),
+        (KeepsInItsClassPerEpisode, "steps_of_all"),
+        (KeepsInItsModule, "COUNTS"),
+        (DrawsFromItsModule, "RNG"),
+    ],
+)
+def test_what_reaches_an_environment_is_named(kind: Any, names: str) -> None:
+    with pytest.raises(AssertionError, match=rf"{kind.__name__} is not isolated: .*{re.escape(names)}.*reaches its results"):
+        assert_isolated(kind)
+
+
+@pytest.mark.parametrize("kind", [Clean, DrawsAndIgnores, functools.partial(gymnasium.make, "CartPole-v1")])
+def test_clean_environments_pass(kind: Any) -> None:
+    before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
+    assert_isolated(kind)
+    assert before == (random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index, union-attr]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("env_id", "module"), [("Ant-v5", "mujoco"), ("ALE/Pong-v5", "ale_py")])
+def test_simulators_pass(env_id: str, module: str) -> None:
+    pytest.importorskip(module)
+    if module == "ale_py":
+        import ale_py
+
+        gymnasium.register_envs(ale_py)
+    assert_isolated(functools.partial(gymnasium.make, env_id))

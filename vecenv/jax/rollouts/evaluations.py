@@ -63,7 +63,9 @@ def eval_rollout_episode(
         ValueError: ``keep`` names no field of a trajectory.
 
     Returns:
-        The trajectory (reward 0 and ``valid`` False after a row's first episode), its metrics, and the last state.
+        The trajectory, its metrics, and the last state. After a row's first episode ``reward`` is 0, ``valid`` is False,
+        and ``terminated``, ``truncated`` and ``done`` stay as the episode ended, whatever ``early_stop`` is: the length of
+        the episode is the number of rows up to the first ``done``. The other fields mean nothing there.
     """
     whole = _counted_step(env, policy, params, key)
 
@@ -72,11 +74,15 @@ def eval_rollout_episode(
         return carried, transition if keep is None else transition.keeping(keep)
 
     start = (state, carry, _Tally.begin(state))
-    blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(act, start)[1])
+    blank: Trajectory = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(act, start)[1])
+
+    def skip(carried: _Carried) -> tuple[_Carried, Trajectory]:
+        flags = {name: flag for name, flag in carried[2].last_flags().items() if getattr(blank, name) is not None}
+        return carried, dataclasses.replace(blank, **flags)
 
     def maybe(carried: _Carried) -> tuple[_Carried, Trajectory]:
         result: tuple[_Carried, Trajectory] = jax.lax.cond(
-            _in_any_lane(state, jnp.any(carried[2].active)), act, lambda carried: (carried, blank), carried
+            _in_any_lane(state, jnp.any(carried[2].active)), act, skip, carried
         )
         return result
 
@@ -217,6 +223,12 @@ class _Tally:
         )
         return _Tally(sums, self.count + jnp.any(ended, axis=0), self.quota, self.env_steps + 1)
 
+    def last_flags(self) -> dict[str, Array]:
+        """``terminated`` and ``truncated`` (``bool[*B]``) as the latest episode of each row that has ended left them."""
+        latest = jnp.maximum(self.count - 1, 0)[None]
+        names = ("terminated", "truncated")
+        return {name: jnp.take_along_axis(getattr(self.sums, name), latest, axis=0)[0] for name in names}
+
     def metrics(self) -> EpisodeMetrics:
         fields = {field.name: getattr(self.sums, field.name) for field in dataclasses.fields(self.sums)}
         if self.sums.finished.shape[0] == 1:
@@ -237,10 +249,14 @@ def _counted_step(
         state, carry, tally = carried
         now = jax.random.fold_in(key, tally.env_steps)
         state, carry, transition = take_step(env, policy, params, state, carry, now)
+        ended = {
+            name: jnp.where(tally.active, getattr(transition, name), flag) for name, flag in tally.last_flags().items()
+        }
         transition = dataclasses.replace(
             transition,
             reward=jnp.where(tally.active, transition.reward, 0.0),
             valid=transition.valid & tally.active,
+            **ended,
         )
         return (state, carry, tally.add(state, discount)), transition
 

@@ -7,10 +7,12 @@ names of the two do not overlap, so a name alone says which library is meant.
 from __future__ import annotations
 
 import difflib
+import dis
 import importlib
 import importlib.util
+import inspect
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import gymnasium as gym
@@ -81,6 +83,8 @@ def _unknown(name: str, library: str | None) -> str:
 
 def _build_brax(name: str, **kwargs: Any) -> Any:
     envs = importlib.import_module("brax.envs")
+    if swallowed := _swallowed(envs._envs[name], kwargs):
+        raise TypeError(f"Brax's {name} has no arguments {swallowed}, and would silently ignore them.")
     try:
         return envs.get_environment(name, **kwargs)
     except TypeError as error:
@@ -89,6 +93,20 @@ def _build_brax(name: str, **kwargs: Any) -> Any:
         raise TypeError(f"Brax's {name} refuses {_shown(kwargs)}: {error}.") from error
     except ValueError as error:
         raise ValueError(f"Brax's {name} refuses {_shown(kwargs)}: {error}") from error
+
+
+def _swallowed(make: Any, kwargs: Mapping[str, Any]) -> list[str]:
+    """The arguments that ``make`` would accept and never look at: it takes ``**kwargs``, and no line of it reads them."""
+    function = make.__init__ if isinstance(make, type) else make
+    if not inspect.isfunction(function):
+        return []
+    parameters = inspect.signature(function).parameters.values()
+    named = {each.name for each in parameters if each.kind is not each.VAR_KEYWORD}
+    for rest in (each.name for each in parameters if each.kind is each.VAR_KEYWORD):
+        used = (line.argval for line in dis.get_instructions(function) if line.opname.startswith("LOAD"))
+        if not any(rest == found or (isinstance(found, tuple) and rest in found) for found in used):
+            return sorted(kwargs.keys() - named)
+    return []
 
 
 def _build_playground(name: str, *, config: Any = None, config_overrides: Any = None, **unknown: Any) -> Any:

@@ -67,7 +67,7 @@ class Bridge:
         discount: float,
         float64: str,
         transport: str,
-        timeout: float | None,
+        timeout: float | str | None,
         lanes: int | None,
         rewind: bool | int = False,
     ) -> None:
@@ -333,7 +333,7 @@ def bridge(
     discount: float = 1.0,
     float64: str = "cast",
     transport: str = "auto",
-    timeout: float | None = 60.0,
+    timeout: float | str | None = "auto",
     lanes: int | None = None,
     rewind: bool | int = False,
 ) -> Bridge:
@@ -351,8 +351,9 @@ def bridge(
             ``"keep"``: float64, and an error outside of that mode.
         transport: ``"primitive"``: fast, through parts of JAX that may change. ``"io_callback"``: JAX's own. ``"auto"``:
             the first if it passes a test here.
-        timeout: Seconds until an answer of the environments is taken to be lost; ``None`` waits for ever. Vector envs
-            without ``step_wait``, as ``SyncVectorEnv``, step in this process, where nothing can end a wait.
+        timeout: Seconds that a step, and a reset, may take, after which they raise ``StepTimeout``; ``None`` waits for ever.
+            ``"auto"``: the vector env's own ``step_timeout``, which may also restart what hangs, and 60 where it has none.
+            Vector envs without ``step_wait``, as ``SyncVectorEnv``, step in this process, where nothing can end a wait.
         lanes: The number of equal groups of environments, to be used under ``jax.vmap`` over as many lanes.
         rewind: How many of the latest states can be used again: the environments are saved after every call, and loaded
             where a state is not the newest. ``True``: 16. Needs environments that can be saved, and costs as much time and
@@ -367,15 +368,15 @@ def bridge(
     return Bridge(envs, info_spec, discount, float64, transport, timeout, lanes, rewind)
 
 
-def _check_options(envs: Any, float64: str, timeout: float | None, lanes: int | None, rewind: Any) -> None:
+def _check_options(envs: Any, float64: str, timeout: float | str | None, lanes: int | None, rewind: Any) -> None:
     if not isinstance(envs, VectorEnv):
         raise TypeError(f"bridge takes a gymnasium.vector.VectorEnv, got {type(envs).__name__}.")
     if getattr(envs.unwrapped, "closed", False):
         raise ClosedEnvironmentError("bridge was given a vector env that is closed.")
     if float64 not in _FLOAT64:
         raise ValueError(f"float64 must be one of {_FLOAT64}, got {float64!r}.")
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"timeout must be positive, or None, got {timeout!r}.")
+    if timeout not in (None, "auto") and (isinstance(timeout, str) or not timeout > 0):
+        raise ValueError(f"timeout must be positive, None or 'auto', got {timeout!r}.")
     if not isinstance(rewind, (int, np.integer)) or rewind < 0:
         raise ValueError(f"rewind must be True, False or how many states to keep, got {rewind!r}.")
     if lanes is not None and (lanes < 1 or envs.num_envs % lanes):

@@ -71,7 +71,7 @@ class Host:
     Args:
         envs: Any Gymnasium vector env.
         infos: The infos to report.
-        timeout: Seconds until an answer is taken to be lost; ``None`` waits for ever.
+        timeout: Seconds that an answer may take; ``None`` waits for ever. ``"auto"``: see :func:`vecenv.jax.bridge`.
         rewind: How many of the latest states can be gone back to.
 
     Attributes:
@@ -79,7 +79,9 @@ class Host:
             :class:`~vecenv.jax.bridging.host_call.HostFunction`.
     """
 
-    def __init__(self, envs: VectorEnv[Any, Any, Any], infos: InfoColumns, timeout: float | None, rewind: int = 0) -> None:
+    def __init__(
+        self, envs: VectorEnv[Any, Any, Any], infos: InfoColumns, timeout: float | str | None, rewind: int = 0
+    ) -> None:
         self.envs = envs
         self.num_envs = envs.num_envs
         self.mode = autoreset_mode_of(envs)

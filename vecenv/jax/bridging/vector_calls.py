@@ -11,7 +11,7 @@ import contextlib
 import functools
 import multiprocessing
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,8 @@ from vecenv.front.capabilities import capabilities_of
 from vecenv.front.gymnasiums import GymnasiumAsync
 
 __all__ = ["Calls", "Rows", "Stepped", "autoreset_mode_of", "calls_of"]
+
+_USUAL_TIMEOUT: Final = 60.0
 
 Rows: TypeAlias = npt.NDArray[np.intp]
 Stepped: TypeAlias = tuple[Any, npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any], dict[str, Any]]
@@ -187,13 +189,21 @@ class RowCalls(AsyncCalls):
         return np.asarray(stepped[4]["env_id"], np.intp), stepped
 
 
-def calls_of(envs: VectorEnv[Any, Any, Any], timeout: float | None) -> Calls:
+def calls_of(envs: VectorEnv[Any, Any, Any], timeout: float | str | None) -> Calls:
     """The best there is for ``envs``, by what it says it can do; of a wrapper, ``reset`` and ``step`` only."""
+    able = capabilities_of(envs)
+    if timeout == "auto":  # an engine's own step_timeout is what it does when it is given none
+        timeout = _USUAL_TIMEOUT if able is None or own_timeout(envs) is None else None
+    assert not isinstance(timeout, str)
     if isinstance(envs, VectorWrapper) or not hasattr(envs, "step_async"):
         return Calls(envs, timeout)
-    able = capabilities_of(envs)
-    if able is None:
-        return AsyncCalls(envs, timeout)
-    if able.restarts and getattr(envs, "step_timeout", None) is not None:
-        timeout = None  # it restarts what hangs, unless the caller gives a timeout
-    return (RowCalls if able.first_ready else AsyncCalls)(envs, timeout)
+    return (RowCalls if able is not None and able.first_ready else AsyncCalls)(envs, timeout)
+
+
+def own_timeout(envs: VectorEnv[Any, Any, Any]) -> float | None:
+    """After how many seconds a vector env itself takes a step to hang; ``None``: never."""
+    try:
+        seconds: float | None = getattr(envs, "step_timeout", None)
+    except NotImplementedError:  # a backend without one
+        return None
+    return seconds

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import re
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -50,21 +54,59 @@ def test_the_fast_transport_is_left_alone_where_its_self_test_fails(monkeypatch:
         vj.bridge(Logged(), transport="primitive")
 
 
-def test_a_missing_private_name_is_a_reason_and_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    import jax._src.callback
-
+@pytest.fixture
+def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The parts of JAX that are not public are looked for again, and once more after the test."""
     from vecenv.jax.bridging import host_call
 
-    monkeypatch.delattr(jax._src.callback, "_OrderedIOEffect")
-    host_call._primitive.cache_clear()
-    host_call.primitive_problem.cache_clear()
-    try:
-        assert "_OrderedIOEffect" in str(host_call.primitive_problem("cpu"))
-        assert host_call.choose_transport("auto") == "io_callback"
-    finally:
-        monkeypatch.undo()
+    def forget() -> None:
+        sys.modules.pop("vecenv.jax.bridging.private", None)
         host_call._primitive.cache_clear()
         host_call.primitive_problem.cache_clear()
+
+    forget()
+    yield
+    monkeypatch.undo()
+    forget()
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "instead"),
+    [
+        ("jax._src.callback", "_callback_op_sharding", None),
+        ("jax._src.callback", "_callback_op_sharding", lambda axis_context: None),
+        ("jax.interpreters.mlir", "emit_python_callback", None),
+        ("jax.interpreters.mlir", "emit_python_callback", lambda ctx, callback: None),
+        ("jax.interpreters.mlir", "TokenSet", None),
+    ],
+    ids=["gone", "changed", "emit gone", "emit changed", "tokens gone"],
+)
+def test_a_private_part_of_jax_that_is_gone_is_told_with_the_versions(
+    anew: None, monkeypatch: pytest.MonkeyPatch, module: str, name: str, instead: Any
+) -> None:
+    from vecenv.jax.bridging import host_call
+
+    place = importlib.import_module(module)
+    if instead is None:
+        monkeypatch.delattr(place, name)
+    else:
+        monkeypatch.setattr(place, name, instead)
+    versions = rf"jax {re.escape(jax.__version__)} with jaxlib .* tested with jax [\d.]+"
+    with pytest.raises(ImportError, match=versions):
+        importlib.import_module("vecenv.jax.bridging.private")
+    assert host_call.choose_transport("auto") == "io_callback"
+    with pytest.raises(RuntimeError, match=versions):
+        host_call.choose_transport("primitive")
+
+
+def test_private_parts_of_jax_are_named_in_one_module() -> None:
+    package = Path(vj.__file__).parent.parent
+    named = [
+        file.name
+        for file in package.rglob("*.py")
+        if re.search(r"jax\._src|DO_NOT_USE|\b(jax|jnp|dtype)\._[a-z]", file.read_text())
+    ]
+    assert named == ["private.py"]
 
 
 @pytest.mark.long

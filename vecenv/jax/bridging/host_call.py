@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import itertools
 import re
 import threading
@@ -30,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
+from jax.extend.core import Primitive
 
 from vecenv.errors import VecEnvError
 
@@ -109,6 +111,7 @@ def primitive_problem(platform: str) -> str | None:
         return jax.lax.scan(lambda i, _: (host_call(count, [shape], [i], "primitive")[0], None), start, None, length=3)[0]
 
     try:
+        importlib.import_module("vecenv.jax.bridging.private")  # looks for what is needed, outside of any program
         with jax.disable_jit(False), jax.ensure_compile_time_eval():
             last = int(jax.jit(program)(np.int32(0)))
     except Exception as error:  # whatever a version that moved things around may raise
@@ -118,29 +121,26 @@ def primitive_problem(platform: str) -> str | None:
 
 @functools.cache
 def _primitive() -> Any:
-    from jax._src.callback import _callback_op_sharding, _OrderedIOEffect
-    from jax.extend.core import Primitive
-    from jax.interpreters import mlir
+    from vecenv.jax.bridging.private import ORDERED, callback_sharding, emit_python_callback, mlir
 
     primitive: Any = Primitive("vecenv_host_call")
     primitive.multiple_results = True
 
-    primitive.def_effectful_abstract_eval(lambda *_, function, results: (list(results), {_OrderedIOEffect}))
+    primitive.def_effectful_abstract_eval(lambda *_, function, results: (list(results), {ORDERED}))
 
     def lower(ctx: Any, *args: Any, function: Any, results: Any) -> Any:
-        sharding = _callback_op_sharding(ctx.module_context.axis_context, None, ctx.avals_out)
-        called, token, _ = mlir.emit_python_callback(
+        called, token, _ = emit_python_callback(
             ctx,
             lambda *arrays: tuple(function(*arrays)),
-            ctx.tokens_in.get(_OrderedIOEffect),
+            ctx.tokens_in.get(ORDERED),
             list(args),
             ctx.avals_in,
             ctx.avals_out,
             has_side_effect=True,
             returns_token=True,
-            sharding=sharding,
+            sharding=callback_sharding(ctx.module_context.axis_context, None, ctx.avals_out),
         )
-        ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({_OrderedIOEffect: token})))
+        ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({ORDERED: token})))
         return called
 
     mlir.register_lowering(primitive, lower, cacheable=False)

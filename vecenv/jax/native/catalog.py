@@ -97,7 +97,7 @@ def _build_brax(name: str, **kwargs: Any) -> Any:
 
 def _swallowed(make: Any, kwargs: Mapping[str, Any]) -> list[str]:
     """The arguments that ``make`` would accept and never look at: it takes ``**kwargs``, and no line of it reads them."""
-    function = make.__init__ if isinstance(make, type) else make
+    function: Any = inspect.getattr_static(make, "__init__") if isinstance(make, type) else make
     if not inspect.isfunction(function):
         return []
     parameters = inspect.signature(function).parameters.values()

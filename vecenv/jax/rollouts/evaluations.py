@@ -223,7 +223,7 @@ class _Tally:
         )
         return _Tally(sums, self.count + jnp.any(ended, axis=0), self.quota, self.env_steps + 1)
 
-    def last_flags(self) -> dict[str, Array]:
+    def last_flags(self) -> dict[str, Any]:
         """``terminated`` and ``truncated`` (``bool[*B]``) as the latest episode of each row that has ended left them."""
         latest = jnp.maximum(self.count - 1, 0)[None]
         names = ("terminated", "truncated")
@@ -249,7 +249,7 @@ def _counted_step(
         state, carry, tally = carried
         now = jax.random.fold_in(key, tally.env_steps)
         state, carry, transition = take_step(env, policy, params, state, carry, now)
-        ended = {
+        ended: dict[str, Any] = {
             name: jnp.where(tally.active, getattr(transition, name), flag) for name, flag in tally.last_flags().items()
         }
         transition = dataclasses.replace(

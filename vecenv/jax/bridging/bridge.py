@@ -25,7 +25,6 @@ from vecenv.jax.bridging.host import Host, leaves_of
 from vecenv.jax.bridging.host_call import HostFunction, choose_transport, host_call, original_errors, struct
 from vecenv.jax.bridging.info_spec import InfoColumns
 from vecenv.jax.bridging.lanes import call_in_lanes
-from vecenv.jax.bridging.rewinding import USUAL
 from vecenv.jax.native.actions import action_spec, check_action
 from vecenv.jax.native.env import select
 from vecenv.jax.native.spaces import jax_space
@@ -43,8 +42,8 @@ class Bridge:
 
     ``reset``, ``step``, ``send``, ``recv`` and ``reset_mask`` may be called as they are, or inside ``jit``, ``scan``,
     ``while_loop``, ``cond`` and ``grad``; under ``vmap`` with ``lanes``. Each call is made exactly once, in program order.
-    A state can be used once, but with ``rewind``: afterwards, and after the next ``reset``, the host refuses it with
-    ``StaleStateError``. Nothing is differentiated through.
+    A state can be used once: afterwards, and after the next ``reset``, the host refuses it with ``StaleStateError``.
+    Nothing is differentiated through.
 
     Exceptions of the environments are raised as themselves by calls outside of compiled programs, and by
     :func:`vecenv.jax.run`. A program of one's own that is called without it fails with JAX's ``JaxRuntimeError``. After
@@ -69,9 +68,8 @@ class Bridge:
         transport: str,
         timeout: float | str | None,
         lanes: int | None,
-        rewind: bool | int = False,
     ) -> None:
-        _check_options(envs, float64, timeout, lanes, rewind)
+        _check_options(envs, float64, timeout, lanes)
         refuse_jax_in_process(envs)
         warn_of_fork(envs)
         self.envs = envs
@@ -80,7 +78,7 @@ class Bridge:
         self.num_envs = envs.num_envs // (lanes or 1)
         self._float64 = float64
         self._infos = InfoColumns(info_spec)
-        self._host = Host(envs, self._infos, timeout, USUAL if rewind is True else int(rewind))
+        self._host = Host(envs, self._infos, timeout)
         self.autoreset_mode = self._host.mode
         self.single_observation_space: gym.Space[Any] = jax_space(envs.single_observation_space)
         self.single_action_space: gym.Space[Any] = jax_space(envs.single_action_space)
@@ -335,7 +333,6 @@ def bridge(
     transport: str = "auto",
     timeout: float | str | None = "auto",
     lanes: int | None = None,
-    rewind: bool | int = False,
 ) -> Bridge:
     """A vector env for use inside compiled programs.
 
@@ -355,20 +352,16 @@ def bridge(
             ``"auto"``: the vector env's own ``step_timeout``, which may also restart what hangs, and 60 where it has none.
             Vector envs without ``step_wait``, as ``SyncVectorEnv``, step in this process, where nothing can end a wait.
         lanes: The number of equal groups of environments, to be used under ``jax.vmap`` over as many lanes.
-        rewind: How many of the latest states can be used again: the environments are saved after every call, and loaded
-            where a state is not the newest. ``True``: 16. Needs environments that can be saved, and costs as much time and
-            memory as saving them.
 
     Raises:
-        NotImplementedError: ``rewind``, and ``envs`` cannot be saved.
         TypeError: ``envs`` is no vector env; its spaces have no fixed size; ``info_spec`` is no specification.
         ValueError: An option has no meaning, or the environments run JAX in this process.
         RuntimeError: ``transport="primitive"`` does not work here.
     """
-    return Bridge(envs, info_spec, discount, float64, transport, timeout, lanes, rewind)
+    return Bridge(envs, info_spec, discount, float64, transport, timeout, lanes)
 
 
-def _check_options(envs: Any, float64: str, timeout: float | str | None, lanes: int | None, rewind: Any) -> None:
+def _check_options(envs: Any, float64: str, timeout: float | str | None, lanes: int | None) -> None:
     if not isinstance(envs, VectorEnv):
         raise TypeError(f"bridge takes a gymnasium.vector.VectorEnv, got {type(envs).__name__}.")
     if getattr(envs.unwrapped, "closed", False):
@@ -377,7 +370,5 @@ def _check_options(envs: Any, float64: str, timeout: float | str | None, lanes: 
         raise ValueError(f"float64 must be one of {_FLOAT64}, got {float64!r}.")
     if timeout not in (None, "auto") and (isinstance(timeout, str) or not timeout > 0):
         raise ValueError(f"timeout must be positive, None or 'auto', got {timeout!r}.")
-    if not isinstance(rewind, (int, np.integer)) or rewind < 0:
-        raise ValueError(f"rewind must be True, False or how many states to keep, got {rewind!r}.")
     if lanes is not None and (lanes < 1 or envs.num_envs % lanes):
         raise ValueError(f"lanes={lanes}: {envs.num_envs} environments do not make so many equal groups.")

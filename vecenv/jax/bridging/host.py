@@ -5,8 +5,7 @@ that waits for the callback, so the line is drawn by module.
 
 Environments do not go back by themselves: a program that steps a state twice, or an old one, would silently get the
 transition of another. So every state carries a ticket, ``(epoch, count)``: which reset it descends from, and the number of
-the call since then that made it. It is handed in with every call, and must be the newest, or that of a state that is kept
-(:mod:`vecenv.jax.bridging.rewinding`).
+the call since then that made it. It is handed in with every call, and must be the newest.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 from vecenv.errors import ObservationError, StaleStateError
 from vecenv.jax.bridging.info_spec import InfoColumns
-from vecenv.jax.bridging.rewinding import Kept
 from vecenv.jax.bridging.vector_calls import Rows, Stepped, autoreset_mode_of, calls_of
 from vecenv.shm.layout import Tree, fixed_tree
 
@@ -72,16 +70,13 @@ class Host:
         envs: Any Gymnasium vector env.
         infos: The infos to report.
         timeout: Seconds that an answer may take; ``None`` waits for ever. ``"auto"``: see :func:`vecenv.jax.bridge`.
-        rewind: How many of the latest states can be gone back to.
 
     Attributes:
         failure: The exception of the last call that failed, with its number; see
             :class:`~vecenv.jax.bridging.host_call.HostFunction`.
     """
 
-    def __init__(
-        self, envs: VectorEnv[Any, Any, Any], infos: InfoColumns, timeout: float | str | None, rewind: int = 0
-    ) -> None:
+    def __init__(self, envs: VectorEnv[Any, Any, Any], infos: InfoColumns, timeout: float | str | None) -> None:
         self.envs = envs
         self.num_envs = envs.num_envs
         self.mode = autoreset_mode_of(envs)
@@ -91,9 +86,8 @@ class Host:
         self.closed = False
         self._infos = infos
         self._calls = calls_of(envs, timeout)
-        self._kept = Kept(envs, self._calls, rewind)
         self._action_specs = [((self.num_envs, *leaf.shape), leaf.dtype) for leaf in self.action_tree.leaves()]
-        self._epoch = self._count = self._made = 0
+        self._epoch = self._count = 0
         self._why_not: str | None = "before the first reset"  # there is no newest state, because ...
         self._underway: Rows | None = None  # the rows of a step of some
         self._pending = False
@@ -123,9 +117,7 @@ class Host:
         observations, infos = self._calls.reset(seeds.reshape(-1).tolist())
         self._over[:] = False
         outcome = self._apart(observations, self.num_envs) + self._infos.read(infos, self.num_envs)
-        self._epoch, self._count, self._made = next(_epochs), 0, 0
-        self._kept.forget()
-        self._kept.keep((self._epoch, 0), self._over)
+        self._epoch, self._count = next(_epochs), 0
         self._why_not = None
         return outcome
 
@@ -251,10 +243,7 @@ class Host:
     def _spend(self, ticket: Array, pending: bool = False) -> None:
         """Check a ticket and take it: whatever happens now, that state cannot be used again."""
         newest = [self._epoch, self._count]
-        rows = ticket.reshape(-1, 2).tolist()
-        if (rows[0] != newest or self._why_not is not None) and self._goes_back(rows, pending):
-            return
-        for row in rows:
+        for row in ticket.reshape(-1, 2).tolist():
             if row != newest or self._why_not is not None:
                 self._refuse(*row)
         if pending and not self._pending:
@@ -263,19 +252,6 @@ class Host:
             raise AlreadyPendingCallError("This state was returned by `send`: call `recv` of it first.", "send")
         self._why_not = "because an earlier call failed"
 
-    def _goes_back(self, rows: list[list[int]], pending: bool) -> bool:
-        """To a state that is kept; ``False``: this one is not."""
-        wanted = rows[0][0], rows[0][1]
-        mine = _holders.get(id(self.envs.unwrapped)) is self
-        if pending or wanted not in self._kept or not mine or any(row != rows[0] for row in rows):
-            return False
-        self._why_not = "because going back to an earlier one failed"
-        self._pending, self._underway = False, None
-        self._over = self._kept.back(wanted)
-        self._count = wanted[1]
-        self._why_not = "because an earlier call failed"
-        return True
-
     def _refuse(self, epoch: int, count: int) -> None:
         if self._why_not is not None:
             raise StaleStateError(f"The environments have no state to go on from, {self._why_not}: call reset(key).")
@@ -283,17 +259,10 @@ class Host:
             what = f"belongs to another bridge or an earlier reset (epoch {epoch}, the environments are in {self._epoch})"
         else:
             what = f"was used before (it is number {count} after its reset, the environments are at {self._count})"
-        if self._kept.most:
-            raise StaleStateError(f"This state {what}, and is none of the {self._kept.most} that rewind keeps.")
-        raise StaleStateError(
-            f"This state {what}. Step the newest one, and only once; older ones can be used with bridge(envs, rewind=True)."
-        )
+        raise StaleStateError(f"This state {what}. Step the newest one, and only once: processes do not go back.")
 
     def _renew(self, outcome: list[Array]) -> list[Array]:
-        self._made += 1
-        self._count = self._made
-        if not self._pending:
-            self._kept.keep((self._epoch, self._count), self._over)
+        self._count += 1
         self._why_not = None
         return outcome
 

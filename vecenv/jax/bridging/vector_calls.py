@@ -98,15 +98,6 @@ class Calls:
     def drain(self) -> None:
         """Wait for an answer that is still owed, and forget it."""
 
-    def save(self) -> Any:
-        """The state of everybody, of a vector env that can give it."""
-        return self.envs.save()
-
-    def load(self, snapshots: Any) -> None:
-        """Go on from there, whatever was asked before."""
-        self.drain()
-        self.envs.load(snapshots)
-
 
 class AsyncCalls(Calls):
     """A vector env with ``step_async`` and ``step_wait``."""
@@ -143,18 +134,6 @@ class AsyncCalls(Calls):
             raise
         self._owed = None
         return answer
-
-    def save(self) -> Any:
-        self._owed = self.envs.call_wait  # if it is interrupted
-        saved = super().save()
-        self._owed = None
-        return saved
-
-    def load(self, snapshots: Any) -> None:
-        self.drain()
-        self._owed = self.envs.call_wait
-        super().load(snapshots)
-        self._owed = None
 
     def drain(self) -> None:
         self._require()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
 import time
@@ -272,6 +273,7 @@ class EngineOwner(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, ActT
         if self._pool.abandoned:
             self.closed = True
             return
+        inspect.signature(self.close_extras).bind(**kwargs)  # refuses what it does not know, before anything is ended
         seconds = seconds_of(kwargs.get("timeout"))
         again, self._refuses = self._refuses == "closing", "closing"
         self._pool.closing = True
@@ -290,7 +292,7 @@ class EngineOwner(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, ActT
             self._let_go()
         self.closed = True
 
-    def close_extras(self, timeout: float | None = None, terminate: bool = False, **kwargs: Any) -> None:
+    def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """End the workers; see :meth:`close`."""
         pool, call = self._pool, self._owed.call
         patience = timeout

@@ -269,7 +269,7 @@ class DrivenVectorEnv(NotClosedUnasked, NoAttributes, NoSnapshots, VectorEnv[Any
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def close_extras(self, timeout: float | None = _PATIENCE, terminate: bool = False, **_: Any) -> None:
+    def close_extras(self, timeout: float | None = _PATIENCE, terminate: bool = False) -> None:
         """Let go of the engine. In a forked child, do nothing.
 
         Args:

@@ -19,7 +19,7 @@ from jax.random import key as new_key
 
 import vecenv.jax as vj
 from vecenv.errors import StaleStateError
-from vecenv.jax.bridging.host_call import primitive_problem
+from vecenv.jax.host_call import primitive_problem
 
 ACTION = np.zeros((2, 1), np.float32)
 
@@ -47,7 +47,7 @@ def test_the_fast_transport_passes_its_self_test() -> None:
 
 
 def test_the_fast_transport_is_left_alone_where_its_self_test_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vecenv.jax.bridging.host_call.primitive_problem", lambda platform: "a test says so")
+    monkeypatch.setattr("vecenv.jax.host_call.primitive_problem", lambda platform: "a test says so")
     with vj.bridge(Logged()) as env:
         assert env.transport == "io_callback"
     with pytest.raises(RuntimeError, match="a test says so"):
@@ -57,10 +57,10 @@ def test_the_fast_transport_is_left_alone_where_its_self_test_fails(monkeypatch:
 @pytest.fixture
 def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The parts of JAX that are not public are looked for again, and once more after the test."""
-    from vecenv.jax.bridging import host_call
+    from vecenv.jax import host_call
 
     def forget() -> None:
-        sys.modules.pop("vecenv.jax.bridging.private", None)
+        sys.modules.pop("vecenv.jax.private", None)
         host_call._primitive.cache_clear()
         host_call.primitive_problem.cache_clear()
 
@@ -84,7 +84,7 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_private_part_of_jax_that_is_gone_is_told_with_the_versions(
     anew: None, monkeypatch: pytest.MonkeyPatch, module: str, name: str, instead: Any
 ) -> None:
-    from vecenv.jax.bridging import host_call
+    from vecenv.jax import host_call
 
     place = importlib.import_module(module)
     if instead is None:
@@ -93,7 +93,7 @@ def test_a_private_part_of_jax_that_is_gone_is_told_with_the_versions(
         monkeypatch.setattr(place, name, instead)
     versions = rf"jax {re.escape(jax.__version__)} with jaxlib .* tested with jax [\d.]+"
     with pytest.raises(ImportError, match=versions):
-        importlib.import_module("vecenv.jax.bridging.private")
+        importlib.import_module("vecenv.jax.private")
     assert host_call.choose_transport("auto") == "io_callback"
     with pytest.raises(RuntimeError, match=versions):
         host_call.choose_transport("primitive")
@@ -128,7 +128,7 @@ def test_without_compilation_every_call_is_made_once_and_in_order(env: vj.Bridge
 
 @pytest.mark.long
 def test_the_fast_transport_is_chosen_without_compilation_too() -> None:
-    from vecenv.jax.bridging import host_call
+    from vecenv.jax import host_call
 
     host_call.primitive_problem.cache_clear()
     with jax.disable_jit(), vj.bridge(Logged()) as env:
@@ -347,7 +347,7 @@ def test_a_host_call_costs_a_fraction_of_an_io_callback() -> None:
     """In a scan over small arrays, side by side; ``bench/bridge_cost.py`` has the microseconds."""
     from jax.experimental import io_callback
 
-    from vecenv.jax.bridging.host_call import host_call
+    from vecenv.jax.host_call import host_call
 
     array = np.zeros((8, 4), np.float32)
     result: Any = jax.ShapeDtypeStruct(array.shape, array.dtype)

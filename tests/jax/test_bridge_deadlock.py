@@ -77,7 +77,7 @@ NUMPY_ONLY = """
 import sys, threading
 import jax, jax.numpy as jnp, numpy as np
 import vecenv.jax as vj
-import vecenv.jax.bridging.host as host
+import vecenv.jax.host as host
 from bridge_envs import Logged
 seen = set()
 def watch(frame, event, arg):

@@ -15,7 +15,7 @@ import vecenv
 import vecenv.jax as vj
 from vecenv.errors import StepTimeout
 from vecenv.front.capabilities import Capabilities
-from vecenv.jax.bridging.vector_calls import calls_of
+from vecenv.jax.host import Requests
 
 SEED = 0
 
@@ -68,10 +68,10 @@ class Engine(Logged):
 )
 def test_some_rows_are_sent_only_to_engines_that_say_they_can(capabilities: Capabilities | None, log: list[str]) -> None:
     envs = Engine(capabilities)
-    calls = calls_of(envs, 1.0)
+    requests = Requests(envs, 1.0)
     rows = np.array([0, 2])
-    calls.begin_some(rows, np.zeros((3, 1), np.float32), np.zeros((2, 1), np.float32))
-    answered, _ = calls.finish_some(rows)
+    requests.begin_some(rows, np.zeros((3, 1), np.float32), np.zeros((2, 1), np.float32))
+    answered, _ = requests.finish_some()
     assert envs.log == log
     assert (answered is None) == (log == ["S"])
 
@@ -126,7 +126,7 @@ def test_a_reset_after_an_answer_that_did_not_come_waits_for_it_first(mode: str)
             env.step(state, action)
         with pytest.raises(StepTimeout):
             env.reset(jax.random.key(SEED))
-        env._host._calls.timeout = 60.0
+        env._host._requests.timeout = 60.0
         env.step(env.reset(jax.random.key(SEED)), action)
 
 

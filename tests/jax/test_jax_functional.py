@@ -19,7 +19,7 @@ from jax.random import key as new_key
 from jax_envs import Counter
 
 from vecenv.jax import FunctionalVectorEnv
-from vecenv.jax.native.state import EnvState
+from vecenv.jax.state import EnvState
 
 PUSH = np.full((5, 1), 0.6, np.float32)
 

@@ -201,7 +201,7 @@ def test_the_probe_tells_the_three_kinds_apart() -> None:
         def step(self, state: Any, action: Any, key: Any) -> Any:
             return super().step(state, jax.lax.stop_gradient(action), key)
 
-    from vecenv.jax.native.env import probe
+    from vecenv.jax.env import probe
 
     assert [probe(env()) for env in (Counter, Looping, Blind, Stopped, Switch)] == [
         "reverse", "forward", "none", "none", "none",

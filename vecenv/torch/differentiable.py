@@ -19,12 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from vecenv.backends.jax_native import JaxVectorEnv
-from vecenv.backends.jax_native.building import functional_of
-from vecenv.jax.native.adapters import require_gradient
-from vecenv.jax.native.functional import FunctionalVectorEnv
-from vecenv.jax.native.seeding import entropy_seeds, seed_keys
-from vecenv.jax.native.state import EnvState
+from vecenv.backends.jax_native import JaxVectorEnv, functional_of
+from vecenv.jax.functional import FunctionalVectorEnv
+from vecenv.jax.interop import entropy_seeds, seed_keys
+from vecenv.jax.libraries import require_gradient
+from vecenv.jax.state import EnvState
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,0 +1,362 @@
+"""One call from a compiled program into the host: exactly once, and in the order in which the program was written.
+
+JAX offers three callbacks and none of them is that. ``pure_callback`` may be dropped, merged, hoisted and repeated;
+unordered ``io_callback`` is reordered; ordered ``io_callback`` costs some 80 us, because it makes JAX arrays of its
+arguments inside the callback, and the copy of an argument beyond 100 kB is queued on the very thread pool that the
+callback blocks: with as many callbacks at once as there are cores, nothing moves any more.
+
+So there are two transports of the same meaning. ``"primitive"`` is a primitive of our own with the same ordered effect,
+lowered to the same XLA call, whose host function is given numpy arrays and nothing else. It leans on names that JAX does
+not promise to keep, hence a self-test before its first use. ``"io_callback"`` is JAX's, with large arguments cut into
+pieces that are copied on the spot.
+
+Neither is safe from being hoisted out of a differentiated ``scan`` when its arguments do not change from step to step
+(jax-ml/jax#16637): a caller must pass something that does, such as a count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import itertools
+import math
+import re
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_batching import custom_vmap
+from jax.experimental import io_callback
+from jax.extend.core import Primitive
+
+from vecenv.errors import VecEnvError
+from vecenv.jax.state import Array
+
+__all__ = [
+    "TRANSPORTS", "HostCallFailed", "HostFunction", "call_in_lanes", "choose_transport", "host_call", "original_errors",
+    "run", "struct",
+]  # fmt: skip
+
+TRANSPORTS = ("auto", "primitive", "io_callback")
+_PIECE = 1 << 15  # bytes; JAX copies arguments on the spot up to about 100 kB
+
+Results = Sequence[jax.ShapeDtypeStruct]
+struct: Any = jax.ShapeDtypeStruct  # which has no types
+
+
+def host_call(function: Callable[..., Sequence[Any]], results: Results, args: Sequence[Any], transport: str) -> list[Any]:
+    """Call ``function(*arrays)`` on the host, once, after every earlier host call of the program.
+
+    Args:
+        function: Is given numpy arrays, which may be read-only, and returns one array of the exact shape and dtype for each
+            of ``results``; they are copied. It must touch nothing of JAX: what it waits for may be waiting for it.
+        results: Shapes and dtypes.
+        args: Arrays. A call has no derivative: ``stop_gradient`` what may carry one.
+        transport: From :func:`choose_transport`.
+    """
+    if transport == "primitive":
+        called: list[Any] = _primitive().bind(*args, function=function, results=tuple(map(_aval, results)))
+        return called
+    pieces = [_cut(arg) for arg in args]
+    call = _Whole(function, [(len(cut), arg.shape) for cut, arg in zip(pieces, args, strict=True)])
+    return list(io_callback(call, tuple(results), *itertools.chain(*pieces), ordered=True))
+
+
+def choose_transport(wanted: str) -> str:
+    """``"primitive"`` or ``"io_callback"``: what ``wanted`` amounts to here.
+
+    Raises:
+        ValueError: No such transport.
+        RuntimeError: ``"primitive"`` was asked for and does not work with this version of JAX or on this device.
+    """
+    if wanted not in TRANSPORTS:
+        raise ValueError(f"transport must be one of {TRANSPORTS}, got {wanted!r}.")
+    if wanted == "io_callback":
+        return wanted
+    problem = primitive_problem(jax.default_backend())
+    if problem is None:
+        return "primitive"
+    if wanted == "primitive":
+        raise RuntimeError(
+            f"The transport 'primitive' does not work here ({problem}); 'io_callback' does the same, more slowly."
+        )
+    return "io_callback"
+
+
+# -- transport: a primitive of our own -------------------------------------------------------------------------------
+
+
+@functools.cache
+def primitive_problem(platform: str) -> str | None:
+    """Why the transport ``"primitive"`` cannot be used on a platform, or ``None`` if a test program ran as it should."""
+    if platform == "tpu":
+        return "TPUs take host callbacks by another way"
+    log: list[int] = []
+
+    def count(index: Any) -> tuple[Any, ...]:
+        log.append(int(index))
+        return (np.asarray(index + 1),)
+
+    def program(start: Any) -> Any:
+        shape = struct((), jnp.int32)
+        return jax.lax.scan(lambda i, _: (host_call(count, [shape], [i], "primitive")[0], None), start, None, length=3)[0]
+
+    try:
+        importlib.import_module("vecenv.jax.private")  # looks for what is needed, outside of any program
+        with jax.disable_jit(False), jax.ensure_compile_time_eval():
+            last = int(jax.jit(program)(np.int32(0)))
+    except Exception as error:  # whatever a version that moved things around may raise
+        return f"{type(error).__name__}: {error}"
+    return None if (last, log) == (3, [0, 1, 2]) else f"three calls in a row were executed as {log}"
+
+
+@functools.cache
+def _primitive() -> Any:
+    from vecenv.jax.private import ORDERED, callback_sharding, emit_python_callback, mlir
+
+    primitive: Any = Primitive("vecenv_host_call")
+    primitive.multiple_results = True
+
+    primitive.def_effectful_abstract_eval(lambda *_, function, results: (list(results), {ORDERED}))
+
+    def lower(ctx: Any, *args: Any, function: Any, results: Any) -> Any:
+        called, token, _ = emit_python_callback(
+            ctx,
+            lambda *arrays: tuple(function(*arrays)),
+            ctx.tokens_in.get(ORDERED),
+            list(args),
+            ctx.avals_in,
+            ctx.avals_out,
+            has_side_effect=True,
+            returns_token=True,
+            sharding=callback_sharding(ctx.module_context.axis_context, None, ctx.avals_out),
+        )
+        ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({ORDERED: token})))
+        return called
+
+    mlir.register_lowering(primitive, lower, cacheable=False)
+    primitive.def_impl(_compiled(primitive))
+    return primitive
+
+
+def _compiled(primitive: Any) -> Callable[..., Any]:
+    """A call outside of any program, as a program of its own: also under ``disable_jit``, which would come back here."""
+
+    def call(*args: Any, **params: Any) -> Any:
+        with jax.disable_jit(False):
+            return jax.jit(lambda *arrays: primitive.bind(*arrays, **params))(*args)
+
+    return call
+
+
+def _aval(result: jax.ShapeDtypeStruct) -> Any:
+    return jax.core.ShapedArray(result.shape, result.dtype)
+
+
+# -- transport: JAX's io_callback ------------------------------------------------------------------------------------
+
+
+def _cut(arg: Any) -> list[Any]:
+    """An argument in pieces small enough for JAX to copy on the spot."""
+    flat = jnp.reshape(arg, -1)
+    count = max(1, _PIECE // flat.dtype.itemsize)
+    return [arg] if flat.size <= count else [flat[start : start + count] for start in range(0, flat.size, count)]
+
+
+class _Whole:
+    """``function`` of arguments that arrive as JAX arrays and in pieces. They are ready: the first thing done is a copy."""
+
+    def __init__(self, function: Callable[..., Sequence[Any]], parts: list[tuple[int, tuple[int, ...]]]) -> None:
+        self._function = function
+        self._parts = parts  # for each argument, how many pieces, and its shape
+
+    def __call__(self, *pieces: Any) -> tuple[Any, ...]:
+        left = iter([np.asarray(piece) for piece in pieces])
+        whole = []
+        for count, shape in self._parts:
+            taken = list(itertools.islice(left, count))
+            whole.append(taken[0] if count == 1 else np.concatenate(taken).reshape(shape))
+        return tuple(self._function(*whole))
+
+
+# -- exceptions ------------------------------------------------------------------------------------------------------
+
+
+class HostCallFailed(VecEnvError, RuntimeError):
+    """Stands in for an exception on its way through XLA, which keeps nothing of it but the text."""
+
+
+class _Owner(Protocol):
+    failure: tuple[int, BaseException] | None
+
+
+class HostFunction:
+    """A method of a host object in the form that programs keep it: without keeping the object.
+
+    JAX's caches hold a program's callbacks for as long as it pleases them, so this refers to the object weakly. What the
+    method raises is left on the object, where :func:`original_errors` finds it.
+
+    Args:
+        method: A weak reference to a bound method; its object gets the attribute ``failure``.
+        args: Passed before the arrays.
+    """
+
+    def __init__(self, method: weakref.WeakMethod[Any], *args: Any) -> None:
+        self._method = method
+        self._args = args
+
+    def __call__(self, *arrays: Any) -> Sequence[Any]:
+        method = self._method()
+        if method is None:
+            raise HostCallFailed("the environments of this program are gone: keep a reference to the bridge")
+        try:
+            outcome: Sequence[Any] = method(*self._args, *arrays)
+            return outcome
+        except BaseException as error:  # Ctrl-C too: XLA would make a text of it
+            failed = _stand_in(method.__self__, error)
+        # Raised out here, with nothing of the environments in reach: JAX logs it, and logs are kept.
+        del method, arrays
+        raise failed
+
+
+def _stand_in(owner: Any, error: BaseException) -> HostCallFailed:
+    number = next(_numbers)
+    with _lock:
+        owner.failure = (number, error)
+        _failed[number] = owner
+    text = "".join(traceback.format_exception(error))
+    return HostCallFailed(f"[vecenv host call {number}] {type(error).__name__}: {error}\n\n{text}")
+
+
+_numbers = itertools.count(1)
+_lock = threading.Lock()
+_failed: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_MARK = re.compile(r"\[vecenv host call (\d+)\]")
+
+
+@contextlib.contextmanager
+def original_errors() -> Iterator[None]:
+    """Within the block, an exception raised on the host by a compiled program arrives as itself, not as JAX's error."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        original = _original(error)
+        if original is None:
+            raise
+    else:
+        return
+    raise original
+
+
+def _original(error: BaseException) -> BaseException | None:
+    mark = _MARK.search(str(error))
+    owner: _Owner | None = _failed.pop(int(mark[1]), None) if mark else None
+    if owner is None or owner.failure is None or mark is None or owner.failure[0] != int(mark[1]):
+        return None
+    original = owner.failure[1]
+    owner.failure = None
+    return original
+
+
+def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``function(*args, **kwargs)``, waited for, with exceptions of bridged environments as they were raised.
+
+    A compiled program that steps environments can fail as environments do: a worker dies, a reply does not come, somebody
+    presses Ctrl-C. JAX reports all of these as a ``JaxRuntimeError`` with the text in it; here they are ``WorkerDied``,
+    ``StepTimeout``, ``KeyboardInterrupt``, or whatever the environment raised.
+
+    The arguments are waited for first. A program whose inputs are ready calls the host from the thread that started it,
+    and only there can Ctrl-C reach it.
+    """
+    wait: Any = jax.block_until_ready
+    wait((args, kwargs))
+    with original_errors():
+        return wait(function(*args, **kwargs))
+
+
+Call: TypeAlias = Callable[[list[Any], Sequence[Array]], list[Array]]  # (results, arrays) -> arrays
+
+
+def call_in_lanes(call: Call, results: list[Any], args: list[Array], lanes: int | None, num_envs: int) -> list[Array]:
+    """``call(results, args)``; mapped over ``lanes``, once, with those axes in front of every result and argument.
+
+    ``jax.vmap`` may be nested: the lanes are then the product of its axes.
+
+    Raises:
+        ValueError: It is mapped and ``lanes`` is ``None``; it is mapped over axes whose product cannot be ``lanes``. Where
+            it is not mapped, or not over enough, the error comes when the program is compiled.
+    """
+
+    def under(sizes: tuple[int, ...]) -> Any:
+        """The call under maps over ``sizes``, the outermost first."""
+        left = (lanes or 1) // math.prod(sizes)
+        wide = [struct((*sizes, *result.shape), result.dtype) for result in results]
+
+        def alone(*args: Array) -> list[Array]:
+            if lanes is None or (sizes and left == 1):
+                return call(wide, args)
+            unmapped: list[Array] = _unmapped().bind(
+                *args, lanes=lanes, sizes=sizes, num_envs=num_envs, results=tuple(wide)
+            )
+            return unmapped
+
+        def mapped(size: int, batched: list[bool], *args: Array) -> tuple[list[Array], list[bool]]:
+            if lanes is None:
+                raise ValueError(
+                    f"A bridge cannot be called under jax.vmap: there is one of each of its {num_envs} environments. Build "
+                    f"{size} times as many and bridge(..., lanes={size}) them, or keep the environments out of vmap and map "
+                    "the policy."
+                )
+            if left % size:
+                called = f"it is called under jax.vmap over {_over((size, *sizes))}"
+                raise ValueError(f"This bridge has lanes={lanes}; {called}. {_advice((size, *sizes), num_envs)}")
+            every = [
+                arg if is_batched else jnp.broadcast_to(arg, (size, *arg.shape))
+                for arg, is_batched in zip(args, batched, strict=True)
+            ]
+            return under((size, *sizes))(*every), [True] * len(results)
+
+        return _with_rule(alone, mapped)
+
+    called: list[Array] = under(())(*args)
+    return called
+
+
+def _over(sizes: tuple[int, ...]) -> str:
+    return " times ".join(map(str, sizes))
+
+
+def _advice(sizes: tuple[int, ...], num_envs: int) -> str:
+    """What to do to have so many lanes; a bridge cannot get more, because each lane's environments are made before."""
+    wanted = math.prod(sizes)
+    return f"For {wanted} lanes of {num_envs}, make {wanted * num_envs} environments and bridge(..., lanes={wanted}) them."
+
+
+def _with_rule(function: Callable[..., list[Array]], rule: Callable[..., Any]) -> Any:
+    mapped: Any = custom_vmap(function)
+    mapped.def_vmap(rule)
+    return mapped
+
+
+@functools.cache
+def _unmapped() -> Any:
+    """Stands for a call in one lane. It has shapes and no meaning: every other lane's environments would be missing."""
+    from jax.interpreters import mlir
+
+    primitive: Any = Primitive("vecenv_one_lane")
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda *_, results, **__: [jax.core.ShapedArray(r.shape, r.dtype) for r in results])
+
+    def refuse(*_: Any, lanes: int, sizes: tuple[int, ...], num_envs: int, results: Any) -> Any:
+        short = f"; it is called under jax.vmap over {_over(sizes)}. {_advice(sizes, num_envs)}" if sizes else "."
+        raise ValueError(f"A bridge with lanes={lanes} must be called under jax.vmap over {lanes} lanes{short}")
+
+    primitive.def_impl(refuse)
+    mlir.register_lowering(primitive, refuse)
+    return primitive

@@ -1,0 +1,540 @@
+"""Environments of Brax, MuJoCo Playground, gymnax, jumanji and Gymnasium's ``FuncEnv`` as :class:`~vecenv.jax.JaxEnv`.
+
+``adapt`` recognises an environment and picks the adapter of its library; ``make_env`` builds one by name. Only Brax and
+MuJoCo Playground have registries of bare names. The two do not overlap, so a name alone says which library is meant.
+
+What the libraries do not say in their types, and what the adapters therefore put right:
+
+* Brax and Playground: actions of the built-in environments are in [-1, 1], also where the actuators' control range is not
+  (``humanoid`` 0.4, ``inverted_pendulum`` 3, ``pusher`` 2: these rescale inside ``step``). ``done`` is termination; the time
+  limit is the wrapper's business. ``info["time_out"]`` of some environments equals ``done`` and says nothing about a limit.
+  Some of their wrappers change the ``info`` dict of the state they are given, so it is copied first.
+* gymnax: ``step`` resets by itself and computes a reset at every step; ``step_env`` does neither. Before 1.0 its ``done``
+  includes the time limit.
+* jumanji: ``last`` with a discount of 0 is termination, any other ``last`` is truncation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import dis
+import importlib
+import importlib.util
+import inspect
+import os
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import gymnasium as gym
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gymnasium import spaces
+
+from vecenv.errors import how_to_install
+from vecenv.jax.env import Adapter, FrameSkip, JaxEnv, Override, Rescaled, Start, Stepped, default_key
+from vecenv.jax.state import Array, PyTree
+
+__all__ = [
+    "BraxAdapter", "FuncAdapter", "GymnaxAdapter", "JumanjiAdapter", "adapt", "available_envs", "differentiability",
+    "make_env", "require_gradient",
+]  # fmt: skip
+
+def adapt(
+    env: Any,
+    *,
+    params: Any = None,
+    action_space: gym.Space[Any] | None = None,
+    rescale: str | tuple[Any, Any] | None = None,
+    max_episode_steps: int | None = None,
+    **env_kwargs: Any,
+) -> JaxEnv:
+    """Make a :class:`JaxEnv` of an environment of Brax, MuJoCo Playground, gymnax, jumanji or Gymnasium's ``FuncEnv``.
+
+    Args:
+        env: The environment; or a name known to Brax or Playground; or gymnax's pair ``(env, params)``; or a ``JaxEnv``,
+            which is returned as it is. Brax's and Playground's training wrappers around an environment are recognised: an
+            ``AutoResetWrapper`` is taken off (autoreset is done better outside), the limit of an ``EpisodeWrapper`` is
+            adopted, wrappers that batch are refused.
+        params: gymnax's or FuncEnv's parameters; default, the environment's own.
+        action_space: Replaces the space that is advertised. Brax's and Playground's environments take ``Box(-1, 1)``,
+            whatever the control range of their actuators; say otherwise here for one that does not.
+        rescale: ``(low, high)`` advertises ``Box(low, high)`` and maps actions linearly onto the native bounds;
+            ``"actuator"`` takes the control range of the physics model's actuators for ``low`` and ``high``.
+        max_episode_steps: Replaces the time limit in steps; -1 for none.
+        **env_kwargs: Passed to the library together with a name, such as ``backend="spring"``.
+
+    Raises:
+        gymnasium.error.NameNotFound: No installed library knows the name; close matches are listed.
+        TypeError: The object is of no known kind, or keyword arguments came with an environment that exists already.
+        ValueError: A wrapped environment that cannot be unwrapped, or a rescaling of unbounded actions.
+    """
+    if isinstance(env, str):
+        env = make_env(env, **env_kwargs)
+    elif env_kwargs:
+        raise TypeError(f"{sorted(env_kwargs)} can only be given together with a name, not with {env!r}.")
+    result: JaxEnv = env if isinstance(env, JaxEnv) else recognise(env, params)
+    if action_space is not None or max_episode_steps is not None:
+        result = Override(result, action_space, max_episode_steps)
+    if rescale is not None:
+        low, high = actuator_range(result) if isinstance(rescale, str) else rescale
+        result = Rescaled(result, low, high)
+    return result
+
+
+def differentiability(env: Any) -> str:
+    """How a step of ``env`` can be differentiated with respect to its action.
+
+    Args:
+        env: A ``JaxEnv``, anything :func:`vecenv.jax.adapt` accepts, or a vector env over one.
+
+    Returns:
+        ``"reverse"``: ``jax.grad`` and everything else; ``"forward"``: ``jax.jvp`` only; ``"none"``: no derivative, or
+        one that is zero whatever the action.
+    """
+    return adapt(getattr(env, "single_env", env)).differentiable
+
+
+def require_gradient(env: Any, mode: str = "reverse") -> None:
+    """Raise unless ``env`` can be differentiated in ``mode`` (``"reverse"`` or ``"forward"``).
+
+    Raises:
+        ValueError: It cannot; the message names the cure where there is one.
+    """
+    single = getattr(env, "single_env", env)
+    found = getattr(single, "differentiable", "reverse")
+    if found == "reverse" or (found == "forward" and mode == "forward"):
+        return
+    advice = getattr(single, "gradient_advice", lambda: "")()
+    what = "no derivative" if found == "none" else "no reverse-mode derivative (jax.grad)"
+    raise ValueError(f"A step of {getattr(single, 'name', single)} has {what} with respect to its action. {advice}")
+
+
+_MODULES = {"brax": "brax.envs", "playground": "mujoco_playground"}
+
+
+def available_envs(library: str | None = None) -> dict[str, tuple[str, ...]]:
+    """The names that :func:`make_env` and ``JaxVectorEnv`` know, by library; only libraries that are installed.
+
+    Args:
+        library: ``"brax"`` or ``"playground"`` for one of them; default, all.
+
+    Raises:
+        ValueError: An unknown library.
+        ImportError: The library asked for is not installed.
+    """
+    if library is None:
+        installed = [name for name, module in _MODULES.items() if importlib.util.find_spec(module.split(".")[0])]
+        return {name: _names(name) for name in installed}
+    return {library: _names(library)}
+
+
+def make_env(name: str, library: str | None = None, **kwargs: Any) -> Any:
+    """Build a named environment of Brax or Playground.
+
+    Args:
+        name: Such as ``"ant"`` (Brax) or ``"CartpoleBalance"`` (Playground).
+        library: ``"brax"`` or ``"playground"``; default, whichever knows the name.
+        **kwargs: For Brax, of the environment's class (``backend="spring"``); for Playground, ``config`` and
+            ``config_overrides``. Playground runs on MJX's JAX implementation unless ``config_overrides`` says otherwise:
+            its own default, warp, compiles for half a minute on a CPU and has no gradient.
+
+    Raises:
+        gymnasium.error.NameNotFound: No library knows the name; close matches are listed.
+        TypeError: The environment refuses a keyword argument.
+        ValueError: It refuses the value of one, such as a backend that does not exist.
+        FileNotFoundError: A Playground environment needs model files that could not be fetched.
+    """
+    found = [lib for lib, names in available_envs(library).items() if name in names]
+    if not found:
+        raise gym.error.NameNotFound(_unknown(name, library))
+    return _BUILDERS[found[0]](name, **kwargs)
+
+
+def _names(library: str) -> tuple[str, ...]:
+    if library not in _MODULES:
+        raise ValueError(f"Unknown library {library!r}; vecenv knows the names of {sorted(_MODULES)}.")
+    try:
+        module = importlib.import_module(_MODULES[library])
+    except ImportError as error:
+        raise ImportError(f"{library} is not installed: {how_to_install('brax')}. ({error})") from error
+    return tuple(module._envs) if library == "brax" else tuple(module.registry.ALL_ENVS)
+
+
+def _unknown(name: str, library: str | None) -> str:
+    known = available_envs(library)
+    lower = {each.lower(): each for names in known.values() for each in names}
+    close = [lower[match] for match in difflib.get_close_matches(name.lower(), lower, 3, 0.5)]
+    where = " or ".join(known) if known else f"any installed library; {how_to_install('brax')}"
+    hint = f" Did you mean {', '.join(close)}?" if close else ""
+    return f"No environment {name!r} in {where}.{hint} vecenv.jax.available_envs() lists them all."
+
+
+def _build_brax(name: str, **kwargs: Any) -> Any:
+    envs = importlib.import_module("brax.envs")
+    if swallowed := _swallowed(envs._envs[name], kwargs):
+        raise TypeError(f"Brax's {name} has no arguments {swallowed}, and would silently ignore them.")
+    try:
+        return envs.get_environment(name, **kwargs)
+    except TypeError as error:
+        if "argument" not in str(error):
+            raise
+        raise TypeError(f"Brax's {name} refuses {_shown(kwargs)}: {error}.") from error
+    except ValueError as error:
+        raise ValueError(f"Brax's {name} refuses {_shown(kwargs)}: {error}") from error
+
+
+def _swallowed(make: Any, kwargs: Mapping[str, Any]) -> list[str]:
+    """The arguments that ``make`` would accept and never look at: it takes ``**kwargs``, and no line of it reads them."""
+    function: Any = inspect.getattr_static(make, "__init__") if isinstance(make, type) else make
+    if not inspect.isfunction(function):
+        return []
+    parameters = inspect.signature(function).parameters.values()
+    named = {each.name for each in parameters if each.kind is not each.VAR_KEYWORD}
+    for rest in (each.name for each in parameters if each.kind is each.VAR_KEYWORD):
+        used = (line.argval for line in dis.get_instructions(function) if line.opname.startswith("LOAD"))
+        if not any(rest == found or (isinstance(found, tuple) and rest in found) for found in used):
+            return sorted(kwargs.keys() - named)
+    return []
+
+
+def _build_playground(name: str, *, config: Any = None, config_overrides: Any = None, **unknown: Any) -> Any:
+    if unknown:
+        raise TypeError(
+            f"Playground's {name} takes config= and config_overrides= only, not {sorted(unknown)}; settings go into "
+            "config_overrides, as in {'impl': 'jax'}."
+        )
+    playground = importlib.import_module("mujoco_playground")
+    overrides = dict(config_overrides or {})
+    if config is None and "impl" in playground.registry.get_default_config(name):
+        overrides.setdefault("impl", "jax")
+    try:
+        return playground.registry.load(name, config=config, config_overrides=overrides)
+    except (subprocess.CalledProcessError, FileNotFoundError) as error:
+        raise FileNotFoundError(_missing_files(name, playground, error)) from error
+    except (KeyError, AttributeError) as error:
+        raise ValueError(f"Playground's {name} refuses {_shown(overrides)}: {error}.") from error
+
+
+def _missing_files(name: str, playground: Any, error: Exception) -> str:
+    source = importlib.import_module("mujoco_playground._src.mjx_env")
+    return (
+        f"Playground's {name} needs robot models that are not part of its package and could not be fetched ({error}). "
+        f"Clone github.com/google-deepmind/mujoco_menagerie, commit {getattr(source, 'MENAGERIE_COMMIT_SHA', '?')}, into "
+        f"{getattr(source, 'MENAGERIE_PATH', '?')}. The environments of its dm_control suite need no such files."
+    )
+
+
+def _shown(kwargs: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in kwargs.items()) or "its arguments"
+
+
+_BUILDERS: dict[str, Callable[..., Any]] = {"brax": _build_brax, "playground": _build_playground}
+
+
+_BATCHING = {
+    "VmapWrapper",
+    "EvalWrapper",
+    "DomainRandomizationVmapWrapper",
+    "BraxDomainRandomizationVmapWrapper",
+}
+_AUTORESET = {"AutoResetWrapper", "BraxAutoResetWrapper"}
+_EPISODE = {"EpisodeWrapper"}
+
+
+def recognise(env: Any, params: Any = None) -> JaxEnv:
+    """The adapter for an environment object, chosen by what it can do.
+
+    Raises:
+        TypeError: It is like nothing known; the message lists what is.
+    """
+    if isinstance(env, tuple) and len(env) == 2 and hasattr(env[0], "step_env"):
+        env, params = env[0], env[1] if params is None else params
+    if hasattr(env, "step_env") and hasattr(env, "reset_env"):
+        return GymnaxAdapter(env, params)
+    if callable(getattr(env, "reset", None)) and hasattr(env, "observation_spec") and hasattr(env, "action_spec"):
+        return JumanjiAdapter(env)
+    if all(callable(getattr(env, name, None)) for name in ("initial", "transition", "observation", "terminal")):
+        return FuncAdapter(env, params)
+    if all(hasattr(env, name) for name in ("reset", "step", "observation_size", "action_size")):
+        return _unwrap(env)
+    raise TypeError(
+        f"{type(env).__module__}.{type(env).__name__} is not a JAX environment that vecenv knows. Known are Brax and "
+        "MuJoCo Playground (reset(key), step(state, action), observation_size, action_size), gymnax (reset_env, step_env), "
+        "jumanji (observation_spec, action_spec), gymnasium.functional.FuncEnv (initial, transition), and any object with "
+        "init(key), step(state, action, key), single_observation_space and single_action_space."
+    )
+
+
+def _unwrap(env: Any) -> JaxEnv:
+    """Take Brax's and Playground's training wrappers off from the outside; adopt the limit of an episode wrapper."""
+    limit, skip, layer = None, 1, env
+    while type(layer).__name__ in _AUTORESET | _EPISODE:
+        if type(layer).__name__ in _EPISODE:
+            skip = int(layer.action_repeat)
+            limit = -(-int(layer.episode_length) // skip)
+        layer = layer.env
+    inside = layer
+    while "env" in vars(inside):
+        if type(inside).__name__ in _BATCHING | _AUTORESET | _EPISODE:
+            raise ValueError(
+                f"{type(inside).__name__} batches or resets environments, which vecenv does itself. Pass the environment "
+                "without it: brax.envs.get_environment(name), or mujoco_playground.registry.load(name)."
+            )
+        inside = inside.env
+    adapter: JaxEnv = BraxAdapter(layer)
+    if skip > 1:
+        adapter = FrameSkip(adapter, skip)
+    return adapter if limit is None else Override(adapter, None, limit)
+
+
+class BraxAdapter(Adapter):
+    """Brax and MuJoCo Playground: ``reset(key) -> State``, ``step(State, action) -> State``.
+
+    ``info`` holds the environment's metrics and the numeric entries of its own ``info`` (not its random keys).
+    """
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+        self._base = env.unwrapped
+        self.name = type(self._base).__name__
+        self.is_playground = hasattr(self._base, "mjx_model")
+        _, obs = jax.eval_shape(self.init, default_key(0))
+        self.single_observation_space = space_like(obs)
+        self.single_action_space = spaces.Box(-1.0, 1.0, (int(env.action_size),), np.float32)
+        config = getattr(self._base, "_config", None)
+        self.max_episode_steps = int(config.episode_length) if config and "episode_length" in config else 1000
+        with contextlib.suppress(AttributeError, ZeroDivisionError, TypeError):
+            self.frames_per_second = round(1.0 / float(self._base.dt))
+
+    def init(self, key: Array) -> Start:
+        state = self.env.reset(key)
+        return state, plain(state.obs)
+
+    def step(self, state: PyTree, action: PyTree, key: Array) -> Stepped:
+        if self.is_playground:  # it scans over the action, as float64 in 64-bit mode, and the space says float32
+            action = jnp.asarray(action, jnp.result_type(float))
+        state = self.env.step(jax.tree.map(lambda leaf: leaf, state), action)  # the copy: wrappers change info in place
+        info = {**_numeric(state.info), **_numeric(state.metrics)}
+        return state, plain(state.obs), state.reward, state.done > 0, jnp.zeros((), bool), info
+
+    def gradient_advice(self) -> str:
+        if getattr(self._base, "backend", None) == "mjx":
+            return (
+                "MJX solves contacts in a while loop, which has no reverse mode unless it runs exactly once: "
+                "env.sys = env.sys.tree_replace({'opt.iterations': 1, 'opt.ls_iterations': 4}), or take the backend "
+                "'spring', 'positional' or 'generalized'; jax.jvp works as it is."
+            )
+        if self.is_playground:
+            return (
+                "Playground differentiates with config_overrides={'impl': 'jax'} and one solver iteration "
+                "(env.mjx_model.opt.iterations == 1); its warp kernels have no derivative at all."
+            )
+        return super().gradient_advice()
+
+    def render(self, state: PyTree) -> np.ndarray[Any, Any]:
+        shown = state if self.is_playground else state.pipeline_state
+        try:
+            return np.asarray(self._base.render([shown])[0])
+        except Exception as error:
+            raise RuntimeError(
+                f"{self.name} could not be drawn ({error}). MuJoCo needs OpenGL; on a machine without a display set "
+                f"MUJOCO_GL=egl before Python starts (it is {os.environ.get('MUJOCO_GL', 'unset')})."
+            ) from error
+
+    @property
+    def model(self) -> PyTree:
+        return self._base.mjx_model if self.is_playground else self._base.sys
+
+    @contextlib.contextmanager
+    def using(self, model: PyTree) -> Iterator[None]:
+        name = "_mjx_model" if self.is_playground else "sys"
+        before = getattr(self._base, name)
+        setattr(self._base, name, model)
+        try:
+            yield
+        finally:
+            setattr(self._base, name, before)
+
+
+class GymnaxAdapter(Adapter):
+    """gymnax, 1.0 and before: ``reset_env(key, params)``, ``step_env(key, state, action, params)``."""
+
+    def __init__(self, env: Any, params: Any = None) -> None:
+        self.env = env
+        self.params = env.default_params if params is None else params
+        self.name = str(getattr(env, "name", type(env).__name__))
+        _, obs = jax.eval_shape(self.init, default_key(0))
+        self.single_observation_space = _as_observed(_gymnax_space(env.observation_space(self.params)), obs)
+        self.single_action_space = _gymnax_space(env.action_space(self.params))
+
+    def init(self, key: Array) -> Start:
+        obs, state = self.env.reset_env(key, self.params)
+        return state, plain(obs)
+
+    def step(self, state: PyTree, action: PyTree, key: Array) -> Stepped:
+        obs, state, reward, done, info = self.env.step_env(key, state, action, self.params)
+        if hasattr(self.env, "is_truncated"):
+            terminated, truncated = done, self.env.is_truncated(state, self.params)
+        elif hasattr(self.params, "max_steps_in_episode"):
+            truncated = state.time >= self.params.max_steps_in_episode
+            terminated = done & ~truncated
+        else:
+            terminated, truncated = done, jnp.zeros((), bool)
+        return state, plain(obs), reward, terminated, truncated, _numeric(info)
+
+    def gradient_advice(self) -> str:
+        return "gymnax stops gradients unless the environment came from env.with_transition_gradients()."
+
+
+class JumanjiAdapter(Adapter):
+    """jumanji: ``reset(key) -> (state, TimeStep)``, ``step(state, action) -> (state, TimeStep)``."""
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+        self.name = type(getattr(env, "unwrapped", env)).__name__
+        self.single_observation_space = _jumanji_space(env.observation_spec)
+        self.single_action_space = _jumanji_space(env.action_spec)
+
+    def init(self, key: Array) -> Start:
+        state, timestep = self.env.reset(key)
+        return state, plain(timestep.observation)
+
+    def step(self, state: PyTree, action: PyTree, key: Array) -> Stepped:
+        state, timestep = self.env.step(state, action)
+        if timestep.reward.shape != ():
+            raise ValueError(
+                f"{self.name} pays a reward of shape {timestep.reward.shape}, one number an agent. Wrap it in "
+                "jumanji.wrappers.MultiToSingleWrapper, which adds them up."
+            )
+        last, dead = timestep.last(), timestep.discount == 0
+        return (
+            state,
+            plain(timestep.observation),
+            timestep.reward,
+            last & dead,
+            last & ~dead,
+            _numeric(timestep.extras or {}),
+        )
+
+
+class FuncAdapter(Adapter):
+    """Gymnasium's ``FuncEnv``: ``initial``, ``transition``, ``observation``, ``reward``, ``terminal``."""
+
+    def __init__(self, env: Any, params: Any = None) -> None:
+        self.env = env
+        self._params = {} if params is None else {"params": params}
+        self.name = type(env).__name__
+        self.single_observation_space = env.observation_space
+        self.single_action_space = env.action_space
+
+    def init(self, key: Array) -> Start:
+        state = self.env.initial(key, **self._params)
+        return state, plain(self.env.observation(state, key, **self._params))
+
+    def step(self, state: PyTree, action: PyTree, key: Array) -> Stepped:
+        env, given = self.env, self._params
+        after = env.transition(state, action, key, **given)
+        reward = jnp.reshape(env.reward(state, action, after, key, **given), ())
+        terminal = jnp.reshape(env.terminal(after, key, **given), ())
+        info = _numeric(env.transition_info(state, action, after, **given))
+        return after, plain(env.observation(after, key, **given)), reward, terminal, jnp.zeros((), bool), info
+
+
+def actuator_range(env: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """``(low, high)``, each ``float32[action_size]``: the control range of the actuators of a physics model."""
+    model = env.model
+    table = model.actuator.ctrl_range if hasattr(model, "actuator") else model.actuator_ctrlrange
+    table = np.asarray(table, np.float32)
+    return table[:, 0], table[:, 1]
+
+
+def plain(value: Any) -> PyTree:
+    """Observations as dicts, tuples and arrays: named tuples and dataclasses become dicts of their fields."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return plain(value._asdict())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, tuple | list):
+        return tuple(plain(item) for item in value)
+    return value
+
+
+def space_like(obs: PyTree) -> gym.Space[Any]:
+    """An unbounded space for observations of given shapes and dtypes (arrays or ``ShapeDtypeStruct``)."""
+    if isinstance(obs, dict):
+        return spaces.Dict({key: space_like(value) for key, value in obs.items()})
+    if isinstance(obs, tuple):
+        return spaces.Tuple([space_like(value) for value in obs])
+    dtype = np.dtype(obs.dtype)
+    if dtype == np.bool_:
+        return spaces.MultiBinary(obs.shape)
+    if np.issubdtype(dtype, np.integer):
+        bounds = np.iinfo(dtype)
+        return spaces.Box(bounds.min, bounds.max, obs.shape, dtype.type)
+    return spaces.Box(-np.inf, np.inf, obs.shape, dtype.type)
+
+
+def _numeric(info: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of an info dict that are arrays, at any depth; random keys and other objects are left out."""
+    kept: dict[str, Any] = {}
+    for key, value in info.items():
+        if isinstance(value, Mapping):
+            if inner := _numeric(value):
+                kept[str(key)] = inner
+        elif key in ("rng", "key") or not isinstance(value, jax.Array | np.ndarray | float | int | bool):
+            continue
+        elif not jnp.issubdtype(jnp.result_type(value), jax.dtypes.prng_key):
+            kept[str(key)] = value
+    return kept
+
+
+def _box(low: Any, high: Any, shape: Any, dtype: Any) -> gym.Space[Any]:
+    dtype = np.dtype(dtype)
+    if dtype == np.bool_:
+        return spaces.MultiBinary(shape)
+    low, high = (np.broadcast_to(np.asarray(x), shape) for x in (low, high))
+    if np.issubdtype(dtype, np.integer):
+        bounds = np.iinfo(dtype)
+        low, high = np.clip(low, bounds.min, bounds.max), np.clip(high, bounds.min, bounds.max)
+    return spaces.Box(low.astype(dtype), high.astype(dtype), tuple(shape), dtype.type)
+
+
+def _gymnax_space(space: Any) -> gym.Space[Any]:
+    kind = type(space).__name__
+    if kind == "Discrete":
+        return spaces.Discrete(int(space.n))
+    if kind == "Box":
+        return _box(space.low, space.high, space.shape, space.dtype)
+    if kind == "Dict":
+        return spaces.Dict({key: _gymnax_space(value) for key, value in space.spaces.items()})
+    if kind == "Tuple":
+        return spaces.Tuple([_gymnax_space(value) for value in space.spaces])
+    raise TypeError(f"A gymnax space of class {kind} has no counterpart in Gymnasium.")
+
+
+def _as_observed(space: gym.Space[Any], obs: PyTree) -> gym.Space[Any]:
+    """``space`` with Boxes in the dtypes that observations have: ``Catch-bsuite`` announces int32 and returns float32."""
+    if isinstance(space, spaces.Dict):
+        return spaces.Dict({key: _as_observed(sub, obs[key]) for key, sub in space.spaces.items()})
+    if isinstance(space, spaces.Tuple):
+        return spaces.Tuple([_as_observed(sub, part) for sub, part in zip(space.spaces, obs, strict=True)])
+    if isinstance(space, spaces.Box) and space.dtype != obs.dtype:
+        return _box(space.low, space.high, space.shape, obs.dtype)
+    return space
+
+
+def _jumanji_space(spec: Any) -> gym.Space[Any]:
+    if hasattr(spec, "num_values"):
+        values = np.asarray(spec.num_values)
+        return spaces.Discrete(int(values)) if values.ndim == 0 else spaces.MultiDiscrete(values)
+    if hasattr(spec, "minimum"):
+        return _box(spec.minimum, spec.maximum, spec.shape, spec.dtype)
+    if hasattr(spec, "shape"):
+        return space_like(spec)
+    return spaces.Dict({key: _jumanji_space(value) for key, value in spec._specs.items()})

@@ -187,12 +187,6 @@ def test_a_rows_stream_depends_neither_on_their_number_nor_on_the_others(reset: 
 
 
 @pytest.mark.long
-def test_restarts_are_the_same_however_many_are_made_at_once() -> None:
-    rows = [starts(FunctionalVectorEnv(Counter(), 20, reset_chunk=chunk), 40) for chunk in (1, 3, 20)]
-    assert rows[0] == rows[1] == rows[2]
-
-
-@pytest.mark.long
 def test_another_key_gives_other_episodes(counters: Any) -> None:
     env = counters()
     same, again, other = (starts(env, 20, jax.random.key(seed)) for seed in (1, 1, 2))

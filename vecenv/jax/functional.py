@@ -71,7 +71,6 @@ class FunctionalVectorEnv:
         micro_batch: Rows that are stepped at a time, one group after the other. Faster on a CPU once a whole batch no longer
             fits its caches.
         devices: JAX devices to spread the rows over, an equal share each; default, the default device alone.
-        reset_chunk: How many rows are restarted at once; default a sixteenth of them, and at least 8.
 
     Attributes:
         num_envs: Total number of environments. ``batch_shape``: how they are arranged.
@@ -98,7 +97,6 @@ class FunctionalVectorEnv:
         pool_size: int = 8,
         micro_batch: int | None = None,
         devices: Sequence[Any] | None = None,
-        reset_chunk: int | None = None,
     ) -> None:
         self.batch_shape = (int(num_envs),) if isinstance(num_envs, int | np.integer) else tuple(num_envs)
         self.num_envs = math.prod(self.batch_shape)
@@ -124,7 +122,6 @@ class FunctionalVectorEnv:
             randomize=randomize,
             discount=self.discount,
             micro_batch=micro_batch,
-            reset_chunk=reset_chunk,
         )
         self._action_spec = action_spec(self.single_action_space)
         spread = self._spread_over(devices)
@@ -358,7 +355,6 @@ class Episodes:
         randomize: Randomize | None = None,
         discount: float = 1.0,
         micro_batch: int | None = None,
-        reset_chunk: int | None = None,
     ) -> None:
         self.env = env
         self.mode = autoreset_mode
@@ -368,7 +364,6 @@ class Episodes:
         self.randomize = randomize
         self.discount = discount
         self.micro_batch = micro_batch
-        self.reset_chunk = reset_chunk
         self._varied: list[int] = []  # which leaves of the model differ from row to row
         self._restart_rows = jax.custom_jvp(self._restart_loop)
         self._restart_rows.defjvp(self._restart_derivative)
@@ -499,7 +494,7 @@ class Episodes:
     def _restart_loop(self, need: Array, source: PyTree, current: PyTree) -> PyTree:
         """``current`` with the rows under ``need`` started anew from ``source``, ``chunk`` rows at a time."""
         n = need.shape[0]
-        chunk = min(n, self.reset_chunk or max(8, -(-n // 16)))
+        chunk = min(n, max(8, -(-n // 16)))
 
         def some_left(carry: Any) -> Array:
             return jnp.any(carry[0])

@@ -57,8 +57,8 @@ class JaxVectorEnv(DrivenVectorEnv[Driver]):
         infos: Report the environment's metrics. Without them ``infos`` holds only what autoreset needs.
         render_mode: ``"rgb_array"`` or ``None``.
         **options: Those of :class:`~vecenv.jax.FunctionalVectorEnv` (``autoreset_mode``, ``max_episode_steps``, ``reset``,
-            ``stagger``, ``frame_skip``, ``randomize``, ``discount``, ``pool_size``, ``micro_batch``, ``devices``,
-            ``reset_chunk``). Others go to the named environment: ``backend="spring"``.
+            ``stagger``, ``frame_skip``, ``randomize``, ``discount``, ``pool_size``, ``micro_batch``, ``devices``).
+            Others go to the named environment: ``backend="spring"``.
 
     With ``to="jax"`` and ``"torch"``, nothing waits for the device: every info column is there at every step with its mask,
     and under SAME_STEP ``infos["final_obs"]`` is a batch, valid where ``infos["_final_obs"]``.

@@ -120,7 +120,6 @@ def rollout(
     *,
     overlap: bool = False,
     checkpoint: bool = False,
-    unroll: int = 1,
 ) -> tuple[Trajectory, Any, PyTree]:
     """``length`` steps of a policy.
 
@@ -140,7 +139,6 @@ def rollout(
             trajectory has the rows of the first half, then those of the second.
         checkpoint: Recompute each step in the backward pass instead of storing what it needs: memory for time. Only for
             environments that may be stepped twice, so not for bridged processes.
-        unroll: As in ``jax.lax.scan``.
 
     Returns:
         The trajectory, the state after it (``EnvState``; with ``overlap``, a pair), and the policy's memory after it.
@@ -157,7 +155,7 @@ def rollout(
         if checkpoint:
             raise ValueError("overlap=True steps processes, which cannot be stepped again: leave checkpoint=False.")
         _check_halves(env, state, carry, length)
-        return _overlapped(env, policy, params, state, carry, key, length, extras, unroll)
+        return _overlapped(env, policy, params, state, carry, key, length, extras)
     if pairs:
         raise ValueError(f"{' and '.join(pairs)}: a pair is for overlap=True; without it, roll out each half alone.")
 
@@ -167,7 +165,7 @@ def rollout(
         return (state, carry), transition
 
     body = jax.checkpoint(act) if checkpoint else act
-    (state, carry), trajectory = jax.lax.scan(body, (state, carry), jnp.arange(length), unroll=unroll)
+    (state, carry), trajectory = jax.lax.scan(body, (state, carry), jnp.arange(length))
     return trajectory, state, carry
 
 
@@ -234,7 +232,6 @@ class _Flight:
 
 def _overlapped(
     envs: Any, policy: Policy, params: PyTree, states: Any, carries: Any, key: Array, length: int, extras: Sequence[str],
-    unroll: int,
 ) -> tuple[Trajectory, tuple[EnvState, ...], tuple[PyTree, ...]]:
     keys = [jax.random.fold_in(key, half) for half in (0, 1)]
     rows = states[0].reward.shape[0]
@@ -267,7 +264,7 @@ def _overlapped(
     book = _blank([jax.eval_shape(functools.partial(land, half), flights[half])[1] for half in (0, 1)], length)
     # Rows are written into the trajectory as they come, because the last one comes after the loop: appending it would copy
     # all the others.
-    flights, book = jax.lax.fori_loop(1, length, turn, (flights, book), unroll=unroll)
+    flights, book = jax.lax.fori_loop(1, length, turn, (flights, book))
     after = []
     for half in (0, 1):
         state, transition = land(half, flights[half])

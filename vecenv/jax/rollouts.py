@@ -559,7 +559,6 @@ def truncated_bptt(
     loss: Loss = mean_negative_reward,
     *,
     checkpoint: bool = False,
-    max_norm: float | None = None,
 ) -> Callable[[PyTree, EnvState, PyTree, Array, int], tuple[Array, PyTree, EnvState, PyTree]]:
     """A function that rolls out and differentiates in pieces of ``horizon`` steps.
 
@@ -569,8 +568,6 @@ def truncated_bptt(
         horizon: Steps that a gradient reaches back.
         loss: Scalar of the trajectory of one piece (leaves ``[horizon, *B, ...]``).
         checkpoint: As for :func:`~vecenv.jax.rollout`.
-        max_norm: Scale the gradient of a piece down to this global norm where it is larger; a piece whose gradient is not
-            finite then counts as zero.
 
     Returns:
         ``gradients(params, state, carry, key, pieces) -> (loss, grads, state, carry)``: means over ``pieces`` pieces, and
@@ -592,8 +589,6 @@ def truncated_bptt(
             state, carry, total, sums = carried
             now = jax.random.fold_in(key, number)
             (value, (state, carry)), grads = jax.value_and_grad(piece_loss, has_aux=True)(params, state, carry, now)
-            if max_norm is not None:
-                grads = _clipped(grads, max_norm)
             return (state, carry, total + value / pieces, jax.tree.map(lambda s, g: s + g / pieces, sums, grads)), None
 
         start = (state, carry, jnp.zeros((), jnp.result_type(float)), jax.tree.map(jnp.zeros_like, params))
@@ -601,9 +596,3 @@ def truncated_bptt(
         return value, grads, state, carry
 
     return gradients
-
-
-def _clipped(grads: PyTree, max_norm: float) -> PyTree:
-    norm = jnp.sqrt(sum((jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)), jnp.zeros(())))
-    scale = jnp.where(jnp.isfinite(norm), jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-12)), 0.0)
-    return jax.tree.map(lambda g: jnp.where(jnp.isfinite(g), g * scale, 0.0), grads)

@@ -177,18 +177,17 @@ class JaxVectorEnv(DrivenVectorEnv[Driver]):
         return stepped
 
     @guarded
-    def warmup(self, chunk: int | None = None, progress: bool | None = None) -> dict[str, float]:
+    def warmup(self, chunk: int | None = None) -> dict[str, float]:
         """Compile everything now, rather than in the first reset and step; the environments are left as they are.
 
         Args:
             chunk: Also compile ``step_chunk`` of so many steps.
-            progress: Show a spinner; default, when stderr is a terminal (needs the package ``rich``).
 
         Returns:
             Seconds it took, by function: mostly compilation, ``{"reset": ..., "step": ...}``. Also in ``compile_seconds``.
         """
         self._require_idle("warmup")
-        self.compile_seconds |= compile_now(self._driver, chunk, progress)
+        self.compile_seconds |= compile_now(self._driver, chunk)
         return dict(self.compile_seconds)
 
     # -- saving and loading ------------------------------------------------------------------------------------------

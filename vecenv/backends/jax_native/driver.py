@@ -5,9 +5,8 @@ state into what the caller asked for: numpy, JAX or torch, in Gymnasium's form."
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import gymnasium as gym
@@ -325,7 +324,7 @@ class Reader:
         return {**final, "_final_obs": ended, "_final_info": ended, **masked_infos(info, ~ended)}
 
 
-def compile_now(driver: Driver, chunk: int | None, progress: bool | None) -> dict[str, float]:
+def compile_now(driver: Driver, chunk: int | None) -> dict[str, float]:
     """Compile reset and step, and ``chunk`` steps in one program; seconds by name. The state is left as it is."""
     functional = driver.functional
     zeros = jax.tree.map(lambda leaf: np.zeros_like(np.asarray(leaf)), functional.action_space.sample())
@@ -347,29 +346,11 @@ def compile_now(driver: Driver, chunk: int | None, progress: bool | None) -> dic
     seconds: dict[str, float] = {}
     kept = driver.latest
     try:
-        with spinner(progress) as say:
-            for name, stage in stages.items():
-                say(f"compiling {name} of {functional.num_envs} x {getattr(functional.single_env, 'name', 'env')}")
-                start = time.perf_counter()
-                stage()
-                jax.tree.map(lambda leaf: leaf.block_until_ready(), driver.state)
-                seconds[name] = time.perf_counter() - start
+        for name, stage in stages.items():
+            start = time.perf_counter()
+            stage()
+            jax.tree.map(lambda leaf: leaf.block_until_ready(), driver.state)
+            seconds[name] = time.perf_counter() - start
     finally:
         driver.latest = kept
     return seconds
-
-
-@contextlib.contextmanager
-def spinner(progress: bool | None) -> Iterator[Any]:
-    """A line on stderr that moves while XLA compiles; yields the function that changes its text."""
-    try:
-        from rich.console import Console
-    except ImportError:
-        yield lambda text: None
-        return
-    console = Console(stderr=True)
-    if not (console.is_terminal if progress is None else progress):
-        yield lambda text: None
-        return
-    with console.status("compiling") as status:
-        yield status.update

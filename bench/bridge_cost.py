@@ -31,7 +31,7 @@ from gymnasium.vector.utils import batch_space
 from jax.experimental import io_callback
 
 from vecenv.jax import bridge
-from vecenv.jax.bridging.host_call import host_call
+from vecenv.jax.host_call import host_call
 
 SHAPES = {
     "8 x (4,) float32": (8, (4,), np.float32),

@@ -33,7 +33,7 @@ import numpy as np
 
 import vecenv
 import vecenv.jax as vj
-from vecenv.jax.rollouts.rollout import Policy
+from vecenv.jax.rollouts import Policy
 
 WIDTH, TOKENS = 128, 16
 

@@ -229,6 +229,8 @@ def test_close_takes_a_timeout_and_an_order_to_terminate(backend: Backend, build
         envs = build()
         with pytest.raises(TypeError, match="timeout"):
             envs.close(timeout="soon")
+        with pytest.raises(TypeError, match="time_out"):
+            envs.close(time_out=30)
         envs.reset()  # it was not closed
         envs.close(**options)
         assert envs.closed

@@ -93,6 +93,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "raise": _raise,
     "die": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "hang": lambda: time.sleep(3.0),
+    "stuck": lambda: time.sleep(600.0),
 }
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import re
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +19,7 @@ from jax.random import key as new_key
 
 import vecenv.jax as vj
 from vecenv.errors import StaleStateError
-from vecenv.jax.bridging.host_call import primitive_problem
+from vecenv.jax.host_call import primitive_problem
 
 ACTION = np.zeros((2, 1), np.float32)
 
@@ -43,28 +47,66 @@ def test_the_fast_transport_passes_its_self_test() -> None:
 
 
 def test_the_fast_transport_is_left_alone_where_its_self_test_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vecenv.jax.bridging.host_call.primitive_problem", lambda platform: "a test says so")
+    monkeypatch.setattr("vecenv.jax.host_call.primitive_problem", lambda platform: "a test says so")
     with vj.bridge(Logged()) as env:
         assert env.transport == "io_callback"
     with pytest.raises(RuntimeError, match="a test says so"):
         vj.bridge(Logged(), transport="primitive")
 
 
-def test_a_missing_private_name_is_a_reason_and_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    import jax._src.callback
+@pytest.fixture
+def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The parts of JAX that are not public are looked for again, and once more after the test."""
+    from vecenv.jax import host_call
 
-    from vecenv.jax.bridging import host_call
-
-    monkeypatch.delattr(jax._src.callback, "_OrderedIOEffect")
-    host_call._primitive.cache_clear()
-    host_call.primitive_problem.cache_clear()
-    try:
-        assert "_OrderedIOEffect" in str(host_call.primitive_problem("cpu"))
-        assert host_call.choose_transport("auto") == "io_callback"
-    finally:
-        monkeypatch.undo()
+    def forget() -> None:
+        sys.modules.pop("vecenv.jax.private", None)
         host_call._primitive.cache_clear()
         host_call.primitive_problem.cache_clear()
+
+    forget()
+    yield
+    monkeypatch.undo()
+    forget()
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "instead"),
+    [
+        ("jax._src.callback", "_callback_op_sharding", None),
+        ("jax._src.callback", "_callback_op_sharding", lambda axis_context: None),
+        ("jax.interpreters.mlir", "emit_python_callback", None),
+        ("jax.interpreters.mlir", "emit_python_callback", lambda ctx, callback: None),
+        ("jax.interpreters.mlir", "TokenSet", None),
+    ],
+    ids=["gone", "changed", "emit gone", "emit changed", "tokens gone"],
+)
+def test_a_private_part_of_jax_that_is_gone_is_told_with_the_versions(
+    anew: None, monkeypatch: pytest.MonkeyPatch, module: str, name: str, instead: Any
+) -> None:
+    from vecenv.jax import host_call
+
+    place = importlib.import_module(module)
+    if instead is None:
+        monkeypatch.delattr(place, name)
+    else:
+        monkeypatch.setattr(place, name, instead)
+    versions = rf"jax {re.escape(jax.__version__)} with jaxlib .* tested with jax [\d.]+"
+    with pytest.raises(ImportError, match=versions):
+        importlib.import_module("vecenv.jax.private")
+    assert host_call.choose_transport("auto") == "io_callback"
+    with pytest.raises(RuntimeError, match=versions):
+        host_call.choose_transport("primitive")
+
+
+def test_private_parts_of_jax_are_named_in_one_module() -> None:
+    package = Path(vj.__file__).parent.parent
+    named = [
+        file.name
+        for file in package.rglob("*.py")
+        if re.search(r"jax\._src|DO_NOT_USE|\b(jax|jnp|dtype)\._[a-z]", file.read_text())
+    ]
+    assert named == ["private.py"]
 
 
 @pytest.mark.long
@@ -86,7 +128,7 @@ def test_without_compilation_every_call_is_made_once_and_in_order(env: vj.Bridge
 
 @pytest.mark.long
 def test_the_fast_transport_is_chosen_without_compilation_too() -> None:
-    from vecenv.jax.bridging import host_call
+    from vecenv.jax import host_call
 
     host_call.primitive_problem.cache_clear()
     with jax.disable_jit(), vj.bridge(Logged()) as env:
@@ -305,7 +347,7 @@ def test_a_host_call_costs_a_fraction_of_an_io_callback() -> None:
     """In a scan over small arrays, side by side; ``bench/bridge_cost.py`` has the microseconds."""
     from jax.experimental import io_callback
 
-    from vecenv.jax.bridging.host_call import host_call
+    from vecenv.jax.host_call import host_call
 
     array = np.zeros((8, 4), np.float32)
     result: Any = jax.ShapeDtypeStruct(array.shape, array.dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ import vecenv
 import vecenv.jax as vj
 from vecenv.errors import StepTimeout
 from vecenv.front.capabilities import Capabilities
-from vecenv.jax.bridging.vector_calls import calls_of
+from vecenv.jax.host import Requests
 
 SEED = 0
 
@@ -69,10 +68,10 @@ class Engine(Logged):
 )
 def test_some_rows_are_sent_only_to_engines_that_say_they_can(capabilities: Capabilities | None, log: list[str]) -> None:
     envs = Engine(capabilities)
-    calls = calls_of(envs, 1.0)
+    requests = Requests(envs, 1.0)
     rows = np.array([0, 2])
-    calls.begin_some(rows, np.zeros((3, 1), np.float32), np.zeros((2, 1), np.float32))
-    answered, _ = calls.finish_some(rows)
+    requests.begin_some(rows, np.zeros((3, 1), np.float32), np.zeros((2, 1), np.float32))
+    answered, _ = requests.finish_some()
     assert envs.log == log
     assert (answered is None) == (log == ["S"])
 
@@ -127,16 +126,44 @@ def test_a_reset_after_an_answer_that_did_not_come_waits_for_it_first(mode: str)
             env.step(state, action)
         with pytest.raises(StepTimeout):
             env.reset(jax.random.key(SEED))
-        env._host._calls.timeout = 60.0
+        env._host._requests.timeout = 60.0
         env.step(env.reset(jax.random.key(SEED)), action)
 
 
 @pytest.mark.long
-def test_the_engine_says_after_what_time_it_takes_a_step_to_hang() -> None:
-    envs = vecenv.AsyncVectorEnv(tracks(1), num_workers=1, on_failure="restart", step_timeout=7, context="forkserver")
-    assert envs.step_timeout == 7.0
-    assert calls_of(envs, 1.0).timeout is None
-    envs.close()
-    with contextlib.closing(vecenv.AsyncVectorEnv(tracks(1), num_workers=0)) as plain:
-        assert plain.step_timeout is None
-        assert calls_of(plain, 1.0).timeout == 1.0
+@pytest.mark.parametrize("mode", ["Disabled", "NextStep"])
+def test_the_engine_says_after_what_time_a_step_hangs(mode: str) -> None:
+    """In a step, and in the reset after it, which waits once more for what is still pending."""
+    fns = faulty("stuck")
+    hang = vecenv.AsyncVectorEnv(fns, num_workers=2, context="forkserver", autoreset_mode=mode, step_timeout=0.3)
+    with vj.bridge(hang) as env:
+        action = jnp.zeros(2, jnp.int32)
+        state = env.step(env.step(env.reset(jax.random.key(SEED)), action), action)
+        with pytest.raises(StepTimeout, match=r"0\.3 second"):
+            env.step(state, action)
+        with pytest.raises(StepTimeout, match=r"0\.3 second"):
+            env.reset(jax.random.key(SEED))
+        hang.close(terminate=True)
+
+
+@pytest.mark.long
+def test_a_timeout_that_is_given_goes_before_the_engines() -> None:
+    hang = vecenv.AsyncVectorEnv(faulty("stuck"), num_workers=2, context="forkserver", step_timeout=200)
+    with vj.bridge(hang, timeout=0.3) as env:
+        action = jnp.zeros(2, jnp.int32)
+        state = env.step(env.step(env.reset(jax.random.key(SEED)), action), action)
+        with pytest.raises(StepTimeout, match=r"0\.3 second"):
+            env.step(state, action)
+        hang.close(terminate=True)
+
+
+@pytest.mark.long
+def test_what_hangs_is_restarted_where_the_engine_does_so() -> None:
+    envs = vecenv.AsyncVectorEnv(
+        faulty("stuck"), num_workers=2, context="forkserver", on_failure="restart", step_timeout=5.0
+    )
+    with vj.bridge(envs) as env:
+        action = jnp.zeros(2, jnp.int32)
+        state = env.step(env.step(env.reset(jax.random.key(SEED)), action), action)
+        state = env.step(state, action)
+        assert state.truncated.any()  # the row that hung

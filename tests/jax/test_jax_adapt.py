@@ -14,6 +14,7 @@ import pytest
 from jax.random import key as new_key
 from jax_envs import Box, Counter, Jumanji, NewGymnax, OldGymnax
 
+from vecenv.backends import JaxVectorEnv
 from vecenv.jax import FunctionalVectorEnv, JaxEnv, adapt, available_envs, differentiability, make_env, require_gradient
 
 
@@ -250,6 +251,13 @@ def test_arguments_that_brax_refuses_are_named(brax: Any) -> None:
         adapt("ant", backend="bullet")
     with pytest.raises(TypeError, match="together with a name"):
         adapt(Counter(), backend="spring")
+
+
+def test_arguments_that_brax_would_ignore_are_named(brax: Any) -> None:
+    """``fast`` takes any argument and looks at none but two."""
+    for make in (adapt, make_env, JaxVectorEnv):
+        with pytest.raises(TypeError, match=r"fast has no arguments \['from_pixels', 'nonsense', 'num_workers'\]"):
+            make("fast", nonsense=1, num_workers=3, from_pixels=True, obs_mode="ndarray")
 
 
 @pytest.mark.parametrize("thing", [object(), 3, gym.spaces.Discrete(2), None])

@@ -19,7 +19,7 @@ from jax.random import key as new_key
 from jax_envs import Counter
 
 from vecenv.jax import FunctionalVectorEnv
-from vecenv.jax.native.state import EnvState
+from vecenv.jax.state import EnvState
 
 PUSH = np.full((5, 1), 0.6, np.float32)
 
@@ -184,12 +184,6 @@ def test_a_rows_stream_depends_neither_on_their_number_nor_on_the_others(reset: 
     few = FunctionalVectorEnv(Counter(), 3, reset=reset)
     many = FunctionalVectorEnv(Counter(), 20, reset=reset)
     assert starts(few, 40) == starts(many, 40)[:3]
-
-
-@pytest.mark.long
-def test_restarts_are_the_same_however_many_are_made_at_once() -> None:
-    rows = [starts(FunctionalVectorEnv(Counter(), 20, reset_chunk=chunk), 40) for chunk in (1, 3, 20)]
-    assert rows[0] == rows[1] == rows[2]
 
 
 @pytest.mark.long

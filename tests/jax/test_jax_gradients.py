@@ -180,8 +180,6 @@ def test_truncated_gradients_are_the_mean_over_pieces(counters: Any) -> None:
     np.testing.assert_allclose(value, np.mean(values), rtol=1e-5)
     np.testing.assert_allclose(grads, np.mean(slopes), rtol=1e-5)
     np.testing.assert_array_equal(after.steps, here.steps)
-    clipped = truncated_bptt(env, steady, 4, loss, max_norm=0.1)(push, state, (), new_key(1), 5)[1]
-    np.testing.assert_allclose(clipped, 0.1, rtol=1e-5)
     with pytest.raises(ValueError, match="horizon"):
         truncated_bptt(env, steady, 0)
 
@@ -201,7 +199,7 @@ def test_the_probe_tells_the_three_kinds_apart() -> None:
         def step(self, state: Any, action: Any, key: Any) -> Any:
             return super().step(state, jax.lax.stop_gradient(action), key)
 
-    from vecenv.jax.native.env import probe
+    from vecenv.jax.env import probe
 
     assert [probe(env()) for env in (Counter, Looping, Blind, Stopped, Switch)] == [
         "reverse", "forward", "none", "none", "none",

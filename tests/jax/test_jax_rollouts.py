@@ -121,6 +121,28 @@ def test_all_evaluations_agree_with_a_plain_loop(counters: Any, mode: str) -> No
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
+def test_how_an_episode_ended_is_told_until_the_end_whether_or_not_the_evaluation_stops_early(
+    counters: Any, mode: str
+) -> None:
+    env = counters(autoreset_mode=mode)
+    args = (policy, PARAMS, env.reset(new_key(0)), (), new_key(1), 12)
+    trajectories = [eval_rollout_episode(env, *args, early_stop=early)[0] for early in (True, False)]
+    kept = ("reward", "done")
+    trajectories += [eval_rollout_episode(env, *args, early_stop=early, keep=kept)[0] for early in (True, False)]
+    trajectories += [jax.jit(lambda: eval_rollout_episode(env, *args)[0])()]
+    lengths = np.array([row["episode_length"] for row in first_episodes(env, 12)])
+    assert 1 < len(set(lengths)) <= max(lengths) < 12
+    for trajectory in trajectories:
+        np.testing.assert_array_equal(trajectory.done, np.arange(12)[:, None] >= lengths - 1)
+        assert not (trajectory.reward * (np.arange(12)[:, None] >= lengths)).any()
+        for name in ("terminated", "truncated"):
+            np.testing.assert_array_equal(getattr(trajectory, name), getattr(trajectories[0], name))
+    if mode == "Disabled":  # rows that ended stay as they are, so a rollout says the same
+        np.testing.assert_array_equal(trajectories[0].done, rollout(env, *args)[0].done)
+
+
+@pytest.mark.long
 def test_an_evaluation_that_is_too_short_says_so(counters: Any) -> None:
     env = counters(discount=0.5)
     for metrics in (

@@ -20,7 +20,7 @@ from vecenv.jax import FunctionalVectorEnv, adapt  # noqa: E402
 
 
 def jax_gradient(env: Any, actions: Any, measure: Any) -> Any:
-    from vecenv.jax.native.seeding import seed_keys
+    from vecenv.jax.interop import seed_keys
 
     def loss(actions: Any) -> Any:
         state = env.begin(jnp.asarray(seed_keys(range(env.num_envs))))

@@ -271,7 +271,7 @@ def test_a_chunk_is_so_many_steps(counters: Any, to: str) -> None:
 def test_warmup_reports_compile_times_and_changes_nothing() -> None:
     envs = JaxVectorEnv(Counter(), 2)
     observations, _ = envs.reset(seed=4)
-    seconds = envs.warmup(chunk=3, progress=True)
+    seconds = envs.warmup(chunk=3)
     assert set(seconds) == {"reset", "step", "step_chunk(3)"}
     assert all(value > 0 for value in seconds.values())
     assert_identical(jax.tree.map(np.asarray, envs.state.obs["place"]), observations["place"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
 import time
@@ -276,6 +277,7 @@ class EngineOwner(VectorEnvBase, VectorEnv[ObsType, ActType, np.ndarray], Generi
         if self._pool.abandoned:
             self.closed = True
             return
+        inspect.signature(self.close_extras).bind(**kwargs)  # refuses what it does not know, before anything is ended
         seconds = seconds_of(kwargs.get("timeout"))
         again, self._refuses = self._refuses == "closing", "closing"
         self._pool.closing = True
@@ -294,7 +296,7 @@ class EngineOwner(VectorEnvBase, VectorEnv[ObsType, ActType, np.ndarray], Generi
             self._let_go()
         self.closed = True
 
-    def close_extras(self, timeout: float | None = None, terminate: bool = False, **kwargs: Any) -> None:
+    def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """End the workers; see :meth:`close`."""
         pool, call = self._pool, self._owed.call
         patience = timeout

@@ -332,7 +332,7 @@ class DrivenVectorEnv(VectorEnvBase, NotClosedUnasked, VectorEnv[Any, Any, Any],
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def close_extras(self, timeout: float | None = _PATIENCE, terminate: bool = False, **_: Any) -> None:
+    def close_extras(self, timeout: float | None = _PATIENCE, terminate: bool = False) -> None:
         """Let go of the engine. In a forked child, do nothing.
 
         Args:

@@ -19,12 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from vecenv.backends.jax_native import JaxVectorEnv
-from vecenv.backends.jax_native.building import functional_of
-from vecenv.jax.native.adapters import require_gradient
-from vecenv.jax.native.functional import FunctionalVectorEnv
-from vecenv.jax.native.seeding import entropy_seeds, seed_keys
-from vecenv.jax.native.state import EnvState
+from vecenv.backends.jax_native import JaxVectorEnv, functional_of
+from vecenv.jax.functional import FunctionalVectorEnv
+from vecenv.jax.interop import entropy_seeds, seed_keys
+from vecenv.jax.libraries import require_gradient
+from vecenv.jax.state import EnvState
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,7 +95,14 @@ class DifferentiableEnv:
         self._forward = jax.jit(self._forward_pass)
         self._backward = jax.jit(lambda pull, cotangent: pull(cotangent))
         self._jitted_pack = jax.jit(self._pack)
-        self._learn(jax.eval_shape(functional.begin, jnp.asarray(seed_keys(range(self.num_envs)))))
+        kinds: list[str | None] = []
+
+        def begin(keys: Any) -> EnvState:
+            state = functional.begin(keys)
+            kinds.extend(_key_kind(leaf) for leaf in jax.tree.leaves(state))
+            return state
+
+        self._learn(jax.eval_shape(begin, jnp.asarray(seed_keys(range(self.num_envs)))), kinds)
 
     def __reduce__(self) -> Any:
         return self._recipe
@@ -148,16 +154,14 @@ class DifferentiableEnv:
 
     # -- packing ---------------------------------------------------------------------------------------------------
 
-    def _learn(self, state: EnvState) -> None:
+    def _learn(self, state: EnvState, key_kinds: list[str | None]) -> None:
         """Decide which column of the packed tensors belongs to which leaf."""
         leaves, self._structure = jax.tree.flatten(state)
         self._slots: list[_Slot] = []
         ends = {True: 0, False: 0}
         kinds: dict[bool, list[Any]] = {True: [], False: []}
-        for leaf in leaves:
-            key = None
-            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-                key = str(jax.random.key_impl(leaf)) if isinstance(leaf, jax.Array) else leaf.dtype._impl.name
+        for leaf, key in zip(leaves, key_kinds, strict=True):
+            if key is not None:
                 leaf = jax.eval_shape(jax.random.key_data, leaf)
             floating = bool(jnp.issubdtype(leaf.dtype, jnp.floating))
             start = ends[floating]
@@ -208,6 +212,11 @@ class DifferentiableEnv:
     def _forward_pass(self, packed: Any, integers: Any, action: Any) -> Any:
         after, pull, others = jax.vjp(lambda p, a: self._packed_step(p, integers, a), packed, action, has_aux=True)
         return after, others, pull
+
+
+def _key_kind(leaf: Any) -> str | None:
+    """The name of the generator of a typed random key; ``None`` of another array."""
+    return str(jax.random.key_impl(leaf)) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else None
 
 
 def _recast(leaf: Any, dtype: Any) -> Any:

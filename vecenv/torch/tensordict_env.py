@@ -19,11 +19,10 @@ from torchrl.data.tensor_specs import Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase
 
 from vecenv.adapters.torchrl_spaces import codec_of
-from vecenv.jax.native.adapters import adapt, differentiability, require_gradient
-from vecenv.jax.native.catalog import make_env
-from vecenv.jax.native.functional import FunctionalVectorEnv
-from vecenv.jax.native.seeding import entropy_seeds, seed_keys
-from vecenv.jax.native.state import EnvState
+from vecenv.jax.functional import FunctionalVectorEnv
+from vecenv.jax.interop import entropy_seeds, seed_keys
+from vecenv.jax.libraries import adapt, differentiability, make_env, require_gradient
+from vecenv.jax.state import EnvState
 from vecenv.torch.differentiable import DifferentiableEnv, TorchState, torch_dtype
 
 __all__ = ["TensorDictEnv"]

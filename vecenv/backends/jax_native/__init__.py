@@ -1,9 +1,332 @@
-"""JAX-native environments (Brax, MuJoCo Playground and their like) as a ``gymnasium.vector.VectorEnv``."""
+"""``JaxVectorEnv``: functional environments behind Gymnasium's vector interface.
+
+All the work is done by :class:`vecenv.jax.FunctionalVectorEnv`, compiled; this class holds the state that Gymnasium's
+interface hides, hands results over as numpy, JAX or torch, and speaks Gymnasium's language of seeds, masks and infos. The
+state is not hidden for good: read ``envs.state`` to keep a checkpoint, assign it to return there.
+"""
 
 from __future__ import annotations
 
-from vecenv.backends.jax_native.making import make_jax_vec
-from vecenv.backends.jax_native.vector_env import JaxVectorEnv
-from vecenv.jax.native.catalog import available_envs
+import inspect
+import pickle
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
-__all__ = ["JaxVectorEnv", "available_envs", "make_jax_vec"]
+import jax
+import numpy as np
+
+from vecenv.backends.jax_native.driver import Driver, Latest, compile_now
+from vecenv.errors import SnapshotMismatch
+from vecenv.front.arguments import rows_of
+from vecenv.front.driver import Stepped
+from vecenv.front.guard import guarded
+from vecenv.front.vector_env import DrivenVectorEnv
+from vecenv.jax.functional import FunctionalVectorEnv
+from vecenv.jax.interop import require_torch, seed_keys
+from vecenv.jax.libraries import adapt, available_envs, make_env
+from vecenv.jax.state import EnvState
+from vecenv.state.snapshots import FORMAT, Kind, Snapshot
+
+__all__ = ["JaxVectorEnv", "available_envs", "functional_of", "make_jax_vec"]
+
+_ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
+_OPTIONS: Final = frozenset(inspect.signature(FunctionalVectorEnv).parameters) - {"env", "num_envs"}
+
+
+class JaxVectorEnv(DrivenVectorEnv[Driver]):
+    """Thousands of JAX-native environments stepped by one compiled call, with Gymnasium's vector interface.
+
+    Environment i of ``reset(seed=s)`` has the key ``jax.random.key(s + i)``: its trajectory is the same for every
+    ``num_envs``, up to the rounding of XLA's programs, and equal bit for bit to ``SyncVectorEnv`` over
+    :class:`vecenv.jax.GymEnv` of as many ``lanes``.
+
+    Without a seed, each goes on to the next episode of its own stream. Actions are numpy, JAX or torch arrays, or lists;
+    nothing is clipped to bounds. ``step_async`` and ``send`` return at once, and the device works meanwhile.
+
+    Under DISABLED, an environment that ended stays as it is and pays 0 until it is reset.
+
+    Args:
+        env: A name known to Brax or Playground, an environment of any library that :func:`vecenv.jax.adapt` knows, a
+            ``JaxEnv``, or a :class:`~vecenv.jax.FunctionalVectorEnv` (then no other option may be given).
+        num_envs: How many.
+        to: What arrays are: ``"numpy"`` (fresh, writeable, as in Gymnasium), ``"jax"`` (on the device, in JAX's dtypes), or
+            ``"torch"`` (on the device, handed over by DLPack).
+        library: ``"brax"`` or ``"playground"``, for a name.
+        infos: Report the environment's metrics. Without them ``infos`` holds only what autoreset needs.
+        render_mode: ``"rgb_array"`` or ``None``.
+        **options: Those of :class:`~vecenv.jax.FunctionalVectorEnv` (``autoreset_mode``, ``max_episode_steps``, ``reset``,
+            ``stagger``, ``frame_skip``, ``randomize``, ``discount``, ``pool_size``, ``micro_batch``, ``devices``).
+            Others go to the named environment: ``backend="spring"``.
+
+    With ``to="jax"`` and ``"torch"``, nothing waits for the device: every info column is there at every step with its mask,
+    and under SAME_STEP ``infos["final_obs"]`` is a batch, valid where ``infos["_final_obs"]``.
+
+    Raises:
+        gymnasium.error.NameNotFound: No such environment; and whatever else :func:`vecenv.jax.adapt` raises.
+        ValueError, TypeError: Options that make no sense.
+        ImportError: ``to="torch"`` without torch.
+    """
+
+    _why_no_attributes = "its environments are rows of one compiled function, without methods or attributes of their own"
+
+    def __init__(
+        self,
+        env: Any,
+        num_envs: int = 1,
+        *,
+        to: str = "numpy",
+        library: str | None = None,
+        infos: bool = True,
+        render_mode: str | None = None,
+        **options: Any,
+    ) -> None:
+        self.closed = True  # until there is something to close
+        if to not in ("numpy", "jax", "torch"):
+            raise ValueError(f"to must be 'numpy', 'jax' or 'torch', got {to!r}.")
+        if to == "torch":
+            require_torch()
+        if render_mode not in (None, "rgb_array"):
+            raise ValueError(f"render_mode must be None or 'rgb_array', got {render_mode!r}.")
+        functional = functional_of(env, num_envs, library, options)
+        self.functional = functional
+        self.to = to
+        self.render_mode = render_mode
+        self.num_envs = functional.num_envs
+        self.single_observation_space = functional.single_observation_space
+        self.single_action_space = functional.single_action_space
+        self.observation_space = functional.observation_space
+        self.action_space = functional.action_space
+        self.autoreset_mode = functional.autoreset_mode
+        self.metadata = {
+            "autoreset_mode": functional.autoreset_mode,
+            "render_modes": ["rgb_array"],
+            "render_fps": getattr(functional.single_env, "frames_per_second", 0) or 30,
+        }
+        self.compile_seconds: dict[str, float] = {}
+        self._open(Driver(functional, to, infos))
+
+    @guarded
+    def render(self, indices: Sequence[int] | None = None) -> tuple[Any, ...] | None:
+        """Frames ``uint8[height, width, 3]`` of the chosen environments (default, all), drawn one after the other.
+
+        Raises:
+            gymnasium.error.ResetNeeded: Before the first ``reset``.
+            RuntimeError: MuJoCo found no OpenGL; says what to set.
+            NotImplementedError: The library cannot draw this environment.
+            gymnasium.error.AlreadyPendingCallError: An answer is owed.
+        """
+        self._require_idle("render")
+        if self.render_mode is None:
+            return None
+        inner = self._driver.current().inner.env
+        single: Any = self.functional.single_env
+        chosen = range(self.num_envs) if indices is None else indices
+        return tuple(single.render(jax.tree.map(lambda leaf, i=i: leaf[i], inner)) for i in chosen)
+
+    @property
+    def np_random_seed(self) -> tuple[int | None, ...]:  # type: ignore[override]
+        """The seed each environment was last given; ``None`` where its stream came from a state that was assigned."""
+        return tuple(self._driver.latest.seeds)
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "_owner"):
+            return f"{type(self).__name__}(closed)"
+        name = self.spec.id if self.spec is not None else getattr(self.functional.single_env, "name", "env")
+        phase = "pending" if self._driver.owed.rows else "before reset" if self._driver.state is None else "ready"
+        return (
+            f"{type(self).__name__}({name}, num_envs={self.num_envs}, to={self.to!r}, "
+            f"autoreset_mode={self.autoreset_mode.name}, {'closed' if self.closed else phase})"
+        )
+
+    # -- beyond Gymnasium ------------------------------------------------------------------------------------------
+
+    @property
+    @guarded
+    def state(self) -> EnvState:
+        """Everything, as a pytree: a copy, which later steps do not touch. Assign it to return there, as often as you like.
+
+        Raises (assigning):
+            TypeError, ValueError: No state of such an environment, or of another number of them.
+            StaleStateError: Its arrays have been donated to another computation.
+        """
+        self._require_idle("state")
+        return self._driver.copied()
+
+    @state.setter
+    @guarded
+    def state(self, state: EnvState) -> None:
+        self._require_idle("state")
+        self._driver.assign(state)
+
+    @guarded
+    def step_chunk(self, actions: Any) -> Stepped:
+        """``T`` steps in one compiled call; on small environments up to four times faster than ``T`` calls.
+
+        Args:
+            actions: Leaves ``[T, num_envs, ...]``. Every new ``T`` is compiled once.
+
+        Returns:
+            As ``step``, with a leading axis ``T`` everywhere. ``infos`` holds the metrics, and ``"next_obs"`` (the true
+            successors, in every autoreset mode) and ``"valid"`` (``bool[T, num_envs]``, false on steps that only reset).
+        """
+        self._require_idle("step_chunk")
+        length, stepped = self._driver.chunk(actions)
+        self._driver.after = self._driver.taken, length * self.num_envs, 0
+        return stepped
+
+    @guarded
+    def warmup(self, chunk: int | None = None) -> dict[str, float]:
+        """Compile everything now, rather than in the first reset and step; the environments are left as they are.
+
+        Args:
+            chunk: Also compile ``step_chunk`` of so many steps.
+
+        Returns:
+            Seconds it took, by function: mostly compilation, ``{"reset": ..., "step": ...}``. Also in ``compile_seconds``.
+        """
+        self._require_idle("warmup")
+        self.compile_seconds |= compile_now(self._driver, chunk)
+        return dict(self.compile_seconds)
+
+    # -- saving and loading ------------------------------------------------------------------------------------------
+
+    @guarded
+    def save(self, env_id: Any = None, *, verify: bool = True) -> tuple[Snapshot, ...]:
+        """The state of every environment, or of some: its row of the pytree.
+
+        Args:
+            env_id: Which, distinct indices; ``None``: all.
+            verify: There is nothing to prove: a functional environment has no other state.
+
+        Raises:
+            gymnasium.error.ResetNeeded: Before the first ``reset``.
+            gymnasium.error.AlreadyPendingCallError: An answer is owed.
+        """
+        self._require_idle("save")
+        return self._saved(rows_of(env_id, self.num_envs))
+
+    @guarded
+    def load(self, snapshots: Any, env_id: Any = None) -> Any:
+        """Let environments go on from saved states; arguments and errors as of :meth:`vecenv.AsyncVectorEnv.load`.
+
+        Returns:
+            Their observations, as arrays of ``to``.
+        """
+        self._require_idle("load")
+        return self._loaded(snapshots, rows_of(env_id, self.num_envs))
+
+    @guarded
+    def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
+        """All of it in one dict that can be pickled."""
+        self._require_idle("state_dict")
+        return {"format": FORMAT, "num_envs": self.num_envs, "snapshots": self._saved(rows_of(None, self.num_envs))}
+
+    @guarded
+    def load_state_dict(self, state: Mapping[str, Any]) -> Any:
+        """Go on from what :meth:`state_dict` gave; as :meth:`load`."""
+        self._require_idle("load_state_dict")
+        if not isinstance(state, Mapping) or state.get("num_envs") != self.num_envs or "snapshots" not in state:
+            raise SnapshotMismatch(f"this is no state_dict() of {self.num_envs} environments")
+        return self._loaded(state["snapshots"], rows_of(None, self.num_envs))
+
+    def _saved(self, rows: Sequence[int]) -> tuple[Snapshot, ...]:
+        state, seeds = self._driver.current(), self._driver.latest.seeds
+        kind, leaves = self._kind(state), [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+        return tuple(Snapshot.of(kind, pickle.dumps((seeds[row], [leaf[row] for leaf in leaves]))) for row in rows)
+
+    def _loaded(self, snapshots: Any, rows: Sequence[int]) -> Any:
+        driver = self._driver
+        state = driver.state
+        if state is None:
+            state = driver.functional.begin(seed_keys([0] * self.num_envs))
+        given = [snapshots] * len(rows) if isinstance(snapshots, Snapshot) else list(snapshots)
+        if len(given) != len(rows):
+            raise SnapshotMismatch(f"{len(given)} snapshots for {len(rows)} environments: give as many, or one for all")
+        kind = self._kind(state)
+        for place, one in enumerate(given):
+            if not isinstance(one, Snapshot):
+                raise SnapshotMismatch(f"snapshots[{place}] is a {type(one).__name__}, and none that save() gave")
+            one.require_whole()
+            if wrong := one.kind.differs_from(kind):
+                raise SnapshotMismatch(f"snapshots[{place}] does not fit: {wrong}")
+        read = [pickle.loads(one.body) for one in given]
+        seeds = list(driver.latest.seeds)
+        for row, (seed, _) in zip(rows, read, strict=True):
+            seeds[row] = seed
+        columns = iter(zip(*[leaves for _, leaves in read], strict=True))
+
+        def filled(leaf: Any) -> Any:
+            whole = np.array(leaf)
+            whole[list(rows)] = np.stack(next(columns))
+            return jax.device_put(whole, leaf.sharding)
+
+        driver.latest = Latest(jax.tree.map(filled, state), seeds, driver.latest.asked)
+        observations = driver.reader.stepped(driver.current(), infos=False)[0]
+        return jax.tree.map(lambda leaf: leaf[np.array(rows, np.intp)], observations)
+
+    def _kind(self, state: EnvState) -> Kind:
+        functional = self._driver.functional
+        single: Any = functional.single_env
+        layers = []
+        while single is not None:
+            layers.append(f"{type(single).__module__}.{type(single).__qualname__}")
+            single = vars(single).get("env")
+        leaves, shape = jax.tree.flatten(state)
+        rows = [(leaf.shape[1:], str(leaf.dtype)) for leaf in leaves]
+        form = _ADDRESS.sub("", repr((shape, rows)))  # MJX keeps arrays in objects that say where they are
+        arguments = f"a state of {len(leaves)} arrays, {zlib.crc32(form.encode()):08x}"
+        name = str(getattr(functional.single_env, "name", layers[-1]))
+        return Kind(name, arguments, tuple(layers), (("jax", jax.__version__),))
+
+
+def functional_of(env: Any, num_envs: int, library: str | None, options: dict[str, Any]) -> FunctionalVectorEnv:
+    """The functional environment for these arguments of ``JaxVectorEnv``.
+
+    Raises:
+        ValueError: Options for an environment that has its own already; a number of environments that is no number.
+        TypeError: Options that nothing knows.
+    """
+    if isinstance(env, FunctionalVectorEnv):
+        if options or num_envs not in (1, env.num_envs) or len(env.batch_shape) != 1:
+            raise ValueError(f"{env!r} has its options already (and must have one batch axis); got {num_envs=}, {options}.")
+        return env
+    if not isinstance(num_envs, int | np.integer) or num_envs < 1:
+        raise ValueError(f"num_envs must be a positive integer, got {num_envs!r}.")
+    given = {name: options[name] for name in options if name in _OPTIONS}
+    for_env = {name: options[name] for name in options if name not in _OPTIONS}
+    if isinstance(env, str):
+        env = adapt(make_env(env, library, **for_env))
+    elif for_env or library is not None:
+        raise TypeError(
+            f"Unknown options {sorted(for_env) or 'library'} for an environment that exists already; JaxVectorEnv knows "
+            f"{sorted(_OPTIONS)}."
+        )
+    return FunctionalVectorEnv(env, int(num_envs), **given)
+
+
+
+
+
+def make_jax_vec(
+    env_id: str,
+    num_envs: int = 1,
+    *,
+    library: str | None = None,
+    vector_kwargs: dict[str, Any] | None = None,
+    **env_kwargs: Any,
+) -> JaxVectorEnv:
+    """What ``vecenv.make_vec(env_id, num_envs, backend="brax")`` and ``backend="playground"`` call.
+
+    Args:
+        env_id: Name of the environment, as in :func:`available_envs`.
+        num_envs: How many.
+        library: ``"brax"`` or ``"playground"``.
+        vector_kwargs: Options of :class:`JaxVectorEnv`.
+        **env_kwargs: For the environment, such as ``backend="spring"``; options of ``JaxVectorEnv`` are also taken here.
+
+    Raises:
+        As :class:`JaxVectorEnv`.
+    """
+    return JaxVectorEnv(env_id, num_envs, library=library, **{**(vector_kwargs or {}), **env_kwargs})

@@ -129,8 +129,10 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
             "on_failure": on_failure, "restart_from": restart_from, "restart_limit": restart_limit,
             "restart_period": restart_period,
         }  # fmt: skip
-        checked = {"start_timeout", "step_timeout", "threads_per_worker", "use_caller", "strict", "worker_env", "ragged_infos",
-                   "generators"}  # fmt: skip
+        checked = {
+            "start_timeout", "step_timeout", "threads_per_worker", "use_caller", "strict", "worker_env", "ragged_infos",
+            "generators",
+        }  # fmt: skip
         own = {name: value for name, value in engine_options.items() if name in checked}
         check_options(len(env_fns), batch_size, num_workers=workers_per_host, **recovery, **own)
         self._recovery = recovery

@@ -1,4 +1,7 @@
-"""The adapters, one class a library, and how a library is recognised.
+"""Environments of Brax, MuJoCo Playground, gymnax, jumanji and Gymnasium's ``FuncEnv`` as :class:`~vecenv.jax.JaxEnv`.
+
+``adapt`` recognises an environment and picks the adapter of its library; ``make_env`` builds one by name. Only Brax and
+MuJoCo Playground have registries of bare names. The two do not overlap, so a name alone says which library is meant.
 
 What the libraries do not say in their types, and what the adapters therefore put right:
 
@@ -15,8 +18,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
+import dis
+import importlib
+import importlib.util
+import inspect
 import os
-from collections.abc import Iterator, Mapping
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import gymnasium as gym
@@ -25,11 +34,206 @@ import jax.numpy as jnp
 import numpy as np
 from gymnasium import spaces
 
-from vecenv.jax.native.env import Adapter, JaxEnv, Start, Stepped, default_key
-from vecenv.jax.native.state import Array, PyTree
-from vecenv.jax.native.wrap import FrameSkip, Override
+from vecenv.errors import how_to_install
+from vecenv.jax.env import Adapter, FrameSkip, JaxEnv, Override, Rescaled, Start, Stepped, default_key
+from vecenv.jax.state import Array, PyTree
 
-__all__ = ["BraxAdapter", "FuncAdapter", "GymnaxAdapter", "JumanjiAdapter", "actuator_range", "recognise"]
+__all__ = [
+    "BraxAdapter", "FuncAdapter", "GymnaxAdapter", "JumanjiAdapter", "adapt", "available_envs", "differentiability",
+    "make_env", "require_gradient",
+]  # fmt: skip
+
+def adapt(
+    env: Any,
+    *,
+    params: Any = None,
+    action_space: gym.Space[Any] | None = None,
+    rescale: str | tuple[Any, Any] | None = None,
+    max_episode_steps: int | None = None,
+    **env_kwargs: Any,
+) -> JaxEnv:
+    """Make a :class:`JaxEnv` of an environment of Brax, MuJoCo Playground, gymnax, jumanji or Gymnasium's ``FuncEnv``.
+
+    Args:
+        env: The environment; or a name known to Brax or Playground; or gymnax's pair ``(env, params)``; or a ``JaxEnv``,
+            which is returned as it is. Brax's and Playground's training wrappers around an environment are recognised: an
+            ``AutoResetWrapper`` is taken off (autoreset is done better outside), the limit of an ``EpisodeWrapper`` is
+            adopted, wrappers that batch are refused.
+        params: gymnax's or FuncEnv's parameters; default, the environment's own.
+        action_space: Replaces the space that is advertised. Brax's and Playground's environments take ``Box(-1, 1)``,
+            whatever the control range of their actuators; say otherwise here for one that does not.
+        rescale: ``(low, high)`` advertises ``Box(low, high)`` and maps actions linearly onto the native bounds;
+            ``"actuator"`` takes the control range of the physics model's actuators for ``low`` and ``high``.
+        max_episode_steps: Replaces the time limit in steps; -1 for none.
+        **env_kwargs: Passed to the library together with a name, such as ``backend="spring"``.
+
+    Raises:
+        gymnasium.error.NameNotFound: No installed library knows the name; close matches are listed.
+        TypeError: The object is of no known kind, or keyword arguments came with an environment that exists already.
+        ValueError: A wrapped environment that cannot be unwrapped, or a rescaling of unbounded actions.
+    """
+    if isinstance(env, str):
+        env = make_env(env, **env_kwargs)
+    elif env_kwargs:
+        raise TypeError(f"{sorted(env_kwargs)} can only be given together with a name, not with {env!r}.")
+    result: JaxEnv = env if isinstance(env, JaxEnv) else recognise(env, params)
+    if action_space is not None or max_episode_steps is not None:
+        result = Override(result, action_space, max_episode_steps)
+    if rescale is not None:
+        low, high = actuator_range(result) if isinstance(rescale, str) else rescale
+        result = Rescaled(result, low, high)
+    return result
+
+
+def differentiability(env: Any) -> str:
+    """How a step of ``env`` can be differentiated with respect to its action.
+
+    Args:
+        env: A ``JaxEnv``, anything :func:`vecenv.jax.adapt` accepts, or a vector env over one.
+
+    Returns:
+        ``"reverse"``: ``jax.grad`` and everything else; ``"forward"``: ``jax.jvp`` only; ``"none"``: no derivative, or
+        one that is zero whatever the action.
+    """
+    return adapt(getattr(env, "single_env", env)).differentiable
+
+
+def require_gradient(env: Any, mode: str = "reverse") -> None:
+    """Raise unless ``env`` can be differentiated in ``mode`` (``"reverse"`` or ``"forward"``).
+
+    Raises:
+        ValueError: It cannot; the message names the cure where there is one.
+    """
+    single = getattr(env, "single_env", env)
+    found = getattr(single, "differentiable", "reverse")
+    if found == "reverse" or (found == "forward" and mode == "forward"):
+        return
+    advice = getattr(single, "gradient_advice", lambda: "")()
+    what = "no derivative" if found == "none" else "no reverse-mode derivative (jax.grad)"
+    raise ValueError(f"A step of {getattr(single, 'name', single)} has {what} with respect to its action. {advice}")
+
+
+_MODULES = {"brax": "brax.envs", "playground": "mujoco_playground"}
+
+
+def available_envs(library: str | None = None) -> dict[str, tuple[str, ...]]:
+    """The names that :func:`make_env` and ``JaxVectorEnv`` know, by library; only libraries that are installed.
+
+    Args:
+        library: ``"brax"`` or ``"playground"`` for one of them; default, all.
+
+    Raises:
+        ValueError: An unknown library.
+        ImportError: The library asked for is not installed.
+    """
+    if library is None:
+        installed = [name for name, module in _MODULES.items() if importlib.util.find_spec(module.split(".")[0])]
+        return {name: _names(name) for name in installed}
+    return {library: _names(library)}
+
+
+def make_env(name: str, library: str | None = None, **kwargs: Any) -> Any:
+    """Build a named environment of Brax or Playground.
+
+    Args:
+        name: Such as ``"ant"`` (Brax) or ``"CartpoleBalance"`` (Playground).
+        library: ``"brax"`` or ``"playground"``; default, whichever knows the name.
+        **kwargs: For Brax, of the environment's class (``backend="spring"``); for Playground, ``config`` and
+            ``config_overrides``. Playground runs on MJX's JAX implementation unless ``config_overrides`` says otherwise:
+            its own default, warp, compiles for half a minute on a CPU and has no gradient.
+
+    Raises:
+        gymnasium.error.NameNotFound: No library knows the name; close matches are listed.
+        TypeError: The environment refuses a keyword argument.
+        ValueError: It refuses the value of one, such as a backend that does not exist.
+        FileNotFoundError: A Playground environment needs model files that could not be fetched.
+    """
+    found = [lib for lib, names in available_envs(library).items() if name in names]
+    if not found:
+        raise gym.error.NameNotFound(_unknown(name, library))
+    return _BUILDERS[found[0]](name, **kwargs)
+
+
+def _names(library: str) -> tuple[str, ...]:
+    if library not in _MODULES:
+        raise ValueError(f"Unknown library {library!r}; vecenv knows the names of {sorted(_MODULES)}.")
+    try:
+        module = importlib.import_module(_MODULES[library])
+    except ImportError as error:
+        raise ImportError(f"{library} is not installed: {how_to_install('brax')}. ({error})") from error
+    return tuple(module._envs) if library == "brax" else tuple(module.registry.ALL_ENVS)
+
+
+def _unknown(name: str, library: str | None) -> str:
+    known = available_envs(library)
+    lower = {each.lower(): each for names in known.values() for each in names}
+    close = [lower[match] for match in difflib.get_close_matches(name.lower(), lower, 3, 0.5)]
+    where = " or ".join(known) if known else f"any installed library; {how_to_install('brax')}"
+    hint = f" Did you mean {', '.join(close)}?" if close else ""
+    return f"No environment {name!r} in {where}.{hint} vecenv.jax.available_envs() lists them all."
+
+
+def _build_brax(name: str, **kwargs: Any) -> Any:
+    envs = importlib.import_module("brax.envs")
+    if swallowed := _swallowed(envs._envs[name], kwargs):
+        raise TypeError(f"Brax's {name} has no arguments {swallowed}, and would silently ignore them.")
+    try:
+        return envs.get_environment(name, **kwargs)
+    except TypeError as error:
+        if "argument" not in str(error):
+            raise
+        raise TypeError(f"Brax's {name} refuses {_shown(kwargs)}: {error}.") from error
+    except ValueError as error:
+        raise ValueError(f"Brax's {name} refuses {_shown(kwargs)}: {error}") from error
+
+
+def _swallowed(make: Any, kwargs: Mapping[str, Any]) -> list[str]:
+    """The arguments that ``make`` would accept and never look at: it takes ``**kwargs``, and no line of it reads them."""
+    function: Any = inspect.getattr_static(make, "__init__") if isinstance(make, type) else make
+    if not inspect.isfunction(function):
+        return []
+    parameters = inspect.signature(function).parameters.values()
+    named = {each.name for each in parameters if each.kind is not each.VAR_KEYWORD}
+    for rest in (each.name for each in parameters if each.kind is each.VAR_KEYWORD):
+        used = (line.argval for line in dis.get_instructions(function) if line.opname.startswith("LOAD"))
+        if not any(rest == found or (isinstance(found, tuple) and rest in found) for found in used):
+            return sorted(kwargs.keys() - named)
+    return []
+
+
+def _build_playground(name: str, *, config: Any = None, config_overrides: Any = None, **unknown: Any) -> Any:
+    if unknown:
+        raise TypeError(
+            f"Playground's {name} takes config= and config_overrides= only, not {sorted(unknown)}; settings go into "
+            "config_overrides, as in {'impl': 'jax'}."
+        )
+    playground = importlib.import_module("mujoco_playground")
+    overrides = dict(config_overrides or {})
+    if config is None and "impl" in playground.registry.get_default_config(name):
+        overrides.setdefault("impl", "jax")
+    try:
+        return playground.registry.load(name, config=config, config_overrides=overrides)
+    except (subprocess.CalledProcessError, FileNotFoundError) as error:
+        raise FileNotFoundError(_missing_files(name, playground, error)) from error
+    except (KeyError, AttributeError) as error:
+        raise ValueError(f"Playground's {name} refuses {_shown(overrides)}: {error}.") from error
+
+
+def _missing_files(name: str, playground: Any, error: Exception) -> str:
+    source = importlib.import_module("mujoco_playground._src.mjx_env")
+    return (
+        f"Playground's {name} needs robot models that are not part of its package and could not be fetched ({error}). "
+        f"Clone github.com/google-deepmind/mujoco_menagerie, commit {getattr(source, 'MENAGERIE_COMMIT_SHA', '?')}, into "
+        f"{getattr(source, 'MENAGERIE_PATH', '?')}. The environments of its dm_control suite need no such files."
+    )
+
+
+def _shown(kwargs: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in kwargs.items()) or "its arguments"
+
+
+_BUILDERS: dict[str, Callable[..., Any]] = {"brax": _build_brax, "playground": _build_playground}
+
 
 _BATCHING = {
     "VmapWrapper",

@@ -18,31 +18,30 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import itertools
+import math
 import re
 import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_batching import custom_vmap
 from jax.experimental import io_callback
+from jax.extend.core import Primitive
 
 from vecenv.errors import VecEnvError
+from vecenv.jax.state import Array
 
 __all__ = [
-    "TRANSPORTS",
-    "HostCallFailed",
-    "HostFunction",
-    "choose_transport",
-    "host_call",
-    "original_errors",
-    "run",
-    "struct",
-]
+    "TRANSPORTS", "HostCallFailed", "HostFunction", "call_in_lanes", "choose_transport", "host_call", "original_errors",
+    "run", "struct",
+]  # fmt: skip
 
 TRANSPORTS = ("auto", "primitive", "io_callback")
 _PIECE = 1 << 15  # bytes; JAX copies arguments on the spot up to about 100 kB
@@ -109,6 +108,7 @@ def primitive_problem(platform: str) -> str | None:
         return jax.lax.scan(lambda i, _: (host_call(count, [shape], [i], "primitive")[0], None), start, None, length=3)[0]
 
     try:
+        importlib.import_module("vecenv.jax.private")  # looks for what is needed, outside of any program
         with jax.disable_jit(False), jax.ensure_compile_time_eval():
             last = int(jax.jit(program)(np.int32(0)))
     except Exception as error:  # whatever a version that moved things around may raise
@@ -118,29 +118,26 @@ def primitive_problem(platform: str) -> str | None:
 
 @functools.cache
 def _primitive() -> Any:
-    from jax._src.callback import _callback_op_sharding, _OrderedIOEffect
-    from jax.extend.core import Primitive
-    from jax.interpreters import mlir
+    from vecenv.jax.private import ORDERED, callback_sharding, emit_python_callback, mlir
 
     primitive: Any = Primitive("vecenv_host_call")
     primitive.multiple_results = True
 
-    primitive.def_effectful_abstract_eval(lambda *_, function, results: (list(results), {_OrderedIOEffect}))
+    primitive.def_effectful_abstract_eval(lambda *_, function, results: (list(results), {ORDERED}))
 
     def lower(ctx: Any, *args: Any, function: Any, results: Any) -> Any:
-        sharding = _callback_op_sharding(ctx.module_context.axis_context, None, ctx.avals_out)
-        called, token, _ = mlir.emit_python_callback(
+        called, token, _ = emit_python_callback(
             ctx,
             lambda *arrays: tuple(function(*arrays)),
-            ctx.tokens_in.get(_OrderedIOEffect),
+            ctx.tokens_in.get(ORDERED),
             list(args),
             ctx.avals_in,
             ctx.avals_out,
             has_side_effect=True,
             returns_token=True,
-            sharding=sharding,
+            sharding=callback_sharding(ctx.module_context.axis_context, None, ctx.avals_out),
         )
-        ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({_OrderedIOEffect: token})))
+        ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({ORDERED: token})))
         return called
 
     mlir.register_lowering(primitive, lower, cacheable=False)
@@ -281,3 +278,85 @@ def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     wait((args, kwargs))
     with original_errors():
         return wait(function(*args, **kwargs))
+
+
+Call: TypeAlias = Callable[[list[Any], Sequence[Array]], list[Array]]  # (results, arrays) -> arrays
+
+
+def call_in_lanes(call: Call, results: list[Any], args: list[Array], lanes: int | None, num_envs: int) -> list[Array]:
+    """``call(results, args)``; mapped over ``lanes``, once, with those axes in front of every result and argument.
+
+    ``jax.vmap`` may be nested: the lanes are then the product of its axes.
+
+    Raises:
+        ValueError: It is mapped and ``lanes`` is ``None``; it is mapped over axes whose product cannot be ``lanes``. Where
+            it is not mapped, or not over enough, the error comes when the program is compiled.
+    """
+
+    def under(sizes: tuple[int, ...]) -> Any:
+        """The call under maps over ``sizes``, the outermost first."""
+        left = (lanes or 1) // math.prod(sizes)
+        wide = [struct((*sizes, *result.shape), result.dtype) for result in results]
+
+        def alone(*args: Array) -> list[Array]:
+            if lanes is None or (sizes and left == 1):
+                return call(wide, args)
+            unmapped: list[Array] = _unmapped().bind(
+                *args, lanes=lanes, sizes=sizes, num_envs=num_envs, results=tuple(wide)
+            )
+            return unmapped
+
+        def mapped(size: int, batched: list[bool], *args: Array) -> tuple[list[Array], list[bool]]:
+            if lanes is None:
+                raise ValueError(
+                    f"A bridge cannot be called under jax.vmap: there is one of each of its {num_envs} environments. Build "
+                    f"{size} times as many and bridge(..., lanes={size}) them, or keep the environments out of vmap and map "
+                    "the policy."
+                )
+            if left % size:
+                called = f"it is called under jax.vmap over {_over((size, *sizes))}"
+                raise ValueError(f"This bridge has lanes={lanes}; {called}. {_advice((size, *sizes), num_envs)}")
+            every = [
+                arg if is_batched else jnp.broadcast_to(arg, (size, *arg.shape))
+                for arg, is_batched in zip(args, batched, strict=True)
+            ]
+            return under((size, *sizes))(*every), [True] * len(results)
+
+        return _with_rule(alone, mapped)
+
+    called: list[Array] = under(())(*args)
+    return called
+
+
+def _over(sizes: tuple[int, ...]) -> str:
+    return " times ".join(map(str, sizes))
+
+
+def _advice(sizes: tuple[int, ...], num_envs: int) -> str:
+    """What to do to have so many lanes; a bridge cannot get more, because each lane's environments are made before."""
+    wanted = math.prod(sizes)
+    return f"For {wanted} lanes of {num_envs}, make {wanted * num_envs} environments and bridge(..., lanes={wanted}) them."
+
+
+def _with_rule(function: Callable[..., list[Array]], rule: Callable[..., Any]) -> Any:
+    mapped: Any = custom_vmap(function)
+    mapped.def_vmap(rule)
+    return mapped
+
+
+@functools.cache
+def _unmapped() -> Any:
+    """Stands for a call in one lane. It has shapes and no meaning: every other lane's environments would be missing."""
+    from jax.interpreters import mlir
+
+    primitive: Any = Primitive("vecenv_one_lane")
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda *_, results, **__: [jax.core.ShapedArray(r.shape, r.dtype) for r in results])
+
+    def refuse(*_: Any, lanes: int, sizes: tuple[int, ...], num_envs: int, results: Any) -> Any:
+        short = f"; it is called under jax.vmap over {_over(sizes)}. {_advice(sizes, num_envs)}" if sizes else "."
+        raise ValueError(f"A bridge with lanes={lanes} must be called under jax.vmap over {lanes} lanes{short}")
+
+    primitive.def_impl(refuse)
+    mlir.register_lowering(primitive, refuse)
+    return primitive

@@ -15,12 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from gymnasium import spaces
-from jax.extend.core import unsafe_am_i_under_a_jit_DO_NOT_USE as tracing  # type: ignore[attr-defined]
 
-from vecenv.jax.native.state import Array, PyTree
+from vecenv.jax.state import Array, PyTree
 
 __all__ = ["JaxBox", "JaxDict", "JaxDiscrete", "JaxMultiBinary", "JaxMultiDiscrete", "JaxTuple", "jax_space"]
-
 
 class _ForJax:
     """``sample`` and ``contains`` for JAX over those of a Gymnasium space."""
@@ -40,7 +38,7 @@ class _ForJax:
         """
         if is_key(mask):
             return _drawn(self, mask)
-        if tracing():
+        if _is_traced():
             raise ValueError(
                 f"{self}.sample() inside a compiled program would be one constant for ever: give it a key, sample(key)."
             )
@@ -108,6 +106,11 @@ def jax_space(space: gym.Space[Any]) -> Any:
     elif isinstance(found, spaces.Tuple):
         found.spaces = tuple(jax_space(inner) for inner in found.spaces)
     return found
+
+
+def _is_traced() -> bool:
+    """Whether a program is being traced: then even what is computed from constants is a part of the program."""
+    return isinstance(jax.lax.stop_gradient(0.0), jax.core.Tracer)
 
 
 def is_key(value: Any) -> bool:

@@ -1,6 +1,6 @@
 """The bridge: any Gymnasium vector env as functions of an :class:`~vecenv.jax.EnvState`, for use inside compiled programs.
 
-A host call a step, made by :mod:`vecenv.jax.bridging.host_call`, answered by :mod:`vecenv.jax.bridging.host`. The call's
+A host call a step, made by :mod:`vecenv.jax.host_call`, answered by :mod:`vecenv.jax.host`. The call's
 first argument and first result is ``state.token``, an integer that is new after every call. It orders the calls where JAX's
 effects do not, and lets the host refuse a state that was stepped before. Everything that follows from a step's results
 (counts, returns, masks) is computed by the program.
@@ -8,10 +8,15 @@ effects do not, and lets the host refuse a state that was stepped before. Everyt
 
 from __future__ import annotations
 
+import multiprocessing.context
+import sys
+import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import gymnasium
 import gymnasium as gym
 import jax
 import jax.numpy as jnp
@@ -20,16 +25,14 @@ from gymnasium.error import ClosedEnvironmentError
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from vecenv.jax.bridging.hazards import refuse_jax_in_process, warn_of_fork
-from vecenv.jax.bridging.host import Host, leaves_of
-from vecenv.jax.bridging.host_call import HostFunction, choose_transport, host_call, original_errors, struct
-from vecenv.jax.bridging.info_spec import InfoColumns
-from vecenv.jax.bridging.lanes import call_in_lanes
-from vecenv.jax.bridging.rewinding import USUAL
-from vecenv.jax.native.actions import action_spec, check_action
-from vecenv.jax.native.env import select
-from vecenv.jax.native.spaces import jax_space
-from vecenv.jax.native.state import Array, EnvState, PyTree
+from vecenv.front.capabilities import capabilities_of
+from vecenv.front.gymnasiums import GymnasiumSync
+from vecenv.jax.env import merge_rows
+from vecenv.jax.functional import action_spec, check_action
+from vecenv.jax.host import Host, InfoColumns, leaves_of
+from vecenv.jax.host_call import HostFunction, call_in_lanes, choose_transport, host_call, original_errors, struct
+from vecenv.jax.spaces import jax_space
+from vecenv.jax.state import Array, EnvState, PyTree
 
 __all__ = ["Bridge", "bridge"]
 
@@ -43,8 +46,8 @@ class Bridge:
 
     ``reset``, ``step``, ``send``, ``recv`` and ``reset_mask`` may be called as they are, or inside ``jit``, ``scan``,
     ``while_loop``, ``cond`` and ``grad``; under ``vmap`` with ``lanes``. Each call is made exactly once, in program order.
-    A state can be used once, but with ``rewind``: afterwards, and after the next ``reset``, the host refuses it with
-    ``StaleStateError``. Nothing is differentiated through.
+    A state can be used once: afterwards, and after the next ``reset``, the host refuses it with ``StaleStateError``.
+    Nothing is differentiated through.
 
     Exceptions of the environments are raised as themselves by calls outside of compiled programs, and by
     :func:`vecenv.jax.run`. A program of one's own that is called without it fails with JAX's ``JaxRuntimeError``. After
@@ -67,11 +70,10 @@ class Bridge:
         discount: float,
         float64: str,
         transport: str,
-        timeout: float | None,
+        timeout: float | str | None,
         lanes: int | None,
-        rewind: bool | int = False,
     ) -> None:
-        _check_options(envs, float64, timeout, lanes, rewind)
+        _check_options(envs, float64, timeout, lanes)
         refuse_jax_in_process(envs)
         warn_of_fork(envs)
         self.envs = envs
@@ -80,7 +82,7 @@ class Bridge:
         self.num_envs = envs.num_envs // (lanes or 1)
         self._float64 = float64
         self._infos = InfoColumns(info_spec)
-        self._host = Host(envs, self._infos, timeout, USUAL if rewind is True else int(rewind))
+        self._host = Host(envs, self._infos, timeout)
         self.autoreset_mode = self._host.mode
         self.single_observation_space: gym.Space[Any] = jax_space(envs.single_observation_space)
         self.single_action_space: gym.Space[Any] = jax_space(envs.single_action_space)
@@ -212,13 +214,7 @@ class Bridge:
     def _reset(self, key: Array) -> EnvState:
         token, *arrays = self._call("reset", [*self._observations(), *self._info_results()], [self._seeds(key)])
         obs, arrays = self._split_obs(arrays)
-        n = self.num_envs
-        zero, no, none = jnp.zeros(n, jnp.result_type(float)), jnp.zeros(n, bool), jnp.zeros(n, jnp.int32)
-        return EnvState(
-            obs=obs, reward=zero, terminated=no, truncated=no, next_obs=obs, valid=no, first=~no, steps=none,
-            episode_return=zero, discounted_return=zero, last_return=zero, last_length=none,
-            last_discounted_return=zero, info=self._infos.build(arrays), token=token,
-        )  # fmt: skip
+        return EnvState.at_start(obs, (self.num_envs,), self._infos.build(arrays), token=token)
 
     def _step(self, state: EnvState, action: PyTree) -> EnvState:
         arrays = self._call("step", self._stepped_results(), [state.token, *self._action_leaves(action)])
@@ -235,13 +231,9 @@ class Bridge:
         args = [state.token, mask, self._seeds(key)]
         token, *arrays = self._call("reset_mask", [*self._observations(), *self._info_results()], args)
         obs, arrays = self._split_obs(arrays)
-        zero, no = jnp.zeros_like(state.reward), jnp.zeros_like(mask)
-        begun = state.replace(
-            obs=obs, next_obs=obs, reward=zero, terminated=no, truncated=no, valid=no, first=~no,
-            steps=jnp.zeros_like(state.steps), episode_return=zero, discounted_return=zero,
-            info=self._infos.build(arrays), token=None,
-        )  # fmt: skip
-        return _merge(mask, begun, state.replace(token=None)).replace(token=token)
+        begun = state.restarted(obs, info=self._infos.build(arrays), token=None)
+        merged: EnvState = merge_rows(mask, begun, state.replace(token=None))
+        return merged.replace(token=token)
 
     def _after(self, state: EnvState, arrays: list[Array]) -> EnvState:
         """The state after a step of ``state`` with these results."""
@@ -261,13 +253,9 @@ class Bridge:
         after = after.counted(no, self.discount)
         if self.autoreset_mode is AutoresetMode.DISABLED:  # rows that had ended stay as they are
             frozen = state.replace(reward=jnp.zeros_like(reward), valid=no, first=no, token=None)
-            return _merge(ended, frozen, after).replace(token=token)
-        begins, zero = after.done, jnp.zeros_like(reward)
-        return after.replace(
-            first=begins, steps=jnp.where(begins, 0, after.steps), token=token,
-            episode_return=jnp.where(begins, zero, after.episode_return),
-            discounted_return=jnp.where(begins, zero, after.discounted_return),
-        )  # fmt: skip
+            merged: EnvState = merge_rows(ended, frozen, after)
+            return merged.replace(token=token)
+        return after.counted_anew(after.done, token=token)
 
     # -- the host call -----------------------------------------------------------------------------------------------
 
@@ -321,21 +309,14 @@ class Bridge:
         return struct((self.num_envs, *shape), seen)
 
 
-def _merge(mask: Array, yes: EnvState, no: EnvState) -> EnvState:
-    """Row by row ``yes`` where ``mask`` holds, else ``no``."""
-    merged: EnvState = jax.tree.map(lambda one, other: select(mask, one, other), yes, no)
-    return merged
-
-
 def bridge(
     envs: VectorEnv[Any, Any, Any],
     info_spec: Mapping[str, Any] | None = None,
     discount: float = 1.0,
     float64: str = "cast",
     transport: str = "auto",
-    timeout: float | None = 60.0,
+    timeout: float | str | None = "auto",
     lanes: int | None = None,
-    rewind: bool | int = False,
 ) -> Bridge:
     """A vector env for use inside compiled programs.
 
@@ -351,32 +332,99 @@ def bridge(
             ``"keep"``: float64, and an error outside of that mode.
         transport: ``"primitive"``: fast, through parts of JAX that may change. ``"io_callback"``: JAX's own. ``"auto"``:
             the first if it passes a test here.
-        timeout: Seconds until an answer of the environments is taken to be lost; ``None`` waits for ever. Vector envs
-            without ``step_wait``, as ``SyncVectorEnv``, step in this process, where nothing can end a wait.
+        timeout: Seconds that a step, and a reset, may take, after which they raise ``StepTimeout``; ``None`` waits for ever.
+            ``"auto"``: the vector env's own ``step_timeout``, which may also restart what hangs, and 60 where it has none.
+            Vector envs without ``step_wait``, as ``SyncVectorEnv``, step in this process, where nothing can end a wait.
         lanes: The number of equal groups of environments, to be used under ``jax.vmap`` over as many lanes.
-        rewind: How many of the latest states can be used again: the environments are saved after every call, and loaded
-            where a state is not the newest. ``True``: 16. Needs environments that can be saved, and costs as much time and
-            memory as saving them.
 
     Raises:
-        NotImplementedError: ``rewind``, and ``envs`` cannot be saved.
         TypeError: ``envs`` is no vector env; its spaces have no fixed size; ``info_spec`` is no specification.
         ValueError: An option has no meaning, or the environments run JAX in this process.
         RuntimeError: ``transport="primitive"`` does not work here.
     """
-    return Bridge(envs, info_spec, discount, float64, transport, timeout, lanes, rewind)
+    return Bridge(envs, info_spec, discount, float64, transport, timeout, lanes)
 
 
-def _check_options(envs: Any, float64: str, timeout: float | None, lanes: int | None, rewind: Any) -> None:
+def _check_options(envs: Any, float64: str, timeout: float | str | None, lanes: int | None) -> None:
     if not isinstance(envs, VectorEnv):
         raise TypeError(f"bridge takes a gymnasium.vector.VectorEnv, got {type(envs).__name__}.")
     if getattr(envs.unwrapped, "closed", False):
         raise ClosedEnvironmentError("bridge was given a vector env that is closed.")
     if float64 not in _FLOAT64:
         raise ValueError(f"float64 must be one of {_FLOAT64}, got {float64!r}.")
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"timeout must be positive, or None, got {timeout!r}.")
-    if not isinstance(rewind, (int, np.integer)) or rewind < 0:
-        raise ValueError(f"rewind must be True, False or how many states to keep, got {rewind!r}.")
+    if timeout not in (None, "auto") and (isinstance(timeout, str) or not timeout > 0):
+        raise ValueError(f"timeout must be positive, None or 'auto', got {timeout!r}.")
     if lanes is not None and (lanes < 1 or envs.num_envs % lanes):
         raise ValueError(f"lanes={lanes}: {envs.num_envs} environments do not make so many equal groups.")
+
+
+def refuse_jax_in_process(envs: VectorEnv[Any, Any, Any]) -> None:
+    """Refuse environments that run JAX in this process.
+
+    They are stepped inside a callback of a JAX program, and what they compute may be queued behind that very program.
+
+    Raises:
+        ValueError: ``envs`` runs JAX, or holds an environment that does.
+    """
+    base = envs.unwrapped
+    able = capabilities_of(base)
+    if (able is not None and able.runs_jax) or _uses_jax(base):
+        raise ValueError(
+            f"{type(base).__name__} runs JAX in this process, and would wait for the program that waits for it. Its "
+            "environments need no bridge: use vecenv.jax.FunctionalVectorEnv."
+        )
+    for env in _envs_in_process(base):
+        for layer in _layers(env):
+            if _uses_jax(layer):
+                raise ValueError(
+                    f"{type(layer).__name__} runs JAX in this process, and would wait for the program that waits for it. "
+                    "Run it in worker processes (vecenv.AsyncVectorEnv with context='forkserver' or 'spawn'), or without a "
+                    "bridge: vecenv.jax.FunctionalVectorEnv."
+                )
+
+
+def warn_of_fork(envs: VectorEnv[Any, Any, Any]) -> None:
+    """Warn of workers started by fork: a copy of a process in which JAX has threads may stop at any lock they held."""
+    processes = getattr(envs.unwrapped, "processes", None) or ()
+    fork = getattr(multiprocessing.context, "ForkProcess", None)
+    if fork is not None and any(isinstance(process, fork) for process in processes):
+        warnings.warn(
+            f"The workers of {type(envs.unwrapped).__name__} were started by fork, and so will be those that replace "
+            "them: next to JAX's threads that may hang. Build it with context='forkserver' (or 'spawn').",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def _envs_in_process(envs: VectorEnv[Any, Any, Any]) -> list[Any]:
+    return list(envs.envs if isinstance(envs, GymnasiumSync) else getattr(envs, "local_envs", ()))
+
+
+def _layers(env: Any) -> Iterator[Any]:
+    """An environment and what it wraps."""
+    while env is not None:
+        yield env
+        env = getattr(env, "env", None) if isinstance(env, gymnasium.Wrapper) else None
+
+
+def _uses_jax(env: Any) -> bool:
+    """Whether an object holds JAX arrays or compiled functions, or its class's code names a module of JAX."""
+    held = getattr(env, "__dict__", {}).values()
+    if any(isinstance(value, jax.Array) or type(value).__module__.partition(".")[0] in ("jaxlib", "jax") for value in held):
+        return True
+    for cls in type(env).__mro__:
+        module = sys.modules.get(cls.__module__)
+        if module is None or cls.__module__.partition(".")[0] in ("builtins", "gymnasium", "typing", "abc"):
+            continue
+        for function in vars(cls).values():
+            if isinstance(function, types.FunctionType) and _names_jax(function.__code__, function.__globals__):
+                return True
+    return False
+
+
+def _names_jax(code: types.CodeType, names: dict[str, Any]) -> bool:
+    for name in code.co_names:
+        found = names.get(name)
+        if isinstance(found, types.ModuleType) and found.__name__.partition(".")[0] == "jax":
+            return True
+    return any(_names_jax(part, names) for part in code.co_consts if isinstance(part, types.CodeType))

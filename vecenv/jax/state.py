@@ -15,19 +15,19 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-__all__ = ["Array", "EnvState", "NativeState", "PyTree"]
+__all__ = ["Array", "EnvState", "NativeState", "PyTree", "register"]
 
 Array: TypeAlias = jax.Array
 PyTree: TypeAlias = Any
 
 
-def _register(cls: Any) -> Any:
+def register(cls: Any) -> Any:
     """Make a dataclass a pytree whose children are all its fields, in the order they are written."""
     names = [field.name for field in dataclasses.fields(cls)]
     return jax.tree_util.register_dataclass(cls, data_fields=names, meta_fields=[])
 
 
-@_register
+@register
 @dataclasses.dataclass(frozen=True)
 class EnvState:
     """The state of ``num_envs`` environments after a reset or a step. ``B`` is the batch shape, usually ``(num_envs,)``.
@@ -79,6 +79,33 @@ class EnvState:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
+    @classmethod
+    def at_start(cls, obs: PyTree, shape: tuple[int, ...], info: dict[str, Any], **hidden: Any) -> EnvState:
+        """The state of ``shape`` environments after a reset; ``hidden`` is ``token`` or ``inner``."""
+        zero, no, none = jnp.zeros(shape, jnp.result_type(float)), jnp.zeros(shape, bool), jnp.zeros(shape, jnp.int32)
+        return cls(
+            obs=obs, reward=zero, terminated=no, truncated=no, next_obs=obs, valid=no, first=~no, steps=none,
+            episode_return=zero, discounted_return=zero, last_return=zero, last_length=none,
+            last_discounted_return=zero, info=info, **hidden,
+        )  # fmt: skip
+
+    def restarted(self, obs: PyTree, **changes: Any) -> EnvState:
+        """All rows at the start of another episode, with what is known of the last one."""
+        zero, no = jnp.zeros_like(self.reward), jnp.zeros_like(self.terminated)
+        return self.replace(
+            obs=obs, next_obs=obs, reward=zero, terminated=no, truncated=no, valid=no, first=~no,
+            steps=jnp.zeros_like(self.steps), episode_return=zero, discounted_return=zero, **changes,
+        )  # fmt: skip
+
+    def counted_anew(self, begins: Array, **changes: Any) -> EnvState:
+        """The same where rows under ``begins`` have an observation of their next episode, whose counts are 0."""
+        zero = jnp.zeros_like(self.reward)
+        return self.replace(
+            first=begins, steps=jnp.where(begins, 0, self.steps),
+            episode_return=jnp.where(begins, zero, self.episode_return),
+            discounted_return=jnp.where(begins, zero, self.discounted_return), **changes,
+        )  # fmt: skip
+
     def counted(self, begins: Array, discount: float) -> EnvState:
         """The statistics after a step whose ``reward`` and flags are set and whose step is not counted yet.
 
@@ -100,7 +127,7 @@ class EnvState:
         )  # fmt: skip
 
 
-@_register
+@register
 @dataclasses.dataclass(frozen=True)
 class NativeState:
     """What a JAX-native environment carries besides what algorithms read. All leaves ``[*B, ...]``.

@@ -1,0 +1,606 @@
+"""``FunctionalVectorEnv``: a batch of JAX-native environments as pure functions, ``reset`` and ``step``.
+
+:class:`Episodes` is the batch logic: steps, time limits, statistics and the beginning of episodes, pure, over a flat batch
+of ``n`` rows. :class:`FunctionalVectorEnv` compiles it whole, gives it any batch shape, lays it over several devices, and
+checks while tracing whatever can be checked there, so that compiled steps cost nothing for it. Three decisions carry
+the rest:
+
+* **Fresh starts at almost no cost.** Resetting every row at every step and selecting costs a reset a step; restoring one
+  stored start state makes all episodes alike. Here a while loop picks up to ``chunk`` rows that need it, resets those, and
+  goes on while some are left: nothing happens on the many steps on which no episode ends.
+* **The loop has a derivative.** A while loop has no reverse mode, but none is needed: a row that restarts forgets where it
+  came from, and every other row passes through. That is the rule given to JAX below.
+* **Keys belong to rows.** Row i's start states and noise are decided by its own key and its own episode count, so they
+  depend neither on how many rows there are nor on when the others finish.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gymnasium as gym
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_space
+from jax.dtypes import float0
+
+from vecenv.errors import StaleStateError
+from vecenv.front.arguments import mode_of
+from vecenv.jax.env import Fixed, FrameSkip, JaxEnv, default_key, merge_rows, select
+from vecenv.jax.libraries import adapt
+from vecenv.jax.spaces import jax_space
+from vecenv.jax.state import Array, EnvState, NativeState, PyTree
+
+__all__ = ["Episodes", "FunctionalVectorEnv", "Randomize", "action_spec", "check_action"]
+
+_RESETS = ("fresh", "cached", "pool")
+
+
+class FunctionalVectorEnv:
+    """A batch of JAX-native environments as pure functions of an :class:`~vecenv.jax.EnvState`.
+
+    ``reset`` and ``step`` are compiled, and may be used inside ``jit``, ``scan``, ``vmap``, ``grad`` and ``checkpoint``.
+    States are ordinary immutable pytrees: keep one to return to it, step one twice with different actions to branch.
+
+    Row i's stream of start states and noise is decided by the key, by i and by its own count of episodes. It does not
+    depend on ``num_envs`` or on the other rows.
+
+    Args:
+        env: A ``JaxEnv``, or anything :func:`~vecenv.jax.adapt` takes: an environment of Brax, Playground, gymnax, jumanji,
+            a ``FuncEnv``, or a name.
+        num_envs: How many; a tuple for a batch of any shape, ``()`` for a single environment without a batch axis.
+        autoreset_mode: ``NEXT_STEP``, ``SAME_STEP`` or ``DISABLED`` (``gymnasium.vector.AutoresetMode`` or its value).
+        max_episode_steps: Time limit in steps of this class, after which ``truncated`` is set; ``None`` takes the
+            environment's own, -1 means none. As in ``gymnasium.wrappers.TimeLimit``, ``terminated`` may be set as well.
+        reset: Where the start states of later episodes come from. ``"fresh"``: computed, every one different. ``"cached"``:
+            each row returns to its first one, as Brax's training wrapper does. ``"pool"``: each row draws from
+            ``pool_size`` of its own, computed at ``reset``; needs memory for that many states a row.
+        stagger: Rows begin their first episode with a random share of the time limit already used up, so that they do not
+            all time out together.
+        frame_skip: How often every action is repeated, up to the end of the episode; rewards are summed.
+        randomize: ``randomize(model, keys) -> (models, in_axes)`` makes a different physics model for every row, as in
+            Brax's and Playground's training code (``mujoco_playground.registry.get_domain_randomizer(name)`` fits). Called
+            at ``reset`` with ``keys`` ``uint32[n, k]``; a row keeps its model until it is given another key.
+        discount: For ``EnvState.discounted_return``.
+        pool_size: For ``reset="pool"``.
+        micro_batch: Rows that are stepped at a time, one group after the other. Faster on a CPU once a whole batch no longer
+            fits its caches.
+        devices: JAX devices to spread the rows over, an equal share each; default, the default device alone.
+
+    Attributes:
+        num_envs: Total number of environments. ``batch_shape``: how they are arranged.
+        single_observation_space, single_action_space: Of one environment, with ``sample(key)``.
+        observation_space, action_space: Of the batch, for one batch axis; see :func:`~vecenv.jax.jax_space`.
+        single_env: The adapted environment, after ``frame_skip``.
+
+    Raises:
+        ValueError: An option out of range, or two that contradict each other.
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        num_envs: int | tuple[int, ...] = 1,
+        autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
+        max_episode_steps: int | None = None,
+        reset: str = "fresh",
+        stagger: bool = False,
+        frame_skip: int = 1,
+        randomize: Randomize | None = None,
+        *,
+        discount: float = 1.0,
+        pool_size: int = 8,
+        micro_batch: int | None = None,
+        devices: Sequence[Any] | None = None,
+    ) -> None:
+        self.batch_shape = (int(num_envs),) if isinstance(num_envs, int | np.integer) else tuple(num_envs)
+        self.num_envs = math.prod(self.batch_shape)
+        self.autoreset_mode = mode_of(autoreset_mode)
+        self.discount = float(discount)
+        self.reset_source = reset
+        adapted: JaxEnv = adapt(env)
+        if frame_skip != 1:
+            adapted = FrameSkip(adapted, frame_skip)
+        self.single_env = adapted
+        self.max_episode_steps = _limit(adapted.max_episode_steps if max_episode_steps is None else max_episode_steps)
+        self._check_options(reset, stagger, pool_size, micro_batch)
+        self.single_observation_space = jax_space(adapted.single_observation_space)
+        self.single_action_space = jax_space(adapted.single_action_space)
+        self.observation_space = jax_space(batch_space(adapted.single_observation_space, self.num_envs))
+        self.action_space = jax_space(batch_space(adapted.single_action_space, self.num_envs))
+        self._episodes = Episodes(
+            Fixed(adapted),
+            self.autoreset_mode,
+            self.max_episode_steps,
+            pool_size={"fresh": 0, "cached": 1, "pool": pool_size}[reset],
+            stagger=stagger,
+            randomize=randomize,
+            discount=self.discount,
+            micro_batch=micro_batch,
+        )
+        self._action_spec = action_spec(self.single_action_space)
+        spread = self._spread_over(devices)
+        self._begin = jax.jit(self._shaped(spread(self._episodes.begin)))
+        self._step = jax.jit(self._shaped(spread(self._episodes.step)))
+        self._restart = jax.jit(self._shaped(spread(self._episodes.restart)))
+        self._step_donating = jax.jit(
+            lambda inner, rest, action: self._step(rest.replace(inner=inner), action), donate_argnums=0
+        )
+
+    def _check_options(self, reset: str, stagger: bool, pool_size: int, micro_batch: int | None) -> None:
+        if self.num_envs < 1:
+            raise ValueError(f"num_envs must be positive, got {self.batch_shape}.")
+        if reset not in _RESETS:
+            raise ValueError(f"reset must be one of {_RESETS}, got {reset!r}.")
+        if pool_size < 1:
+            raise ValueError(f"pool_size must be at least 1, got {pool_size}.")
+        if micro_batch is not None and micro_batch < 1:
+            raise ValueError(f"micro_batch must be at least 1, got {micro_batch}.")
+        if stagger and self.max_episode_steps is None:
+            raise ValueError("stagger=True needs a time limit: give max_episode_steps.")
+
+    # -- the interface ---------------------------------------------------------------------------------------------
+
+    def reset(self, key: Array) -> EnvState:
+        """Begin an episode in every row.
+
+        Args:
+            key: One key (``jax.random.key(0)`` or a raw one), from which row i gets ``fold_in(key, i)``; or one key a row.
+
+        Returns:
+            The state before the first step: ``reward`` 0, ``valid`` False, ``first`` True.
+        """
+        return self.begin(self.row_keys(key))
+
+    def begin(self, key: Any, episode: Any = None) -> EnvState:
+        """Begin episode number ``episode`` (``int32[*B]``, default 0) of each row's own raw key ``uint32[*B, k]``."""
+        if episode is None:
+            episode = jnp.zeros(self.batch_shape, jnp.int32)
+        state: EnvState = self._begin(key, episode)
+        return state
+
+    def step(self, state: EnvState, action: PyTree) -> EnvState:
+        """One step of every row.
+
+        Args:
+            state: From ``reset``, ``step`` or ``reset_mask`` of this environment; it stays usable.
+            action: Leaves ``[*B, ...]`` as in the action space, of its dtype or one that casts to it within the kind. JAX's
+                own float64, in 64-bit mode, is kept where the space says float32.
+
+        Raises:
+            ValueError: Wrong shape or structure.
+            TypeError: Wrong dtype: floats for a Discrete space, say; or ``state`` is no state of a native environment.
+            StaleStateError: The arrays of ``state`` have been donated to another computation.
+        """
+        self._check_state(state)
+        action = self.check_action(action)
+        try:
+            after: EnvState = self._step(state, action)
+        except (RuntimeError, ValueError) as error:
+            raise self._explained(error) from error
+        return after
+
+    def step_donating(self, state: EnvState, action: PyTree) -> EnvState:
+        """As :meth:`step`, but ``state.inner`` is given up: its memory is used for the result, and stepping ``state`` again
+        raises ``StaleStateError``. Everything else in ``state`` stays readable."""
+        self._check_state(state)
+        action = self.check_action(action)
+        try:
+            after: EnvState = self._step_donating(state.inner, state.replace(inner=None), action)
+        except (RuntimeError, ValueError) as error:
+            raise self._explained(error) from error
+        return after
+
+    def reset_mask(self, state: EnvState, mask: Array, key: Array | None = None) -> EnvState:
+        """Begin another episode in some rows, in any autoreset mode; the others stay exactly as they are.
+
+        Args:
+            state: As for ``step``.
+            mask: ``bool[*B]``, the rows to reset.
+            key: ``None`` goes on to the next episode of each row's own stream; a key, as for ``reset``, begins a new one.
+
+        Raises:
+            ValueError: ``mask`` is not ``bool[*B]``.
+        """
+        self._check_state(state)
+        if jnp.shape(mask) != self.batch_shape or not jnp.issubdtype(jnp.result_type(mask), jnp.bool_):
+            raise ValueError(
+                f"mask must be bool{list(self.batch_shape)}, got {jnp.result_type(mask)}{list(jnp.shape(mask))}."
+            )
+        after: EnvState = self._restart(state, jnp.asarray(mask), None if key is None else self.row_keys(key))
+        return after
+
+    def row_keys(self, key: Array) -> Array:
+        """One raw key a row, ``uint32[*B, k]``, of the default generator; see :meth:`reset`."""
+        key = jnp.asarray(key)
+        if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+            if str(key.dtype) != str(jax.random.key(0).dtype):  # another generator's: draw a key of the default one
+                draw = jax.random.bits if key.ndim == 0 else jax.vmap(jax.random.bits)
+                key = jax.vmap(jax.random.key)(jnp.atleast_1d(draw(key))).reshape(key.shape)
+            key = jax.random.key_data(key)
+        width = default_key(0).shape
+        if key.shape == width:
+            rows = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(self.num_envs))
+            return rows.reshape(self.batch_shape + width)
+        if key.shape != self.batch_shape + width:
+            raise ValueError(f"key must be one key or {self.batch_shape} of them; got an array of shape {key.shape}.")
+        return key
+
+    def __repr__(self) -> str:
+        name = getattr(self.single_env, "name", type(self.single_env).__name__)
+        return (
+            f"{type(self).__name__}({name}, num_envs={self.num_envs}, autoreset_mode={self.autoreset_mode.name}, "
+            f"reset={self.reset_source!r}, max_episode_steps={self.max_episode_steps})"
+        )
+
+    # -- guards ----------------------------------------------------------------------------------------------------
+
+    def check_action(self, action: PyTree) -> PyTree:
+        """``action`` in the dtypes of the space; raises as :meth:`step` does."""
+        return check_action(action, self._action_spec, self.batch_shape, self.single_action_space)
+
+    def _check_state(self, state: Any) -> None:
+        if not isinstance(state, EnvState) or state.inner is None:
+            kind = "a state of a bridged environment" if isinstance(state, EnvState) else type(state).__name__
+            raise TypeError(f"step and reset_mask take the EnvState that reset returned, not {kind}.")
+        if state.terminated.shape != self.batch_shape:
+            raise ValueError(f"The state is of {state.terminated.shape} environments, this vector is of {self.batch_shape}.")
+
+    @staticmethod
+    def _explained(error: Exception) -> Exception:
+        if "deleted" not in str(error) and "donated" not in str(error):
+            return error
+        return StaleStateError(
+            "The arrays of this state are gone: it was donated to another computation (jit with donate_argnums). A state "
+            "can be kept across such a call only as a copy: jax.tree.map(jnp.copy, state)."
+        )
+
+    # -- batch shapes and devices ----------------------------------------------------------------------------------
+
+    def _shaped(self, flat: Callable[..., Any]) -> Callable[..., Any]:
+        """``flat`` works on one batch axis; the result works on ``batch_shape``."""
+        depth = len(self.batch_shape)
+        if depth == 1:
+            return flat
+
+        def shaped(*args: Any) -> Any:
+            rows = jax.tree.map(lambda x: jnp.reshape(x, (self.num_envs, *jnp.shape(x)[depth:])), args)
+            return jax.tree.map(lambda x: jnp.reshape(x, (*self.batch_shape, *x.shape[1:])), flat(*rows))
+
+        return shaped
+
+    def _spread_over(self, devices: Sequence[Any] | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """How to lay a function of rows over devices: each steps and restarts its own share, nothing is exchanged."""
+        if devices is None:
+            return lambda flat: flat
+        if self.num_envs % len(devices):
+            raise ValueError(f"{self.num_envs} environments cannot be shared equally by {len(devices)} devices.")
+        mesh = jax.sharding.Mesh(np.asarray(devices), ("envs",))
+        spec: Any = jax.sharding.PartitionSpec
+        rows = spec("envs")
+        return lambda flat: jax.shard_map(flat, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
+
+
+def _limit(steps: int | None) -> int | None:
+    if steps is None or steps == -1:
+        return None
+    if steps < 1:
+        raise ValueError(f"max_episode_steps must be positive, or -1 for none; got {steps}.")
+    return int(steps)
+
+
+def action_spec(space: gym.Space[Any]) -> PyTree:
+    """Shapes and dtypes of one action as JAX sees them."""
+    sample = space.sample()
+    struct: Any = jax.ShapeDtypeStruct
+    return jax.tree.map(lambda leaf: struct(np.shape(leaf), jnp.result_type(np.asarray(leaf))), sample)
+
+
+def check_action(action: PyTree, spec: PyTree, batch_shape: tuple[int, ...], space: gym.Space[Any]) -> PyTree:
+    """``action`` in the dtypes of ``spec``, that of one action of ``space``.
+
+    Raises:
+        ValueError: Wrong shape or structure.
+        TypeError: Wrong dtype: floats for a Discrete space, say.
+    """
+
+    def check(path: Any, spec: Any, leaf: Any) -> Any:
+        where = f"action{jax.tree_util.keystr(path)}"
+        if not isinstance(leaf, np.ndarray | jax.Array):
+            leaf = np.asarray(leaf)
+        want = batch_shape + spec.shape
+        if leaf.shape != want:
+            raise ValueError(f"{where} has shape {leaf.shape}; {math.prod(batch_shape)} environments take {want}.")
+        precise = isinstance(leaf, jax.Array) and leaf.dtype == jnp.float64 and spec.dtype == jnp.float32
+        if leaf.dtype == spec.dtype or precise:  # in 64-bit mode an action of JAX's keeps its precision
+            return leaf
+        if not np.can_cast(leaf.dtype, spec.dtype, "same_kind"):
+            raise TypeError(f"{where} has dtype {leaf.dtype}, which is no {spec.dtype}.")
+        return leaf.astype(spec.dtype)
+
+    if isinstance(spec, jax.ShapeDtypeStruct):
+        return check((), spec, action)
+    try:
+        return jax.tree_util.tree_map_with_path(check, spec, action)
+    except (ValueError, TypeError) as error:
+        if str(error).startswith("action"):
+            raise
+        raise ValueError(f"The action must be structured as {space}: {error}") from error
+
+
+# randomize(model, keys) -> (models, in_axes), as in Brax's and Playground's training code: ``keys`` is uint32[n, k], the
+# leaves of ``models`` that ``in_axes`` marks with 0 have a leading axis of n.
+Randomize = Callable[[Any, Array], tuple[Any, Any]]
+
+_FIRST = 0  # folded into an episode's key: the start state; step t folds in t >= 1
+_POOL, _MODEL, _STAGGER = 2**31 - 1, 2**31 - 2, 2**31 - 3  # folded into a row's key; no episode count comes near
+
+
+class Episodes:
+    """The batch logic over one adapted environment; see :class:`vecenv.jax.FunctionalVectorEnv` for the options."""
+
+    def __init__(
+        self,
+        env: Fixed,
+        autoreset_mode: AutoresetMode,
+        limit: int | None,
+        *,
+        pool_size: int = 0,
+        stagger: bool = False,
+        randomize: Randomize | None = None,
+        discount: float = 1.0,
+        micro_batch: int | None = None,
+    ) -> None:
+        self.env = env
+        self.mode = autoreset_mode
+        self.limit = limit
+        self.pool_size = pool_size
+        self.stagger = stagger
+        self.randomize = randomize
+        self.discount = discount
+        self.micro_batch = micro_batch
+        self._varied: list[int] = []  # which leaves of the model differ from row to row
+        self._restart_rows = jax.custom_jvp(self._restart_loop)
+        self._restart_rows.defjvp(self._restart_derivative)
+        if randomize is not None:
+            jax.eval_shape(self._models, default_key(0)[None])  # learns which leaves vary
+
+    # -- what the outside calls ------------------------------------------------------------------------------------
+
+    def begin(self, key: Array, episode: Array) -> EnvState:
+        """All rows at the start of an episode. ``key`` is ``uint32[n, k]``, ``episode`` is ``int32[n]``."""
+        n = key.shape[0]
+        model = self._models(key)
+        pool = self._pools(key, model)
+        env, obs = jax.vmap(self._start)((key, episode, model, pool))
+        elapsed = jnp.zeros(n, jnp.int32)
+        if self.stagger:
+            limit = self.limit or 1  # FunctionalVectorEnv sees to it that there is one
+            draw: Any = jax.vmap(lambda k: jax.random.randint(jax.random.fold_in(k, _STAGGER), (), 0, limit))
+            elapsed = draw(key).astype(jnp.int32)
+        inner = NativeState(env, key, episode, elapsed, pool, model)
+        return EnvState.at_start(obs, (n,), self._empty_info(n), inner=inner)
+
+    def step(self, state: EnvState, action: PyTree) -> EnvState:
+        """One step of every row that is in an episode; what the others do depends on the mode."""
+        return _STEP[self.mode](self, state, action)
+
+    def restart(self, state: EnvState, mask: Array, key: Array | None) -> EnvState:
+        """Begin the next episode of the rows under ``mask``; with ``key`` (``uint32[n, k]``) the first of that key."""
+        inner = state.inner
+        if key is None:
+            inner, obs = self._next_episode(mask, inner, state.obs)
+        else:
+            keys = jnp.where(mask[:, None], key, inner.key)
+            anew = self.begin(keys, jnp.where(mask, 0, inner.episode))
+            inner, obs = merge_rows(mask, (anew.inner, anew.obs), (inner, state.obs))
+        merged: EnvState = merge_rows(mask, state.restarted(obs, inner=None), state.replace(inner=None))
+        return merged.replace(inner=inner)
+
+    # -- the three autoreset modes ---------------------------------------------------------------------------------
+
+    def _step_next(self, state: EnvState, action: PyTree) -> EnvState:
+        """NEXT_STEP: a row that ended begins its next episode instead of stepping; its action is ignored."""
+        begins = state.terminated | state.truncated
+        steps = jnp.where(begins, 0, state.steps)
+        # Rows that begin are stepped too, past their end, and begun over the result: restarts write a few rows in place,
+        # where choosing between two whole states would read both and write a third.
+        env, obs, reward, terminated, truncated, info = self._advance(_cut(begins, state.inner), steps, _cut(begins, action))
+        inner, obs = self._next_episode(begins, state.inner.replace(env=env), obs)
+        info = merge_rows(begins, jax.tree.map(jnp.zeros_like, info), info)
+        after = state.replace(
+            obs=obs, next_obs=obs, reward=jnp.where(begins, 0.0, reward), terminated=terminated & ~begins,
+            valid=~begins, first=begins, info=info, inner=inner,
+        )  # fmt: skip
+        return self._count(after, truncated & ~begins, begins)
+
+    def _step_same(self, state: EnvState, action: PyTree) -> EnvState:
+        """SAME_STEP: a row that ends begins its next episode within the step; ``next_obs`` keeps what it ended on."""
+        inner = state.inner
+        env, obs, reward, terminated, truncated, info = self._advance(inner, state.steps, action)
+        none = jnp.zeros_like(terminated)
+        after = state.replace(
+            obs=obs, next_obs=obs, reward=reward, terminated=terminated, valid=~none, info=info,
+            inner=inner.replace(env=env),
+        )  # fmt: skip
+        after = self._count(after, truncated, none)
+        ended = after.terminated | after.truncated
+        inner, obs = self._next_episode(ended, after.inner, obs)
+        return after.counted_anew(ended, obs=obs, inner=inner)
+
+    def _step_disabled(self, state: EnvState, action: PyTree) -> EnvState:
+        """DISABLED: a row that ended stays as it is, pays nothing and is not valid, until it is reset."""
+        over = state.terminated | state.truncated
+        inner = state.inner
+        stepped = self._advance(_cut(over, inner), state.steps, _cut(over, action))
+        env, obs, reward, terminated, truncated, info = stepped
+        env, obs, info = merge_rows(over, (inner.env, state.obs, state.info), (env, obs, info))
+        after = state.replace(
+            obs=obs, next_obs=obs, reward=jnp.where(over, 0.0, reward), first=jnp.zeros_like(over), valid=~over,
+            terminated=jnp.where(over, state.terminated, terminated), info=info, inner=inner.replace(env=env),
+        )  # fmt: skip
+        counted = self._count(after, truncated, jnp.zeros_like(over))
+        frozen = merge_rows(over, _counters(state), _counters(counted))
+        elapsed = jnp.where(over, inner.elapsed, counted.inner.elapsed)
+        return counted.replace(**frozen, inner=counted.inner.replace(elapsed=elapsed))
+
+    def _advance(self, inner: NativeState, steps: Array, action: PyTree) -> Any:
+        """Step every row once: ``(env, obs, reward, terminated, truncated, info)``, no limits, no resets."""
+
+        def one(row: Any) -> Any:
+            env, key, episode, step, model, action = row
+            noise = jax.random.fold_in(jax.random.fold_in(key, episode), step + 1)
+            *stepped, info = self._with(model, lambda: self.env.step(env, action, noise))
+            return (*stepped, jax.tree.map(lambda spec, leaf: leaf.astype(spec.dtype), self._info_spec, info))
+
+        rows = (inner.env, inner.key, inner.episode, steps, inner.model, action)
+        if self.micro_batch is None:
+            return jax.vmap(one)(rows)
+        return jax.lax.map(one, rows, batch_size=self.micro_batch)
+
+    def _count(self, state: EnvState, truncated: Array, begins: Array) -> EnvState:
+        """Time limit and statistics after a step; rows under ``begins`` are at step 0 of an episode."""
+        inner = state.inner
+        elapsed = jnp.where(begins, 0, inner.elapsed + 1)
+        if self.limit is not None:
+            truncated = truncated | (elapsed >= self.limit)
+        counted = state.replace(truncated=truncated).counted(begins, self.discount)
+        return counted.replace(inner=inner.replace(elapsed=elapsed))
+
+    # -- the beginning of episodes ---------------------------------------------------------------------------------
+
+    def _start(self, row: Any) -> tuple[PyTree, PyTree]:
+        """Start state and observation of one row's episode: computed, or taken from its pool."""
+        key, episode, model, pool = row
+        key = jax.random.fold_in(jax.random.fold_in(key, episode), _FIRST)
+        if pool is None:
+            start: tuple[PyTree, PyTree] = self._with(model, lambda: self.env.init(key))
+            return start
+        drawn = jax.random.randint(key, (), 0, self.pool_size) if self.pool_size > 1 else 0
+        picked: tuple[PyTree, PyTree] = jax.tree.map(lambda leaf: leaf[drawn], pool)
+        return picked
+
+    def _next_episode(self, need: Array, inner: NativeState, obs: PyTree) -> tuple[NativeState, PyTree]:
+        episode = inner.episode + need.astype(jnp.int32)
+        source = (inner.key, episode, inner.model, inner.pool)
+        env, obs = self._restart_rows(need, source, (inner.env, obs))
+        return inner.replace(env=env, episode=episode, elapsed=jnp.where(need, 0, inner.elapsed)), obs
+
+    def _restart_loop(self, need: Array, source: PyTree, current: PyTree) -> PyTree:
+        """``current`` with the rows under ``need`` started anew from ``source``, ``chunk`` rows at a time."""
+        n = need.shape[0]
+        chunk = min(n, max(8, -(-n // 16)))
+
+        def some_left(carry: Any) -> Array:
+            return jnp.any(carry[0])
+
+        def start_some(carry: Any) -> Any:
+            left, current = carry
+            rows = jnp.nonzero(left, size=chunk, fill_value=n)[0]
+            chosen = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), source)
+            present = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), current)
+            fresh = _apart(jax.vmap(self._start), rows[0] < n, chosen, present)
+            current = jax.tree.map(lambda x, new: x.at[rows].set(new, mode="drop"), current, fresh)
+            return left.at[rows].set(False, mode="drop"), current
+
+        return jax.lax.while_loop(some_left, start_some, (need, current))[1]
+
+    def _restart_derivative(self, primals: Any, tangents: Any) -> Any:
+        """Rows that restart forget their past; the others pass through."""
+
+        def through(tangent: Any) -> Any:
+            if tangent.dtype == float0:
+                return tangent
+            return select(primals[0], jnp.zeros_like(tangent), tangent)
+
+        return self._restart_rows(*primals), jax.tree.map(through, tangents[2])
+
+    def _pools(self, key: Array, model: PyTree) -> PyTree:
+        if not self.pool_size:
+            return None
+
+        def store(key: Array, model: PyTree) -> Any:
+            keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.fold_in(key, _POOL), i))(jnp.arange(self.pool_size))
+            return self._with(model, lambda: jax.vmap(self.env.init)(keys))
+
+        return jax.vmap(store)(key, model)
+
+    # -- domain randomisation --------------------------------------------------------------------------------------
+
+    def _models(self, key: Array) -> list[Array] | None:
+        """The leaves of the physics model that differ from row to row, each ``[n, ...]``."""
+        if self.randomize is None:
+            return None
+        keys = jax.vmap(lambda k: jax.random.fold_in(k, _MODEL))(key)
+        models, in_axes = self.randomize(self.env.model, keys)
+        spread = jax.tree.map(
+            lambda axis, part: jax.tree.map(lambda _: -1 if axis is None else axis, part),
+            in_axes,
+            models,
+            is_leaf=lambda axis: axis is None,
+        )
+        axes = jax.tree.leaves(spread)
+        if set(axes) - {-1, 0}:
+            raise ValueError(f"randomize must batch leaves along axis 0 (or None for not at all), got {sorted(set(axes))}.")
+        self._varied = [i for i, axis in enumerate(axes) if axis == 0]
+        leaves = jax.tree.leaves(models)
+        return [jnp.asarray(leaves[i]) for i in self._varied]
+
+    def _with(self, varied: list[Array] | None, body: Callable[[], Any]) -> Any:
+        """Run ``body`` with one row's model in place."""
+        if varied is None:
+            return body()
+        leaves, structure = jax.tree.flatten(self.env.model)
+        for i, leaf in zip(self._varied, varied, strict=True):
+            leaves[i] = leaf
+        with self.env.using(jax.tree.unflatten(structure, leaves)):
+            return body()
+
+    def _empty_info(self, n: int) -> dict[str, Any]:
+        empty: dict[str, Any] = jax.tree.map(lambda leaf: jnp.zeros((n, *leaf.shape), leaf.dtype), self._info_spec)
+        return empty
+
+    @functools.cached_property
+    def _info_spec(self) -> Any:
+        """Shapes and dtypes of one environment's info, by tracing a step."""
+        key = default_key(0)
+        state, _ = jax.eval_shape(self.env.init, key)
+        action = jax.tree.map(jnp.asarray, self.env.single_action_space.sample())
+        return jax.eval_shape(lambda state, action: self.env.step(state, action, key)[5], state, action)
+
+
+def _apart(function: Callable[[Any], Any], always: Array, argument: Any, otherwise: Any) -> Any:
+    """``function(argument)`` as the branch of a conditional that is always taken.
+
+    XLA does not fuse across the edge of a branch. Fused with what stands around it, a start would be rounded differently
+    in the restart loop and in a reset, and the same key would not give the same episode to the last bit.
+    """
+    return jax.lax.cond(always, lambda: function(argument), lambda: otherwise)
+
+
+def _cut(mask: Array, tree: PyTree) -> PyTree:
+    """``tree``, through whose rows under ``mask`` no gradient passes; the compiler sees that nothing is chosen.
+
+    A step past the end of an episode may have a derivative that is not finite. Its result is thrown away, but zero times
+    infinity is NaN, which would reach the action and all steps before.
+    """
+    return jax.tree.map(lambda leaf: select(mask, jax.lax.stop_gradient(leaf), leaf), tree)
+
+
+def _counters(state: EnvState) -> dict[str, Array]:
+    names = (
+        "truncated", "steps", "episode_return", "discounted_return", "last_return", "last_length", "last_discounted_return",
+    )  # fmt: skip
+    return {name: getattr(state, name) for name in names}
+
+
+_STEP: dict[AutoresetMode, Callable[[Episodes, EnvState, PyTree], EnvState]] = {
+    AutoresetMode.NEXT_STEP: Episodes._step_next,
+    AutoresetMode.SAME_STEP: Episodes._step_same,
+    AutoresetMode.DISABLED: Episodes._step_disabled,
+}

@@ -1,0 +1,538 @@
+"""The host's side of the bridge: a Gymnasium vector env as a handful of functions of numpy arrays.
+
+Nothing here imports JAX. A host callback that so much as looks at a JAX array other than its argument waits for a program
+that waits for the callback, so the line is drawn by module.
+
+Environments do not go back by themselves: a program that steps a state twice, or an old one, would silently get the
+transition of another. So every state carries a ticket, ``(epoch, count)``: which reset it descends from, and the number of
+the call since then that made it. It is handed in with every call, and must be the newest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import multiprocessing
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import gymnasium
+import numpy as np
+import numpy.typing as npt
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
+from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
+
+from vecenv.errors import ObservationError, StaleStateError
+from vecenv.front.capabilities import capabilities_of
+from vecenv.front.gymnasiums import GymnasiumAsync
+from vecenv.shm.layout import Tree, fixed_tree
+
+__all__ = ["Host", "InfoColumns", "Requests", "autoreset_mode_of", "leaves_of", "space_tree"]
+
+Array: TypeAlias = npt.NDArray[Any]
+Result: TypeAlias = tuple[tuple[int, ...], np.dtype[Any]]  # shape and dtype
+
+_epochs = itertools.count(1)  # of all bridges, so that a state of another one is recognised
+_last_reset_by: weakref.WeakValueDictionary[int, Host] = weakref.WeakValueDictionary()
+"""Id of a vector env -> which of the hosts over it reset it last; no other one's states are of use."""
+
+
+def space_tree(space: gymnasium.Space[Any], name: str) -> Tree:
+    """The arrays of a space.
+
+    Raises:
+        TypeError: Its values have no fixed size, so they cannot be arrays of a compiled program.
+    """
+    tree = fixed_tree(space, name)
+    if tree is None:
+        raise TypeError(
+            f"The bridge needs {name}s of fixed size (Box, Discrete, MultiDiscrete, MultiBinary, and Dict or Tuple of "
+            f"those), got {space}."
+        )
+    return tree
+
+
+def leaves_of(tree: Tree, value: Any) -> list[Any]:
+    """The arrays of a batch, in the order of the space."""
+    found: list[Any] = []
+
+    def keep(leaf: Any) -> Any:
+        found.append(leaf)
+        return leaf
+
+    tree.map(keep, value)
+    return found
+
+
+class Host:
+    """One vector env and the newest ticket.
+
+    Args:
+        envs: Any Gymnasium vector env.
+        infos: The infos to report.
+        timeout: Seconds that an answer may take; ``None`` waits for ever. ``"auto"``: see :func:`vecenv.jax.bridge`.
+
+    Attributes:
+        failure: The exception of the last call that failed, with its number; see
+            :class:`~vecenv.jax.host_call.HostFunction`.
+    """
+
+    def __init__(self, envs: VectorEnv[Any, Any, Any], infos: InfoColumns, timeout: float | str | None) -> None:
+        self.envs = envs
+        self.num_envs = envs.num_envs
+        self.mode = autoreset_mode_of(envs)
+        self.observation_tree = space_tree(envs.single_observation_space, "observation")
+        self.action_tree = space_tree(envs.single_action_space, "action")
+        self.failure: tuple[int, BaseException] | None = None
+        self.closed = False
+        self._infos = infos
+        self._requests = Requests(envs, timeout)
+        self._action_specs = [((self.num_envs, *leaf.shape), leaf.dtype) for leaf in self.action_tree.leaves()]
+        self._epoch = self._count = 0
+        self._why_not: str | None = "before the first reset"  # there is no newest state, because ...
+        self._underway: Rows | None = None  # the rows of a step of some
+        self._pending = False
+        self._over = np.zeros(self.num_envs, np.bool_)  # DISABLED: rows that ended and were not reset
+
+    def call(self, command: str, results: Sequence[Result], *arrays: Array) -> list[Array]:
+        """One call of a program: a ticket and arrays in, a ticket and arrays of the shapes and dtypes ``results`` out."""
+        if self.closed:
+            raise ClosedEnvironmentError("The bridge was closed: its environments cannot be stepped any more.")
+        outcome = _COMMANDS[command](self, *arrays)
+        ticket = np.empty(*results[0])
+        ticket[..., 0], ticket[..., 1] = self._epoch, self._count
+        return [ticket, *map(_fitted, outcome, results[1:])]
+
+    def close(self) -> None:
+        """Close the environments."""
+        if not self.closed:
+            self.closed = True
+            self.envs.close()
+
+    # -- the calls -------------------------------------------------------------------------------------------------------
+
+    def _reset(self, seeds: Array) -> list[Array]:
+        self._why_not = "because a reset failed"
+        self._pending, self._underway = False, None
+        self._take_over()
+        observations, infos = self._requests.reset(seeds.reshape(-1).tolist())
+        self._over[:] = False
+        outcome = self._apart(observations, self.num_envs) + self._infos.read(infos, self.num_envs)
+        self._epoch, self._count = next(_epochs), 0
+        self._why_not = None
+        return outcome
+
+    def _step(self, ticket: Array, *actions: Array) -> list[Array]:
+        self._spend(ticket)
+        self._begin(actions)
+        return self._renew(self._finish())
+
+    def _send(self, ticket: Array, *actions: Array) -> list[Array]:
+        self._spend(ticket)
+        self._begin(actions)
+        self._pending = True
+        return self._renew([])
+
+    def _recv(self, ticket: Array) -> list[Array]:
+        self._spend(ticket, pending=True)
+        self._pending = False
+        return self._renew(self._finish())
+
+    def _reset_mask(self, ticket: Array, mask: Array, seeds: Array) -> list[Array]:
+        self._spend(ticket)
+        mask = mask.reshape(-1)
+        if not mask.any():
+            return self._renew(self._blank(self._outcome_specs(stepped=False)))
+        seeded = seeds.reshape(-1).tolist() if self._requests.seeded_masks else None
+        observations, infos = self._requests.reset(seeded, mask.copy())
+        self._over[mask] = False
+        return self._renew(self._apart(observations, self.num_envs) + self._infos.read(infos, self.num_envs))
+
+    # -- a step ----------------------------------------------------------------------------------------------------------
+
+    def _begin(self, actions: Sequence[Array]) -> None:
+        # Copies, in the dtypes of the space: arguments are read-only, and environments may write to what they are given.
+        specs = self._action_specs
+        own = [np.array(array, dtype).reshape(shape) for array, (shape, dtype) in zip(actions, specs, strict=True)]
+        build = self.action_tree.build
+        if self.mode is not AutoresetMode.DISABLED or not self._over.any():
+            self._underway = None
+            self._requests.begin(build(iter(own)))
+            return
+        rows = self._underway = np.flatnonzero(~self._over)
+        if len(rows):
+            self._requests.begin_some(rows, build(iter(own)), build(array[rows] for array in own))
+
+    def _finish(self) -> list[Array]:
+        rows = self._underway
+        if rows is None:
+            stepped = self._requests.finish()
+            if self.mode is AutoresetMode.DISABLED:
+                self._over = np.asarray(stepped[2] | stepped[3])
+            return self._outcome(stepped, self.num_envs)
+        whole = self._blank(self._outcome_specs(stepped=True))
+        if len(rows):
+            answered, stepped = self._requests.finish_some()
+            part = self._outcome(stepped, self.num_envs if answered is None else len(rows))
+            if answered is None:
+                part = [array[rows] for array in part]
+                answered = rows
+            for array, values in zip(whole, part, strict=True):
+                array[answered] = values
+            ended = stepped[2] | stepped[3]
+            self._over[answered] = ended[rows] if len(ended) != len(answered) else ended
+        return whole
+
+    def _outcome(self, stepped: Stepped, rows: int) -> list[Array]:
+        """Observations, reward, flags, in same-step mode what was observed last, and infos."""
+        observations, rewards, terminations, truncations, infos = stepped
+        leaves = self._apart(observations, rows)
+        outcome = [*leaves, rewards, terminations, truncations]
+        if self.mode is AutoresetMode.SAME_STEP:
+            outcome += self._successors(leaves, terminations | truncations, infos)
+        return outcome + self._infos.read(infos, rows)
+
+    def _successors(self, leaves: list[Array], ended: Array, infos: dict[str, Any]) -> list[Array]:
+        """What followed the actions: ``leaves``, but the last observation of an episode where one ended."""
+        if not ended.any():
+            return leaves
+        if "final_obs" not in infos:
+            raise ObservationError("an episode ended in same-step mode and infos['final_obs'] is missing")
+        successors = [leaf.copy() for leaf in leaves]
+        for row in np.flatnonzero(ended).tolist():
+            for leaf, value in zip(successors, leaves_of(self.observation_tree, infos["final_obs"][row]), strict=True):
+                leaf[row] = value
+        return successors
+
+    def _apart(self, observations: Any, rows: int) -> list[Array]:
+        """The arrays of a batch of observations, checked."""
+        exact = self.observation_tree.exact(observations, rows)
+        if exact is not None:
+            return exact
+        try:
+            arrays = [np.asarray(array) for array in leaves_of(self.observation_tree, observations)]
+        except (KeyError, IndexError, TypeError) as error:
+            raise ObservationError(f"observations are not structured as {self.envs.single_observation_space}") from error
+        for array, leaf in zip(arrays, self.observation_tree.leaves(), strict=True):
+            if array.shape != (rows, *leaf.shape):
+                raise ObservationError(f"{leaf.name}: got {array.shape}, wanted {(rows, *leaf.shape)}")
+        return arrays
+
+    def _outcome_specs(self, stepped: bool) -> list[Result]:
+        observations = [(leaf.shape, leaf.dtype) for leaf in self.observation_tree.leaves()]
+        numbers: list[Result] = [((), np.dtype(np.float64)), ((), np.dtype(np.bool_)), ((), np.dtype(np.bool_))]
+        infos = [spec for column in self._infos.columns for spec in ((column.shape, column.dtype), ((), np.dtype(np.bool_)))]
+        return observations + (numbers if stepped else []) + infos  # rows are stepped apart under DISABLED only
+
+    def _blank(self, specs: Sequence[Result]) -> list[Array]:
+        return [np.zeros((self.num_envs, *shape), dtype) for shape, dtype in specs]
+
+    # -- several bridges over one vector env -----------------------------------------------------------------------------
+
+    def _take_over(self) -> None:
+        """End the states of another bridge over the same vector env: this one resets what they are states of."""
+        name = id(self.envs.unwrapped)  # wrapped once more, it is the same
+        holder = _last_reset_by.get(name)
+        if holder is not None and holder is not self:
+            holder._why_not = "because another bridge over the same vector env has reset them"
+            holder._requests.drain()  # raises while there is an answer that does not come; then it is still the holder
+            holder._pending, holder._underway = False, None
+        _last_reset_by[name] = self
+
+    # -- the ticket ------------------------------------------------------------------------------------------------------
+
+    def _spend(self, ticket: Array, pending: bool = False) -> None:
+        """Check a ticket and take it: whatever happens now, that state cannot be used again."""
+        newest = [self._epoch, self._count]
+        for row in ticket.reshape(-1, 2).tolist():
+            if row != newest or self._why_not is not None:
+                self._refuse(*row)
+        if pending and not self._pending:
+            raise NoAsyncCallError("Calling `recv` of a state that was not returned by `send`.", "recv")
+        if self._pending and not pending:
+            raise AlreadyPendingCallError("This state was returned by `send`: call `recv` of it first.", "send")
+        self._why_not = "because an earlier call failed"
+
+    def _refuse(self, epoch: int, count: int) -> None:
+        if self._why_not is not None:
+            raise StaleStateError(f"The environments have no state to go on from, {self._why_not}: call reset(key).")
+        if epoch != self._epoch:
+            what = f"belongs to another bridge or an earlier reset (epoch {epoch}, the environments are in {self._epoch})"
+        else:
+            what = f"was used before (it is number {count} after its reset, the environments are at {self._count})"
+        raise StaleStateError(f"This state {what}. Step the newest one, and only once: processes do not go back.")
+
+    def _renew(self, outcome: list[Array]) -> list[Array]:
+        self._count += 1
+        self._why_not = None
+        return outcome
+
+
+_COMMANDS: dict[str, Callable[..., list[Array]]] = {
+    "reset": Host._reset,
+    "step": Host._step,
+    "send": Host._send,
+    "recv": Host._recv,
+    "reset_mask": Host._reset_mask,
+}
+
+
+def _fitted(array: Array, result: Result) -> Array:
+    shape, dtype = result
+    if array.dtype != dtype:
+        narrow = array.astype(dtype)
+        if array.dtype.kind in "iu" and not np.array_equal(narrow, array):
+            raise OverflowError(f"an integer of the environments does not fit {dtype}: enable JAX's 64-bit mode")
+        array = narrow
+    return array if array.shape == shape else array.reshape(shape)
+
+
+_USUAL_TIMEOUT: Final = 60.0
+
+Rows: TypeAlias = npt.NDArray[np.intp]
+Stepped: TypeAlias = tuple[Any, npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any], dict[str, Any]]
+
+
+def autoreset_mode_of(envs: VectorEnv[Any, Any, Any]) -> AutoresetMode:
+    """The autoreset mode that a vector env says it has.
+
+    Raises:
+        ValueError: It says none.
+    """
+    mode = (envs.metadata or {}).get("autoreset_mode")
+    if mode is None:
+        raise ValueError(f"{envs} does not say when it resets: metadata['autoreset_mode'] is missing.")
+    return AutoresetMode(mode)
+
+
+class Requests:
+    """Asks a vector env for resets and steps, in the way that its capabilities name; one request is pending at most.
+
+    With ``step_async`` and ``step_wait`` an env steps while the program computes, and a wait can end. With ``first_ready``
+    some rows can step. Of all others, and of wrappers, only ``reset`` and ``step`` are used: the second half of a step does
+    the work, and a row that must not be stepped is reset and stepped along, and its results are ignored.
+
+    Args:
+        envs: The vector env.
+        timeout: As of :func:`vecenv.jax.bridge`.
+
+    Attributes:
+        timeout: Seconds that a wait may take; ``None``: for ever, or as long as the env itself says.
+        seeded_masks: Whether a reset of some rows takes seeds.
+    """
+
+    def __init__(self, envs: VectorEnv[Any, Any, Any], timeout: float | str | None) -> None:
+        self.envs: Any = envs
+        able = capabilities_of(envs)
+        if timeout == "auto":  # an engine that is given no timeout goes by its own step_timeout
+            timeout = _USUAL_TIMEOUT if able is None or own_timeout(envs) is None else None
+        assert not isinstance(timeout, str)
+        self.timeout = timeout
+        self._splits = hasattr(envs, "step_async") and not isinstance(envs, VectorWrapper)
+        self._steps_some = self._splits and able is not None and able.first_ready
+        inner = capabilities_of(envs.unwrapped)
+        self.seeded_masks = inner is None or inner.masked_seeds
+        self._disabled = autoreset_mode_of(envs) is AutoresetMode.DISABLED
+        self._ended = np.zeros(envs.num_envs, np.bool_)  # rows that ended by now and were not reset
+        self._pending: Callable[..., Any] | None = None  # what waits for the answer
+        self._lost: BaseException | None = None
+
+    def reset(self, seeds: list[int] | None, mask: npt.NDArray[np.bool_] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Reset all rows, or those under ``mask``."""
+        options = None if mask is None else {"reset_mask": mask}
+        self._ended[... if mask is None else mask] = False
+        if self._splits:
+            self.drain()
+            self.envs.reset_async(seed=seeds, options=options)
+            self._pending = self.envs.reset_wait
+            observations, infos = self._wait()
+        else:
+            observations, infos = self.envs.reset(seed=seeds, options=options)
+        return observations, infos
+
+    def begin(self, actions: Any) -> None:
+        """Begin a step of all rows."""
+        if self._splits:
+            self._require_count()
+            self.envs.step_async(actions)
+        self._pending = self.envs.step_wait if self._splits else functools.partial(self.envs.step, actions)
+
+    def finish(self) -> Stepped:
+        """The outcome of :meth:`begin`."""
+        stepped: Stepped = self._wait()
+        if self._disabled:
+            self._ended = stepped[2] | stepped[3]
+        return stepped
+
+    def begin_some(self, rows: Rows, actions: Any, chosen: Any) -> None:
+        """Begin a step of ``rows``; ``actions`` are of all rows, ``chosen`` those of ``rows``. The others have ended."""
+        if self._steps_some:
+            self._require_count()
+            self.envs.send(chosen, rows)
+            self._pending = functools.partial(self.envs.recv, count=len(rows))
+            return
+        if self._ended.any():
+            self.reset(None, self._ended.copy())
+        self.begin(actions)
+
+    def finish_some(self) -> tuple[Rows | None, Stepped]:
+        """The outcome of :meth:`begin_some`, and of which rows it is; ``None``: of all."""
+        if not self._steps_some:
+            return None, self.finish()
+        stepped: Stepped = self._wait()
+        return np.asarray(stepped[4]["env_id"], np.intp), stepped
+
+    def drain(self) -> None:
+        """Wait for an answer that is still pending, and drop it."""
+        self._require_count()
+        if self._pending is None or not self._splits:
+            self._pending = None
+            return
+        with contextlib.suppress(NoAsyncCallError):
+            try:
+                self._wait()
+            except multiprocessing.TimeoutError:
+                raise
+            except Exception:  # of a step that no program waits for; the reset will show whether it mattered
+                return
+
+    def _wait(self) -> Any:
+        assert self._pending is not None
+        try:
+            answer = self._pending(timeout=self.timeout) if self._splits else self._pending()
+        except (multiprocessing.TimeoutError, KeyboardInterrupt) as error:
+            if isinstance(self.envs, GymnasiumAsync) and capabilities_of(self.envs) is None:
+                self._lost = error  # Gymnasium's own takes the late answer for that of the next call
+            raise
+        except BaseException:
+            self._pending = None
+            raise
+        self._pending = None
+        return answer
+
+    def _require_count(self) -> None:
+        if self._lost is not None:
+            raise RuntimeError(
+                f"Gymnasium's {type(self.envs).__name__} loses count of its answers after a {type(self._lost).__name__}: "
+                "close it and build another, or use vecenv.AsyncVectorEnv."
+            ) from self._lost
+
+
+def own_timeout(envs: VectorEnv[Any, Any, Any]) -> float | None:
+    """After how many seconds a vector env itself takes a step to hang; ``None``: never."""
+    try:
+        seconds: float | None = getattr(envs, "step_timeout", None)
+    except NotImplementedError:  # a backend without one
+        return None
+    return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class InfoColumn:
+    """One number or array an environment may report, by its place in the info dict."""
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def name(self) -> str:
+        return "info" + "".join(f"[{key!r}]" for key in self.path)
+
+
+class InfoColumns:
+    """All columns of a specification.
+
+    Args:
+        spec: Key -> a dict of the same kind, anything with ``shape`` and ``dtype`` (``jax.ShapeDtypeStruct``), or a dtype,
+            which stands for one number.
+
+    Raises:
+        TypeError: Something else, or a key that is no str.
+        ValueError: A key that begins with an underscore: those are the masks'.
+    """
+
+    def __init__(self, spec: Mapping[str, Any] | None) -> None:
+        self.columns: list[InfoColumn] = []
+        self._collect(spec or {}, ())
+
+    def _collect(self, spec: Any, path: tuple[str, ...]) -> None:
+        if isinstance(spec, Mapping):
+            for key, part in spec.items():
+                if not isinstance(key, str):
+                    raise TypeError(f"Keys of info_spec must be str, got {key!r}.")
+                if key.startswith("_"):
+                    raise ValueError(f"info_spec[{key!r}]: keys that begin with an underscore are the masks.")
+                self._collect(part, (*path, key))
+            return
+        if not path:
+            raise TypeError(f"info_spec must be a dict of names, got {type(spec).__name__}.")
+        plain = isinstance(spec, type | str | np.dtype)  # scalar types have attributes called shape and dtype, too
+        try:
+            shape = () if plain else tuple(spec.shape)
+            dtype = np.dtype(spec if plain else spec.dtype)
+        except (TypeError, AttributeError) as error:
+            raise TypeError(
+                f"info_spec{list(path)} must be a dtype or something with shape and dtype, got {spec!r}."
+            ) from error
+        if dtype.kind not in "biuf":
+            raise TypeError(f"info_spec{list(path)} must be of numbers or bools, got {dtype}.")
+        self.columns.append(InfoColumn(path, shape, dtype))
+
+    def build(self, arrays: Sequence[Any]) -> dict[str, Any]:
+        """``arrays`` (a column and its mask, in turn) as a dict of Gymnasium's form."""
+        built: dict[str, Any] = {}
+        for column, values, mask in zip(self.columns, arrays[::2], arrays[1::2], strict=True):
+            place = built
+            for key in column.path[:-1]:
+                place = place.setdefault(key, {})
+            place[column.path[-1]], place["_" + column.path[-1]] = values, mask
+        return built
+
+    def read(self, infos: Mapping[str, Any], rows: int) -> list[Array]:
+        """Columns and masks of ``rows`` environments, ``[(rows, ...), (rows,)]`` in turn.
+
+        What an episode ended on (``final_info``, in same-step mode) goes before what the next one began with.
+
+        Raises:
+            ObservationError: A value does not have the shape or the kind of dtype that was specified.
+        """
+        read: list[Array] = []
+        final = infos.get("final_info") or {}
+        ended = infos.get("_final_info")
+        for column in self.columns:
+            values, mask = np.zeros((rows, *column.shape), column.dtype), np.zeros(rows, np.bool_)
+            _fill(column, infos, values, mask)
+            if ended is not None:
+                values[ended], mask[ended] = 0, False
+                _fill(column, final, values, mask)
+            read += [values, mask]
+        return read
+
+
+def _fill(column: InfoColumn, infos: Mapping[str, Any], values: Array, mask: Array) -> None:
+    """Write the rows of a column that ``infos`` has."""
+    for key in column.path[:-1]:
+        infos = infos.get(key, {})
+        if not isinstance(infos, Mapping):
+            raise ObservationError(f"{column.name}: got {type(infos).__name__} at {key!r}, wanted a dict.")
+    *_, key = column.path
+    if key not in infos:
+        return
+    found = np.asarray(infos[key])
+    there = np.asarray(infos.get("_" + key, np.ones(len(mask), np.bool_)))
+    if found.dtype != object and found.shape == values.shape and np.can_cast(found.dtype, column.dtype, "same_kind"):
+        values[there] = found[there]
+        mask |= there
+        return
+    for row in np.flatnonzero(there).tolist():
+        value = np.asarray(found[row] if found.ndim else found)
+        if value.shape != column.shape or not np.can_cast(value.dtype, column.dtype, "same_kind"):
+            raise ObservationError(
+                f"{column.name} of env {row}: got {value.dtype}{list(value.shape)}, the info_spec says "
+                f"{column.dtype}{list(column.shape)}."
+            )
+        values[row], mask[row] = value, True

@@ -22,6 +22,7 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, added_keys, info_rows, require
 from vecenv.front.arguments import OnlyMask
+from vecenv.front.phases import dropping_pending
 
 __all__ = ["SB3VecEnv", "as_sb3"]
 
@@ -64,7 +65,6 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
         self._actions: Any = None
         self._begin: Any = getattr(envs, "step_async", None)  # vector wrappers and compiled environments have none
         self._finish: Any = getattr(envs, "step_wait", None)
-        self._stepping = False
         super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
         self._structured = isinstance(envs.single_action_space, (spaces.Dict, spaces.Tuple))
         self._added = added_keys(envs)
@@ -75,12 +75,11 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
 
     def reset(self) -> Any:
         """Reset all environments, with what ``seed`` and ``set_options`` said since the last time; drops a pending step."""
-        if self._stepping:
-            self.step_wait()
         options: Any = self._options
         if all(each == options[0] for each in options):
             options = options[0] or None
-        observations, infos = self.vector_env.reset(seed=self._seeds, options=options)
+        envs = self.vector_env
+        observations, infos = dropping_pending(envs, lambda: envs.reset(seed=self._seeds, options=options))
         self.reset_infos = info_rows(infos, self.num_envs)
         self._reset_seeds()
         self._reset_options()
@@ -106,7 +105,6 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
             self._actions = np.array(actions)
         else:
             self._begin(actions)
-        self._stepping = True
 
     def _joined(self, actions: Any) -> Any:
         """One structured action an environment as the batch that vector environments take."""
@@ -117,7 +115,6 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
 
     def step_wait(self) -> tuple[Any, npt.NDArray[np.float32], npt.NDArray[np.bool_], list[dict[str, Any]]]:
         """Finish it: ``(observations, rewards, dones, infos)``."""
-        self._stepping = False
         results = self.vector_env.step(self._actions) if self._begin is None else self._finish()
         observations, rewards, terminations, truncations, infos = results
         dones = terminations | truncations

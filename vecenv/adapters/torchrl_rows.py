@@ -24,6 +24,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 
 from vecenv.adapters.torchrl_spaces import Codec, Tensors, put, rows_of, tensor_of
 from vecenv.front.capabilities import capabilities_of
+from vecenv.front.phases import dropping_pending
 from vecenv.multi_agent.infos import own_keys
 
 __all__ = ["Rows", "numeric"]
@@ -70,8 +71,8 @@ class Rows:
         self.infos: dict[str, torch.Tensor] = {}
 
     def reset(self, seed: Any = None, options: Any = None) -> None:
-        """Begin an episode in every row."""
-        observations, infos = self._envs.reset(seed=seed, options=options)
+        """Begin an episode in every row; an answer that is still pending, as of an interrupted step, is dropped."""
+        observations, infos = dropping_pending(self._envs, lambda: self._envs.reset(seed=seed, options=options))
         self.observations = self._observations.encode(observations)
         self.infos = self._read(infos, self._everyone)
         self._fresh = np.zeros_like(self._fresh)

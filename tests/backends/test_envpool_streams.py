@@ -443,17 +443,6 @@ def test_rewards_can_stay_float32() -> None:
     envs.close()
 
 
-def test_actions_can_be_declared_float32() -> None:
-    envs = EnvPoolVectorEnv("Ant-v4", 2, action_dtype=np.float32, num_threads=1)
-    assert envs.single_action_space.dtype == np.float32
-    assert envs.action_space.dtype == np.float32
-    envs.reset(seed=0)
-    envs.step(envs.action_space.sample())
-    envs.close()
-    with pytest.raises(ValueError, match="floating-point"):
-        EnvPoolVectorEnv("Ant-v4", action_dtype=np.int32)
-
-
 @pytest.mark.long
 def test_info_keys_choose_infos() -> None:
     envs = EnvPoolVectorEnv("Pong-v5", 1, info_keys=("lives",), num_threads=1)

@@ -18,24 +18,9 @@ from gymnasium import spaces
 
 from vecenv.backends.envpool.rows import Array
 
-__all__ = ["ActionChecker", "with_dtype"]
+__all__ = ["ActionChecker"]
 
 _FEW = 64  # up to so many actions, looking each up in a set is faster than a numpy reduction
-
-
-def with_dtype(space: gymnasium.Space[Any], dtype: npt.DTypeLike | None) -> gymnasium.Space[Any]:
-    """``space`` with floats of another dtype; ``None``: as it is."""
-    if dtype is None:
-        return space
-    wanted = np.dtype(dtype)
-    if wanted.kind != "f":
-        raise ValueError(f"action_dtype must be a floating-point dtype, got {wanted}")
-    if isinstance(space, spaces.Dict):
-        return spaces.Dict({key: with_dtype(inner, wanted) for key, inner in space.spaces.items()})
-    if isinstance(space, spaces.Box) and space.dtype.kind == "f":
-        low, high = space.low.astype(wanted), space.high.astype(wanted)
-        return spaces.Box(low, high, space.shape, dtype=wanted.type)
-    return space
 
 
 class ActionChecker:

@@ -15,7 +15,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
 from vecenv.backends.envpool import rendering
-from vecenv.backends.envpool.actions import ActionChecker, with_dtype
+from vecenv.backends.envpool.actions import ActionChecker
 from vecenv.backends.envpool.driver import Seeding, Settings
 from vecenv.backends.envpool.existing import Existing, seeds_within
 from vecenv.backends.envpool.first_ready import FirstReady
@@ -50,8 +50,6 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
             steps that begin a truncated environment's next episode; only for families whose dynamics and rewards do not
             depend on the limit (classic control, toy text, Box2D, MuJoCo of Gymnasium and Gymnasium-Robotics).
         reward_dtype: float64 is Gymnasium's; ``None`` leaves EnvPool's float32.
-        action_dtype: A floating-point dtype for ``action_space``, where EnvPool's float64 is not wanted. Actions of any
-            such dtype are accepted in any case.
         validate: ``"safe"`` checks shape, dtype and integer range of actions; ``"full"`` also that floats are finite and
             within the bounds of the space.
         info_keys: Infos to return, for instance without Atari's ``ram``; ``None``: all.
@@ -98,7 +96,6 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
         max_episode_steps: int | None = None,
         exact_time_limit: bool = False,
         reward_dtype: npt.DTypeLike | None = np.float64,
-        action_dtype: npt.DTypeLike | None = None,
         validate: str = "safe",
         info_keys: Collection[str] | None = None,
         render_mode: str | None = None,
@@ -118,7 +115,7 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
             env_config=env_config,
         )  # fmt: skip
         self._around(
-            task, mode, spread(seed, num_envs, self.np_random), reward_dtype=reward_dtype, action_dtype=action_dtype,
+            task, mode, spread(seed, num_envs, self.np_random), reward_dtype=reward_dtype,
             full=validate == "full", info_keys=info_keys, render_mode=render_mode,
         )  # fmt: skip
 
@@ -129,7 +126,6 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
         *,
         autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
         reward_dtype: npt.DTypeLike | None = np.float64,
-        action_dtype: npt.DTypeLike | None = None,
         validate: str = "safe",
         info_keys: Collection[str] | None = None,
     ) -> EnvPoolVectorEnv:
@@ -148,7 +144,7 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
         config = task.config
         check_options(config["num_envs"], config["batch_size"] or None, None, None, validate, None, mode)
         envs._around(
-            task, mode, seeds_within(config), reward_dtype=reward_dtype, action_dtype=action_dtype,
+            task, mode, seeds_within(config), reward_dtype=reward_dtype,
             full=validate == "full", info_keys=info_keys, render_mode=None,
         )  # fmt: skip
         return envs
@@ -160,7 +156,6 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
         seeds: list[int],
         *,
         reward_dtype: npt.DTypeLike | None,
-        action_dtype: npt.DTypeLike | None,
         full: bool,
         info_keys: Collection[str] | None,
         render_mode: str | None,
@@ -180,7 +175,7 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
         self.metadata = {"autoreset_mode": mode, "render_modes": ["rgb_array"]}
         self.spec = self.task.env_spec
         self.single_observation_space = self.task.observation_space
-        self.single_action_space = with_dtype(self.task.action_space, action_dtype)
+        self.single_action_space = self.task.action_space
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
         reader = RowReader(

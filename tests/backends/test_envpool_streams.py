@@ -436,13 +436,6 @@ def test_discrete_observations_have_the_dtype_of_their_space() -> None:
     maze.close()
 
 
-def test_rewards_can_stay_float32() -> None:
-    envs = EnvPoolVectorEnv("CartPole-v1", 2, reward_dtype=None, num_threads=1)
-    envs.reset(seed=0)
-    assert envs.step([0, 1])[1].dtype == np.float32
-    envs.close()
-
-
 @pytest.mark.long
 def test_info_keys_choose_infos() -> None:
     envs = EnvPoolVectorEnv("Pong-v5", 1, info_keys=("lives",), num_threads=1)

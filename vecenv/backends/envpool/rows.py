@@ -30,7 +30,6 @@ class RowReader:
         state_keys: Names of the arrays in an answer.
         observation_space: Of one environment.
         info_keys: The infos to keep; ``None``: all.
-        reward_dtype: Of the rewards; ``None``: as the pool has them (float32).
         limit: Steps after which an episode is truncated here, ``None`` where the pool does it.
 
     Raises:
@@ -43,7 +42,6 @@ class RowReader:
         observation_space: gymnasium.Space[Any],
         *,
         info_keys: Collection[str] | None = None,
-        reward_dtype: npt.DTypeLike | None = np.float64,
         limit: int | None = None,
     ) -> None:
         index = {key: i for i, key in enumerate(state_keys)}
@@ -52,7 +50,6 @@ class RowReader:
         self._elapsed = index["elapsed_step"]
         self._terminated = index.get("terminated")
         self._game_over = index.get("info:terminated")
-        self._reward_dtype = None if reward_dtype is None else np.dtype(reward_dtype)
         self._limit = limit
         self._template, self._leaves = _observation_plan(index, observation_space)
         # where an observation is one of the pool's arrays, as most are
@@ -71,9 +68,8 @@ class RowReader:
         return states[self._env_id]
 
     def rewards(self, states: States) -> Array:
-        """Rewards of shape ``(b,)``."""
-        rewards = states[self._reward]
-        return rewards if self._reward_dtype is None else rewards.astype(self._reward_dtype)
+        """Rewards, float64 of shape ``(b,)``."""
+        return states[self._reward].astype(np.float64)
 
     def flags(self, states: States) -> tuple[Array, Array, Array]:
         """``(terminated, truncated, over)``, bool of shape ``(b,)``; the first two are the caller's own.

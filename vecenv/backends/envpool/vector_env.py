@@ -49,7 +49,6 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
             step is reported as terminated *and* truncated. EnvPool says truncated only. Costs one more round trip in
             steps that begin a truncated environment's next episode; only for families whose dynamics and rewards do not
             depend on the limit (classic control, toy text, Box2D, MuJoCo of Gymnasium and Gymnasium-Robotics).
-        reward_dtype: float64 is Gymnasium's; ``None`` leaves EnvPool's float32.
         validate: ``"safe"`` checks shape, dtype and integer range of actions; ``"full"`` also that floats are finite and
             within the bounds of the space.
         info_keys: Infos to return, for instance without Atari's ``ram``; ``None``: all.
@@ -95,7 +94,6 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
         autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
         max_episode_steps: int | None = None,
         exact_time_limit: bool = False,
-        reward_dtype: npt.DTypeLike | None = np.float64,
         validate: str = "safe",
         info_keys: Collection[str] | None = None,
         render_mode: str | None = None,
@@ -115,7 +113,7 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
             env_config=env_config,
         )  # fmt: skip
         self._around(
-            task, mode, spread(seed, num_envs, self.np_random), reward_dtype=reward_dtype,
+            task, mode, spread(seed, num_envs, self.np_random),
             full=validate == "full", info_keys=info_keys, render_mode=render_mode,
         )  # fmt: skip
 
@@ -125,7 +123,6 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
         pool: Any,
         *,
         autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
-        reward_dtype: npt.DTypeLike | None = np.float64,
         validate: str = "safe",
         info_keys: Collection[str] | None = None,
     ) -> EnvPoolVectorEnv:
@@ -144,7 +141,7 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
         config = task.config
         check_options(config["num_envs"], config["batch_size"] or None, None, None, validate, None, mode)
         envs._around(
-            task, mode, seeds_within(config), reward_dtype=reward_dtype,
+            task, mode, seeds_within(config),
             full=validate == "full", info_keys=info_keys, render_mode=None,
         )  # fmt: skip
         return envs
@@ -155,7 +152,6 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
         mode: AutoresetMode,
         seeds: list[int],
         *,
-        reward_dtype: npt.DTypeLike | None,
         full: bool,
         info_keys: Collection[str] | None,
         render_mode: str | None,
@@ -179,7 +175,7 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
         reader = RowReader(
-            self.task.state_keys, self.single_observation_space, info_keys=info_keys, reward_dtype=reward_dtype,
+            self.task.state_keys, self.single_observation_space, info_keys=info_keys,
             limit=self.task.limit,
         )  # fmt: skip
         keys, dtypes = self.task.action_keys[2:], self.task.action_dtypes[2:]

@@ -65,7 +65,7 @@ class FirstReady(Episodes, Batches):
         ids = reader.env_ids(states)
         rows = ids.astype(np.intp)  # indexing with it is ten times as fast as with int32
         latest = ids, rows.tobytes()
-        return self._stepped(states, rows, reader.infos_of_rows(states, rows)), latest, latest
+        return self._stepped(states, rows, reader.infos(states, rows)), latest, latest
 
     def _stepped(self, states: States, rows: Array, infos: dict[str, Any]) -> Stepped:
         reader = self._reader

@@ -157,7 +157,7 @@ class Lockstep(Episodes):
         if count is not None and count < flying:
             why = "with batch_size=num_envs EnvPool answers a call as a whole"
             unable(self.name, f"`recv` {count} of {flying} environments", why)
-        return self._finish(deadline, self._ids, self._reader.infos_of_rows)
+        return self._finish(deadline, self._ids, self._reader.infos)
 
     def _finish(
         self, deadline: float | None, latest: Array, infos_of: Callable[[States, Array], Infos]

@@ -8,7 +8,7 @@ batches a second those calls are all there is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import gymnasium
@@ -29,11 +29,7 @@ class RowReader:
     Args:
         state_keys: Names of the arrays in an answer.
         observation_space: Of one environment.
-        info_keys: The infos to keep; ``None``: all.
         limit: Steps after which an episode is truncated here, ``None`` where the pool does it.
-
-    Raises:
-        ValueError: ``info_keys`` has one that this task does not give; lists those it gives.
     """
 
     def __init__(
@@ -41,7 +37,6 @@ class RowReader:
         state_keys: Sequence[str],
         observation_space: gymnasium.Space[Any],
         *,
-        info_keys: Collection[str] | None = None,
         limit: int | None = None,
     ) -> None:
         index = {key: i for i, key in enumerate(state_keys)}
@@ -54,7 +49,7 @@ class RowReader:
         self._template, self._leaves = _observation_plan(index, observation_space)
         # where an observation is one of the pool's arrays, as most are
         self._array = self._leaves[0][0] if self._template is None and self._leaves[0][1] is None else None
-        self._infos = _info_plan(index, info_keys)
+        self._infos = _info_plan(index)
         self._flat_infos = [(key, f"_{key}", i) for key, i in self._infos.items() if isinstance(i, int)]
         self._nested_infos = {key: plan for key, plan in self._infos.items() if not isinstance(plan, int)}
         self._ones = np.ones(0, dtype=np.bool_)
@@ -127,15 +122,7 @@ class RowReader:
         for key, plan in self._nested_infos.items():
             infos[key] = _nested(plan, states, len(self._ones))
             infos[f"_{key}"] = mask()
-        if "env_id" in infos:
-            infos["env_id"] = rows
-        return infos
-
-    def infos_of_rows(self, states: States, rows: Array) -> Infos:
-        """The same for rows that are not one an environment: always with ``env_id``."""
-        infos = self.infos(states, rows)
-        if "env_id" not in infos:
-            infos["env_id"], infos["_env_id"] = rows, self._ones.copy()
+        infos["env_id"] = rows
         return infos
 
     def scattered_infos(self, states: States, rows: Array, num_rows: int) -> Infos:
@@ -196,7 +183,7 @@ def _fill(template: dict[str, Any], leaves: Iterator[Any]) -> dict[str, Any]:
     return {key: next(leaves) if inner is None else _fill(inner, leaves) for key, inner in template.items()}
 
 
-def _info_plan(index: dict[str, int], info_keys: Collection[str] | None) -> dict[str, Any]:
+def _info_plan(index: dict[str, int]) -> dict[str, Any]:
     """Info name -> where it is, or a plan of the same form for a dict; without the rows of players."""
     plan: dict[str, Any] = {}
     for key, i in index.items():
@@ -207,14 +194,7 @@ def _info_plan(index: dict[str, int], info_keys: Collection[str] | None) -> dict
                 at = at.setdefault(part, {})
             at[last] = i
     plan["elapsed_step"] = index["elapsed_step"]
-    if info_keys is None:
-        return plan
-    if isinstance(info_keys, str):
-        raise TypeError(f"info_keys must be a collection of names, not the string {info_keys!r}")
-    unknown = [key for key in info_keys if key not in plan]
-    if unknown:
-        raise ValueError(f"this task has no infos {unknown}; it has {', '.join(map(str, plan))}")
-    return {key: where for key, where in plan.items() if key in info_keys}
+    return plan
 
 
 def _nested(plan: dict[str, Any], states: States, n: int) -> Infos:

@@ -6,7 +6,7 @@ This file is what the class takes, and what EnvPool alone can do. Calls are thos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,6 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
             depend on the limit (classic control, toy text, Box2D, MuJoCo of Gymnasium and Gymnasium-Robotics).
         validate: ``"safe"`` checks shape, dtype and integer range of actions; ``"full"`` also that floats are finite and
             within the bounds of the space.
-        info_keys: Infos to return, for instance without Atari's ``ram``; ``None``: all.
         render_mode: ``"rgb_array"`` or ``None``.
         **env_config: Options of the task, as ``frame_skip=4`` or ``episodic_life=True``.
 
@@ -95,7 +94,6 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
         max_episode_steps: int | None = None,
         exact_time_limit: bool = False,
         validate: str = "safe",
-        info_keys: Collection[str] | None = None,
         render_mode: str | None = None,
         **env_config: Any,
     ) -> None:
@@ -114,7 +112,7 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
         )  # fmt: skip
         self._around(
             task, mode, spread(seed, num_envs, self.np_random),
-            full=validate == "full", info_keys=info_keys, render_mode=render_mode,
+            full=validate == "full", render_mode=render_mode,
         )  # fmt: skip
 
     @classmethod
@@ -124,7 +122,6 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
         *,
         autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
         validate: str = "safe",
-        info_keys: Collection[str] | None = None,
     ) -> EnvPoolVectorEnv:
         """Around a pool that ``envpool.make`` built, of any ``env_type``; nothing of it may be in flight.
 
@@ -142,7 +139,7 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
         check_options(config["num_envs"], config["batch_size"] or None, None, None, validate, None, mode)
         envs._around(
             task, mode, seeds_within(config),
-            full=validate == "full", info_keys=info_keys, render_mode=None,
+            full=validate == "full", render_mode=None,
         )  # fmt: skip
         return envs
 
@@ -153,7 +150,6 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
         seeds: list[int],
         *,
         full: bool,
-        info_keys: Collection[str] | None,
         render_mode: str | None,
     ) -> None:
         """Gymnasium's attributes, and the driver."""
@@ -175,7 +171,7 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
         reader = RowReader(
-            self.task.state_keys, self.single_observation_space, info_keys=info_keys,
+            self.task.state_keys, self.single_observation_space,
             limit=self.task.limit,
         )  # fmt: skip
         keys, dtypes = self.task.action_keys[2:], self.task.action_dtypes[2:]

@@ -60,7 +60,7 @@ class PlayerPool(OverPools[PlayerDriver]):
     ) -> None:
         self.closed = True  # until there is something to close
         self.num_envs, batch_size = check_options(
-            num_envs, batch_size, num_threads, None, "safe", None, self.autoreset_mode
+            num_envs, batch_size, num_threads, None, None, self.autoreset_mode
         )
         self.errors: deque[Any] = deque()
         task = Task.of(

@@ -2,8 +2,8 @@
 
 A pool reads as many actions as it has environments from whatever memory it is given, and indexes tables with what it finds:
 a short array ends the interpreter, a wrong shape is read as garbage, an action out of range reads beyond a table. So the
-checks of shape, dtype and integer range are matters of memory safety, and there is no way to turn them off;
-``validate="full"`` adds what is only a matter of sense (finite, within the bounds of the space).
+checks of shape, dtype and integer range are matters of memory safety, and there is no way to turn them off. Floats out of
+bounds, or not finite, are the environment's affair, as in Gymnasium.
 """
 
 from __future__ import annotations
@@ -31,14 +31,11 @@ class ActionChecker:
         keys: The pool's names for the actions, without those of environment ids; for a Dict space the last parts of a
             dotted name are its keys.
         dtypes: What the pool wants, one a key.
-        full: Whether to check floats for being finite and within bounds.
     """
 
-    def __init__(
-        self, space: gymnasium.Space[Any], keys: Sequence[str], dtypes: Sequence[npt.DTypeLike], *, full: bool
-    ) -> None:
+    def __init__(self, space: gymnasium.Space[Any], keys: Sequence[str], dtypes: Sequence[npt.DTypeLike]) -> None:
         self._leaves = [
-            (path, _leaf(inner, np.dtype(dtype), full, ".".join(path)))
+            (path, _leaf(inner, np.dtype(dtype), ".".join(path)))
             for (path, inner), dtype in zip(_paths(space, keys), dtypes, strict=True)
         ]
         self._single = self._leaves[0][1] if not isinstance(space, spaces.Dict) else None
@@ -55,7 +52,7 @@ class ActionChecker:
             Fresh C-contiguous arrays, in the order and with the dtypes that the pool wants.
 
         Raises:
-            ValueError: Wrong shape, out of range; with ``full`` also not finite or out of bounds.
+            ValueError: Wrong shape, out of range.
             TypeError: Not numbers, floats for Discrete, a missing or unknown key.
         """
         if self._single is not None:
@@ -94,11 +91,11 @@ def _at(actions: Any, path: tuple[str, ...]) -> Any:
     return actions
 
 
-def _leaf(space: gymnasium.Space[Any], dtype: np.dtype[Any], full: bool, name: str) -> _Discrete | _Box:
+def _leaf(space: gymnasium.Space[Any], dtype: np.dtype[Any], name: str) -> _Discrete | _Box:
     if isinstance(space, spaces.Discrete):
         return _Discrete(space, dtype, name)
     if isinstance(space, spaces.Box):
-        return _Box(space, dtype, full, name)
+        return _Box(space, dtype, name)
     raise TypeError(f"actions of the space {space} are not supported")
 
 
@@ -148,14 +145,12 @@ class _Discrete:
 class _Box:
     """Arrays, one an environment. The range of integers is checked in any case: environments index tables with them."""
 
-    def __init__(self, space: spaces.Box, dtype: np.dtype[Any], full: bool, name: str) -> None:
+    def __init__(self, space: spaces.Box, dtype: np.dtype[Any], name: str) -> None:
         self._shape = tuple(int(length) for length in space.shape)
         self._one = self._shape == (1,)
         self._low, self._high = space.low.astype(dtype), space.high.astype(dtype)
         self._dtype = dtype
         self._kinds = "fiu" if dtype.kind == "f" else "iu"
-        self._full = full
-        self._check_range = full or dtype.kind != "f"
         self._what = f"actions[{name!r}]" if name else "actions"
 
     def __call__(self, value: Any, ids: Array) -> Array:
@@ -170,7 +165,7 @@ class _Box:
         if array.dtype.kind not in self._kinds:
             wanted = "numbers" if self._dtype.kind == "f" else "integers"
             raise TypeError(f"{self._what} must be {wanted}, got {array.dtype}")
-        if self._check_range:
+        if self._dtype.kind != "f":
             self._check(array, ids)
         return array.astype(self._dtype, order="C")
 
@@ -180,13 +175,8 @@ class _Box:
 
     def _check(self, array: Array, ids: Array) -> None:
         axes = tuple(range(1, array.ndim))
-        # in the pool's precision: float32(0.1) must not count as more than a bound of 0.1
-        held = array.astype(self._dtype) if self._dtype.kind == "f" else array
-        within = ((held >= self._low) & (held <= self._high)).all(axis=axes)  # False for nan as well
-        if self._full and self._dtype.kind == "f":
-            within &= np.isfinite(held).all(axis=axes)
+        within = ((array >= self._low) & (array <= self._high)).all(axis=axes)
         if not within.all():
             wrong = ids[~within].tolist()
             bounds = f"from {self._low.min()} to {self._high.max()}"
-            finite = " and finite" if self._dtype.kind == "f" else ""
-            raise ValueError(f"{self._what} must be within the bounds of the space ({bounds}){finite}: see envs {wrong}")
+            raise ValueError(f"{self._what} must be within the bounds of the space ({bounds}): see envs {wrong}")

@@ -52,7 +52,6 @@ def check_options(
     batch_size: Any,
     num_threads: Any,
     max_episode_steps: Any,
-    validate: Any,
     render_mode: Any,
     mode: AutoresetMode,
 ) -> tuple[int, int]:
@@ -74,8 +73,6 @@ def check_options(
         )
     if max_episode_steps is not None:
         _positive("max_episode_steps", max_episode_steps)
-    if validate not in ("safe", "full"):
-        raise ValueError(f"validate must be 'safe' or 'full', got {validate!r}")
     if render_mode not in (None, "rgb_array"):
         raise ValueError(f"render_mode must be 'rgb_array' or None, got {render_mode!r}")
     if mode is AutoresetMode.SAME_STEP and batch_size < num_envs:

@@ -49,8 +49,6 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
             step is reported as terminated *and* truncated. EnvPool says truncated only. Costs one more round trip in
             steps that begin a truncated environment's next episode; only for families whose dynamics and rewards do not
             depend on the limit (classic control, toy text, Box2D, MuJoCo of Gymnasium and Gymnasium-Robotics).
-        validate: ``"safe"`` checks shape, dtype and integer range of actions; ``"full"`` also that floats are finite and
-            within the bounds of the space.
         render_mode: ``"rgb_array"`` or ``None``.
         **env_config: Options of the task, as ``frame_skip=4`` or ``episodic_life=True``.
 
@@ -93,14 +91,13 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
         autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
         max_episode_steps: int | None = None,
         exact_time_limit: bool = False,
-        validate: str = "safe",
         render_mode: str | None = None,
         **env_config: Any,
     ) -> None:
         self.closed = True  # until there is something to close
         mode = mode_of(autoreset_mode)
         num_envs, batch_size = check_options(
-            num_envs, batch_size, num_threads, max_episode_steps, validate, render_mode, mode
+            num_envs, batch_size, num_threads, max_episode_steps, render_mode, mode
         )
         task = Task.of(
             task_id, num_envs=num_envs, batch_size=batch_size, num_threads=num_threads or 0,
@@ -112,7 +109,7 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
         )  # fmt: skip
         self._around(
             task, mode, spread(seed, num_envs, self.np_random),
-            full=validate == "full", render_mode=render_mode,
+            render_mode=render_mode,
         )  # fmt: skip
 
     @classmethod
@@ -121,7 +118,6 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
         pool: Any,
         *,
         autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
-        validate: str = "safe",
     ) -> EnvPoolVectorEnv:
         """Around a pool that ``envpool.make`` built, of any ``env_type``; nothing of it may be in flight.
 
@@ -136,10 +132,10 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
         envs.closed = True
         task, mode = Existing.of_pool(pool), mode_of(autoreset_mode)
         config = task.config
-        check_options(config["num_envs"], config["batch_size"] or None, None, None, validate, None, mode)
+        check_options(config["num_envs"], config["batch_size"] or None, None, None, None, mode)
         envs._around(
             task, mode, seeds_within(config),
-            full=validate == "full", render_mode=None,
+            render_mode=None,
         )  # fmt: skip
         return envs
 
@@ -149,7 +145,6 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
         mode: AutoresetMode,
         seeds: list[int],
         *,
-        full: bool,
         render_mode: str | None,
     ) -> None:
         """Gymnasium's attributes, and the driver."""
@@ -175,7 +170,7 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
             limit=self.task.limit,
         )  # fmt: skip
         keys, dtypes = self.task.action_keys[2:], self.task.action_dtypes[2:]
-        checker = ActionChecker(self.task.action_space, keys, dtypes, full=full)
+        checker = ActionChecker(self.task.action_space, keys, dtypes)
         drive = Lockstep if batch_size == num_envs else FirstReady
         seeding = Seeding(seeds, self.np_random)
         self._open(drive(self.task, batch_size, seeding, Settings(reader, checker, mode, self.task.limit is not None)))

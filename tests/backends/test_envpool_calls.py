@@ -151,8 +151,8 @@ def test_some_environments_can_be_reset_without_waiting(make: Make) -> None:
     }
 
 
-def test_exact_time_limits_hold_in_first_ready_batches(make: Make) -> None:
-    envs = make(4, batch_size=2, num_threads=2, max_episode_steps=7, exact_time_limit=True)
+def test_time_limits_hold_in_first_ready_batches(make: Make) -> None:
+    envs = make(4, batch_size=2, num_threads=2, max_episode_steps=7)
     envs.reset_async()
     ended = np.zeros(4, dtype=bool)
     for _ in range(200):

@@ -65,7 +65,7 @@ class PlayerPool(OverPools[PlayerDriver]):
         self.errors: deque[Any] = deque()
         task = Task.of(
             task_id, num_envs=self.num_envs, batch_size=batch_size, num_threads=num_threads or 0,
-            thread_affinity_offset=-1, max_episode_steps=config.pop("max_episode_steps", None), exact_time_limit=False,
+            thread_affinity_offset=-1, max_episode_steps=config.pop("max_episode_steps", None),
             render_mode=None, env_config=config,
         )  # fmt: skip
         read = _Reader(task)

@@ -146,27 +146,23 @@ class Settings(NamedTuple):
     reader: RowReader
     checker: ActionChecker
     mode: AutoresetMode
-    limited_here: bool
 
 
 class Episodes(PoolDriver):
     """Which episodes are over and which may be reset how, for drivers of environments with one player.
 
-    An episode is over until its environment is reset; it is cut if only vecenv's own time limit ended it, so that the pool
-    does not know and will not reset it by itself.
+    An episode is over until its environment is reset.
     """
 
     def __init__(self, task: Task, batch_size: int, seeding: Seeding, settings: Settings) -> None:
         self.settings = settings
         self._reader, self._check = settings.reader, settings.checker
-        # what a step has to look at before it may send: otherwise it can go straight ahead
-        self._wary = settings.limited_here or settings.mode is AutoresetMode.DISABLED
+        self._checks_ends = settings.mode is AutoresetMode.DISABLED
         super().__init__(task, batch_size, seeding)
 
     def _adopt(self, pool: Any) -> None:
         super()._adopt(pool)
         self.over = np.zeros(self._num_envs, dtype=np.bool_)
-        self.cut = np.zeros(self._num_envs, dtype=np.bool_)
 
     def naturally(self, ids: Array) -> Array:
         """Which of these environments the pool resets by itself at the next action, whatever that is.
@@ -174,10 +170,10 @@ class Episodes(PoolDriver):
         Atari with ``episodic_life`` and ViZDoom go on with the same game in such a reset, and start a new one when told to
         reset; so episodes that are over are to be reset in this way, and only what runs by a command.
         """
-        return self.over[ids] & ~self.cut[ids]
+        return self.over[ids]
 
     def _refuse_if_over(self, ids: Array) -> None:
-        if self.settings.mode is AutoresetMode.DISABLED and (over := self.over[ids]).any():
+        if (over := self.over[ids]).any():
             raise ResetNeeded(
                 f"envs {ids[over].tolist()} have ended their episodes, and autoreset is disabled: reset them with "
                 "reset(options={'reset_mask': ...})"

@@ -43,7 +43,6 @@ class Existing(Task):
             family=pool_kind.__module__,
             pool_config=config,
             config=config,
-            limit=None,
             **said_by(spec, config),
             env_spec=None,
             make=make,

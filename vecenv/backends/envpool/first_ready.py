@@ -24,16 +24,9 @@ class FirstReady(Episodes, Batches):
     )
 
     def _sending(self, ids: Array, actions: list[Array]) -> list[tuple[Any, ...]]:
-        if not self._wary:
-            return [(self._pool_send, [ids, ids, *actions])]
-        self._refuse_if_over(ids)
-        if not (cut := self.cut[ids]).any():
-            return [(self._pool_send, [ids, ids, *actions])]
-        calls: list[tuple[Any, ...]] = [(self._pool_reset, ids[cut])]
-        if not cut.all():
-            kept = ids[~cut]
-            calls.append((self._pool_send, self._payload(kept, [array[~cut] for array in actions])))
-        return calls
+        if self._checks_ends:
+            self._refuse_if_over(ids)
+        return super()._sending(ids, actions)
 
     def _resetting(self, ids: Array, force: bool) -> list[tuple[Any, ...]]:
         natural = np.zeros(len(ids), dtype=np.bool_) if force else self.naturally(ids)
@@ -71,6 +64,4 @@ class FirstReady(Episodes, Batches):
         reader = self._reader
         terminated, truncated, over = reader.flags(states)
         self.over[rows] = over
-        if self._wary:
-            self.cut[rows] = over > terminated
         return reader.observations(states), reader.rewards(states), terminated, truncated, infos

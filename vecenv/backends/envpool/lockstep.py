@@ -110,20 +110,9 @@ class Lockstep(Episodes):
     def _begin_step(self, actions: Any, ids: Array, *, by_row: bool) -> None:
         checked = self._check(actions, ids)
         plan = [_Stage(self._pool_send, [ids, ids, *checked], ids, None)]
-        if self._wary:
+        if self._checks_ends:
             self._refuse_if_over(ids)
-            if (cut := self.cut[ids]).any():
-                plan = self._step_and_resets(checked, ids, cut)
         self._begin(Phase.WAITING_STEP, by_row, plan, ids)
-
-    def _step_and_resets(self, actions: list[Array], ids: Array, cut: Array) -> list[_Stage]:
-        rows = np.flatnonzero(cut)
-        plan = [_Stage(self._pool_reset, ids[rows], ids[rows], rows)]
-        rows = np.flatnonzero(~cut)
-        if rows.size:
-            payload = [ids[rows], ids[rows], *(array[rows] for array in actions)]
-            plan.insert(0, _Stage(self._pool_send, payload, ids[rows], rows))
-        return plan
 
     def _begin_reset(self, ids: Array, *, force: bool, by_row: bool) -> None:
         natural = np.zeros(len(ids), dtype=np.bool_) if force else self.naturally(ids)
@@ -183,7 +172,7 @@ class Lockstep(Episodes):
             return self._with_resets()
         terminated, truncated, over = reader.flags(states)
         leaves = reader.leaves(states)
-        self._remember(over, terminated, leaves)
+        self._remember(over, leaves)
         return states, leaves, terminated, truncated, {}
 
     def _whole(self) -> list[Array]:
@@ -225,10 +214,7 @@ class Lockstep(Episodes):
             return False
         rows = np.flatnonzero(over)
         ids = self._ids[rows]
-        if self.settings.limited_here:  # in the families where the limit may be kept here, both kinds of reset are the same
-            self._plan.append(_Stage(self._pool_reset, ids, ids, rows))
-        else:
-            self._plan.append(self._natural_stage(ids, rows))
+        self._plan.append(self._natural_stage(ids, rows))
         return True
 
     def _joined(self) -> States:
@@ -253,8 +239,7 @@ class Lockstep(Episodes):
         for i in reader.visible:
             states[i][rows] = resets[i]
         leaves = reader.leaves(states)
-        nothing_over = np.zeros(len(self._ids), dtype=np.bool_)
-        self._remember(nothing_over, nothing_over, leaves)
+        self._remember(np.zeros(len(self._ids), dtype=np.bool_), leaves)
         return states, leaves, *self._ended
 
     def _final(self, states: States, rows: Array) -> Infos:
@@ -275,17 +260,13 @@ class Lockstep(Episodes):
             "_final_obs": mask.copy(),
         }
 
-    def _remember(self, over: Array, terminated: Array, leaves: list[Array]) -> None:
+    def _remember(self, over: Array, leaves: list[Array]) -> None:
         ids = self._ids
         if ids is self.all_ids:
             self.over, self._last = over, leaves
-            if self.settings.limited_here:
-                self.cut = over > terminated
             return
         self.over = self.over.copy()
         self.over[ids] = over
-        if self.settings.limited_here:
-            self.cut[ids] = over > terminated
         last = self._whole()
         for whole, leaf in zip(last, leaves, strict=True):
             whole[ids] = leaf

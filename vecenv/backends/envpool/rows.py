@@ -29,23 +29,14 @@ class RowReader:
     Args:
         state_keys: Names of the arrays in an answer.
         observation_space: Of one environment.
-        limit: Steps after which an episode is truncated here, ``None`` where the pool does it.
     """
 
-    def __init__(
-        self,
-        state_keys: Sequence[str],
-        observation_space: gymnasium.Space[Any],
-        *,
-        limit: int | None = None,
-    ) -> None:
+    def __init__(self, state_keys: Sequence[str], observation_space: gymnasium.Space[Any]) -> None:
         index = {key: i for i, key in enumerate(state_keys)}
         self._env_id = index["info:env_id"]
         self._reward, self._done, self._trunc = index["reward"], index["done"], index["trunc"]
-        self._elapsed = index["elapsed_step"]
         self._terminated = index.get("terminated")
         self._game_over = index.get("info:terminated")
-        self._limit = limit
         self._template, self._leaves = _observation_plan(index, observation_space)
         # where an observation is one of the pool's arrays, as most are
         self._array = self._leaves[0][0] if self._template is None and self._leaves[0][1] is None else None
@@ -70,13 +61,10 @@ class RowReader:
         """``(terminated, truncated, over)``, bool of shape ``(b,)``; the first two are the caller's own.
 
         The pool reports an episode that ends on its last allowed step as truncated only. Where it says more (a state key
-        ``terminated`` in EnvPool 1.2.7, an info ``terminated`` in Atari, or because the limit is kept here), both flags
+        ``terminated`` in EnvPool 1.2.7, an info ``terminated`` in Atari), both flags
         can be True, as with Gymnasium's ``TimeLimit``.
         """
         done = states[self._done]
-        if self._limit is not None:
-            truncated = states[self._elapsed] >= self._limit
-            return done.copy(), truncated, done | truncated
         truncated = states[self._trunc]
         if self._terminated is not None:
             return states[self._terminated].astype(np.bool_), truncated, done

@@ -30,10 +30,6 @@ __all__ = ["NO_LIMIT", "Task", "family_of", "import_envpool", "quietly", "said_b
 NO_LIMIT = 2**31 - 1
 """The ``max_episode_steps`` that EnvPool never reaches."""
 
-# Families whose dynamics and rewards do not look at the time limit, so that vecenv may keep the limit itself. (Rewards of
-# MiniGrid depend on it, Highway has its own duration; others have not been checked.)
-_LIMIT_FREE = frozenset({"classic_control", "toy_text", "box2d", "mujoco.gym", "mujoco.robotics"})
-
 # Keys of EnvPool's configuration that are arguments of EnvPoolVectorEnv, or none of the user's business.
 _RESERVED = {
     "env_seed": "pass seed= with one seed for each environment",
@@ -125,7 +121,6 @@ class Task:
         action_dtypes: Their dtypes.
         observation_space: Of one environment, with bounds repaired.
         action_space: Of one environment.
-        limit: Steps after which vecenv itself truncates (``exact_time_limit``), or ``None``.
         max_num_players: More than one: rows are those of players.
         env_spec: What Gymnasium would have in its registry.
     """
@@ -140,7 +135,6 @@ class Task:
     action_dtypes: tuple[npt.DTypeLike, ...]
     observation_space: gymnasium.Space[Any]
     action_space: gymnasium.Space[Any]
-    limit: int | None
     max_num_players: int
     env_spec: EnvSpec | None
 
@@ -154,7 +148,6 @@ class Task:
         num_threads: int,
         thread_affinity_offset: int,
         max_episode_steps: int | None,
-        exact_time_limit: bool,
         render_mode: str | None,
         env_config: Mapping[str, Any],
     ) -> Task:
@@ -163,8 +156,7 @@ class Task:
         Raises:
             UnregisteredEnv: No such task.
             TypeError: Unknown configuration keys, or values of the wrong type.
-            ValueError: Values that EnvPool refuses, or that end a process; ``exact_time_limit`` where it would change the
-                task.
+            ValueError: Values that EnvPool refuses, or that end a process.
             ImportError: EnvPool, or a system library that this family needs, is missing.
         """
         family = family_of(task_id)
@@ -180,20 +172,11 @@ class Task:
         spec = _make_spec(task_id, config, accepted)
         completed = dict(zip(spec._config_keys, spec._config_values, strict=True))
         limit = int(completed.get("max_episode_steps", NO_LIMIT))
-        own_limit = None
-        if exact_time_limit and 0 < limit < NO_LIMIT:
-            if family not in _LIMIT_FREE:
-                raise ValueError(
-                    f"exact_time_limit=True would change what {task_id!r} does: in the family {family!r} dynamics or "
-                    f"rewards may depend on the limit; it is offered for {', '.join(sorted(_LIMIT_FREE))}"
-                )
-            own_limit, config["max_episode_steps"] = limit, NO_LIMIT
         return cls(
             id=task_id,
             family=family,
             pool_config=config,
             config=completed,
-            limit=own_limit,
             **said_by(spec, completed),
             env_spec=_gymnasium_spec(task_id, limit, completed.get("reward_threshold"), env_config),
         )

@@ -45,10 +45,6 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
         seed: Of the first reset, see :meth:`reset`. ``None``: random (EnvPool's own default is 42 for everybody).
         autoreset_mode: ``AutoresetMode`` or its value. Same-step resets need ``batch_size=None``.
         max_episode_steps: The time limit; ``None``: the task's own.
-        exact_time_limit: Keep the time limit here instead of in the pool, so that an episode that ends on its last allowed
-            step is reported as terminated *and* truncated. EnvPool says truncated only. Costs one more round trip in
-            steps that begin a truncated environment's next episode; only for families whose dynamics and rewards do not
-            depend on the limit (classic control, toy text, Box2D, MuJoCo of Gymnasium and Gymnasium-Robotics).
         render_mode: ``"rgb_array"`` or ``None``.
         **env_config: Options of the task, as ``frame_skip=4`` or ``episodic_life=True``.
 
@@ -90,7 +86,6 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
         seed: Seed = None,
         autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
         max_episode_steps: int | None = None,
-        exact_time_limit: bool = False,
         render_mode: str | None = None,
         **env_config: Any,
     ) -> None:
@@ -103,7 +98,6 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
             task_id, num_envs=num_envs, batch_size=batch_size, num_threads=num_threads or 0,
             thread_affinity_offset=thread_affinity_offset,
             max_episode_steps=max_episode_steps,
-            exact_time_limit=exact_time_limit,
             render_mode=render_mode,
             env_config=env_config,
         )  # fmt: skip
@@ -165,15 +159,12 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
         self.single_action_space = self.task.action_space
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
-        reader = RowReader(
-            self.task.state_keys, self.single_observation_space,
-            limit=self.task.limit,
-        )  # fmt: skip
+        reader = RowReader(self.task.state_keys, self.single_observation_space)
         keys, dtypes = self.task.action_keys[2:], self.task.action_dtypes[2:]
         checker = ActionChecker(self.task.action_space, keys, dtypes)
         drive = Lockstep if batch_size == num_envs else FirstReady
         seeding = Seeding(seeds, self.np_random)
-        self._open(drive(self.task, batch_size, seeding, Settings(reader, checker, mode, self.task.limit is not None)))
+        self._open(drive(self.task, batch_size, seeding, Settings(reader, checker, mode)))
 
     task_ids = staticmethod(task_ids)
 

@@ -17,13 +17,10 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
-from vecenv.backends.envpool.driver import Seeding
-from vecenv.backends.envpool.options import check_options
-from vecenv.backends.envpool.over_pools import OverPools
-from vecenv.backends.envpool.player_driver import PlayerDriver
-from vecenv.backends.envpool.players import PlayerRows
-from vecenv.backends.envpool.seeds import spread
-from vecenv.backends.envpool.task import Task
+from vecenv.backends.envpool.drivers import PlayerDriver, Seeding
+from vecenv.backends.envpool.rows import PlayerRows
+from vecenv.backends.envpool.task import Task, check_options, spread
+from vecenv.backends.envpool.vector_env import PoolVectorEnv
 from vecenv.front.arguments import env_ids_of
 from vecenv.front.capabilities import unable
 from vecenv.front.driver import Stepped
@@ -36,7 +33,7 @@ _OBSERVATIONS = ("obs", "obs:players.obs")
 _BOOKKEEPING = ("info:env_id", "info:players.env_id", "info:players.id", "info:current_player", "info:legal_action_mask")
 
 
-class PlayerPool(OverPools[PlayerDriver]):
+class PlayerPool(PoolVectorEnv[PlayerDriver]):
     """A pool with several players an environment, whose observations are rows of all agents.
 
     Args:

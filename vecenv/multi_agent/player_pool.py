@@ -60,10 +60,10 @@ class PlayerPool(PoolVectorEnv[PlayerDriver]):
             num_envs, batch_size, num_threads, None, None, self.autoreset_mode
         )
         self.errors: deque[Any] = deque()
+        max_episode_steps = config.pop("max_episode_steps", None)
         task = Task.of(
-            task_id, num_envs=self.num_envs, batch_size=batch_size, num_threads=num_threads or 0,
-            thread_affinity_offset=-1, max_episode_steps=config.pop("max_episode_steps", None),
-            render_mode=None, env_config=config,
+            task_id, config, num_envs=self.num_envs, batch_size=batch_size, num_threads=num_threads or 0,
+            max_episode_steps=max_episode_steps,
         )  # fmt: skip
         read = _Reader(task)
         self.roster = _roster(task.max_num_players, task.observation_space, task.action_space)

@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
 from itertools import starmap
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
@@ -162,15 +162,12 @@ class PoolDriver(Driver):
 
     def require_pool(self, method: str) -> None:
         """Refuse a method where there is nothing to be stepped."""
-        if self.pool is None:
-            self._refuse(method)
-
-    def _refuse(self, method: str) -> NoReturn:
         if self.lent is not None:
             raise RuntimeError(
                 f"the pool was handed over to compiled code by xla(), so `{method}` cannot be used: reset() builds a new one"
             )
-        raise ResetNeeded(f"Cannot call `{method}` before calling `reset`")
+        if self.pool is None:
+            raise ResetNeeded(f"Cannot call `{method}` before calling `reset`")
 
 
 def _no_pool(*_: Any) -> Any:
@@ -249,7 +246,7 @@ class LockstepDriver(PoolDriver):
     def _require_free(self, method: str) -> None:
         """There can be only one call at a time."""
         if self.pool is None:
-            self._refuse(method)
+            self.require_pool(method)
         if self.wire and self.taken[0] is not self.wire:
             if not self._by_row:
                 require_idle(self.owed, method)
@@ -294,7 +291,7 @@ class LockstepDriver(PoolDriver):
 
     def recv(self, count: int | None, deadline: float | None) -> Stepped | None:
         if self.pool is None:
-            self._refuse("recv")
+            self.require_pool("recv")
         flying = len(self._ids) if self.wire and self.taken[0] is not self.wire else 0
         if not flying or (count is not None and count > flying):
             raise _too_few(1 if count is None else count, flying)
@@ -504,7 +501,7 @@ class FirstReadyDriver(PoolDriver):
 
     def send(self, actions: Any, env_id: Any) -> None:
         if self.pool is None:
-            self._refuse("send")
+            self.require_pool("send")
         (ids, key), held, *_ = self.taken
         if env_id is None or (
             # by far the commonest: the rows of the latest recv, whose indices are known to be right
@@ -564,7 +561,7 @@ class FirstReadyDriver(PoolDriver):
 
     def recv(self, count: int | None, deadline: float | None) -> Stepped | None:
         if self.pool is None:
-            self._refuse("recv")
+            self.require_pool("recv")
         _, held, taken, offset = self.taken
         if held:
             self._put_away()

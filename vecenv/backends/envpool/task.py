@@ -58,15 +58,8 @@ _SHARES: Final = ("repeat_action_probability",)  # from 0 to 1
 _NAMES: Final = ("task", "env_name", "scenario", "task_name", "hand_task", "adroit_task")
 # Families whose switches (options that are true or false) were all tried.
 _SWITCHED: Final = (
-    "atari",
-    "box2d",
-    "classic_control",
-    "toy_text",
-    "mujoco.dmc",
-    "mujoco.gym",
-    "mujoco.metaworld",
-    "vizdoom",
-)
+    "atari", "box2d", "classic_control", "toy_text", "mujoco.dmc", "mujoco.gym", "mujoco.metaworld", "vizdoom",
+)  # fmt: skip
 
 # Keys of EnvPool's configuration that are arguments of EnvPoolVectorEnv, or not for users to set.
 _RESERVED = {
@@ -74,9 +67,10 @@ _RESERVED = {
     "gym_reset_return_info": "infos are always returned",
     "render_env_id": "render() draws every environment",
     "max_num_players": "it belongs to the task",
+    "thread_affinity_offset": "pin the whole program, as by taskset",
 }
 _OWN_KEYS = frozenset(
-    {"num_envs", "batch_size", "num_threads", "thread_affinity_offset", "seed", "max_episode_steps", "base_path", *_RESERVED}
+    {"num_envs", "batch_size", "num_threads", "seed", "max_episode_steps", "base_path", *_RESERVED}
 )
 _MAKE_KEYS = frozenset({"from_pixels", "render_width", "render_height", "render_camera_id"})
 
@@ -175,19 +169,14 @@ class Task:
     make: Callable[[list[int]], Any]
 
     @classmethod
-    def of(
-        cls,
-        task_id: str,
-        *,
-        num_envs: int,
-        batch_size: int,
-        num_threads: int,
-        thread_affinity_offset: int,
-        max_episode_steps: int | None,
-        render_mode: str | None,
-        env_config: Mapping[str, Any],
-    ) -> Task:
+    def of(cls, task_id: str, env_config: Mapping[str, Any], **pool: Any) -> Task:
         """Look a task up and complete its configuration.
+
+        Args:
+            task_id: EnvPool's.
+            env_config: The task's options, which are checked here.
+            pool: ``num_envs``, ``batch_size``, ``num_threads``, ``max_episode_steps``, ``render_mode``, which
+                :func:`check_options` has checked; ``None`` is left to EnvPool.
 
         Raises:
             UnregisteredEnv: No such task.
@@ -199,12 +188,7 @@ class Task:
         accepted, defaults = _check_keys(task_id, env_config)
         if unknown := _check_env_config(task_id, family, defaults, env_config):
             require_harmless(task_id, unknown, env_config)
-        config: dict[str, Any] = {
-            "num_envs": num_envs, "batch_size": batch_size, "num_threads": num_threads,
-            "thread_affinity_offset": thread_affinity_offset, **env_config,
-        }  # fmt: skip
-        given = {"max_episode_steps": max_episode_steps, "render_mode": render_mode}
-        config |= {key: value for key, value in given.items() if value is not None}
+        config = {**env_config, **{key: value for key, value in pool.items() if value is not None}}
         spec = _make_spec(task_id, config, accepted)
         completed = dict(zip(spec._config_keys, spec._config_values, strict=True))
         limit = int(completed.get("max_episode_steps", _NO_LIMIT))

@@ -66,7 +66,6 @@ class EnvPoolVectorEnv(PoolVectorEnv[LockstepDriver | FirstReadyDriver]):
         num_envs: Number of environments.
         batch_size: Rows that :meth:`recv` returns, of those that finish first; must divide ``num_envs``. ``None``: all.
         num_threads: Threads that step; ``None``: as many as the machine has, at most ``batch_size``.
-        thread_affinity_offset: Pin the threads to cores from this one on (Linux). -1: do not.
         seed: Of the first reset, see :meth:`reset`. ``None``: random (EnvPool's own default is 42 for all).
         autoreset_mode: ``AutoresetMode`` or its value. Same-step resets need ``batch_size=None``.
         max_episode_steps: The time limit; ``None``: the task's own.
@@ -107,7 +106,6 @@ class EnvPoolVectorEnv(PoolVectorEnv[LockstepDriver | FirstReadyDriver]):
         *,
         batch_size: int | None = None,
         num_threads: int | None = None,
-        thread_affinity_offset: int = -1,
         seed: Seed = None,
         autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
         max_episode_steps: int | None = None,
@@ -120,11 +118,8 @@ class EnvPoolVectorEnv(PoolVectorEnv[LockstepDriver | FirstReadyDriver]):
             num_envs, batch_size, num_threads, max_episode_steps, render_mode, mode
         )
         task = Task.of(
-            task_id, num_envs=num_envs, batch_size=batch_size, num_threads=num_threads or 0,
-            thread_affinity_offset=thread_affinity_offset,
-            max_episode_steps=max_episode_steps,
-            render_mode=render_mode,
-            env_config=env_config,
+            task_id, env_config, num_envs=num_envs, batch_size=batch_size, num_threads=num_threads or 0,
+            max_episode_steps=max_episode_steps, render_mode=render_mode,
         )  # fmt: skip
         self._around(task, mode, spread(seed, num_envs, self.np_random), render_mode)
 

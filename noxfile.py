@@ -52,6 +52,15 @@ def gymnasium(session: nox.Session, version: str) -> None:
 
 
 @nox.session(python="3.11")
+def lowest(session: nox.Session) -> None:
+    """Engine, state and contract with the lowest version of each dependency of the core that pyproject.toml declares."""
+    needs = nox.project.load_toml("pyproject.toml")["project"]["dependencies"]
+    session.install(*(need.partition(",")[0].replace(">=", "==") for need in needs), *TOOLS)
+    session.install("-e", ".", "--no-deps")
+    session.run("pytest", "-n", "0", *(session.posargs or ("tests/engine", "tests/state", "tests/contract")))
+
+
+@nox.session(python="3.11")
 def rllib(session: nox.Session) -> None:
     """RLlib's own program, with the Gymnasium that Ray pins, installed as a user would."""
     session.install("-e", ".[rllib]", TORCH, *TOOLS)

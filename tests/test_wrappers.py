@@ -147,7 +147,7 @@ def test_what_was_counted_goes_on_where_it_was_saved(mode: AutoresetMode, engine
         resumed.load(snapshots)
         assert play(resumed, range(25, 90)) == wanted
         resumed.load(snapshots[2], env_id=[0])
-        assert resumed.episode_lengths.tolist()[0] == snapshots[2].beside["episode"][1]
+        assert resumed.episode_lengths.tolist()[0] == snapshots[2].row.beside["episode"][1]
         recorded.load(envs.save(verify=False))
         assert recorded.episode_lengths.tolist() == [0, 0, 0]
 

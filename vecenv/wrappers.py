@@ -13,7 +13,7 @@ import numpy.typing as npt
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from vecenv.front.arguments import ResetOptions, env_ids_of, reset_mask_of, rows_of
-from vecenv.state.snapshots import Snapshot
+from vecenv.state.snapshots import Snapshot, Snapshots, StateDict
 
 __all__ = ["RecordEpisodeStatistics"]
 
@@ -86,23 +86,25 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
     def save(self, env_id: Any = None, *, verify: bool = True) -> tuple[Snapshot, ...]:
         """As the vector environment's; each snapshot also has what was counted of its row's episode."""
         snapshots: tuple[Snapshot, ...] = self.env.save(env_id, verify=verify)  # type: ignore[attr-defined]
-        for snapshot, counted in zip(snapshots, self._saved(rows_of(env_id, self.num_envs)), strict=True):
-            snapshot.beside = {**(snapshot.beside or {}), self._key: counted}
-        return snapshots
+        counted = self._saved(rows_of(env_id, self.num_envs))
+        return Snapshots(
+            snapshot.having(beside={**(snapshot.row.beside or {}), self._key: its})
+            for snapshot, its in zip(snapshots, counted, strict=True)
+        )
 
     def load(self, snapshots: Any, env_id: Any = None) -> Any:
         """As the vector environment's. A snapshot that was taken without this wrapper is the beginning of an episode."""
-        observations = self.env.load(snapshots, env_id)  # type: ignore[attr-defined]
         rows = rows_of(env_id, self.num_envs)
         each = [snapshots] * len(rows) if isinstance(snapshots, Snapshot) else snapshots
-        self._restore(rows, [(one.beside or {}).get(self._key) for one in each])
+        observations = self.env.load(snapshots, env_id)  # type: ignore[attr-defined]
+        self._restore(rows, [(one.row.beside or {}).get(self._key) for one in each])
         return observations
 
     def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
         """As the vector environment's, with all that was counted."""
         state: dict[str, Any] = self.env.state_dict(verify=verify)  # type: ignore[attr-defined]
         counted = self._saved(rows_of(None, self.num_envs)), self.episode_count, [list(queue) for queue in self._queues()]
-        return {**state, f"statistics {self._key}": counted}
+        return StateDict({**state, f"statistics {self._key}": counted})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
         """As the vector environment's; episodes of a state that has no statistics begin with it."""

@@ -7,17 +7,20 @@ import gc
 import math
 import os
 import re
+import signal
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import gymnasium
 import pytest
 from forks import in_a_fork
 from gymnasium.error import ClosedEnvironmentError
 from interruption import Interruption
 
+import vecenv
 from vecenv.errors import BusyError, ForkedError
 from vecenv.front.capabilities import FIGURES, Capabilities
 
@@ -263,3 +266,106 @@ def test_descriptors_are_free_when_close_returns(backend: Backend, build: Callab
         gc.enable()
     assert envs.closed
     assert after == before
+
+
+@call("a subclass with `step_async`, `step_wait`, `reset_async` or `reset_wait` of its own")
+def test_the_halves_of_a_subclass_are_used(backend: Backend, build: Callable[..., Any]) -> None:
+    """By ``step`` and by ``reset``, called from outside or by ``super()``; and nothing else is changed by it."""
+    envs = build()
+    heard: list[str] = []
+
+    def own(name: str) -> Callable[..., Any]:
+        def half(self: Any, *args: Any, **kwargs: Any) -> Any:
+            heard.append(name)
+            return getattr(kind, name)(self, *args, **kwargs)
+
+        return half
+
+    def whole(name: str) -> Callable[..., Any]:
+        def calls_super(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return getattr(kind, name)(self, *args, **kwargs)
+
+        return calls_super
+
+    kind = type(envs)
+    halves = "step_async", "step_wait", "reset_async", "reset_wait"
+    for names in ((name,) for name in halves) if not backend.dear else (halves,):
+        for wholes in ((), ("step", "reset")):
+            envs.__class__ = type("Own", (kind,), {**{name: own(name) for name in names},
+                                                   **{name: whole(name) for name in wholes}})  # fmt: skip
+            heard.clear()
+            assert len(envs.reset()) == 2
+            assert len(envs.step(backend.actions(ROWS))) == 5
+            assert heard == [name for name in ("reset_async", "reset_wait", "step_async", "step_wait") if name in names]
+            assert in_flight(envs) == 0
+    envs.__class__ = kind
+
+
+NOT_HERE = {"multi-agent": {"unwrapped", "np_random", "np_random_seed", "close_extras"}}
+"""Names of Gymnasium's ``VectorEnv`` that ``MultiAgentVecEnv`` does not have, which is none."""
+NOT_HERE["envpool-players"] = NOT_HERE["multi-agent"]
+
+
+@call("every public name of `AsyncVectorEnv`")
+def test_every_name_is_there_or_refused(backend: Backend, envs: Any) -> None:
+    """Reading it works, or it says which backend cannot do it, and why; and whether it is there can be asked."""
+    own = vecenv.AsyncVectorEnv([lambda: gymnasium.make("CartPole-v1")], num_workers=0)
+    names = {name for name in {*dir(own), *vars(own)} if not name.startswith("_")}
+    own.close()
+    assert len(names) > 60
+    refused = rf"^({type(envs).__name__}|.*'{envs.capabilities.backend}').* cannot `\w+`: .+"
+    for name in sorted(names - NOT_HERE.get(backend.name, set())):
+        try:
+            getattr(envs, name)
+        except NotImplementedError as error:
+            assert re.match(refused, str(error)), error
+            assert not hasattr(envs, name)
+    for ask in (lambda: envs.abandon([0]), lambda: envs.publish_stats("contract")):
+        try:
+            ask()
+        except NotImplementedError as error:
+            assert re.match(refused, str(error)) or "publish_stats() needs" in str(error), error
+    assert envs.in_flight.tolist() == []
+    assert list(envs.errors) == list(envs.error_queue)
+    envs.send(backend.actions(ROWS), range(ROWS))
+    assert sorted(envs.in_flight) == list(range(ROWS))
+    while in_flight(envs):
+        envs.recv()
+
+
+@call("a call within a call, by a signal handler")
+def test_a_call_within_a_call_is_refused(backend: Backend, build: Callable[..., Any]) -> None:
+    """By one error everywhere; the step in the middle of which it came goes on as if nothing had been asked."""
+    envs = build(backend.make_slow)
+    actions = (backend.slow_actions or backend.actions)(envs.num_envs)
+    envs.reset()
+    said: list[Any] = []
+    asked = list(calls_on(envs, actions))
+
+    def handler(number: int, frame: Any) -> None:
+        for ask in asked:
+            try:
+                said.append(ask())
+            except Exception as error:
+                said.append(error)
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        for _ in range(5):  # where the machine was so busy that it came before the step or after it, it is tried again
+            said.clear()
+            steps = envs.stats()["steps"]
+            signal.setitimer(signal.ITIMER_REAL, 0.02)
+            answer = slowly(envs, actions)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert len(answer) == 5
+            if all(type(one) is BusyError for one in said) and said:
+                break
+        assert [type(one) for one in said] == [BusyError] * len(asked)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    wanted = rf"a call on this {type(envs).__name__} is under way in this thread; `\w+` was refused"
+    assert [str(one) for one in said if not re.fullmatch(wanted, str(one))] == []
+    assert envs.stats()["steps"] == pytest.approx(steps + envs.num_envs, nan_ok=True)
+    assert in_flight(envs) == 0
+    envs.step(actions)

@@ -388,7 +388,6 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"num_workers": 2}, TypeError, "workers_per_host"),
     ({"nosuch": 2}, TypeError, "no option 'nosuch'.*step_timeout"),
     ({"worker": print}, TypeError, "no option 'worker'"),
-    ({"lazy": True}, TypeError, "no option 'lazy'"),
     ({"worker_env": {"A=": 1}}, ValueError, "no environment variable can have"),
     ({"worker_env": {"A": 1}, "workers_per_host": 0}, ValueError, "`worker_env` needs worker processes"),
     ({"placement": "strict"}, ValueError, "'STRICT_SPREAD'"),

@@ -354,7 +354,7 @@ def test_mpi_variables_do_not_reach_the_workers_and_stay_here(monkeypatch: pytes
 def test_classes_over_the_engine_know_its_options() -> None:
     """``EngineOptions`` is the signature once more, for type checkers; without what those classes set or refuse."""
     hints = typing.get_type_hints(vecenv.AsyncVectorEnv.__init__)
-    refused = {"lazy", "spare_workers"}
+    refused = {"spare_workers"}
     theirs = set(hints) - {"env_fns", "worker", "observation_mode", "autoreset_mode", "return"} - refused
     assert {name: hints[name] for name in theirs} == typing.get_type_hints(EngineOptions)
 

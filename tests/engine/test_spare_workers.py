@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from functools import partial
 from typing import Any
@@ -180,6 +181,47 @@ def test_an_attribute_holds_for_episodes_that_had_begun_ahead(mode: str) -> None
     for env in same.envs:
         env.unwrapped.level = 5.0
     assert_identical(play(envs, 20, seed=None), play(same, 20, seed=None))
+    envs.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+@pytest.mark.parametrize("victims", ["spares", "rows", "all", "an environment that raises"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_attribute_holds_in_what_is_built_later(mode: str, on_failure: str, victims: str, when: str) -> None:
+    """Workers die, before or after the attribute is set, and any environment may run any row's episode then."""
+    raising = victims.startswith("an env")
+    kind = partial(Walk, raises=third_seed(1)) if raising else Walk
+    options = {"on_failure": "restart", "restart_limit": 100} if on_failure == "restart" else {}
+    envs, same = opened(kind, autoreset_mode=mode, **options), twin([Walk] * 3, autoreset_mode=mode)
+
+    def fail() -> None:
+        if raising:
+            envs.reset(seed=7)
+            with contextlib.suppress(ValueError):
+                for _ in range(30):
+                    envs.step(np.ones(3, np.int64))
+        else:
+            chosen = {"spares": envs._pool.spares, "rows": envs._pool.workers, "all": envs._pool.everybody()}[victims]
+            for worker in list(chosen):
+                worker.signal(9)
+            time.sleep(0.1)
+            for _ in chosen:
+                with contextlib.suppress(vecenv.errors.WorkerDied):
+                    envs.reset(seed=3)
+        envs.reset(seed=3)
+
+    envs.reset(seed=1)
+    if when == "before":
+        fail()
+    envs.set_attr("level", 2.0)
+    envs.set_attr("level", 5.0)
+    if when == "after":
+        fail()
+    for env in same.envs:
+        env.unwrapped.level = 5.0
+    assert_identical(play(envs, 30, seed=8), play(same, 30, seed=8))
     envs.close()
 
 

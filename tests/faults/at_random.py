@@ -97,6 +97,8 @@ def ignored(unraisable: Any) -> None:
     armed = AtRandom.armed
     if armed is not None and unraisable.exc_value is armed._raised:
         armed.in_a_finalizer = True
+    elif not isinstance(unraisable.exc_value, (Stopped, KeyboardInterrupt)):
+        sys.__unraisablehook__(unraisable)
 
 
 def press_ctrl_c() -> None:

@@ -1,7 +1,7 @@
 """Every call in any order, with faults and interruptions, against a model: one plain environment a row.
 
-By default a few seconds; ``VECENV_SOAK_SECONDS=600 pytest -m soak -s tests/faults/test_model.py`` goes on for so long (3,600
-where it is not set) and prints how many runs and moves there were.
+By default a few seconds; ``python tests/faults/test_model.py 1000`` makes so many runs, ``pytest -m soak -s`` goes on for
+``VECENV_SOAK_SECONDS`` (3,600 where it is not set), and both print how many runs and moves there were.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from at_random import AtRandom, ignored
+from at_random import handler as alarmed
 from counting import RAISE, Counting, tell
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from hypothesis import HealthCheck, Phase, note, settings
@@ -61,8 +63,12 @@ CHOICES: dict[str, Setting] = {
         ("Text actions, restart", "Text actions", RESTART),
         ("Text observations", "Text observations", {}),
         ("no shared memory, restart", "no shared memory", RESTART),
+        ("env_threads", "batch_size", {"env_threads": 2}),
+        ("env_threads, restart", "batch_size", {"env_threads": 2, **RESTART}),
     ]
 }
+POLLS = [None, 0.0, 30.0]
+"""Timeouts. With ``env_threads`` there is none of zero: asking a late worker for its stack may end it."""
 COUNTS = {"runs": 0, "moves": 0, "interrupted": 0, "excused": 0}
 
 
@@ -133,6 +139,8 @@ class Model:
         self.flying: dict[int, tuple[Any, ...]] = {}
         self.armed: list[Interruption] = []
         self.recover()
+        if self.setting.local:  # an interruption that falls into an environment of the proof counts as what that said
+            self.envs.save()
 
     def close(self, **options: Any) -> None:
         envs, self.envs = self.envs, None
@@ -158,10 +166,11 @@ class Model:
         seed = self.seed()
         for _ in range(COUNT + 1):
             try:
-                self.envs.reset(seed=seed)
-                break
+                observations, infos = self.envs.reset(seed=seed)
             except WorkerDied:
                 continue  # one more of which nobody knew
+            self.all_began(infos, seed, range(COUNT))
+            break
         # one that was loaded from another row says so until it is built anew
         self.envs.set_attr("index", list(range(COUNT)))
         observations, _ = self.envs.reset(seed=seed)
@@ -173,6 +182,13 @@ class Model:
         self.envs.set_next_options()  # an environment that failed has forgotten them, and the others have not
         self.owed = None
         self.flying = {}
+
+    def all_began(self, infos: dict[str, Any], seed: int, ids: Any) -> None:
+        """These rows have begun anew, and nothing of before is told. (``load`` may have changed which row it is.)"""
+        assert {key.removeprefix("_") for key in infos} <= {"resets", "tag", "restarted", "from_snapshot"}, infos
+        for index in ids:
+            assert infos["resets"][index] == 1
+            assert infos["tag"][index].partition(" ")[2] == f"reset {seed + index}.1", infos["tag"][index]
 
     def guard(self, move: Callable[[], None]) -> None:
         """A move with an end, and with an excuse where an environment of this process was hit itself."""
@@ -302,6 +318,9 @@ class Model:
         self.launched = dict(enumerate(wanted))
         self.owed = "reset", lambda answer: self.all_rows(answer, wanted)
 
+    def patient(self, timeout: float | None) -> float | None:
+        return 30.0 if timeout == 0.0 and "env_threads" in self.setting.options else timeout
+
     def wait(self, timeout: float | None) -> None:
         """What is owed; or it is not there yet, and stays owed."""
         assert self.owed is not None
@@ -416,6 +435,7 @@ class Model:
         """One environment raises in a step."""
         self.recover()
         numbers = [RAISE if index == who else 1 for index in range(COUNT)]
+        self.remember()
         wanted = [row.step(self.action_of(1)) for row in self.rows]
         if self.restart:
             self.restarted(self.envs.step(self.actions(numbers)), wanted, {who})
@@ -427,11 +447,16 @@ class Model:
                 self.envs.step(self.actions([1] * COUNT))
         self.recover()
 
+    def remember(self) -> None:
+        """What every row has said last."""
+        self.handed = [copy.copy(row.last) for row in self.rows]
+
     def restarted(self, answer: tuple[Any, ...], wanted: list[tuple[Any, ...]], lost: set[int]) -> None:
         for index in range(COUNT):
             if index in lost:
                 assert (answer[1][index], answer[2][index], answer[3][index]) == (0.0, False, True)
                 assert answer[4]["restarted"][index]
+                assert np.array_equal(answer[4]["final_obs"][index], self.handed[index])
             else:
                 says(answer, index, wanted[index], f"env {index}")
 
@@ -445,19 +470,75 @@ class Model:
         victim = which % len(pids)
         os.kill(pids[victim], signal.SIGKILL)
         assert not remaining([pids[victim]], PATIENCE)
+        self.remember()
+        rows = self.rows_of(victim)
         if discovered == "step":
             wanted = [row.step(self.action_of(1)) for row in self.rows]
             if self.restart:
-                share = COUNT // len(pids)
-                self.restarted(
-                    self.envs.step(self.actions([1] * COUNT)), wanted, set(range(victim * share, (victim + 1) * share))
-                )
+                self.restarted(self.envs.step(self.actions([1] * COUNT)), wanted, set(rows))
             else:
                 with pytest.raises(WorkerDied):
                     self.envs.step(self.actions([1] * COUNT))
         elif discovered == "call":
             with pytest.raises((WorkerDied, EnvFailed)):
                 self.envs.call("tell", "x")
+        elif discovered == "reset of some":
+            self.reset_around(rows, which)
+        self.recover()
+
+    def rows_of(self, worker: int) -> list[int]:
+        share = COUNT // len(self.worker_pids())
+        return list(range(worker * share, (worker + 1) * share))
+
+    def reset_around(self, lost: list[int], which: int) -> None:
+        """Rows of a dead worker are reset, with another one or not: by a mask, or by name."""
+        chosen = sorted({*lost, which})
+        others = [index for index in range(COUNT) if index not in chosen]
+        for _ in range(2):
+            seed = self.seed()
+            mask = np.isin(np.arange(COUNT), chosen)
+            try:
+                observations, infos = self.envs.reset(seed=seed, options={"reset_mask": mask})
+                break
+            except WorkerDied:
+                assert not self.restart
+        self.all_began(infos, seed, chosen)
+        assert not infos["_tag"][others].any()
+        for index in others:
+            assert np.array_equal(observations[index], self.handed[index])
+
+    def die_in_flight(self, which: int) -> None:
+        """A worker is killed, twice, while rows are received one by one."""
+        self.recover()
+        self.remember()
+        victim = which % len(self.worker_pids())
+        for _ in range(2 if self.restart else 1):
+            os.kill(self.worker_pids()[victim], signal.SIGKILL)
+            told = [row.step(self.action_of(1)) for row in self.rows]
+            self.envs.send(self.actions([1] * COUNT), np.arange(COUNT))
+            seen: set[int] = set()
+            died = False
+            while in_flight(self.envs) and not (died and in_flight(self.envs) < BATCH):
+                try:
+                    answer = self.envs.recv()
+                except WorkerDied:
+                    assert not self.restart
+                    assert not died
+                    died = True
+                    continue
+                for at, index in enumerate(answer[4]["env_id"].tolist()):
+                    assert index not in seen
+                    seen.add(index)
+                    if answer[4].get("_restarted", np.zeros(BATCH, bool))[at]:
+                        assert index in self.rows_of(victim)
+                        assert np.array_equal(answer[4]["final_obs"][at], self.handed[index])
+                        assert np.array_equal(answer[0][at], self.handed[index])
+                        assert answer[3][at]
+                    else:
+                        assert index not in self.rows_of(victim)
+                        says(answer, at, told[index], f"env {index}")
+                    self.handed[index] = copy.copy(answer[0][at])
+            assert died or seen == set(range(COUNT))
         self.recover()
 
     def abandon(self, which: int) -> None:
@@ -474,6 +555,7 @@ class Model:
         """A worker is killed while a step is under way, or nobody waits for it: it had answered, or it is told."""
         self.recover()
         pids = self.worker_pids()
+        self.remember()
         wanted = [row.step(self.action_of(1)) for row in self.rows]
         self.envs.step_async(self.actions([1] * COUNT))
         victim = which % len(pids)
@@ -600,10 +682,10 @@ class Calm(RuleBasedStateMachine):
     def reset_async(self, seed: int | None) -> None:
         self.move(f"reset_async({seed})", lambda: self.model.reset_async(seed))
 
-    @rule(timeout=st.sampled_from([None, 0.0, 30.0]))
+    @rule(timeout=st.sampled_from(POLLS))
     @when(lambda self: self.model.owed is not None)
     def wait(self, timeout: float | None) -> None:
-        self.move(f"wait({timeout})", lambda: self.model.wait(timeout))
+        self.move(f"wait({timeout})", lambda: self.model.wait(self.model.patient(timeout)))
 
     @rule(name=st.sampled_from(["call", "get_attr", "set_attr", "set_next_options", "exec_func"]), begin_only=st.booleans())
     @when(idle)
@@ -626,17 +708,17 @@ class Calm(RuleBasedStateMachine):
         ids = [index for index in chosen if index not in self.model.flying][:many]
         self.move(f"send({ids}, {numbers})", lambda: self.model.send(ids, numbers[: len(ids)]))
 
-    @rule(timeout=st.sampled_from([None, 0.0, 30.0]))
+    @rule(timeout=st.sampled_from(POLLS))
     @when(lambda self: len(self.model.flying) >= BATCH or (self.model.owed or " ")[0] == "reset")
     def recv(self, timeout: float | None) -> None:
-        self.move(f"recv({timeout})", lambda: self.model.recv(timeout))
+        self.move(f"recv({timeout})", lambda: self.model.recv(self.model.patient(timeout)))
 
     @rule(who=st.integers(0, COUNT - 1))
     @when(lambda self: idle(self) and not self.model.armed)
     def an_environment_raises(self, who: int) -> None:
         self.move(f"raise in {who}", lambda: self.model.fail(who))
 
-    @rule(which=st.integers(0, COUNT - 1), discovered=st.sampled_from(["step", "call", "reset"]))
+    @rule(which=st.integers(0, COUNT - 1), discovered=st.sampled_from(["step", "call", "reset", "reset of some"]))
     @when(lambda self: idle(self) and not self.model.armed and not self.model.setting.local)
     def a_worker_is_killed(self, which: int, discovered: str) -> None:
         self.move(f"kill {which}, found by {discovered}", lambda: self.model.die(which, discovered))
@@ -645,6 +727,11 @@ class Calm(RuleBasedStateMachine):
     @when(lambda self: idle(self) and not self.model.armed and not self.model.setting.local)
     def a_worker_is_killed_at_work(self, which: int) -> None:
         self.move(f"kill {which} at work", lambda: self.model.die_at_work(which, abandoned=False))
+
+    @rule(which=st.integers(0, COUNT - 1))
+    @when(lambda self: idle(self) and not self.model.armed and not self.model.setting.local)
+    def a_worker_is_killed_in_flight(self, which: int) -> None:
+        self.move(f"kill {which} in flight", lambda: self.model.die_in_flight(which))
 
     @rule(which=st.integers(0, COUNT - 1))
     @when(lambda self: idle(self) and not self.model.setting.local)
@@ -701,8 +788,18 @@ class Machine(Calm):
             self.model.armed.append(Interruption(kind, again, Stopped, files))
 
 
+    @rule(delay=st.floats(1e-5, 3e-3), again=st.booleans())
+    @when(lambda self: not self.model.armed)
+    def a_timer_goes_off_in_the_next_call(self, delay: float, again: bool) -> None:
+        """A real signal, whose handler raises."""
+        self.model.armed = [AtRandom("ALARM", delay), *([AtRandom("ALARM", delay / 3)] if again else [])]
+
+
 def play(machine: type[Calm], examples: int, moves: int) -> None:
-    with pythons_own_ctrl_c():
+    with pythons_own_ctrl_c(), contextlib.ExitStack() as stack:
+        stack.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, alarmed))
+        stack.callback(setattr, sys, "unraisablehook", sys.unraisablehook)
+        sys.unraisablehook = ignored  # a timer that goes off in a finalizer, or in what the collector calls
         run_state_machine_as_test(
             machine,
             settings=settings(
@@ -716,21 +813,21 @@ def play(machine: type[Calm], examples: int, moves: int) -> None:
         )
 
 
-@pytest.mark.timeout(600, method="signal")
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("runs", [5, pytest.param(20, marks=pytest.mark.long)])
 def test_any_order(runs: int) -> None:
     """Few runs, with all that can happen in them."""
     play(Machine, runs, 50)
 
 
-@pytest.mark.timeout(600, method="signal")
+@pytest.mark.timeout(600)
 def test_any_order_without_interruptions() -> None:
     """The same, undisturbed: what the model demands of a calm engine."""
     play(Calm, 6, 50)
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(10**6, method="signal")
+@pytest.mark.timeout(10**6)
 def test_any_order_for_long() -> None:
     """For as long as ``VECENV_SOAK_SECONDS`` says."""
     deadline = time.monotonic() + float(os.environ.get("VECENV_SOAK_SECONDS", "3600"))
@@ -740,3 +837,19 @@ def test_any_order_for_long() -> None:
             play(Machine, 20, 100)
     finally:
         print(", ".join(f"{count} {name}" for name, count in COUNTS.items()))
+
+
+def main(runs: int) -> None:
+    """So many runs, or until one fails."""
+    started = time.monotonic()
+    try:
+        while COUNTS["runs"] < runs:
+            play(Machine, min(20, runs - COUNTS["runs"]), 50)
+            print(f"{time.monotonic() - started:.0f} s:", COUNTS, flush=True)
+    finally:
+        print("the end:", COUNTS, flush=True)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main(int(sys.argv[1]))

@@ -195,7 +195,7 @@ def make_call(name: str, setting: Setting, tick: int) -> Call:
         def filled(same: SyncVectorEnv) -> Any:
             for row, snapshot in enumerate(kept):
                 opened(same.envs[row], snapshot.body)()
-                same._autoreset_envs[row] = snapshot.pending
+                same._autoreset_envs[row] = snapshot.row.pending
                 same._env_obs[row] = snapshot.observation
             return [as_list(snapshot.observation) for snapshot in kept]
 

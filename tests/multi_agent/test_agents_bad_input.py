@@ -242,7 +242,6 @@ def test_layouts_that_do_not_fit_are_refused(layout: Any, match: str) -> None:
         ({"reward_dtype": np.int64}, ValueError, "reward_dtype"),
         ({"seed_stride": 1.5}, ValueError, "seed_stride"),
         ({"worker": print}, TypeError, "worker"),
-        ({"lazy": True}, TypeError, "lazy"),
         ({"num_workers": -1}, ValueError, "num_workers"),
         ({"unknown": 1}, TypeError, "unknown"),
         ({"state": True}, ValueError, "state_space"),

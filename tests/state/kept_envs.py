@@ -71,6 +71,25 @@ class InC(Counts):
         return float(_LIBC.rand() % 1000)
 
 
+class Sticky(Counts):
+    """The action before is in a function's memory, and one step of ten shows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        before = 0
+
+        def sticks(action: int) -> int:
+            nonlocal before
+            shown, before = before, action
+            return shown
+
+        self.sticks = sticks
+
+    def more(self, action: int) -> float:
+        shown = self.sticks(action)
+        return shown if self.np_random.random() < 0.15 else 0.0  # another one in two of three: one of ten
+
+
 class InClosure(Counts):
     """A counter that only a function knows."""
 

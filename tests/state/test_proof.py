@@ -47,6 +47,13 @@ def test_what_is_hidden_is_found_and_named(env_fn: Callable[[], Any]) -> None:
         assert_restorable(env_fn)
 
 
+@pytest.mark.long
+def test_what_shows_in_one_step_of_ten_is_found_from_every_seed() -> None:
+    for seed in range(30):
+        with pytest.raises(NotRestorable, match=r"goes on differently: .*step [01], observations"):
+            assert_restorable(kept_envs.Sticky, seed=seed)
+
+
 def made(name: str) -> Callable[[], Any]:
     return functools.partial(gymnasium.make, name)
 

@@ -1,7 +1,7 @@
 """``as_envpool``: a vector environment behind EnvPool's asynchronous interface.
 
-Programs that were written for EnvPool begin all episodes by ``async_reset``, and then go round with ``recv`` and ``send``, for
-the environments that finish first. With this, any environment in Python runs there.
+Programs that were written for EnvPool begin all episodes by ``async_reset``, and then go round with ``recv`` and ``send``,
+for the environments that finish first. With this, any environment in Python runs there.
 """
 
 from __future__ import annotations

@@ -32,7 +32,6 @@ class Attributes:
     _owed: Owed
     _finish: Callable[[str, Phase, float | None], Result]
 
-    @one_call
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """``env.get_wrapper_attr(name)`` of every environment, called with the arguments if it can be called."""
         self.call_async(name, *args, **kwargs)
@@ -64,13 +63,15 @@ class Attributes:
             StepTimeout: Not within ``timeout`` seconds; the answer is still owed, call again.
             Exception: What the call raised in an environment; the environments stay alive.
         """
+        return self._call_answer(timeout)  # type: ignore[no-any-return]
+
+    def _call_answer(self, timeout: float | None) -> Any:
         call = self._owed.call
         sequel = None if call is None else call.sequel
         del call  # as in `_finish`
         result = self._finish("call_wait", Phase.WAITING_CALL, timeout)
         return tuple(result.results.get(row) for row in range(self.num_envs)) if sequel is None else sequel(result, timeout)
 
-    @one_call
     def exec_func(
         self, func: Callable[..., Any], indices: Sequence[int] | int | None = None, *args: Any, **kwargs: Any
     ) -> tuple[Any, ...]:
@@ -102,12 +103,10 @@ class Attributes:
 
         self._engine.ask_call(Op.EXEC, payload, "exec_func")
 
-    @one_call
     def exec_func_fetch(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Fetch the answer to :meth:`exec_func_send`."""
         return self.call_wait(timeout)
 
-    @one_call
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """An attribute of every environment (of whichever wrapper has it)."""
         return self.call(name)
@@ -174,19 +173,16 @@ class Attributes:
         self._engine.ask_call(Op.SET_NEXT, payload, "set_next_options")
         self._finish("call_wait", Phase.WAITING_CALL, None)
 
-    @one_call
     def render(self) -> tuple[RenderFrame, ...] | None:
         """One frame (or list of frames) an environment, in a tuple."""
         return self.call("render")
 
     @property
-    @one_call
     def np_random_seed(self) -> tuple[int, ...]:
         """The environments' seeds."""
         return self.get_attr("np_random_seed")
 
     @property
-    @one_call
     def np_random(self) -> tuple[np.random.Generator, ...]:
         """Copies of the environments' generators."""
         return self.get_attr("np_random")

@@ -254,6 +254,7 @@ class Engine(Answering):
         if mask is not None:
             self.batch.info_schemas[~mask] = NO_INFO
             self.batch.final[~mask] = False
+            self.recovery.show_whole([row for row in self.failed if not mask[row]])
         flight = self._flight(
             "reset", Op.RESET, Op.RESET_SOME, chosen, _reset_payload(seeds, options), mask=mask, seeds=seeds, options=options
         )  # fmt: skip

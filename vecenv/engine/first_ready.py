@@ -163,18 +163,21 @@ class FirstReady:
         rows, answer = list(round_.rows), flight.answers[index]
         if round_.result is None:
             round_.result = self._read(flight, index, rows)
-        bad = set(rows)
-        if answer.death is None and index != ALL:
-            bad = {failure.env for failure, _ in round_.result.failures if failure.fatal or engine.policy.restart}
-            bad.update(answer.lost)  # a host's, with a worker of its own that died
-        if engine.policy.restart and not round_.settled:
-            engine.recovery.remembered.keep([row for row in rows if row not in bad], everyone=False)
         verdict = engine.recovery.settle(round_)
+        good = rows
+        if verdict is not None:
+            bad = set(rows)
+            if answer.death is None and index != ALL:
+                bad = {failure.env for failure, _ in round_.result.failures if failure.fatal or engine.policy.restart}
+                bad.update(answer.lost)  # a host's, with a worker of its own that died
+            good = [row for row in rows if row not in bad]
+        if engine.policy.restart:
+            engine.recovery.remembered.keep(good, everyone=False)
         if index != ALL:
             assert flight.parts is not None
             engine.count_rows(flight.parts[index])
         engine.count(flight)
-        round_.entries = _entries(rows if verdict is None else [row for row in rows if row not in bad], round_.result)
+        round_.entries = _entries(good, round_.result)
         return round_
 
     def _read(self, flight: Flight, index: int, rows: list[int]) -> Result:

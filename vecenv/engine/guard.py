@@ -21,8 +21,8 @@ R = TypeVar("R")
 def one_call(method: Callable[P, R]) -> Callable[P, R]:
     """One call at a time, and an answer that counts as taken when it is handed over, not before.
 
-    Refuses a second thread, a process forked from the one that owns the workers, and whoever comes after ``close()``. A call
-    within a call (``step`` calls ``step_async`` and ``step_wait``) is part of it. The method prepares how the table of what
+    Refuses a second thread, a call within a call (out of a signal handler), a process forked from the one that owns the
+    workers, and whoever comes after ``close()``. The method prepares how the table of what
     is owed is to be once its answer has been taken; that is put in place on the same line that returns, so that whatever is
     raised before leaves the answer owed. (The interpreter looks for signals and for other threads after calls and at jumps:
     there is none on that line, nor between looking at ``owed.caller`` and setting it.)
@@ -32,10 +32,8 @@ def one_call(method: Callable[P, R]) -> Callable[P, R]:
     def guarded(self: Any, *args: Any, **kwargs: Any) -> R:
         owed = self._owed
         me = get_ident()
-        if owed.caller == me and is_within_a_call(self):
-            return method(self, *args, **kwargs)
-        if owed.caller not in (0, me) or self._refuses:
-            self._refuse(method.__name__)
+        if owed.caller or self._refuses:
+            self._require_right(method.__name__.lstrip("_"))
         try:
             if not owed.calm:
                 self._pool.resume()
@@ -60,17 +58,15 @@ def one_call(method: Callable[P, R]) -> Callable[P, R]:
     return guarded  # type: ignore[return-value]
 
 
-def is_within_a_call(envs: object) -> bool:
-    """Whether a call on a vector environment is on this thread's stack.
+def is_within_a_call(envs: object, depth: int = 1) -> bool:
+    """Whether a call on a vector environment is on this thread's stack, from so many frames up on.
 
     ``owed.caller`` alone does not tell: an exception that falls into the very first instruction after a call has failed
     leaves it as it was.
     """
-    frame: FrameType | None = sys._getframe(1)
-    assert frame is not None
-    inner = frame if frame.f_code is _GUARDED else None  # it asks about the calls around itself
+    frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
-        if frame.f_code is _GUARDED and frame is not inner and frame.f_locals["self"] is envs:
+        if frame.f_code is _GUARDED and frame.f_locals["self"] is envs:
             return True
         frame = frame.f_back
     return False

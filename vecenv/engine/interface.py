@@ -18,7 +18,6 @@ from gymnasium.error import AlreadyPendingCallError
 
 from vecenv.engine import published
 from vecenv.engine.attributes import Attributes
-from vecenv.engine.engine import Engine
 from vecenv.engine.guard import one_call
 from vecenv.engine.keeping import Keeping
 from vecenv.engine.owed import Flight, Result
@@ -35,14 +34,8 @@ R = TypeVar("R")
 class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # type: ignore[misc]  # as Gymnasium's, and guarded
     """What callers see of an engine, whatever its workers are: processes, the calling process, hosts on other machines."""
 
-    def _adopt(self, engine: Engine, batch_size: int | None) -> None:
-        kind, own = type(self), EngineVectorEnv
-        self._own_step = kind.step_async is own.step_async and kind.step_wait is own.step_wait
-        super()._adopt(engine, batch_size)
-
     # -- reset ------------------------------------------------------------------------------------------------------
 
-    @one_call
     def reset(
         self,
         *,
@@ -66,7 +59,8 @@ class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # ty
         Args:
             seed: An int gives environment i ``seed + i``; a sequence gives each its own; ``None`` none.
             options: Handed to every environment, except ``"reset_mask"``, a bool array ``(num_envs,)``: only those
-                environments are reset, the others keep their last observation. Environments that failed are built anew. A
+                environments are reset, the others keep their last observation. Environments that failed are built anew; one
+                that the mask leaves out has an observation of zeros meanwhile, as it may have been written in part. A
                 sequence of ``num_envs`` dicts (or ``None``) gives each its own.
             env_id: Only these environments, which must not be in flight, while others may be; :meth:`recv` fetches the
                 answers. A sequence of seeds, or of options, has one for each of them, in their order.
@@ -111,14 +105,19 @@ class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # ty
 
     # -- step -------------------------------------------------------------------------------------------------------
 
-    @one_call
     def step(
         self, actions: ActType
     ) -> tuple[ObsType, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]:
         """Step all environments; see :meth:`step_async` and :meth:`step_wait`."""
-        if not self._own_step:  # a subclass has a part of its own in it
+        if self._in_halves:  # a subclass has a part of its own in it
             self.step_async(actions)
             return self.step_wait()
+        return self._step(actions)
+
+    @one_call
+    def _step(
+        self, actions: ActType
+    ) -> tuple[ObsType, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]:
         return self._step_answer(self._told(self._engine.finish(self._ask_step(actions), None)))
 
     @one_call
@@ -156,6 +155,8 @@ class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # ty
             Exception: What an environment raised, after all the others have been stepped.
         """
         return self._step_answer(self._finish("step_wait", Phase.WAITING_STEP, timeout))
+
+    _halves = step_async, step_wait
 
     def _step_answer(
         self, result: Result

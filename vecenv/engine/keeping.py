@@ -21,7 +21,7 @@ from vecenv.errors import SnapshotMismatch
 from vecenv.front.arguments import rows_of
 from vecenv.link.protocol import Op
 from vecenv.state.registry import Codec, how_of
-from vecenv.state.snapshots import FORMAT, Kind, Snapshot
+from vecenv.state.snapshots import FORMAT, Kind, Row, Snapshot, Snapshots, StateDict, each_of
 
 __all__ = ["Keeping"]
 
@@ -60,8 +60,8 @@ class Keeping(Attributes):
         """
         rows = rows_of(env_id, self.num_envs)
         self._require_nothing_owed("call_async", "save")
-        self._ask_save(rows, verify, tuple)
-        return self.call_wait()
+        self._ask_save(rows, verify, Snapshots)
+        return self._call_answer(None)
 
     @one_call
     def load(self, snapshots: Any, env_id: Any = None) -> Any:
@@ -85,8 +85,8 @@ class Keeping(Attributes):
         """
         rows = rows_of(env_id, self.num_envs)
         self._require_nothing_owed("call_async", "load")
-        self._ask_load(rows, _each_of(snapshots, rows), _nothing)
-        return self.call_wait()
+        self._ask_load(rows, each_of(snapshots, rows), _nothing)
+        return self._call_answer(None)
 
     @one_call
     def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class Keeping(Attributes):
         generators of the vector environment's own spaces. Errors as of :meth:`save`."""
         self._require_nothing_owed("call_async", "state_dict")
         self._ask_save(list(range(self.num_envs)), verify, self._dict_of)
-        return self.call_wait()  # type: ignore[return-value]
+        return self._call_answer(None)  # type: ignore[no-any-return]
 
     @one_call
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
@@ -108,8 +108,8 @@ class Keeping(Attributes):
                 raise SnapshotMismatch(f"its {key} is {state[key]!r}, and that of this vector environment is {own!r}")
         rows = list(range(self.num_envs))
         self._require_nothing_owed("call_async", "load_state_dict")
-        self._ask_load(rows, _each_of(state["snapshots"], rows), partial(self._take_dict, state))
-        return self.call_wait()
+        self._ask_load(rows, each_of(state["snapshots"], rows), self._rest_of(state))
+        return self._call_answer(None)
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
@@ -121,17 +121,21 @@ class Keeping(Attributes):
     ) -> Any:
         """The states came: add what the engine knows, and ask for the proof of kinds that have none."""
         store = self._engine.store
-        snapshots: list[Snapshot] = [result.results[row] for row in rows]
-        for row, one in zip(rows, snapshots, strict=True):
-            one.observation = store.row(row) if one.used else None  # nobody else has seen it yet
-        new = {one.kind: row for row, one in zip(reversed(rows), reversed(snapshots), strict=True)} if verify else {}
+        snapshots: list[Snapshot] = []
+        kinds: dict[Kind, int] = {}
+        for row in rows:
+            one: Snapshot = result.results[row]
+            known = one.row
+            kinds.setdefault(known.kind, row)
+            snapshots.append(one.having(observation=store.row(row)) if known.used else one)
+        new = kinds if verify else {}
         for kind in self._proved:
             new.pop(kind, None)
         if not new:
             return self._given(rows, snapshots, dress)
         then = partial(self._said_proved, frozenset(new), partial(self._given, rows, snapshots, dress))
         self._engine.ask_call(Op.PROVE, _own_rows(sorted(new.values())), "save", sequel=then, alone=True)
-        return self.call_wait(timeout)
+        return self._call_answer(timeout)
 
     def _said_proved(self, kinds: frozenset[Kind], answer: Callable[[], Any], result: Result, timeout: float | None) -> Any:
         self._proved |= kinds
@@ -143,15 +147,15 @@ class Keeping(Attributes):
 
     def _dict_of(self, snapshots: list[Snapshot]) -> dict[str, Any]:
         engine = self._engine
-        return {
-            "format": FORMAT,
-            "num_envs": self.num_envs,
-            "autoreset_mode": self.autoreset_mode.name,
-            "snapshots": tuple(snapshots),
-            "counters": (engine.env_steps, engine.resets, engine.ledger.restarts),
-            "seeds": engine.recovery.seeds.state,
-            "spaces": [_space_codec(space).save(space) for space in self._spaces()],
-        }
+        return StateDict(
+            format=FORMAT,
+            num_envs=self.num_envs,
+            autoreset_mode=self.autoreset_mode.name,
+            snapshots=Snapshots(snapshots),
+            counters=(engine.env_steps, engine.resets, engine.ledger.restarts),
+            seeds=engine.recovery.seeds.state,
+            spaces=[_space_codec(space).save(space) for space in self._spaces()],
+        )
 
     def _spaces(self) -> list[Any]:
         return [getattr(self, name) for name in _SPACES]
@@ -160,45 +164,80 @@ class Keeping(Attributes):
 
     def _ask_load(self, rows: list[int], each: list[Snapshot], extras: Callable[[], None]) -> None:
         of_row = dict(zip(rows, each, strict=True))
+        known = {row: snapshot.row for row, snapshot in of_row.items()}
+        for row, one in known.items():
+            if one.used:
+                try:
+                    self._engine.store.require(one.observation)
+                except Exception as error:
+                    text = f"it is of {one.kind.env_id}, and its observation is none of this environment: {error}"
+                    raise SnapshotMismatch(f"env {row}: the snapshot does not fit: {text}") from error
 
         def payload(worker: Worker) -> Any:
             first = worker.rows[0]
             return [(row - first, of_row[row]) for row in worker.rows if row in of_row] or None
 
-        self._engine.ask_call(Op.CHECK, payload, "load", sequel=partial(self._fits, of_row, extras))
+        self._engine.ask_call(Op.CHECK, payload, "load", sequel=partial(self._fits, of_row, known, extras))
 
-    def _fits(self, of_row: dict[int, Snapshot], extras: Callable[[], None], result: Result, timeout: float | None) -> Any:
+    def _fits(
+        self,
+        of_row: dict[int, Snapshot],
+        known: dict[int, Row],
+        extras: Callable[[], None],
+        result: Result,
+        timeout: float | None,
+    ) -> Any:
         """All of them fit: have them put in place."""
-        then = partial(self._in_place, of_row, extras)
+        then = partial(self._in_place, of_row, known, extras)
         self._engine.ask_call(Op.LOAD, _own_rows(list(of_row)), "load", sequel=then, alone=True)
-        return self.call_wait(timeout)
+        return self._call_answer(timeout)
 
     def _in_place(
-        self, of_row: dict[int, Snapshot], extras: Callable[[], None], result: Result, timeout: float | None
+        self,
+        of_row: dict[int, Snapshot],
+        known: dict[int, Row],
+        extras: Callable[[], None],
+        result: Result,
+        timeout: float | None,
     ) -> Any:
         """They are: put the rest beside them. It may be done again."""
         engine = self._engine
         rows = list(of_row)
-        for row, snapshot in of_row.items():
-            if snapshot.used:
-                engine.store.put_row(row, snapshot.observation)
+        for row, one in known.items():
+            if one.used:
+                engine.store.put_row(row, one.observation)
             engine.ledger.found(row)
         if engine.policy.restart:
             engine.recovery.remembered.keep(rows, everyone=len(rows) == self.num_envs)
             engine.recovery.forget(rows)
             engine.recovery.keep(rows, list(of_row.values()))
         extras()
-        return engine.store.take(np.array(rows, np.intp)) if all(one.used for one in of_row.values()) else None
+        return engine.store.take(np.array(rows, np.intp)) if all(one.used for one in known.values()) else None
 
-    def _take_dict(self, state: Mapping[str, Any]) -> None:
+    def _rest_of(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """What puts all of a ``state_dict()`` in place that no row has; refuses what does not fit."""
         engine = self._engine
-        made = engine.env_steps - engine.steps_before
-        engine.env_steps, engine.resets, engine.ledger.restarts = state["counters"]
-        engine.steps_before = engine.env_steps - made
-        engine.recovery.seeds = np.random.SeedSequence(**state["seeds"])
-        for space, its in zip(self._spaces(), state["spaces"], strict=True):
-            if its is not None:
-                _space_codec(space).load(space, its)
+        try:
+            env_steps, resets, restarts = map(_natural, state["counters"])
+            seeds = np.random.SeedSequence(**state["seeds"])
+            spaces = self._spaces()
+            opened = [
+                (space, its if its is None else _space_codec(space).open(space, its))
+                for space, its in zip(spaces, state["spaces"], strict=True)
+            ]
+        except Exception as error:
+            raise SnapshotMismatch(f"its counters, seeds or spaces do not fit: {type(error).__name__}: {error}") from error
+
+        def put() -> None:
+            made = engine.env_steps - engine.steps_before
+            engine.env_steps, engine.resets, engine.ledger.restarts = env_steps, resets, restarts
+            engine.steps_before = engine.env_steps - made
+            engine.recovery.seeds = seeds
+            for space, its in opened:
+                if its is not None:
+                    _space_codec(space).load(space, its)
+
+        return put
 
 
 def _own_rows(rows: Sequence[int]) -> Callable[[Worker], Any]:
@@ -207,34 +246,17 @@ def _own_rows(rows: Sequence[int]) -> Callable[[Worker], Any]:
     return lambda worker: [row - worker.rows[0] for row in worker.rows if row in chosen] or None
 
 
-def _each_of(snapshots: Any, rows: list[int]) -> list[Snapshot]:
-    """One snapshot a row."""
-    if isinstance(snapshots, Snapshot):
-        each = [snapshots] * len(rows)
-    elif isinstance(snapshots, Sequence) and not isinstance(snapshots, str | bytes | bytearray):
-        each = list(snapshots)
-    else:
-        raise SnapshotMismatch(f"load wants what save() gave, got {type(snapshots).__name__}")
-    if len(each) != len(rows):
-        raise SnapshotMismatch(f"{len(each)} snapshots for {len(rows)} environments: give as many, or one for all")
-    whole: set[int] = set()
-    for place, one in enumerate(each):
-        if not isinstance(one, Snapshot):
-            raise SnapshotMismatch(f"snapshots[{place}] is a {type(one).__name__}, and none that save() gave")
-        if id(one) in whole:
-            continue
-        try:
-            one.require_whole()
-        except SnapshotMismatch as error:
-            raise SnapshotMismatch(f"snapshots[{place}]: {error}") from None
-        whole.add(id(one))
-    return each
-
-
 def _space_codec(space: Any) -> Codec:
     how = how_of(type(space))
     assert isinstance(how, Codec)
     return how
+
+
+def _natural(number: Any) -> int:
+    """A count as it stands in a ``state_dict()``."""
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise ValueError(f"{number!r} is no count")
+    return number
 
 
 def _nothing() -> None:

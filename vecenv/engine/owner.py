@@ -28,9 +28,10 @@ from vecenv.engine.published import StatsCard
 from vecenv.engine.starting import refuse_to_start_while_importing_main
 from vecenv.errors import ErrorRecord
 from vecenv.front.arguments import check_env_fns, check_switches, mode_of
+from vecenv.front.base import VectorEnvBase
 from vecenv.front.capabilities import Capabilities
 from vecenv.front.deadlines import seconds_of
-from vecenv.front.guard import refuse_busy, refuse_closed, refuse_forked
+from vecenv.front.guard import refuse_busy, refuse_closed, refuse_forked, refuse_nested
 from vecenv.front.phases import Phase, advance
 from vecenv.planning.plan import Plan as WorkerPlan
 
@@ -42,7 +43,7 @@ _LITTLE_PATIENCE = 1.0  # the same, when a worker was already late or the caller
 _OTHER_THREAD = 10.0  # for another thread's call to notice that its workers are gone
 
 
-class EngineOwner(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, ActType]):
+class EngineOwner(VectorEnvBase, VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, ActType]):
     """A vector environment over an engine, without the calls.
 
     A subclass takes the arguments, reads the spaces, starts an engine and gives it to :meth:`_adopt`.
@@ -247,13 +248,16 @@ class EngineOwner(VectorEnv[ObsType, ActType, np.ndarray], Generic[ObsType, ActT
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
-    def _refuse(self, name: str) -> None:
-        """Say why a call is refused."""
+    def _require_right(self, name: str) -> None:
+        """Refuse a call where there is a reason to."""
         if self._pool.abandoned:
             refuse_forked(self, self._owner, "its workers")
         if self._refuses:
             refuse_closed(self)
-        refuse_busy(self, name)
+        if self._owed.caller != get_ident():
+            refuse_busy(self, name)
+        if is_within_a_call(self, 3):  # around the one that asks
+            refuse_nested(self, name)
 
     def close(self, **kwargs: Any) -> None:
         """Close all environments and end all workers; idempotent, from any thread or signal handler, in whatever state.

@@ -25,7 +25,7 @@ from vecenv.errors import ClusterError, RestartsExhausted, StartupTimeout, Worke
 from vecenv.front.arguments import options_of_rows
 from vecenv.front.deadlines import deadline_of
 from vecenv.link.infos import InfoReader
-from vecenv.link.observations import Store
+from vecenv.link.observations import SharedStore, Store
 from vecenv.link.outcomes import Failure
 from vecenv.link.protocol import Op
 from vecenv.link.schemas import NO_INFO
@@ -139,13 +139,22 @@ class Recovery:
     def keep(self, rows: Sequence[int], snapshots: Sequence[Snapshot]) -> None:
         """These rows were saved, or loaded: restarts go on from there, if they are to. It may be done again."""
         if self._policy.from_snapshot:
-            self.snapshots.update((row, one) for row, one in zip(rows, snapshots, strict=True) if one.used)
+            self.snapshots.update((row, one) for row, one in zip(rows, snapshots, strict=True) if one.row.used)
 
     def forget(self, rows: Sequence[int]) -> None:
         """These rows were reset by their user: what they were before is over."""
         if self.snapshots:
             for row in rows:
                 self.snapshots.pop(row, None)
+
+    def show_whole(self, rows: Sequence[int]) -> None:
+        """These rows failed and stay so: what they were writing then may be there in part. Show the last whole observation
+        instead, or zeros where none is kept."""
+        for row in rows:
+            if (last := self.remembered.of(row)) is not None:
+                self._store.put_row(row, last)
+            elif isinstance(self._store, SharedStore):
+                self._store.blank(row)
 
     # -- workers that died before anything is asked -----------------------------------------------------------------
 

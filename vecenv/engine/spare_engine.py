@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, NoReturn
@@ -29,6 +30,7 @@ from vecenv.front.capabilities import unable
 from vecenv.link.protocol import Op
 from vecenv.link.schemas import NO_INFO
 from vecenv.shm.layout import Array
+from vecenv.worker.ahead import WithAttributes
 
 __all__ = ["SpareEngine"]
 
@@ -96,7 +98,10 @@ class SpareEngine(Engine):
         self._numbers = itertools.count(1)
         self._turn: _Turn | None = None
         self._looked: tuple[object, ...] = ()
-        super().__init__(env_fns, *rest)
+        self._setting = b""  # the name and the value that set_attr was asked for last
+        attributes: dict[str, bytes] = {}  # one for all: what is built later has what was set before
+        self._env_fns = [WithAttributes(env_fn, attributes) for env_fn in env_fns]
+        super().__init__(self._env_fns, *rest)
         self.first_ready = _NoRows(self)
 
     def _parts(
@@ -138,11 +143,13 @@ class SpareEngine(Engine):
             super().ask_call(op, payload_of, command, **how)
             return
         payloads = [payload_of(worker) for worker in self.pool.workers]
-        if len({cloudpickle.dumps(payload) for payload in payloads}) > 1:
+        blobs = {cloudpickle.dumps(payload) for payload in payloads}
+        if len(blobs) > 1:
             _refuse(
                 "set an attribute to one value for each row",
                 "the next episode of a row is run by another environment; give one value for all, or options of reset()",
             )
+        self._setting = blobs.pop()
         alive = [worker for worker in self.pool.arranged if worker.death is None or worker.index < self.num_envs]
         super().ask_call(op, lambda _: payloads[0], command, workers=alive)
 
@@ -211,6 +218,11 @@ class SpareEngine(Engine):
             self.book = self.book.stepped(flight.seq, over, at_once=at_once)
         elif command == "reset":
             self.book = self._asked
+        elif command == "set_attr":
+            failed = len(answer[0].failures) + len(answer[0].deaths)
+            if failed < len(flight.workers):  # what is built later has it too, unless it could be set nowhere
+                name, values = pickle.loads(self._setting)
+                self._env_fns[0].keep(name, values[0])
         for row in [row for row in self.failed if row >= self.num_envs]:
             self.ledger.found(row)
         self._look_ahead(anew=command == "set_attr")

@@ -21,7 +21,6 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
 from vecenv.engine.engine import Engine, Policy
 from vecenv.engine.interface import EngineVectorEnv
-from vecenv.engine.lazy import wait_for_use
 from vecenv.engine.spare_engine import SpareEngine
 from vecenv.engine.spares import refuse_different
 from vecenv.engine.starting import PoolOptions
@@ -101,9 +100,6 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             (``{"CUDA_VISIBLE_DEVICES": lambda worker: worker % 4}``); ``None`` removes one. Under ``spawn`` they are there
             before anything is imported; under ``fork`` modules that this process has imported have read theirs already.
             With them no environment is built in this process, unless ``dummy_env=True``.
-        lazy: No process starts and no environment is built before one is needed, by the first ``reset`` mostly. Who asks for
-            the spaces or metadata before has one environment built in a process of its own, once for equal ``env_fns`` in a
-            program; ``dummy_env=True`` builds it in this process.
         ragged_infos: Info values of one key whose shapes or types differ become an object array, ``None`` where there is
             none. Without it they are an error, or are broadcast, as in Gymnasium.
         spare_workers: That many processes more than there are environments, each with an environment that has been reset
@@ -179,7 +175,6 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         dummy_env: bool | None = None,
         isolate: bool | None = None,
         worker_env: WorkerEnv | None = None,
-        lazy: bool = False,
         ragged_infos: bool = False,
         env_threads: int = 1,
         spare_workers: int = 0,
@@ -187,9 +182,10 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         self._take_options(env_fns, shared_memory, copy, context, daemon, observation_mode, autoreset_mode, max_concurrency)
         self.worker = worker
         check_options(
-            self.num_envs, num_workers, batch_size, on_failure, restart_limit, restart_period, step_timeout, start_timeout,
-            threads_per_worker, use_caller, strict, dummy_env, worker_env, lazy, ragged_infos, isolate,
-            env_threads, restart_from,
+            self.num_envs, batch_size, num_workers=num_workers, use_caller=use_caller, on_failure=on_failure,
+            restart_from=restart_from, restart_limit=restart_limit, restart_period=restart_period, step_timeout=step_timeout,
+            start_timeout=start_timeout, threads_per_worker=threads_per_worker, strict=strict, dummy_env=dummy_env,
+            isolate=isolate, worker_env=worker_env, ragged_infos=ragged_infos, env_threads=env_threads,
         )  # fmt: skip
         self._take_spares(spare_workers, num_workers, use_caller, batch_size, env_threads, restart_from)
         policy = Policy.of(
@@ -200,18 +196,16 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             isolate = True
         require_a_way(type(self).__name__, num_workers, use_caller, isolate, dummy_env)
         mp = multiprocessing.get_context(context)
-        here = False if dummy_env is None and (worker_env or lazy) else dummy_env
+        here = False if dummy_env is None and worker_env else dummy_env
         self._trial = Trial(
             env_fns, mp, start_timeout, here, step="auto" in (num_workers, batch_size) or use_caller, daemon=daemon,
-            variables=variables_of(worker_env, 0), remember=lazy,
+            variables=variables_of(worker_env, 0),
         )  # fmt: skip
-        to_look = num_workers, use_caller, isolate, batch_size
-        to_open = mp, policy, batch_size, threads_per_worker, strict, ragged_infos, worker_env, env_threads
-        if lazy:
-            wait_for_use(self, to_look, to_open)
-        else:
-            self._look(*to_look)
-            self._open(*to_open)
+        self._read_spaces(self.env_fns)
+        self.num_workers, self._share, self.plan = workers_and_share(
+            self.num_envs, num_workers, use_caller, isolate, self._trial.measure, batch_size
+        )
+        self._open(mp, policy, batch_size, threads_per_worker, strict, ragged_infos, worker_env, env_threads)
 
     def _take_spares(
         self, spare_workers: int, num_workers: NumWorkers, use_caller: bool, batch_size: BatchSize, env_threads: int,
@@ -224,15 +218,6 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         )  # fmt: skip
         if self._spares:
             refuse_different(self.env_fns)
-
-    def _look(
-        self, num_workers: int | str | None, use_caller: bool, isolate: bool | None, batch_size: BatchSize
-    ) -> None:
-        """Find out what the environments are, and how many workers there will be."""
-        self._read_spaces(self.env_fns)
-        self.num_workers, self._share, self.plan = workers_and_share(
-            self.num_envs, num_workers, use_caller, isolate, self._trial.measure, batch_size
-        )
 
     def _open(
         self,
@@ -256,13 +241,9 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             assert self.plan is not None
             batch_size = self.plan.batch_size
             at_once = self.plan.rows_at_once if env_threads == 1 and self.max_concurrency is None else None
-        try:
-            engine = self._start_engine(options, policy, threads, strict, ragged, env_threads)
-            engine.rows_at_once = at_once
-            self._adopt(engine, batch_size)
-        except RuntimeError:  # environments whose spaces do not go together, with those that are remembered perhaps
-            self._trial.forget()
-            raise
+        engine = self._start_engine(options, policy, threads, strict, ragged, env_threads)
+        engine.rows_at_once = at_once
+        self._adopt(engine, batch_size)
 
     def _start_engine(
         self, options: PoolOptions, policy: Policy, threads: int, strict: bool, ragged: bool, env_threads: int

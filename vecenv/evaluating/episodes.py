@@ -200,13 +200,14 @@ def _require_beginning(index: int, episode: Episode) -> None:
         raise TypeError(f"{name} must be one of those that envs.save() gives, got {snapshot!r}")
     if episode.seed is not None or episode.options is not None:
         raise ValueError(f"episodes[{index}] has a snapshot, so there is no reset that could be given its seed or options")
-    if not snapshot.used or snapshot.pending or snapshot.announces is not None:
-        when = "before the first reset" if not snapshot.used else "when its episode was over: the next step resets it"
-        raise ValueError(f"{name} was taken {when}")
     try:
         snapshot.require_whole()
     except SnapshotMismatch as error:
         raise SnapshotMismatch(f"{name}: {error}") from None
+    known = snapshot.row
+    if not known.used or known.pending or known.announces is not None:
+        when = "before the first reset" if not known.used else "when its episode was over: the next step resets it"
+        raise ValueError(f"{name} was taken {when}")
 
 
 def _natural(number: Any, name: str) -> int:

@@ -167,7 +167,7 @@ def _one_of_each_kind(todo: Episodes) -> dict[int, Snapshot]:
     found: dict[Kind, tuple[int, Snapshot]] = {}
     for index, episode in enumerate(todo.episodes):
         if episode.snapshot is not None:
-            found.setdefault(episode.snapshot.kind, (index, episode.snapshot))
+            found.setdefault(episode.snapshot.row.kind, (index, episode.snapshot))
     return dict(found.values())
 
 

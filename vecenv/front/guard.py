@@ -21,8 +21,8 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from vecenv.errors import BusyError, ForkedError, VecEnvError
 
 __all__ = [
-    "GUARDED", "guarded", "is_answer", "own", "refuse_busy", "refuse_closed", "refuse_forked", "refuse_shut",
-    "require_right", "say_it_was_closed",
+    "GUARDED", "guarded", "is_answer", "own", "refuse_busy", "refuse_closed", "refuse_forked", "refuse_nested",
+    "refuse_shut", "require_right", "say_it_was_closed",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -66,6 +66,11 @@ def refuse_busy(envs: object, method: str) -> NoReturn:
     raise BusyError(f"another thread is in a call on this {type(envs).__name__}; `{method}` was refused")
 
 
+def refuse_nested(envs: object, method: str) -> NoReturn:
+    """Refuse a call within a call of the same thread."""
+    raise BusyError(f"a call on this {type(envs).__name__} is under way in this thread; `{method}` was refused")
+
+
 _LIVE: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -106,7 +111,7 @@ def guarded(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[An
     def outermost(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
         me = get_ident()
         if self._caller or self._barred:
-            require_right(self, method.__name__)
+            require_right(self, method.__name__.lstrip("_"))
         driver = self._driver
         try:
             self._caller, driver.after = me, None  # no call since the look at it
@@ -135,7 +140,7 @@ def require_right(envs: Any, method: str) -> None:
     if envs._caller != get_ident():
         refuse_busy(envs, method)
     if _is_within(envs):
-        raise BusyError(f"a call on this {type(envs).__name__} is under way in this thread; `{method}` was refused")
+        refuse_nested(envs, method)
 
 
 def refuse_shut(envs: Any) -> NoReturn:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from threading import get_ident
 from typing import Any, Final, Generic, NoReturn, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from gymnasium.vector import VectorEnv
 
-from vecenv.errors import StepTimeout
+from vecenv.errors import ErrorRecord, StepTimeout
 from vecenv.front.arguments import ResetOptions, count_of, env_ids_of, refuse_options, reset_mask_of, seeds_of
-from vecenv.front.attributes import NoAttributes, NoSnapshots
-from vecenv.front.capabilities import Capabilities, figures
+from vecenv.front.base import RefusedAttribute, VectorEnvBase, refusing
+from vecenv.front.capabilities import Capabilities, figures, unable
 from vecenv.front.deadlines import deadline_of
 from vecenv.front.driver import Driver, Stepped, recv_enough, require_idle
 from vecenv.front.guard import GUARDED, guarded, is_answer, own, refuse_shut, require_right
@@ -31,7 +33,7 @@ _PATIENCE: Final = 60.0  # close() without a timeout waits this long for another
 D = TypeVar("D", bound=Driver)
 
 
-class DrivenVectorEnv(NotClosedUnasked, NoAttributes, NoSnapshots, VectorEnv[Any, Any, Any], Generic[D]):
+class DrivenVectorEnv(VectorEnvBase, NotClosedUnasked, VectorEnv[Any, Any, Any], Generic[D]):
     """Arguments, phases, figures and the end.
 
     A subclass sets Gymnasium's attributes and gives its driver to :meth:`_open`.
@@ -52,16 +54,14 @@ class DrivenVectorEnv(NotClosedUnasked, NoAttributes, NoSnapshots, VectorEnv[Any
 
     # -- reset -----------------------------------------------------------------------------------------------------
 
-    @guarded
     def reset(self, *, seed: Any = None, options: ResetOptions = None) -> tuple[Any, dict[str, Any]]:
         """Begin new episodes in all environments, or in those of ``options["reset_mask"]``; see :meth:`reset_async`.
 
         Returns:
             Observations of all environments, and infos.
         """
-        self._begin_reset(seed, options, None)
-        observations, *_, infos = self._answer("reset_wait", Phase.WAITING_RESET, None)
-        return observations, infos
+        self.reset_async(seed=seed, options=options)
+        return self.reset_wait()
 
     @guarded
     def reset_async(self, seed: Any = None, options: ResetOptions = None, *, env_id: Any = None) -> None:
@@ -83,9 +83,6 @@ class DrivenVectorEnv(NotClosedUnasked, NoAttributes, NoSnapshots, VectorEnv[Any
             gymnasium.error.ResetNeeded: The first reset is not of all environments.
             gymnasium.error.AlreadyPendingCallError: The answer to ``step_async`` or ``reset_async`` is owed.
         """
-        self._begin_reset(seed, options, env_id)
-
-    def _begin_reset(self, seed: Any, options: ResetOptions, env_id: Any) -> None:
         ids = None if env_id is None else env_ids_of(env_id, self.num_envs)
         seeds = seeds_of(seed, self.num_envs if ids is None else len(ids))
         self._require_phase("reset_async")
@@ -112,7 +109,6 @@ class DrivenVectorEnv(NotClosedUnasked, NoAttributes, NoSnapshots, VectorEnv[Any
 
     # -- step ------------------------------------------------------------------------------------------------------
 
-    @guarded
     def step(self, actions: Any) -> Stepped:
         """One step of every environment.
 
@@ -127,6 +123,13 @@ class DrivenVectorEnv(NotClosedUnasked, NoAttributes, NoSnapshots, VectorEnv[Any
             ValueError, TypeError: Actions of the wrong number, shape, structure or dtype; nothing was asked.
             gymnasium.error.AlreadyPendingCallError: An answer is owed, or an environment is in flight.
         """
+        if self._in_halves:  # a subclass has a part of its own in it
+            self.step_async(actions)
+            return self.step_wait()
+        return self._step(actions)
+
+    @guarded
+    def _step(self, actions: Any) -> Stepped:
         driver = self._driver
         driver.step(actions)
         return driver.answer(Phase.WAITING_STEP, None) or self._too_late("step", None)
@@ -147,6 +150,8 @@ class DrivenVectorEnv(NotClosedUnasked, NoAttributes, NoSnapshots, VectorEnv[Any
         """
         self._require_phase("step_wait")
         return self._answer("step_wait", Phase.WAITING_STEP, timeout)
+
+    _halves = step_async, step_wait
 
     # -- send and recv ---------------------------------------------------------------------------------------------
     # (The guard is written out here, see there: in small batches even a decorator counts.)
@@ -235,6 +240,36 @@ class DrivenVectorEnv(NotClosedUnasked, NoAttributes, NoSnapshots, VectorEnv[Any
     step_send = step_async
     step_fetch = step_wait
 
+    # -- what this backend cannot do, as it has no Python environments and no workers --------------------------------
+
+    call = refusing("attributes", "call")
+    call_async = call_send = refusing("attributes", "call_async")
+    call_wait = call_fetch = refusing("attributes", "call_wait")
+    exec_func = refusing("attributes", "exec_func")
+    exec_func_send = refusing("attributes", "exec_func_send")
+    exec_func_fetch = refusing("attributes", "exec_func_fetch")
+    get_attr = refusing("attributes", "get_attr")
+    set_attr = refusing("attributes", "set_attr")
+    set_next_options = refusing("attributes", "set_next_options")
+    save = refusing("snapshots", "save")
+    load = refusing("snapshots", "load")
+    state_dict = refusing("snapshots", "state_dict")
+    load_state_dict = refusing("snapshots", "load_state_dict")
+    abandon = refusing("workers", "abandon")
+    publish_stats = refusing("workers", "publish_stats")
+    env_fns = RefusedAttribute("workers")
+    observations = RefusedAttribute("workers")
+    shared_memory = RefusedAttribute("workers")
+    context = RefusedAttribute("workers")
+    daemon = RefusedAttribute("workers")
+    worker = RefusedAttribute("workers")
+    observation_mode = RefusedAttribute("workers")
+    max_concurrency = RefusedAttribute("workers")
+    processes = RefusedAttribute("workers")
+    parent_pipes = RefusedAttribute("workers")
+    worker_rows = RefusedAttribute("workers")
+    local_envs = RefusedAttribute("attributes")
+
     # -- what can be looked at -------------------------------------------------------------------------------------
 
     @property
@@ -246,6 +281,34 @@ class DrivenVectorEnv(NotClosedUnasked, NoAttributes, NoSnapshots, VectorEnv[Any
     def batch_size(self) -> int:
         """Rows that :meth:`recv` returns."""
         return self._driver.batch_size
+
+    copy = True
+    """Observations that were handed out stay as they are."""
+    num_workers = 0
+    """There are no worker processes."""
+    step_timeout: float | None = None
+    """A call without a timeout waits as long as it takes."""
+    plan: Any = None
+    """Why it was chosen how environments are stepped, where there was a choice."""
+
+    @property
+    def errors(self) -> deque[ErrorRecord]:
+        """Always empty: what fails is raised, and no record of it is kept."""
+        return deque()
+
+    error_queue = errors
+
+    @property
+    def in_flight(self) -> npt.NDArray[np.intp]:
+        """The environments that were sent to, or reset by name, and whose rows were not received, in no order.
+
+        Raises:
+            NotImplementedError: Some are, and the library does not tell which.
+        """
+        owed = self._driver.owed
+        if owed.by_row and 0 < owed.rows < self.num_envs:
+            unable(self, "`in_flight`", f"its library tells only that {owed.rows} are, as stats() does")
+        return np.arange(owed.rows if owed.by_row else 0, dtype=np.intp)
 
     def stats(self) -> dict[str, float]:
         """Figures since construction, with the keys of :meth:`vecenv.AsyncVectorEnv.stats`; nan where there is none.

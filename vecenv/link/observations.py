@@ -64,6 +64,9 @@ class Store(Protocol):
     def put_row(self, row: int, observation: Any) -> None:
         """Set one row from the caller's side."""
 
+    def require(self, observation: Any) -> None:
+        """Refuse an observation that no row can have, by an exception; nothing is changed."""
+
 
 class SharedStore:
     """Observations of fixed size, in shared memory."""
@@ -90,10 +93,30 @@ class SharedStore:
         return self._tree.build(iter([leaf[row].copy() for leaf in self._leaves]))
 
     def put_row(self, row: int, observation: Any) -> None:
-        flat: list[Any] = []
-        self._tree.map(lambda leaf: flat.append(leaf) or leaf, observation)  # type: ignore[func-returns-value]
-        for leaf, value in zip(self._leaves, flat, strict=True):
+        for leaf, value in zip(self._leaves, flat_of(self._tree, observation), strict=True):
             leaf[row] = value
+
+    def blank(self, row: int) -> None:
+        """Set one row to zeros, as before the first reset."""
+        for leaf in self._leaves:
+            leaf[row] = 0
+
+    def require(self, observation: Any) -> None:
+        require_leaves(self._leaves, flat_of(self._tree, observation))
+
+
+def flat_of(tree: Tree, observation: Any) -> list[Any]:
+    """The leaves of one observation."""
+    flat: list[Any] = []
+    tree.map(lambda leaf: flat.append(leaf) or leaf, observation)  # type: ignore[func-returns-value]
+    return flat
+
+
+def require_leaves(batches: Sequence[Array], leaves: Sequence[Any]) -> None:
+    """Refuse leaves that are no row of their batch."""
+    for batch, leaf in zip(batches, leaves, strict=True):
+        if np.shape(leaf) != batch.shape[1:] or not np.can_cast(np.asarray(leaf).dtype, batch.dtype, "same_kind"):
+            raise ObservationError(f"got {_brief(leaf)}, wanted an array of shape {batch.shape[1:]} ({batch.dtype})")
 
 
 class PickledStore:
@@ -126,6 +149,9 @@ class PickledStore:
 
     def put_row(self, row: int, observation: Any) -> None:
         self.accept(row, observation)
+
+    def require(self, observation: Any) -> None:
+        concatenate(self._space, [observation], create_empty_array(self._space, n=1, fn=np.zeros))  # type: ignore[arg-type]
 
     def _require(self, rows: Sequence[int]) -> None:
         missing = [row for row in rows if not self._known[row]]
@@ -171,6 +197,9 @@ class RegisteredStore:
 
     def put_row(self, row: int, observation: Any) -> None:
         write_to_shared_memory(self._space, row, observation, self.memory)
+
+    def require(self, observation: Any) -> None:
+        write_to_shared_memory(self._space, 0, observation, create_shared_memory(self._space, n=1))
 
 
 def has_dynamic_part(space: Space[Any]) -> bool:

@@ -8,7 +8,6 @@ it cannot be seeded again, so a reset with a seed builds a new one.
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 import numpy as np
@@ -50,7 +49,6 @@ class PlayerPool(PoolVectorEnv[PlayerDriver]):
     """
 
     autoreset_mode = AutoresetMode.NEXT_STEP
-    num_workers = 0
 
     def __init__(
         self, task_id: str, num_envs: int, *, batch_size: int | None = None, num_threads: int | None = None, **config: Any
@@ -59,7 +57,6 @@ class PlayerPool(PoolVectorEnv[PlayerDriver]):
         self.num_envs, batch_size = check_options(
             num_envs, batch_size, num_threads, None, None, self.autoreset_mode
         )
-        self.errors: deque[Any] = deque()
         max_episode_steps = config.pop("max_episode_steps", None)
         task = Task.of(
             task_id, config, num_envs=self.num_envs, batch_size=batch_size, num_threads=num_threads or 0,

@@ -120,6 +120,25 @@ class ThroughToRows:
         """What failed so far, as of ``AsyncVectorEnv.errors``."""
         return self._rows.errors
 
+    def _read(name: str) -> Any:  # type: ignore[misc]  # noqa: N805
+        """What is the same of the rows."""
+        return property(lambda self: getattr(self._rows, name), doc=f"As of ``AsyncVectorEnv.{name}``.")
+
+    error_queue, in_flight, plan, step_timeout = map(_read, ("error_queue", "in_flight", "plan", "step_timeout"))
+    processes, parent_pipes, worker_rows = map(_read, ("processes", "parent_pipes", "worker_rows"))
+    env_fns, local_envs, observations, spec = map(_read, ("env_fns", "local_envs", "observations", "spec"))
+    shared_memory, copy, context, daemon = map(_read, ("shared_memory", "copy", "context", "daemon"))
+    worker, observation_mode, max_concurrency = map(_read, ("worker", "observation_mode", "max_concurrency"))
+    del _read
+
+    def abandon(self, env_id: Any) -> None:
+        """Wait no longer for some environments; as of ``AsyncVectorEnv.abandon``."""
+        self._rows.abandon(env_id)
+
+    def publish_stats(self, name: str | None = None) -> None:
+        """Let ``vecenv top`` show the workers; as of ``AsyncVectorEnv.publish_stats``."""
+        self._rows.publish_stats(name)
+
     def stats(self) -> dict[str, float]:
         """Figures of the engine (see ``AsyncVectorEnv.stats``); a step is one of an environment, with all its agents."""
         return self._rows.stats()

@@ -98,7 +98,7 @@ class MultiAgentVecEnv(KeepsAgents, ThroughToRows):
     ) -> None:
         if not len(env_fns):
             raise ValueError("MultiAgentVecEnv needs at least one env_fn")
-        refused = sorted({"worker", "observation_mode", "lazy"} & set(engine))
+        refused = sorted({"worker", "observation_mode"} & set(engine))
         if refused:
             raise TypeError(f"MultiAgentVecEnv has no arguments {refused}")
         if "spare_workers" in engine:

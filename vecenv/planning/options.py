@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, TypeAlias, TypedDict
+from typing import Any, Final, Literal, TypeAlias, TypedDict
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
@@ -136,14 +136,6 @@ def spares_of(spare_workers: Any, num_envs: int, mode: AutoresetMode, **beside: 
     return int(spare_workers)
 
 
-def _refuse_without_processes(wants: dict[str, str]) -> None:
-    for option, reason in wants.items():
-        raise ValueError(
-            f"`{option}` needs worker processes, which {reason}: it cannot be combined with `use_caller=True` "
-            "or `num_workers=0`"
-        )
-
-
 def _whole(value: Any, low: int) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= low)
 
@@ -152,62 +144,77 @@ def _seconds(value: Any) -> bool:
     return isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and bool(value > 0)
 
 
-def check_options(
-    num_envs: int,
-    num_workers: Any,
-    batch_size: Any,
-    on_failure: Any,
-    restart_limit: Any,
-    restart_period: Any,
-    step_timeout: Any,
-    start_timeout: Any,
-    threads_per_worker: Any,
-    use_caller: Any,
-    strict: Any = False,
-    dummy_env: Any = None,
-    worker_env: Any = None,
-    lazy: Any = False,
-    ragged_infos: Any = False,
-    isolate: Any = None,
-    env_threads: Any = 1,
-    restart_from: Any = "reset",
-) -> None:
+def _one_of(*accepted: Any) -> Callable[[Any], bool]:
+    return lambda value: any(value is one or (isinstance(one, str) and value == one) for one in accepted)
+
+
+def _or(other: Any, check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is other or check(value)
+
+
+_SWITCH: Final = _one_of(True, False), "True or False"
+_SWITCH_OR_NONE: Final = _one_of(None, True, False), "None, True or False"
+_DURATION: Final = _seconds, "a number of seconds above 0"
+_CHECKS: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
+    "num_workers": (lambda value: _one_of(None, "auto")(value) or _whole(value, 0),
+                    "None (one process per environment), 'auto', or an int from 0 on"),
+    "on_failure": (_one_of("raise", "restart"), "'raise' or 'restart'"),
+    "restart_from": (_one_of("reset", "snapshot"), "'reset' or 'snapshot'"),
+    "restart_limit": (_or(None, lambda value: _whole(value, 0)), "None or an int from 0 on"),
+    "restart_period": _DURATION,
+    "step_timeout": (_or(None, _seconds), "None or a number of seconds above 0"),
+    "start_timeout": _DURATION,
+    "threads_per_worker": (_or(None, lambda value: _whole(value, 1)), "None or an int from 1 on"),
+    "env_threads": (lambda value: _whole(value, 1), "an int from 1 on"),
+    "isolate": _SWITCH_OR_NONE,
+    "dummy_env": _SWITCH_OR_NONE,
+    "strict": _SWITCH,
+    "ragged_infos": _SWITCH,
+}  # fmt: skip
+"""Option -> what it may be, and that in words. What depends on another option stands in :func:`check_options`."""
+
+_OF_PROCESSES: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
+    "step_timeout": (lambda value: value is not None, "can be killed"),
+    "worker_env": (bool, "have environment variables of their own"),
+    "isolate": (lambda value: value is True, "keep a crash of an environment from the program"),
+    "env_threads": (lambda value: value != 1, "are the ones that have these threads"),
+}
+"""Option -> whether a value needs worker processes, and what these do for it."""
+
+
+def check_options(num_envs: int, batch_size: Any, **options: Any) -> None:
     """Refuse options that mean nothing, by name and with what is accepted.
+
+    Args:
+        num_envs: How many environments there are.
+        batch_size: How many of them :meth:`recv` returns.
+        options: Any of the options in :class:`EngineOptions`.
 
     Raises:
         TypeError, ValueError: Before anything was built.
     """
-    if worker_env is not None:
-        check_variables(worker_env)
-    wants = {"step_timeout": "can be killed"} if step_timeout is not None else {}
-    wants |= {"worker_env": "have environment variables of their own"} if worker_env else {}
-    wants |= {"isolate": "keep a crash of an environment from the program"} if isolate is True else {}
-    wants |= {"env_threads": "are the ones that have these threads"} if env_threads != 1 else {}
-    if use_caller or num_workers == 0:
-        _refuse_without_processes(wants)
-    checks = [
-        ("num_workers", num_workers, num_workers is None or num_workers == "auto" or _whole(num_workers, 0),
-         "None (one process per environment), 'auto', or an int from 0 on"),
-        ("batch_size", batch_size, batch_size is None or batch_size == "auto" or
-         (_whole(batch_size, 1) and batch_size <= num_envs), f"None, 'auto' or an int within 1..{num_envs}"),
-        ("on_failure", on_failure, on_failure in ("raise", "restart"), "'raise' or 'restart'"),
-        ("restart_from", restart_from, restart_from == "reset" or [restart_from, on_failure] == ["snapshot", "restart"],
-         "'reset', or 'snapshot' where on_failure is 'restart'"),
-        ("restart_limit", restart_limit, restart_limit is None or _whole(restart_limit, 0), "None or an int from 0 on"),
-        ("restart_period", restart_period, _seconds(restart_period), "a number of seconds above 0"),
-        ("step_timeout", step_timeout, step_timeout is None or _seconds(step_timeout),
-         "None or a number of seconds above 0"),
-        ("start_timeout", start_timeout, _seconds(start_timeout), "a number of seconds above 0"),
-        ("threads_per_worker", threads_per_worker, threads_per_worker is None or _whole(threads_per_worker, 1),
-         "None or an int from 1 on"),
-        ("env_threads", env_threads, _whole(env_threads, 1), "an int from 1 on"),
-        ("num_workers", num_workers, num_workers != "auto" or env_threads == 1,
-         "None or an int from 1 on, beside env_threads: what waits cannot be measured"),
-        ("isolate", isolate, isolate is None or isinstance(isolate, bool), "None, True or False"),
-        *((name, value, isinstance(value, bool), "True or False")
-          for name, value in (("strict", strict), ("lazy", lazy), ("ragged_infos", ragged_infos))),
-        ("dummy_env", dummy_env, dummy_env is None or isinstance(dummy_env, bool), "None, True or False"),
-    ]  # fmt: skip
-    for name, value, good, accepted in checks:
-        if not good:
-            raise ValueError(f"`{name}` must be {accepted}, got {value!r}.")
+    if options.get("worker_env") is not None:
+        check_variables(options["worker_env"])
+    num_workers, env_threads = options.get("num_workers"), options.get("env_threads", 1)
+    if options.get("use_caller") or num_workers == 0:
+        for name, (needs, reason) in _OF_PROCESSES.items():
+            if name in options and needs(options[name]):
+                raise ValueError(
+                    f"`{name}` needs worker processes, which {reason}: it cannot be combined with `use_caller=True` "
+                    "or `num_workers=0`"
+                )
+    fits = _one_of(None, "auto")(batch_size) or (_whole(batch_size, 1) and batch_size <= num_envs)
+    _require("batch_size", batch_size, fits, f"None, 'auto' or an int within 1..{num_envs}")
+    for name, (check, accepted) in _CHECKS.items():
+        if name in options:
+            _require(name, options[name], check(options[name]), accepted)
+    if options.get("restart_from") == "snapshot":
+        accepted = "'reset', or 'snapshot' where on_failure is 'restart'"
+        _require("restart_from", "snapshot", options["on_failure"] == "restart", accepted)
+    accepted = "None or an int from 1 on, beside env_threads: what waits cannot be measured"
+    _require("num_workers", num_workers, num_workers != "auto" or env_threads == 1, accepted)
+
+
+def _require(name: str, value: Any, good: bool, accepted: str) -> None:
+    if not good:
+        raise ValueError(f"`{name}` must be {accepted}, got {value!r}.")

@@ -6,7 +6,6 @@ And nothing of it is left on the machine: that process is a :class:`~vecenv.syst
 
 from __future__ import annotations
 
-import hashlib
 import multiprocessing
 import os
 import pickle
@@ -41,11 +40,7 @@ _CHORE_SECONDS: Final = 40e-6  # of one, where a step of CartPole-v1 takes 6 us:
 _CLOSE_SECONDS: Final = 5.0  # for env.close()
 _READY: Final = b"?"  # from the scout: it wants to know what to build
 _STAY_AWAKE: Final = b"!"  # from the scout: wait for the rest without sleeping
-_MOST_REMEMBERED: Final = 1024
 _MASK_KEYS: Final = ("action_mask", "action_masks")
-
-_REMEMBERED: dict[bytes | None, bytes] = {}
-"""Descriptions by what builds the environments, both pickled; the oldest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +109,6 @@ class Trial:
         step: The time of its steps will be wanted.
         daemon: As of the workers: a daemonic process may not have ``multiprocessing`` children.
         variables: Environment variables of that process.
-        remember: What was found about equal functions before in this program is taken for true.
     """
 
     def __init__(
@@ -127,10 +121,8 @@ class Trial:
         step: bool,
         daemon: bool = True,
         variables: Variables | None = None,
-        remember: bool = False,
     ) -> None:
-        self._variables, self._remember = variables, remember
-        self._remembered: bytes | None = None  # by which key
+        self._variables = variables
         self._env_fns, self._context, self._timeout, self._daemon = env_fns, context, timeout, daemon
         self._here, self._step = here, step
         self._probe: Probe | None = None
@@ -141,34 +133,6 @@ class Trial:
         Raises:
             Exception: As :func:`scout`; or why the description could not travel, if none may be built here.
         """
-        if self._remember:
-            return self._recalled(everyone)
-        return self._described(everyone)
-
-    def _recalled(self, everyone: bool) -> Described:
-        """What is remembered of equal functions; else what is found now, which is remembered."""
-        try:
-            wanted = self._env_fns if everyone else self._env_fns[:1]
-            key = hashlib.sha256(cloudpickle.dumps((list(wanted), self._variables))).digest()
-        except Exception:  # they cannot be pickled, so nobody can tell whether others are equal
-            return self._described(everyone)
-        if key not in _REMEMBERED:
-            found = self._described(everyone)
-            try:
-                _REMEMBERED[key] = pickle.dumps(found)
-            except Exception:  # nor can the description
-                return found
-            if len(_REMEMBERED) > _MOST_REMEMBERED:
-                del _REMEMBERED[next(iter(_REMEMBERED))]
-        self._remembered = key
-        again: Described = pickle.loads(_REMEMBERED[key])  # spaces have generators: everybody gets their own
-        return again
-
-    def forget(self) -> None:
-        """What was remembered may not be so any more."""
-        _REMEMBERED.pop(self._remembered, None)
-
-    def _described(self, everyone: bool) -> Described:
         if self._here or (self._here is None and not self._step) or why_no_processes():
             return describe(self._env_fns, everyone)
         found = scout(

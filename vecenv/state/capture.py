@@ -26,7 +26,7 @@ import gymnasium
 import numpy as np
 
 from vecenv.errors import NotRestorable, SnapshotMismatch, VecEnvError
-from vecenv.state import codecs
+from vecenv.state import atari, codecs  # noqa: F401 - the codecs of emulators are registered by the import
 from vecenv.state.registry import CACHES, STAYS, Codec, Refused, how_of, made
 
 __all__ = ["captured", "layers_of", "opened"]
@@ -375,22 +375,21 @@ def opened(env: Any, blob: bytes, layers: list[Any] | None = None) -> Callable[[
     """
     layers = layers_of(env) if layers is None else layers
     reader = _Reader(blob, layers)
+    fills = reader.fills
+    attributes: list[tuple[dict[str, Any], dict[str, Any], list[str], int]] = []
     try:
-        states = reader.load()
+        for layer, (state, kept) in zip(layers, reader.load(), strict=True):
+            if kept is None:
+                how = how_of(type(layer))
+                if not isinstance(how, Codec):
+                    raise SnapshotMismatch(f"{type(layer).__name__} was saved by a codec, and there is none here")
+                fills.append((how, layer, how.open(layer, state)))
+            else:
+                attributes.append((layer.__dict__, dict(state), list(kept), len(state) + len(kept)))
     except VecEnvError:
         raise
     except Exception as error:
         raise SnapshotMismatch(f"its bytes cannot be read: {type(error).__name__}: {error}") from error
-    fills = reader.fills
-    attributes: list[tuple[dict[str, Any], dict[str, Any], list[str], int]] = []
-    for layer, (state, kept) in zip(layers, states, strict=True):
-        if kept is None:
-            how = how_of(type(layer))
-            if not isinstance(how, Codec):
-                raise SnapshotMismatch(f"{type(layer).__name__} was saved by a codec, and there is none here")
-            fills.append((how, layer, how.open(layer, state)))
-        else:
-            attributes.append((layer.__dict__, state, kept, len(state) + len(kept)))
 
     def fill() -> None:
         for own, wanted, kept, count in attributes:

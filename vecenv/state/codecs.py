@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import random
-import sys
 import time
 from typing import Any
 
@@ -35,9 +34,8 @@ def _load_generator(generator: np.random.Generator, state: Any) -> None:
     bits: Any = generator.bit_generator
     numbers, seeds = state
     if seeds is not None and bits.seed_seq.state != seeds:
-        bits.__setstate__((numbers, np.random.SeedSequence(**seeds)))  # it spawns what the other would
-    else:
-        bits.state = numbers
+        bits.__init__(np.random.SeedSequence(**seeds))  # it spawns what the other would
+    bits.state = numbers
 
 
 def _make_generator(state: Any) -> np.random.Generator:
@@ -110,7 +108,22 @@ def _load_space(space: Any, state: Any) -> None:
             _load_space(one, its)
 
 
-put("gymnasium.spaces.space.Space", Codec(save_space, _load_space))
+def _open_space(space: Any, state: Any) -> Any:
+    """Refuse what is no state of the generators of such a space."""
+    if state is None:
+        return None
+    own, inside = state
+    if own is not None:
+        _open_generator(np.random.Generator(np.random.PCG64(0)) if space._np_random is None else space._np_random, own)
+        _make_generator(own)
+    if inside is not None:
+        inner = space.spaces
+        for one, its in zip(inner.values() if hasattr(inner, "values") else inner, inside, strict=True):
+            _open_space(one, its)
+    return state
+
+
+put("gymnasium.spaces.space.Space", Codec(save_space, _load_space, _open_space))
 
 # -- simulators and emulators --------------------------------------------------------------------------------------
 
@@ -168,31 +181,6 @@ def _load_physics(data: Any, state: Any) -> None:
 
 put("mujoco._structs.MjData", Codec(_save_physics, _load_physics, _open_physics))
 put("mujoco._structs.MjModel", STAYS)
-
-_ALE_SETTINGS = (
-    ("getFloat", "repeat_action_probability"), ("getInt", "frame_skip"), ("getBool", "color_averaging"),
-    ("getInt", "max_num_frames_per_episode"),
-)  # fmt: skip
-
-
-def _ale_settings(ale: Any) -> Any:
-    return [getattr(ale, how)(name) for how, name in _ALE_SETTINGS], ale.getAvailableModes(), ale.getMinimalActionSet()
-
-
-def _save_ale(ale: Any) -> Any:
-    return sys.modules["ale_py"].__version__, _ale_settings(ale), ale.cloneState(include_rng=True)
-
-
-def _open_ale(ale: Any, state: Any) -> Any:
-    version, settings, emulator = state
-    if version != (here := sys.modules["ale_py"].__version__):
-        raise SnapshotMismatch(f"it was played by ALE {version}, and this is {here}")
-    if settings != (here := _ale_settings(ale)):
-        raise SnapshotMismatch(f"its emulator has other settings: {here[0]}, the snapshot {settings[0]}, or another game")
-    return emulator
-
-
-put("ale_py._ale_py.ALEInterface", Codec(_save_ale, lambda ale, state: ale.restoreState(state), _open_ale))
 
 # -- what stays ----------------------------------------------------------------------------------------------------
 

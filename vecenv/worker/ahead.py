@@ -6,15 +6,45 @@ it. So whoever steps the row gets what the environment would have said had it be
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
+
+import cloudpickle
 
 from vecenv.link.outcomes import Outcome
 from vecenv.worker.keeping import KeptRows
 from vecenv.worker.threads import Said
 
-__all__ = ["AheadRows"]
+__all__ = ["AheadRows", "WithAttributes"]
+
+
+class WithAttributes:
+    """Builds an environment and sets what ``set_attr`` has set in all: it may run the episodes of any row.
+
+    Args:
+        env_fn: Builds it.
+        attributes: Name -> value, pickled, in the order in which they were set. Who changes it changes what is built next.
+    """
+
+    def __init__(self, env_fn: Callable[[], Any], attributes: dict[str, bytes]) -> None:
+        self._env_fn, self._attributes = env_fn, attributes
+
+    def __call__(self) -> Any:
+        env = self._env_fn()
+        for name, value in self._attributes.items():
+            env.set_wrapper_attr(name, pickle.loads(value))
+        return env
+
+    def __repr__(self) -> str:
+        return repr(self._env_fn)
+
+    def keep(self, name: str, value: Any) -> None:
+        """This was set in what was built before."""
+        blob = cloudpickle.dumps(value)
+        self._attributes.pop(name, None)
+        self._attributes[name] = blob
 
 
 class AheadRows(KeptRows):
@@ -28,6 +58,14 @@ class AheadRows(KeptRows):
     def env_fns(self) -> Sequence[Callable[[], Any]]:
         """What builds the environment."""
         return self._env_fns
+
+    def set_attr(self, seq: int, name: str, values: Sequence[Any]) -> Outcome:
+        outcome = super().set_attr(seq, name, values)
+        if self.envs[0] is None or not outcome.failures:  # one that failed has it when it is built anew
+            for env_fn in self._env_fns:
+                if isinstance(env_fn, WithAttributes):
+                    env_fn.keep(name, values[0])
+        return outcome
 
     def follow(self, before: AheadRows) -> None:
         """Take over the environment, which had another row before."""

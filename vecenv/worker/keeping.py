@@ -15,7 +15,7 @@ from vecenv.link.outcomes import Failure, Outcome
 from vecenv.link.packing import summary, works
 from vecenv.state.capture import captured, layers_of, opened
 from vecenv.state.proof import prove
-from vecenv.state.snapshots import Snapshot, kind_of
+from vecenv.state.snapshots import Row, Snapshot, kind_of
 from vecenv.worker.rows import EnvRows
 
 __all__ = ["KeptRows"]
@@ -68,9 +68,10 @@ class KeptRows(EnvRows):
         def one(k: int) -> None:
             assert self._opened is not None
             fill, snapshot = self._opened[k]
-            self._fill(k, fill, snapshot)
-            self._steps[k] = self._step_from(k, snapshot, snapshot.announces)
-            self._used[k] = snapshot.used
+            known = snapshot.row
+            self._fill(k, fill, known)
+            self._steps[k] = self._step_from(k, known, known.announces)
+            self._used[k] = known.used
 
         out = self._again(seq, ks, one, fatal=True)
         if not self._interrupts:  # in the calling process it may be asked for again, and is kept until the next check
@@ -82,25 +83,25 @@ class KeptRows(EnvRows):
         env = self.envs[k] or self._build(k)
         try:
             layers = layers_of(env)
-            if wrong := snapshot.kind.differs_from(kind_of(layers)):
+            if wrong := snapshot.row.kind.differs_from(kind_of(layers)):
                 raise SnapshotMismatch(wrong)
             return opened(env, snapshot.body, layers)
         except SnapshotMismatch as error:
             raise SnapshotMismatch(f"the snapshot does not fit: {error}") from error
 
-    def _fill(self, k: int, fill: Callable[[], None], snapshot: Snapshot) -> None:
+    def _fill(self, k: int, fill: Callable[[], None], known: Row) -> None:
         env = self._env(k)
         fill()
         self._next.pop(k, None)
-        if snapshot.upcoming is not None:
-            self._next[k] = snapshot.upcoming
+        if known.upcoming is not None:
+            self._next[k] = known.upcoming
         if self._offered[k] is not None:
             env.unwrapped.observation_buffer(self._offered[k])  # type: ignore[attr-defined]
 
-    def _step_from(self, k: int, snapshot: Snapshot, announces: tuple[Any] | None) -> Callable[[Any], Any]:
+    def _step_from(self, k: int, known: Row, announces: tuple[Any] | None) -> Callable[[Any], Any]:
         """The step of a row that was filled; ``announces``: it is one that only says where the environment is."""
         env = self._env(k)
-        if snapshot.pending:
+        if known.pending:
             return self._step_by_reset(k)
         if announces is None:
             return env.step
@@ -147,17 +148,17 @@ class KeptRows(EnvRows):
             self._back.pop(k)
             self._drop(k)  # who knows how much of it was filled
             return super()._reset(k, seed, options)
-        return deepcopy(_seen_in(snapshot)), {}
+        return _seen_in(snapshot), {}
 
     def _go_back(self, k: int, snapshot: Snapshot) -> None:
-        self._fill(k, self._fitting(k, snapshot), snapshot)
+        self._fill(k, self._fitting(k, snapshot), snapshot.row)
 
     def _first_step(self, k: int, pending: bool) -> Callable[[Any], Any]:
         snapshot = self._back.get(k)
         if snapshot is None:
             return super()._first_step(k, pending)
         self._out.results[self.first + k] = True
-        return self._step_from(k, snapshot, (_seen_in(snapshot),) if pending else None)
+        return self._step_from(k, snapshot.row, (_seen_in(snapshot),) if pending else None)
 
     def _again(self, seq: int, ks: Sequence[int], function: Callable[[int], Any], *, fatal: bool = False) -> Outcome:
         """``function`` of each row. One that was interrupted is done again.
@@ -187,7 +188,8 @@ class KeptRows(EnvRows):
 
 def _seen_in(snapshot: Snapshot) -> Any:
     """The observation of the state that a snapshot has."""
-    return snapshot.observation if snapshot.announces is None else snapshot.announces[0]
+    known = snapshot.row
+    return known.observation if known.announces is None else known.announces[0]
 
 
 def _first_of(error: BaseException) -> BaseException:

@@ -91,7 +91,7 @@ class EnvRows(Envs):
         self._silent = -1  # the latest that ended without a word in the outcome
         self._done = 0  # how many of its rows are done
         self._walk: Any = None  # the rows that are being gone through
-        self._dirty = False  # some row's info columns or final flag are set
+        self._dirty = True  # some row's info columns or final flag are set, by a worker that died before this one perhaps
 
     def _direct_writes(self, tree: Tree | None) -> tuple[tuple[Any, Any, Any], list[Any], bool]:
         """How the step loop writes a space of one array by itself, the common case: (class, dtype, shape) to look for, the

@@ -354,8 +354,9 @@ class HostRows(AsyncVectorEnv[Any, Any]):
         """What an engine knows of rows that were loaded."""
         engine = self._engine
         for row in rows:
-            if self._coming[row].used:
-                engine.store.put_row(row, self._coming[row].observation)
+            known = self._coming[row].row
+            if known.used:
+                engine.store.put_row(row, known.observation)
             engine.ledger.found(row)
         if engine.policy.restart:
             engine.recovery.remembered.keep(rows, everyone=False)
@@ -370,9 +371,11 @@ class HostRows(AsyncVectorEnv[Any, Any]):
         if op is Op.PROVE and result.failures:
             engine.recovery.snapshots.clear()
         elif op is Op.SAVE:
-            for row, snapshot in result.results.items():
-                snapshot.observation = engine.store.row(row) if snapshot.used else None
-            engine.recovery.keep(list(result.results), list(result.results.values()))
+            kept = [
+                snapshot.having(observation=engine.store.row(row)) if snapshot.row.used else snapshot
+                for row, snapshot in result.results.items()
+            ]
+            engine.recovery.keep(list(result.results), kept)
 
     # -- answers ----------------------------------------------------------------------------------------------------
 

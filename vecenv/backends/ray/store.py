@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from vecenv.link.observations import flat_of, require_leaves
 from vecenv.shm import Tree
 from vecenv.shm.layout import Array
 
@@ -72,12 +73,12 @@ class PartsStore:
         return self._tree.build(iter([part[local].copy() for part in self._parts[host]]))
 
     def put_row(self, row: int, observation: Any) -> None:
-        flat: list[Any] = []
-        keep: Callable[[Any], Any] = lambda leaf: flat.append(leaf) or leaf  # type: ignore[func-returns-value]  # noqa: E731
-        self._tree.map(keep, observation)
         host = int(self._owner[row])
-        for part, value in zip(self._own(host), flat, strict=True):
+        for part, value in zip(self._own(host), flat_of(self._tree, observation), strict=True):
             part[row - self._shares[host].start] = value
+
+    def require(self, observation: Any) -> None:
+        require_leaves(self._leaves, flat_of(self._tree, observation))
 
     def _place(self, host: int) -> list[Array]:
         """Where the rows of a host lie in the whole batch."""

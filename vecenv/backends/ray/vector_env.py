@@ -124,17 +124,13 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
         step_timeout = engine_options.get("step_timeout")
         if isinstance(batch_size, str):
             raise ValueError(f"`batch_size` must be None or an int within 1..{len(env_fns)}, got {batch_size!r}.")
-        check_options(
-            len(env_fns), workers_per_host, batch_size, on_failure, restart_limit, restart_period, step_timeout,
-            self._start_timeout, engine_options.get("threads_per_worker"),
-            engine_options.get("use_caller", False), engine_options.get("strict", False),
-            worker_env=engine_options.get("worker_env"), ragged_infos=engine_options.get("ragged_infos", False),
-            restart_from=restart_from,
-        )  # fmt: skip
         recovery: dict[str, Any] = {
             "on_failure": on_failure, "restart_from": restart_from, "restart_limit": restart_limit,
             "restart_period": restart_period,
         }  # fmt: skip
+        checked = {"start_timeout", "step_timeout", "threads_per_worker", "use_caller", "strict", "worker_env", "ragged_infos"}
+        own = {name: value for name, value in engine_options.items() if name in checked}
+        check_options(len(env_fns), batch_size, num_workers=workers_per_host, **recovery, **own)
         self._recovery = recovery
         self._host_options = {key: value for key, value in engine_options.items() if key != "copy"}
         self._take_options(

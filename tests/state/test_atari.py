@@ -1,0 +1,124 @@
+"""A sticky emulator repeats an action that its own state does not have: snapshots have it all the same."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import pytest
+from gymnasium.wrappers import AtariPreprocessing
+
+from vecenv.comparing import assert_identical
+from vecenv.errors import NotRestorable
+from vecenv.state.capture import captured, opened
+
+ale_py = pytest.importorskip("ale_py")
+gymnasium.register_envs(ale_py)
+ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
+
+STEPS = 12  # of a previous action nothing is left after a few frames
+
+
+def game(name: str, **settings: Any) -> Any:
+    return gymnasium.make(f"ALE/{name}-v5", **settings)
+
+
+def preprocessed(name: str) -> Any:
+    import cv2
+
+    cv2.setNumThreads(0)  # its pool would be left behind
+    return AtariPreprocessing(game(name, frameskip=1))
+
+
+GAMES = ("Pong", "Freeway", "Breakout")
+SETTINGS: dict[str, Callable[[], Any]] = {
+    "not sticky": functools.partial(game, "Pong", repeat_action_probability=0.0),
+    "repeats only": functools.partial(game, "Freeway", repeat_action_probability=1.0),
+    "very sticky": functools.partial(game, "Freeway", repeat_action_probability=0.7),
+    "random frame skip": functools.partial(game, "Breakout", frameskip=(2, 6)),
+    "all actions": functools.partial(game, "Pong", full_action_space=True),
+    "a paddle, continuous": functools.partial(game, "Breakout", continuous=True),
+    "a joystick, continuous": functools.partial(game, "Freeway", continuous=True),
+    "preprocessed": functools.partial(preprocessed, "Pong"),
+}
+
+
+def stepped(env: Any, actions: list[Any]) -> list[Any]:
+    said: list[Any] = []
+    for action in actions:
+        step = env.step(action)
+        said.append(step)
+        if step[2] or step[3]:
+            said.append(env.reset())
+    return said
+
+
+def differing(make: Callable[[], Any], count: int, steps: int = STEPS) -> int:
+    """How many snapshots go on differently in an environment that did something else before."""
+    one, other = make(), make()
+    one.reset(seed=0)
+    other.reset(seed=1)
+    one.action_space.seed(2)
+    other.action_space.seed(3)
+    differ = 0
+    for number in range(count):
+        for env in (one, other):
+            stepped(env, [env.action_space.sample() for _ in range(3 + number % 5)])
+        state = captured(one)
+        actions = [one.action_space.sample() for _ in range(steps)]
+        wanted = stepped(one, actions)
+        opened(other, state)()
+        try:
+            assert_identical(stepped(other, actions), wanted)
+        except AssertionError:
+            differ += 1
+    one.close()
+    other.close()
+    return differ
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        *(pytest.param(name, 60, marks=pytest.mark.long) for name in GAMES),
+        *(pytest.param(name, 200, marks=pytest.mark.slow) for name in GAMES),
+    ],
+)
+def test_every_snapshot_of_a_sticky_game_goes_on_exactly(name: str, count: int) -> None:
+    assert differing(functools.partial(game, name), count) == 0
+
+
+def test_a_snapshot_has_the_action_that_is_repeated() -> None:
+    assert differing(functools.partial(game, "Pong"), 25, steps=3) == 0  # without it, some 4 of 25
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in SETTINGS.items()])
+def test_so_does_every_snapshot_under_other_settings(make: Callable[[], Any]) -> None:
+    assert differing(make, 30) == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("make", [functools.partial(game, "Freeway"), SETTINGS["a paddle, continuous"]])
+def test_saving_does_not_change_what_follows(make: Callable[[], Any]) -> None:
+    saved, left = make(), make()
+    for env in (saved, left):
+        env.reset(seed=4)
+    left.action_space.seed(4)
+    for _ in range(25):
+        actions = [left.action_space.sample() for _ in range(4)]
+        assert_identical(stepped(saved, actions), stepped(left, actions))
+        captured(saved)
+    saved.close()
+    left.close()
+
+
+def test_an_emulator_that_blends_frames_is_refused() -> None:
+    env = game("Pong")
+    env.reset(seed=0)
+    env.unwrapped.ale.setBool("color_averaging", True)
+    with pytest.raises(NotRestorable, match="color_averaging"):
+        captured(env)
+    env.close()

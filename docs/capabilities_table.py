@@ -11,9 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from vecenv.backends import native
-from vecenv.backends.envpool.first_ready import FirstReady
-from vecenv.backends.envpool.lockstep import Lockstep
-from vecenv.backends.envpool.player_driver import PlayerDriver
+from vecenv.backends.envpool.drivers import FirstReadyDriver, LockstepDriver, PlayerDriver
 from vecenv.backends.jax_native.driver import _CAPABILITIES as ON_DEVICE
 from vecenv.engine.owner import EngineOwner
 from vecenv.front.capabilities import Capabilities
@@ -48,8 +46,8 @@ def columns() -> dict[str, Capabilities]:
     return {
         "process": replace(said(SimpleNamespace(_backend="process", **vars(workers))), spare_workers=True),
         "ray": said(SimpleNamespace(_backend="ray", **vars(workers))),
-        "EnvPool": Lockstep.capabilities,
-        "EnvPool, first-ready": FirstReady.capabilities,
+        "EnvPool": LockstepDriver.capabilities,
+        "EnvPool, first-ready": FirstReadyDriver.capabilities,
         "EnvPool, players": PlayerDriver.capabilities,
         "native, ALE": library(SimpleNamespace(does=native._LIBRARIES["ale_py.vector_env.AtariVectorEnv"])),
         "native, others": library(SimpleNamespace(does=())),

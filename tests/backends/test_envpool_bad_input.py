@@ -20,8 +20,8 @@ from gymnasium.error import UnregisteredEnv
 from gymnasium.spaces import Box, Dict, Discrete
 
 from vecenv.backends import EnvPoolVectorEnv
-from vecenv.backends.envpool import trial
-from vecenv.backends.envpool.actions import ActionChecker
+from vecenv.backends.envpool import probe
+from vecenv.backends.envpool.rows import ActionChecker
 
 RUNNER = """
 import sys
@@ -64,7 +64,7 @@ for case, lines in json.load(sys.stdin).items():
             os.dup2(said.fileno(), 1)
             os.dup2(said.fileno(), 2)
             import signal
-            signal.alarm(60)
+            signal.alarm(300)
             try:
                 run(lines)
                 sys.stdout.flush()
@@ -171,12 +171,6 @@ CRASHES = {
         refused(lambda: envs.step([[0], [0, 1], [0], [0]]), ValueError)
         refused(lambda: envs.step(None), ValueError, TypeError)
         refused(lambda: envs.step({"action": 0}), ValueError, TypeError)
-    """,
-    "infinite and huge actions with validate='full'": """
-        envs = make("Pendulum-v1", 3, validate="full")
-        for wrong in (np.nan, np.inf, 1e6, -2.1):
-            refused(lambda: envs.step([[0.0], [wrong], [0.0]]), ValueError, says="envs [1]")
-        envs.step(np.full((3, 1), 2.0))
     """,
     "many sends without a recv": """
         from gymnasium.error import AlreadyPendingCallError
@@ -308,12 +302,13 @@ def outcomes() -> dict[str, tuple[int, str]]:
     """Case -> exit code (negative for a signal) and what was printed."""
     cases = {case: textwrap.dedent(lines) for case, lines in CRASHES.items()}
     done = subprocess.run(
-        [sys.executable, "-c", RUNNER], input=json.dumps(cases), capture_output=True, text=True, timeout=200, check=True
+        [sys.executable, "-c", RUNNER], input=json.dumps(cases), capture_output=True, text=True, check=True
     )
     return {case: (code, said) for case, (code, said) in json.loads(done.stdout).items()}
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)  # options are tried in processes of their own, which import EnvPool: seconds each, more under load
 @pytest.mark.parametrize("case", CRASHES)
 def test_what_crashes_raw_envpool_is_an_exception(case: str, outcomes: dict[str, tuple[int, str]]) -> None:
     code, said = outcomes[case]
@@ -373,7 +368,6 @@ def test_a_value_of_the_wrong_type_names_the_task() -> None:
         ({"num_envs": 6, "batch_size": 0}, ValueError, "batch_size"),
         ({"max_episode_steps": 0}, ValueError, "max_episode_steps must be from 1"),
         ({"max_episode_steps": -1}, ValueError, "max_episode_steps must be from 1"),
-        ({"validate": "off"}, ValueError, "'safe' or 'full'"),
         ({"render_mode": "human"}, ValueError, "'rgb_array' or None"),
         ({"autoreset_mode": "x"}, ValueError, "not a valid AutoresetMode"),
         ({"num_envs": 4, "batch_size": 2, "autoreset_mode": "SameStep"}, ValueError, "one batch"),
@@ -381,7 +375,6 @@ def test_a_value_of_the_wrong_type_names_the_task() -> None:
         ({"seed": -1}, ValueError, "must not be negative"),
         ({"seed": 1.5}, TypeError, "seed must be an integer"),
         ({"num_envs": 2, "seed": [1, "a"]}, TypeError, "seed of env 1"),
-        ({"info_keys": "ram"}, TypeError, "collection"),
     ],
     ids=str,
 )
@@ -431,7 +424,7 @@ def test_task_ids_are_listed_by_family() -> None:
 
 def test_dict_actions_are_checked_leaf_by_leaf() -> None:
     space = Dict({"go": Discrete(3, start=1), "arm": Dict({"push": Box(-1, 1, (2,), np.float32)})})
-    check = ActionChecker(space, ["action.go", "action.arm.push"], [np.int32, np.float32], full=False)
+    check = ActionChecker(space, ["action.go", "action.arm.push"], [np.int32, np.float32])
     ids = np.arange(2, dtype=np.int32)
     actions = {"go": [1, 3], "arm": {"push": np.zeros((2, 2))}}
     go, push = check(actions, ids)
@@ -453,10 +446,10 @@ def test_options_are_tried_once_and_common_ones_never(monkeypatch: pytest.Monkey
     tried = []
 
     class Done:
-        returncode, stdout, stderr = 0, b"tried", b""
+        returncode, stdout, stderr = 0, b"survived", b""
 
-    monkeypatch.setattr(trial.subprocess, "run", lambda *_, **__: tried.append(1) or Done)
-    trial._tried.cache_clear()
+    monkeypatch.setattr(probe.subprocess, "run", lambda *_, **__: tried.append(1) or Done)
+    probe._complaint.cache_clear()
     try:
         EnvPoolVectorEnv(
             "Pong-v5", 1, frame_skip=2, stack_num=2, noop_max=10, episodic_life=True, img_height=64, img_width=64
@@ -469,12 +462,12 @@ def test_options_are_tried_once_and_common_ones_never(monkeypatch: pytest.Monkey
         EnvPoolVectorEnv("Ant-v4", 1, ctrl_cost_weight=0.125)
         assert tried == [1, 1]
     finally:
-        trial._tried.cache_clear()
+        probe._complaint.cache_clear()
 
 
 def test_a_trial_that_does_not_end_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "_PATIENCE", 0.01)
-    trial._tried.cache_clear()
+    monkeypatch.setattr(probe, "_PATIENCE", 0.01)
+    probe._complaint.cache_clear()
     with pytest.raises(ValueError, match=r"cannot be had with ctrl_cost_weight=0.75: .* no answer within 0.01 s"):
         EnvPoolVectorEnv("Ant-v4", 1, ctrl_cost_weight=0.75)
-    trial._tried.cache_clear()
+    probe._complaint.cache_clear()

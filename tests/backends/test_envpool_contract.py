@@ -45,9 +45,9 @@ class TestClassicControl(EnvPoolContract):
 
 
 @pytest.mark.long
-class TestExactTimeLimit(EnvPoolContract):
+class TestTimeLimit(EnvPoolContract):
     task_id = "CartPole-v1"
-    options: ClassVar[dict[str, Any]] = {"exact_time_limit": True, "max_episode_steps": 11}
+    options: ClassVar[dict[str, Any]] = {"max_episode_steps": 11}
 
 
 @pytest.mark.long

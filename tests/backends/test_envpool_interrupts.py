@@ -114,8 +114,7 @@ def in_flight(envs: EnvPoolVectorEnv) -> int:
 MODES = {
     "next step": {},
     "same step, a reset in every step": {"autoreset_mode": "SameStep", "max_episode_steps": 1},
-    "exact time limit": {"max_episode_steps": 3, "exact_time_limit": True},
-    "same step, exact": {"autoreset_mode": "SameStep", "max_episode_steps": 1, "exact_time_limit": True},
+    "next step, short episodes": {"max_episode_steps": 3},
     "first ready": {"batch_size": 2},
 }
 
@@ -304,7 +303,7 @@ import numpy as np
 from vecenv.backends import EnvPoolVectorEnv
 from vecenv.testing import assert_identical
 
-options = dict(autoreset_mode={mode!r}, max_episode_steps=9, exact_time_limit=True, seed=0, num_threads=1)
+options = dict(autoreset_mode={mode!r}, max_episode_steps=9, seed=0, num_threads=1)
 envs, same = EnvPoolVectorEnv("CartPole-v1", 8, **options), EnvPoolVectorEnv("CartPole-v1", 8, **options)
 envs.reset()
 same.reset()

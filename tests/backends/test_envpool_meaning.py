@@ -131,9 +131,8 @@ def test_the_answer_to_a_step_is_not_received(make: Make, batch_size: int) -> No
 
 
 @pytest.mark.parametrize(("num_envs", "batch_size"), [(4, 4), (4, 2), (4, 1)])
-@pytest.mark.parametrize("info_keys", [None, [], ["elapsed_step"]])
-def test_every_info_has_its_mask_and_env_id_is_an_index(make: Make, num_envs: int, batch_size: int, info_keys: Any) -> None:
-    envs = make(num_envs, batch_size=batch_size, info_keys=info_keys)
+def test_every_info_has_its_mask_and_env_id_is_an_index(make: Make, num_envs: int, batch_size: int) -> None:
+    envs = make(num_envs, batch_size=batch_size)
     envs.reset()
     envs.send(zeros(num_envs), np.arange(num_envs))
     received = envs.recv()[4]
@@ -146,7 +145,7 @@ def test_every_info_has_its_mask_and_env_id_is_an_index(make: Make, num_envs: in
             if not key.startswith("_"):
                 assert infos[f"_{key}"].shape == value.shape[:1]
                 assert infos[f"_{key}"].dtype == np.bool_
-        assert "env_id" not in infos or infos["env_id"].dtype == np.intp
+        assert infos["env_id"].dtype == np.intp
 
 
 def test_an_env_id_that_the_caller_changes_is_not_whom_send_means(make: Make) -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("envpool")
 import envpool
 
 from vecenv.backends import EnvPoolVectorEnv
-from vecenv.backends.envpool.players import PlayerSorter
+from vecenv.backends.envpool.rows import PlayerSorter
 
 KEYS = ["info:env_id", "info:players.env_id", "done", "reward"]
 SPECS = {key: SimpleNamespace(shape=shape) for key, shape in zip(KEYS, ([], [-1], [], [-1]), strict=True)}

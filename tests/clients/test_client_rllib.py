@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from rllib_games import Parlour  # noqa: E402
 
 import vecenv  # noqa: E402
 from vecenv.adapters import MultiAgentVecEnvRunner, as_rllib  # noqa: E402
+from vecenv.errors import StepTimeout  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -213,3 +215,27 @@ class Masked:
 
     def close(self) -> None:
         pass
+
+
+class SlowParlour(Parlour):
+    """Its steps take a second."""
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        time.sleep(1.0)
+        return super().step(actions)
+
+
+def test_a_step_that_timed_out_is_dropped_by_the_next_reset() -> None:
+    envs = as_rllib(vecenv.MultiAgentVecEnv([functools.partial(SlowParlour, True)], num_workers=1, step_timeout=0.5))
+    first, _ = envs.reset(seed=3)
+    with pytest.raises(StepTimeout):
+        envs.step([dict.fromkeys(first[0], 0)])
+    for patience in (3, 2, 1, 0):  # it waits for the step, and may say again that it is late
+        try:
+            again, _ = envs.reset(seed=3)
+            break
+        except StepTimeout:
+            assert patience
+    assert first[0].keys() == again[0].keys()
+    assert all((again[0][agent] == value).all() for agent, value in first[0].items())
+    envs.close()

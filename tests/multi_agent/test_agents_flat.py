@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from typing import Any, ClassVar
 
 import gymnasium
@@ -11,6 +12,7 @@ import pytest
 from agent_games import RandomGame, Scripted
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from vecenv.errors import StepTimeout
 from vecenv.front.gymnasiums import HAS_MAX_CONCURRENCY
 from vecenv.multi_agent import FlattenAgents, MultiAgentVecEnv
 from vecenv.testing import VectorEnvContract, assert_identical
@@ -180,3 +182,27 @@ def test_attributes_are_those_of_the_environments() -> None:
 def test_only_the_stacked_layout_can_be_flat() -> None:
     with MultiAgentVecEnv([Scripted], layout="agents", num_workers=0) as envs, pytest.raises(ValueError, match="'agents'"):
         envs.flatten_agents()
+
+
+class Slow(RandomGame):
+    """A game whose steps take a second."""
+
+    def step(self, actions: Any) -> Any:
+        time.sleep(1.0)
+        return super().step(actions)
+
+
+def test_a_step_that_timed_out_is_dropped_by_the_next_reset() -> None:
+    envs = flat([functools.partial(Slow, 1)], num_workers=1, step_timeout=0.5)
+    envs.reset(seed=3)
+    first = envs.reset(seed=3)[0]
+    with pytest.raises(StepTimeout):
+        envs.step(np.zeros(1, np.int64))
+    for patience in (3, 2, 1, 0):  # it waits for the step, and may say again that it is late
+        try:
+            again = envs.reset(seed=3)[0]
+            break
+        except StepTimeout:
+            assert patience
+    assert_identical(again, first)
+    envs.close()

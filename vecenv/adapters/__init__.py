@@ -14,8 +14,7 @@ from vecenv.errors import how_to_install
 if TYPE_CHECKING:
     from vecenv.adapters.envpool import as_envpool
     from vecenv.adapters.rllib import MultiAgentVecEnvRunner, as_rllib
-    from vecenv.adapters.sb3 import as_sb3
-    from vecenv.adapters.sb3_evaluation import evaluate_sb3
+    from vecenv.adapters.sb3 import as_sb3, evaluate_sb3
     from vecenv.adapters.tianshou import as_tianshou
     from vecenv.adapters.torchrl import as_torchrl
 
@@ -27,7 +26,7 @@ _LAZY: dict[str, tuple[str, str, str]] = {
     "MultiAgentVecEnvRunner": ("vecenv.adapters.rllib", "ray", "rllib"),
     "as_rllib": ("vecenv.adapters.rllib", "ray", "rllib"),
     "as_sb3": ("vecenv.adapters.sb3", "stable_baselines3", "sb3"),
-    "evaluate_sb3": ("vecenv.adapters.sb3_evaluation", "stable_baselines3", "sb3"),
+    "evaluate_sb3": ("vecenv.adapters.sb3", "stable_baselines3", "sb3"),
     "as_tianshou": ("vecenv.adapters.tianshou", "tianshou", "clients"),
     "as_torchrl": ("vecenv.adapters.torchrl", "torchrl", "clients"),
 }

@@ -1,7 +1,7 @@
 """``as_envpool``: a vector environment behind EnvPool's asynchronous interface.
 
-Programs that were written for EnvPool begin everybody's episode by ``async_reset``, and then go round with ``recv`` and
-``send``, for whichever environments are done first. Any environment in Python runs there by this.
+Programs that were written for EnvPool begin all episodes by ``async_reset``, and then go round with ``recv`` and ``send``,
+for the environments that finish first. With this, any environment in Python runs there.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from gymnasium import Space
+from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode
 
 from vecenv.adapters.single import AnyVectorEnv, require
+from vecenv.front.phases import dropping_pending
 
 __all__ = ["EnvPoolLike", "as_envpool"]
 
@@ -67,11 +69,16 @@ class EnvPoolLike:
         self._begins = np.ones(self.num_envs, np.bool_)  # what comes next of a row is the beginning of an episode
 
     def async_reset(self) -> None:
-        """Begin an episode in every environment; :meth:`recv` hands out their first observations, as they come."""
-        self._reset(self.all_env_ids)
+        """Begin an episode in every environment; :meth:`recv` hands out their first observations, as they come.
+
+        What was sent and not received is dropped, so this goes on after a failure, too.
+        """
+        self._reset(None)
 
     def recv(self) -> Step:
-        """What ``batch_size`` environments have to say, those that are done first.
+        """The results of the ``batch_size`` environments that finish first; of fewer, where fewer are in flight.
+
+        An environment that failed is in flight no longer, and :meth:`reset` brings it back.
 
         Returns:
             ``(observations, rewards, terminations, truncations, infos)``: rewards float32, and 0 with a first observation.
@@ -94,24 +101,50 @@ class EnvPoolLike:
     def reset(self, env_id: Ids = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode in the environments ``env_id`` (all), and wait for them.
 
+        A reset of all environments drops what was sent and not received.
+
         Returns:
-            ``(observations, infos)`` in the order in which they were done, which ``infos["env_id"]`` says.
+            ``(observations, infos)`` in the order in which they finished, which ``infos["env_id"]`` says.
+
+        Raises:
+            gymnasium.error.AlreadyPendingCallError: ``env_id`` is given while others are in flight, whose steps would be
+                handed out as resets: :meth:`recv` them first.
         """
-        ids = self.all_env_ids if env_id is None else np.asarray(env_id)
+        ids = None if env_id is None else np.asarray(env_id).astype(np.intp)
+        if ids is not None and (others := self._in_flight()):
+            raise AlreadyPendingCallError(
+                f"Calling `reset` for envs {ids.tolist()} while {others} are in flight: `recv` them first, or reset all.",
+                "send",
+            )
         self._reset(ids)
-        observations, *_, infos = self._received(len(ids))
+        observations, *_, infos = self._received(self.num_envs if ids is None else len(ids))
         return observations, infos
 
-    def _reset(self, ids: npt.NDArray[Any]) -> None:
+    def _reset(self, ids: npt.NDArray[np.intp] | None) -> None:
+        rows = self.all_env_ids if ids is None else ids
         seed = self.config["seed"]
-        seeds = [None if self._seeded[row] else seed + row for row in ids.tolist()]
+        seeds = [None if self._seeded[row] else seed + row for row in rows.tolist()]
         known = None if all(one is None for one in seeds) else seeds
-        self.vector_env.reset_async(seed=known, env_id=ids.astype(np.intp))
-        self._seeded[ids] = self._begins[ids] = True
+        if ids is None:
+            dropping_pending(self.vector_env, lambda: self.vector_env.reset_async(seed=known))
+        else:
+            self.vector_env.reset_async(seed=known, env_id=ids)
+        self._begins[rows] = True
+
+    def _in_flight(self) -> int:
+        return int(self.vector_env.stats()["in_flight"])
 
     def _received(self, count: int) -> Step:
-        observations, rewards, terminations, truncations, infos = self.vector_env.recv(count=count)
+        try:
+            answer = self.vector_env.recv(count=count)
+        except NoAsyncCallError:  # after a failure, whose environment is in flight no longer
+            left = self._in_flight()
+            if not left:
+                raise
+            answer = self.vector_env.recv(count=left)
+        observations, rewards, terminations, truncations, infos = answer
         ids = infos["env_id"].astype(np.int32)
+        self._seeded[ids] = True  # only now: a reset that fails is asked for again, with its seed
         self._elapsed[ids] = np.where(self._begins[ids], 0, self._elapsed[ids] + 1)
         self._begins[ids] = terminations | truncations
         ours = {"env_id": ids, "players": {"env_id": ids}, "elapsed_step": self._elapsed[ids]}

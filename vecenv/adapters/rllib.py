@@ -8,7 +8,7 @@ vector environment. ``MultiAgentVecEnvRunner`` is its runner with one method rep
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,8 @@ from ray.rllib.env.multi_agent_env_runner import MultiAgentEnvRunner
 from ray.rllib.env.vector.vector_multi_agent_env import VectorMultiAgentEnv
 from ray.tune.registry import ENV_CREATOR, _global_registry
 
+from vecenv.adapters.single import mapped
+from vecenv.front.phases import dropping_pending
 from vecenv.multi_agent import MultiAgentVecEnv
 from vecenv.multi_agent.infos import RESERVED, own_keys, row_of
 
@@ -84,7 +86,8 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
         """Begin an episode in every environment; environment i has the seed ``seed + i``."""
-        obs, infos = self.vector_env.reset(seed=seed, options=options)
+        envs = self.vector_env
+        obs, infos = dropping_pending(envs, lambda: envs.reset(seed=seed, options=options))
         acting = infos["agent_mask"]
         return self._observations(obs, acting), self._infos(infos, acting)
 
@@ -130,7 +133,7 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
     def _observations(self, obs: Any, shown: Any) -> list[dict[Any, Any]]:
         found: list[dict[Any, Any]] = [{} for _ in range(self.num_envs)]
         for j, agent in enumerate(self._agents):
-            own = _one(obs, j) if self.vector_env.layout == "stack" else obs[agent]
+            own = mapped(_agent(j), obs) if self.vector_env.layout == "stack" else obs[agent]
             for row, value, there in zip(found, iterate(self._batches[agent], own), shown[:, j].tolist(), strict=True):
                 if there:
                     row[agent] = value
@@ -236,13 +239,9 @@ class MultiAgentVecEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc, unused-
         )
 
 
-def _one(tree: Any, j: int) -> Any:
-    """Agent ``j`` of arrays ``[n, A, ...]``."""
-    if isinstance(tree, Mapping):
-        return {key: _one(value, j) for key, value in tree.items()}
-    if isinstance(tree, tuple):
-        return tuple(_one(value, j) for value in tree)
-    return tree[:, j]
+def _agent(j: int) -> Callable[[Any], Any]:
+    """Takes agent ``j`` out of an array ``[n, A, ...]``."""
+    return lambda leaf: leaf[:, j]
 
 
 def _stacked(trees: list[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""``as_sb3``: a vector environment as Stable-Baselines3 wants one.
+"""``as_sb3``: a vector environment as Stable-Baselines3 wants one; ``evaluate_sb3``: its models on a list of episodes.
 
 SB3's interface is older than Gymnasium's: one ``done`` flag, a list of infos, and in the step that ends an episode the first
 observation of the next one, with the last one in ``info["terminal_observation"]``. ``AutoresetMode.SAME_STEP`` is that in
@@ -17,13 +17,17 @@ import numpy.typing as npt
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import concatenate, create_empty_array
+from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.preprocessing import check_for_nested_spaces
 from stable_baselines3.common.vec_env import VecEnv
 
-from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, added_keys, info_rows, require
+from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, added_keys, info_rows, mapped, require
+from vecenv.evaluating.episodes import EpisodeResult, Listed
+from vecenv.evaluating.evaluate import evaluate
 from vecenv.front.arguments import OnlyMask
+from vecenv.front.phases import dropping_pending
 
-__all__ = ["SB3VecEnv", "as_sb3"]
+__all__ = ["SB3VecEnv", "as_sb3", "evaluate_sb3"]
 
 Indices = int | Iterable[int] | None
 
@@ -64,7 +68,6 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
         self._actions: Any = None
         self._begin: Any = getattr(envs, "step_async", None)  # vector wrappers and compiled environments have none
         self._finish: Any = getattr(envs, "step_wait", None)
-        self._stepping = False
         super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
         self._structured = isinstance(envs.single_action_space, (spaces.Dict, spaces.Tuple))
         self._added = added_keys(envs)
@@ -75,12 +78,11 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
 
     def reset(self) -> Any:
         """Reset all environments, with what ``seed`` and ``set_options`` said since the last time; drops a pending step."""
-        if self._stepping:
-            self.step_wait()
         options: Any = self._options
         if all(each == options[0] for each in options):
             options = options[0] or None
-        observations, infos = self.vector_env.reset(seed=self._seeds, options=options)
+        envs = self.vector_env
+        observations, infos = dropping_pending(envs, lambda: envs.reset(seed=self._seeds, options=options))
         self.reset_infos = info_rows(infos, self.num_envs)
         self._reset_seeds()
         self._reset_options()
@@ -106,7 +108,6 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
             self._actions = np.array(actions)
         else:
             self._begin(actions)
-        self._stepping = True
 
     def _joined(self, actions: Any) -> Any:
         """One structured action an environment as the batch that vector environments take."""
@@ -117,7 +118,6 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
 
     def step_wait(self) -> tuple[Any, npt.NDArray[np.float32], npt.NDArray[np.bool_], list[dict[str, Any]]]:
         """Finish it: ``(observations, rewards, dones, infos)``."""
-        self._stepping = False
         results = self.vector_env.step(self._actions) if self._begin is None else self._finish()
         observations, rewards, terminations, truncations, infos = results
         dones = terminations | truncations
@@ -184,11 +184,61 @@ def _parted(merged: dict[str, Any], added: Collection[str]) -> tuple[dict[str, A
 
 
 def _row(batch: Any, row: int) -> Any:
-    """One environment's observation, as a copy."""
-    if isinstance(batch, dict):
-        return {key: _row(leaf, row) for key, leaf in batch.items()}
-    if isinstance(batch, tuple):
-        return tuple(_row(leaf, row) for leaf in batch)
-    value = batch[row]
-    # (where the space is Discrete, environments give an int)
-    return int(value) if isinstance(value, np.int64) else value.copy()
+    """One environment's observation, as a copy; where the space is Discrete, environments give an int."""
+    return mapped(lambda leaf: int(leaf[row]) if isinstance(leaf[row], np.int64) else leaf[row].copy(), batch)
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+
+def evaluate_sb3(
+    model: BaseAlgorithm, envs: Any, episodes: Listed, *, deterministic: bool = True, **options: Any
+) -> list[EpisodeResult]:
+    """:func:`vecenv.evaluate` of a Stable-Baselines3 model, in the place of ``evaluate_policy``.
+
+    Observations are normalised by the statistics of the model's own ``VecNormalize``, if it has one, which stay as they are;
+    returns are those of the environments. A recurrent policy (sb3-contrib) keeps a state for each row.
+
+    Args:
+        model: Anything with ``predict``, ``observation_space`` and ``action_space``, as SB3's algorithms.
+        envs: A vector environment, or what :func:`as_sb3` made of one. What the model was trained through beside
+            ``VecNormalize`` and ``VecMonitor``, a stack of frames for one, has to be in its environments.
+        episodes: How many, or a sequence of :class:`vecenv.Episode`.
+        deterministic: The likeliest action. Otherwise it is drawn from torch's generator, and no two evaluations are alike.
+        options: As of :func:`vecenv.evaluate`.
+
+    Raises:
+        ValueError: The model's observations or actions are of other spaces than the environments'.
+        Exception: As :func:`vecenv.evaluate`.
+    """
+    inner = envs.vector_env if isinstance(envs, SB3VecEnv) else envs
+    for name in ("observation", "action"):
+        ours, its = getattr(inner, f"single_{name}_space", None), getattr(model, f"{name}_space")
+        if ours is not None and ours.shape != its.shape:
+            raise ValueError(f"the model's {name}s are {its}, the environments' {ours}")
+    return evaluate(inner, _Predicting(model, inner, deterministic), episodes, **options)
+
+
+class _Predicting:
+    """``model.predict`` as a policy; states of recurrent ones are ``(layers, rows, ...)``."""
+
+    def __init__(self, model: Any, envs: Any, deterministic: bool) -> None:
+        self._model = model
+        self._rows = getattr(envs, "num_envs", 0) + 1  # and one for padding
+        self._deterministic = deterministic
+        self._normalize: Any = model.get_vec_normalize_env() if hasattr(model, "get_vec_normalize_env") else None
+        self._states: tuple[npt.NDArray[Any], ...] | None = None
+
+    def __call__(self, observations: Any, rows: npt.NDArray[np.intp], begins: npt.NDArray[np.bool_]) -> Any:
+        if self._normalize is not None:
+            observations = self._normalize.normalize_obs(observations)
+        state = None if self._states is None else tuple(part[:, rows] for part in self._states)
+        actions, said = self._model.predict(
+            observations, state=state, episode_start=begins, deterministic=self._deterministic
+        )
+        if said is not None:
+            if self._states is None:
+                self._states = tuple(np.zeros((len(part), self._rows, *part.shape[2:]), part.dtype) for part in said)
+            for kept, part in zip(self._states, said, strict=True):
+                kept[:, rows] = part
+        return actions

@@ -5,7 +5,7 @@ Workers import this module to answer for their environments, so it must import n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from gymnasium import Env, Wrapper
@@ -14,7 +14,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from vecenv.front.capabilities import capabilities_of
 from vecenv.front.infos import info_rows
 
-__all__ = ["SingleEnvs", "added_keys", "info_rows", "require"]
+__all__ = ["SingleEnvs", "added_keys", "info_rows", "mapped", "require"]
 
 AnyEnv = Env[Any, Any]
 AnyVectorEnv = VectorEnv[Any, Any, Any]
@@ -47,6 +47,15 @@ def require(
     if not converted and not any_arrays and getattr(inner, "to", "numpy") != "numpy":
         raise ValueError(f"{client} needs to='numpy', got to={inner.to!r}")
     return AutoresetMode(mode)
+
+
+def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    """The same dicts and tuples, with the function's value in the place of each leaf."""
+    if isinstance(tree, Mapping):
+        return {key: mapped(function, value) for key, value in tree.items()}
+    if isinstance(tree, tuple):
+        return tuple(mapped(function, value) for value in tree)
+    return function(tree)
 
 
 def _wrappers(envs: Any) -> Iterator[Any]:

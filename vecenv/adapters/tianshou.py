@@ -17,6 +17,7 @@ from tianshou.env import BaseVectorEnv
 
 from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, info_rows, require
 from vecenv.front.arguments import OnlyMask
+from vecenv.front.phases import dropping_pending
 
 __all__ = ["TianshouVectorEnv", "as_tianshou"]
 
@@ -70,12 +71,28 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         if self.is_async and inner is not envs:
             raise ValueError(f"wait_num steps and resets single rows, which vector wrappers do not see: give {inner}")
         self._held: list[Row] = []  # steps that were done while something else was waited for
+        self._resetting: set[int] = set()  # resets that were asked for, and not handed out
         self.timeout = None
-        self.waiting_id: list[int] = []
-        self.ready_id = list(range(envs.num_envs))
+
+    # Tianshou's two lists are read from the engine's table of pending requests, so a failure leaves no environment in them.
+
+    @property
+    def waiting_id(self) -> list[int]:
+        """The environments whose step was asked for and not handed out, in asynchronous mode."""
+        if not self.is_async:
+            return []
+        return [*(row[4]["env_id"] for row in self._held), *self.vector_env.in_flight.tolist()]
+
+    @property
+    def ready_id(self) -> list[int]:
+        """All other environments."""
+        waiting = set(self.waiting_id)
+        return [row for row in range(self.env_num) if row not in waiting]
 
     def reset(self, env_id: Ids = None, **kwargs: Any) -> tuple[npt.NDArray[Any], Objects]:
         """Reset the environments ``env_id`` (all), each with the keywords that are given here.
+
+        A reset of all drops what was sent and not handed out: it goes on after a failure, a timeout or a Ctrl-C.
 
         Args:
             env_id: Which.
@@ -97,15 +114,21 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         seeds: list[int | None] = [None] * self.env_num
         for i, given in zip(ids.tolist(), each, strict=True):
             seeds[i] = None if given is None else int(given)
-        if len(ids) < self.env_num and not self.is_async:
+        every = len(ids) == self.env_num
+        if self.is_async and not every:
+            return self._reset_in_flight(ids, [seeds[i] for i in ids.tolist()], options)
+        if not every:
             mask = np.zeros(self.env_num, np.bool_)
             mask[ids] = True
             options = OnlyMask({**(options or {}), "reset_mask": mask})
-        if self.is_async:
-            return self._reset_in_flight(ids, [seeds[i] for i in ids.tolist()], options)
         # (without seeds it is None, which environments that can only be seeded all at once want)
         given_seeds = None if all(one is None for one in seeds) else seeds
-        observations, infos = self.vector_env.reset(seed=given_seeds, options=options)
+        envs = self.vector_env
+        if every:
+            observations, infos = dropping_pending(envs, lambda: envs.reset(seed=given_seeds, options=options))
+            self._held, self._resetting = [], set()
+        else:
+            observations, infos = envs.reset(seed=given_seeds, options=options)
         rows = info_rows(infos, self.env_num)
         return self._observations(observations, ids), _objects([rows[i] for i in ids])
 
@@ -146,22 +169,18 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
 
     def _step_in_flight(self, action: Any, ids: npt.NDArray[np.intp]) -> Any:
         """Send ``action``, if there is one, and hand out who is done: ``wait_num`` environments, or all that are left."""
+        self._finish_resets()
         if action is not None:
             self._assert_id(ids)
             if len(action) != len(ids):
                 raise ValueError(f"step wants an action for each of {len(ids)} environments, got {action!r}")
             self.vector_env.send(np.asarray(action), ids)
-            self.waiting_id += ids.tolist()
-            self.ready_id = [row for row in self.ready_id if row not in ids]
         wanted = min(self.wait_num, len(self.waiting_id)) - len(self._held)
         if wanted > 0:
             self._held += self._received(wanted)
         done, self._held = self._held, []
         if not done:
             raise ValueError("no environment is stepping: step(None) fetches what was sent before")
-        for row in done:
-            self.waiting_id.remove(row[4]["env_id"])
-            self.ready_id.append(row[4]["env_id"])
         observations, rewards, terminations, truncations, infos = zip(*done, strict=True)
         return (
             _stacked(observations), np.stack(rewards), np.stack(terminations), np.stack(truncations), _objects(infos),
@@ -169,20 +188,29 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
 
     def _reset_in_flight(self, ids: npt.NDArray[np.intp], seeds: Any, options: Any) -> tuple[Any, Objects]:
         """Reset environments that are not stepping; what others have to say meanwhile is kept for the next step."""
+        self._finish_resets()
         self._assert_id(ids)
         known = None if all(one is None for one in seeds) else seeds
         self.vector_env.reset_async(seed=known, options=options, env_id=ids)
+        self._resetting = set(ids.tolist())
+        begun = self._finish_resets()
+        rows = [begun[index] for index in ids.tolist()]
+        for row in rows:
+            del row[4]["env_id"]
+        return _stacked([row[0] for row in rows]), _objects([row[4] for row in rows])
+
+    def _finish_resets(self) -> dict[int, Row]:
+        """First rows of the resets that were asked for; after a failure the next call drops them."""
         begun: dict[int, Row] = {}
-        while len(begun) < len(ids):
+        while self._resetting and not self._resetting.isdisjoint(self.vector_env.in_flight.tolist()):
             (row,) = self._received(1)
-            index = row[4].pop("env_id")
-            if index in ids:
+            index = row[4]["env_id"]
+            if index in self._resetting:
                 begun[index] = row
             else:
-                row[4]["env_id"] = index
                 self._held.append(row)
-        rows = [begun[index] for index in ids.tolist()]
-        return _stacked([row[0] for row in rows]), _objects([row[4] for row in rows])
+        self._resetting = set()
+        return begun
 
     def _received(self, count: int) -> list[Row]:
         observations, rewards, terminations, truncations, infos = self.vector_env.recv(count=count)

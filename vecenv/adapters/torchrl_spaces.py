@@ -26,6 +26,8 @@ from torchrl.data.tensor_specs import (
     Unbounded,
 )
 
+from vecenv.adapters.single import mapped
+
 __all__ = ["Codec", "Tensors", "codec_of", "moved", "put", "rows_of", "tensor_of"]
 
 Tensors: TypeAlias = Any
@@ -187,16 +189,12 @@ def _array(tensor: Any) -> Any:
 
 def moved(tensors: Tensors, device: Any) -> Tensors:
     """The same on a device."""
-    if isinstance(tensors, Mapping):
-        return {key: moved(value, device) for key, value in tensors.items()}
-    return tensors if device is None or tensors.device == device else tensors.to(device)
+    return mapped(lambda one: one if device is None or one.device == device else one.to(device), tensors)
 
 
 def rows_of(tensors: Tensors, rows: Any) -> Tensors:
-    """A copy of some rows; ``rows`` is whatever indexes a tensor."""
-    if isinstance(tensors, Mapping):
-        return {key: rows_of(value, rows) for key, value in tensors.items()}
-    return tensors[rows].clone()
+    """A copy of some rows; ``rows`` is anything that indexes a tensor."""
+    return mapped(lambda one: one[rows].clone(), tensors)
 
 
 def put(tensors: Tensors, rows: Any, values: Tensors) -> None:

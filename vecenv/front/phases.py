@@ -6,12 +6,17 @@ One table, :data:`NEXT`: method -> the phase it needs and the next. Everything e
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 
-__all__ = ["NEXT", "Phase", "advance", "still_owed"]
+from vecenv.errors import StepTimeout
+
+__all__ = ["NEXT", "Phase", "advance", "dropping_pending", "still_owed"]
+
+R = TypeVar("R")
 
 
 class Phase(Enum):
@@ -65,3 +70,28 @@ def still_owed(name: str, phase: Phase) -> str:
     """Why a method has to wait; where Gymnasium has it too, in Gymnasium's own words, which differ by a full stop."""
     end = "" if name == "reset_async" else "." if name in NEXT else f": call `{phase.value}_wait()` first."
     return f"Calling `{name}` while waiting for a pending call to `{phase.value}` to complete{end}"
+
+
+def dropping_pending(envs: Any, begin: Callable[[], R]) -> R:
+    """``begin()``, a reset of all environments; the answer to a call that is still pending is fetched and dropped.
+
+    A step that timed out, or was interrupted by Ctrl-C, is still pending. Interfaces of other libraries have no method
+    that fetches it, so without this every later reset would be refused.
+
+    Raises:
+        StepTimeout: The pending answer is still not there; it stays pending.
+        Exception: Of ``begin``.
+    """
+    try:
+        return begin()
+    except AlreadyPendingCallError as error:
+        kind = error.name
+    inner = getattr(envs, "unwrapped", envs)  # vector wrappers have no such methods
+    wait = getattr(inner, f"{kind}_wait" if kind in ("reset", "step", "call") else "recv")
+    try:
+        wait()
+    except StepTimeout:
+        raise
+    except Exception:  # the dropped answer itself; `errors` has it
+        pass
+    return begin()

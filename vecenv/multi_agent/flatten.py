@@ -16,6 +16,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from vecenv.front.gymnasiums import NotClosedUnasked
+from vecenv.front.phases import dropping_pending
 from vecenv.multi_agent.infos import own_keys
 from vecenv.multi_agent.roster import tree_of
 from vecenv.shm import Tree
@@ -64,7 +65,7 @@ class FlattenAgents(NotClosedUnasked, VectorEnv[Any, Any, Any]):
     # -- reset and step ---------------------------------------------------------------------------------------------
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Reset the environments.
+        """Reset the environments; the pending answer to a step that timed out or was interrupted is dropped.
 
         Args:
             seed: An int seeds environment i with ``seed + i * seed_stride``; of a sequence of ``num_envs`` each environment
@@ -83,7 +84,7 @@ class FlattenAgents(NotClosedUnasked, VectorEnv[Any, Any, Any]):
         if options is not None and "reset_mask" in options:
             chosen = self._whole_envs(options["reset_mask"])
             options = {**options, "reset_mask": chosen[:: self.num_agents].copy()}
-        obs, infos = self.envs.reset(seed=seeds, options=options)
+        obs, infos = dropping_pending(self.envs, lambda: self.envs.reset(seed=seeds, options=options))
         return self._rows(obs), self._flat(infos, chosen)
 
     def _whole_envs(self, mask: Any) -> Bools:

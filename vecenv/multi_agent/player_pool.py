@@ -16,13 +16,10 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
-from vecenv.backends.envpool.driver import Seeding
-from vecenv.backends.envpool.options import check_options
-from vecenv.backends.envpool.over_pools import OverPools
-from vecenv.backends.envpool.player_driver import PlayerDriver
-from vecenv.backends.envpool.players import PlayerRows
-from vecenv.backends.envpool.seeds import spread
-from vecenv.backends.envpool.task import Task
+from vecenv.backends.envpool.drivers import PlayerDriver, Seeding
+from vecenv.backends.envpool.rows import PlayerRows
+from vecenv.backends.envpool.task import Task, check_options, spread
+from vecenv.backends.envpool.vector_env import PoolVectorEnv
 from vecenv.front.arguments import env_ids_of
 from vecenv.front.capabilities import unable
 from vecenv.front.driver import Stepped
@@ -35,7 +32,7 @@ _OBSERVATIONS = ("obs", "obs:players.obs")
 _BOOKKEEPING = ("info:env_id", "info:players.env_id", "info:players.id", "info:current_player", "info:legal_action_mask")
 
 
-class PlayerPool(OverPools[PlayerDriver]):
+class PlayerPool(PoolVectorEnv[PlayerDriver]):
     """A pool with several players an environment, whose observations are rows of all agents.
 
     Args:
@@ -58,12 +55,12 @@ class PlayerPool(OverPools[PlayerDriver]):
     ) -> None:
         self.closed = True  # until there is something to close
         self.num_envs, batch_size = check_options(
-            num_envs, batch_size, num_threads, None, "safe", None, self.autoreset_mode
+            num_envs, batch_size, num_threads, None, None, self.autoreset_mode
         )
+        max_episode_steps = config.pop("max_episode_steps", None)
         task = Task.of(
-            task_id, num_envs=self.num_envs, batch_size=batch_size, num_threads=num_threads or 0,
-            thread_affinity_offset=-1, max_episode_steps=config.pop("max_episode_steps", None), exact_time_limit=False,
-            render_mode=None, env_config=config,
+            task_id, config, num_envs=self.num_envs, batch_size=batch_size, num_threads=num_threads or 0,
+            max_episode_steps=max_episode_steps,
         )  # fmt: skip
         read = _Reader(task)
         self.roster = _roster(task.max_num_players, task.observation_space, task.action_space)

@@ -7,22 +7,12 @@ right with checks that cost a few microseconds a step, and adds same-step resets
 errors in place of crashes.
 
 =========== ==========================================================================================
-task        which task: finding EnvPool, task ids, configuration, spaces
-existing    a pool that EnvPool itself built, as a task
-options     checks of arguments
-trial       options of a task, tried in a process that may die of them
-seeds       any seed Gymnasium takes, as EnvPool wants it
-actions     every action checked and copied before it may reach C++
-rows        what the pool returns, as Gymnasium's observations, rewards, flags and infos
-wire        talking to a pool so that neither Ctrl-C nor a timeout loses an answer
-helpers     threads that wait inside a pool while the interpreter ends
-driver      the pools, one after the other, and their episodes; driven in ``lockstep``, or in ``batches``: ``first_ready``
-            for one player an environment, ``player_driver`` for several
-pools       building them, and forks
-over_pools  what classes over pools can tell beside what every vector environment says
+task        finds EnvPool and its tasks, checks what a task is to be built with, and builds its pools
+probe       builds a task in a process that may die of it, before it is built here
+rows        converts what a pool takes and returns: checked actions in, Gymnasium's arrays out; players in order
+wire        sends and receives so that neither Ctrl-C, a timeout nor a fork loses or breaks anything
+drivers     drives the pools of one vector environment: in lock-step, in first-ready batches, with several players
 vector_env  the class itself: its arguments, and what EnvPool alone can do
-players     rows of pools with several players an environment, put in order, for the multi-agent class
-rendering   whether this machine can draw a task, asked of a process that may die of it
 =========== ==========================================================================================
 """
 

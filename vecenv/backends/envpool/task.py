@@ -1,18 +1,21 @@
-"""Which task: finding EnvPool, its task ids, what a task's configuration may hold, and its spaces.
+"""Finds EnvPool and its tasks, checks what a task is to be built with, and builds its pools.
 
-Nothing here builds an environment: a pool's specification is enough for the spaces, and cheap. EnvPool reports wrong
-configurations by assertions without text or by errors of the C++ binding; here they become errors that name what is right.
+A pool's specification is enough for the spaces, and cheap, so no environment is built before it is needed. EnvPool reports
+wrong configurations by assertions without text or by errors of the C++ binding, or not at all; here they become errors that
+name what is right, before anything has happened.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import math
+import operator
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, TypeAlias
 
 import gymnasium
 import numpy as np
@@ -20,34 +23,59 @@ import numpy.typing as npt
 from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.error import UnregisteredEnv
+from gymnasium.vector import AutoresetMode
 
-from vecenv.backends.envpool import trial
-from vecenv.backends.envpool.options import check_env_config
+from vecenv.backends.envpool.probe import require_drawable, require_harmless
+from vecenv.backends.envpool.wire import never_destroyed_in_a_fork
 from vecenv.errors import how_to_install
+from vecenv.front.arguments import seeds_of
 
-__all__ = ["NO_LIMIT", "Task", "family_of", "import_envpool", "quietly", "said_by", "task_ids"]
+__all__ = ["Seed", "Task", "check_options", "family_of", "seeds_within", "spread", "task_ids"]
 
-NO_LIMIT = 2**31 - 1
-"""The ``max_episode_steps`` that EnvPool never reaches."""
+Seed: TypeAlias = int | Sequence[int | None] | None
 
-# Families whose dynamics and rewards do not look at the time limit, so that vecenv may keep the limit itself. (Rewards of
-# MiniGrid depend on it, Highway has its own duration; others have not been checked.)
-_LIMIT_FREE = frozenset({"classic_control", "toy_text", "box2d", "mujoco.gym", "mujoco.robotics"})
+_END: Final = 2**31
+_NO_LIMIT: Final = _END - 1  # the ``max_episode_steps`` that EnvPool never reaches
+_MOST_THREADS: Final = 4096
 
-# Keys of EnvPool's configuration that are arguments of EnvPoolVectorEnv, or none of the user's business.
+# EnvPool's C++ takes any integer for these, and what is out of range ends the process or never returns. The last number is
+# up to where no trial is needed (see `probe`).
+_RANGES: Final = {
+    "frame_skip": (1, _END - 1, _END),  # slow
+    "stack_num": (1, 256, 32),
+    "frame_stack": (1, 256, 32),
+    "img_height": (1, 4096, 1024),
+    "img_width": (1, 4096, 1024),
+    "noop_max": (1, 10_000, 1000),
+    "mode": (-1, _END - 1, _END),  # the emulator refuses those that a game does not have
+    "difficulty": (-1, _END - 1, _END),
+    "render_width": (1, 8192, 8192),  # drawing is always tried first
+    "render_height": (1, 8192, 8192),
+    "render_camera_id": (-1, _END - 1, _END),
+}
+_SHARES: Final = ("repeat_action_probability",)  # from 0 to 1
+# Which game it is. EnvPool ends the process for a name it does not know.
+_NAMES: Final = ("task", "env_name", "scenario", "task_name", "hand_task", "adroit_task")
+# Families whose switches (options that are true or false) were all tried.
+_SWITCHED: Final = (
+    "atari", "box2d", "classic_control", "toy_text", "mujoco.dmc", "mujoco.gym", "mujoco.metaworld", "vizdoom",
+)  # fmt: skip
+
+# Keys of EnvPool's configuration that are arguments of EnvPoolVectorEnv, or not for users to set.
 _RESERVED = {
     "env_seed": "pass seed= with one seed for each environment",
     "gym_reset_return_info": "infos are always returned",
     "render_env_id": "render() draws every environment",
     "max_num_players": "it belongs to the task",
+    "thread_affinity_offset": "pin the whole program, as by taskset",
 }
 _OWN_KEYS = frozenset(
-    {"num_envs", "batch_size", "num_threads", "thread_affinity_offset", "seed", "max_episode_steps", "base_path", *_RESERVED}
+    {"num_envs", "batch_size", "num_threads", "seed", "max_episode_steps", "base_path", *_RESERVED}
 )
 _MAKE_KEYS = frozenset({"from_pixels", "render_width", "render_height", "render_camera_id"})
 
 
-def import_envpool() -> Any:
+def _import_envpool() -> Any:
     """The ``envpool`` module.
 
     Raises:
@@ -65,7 +93,7 @@ def import_envpool() -> Any:
 
 
 def _registered() -> dict[str, tuple[str, str, dict[str, Any]]]:
-    import_envpool()
+    _import_envpool()
     registered: dict[str, Any] = importlib.import_module("envpool.registration").registry.specs
     return registered
 
@@ -80,9 +108,9 @@ def family_of(task_id: str) -> str:
     if not isinstance(task_id, str):
         raise TypeError(f"task_id must be a string, got {type(task_id).__name__}")
     if task_id not in registered:
-        close = difflib.get_close_matches(task_id, registered, n=5, cutoff=0.6)
-        hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "see EnvPoolVectorEnv.task_ids()"
-        raise UnregisteredEnv(f"EnvPool {_version()} has no task {task_id!r}: {hint}")
+        hint = _like(task_id, registered).rstrip() or "see EnvPoolVectorEnv.task_ids()"
+        version = getattr(_import_envpool(), "__version__", "(version unknown)")
+        raise UnregisteredEnv(f"EnvPool {version} has no task {task_id!r}: {hint}")
     return registered[task_id][0].removeprefix("envpool.")
 
 
@@ -106,10 +134,6 @@ def task_ids(family: str | None = None) -> list[str]:
     return chosen
 
 
-def _version() -> str:
-    return str(getattr(import_envpool(), "__version__", "(version unknown)"))
-
-
 @dataclass(frozen=True)
 class Task:
     """A task with its configuration, checked: everything about a pool that is known before it is built.
@@ -125,9 +149,9 @@ class Task:
         action_dtypes: Their dtypes.
         observation_space: Of one environment, with bounds repaired.
         action_space: Of one environment.
-        limit: Steps after which vecenv itself truncates (``exact_time_limit``), or ``None``.
         max_num_players: More than one: rows are those of players.
         env_spec: What Gymnasium would have in its registry.
+        make: Builds a pool with these seeds, one for each environment.
     """
 
     id: str
@@ -140,63 +164,67 @@ class Task:
     action_dtypes: tuple[npt.DTypeLike, ...]
     observation_space: gymnasium.Space[Any]
     action_space: gymnasium.Space[Any]
-    limit: int | None
     max_num_players: int
     env_spec: EnvSpec | None
+    make: Callable[[list[int]], Any]
 
     @classmethod
-    def of(
-        cls,
-        task_id: str,
-        *,
-        num_envs: int,
-        batch_size: int,
-        num_threads: int,
-        thread_affinity_offset: int,
-        max_episode_steps: int | None,
-        exact_time_limit: bool,
-        render_mode: str | None,
-        env_config: Mapping[str, Any],
-    ) -> Task:
+    def of(cls, task_id: str, env_config: Mapping[str, Any], **pool: Any) -> Task:
         """Look a task up and complete its configuration.
+
+        Args:
+            task_id: EnvPool's.
+            env_config: The task's options, which are checked here.
+            pool: ``num_envs``, ``batch_size``, ``num_threads``, ``max_episode_steps``, ``render_mode``, which
+                :func:`check_options` has checked; ``None`` is left to EnvPool.
 
         Raises:
             UnregisteredEnv: No such task.
             TypeError: Unknown configuration keys, or values of the wrong type.
-            ValueError: Values that EnvPool refuses, or that end a process; ``exact_time_limit`` where it would change the
-                task.
+            ValueError: Values that EnvPool refuses, or that end a process.
             ImportError: EnvPool, or a system library that this family needs, is missing.
         """
         family = family_of(task_id)
         accepted, defaults = _check_keys(task_id, env_config)
-        if unknown := check_env_config(task_id, family, defaults, _names_in(family), env_config):
-            trial.require(task_id, unknown, env_config)
-        config: dict[str, Any] = {
-            "num_envs": num_envs, "batch_size": batch_size, "num_threads": num_threads,
-            "thread_affinity_offset": thread_affinity_offset, **env_config,
-        }  # fmt: skip
-        given = {"max_episode_steps": max_episode_steps, "render_mode": render_mode}
-        config |= {key: value for key, value in given.items() if value is not None}
+        if unknown := _check_env_config(task_id, family, defaults, env_config):
+            require_harmless(task_id, unknown, env_config)
+        config = {**env_config, **{key: value for key, value in pool.items() if value is not None}}
         spec = _make_spec(task_id, config, accepted)
         completed = dict(zip(spec._config_keys, spec._config_values, strict=True))
-        limit = int(completed.get("max_episode_steps", NO_LIMIT))
-        own_limit = None
-        if exact_time_limit and 0 < limit < NO_LIMIT:
-            if family not in _LIMIT_FREE:
-                raise ValueError(
-                    f"exact_time_limit=True would change what {task_id!r} does: in the family {family!r} dynamics or "
-                    f"rewards may depend on the limit; it is offered for {', '.join(sorted(_LIMIT_FREE))}"
-                )
-            own_limit, config["max_episode_steps"] = limit, NO_LIMIT
+        limit = int(completed.get("max_episode_steps", _NO_LIMIT))
         return cls(
             id=task_id,
             family=family,
             pool_config=config,
             config=completed,
-            limit=own_limit,
-            **said_by(spec, completed),
+            **_said_by(spec, completed),
             env_spec=_gymnasium_spec(task_id, limit, completed.get("reward_threshold"), env_config),
+            make=lambda seeds: _import_envpool().make_gymnasium(task_id, seed=seeds, **config),
         )
+
+    @classmethod
+    def of_pool(cls, pool: Any) -> Task:
+        """The task of a pool that EnvPool itself built. The first that is built with the pool's own seeds is that very pool.
+
+        Raises:
+            TypeError: It is no pool of EnvPool's.
+        """
+        spec: Any = getattr(pool, "spec", None)
+        if not all(hasattr(pool, name) for name in ("_send", "_recv", "_reset")) or not hasattr(spec, "_config_keys"):
+            raise TypeError(f"a pool that envpool.make() built is wanted, got {pool!r}")
+        config = dict(zip(spec._config_keys, spec._config_values, strict=True))
+        given, kind, pool_kind = [pool], type(spec), type(pool)
+
+        def make(seeds: list[int]) -> Any:
+            first = given.pop() if given else None
+            if first is not None and seeds == seeds_within(config):
+                return first
+            return pool_kind(kind(tuple({**config, "env_seed": seeds}.values())))
+
+        return cls(
+            id=pool_kind.__name__, family=pool_kind.__module__, pool_config=config, config=config,
+            **_said_by(spec, config), env_spec=None, make=make,
+        )  # fmt: skip
 
     def build(self, seeds: list[int]) -> Any:
         """A new pool: its environments and threads exist when this returns.
@@ -204,25 +232,29 @@ class Task:
         Args:
             seeds: One for each environment, within int32.
         """
-        return quietly(lambda: import_envpool().make_gymnasium(self.id, seed=seeds, **self.pool_config))
+        if self.pool_config.get("from_pixels"):
+            require_drawable(self.id, self.family, self.pool_config)
+        pool = _quietly(lambda: self.make(seeds))
+        never_destroyed_in_a_fork(pool)
+        return pool
 
 
-def said_by(spec: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+def _said_by(spec: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     """What a pool's specification, of this configuration, says of a :class:`Task`; bounds of spaces are repaired."""
     return {
         "state_keys": tuple(spec._state_keys),
         "state_specs": dict(spec.state_array_spec),
         "action_keys": tuple(spec._action_keys),
         "action_dtypes": tuple(array[0] for array in spec._action_spec),
-        "observation_space": _repaired(quietly(lambda: spec.observation_space)),
-        "action_space": _action_space(quietly(lambda: spec.action_space)),
+        "observation_space": _repaired(_quietly(lambda: spec.observation_space)),
+        "action_space": _action_space(_quietly(lambda: spec.action_space)),
         "max_num_players": int(config.get("max_num_players", 1)),
     }
 
 
 def _make_spec(task_id: str, config: Mapping[str, Any], accepted: list[str]) -> Any:
     try:
-        return quietly(lambda: import_envpool().make_spec(task_id, **config))
+        return _quietly(lambda: _import_envpool().make_spec(task_id, **config))
     except ImportError as error:
         raise ImportError(f"EnvPool cannot load the family of {task_id!r}: {error}") from error
     except TypeError as error:
@@ -231,17 +263,6 @@ def _make_spec(task_id: str, config: Mapping[str, Any], accepted: list[str]) -> 
         ) from error
     except (AssertionError, ValueError, RuntimeError) as error:
         raise ValueError(f"EnvPool refuses the configuration of {task_id!r}: {error or dict(config)}") from error
-
-
-def _names_in(family: str) -> dict[str, list[str]]:
-    """Option -> all texts that EnvPool's own tasks of a family have for it."""
-    found: dict[str, set[str]] = {}
-    for where, _, options in _registered().values():
-        if where == f"envpool.{family}":
-            for key, value in options.items():
-                if isinstance(value, str):
-                    found.setdefault(key, set()).add(value)
-    return {key: sorted(values) for key, values in found.items()}
 
 
 def _check_keys(task_id: str, env_config: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
@@ -260,7 +281,7 @@ def _check_keys(task_id: str, env_config: Mapping[str, Any]) -> tuple[list[str],
     return accepted, dict(zip(names, spec._config_values, strict=True))
 
 
-def quietly(build: Any) -> Any:
+def _quietly(build: Any) -> Any:
     """Call ``build`` without Gymnasium's warnings about the bounds that are repaired here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*precision lowered by casting.*")
@@ -301,8 +322,159 @@ def _gymnasium_spec(
         return EnvSpec(
             task_id,
             reward_threshold=reward_threshold,
-            max_episode_steps=limit if 0 < limit < NO_LIMIT else None,
+            max_episode_steps=limit if 0 < limit < _NO_LIMIT else None,
             kwargs=dict(env_config),
         )
     except gymnasium.error.Error:  # a task id that Gymnasium's naming rules do not allow
         return None
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def check_options(
+    num_envs: Any,
+    batch_size: Any,
+    num_threads: Any,
+    max_episode_steps: Any,
+    render_mode: Any,
+    mode: AutoresetMode,
+) -> tuple[int, int]:
+    """``num_envs`` and ``batch_size`` as integers, if all of these make sense.
+
+    Raises:
+        TypeError: Not an integer where one is needed.
+        ValueError: Out of range; names the accepted values.
+    """
+    num_envs = _positive("num_envs", num_envs)
+    batch_size = num_envs if batch_size is None else _positive("batch_size", batch_size)
+    if num_envs % batch_size:
+        fit = [size for size in range(1, num_envs + 1) if num_envs % size == 0]
+        raise ValueError(f"batch_size must divide num_envs={num_envs} (one of {fit}), got {batch_size}")
+    if num_threads is not None and _positive("num_threads", num_threads) > _MOST_THREADS:
+        raise ValueError(
+            f"num_threads must be from 1 to {_MOST_THREADS}, got {num_threads}; more threads than there are environments in "
+            "a batch, or cores, have nothing to do"
+        )
+    if max_episode_steps is not None:
+        _positive("max_episode_steps", max_episode_steps)
+    if render_mode not in (None, "rgb_array"):
+        raise ValueError(f"render_mode must be 'rgb_array' or None, got {render_mode!r}")
+    if mode is AutoresetMode.SAME_STEP and batch_size < num_envs:
+        raise ValueError(
+            "same-step autoreset needs all environments in one batch (batch_size=None): with first-ready batches, rows "
+            "that wait for their resets would leave batches short. Use next-step autoreset"
+        )
+    return num_envs, batch_size
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}") from None
+
+
+def _positive(name: str, value: Any) -> int:
+    number = _integer(name, value)
+    if not 1 <= number < _END:
+        raise ValueError(f"{name} must be from 1 to 2**31 - 1, got {number}")
+    return number
+
+
+def _check_env_config(
+    task_id: str, family: str, defaults: Mapping[str, Any], env_config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Hold a task's options against what is known of them.
+
+    Args:
+        task_id: EnvPool's, for error texts.
+        family: As ``"atari"``.
+        defaults: The task's configuration without any of them.
+        env_config: The options.
+
+    Returns:
+        Those that are neither the default nor known to be harmless.
+
+    Raises:
+        TypeError: Not a number, or not a name, where one is needed.
+        ValueError: Out of range, or no such name; says what is accepted.
+    """
+    unknown = {}
+    whose = f"EnvPool's {task_id!r}"
+    for key, value in env_config.items():
+        default = defaults.get(key)
+        if key in _RANGES:
+            low, high, harmless = _RANGES[key]
+            if not low <= _integer(f"{whose}: {key}", value) <= high:
+                raise ValueError(f"{whose}: {key} must be from {low} to {high}, got {value}")
+            tried = value <= harmless
+        elif key in _NAMES:
+            tried = value == default
+            if not isinstance(value, str):
+                raise TypeError(f"{whose}: {key} must be a string, got {type(value).__name__}")
+            options = [options for where, _, options in _registered().values() if where == f"envpool.{family}"]
+            names = sorted({each[key] for each in options if isinstance(each.get(key), str)})
+            if not tried and value not in names:
+                accepted = f"Accepted: {', '.join(names)}; {default!r} is the default"
+                raise ValueError(f"{whose}: there is no {key} {value!r}: {_like(value, names)}{accepted}")
+        else:
+            if any(math.isnan(number) for number in _floats(value)):
+                raise ValueError(f"{whose}: {key} must be a number, got {value!r}")
+            if key in _SHARES and not 0 <= value <= 1:
+                raise ValueError(f"{whose}: {key} must be from 0 to 1, got {value!r}")
+            tried = key in _SHARES or (isinstance(value, bool) and isinstance(default, bool) and family in _SWITCHED)
+        if not tried and value != default:
+            unknown[key] = value
+    return unknown
+
+
+def _floats(value: Any) -> list[float]:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (tuple, list)):
+        return [number for entry in value for number in _floats(entry)]
+    return [float(value)] if isinstance(value, (float, np.floating)) else []
+
+
+def _like(name: str, names: Collection[str]) -> str:
+    """Which of the names may have been meant."""
+    close = difflib.get_close_matches(name, names, n=5, cutoff=0.6)
+    return f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+
+
+def spread(seed: Any, num_envs: int, rng: np.random.Generator) -> list[int]:
+    """One seed for each environment.
+
+    Args:
+        seed: An integer gives environment i the seed ``seed + i``; a sequence of ``num_envs`` gives each its own, where
+            ``None`` means a random one; ``None`` is random for all. Seeds of 2**31 and more, which EnvPool cannot take,
+            are hashed into its range by :class:`numpy.random.SeedSequence`.
+        num_envs: Number of environments.
+        rng: Where random seeds come from.
+
+    Returns:
+        ``num_envs`` integers from 0 to 2**31 - 1.
+
+    Raises:
+        TypeError: Not an integer where one is needed.
+        ValueError: A negative seed, or a sequence of the wrong length.
+    """
+    return [_int32(entry, i, rng) for i, entry in enumerate(seeds_of(seed, num_envs))]
+
+
+def _int32(seed: Any, env: int, rng: np.random.Generator) -> int:
+    if seed is None:
+        return int(rng.integers(_END))
+    try:
+        value = operator.index(seed)
+    except TypeError:
+        raise TypeError(f"the seed of env {env} must be an integer or None, got {type(seed).__name__}") from None
+    if value < 0:
+        raise ValueError(f"the seed of env {env} is {value}; seeds must not be negative")
+    return value if value < _END else int(np.random.SeedSequence(value).generate_state(1)[0] >> 1)
+
+
+def seeds_within(config: Mapping[str, Any]) -> list[int]:
+    """The seeds of the environments of a pool with this configuration."""
+    return list(config["env_seed"]) or [config["seed"] + i for i in range(config["num_envs"])]

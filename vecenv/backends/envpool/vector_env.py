@@ -1,37 +1,62 @@
-"""``EnvPoolVectorEnv``: what a program written for Gymnasium's vector environments sees of a pool.
+"""``EnvPoolVectorEnv``: a pool behind Gymnasium's vector interface.
 
 This file is what the class takes, and what EnvPool alone can do. Calls are those of
-:class:`~vecenv.front.vector_env.DrivenVectorEnv`; how a pool answers them is in its driver.
+:class:`~vecenv.front.vector_env.DrivenVectorEnv`; how a pool answers them is in :mod:`vecenv.backends.envpool.drivers`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Any
+import os
+from collections.abc import Callable
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
-from vecenv.backends.envpool import rendering
-from vecenv.backends.envpool.actions import ActionChecker, with_dtype
-from vecenv.backends.envpool.driver import Seeding, Settings
-from vecenv.backends.envpool.existing import Existing, seeds_within
-from vecenv.backends.envpool.first_ready import FirstReady
-from vecenv.backends.envpool.lockstep import Lockstep
-from vecenv.backends.envpool.options import check_options
-from vecenv.backends.envpool.over_pools import OverPools
-from vecenv.backends.envpool.rows import RowReader
-from vecenv.backends.envpool.seeds import Seed, spread
-from vecenv.backends.envpool.task import Task, task_ids
+from vecenv.backends.envpool.drivers import FirstReadyDriver, LockstepDriver, PoolDriver, Seeding
+from vecenv.backends.envpool.probe import require_drawable
+from vecenv.backends.envpool.task import Seed, Task, check_options, seeds_within, spread, task_ids
 from vecenv.front.arguments import mode_of
 from vecenv.front.guard import guarded
+from vecenv.front.vector_env import DrivenVectorEnv
 
-__all__ = ["EnvPoolVectorEnv"]
+__all__ = ["EnvPoolVectorEnv", "PoolVectorEnv"]
+
+D = TypeVar("D", bound=PoolDriver)
 
 
-class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
+class PoolVectorEnv(DrivenVectorEnv[D]):
+    """What vector environments over pools can tell, whether their environments have one player or several."""
+
+    _why_no_attributes: ClassVar[str] = "EnvPool's environments are C++ objects without Python attributes"
+
+    def stats(self) -> dict[str, float]:
+        """As :meth:`vecenv.AsyncVectorEnv.stats`; and EnvPool's own: ``pools`` built, ``num_threads`` of the pool."""
+        driver = self._driver
+        threads = int(driver.task.config["num_threads"]) or min(driver.batch_size, os.cpu_count() or 1)
+        return {**super().stats(), "pools": float(driver.seeding.pools), "num_threads": float(threads)}
+
+    @property
+    def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The seeds of the pool, one for each environment: ``reset(seed=...)`` with them repeats what it did."""
+        return tuple(self._driver.seeding.seeds)
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "_driver"):
+            return f"{type(self).__name__}(closed)"
+        name = self.spec.id if self.spec is not None else self._driver.task.id
+        batch = f", batch_size={self.batch_size}" if self.batch_size < self.num_envs else ""
+        return f"{type(self).__name__}({name}, num_envs={self.num_envs}{batch}, phase={self._phase.name})"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} owns threads and cannot be copied or pickled: build one where it is to be used"
+        )
+
+
+class EnvPoolVectorEnv(PoolVectorEnv[LockstepDriver | FirstReadyDriver]):
     """Environments in EnvPool's C++ threads, behind Gymnasium's vector interface.
 
     No environment is built until the first ``reset``, so that ``reset(seed=...)`` right after construction costs nothing.
@@ -39,22 +64,11 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
     Args:
         task_id: EnvPool's, as ``"Pong-v5"``; see :meth:`task_ids`.
         num_envs: Number of environments.
-        batch_size: Rows that :meth:`recv` returns, of whoever finished first; must divide ``num_envs``. ``None``: all.
+        batch_size: Rows that :meth:`recv` returns, of those that finish first; must divide ``num_envs``. ``None``: all.
         num_threads: Threads that step; ``None``: as many as the machine has, at most ``batch_size``.
-        thread_affinity_offset: Pin the threads to cores from this one on (Linux). -1: do not.
-        seed: Of the first reset, see :meth:`reset`. ``None``: random (EnvPool's own default is 42 for everybody).
+        seed: Of the first reset, see :meth:`reset`. ``None``: random (EnvPool's own default is 42 for all).
         autoreset_mode: ``AutoresetMode`` or its value. Same-step resets need ``batch_size=None``.
         max_episode_steps: The time limit; ``None``: the task's own.
-        exact_time_limit: Keep the time limit here instead of in the pool, so that an episode that ends on its last allowed
-            step is reported as terminated *and* truncated. EnvPool says truncated only. Costs one more round trip in
-            steps that begin a truncated environment's next episode; only for families whose dynamics and rewards do not
-            depend on the limit (classic control, toy text, Box2D, MuJoCo of Gymnasium and Gymnasium-Robotics).
-        reward_dtype: float64 is Gymnasium's; ``None`` leaves EnvPool's float32.
-        action_dtype: A floating-point dtype for ``action_space``, where EnvPool's float64 is not wanted. Actions of any
-            such dtype are accepted in any case.
-        validate: ``"safe"`` checks shape, dtype and integer range of actions; ``"full"`` also that floats are finite and
-            within the bounds of the space.
-        info_keys: Infos to return, for instance without Atari's ``ram``; ``None``: all.
         render_mode: ``"rgb_array"`` or ``None``.
         **env_config: Options of the task, as ``frame_skip=4`` or ``episodic_life=True``.
 
@@ -92,35 +106,22 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
         *,
         batch_size: int | None = None,
         num_threads: int | None = None,
-        thread_affinity_offset: int = -1,
         seed: Seed = None,
         autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
         max_episode_steps: int | None = None,
-        exact_time_limit: bool = False,
-        reward_dtype: npt.DTypeLike | None = np.float64,
-        action_dtype: npt.DTypeLike | None = None,
-        validate: str = "safe",
-        info_keys: Collection[str] | None = None,
         render_mode: str | None = None,
         **env_config: Any,
     ) -> None:
         self.closed = True  # until there is something to close
         mode = mode_of(autoreset_mode)
         num_envs, batch_size = check_options(
-            num_envs, batch_size, num_threads, max_episode_steps, validate, render_mode, mode
+            num_envs, batch_size, num_threads, max_episode_steps, render_mode, mode
         )
         task = Task.of(
-            task_id, num_envs=num_envs, batch_size=batch_size, num_threads=num_threads or 0,
-            thread_affinity_offset=thread_affinity_offset,
-            max_episode_steps=max_episode_steps,
-            exact_time_limit=exact_time_limit,
-            render_mode=render_mode,
-            env_config=env_config,
+            task_id, env_config, num_envs=num_envs, batch_size=batch_size, num_threads=num_threads or 0,
+            max_episode_steps=max_episode_steps, render_mode=render_mode,
         )  # fmt: skip
-        self._around(
-            task, mode, spread(seed, num_envs, self.np_random), reward_dtype=reward_dtype, action_dtype=action_dtype,
-            full=validate == "full", info_keys=info_keys, render_mode=render_mode,
-        )  # fmt: skip
+        self._around(task, mode, spread(seed, num_envs, self.np_random), render_mode)
 
     @classmethod
     def over(
@@ -128,10 +129,6 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
         pool: Any,
         *,
         autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
-        reward_dtype: npt.DTypeLike | None = np.float64,
-        action_dtype: npt.DTypeLike | None = None,
-        validate: str = "safe",
-        info_keys: Collection[str] | None = None,
     ) -> EnvPoolVectorEnv:
         """Around a pool that ``envpool.make`` built, of any ``env_type``; nothing of it may be in flight.
 
@@ -144,54 +141,33 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
         """
         envs = cls.__new__(cls)
         envs.closed = True
-        task, mode = Existing.of_pool(pool), mode_of(autoreset_mode)
+        task, mode = Task.of_pool(pool), mode_of(autoreset_mode)
         config = task.config
-        check_options(config["num_envs"], config["batch_size"] or None, None, None, validate, None, mode)
-        envs._around(
-            task, mode, seeds_within(config), reward_dtype=reward_dtype, action_dtype=action_dtype,
-            full=validate == "full", info_keys=info_keys, render_mode=None,
-        )  # fmt: skip
+        check_options(config["num_envs"], config["batch_size"] or None, None, None, None, mode)
+        envs._around(task, mode, seeds_within(config), None)
         return envs
 
-    def _around(
-        self,
-        task: Task,
-        mode: AutoresetMode,
-        seeds: list[int],
-        *,
-        reward_dtype: npt.DTypeLike | None,
-        action_dtype: npt.DTypeLike | None,
-        full: bool,
-        info_keys: Collection[str] | None,
-        render_mode: str | None,
-    ) -> None:
+    def _around(self, task: Task, mode: AutoresetMode, seeds: list[int], render_mode: str | None) -> None:
         """Gymnasium's attributes, and the driver."""
         self.task = task
         num_envs = int(task.config["num_envs"])
         batch_size = int(task.config["batch_size"]) or num_envs
-        if self.task.max_num_players > 1:
+        if task.max_num_players > 1:
             raise ValueError(
-                f"{task.id!r} has up to {self.task.max_num_players} players an environment, and a Gymnasium vector "
+                f"{task.id!r} has up to {task.max_num_players} players an environment, and a Gymnasium vector "
                 "environment has one: use vecenv.MultiAgentVecEnv"
             )
         self.num_envs = num_envs
         self.autoreset_mode = mode
         self.render_mode = render_mode
         self.metadata = {"autoreset_mode": mode, "render_modes": ["rgb_array"]}
-        self.spec = self.task.env_spec
-        self.single_observation_space = self.task.observation_space
-        self.single_action_space = with_dtype(self.task.action_space, action_dtype)
+        self.spec = task.env_spec
+        self.single_observation_space = task.observation_space
+        self.single_action_space = task.action_space
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
-        reader = RowReader(
-            self.task.state_keys, self.single_observation_space, info_keys=info_keys, reward_dtype=reward_dtype,
-            limit=self.task.limit,
-        )  # fmt: skip
-        keys, dtypes = self.task.action_keys[2:], self.task.action_dtypes[2:]
-        checker = ActionChecker(self.task.action_space, keys, dtypes, full=full)
-        drive = Lockstep if batch_size == num_envs else FirstReady
-        seeding = Seeding(seeds, self.np_random)
-        self._open(drive(self.task, batch_size, seeding, Settings(reader, checker, mode, self.task.limit is not None)))
+        drive = LockstepDriver if batch_size == num_envs else FirstReadyDriver
+        self._open(drive(task, batch_size, Seeding(seeds, self.np_random), mode))
 
     task_ids = staticmethod(task_ids)
 
@@ -211,8 +187,12 @@ class EnvPoolVectorEnv(OverPools[Lockstep | FirstReady]):
             return None
         if flying := driver.owed.rows:
             raise RuntimeError(f"{flying} environments are in flight: recv() or *_wait() before render()")
-        rendering.require(self.task)
-        return tuple(rendering.frames(driver.pool, driver.all_ids, self.task))
+        task = self.task
+        require_drawable(task.id, task.family, task.pool_config)
+        try:
+            return tuple(driver.pool.render(env_ids=driver.all_ids))
+        except RuntimeError as error:
+            raise RuntimeError(f"EnvPool cannot draw {task.id!r}: {error}") from error
 
     @guarded
     def xla(self) -> tuple[Any, Callable[..., Any], Callable[..., Any], Callable[..., Any]]:

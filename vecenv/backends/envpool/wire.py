@@ -1,4 +1,4 @@
-"""Talking to a pool so that neither Ctrl-C nor a timeout loses an answer.
+"""Sends to a pool and receives from it so that neither Ctrl-C, a timeout nor a fork loses or breaks anything.
 
 Python runs a signal handler between two of its own instructions, so an answer that a C++ function has returned can be lost
 before the next instruction stores it; and while C++ waits, no handler runs at all. Hence two habits:
@@ -9,17 +9,21 @@ before the next instruction stores it; and while C++ waits, no handler runs at a
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import os
+import signal
+import sys
 import time
+import weakref
 from collections.abc import Callable
 from itertools import starmap
 from operator import call
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any
+from typing import Any, Final
 
-from vecenv.backends.envpool.helpers import join, watch
-
-__all__ = ["ONCE", "Receiver", "together"]
+__all__ = ["ONCE", "Receiver", "never_destroyed_in_a_fork", "together"]
 
 ONCE: tuple[tuple[()]] = ((),)
 """``list.extend(starmap(f, ONCE))`` calls ``f()`` once and keeps the result, in one instruction."""
@@ -38,7 +42,7 @@ class Receiver:
     """Receives answers of one pool, with or without a limit on the wait.
 
     Without a limit, ``recv`` is called directly. With one, a helper thread calls it; whatever it gets goes where it was to
-    go even if nobody waits for it any more, and until then every later wait is for that same call.
+    go even if it is waited for no more, and until then every later wait is for that same call.
 
     Args:
         recv: The pool's.
@@ -92,7 +96,8 @@ class Receiver:
         thread, self._thread = self._thread, None
         if thread is not None:
             self._requests.put(None)
-            join(thread, timeout)
+            if thread not in _STOPPED:
+                thread.join(timeout)
 
     @property
     def thread_inside(self) -> Thread | None:
@@ -102,7 +107,7 @@ class Receiver:
     def _start(self) -> None:
         if self._thread is None or not self._thread.is_alive():
             self._thread = self._helper = Thread(target=self._help, name="vecenv-envpool-recv", daemon=True)
-            watch(self)
+            _RECEIVERS.add(self)
             self._thread.start()
 
     def _help(self) -> None:
@@ -110,3 +115,62 @@ class Receiver:
             wire.extend(starmap(self._recv, ONCE))
             self._asked.clear()
             self._answered.put(True)
+
+
+# -- threads inside a pool while the interpreter ends -----------------------------------------------------------------
+#
+# A thread that comes back from C++ when Python is being taken down is ended on the spot, and C++ answers that with `abort`:
+# a program whose last step timed out would end by SIGABRT, after all its work. (From Python 3.14 on such a thread hangs
+# instead, and nothing has to be done.) So before Python ends, such threads are waited for, shortly; one that is still inside
+# is stopped there for good. It ends with the process.
+
+
+def _before_python_ends() -> None:
+    deadline = time.monotonic() + _PATIENCE
+    while (stuck := _inside()) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    if stuck and sys.platform != "win32" and sys.version_info < (3, 14):
+        _stop(stuck)
+
+
+def _inside() -> list[Thread]:
+    threads = [receiver.thread_inside for receiver in list(_RECEIVERS)]
+    return [thread for thread in threads if thread is not None and thread.is_alive()]  # none is, in a forked child
+
+
+def _stop(threads: list[Thread]) -> None:
+    """Send them a signal whose handler is C's ``pause``: Python's own handlers run in the main thread only."""
+    number: int = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    libc.signal.restype = ctypes.c_void_p
+    libc.signal(number, ctypes.cast(libc.pause, ctypes.c_void_p))
+    for thread in threads:
+        if thread.ident is not None:
+            _STOPPED.append(thread)
+            signal.pthread_kill(thread.ident, number)
+    time.sleep(0.01)  # until they have it
+
+
+_PATIENCE: Final = 1.0  # seconds
+_STOPPED: list[Thread] = []
+_RECEIVERS: weakref.WeakSet[Receiver] = weakref.WeakSet()
+atexit.register(_before_python_ends)
+
+
+# -- pools in a forked child ------------------------------------------------------------------------------------------
+
+
+def never_destroyed_in_a_fork(pool: Any) -> None:
+    """See to it that a forked child, which has none of the pool's threads, does not run its destructor."""
+    _POOLS.add(pool)
+
+
+def _after_fork_in_child() -> None:
+    for pool in list(_POOLS):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
+
+
+_POOLS: weakref.WeakSet[Any] = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

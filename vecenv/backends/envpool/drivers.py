@@ -1,0 +1,707 @@
+"""Drives the pools of one vector environment, one after the other: its pending call, and which episodes are over.
+
+:class:`LockstepDriver` drives a pool whose batch is all its environments, :class:`FirstReadyDriver` one with smaller
+batches, :class:`PlayerDriver` one with several players an environment. What a call has got so far is in ``wire``, and asking
+for the answer again goes on from there. A pool cannot be seeded again, so a reset with seeds builds a new one.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from functools import partial
+from itertools import starmap
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
+from gymnasium.vector import AutoresetMode
+
+from vecenv.backends.envpool.rows import ActionChecker, Array, Infos, PlayerRows, PlayerSorter, RowReader, States
+from vecenv.backends.envpool.task import Task, spread
+from vecenv.backends.envpool.wire import Receiver, together
+from vecenv.front.arguments import ResetOptions, env_ids_of
+from vecenv.front.capabilities import Capabilities, unable
+from vecenv.front.driver import NOTHING, After, Call, Driver, Stepped, require_idle, require_no_step
+from vecenv.front.phases import Phase
+
+__all__ = ["FirstReadyDriver", "LockstepDriver", "PlayerDriver", "PoolDriver", "Seeding"]
+
+_Latest: TypeAlias = tuple[Array, bytes]
+"""The environments whose rows were taken last, int32, which ``send`` means by default; and the bytes of the same as intp."""
+
+_INTP = np.dtype(np.intp)
+
+
+class Seeding(NamedTuple):
+    """Seeds of a pool, one for each environment; where those come from that are not given; how many pools there were."""
+
+    seeds: list[int]
+    random: np.random.Generator
+    pools: int = 0
+
+
+class PoolDriver(Driver):
+    """What all ways of driving share.
+
+    Attributes:
+        pool: ``None`` before the first reset, after :meth:`lend` and after :meth:`close`.
+        lent: A pool that compiled code steps, or ``None``.
+        seeding: Of the latest pool; of the first one before there is one.
+        wire: What the pool answered.
+        all_ids, everyone: The indices of all environments, as int32 and as intp. What is of all is told by identity.
+        over: The environments whose episodes have ended, and were not reset since.
+    """
+
+    yields = True  # what a call in another thread still needs of the pool, it holds
+    failure: BaseException | None = None  # EnvPool's environments raise nothing
+    name = ""
+    capabilities: Capabilities
+    _check: Callable[[Any, Array], list[Array]]  # actions as the pool wants them
+
+    def __init__(self, task: Task, batch_size: int, seeding: Seeding, mode: AutoresetMode) -> None:
+        self.after: After | None = None  # (a default of the class would make every look at it slow)
+        self.pool: Any = None
+        self.task = task
+        self.batch_size = batch_size
+        self.seeding = seeding
+        self.lent: Any = None
+        self._mode = mode
+        self._checks_ends = mode is AutoresetMode.DISABLED
+        self._num_envs = int(task.config["num_envs"])
+        self.all_ids = np.arange(self._num_envs, dtype=np.int32)
+        self.everyone = np.arange(self._num_envs)  # the same as intp, which is what numpy indexes with fastest
+        self.receiver = Receiver(_no_pool, 0.0)
+        self._prepare()
+        self._adopt(None)
+
+    def _prepare(self) -> None:
+        """What reads and writes the arrays of pools."""
+        self._reader = RowReader(self.task.state_keys, self.task.observation_space)
+        self._actions = ActionChecker(self.task.action_space, self.task.action_keys[2:], self.task.action_dtypes[2:])
+        self._check = self._actions
+
+    @abstractmethod
+    def _begin_reset(self, ids: Array, *, force: bool, by_row: bool) -> None:
+        """Reset these; with ``force`` even those that would go on with the same game."""
+
+    def _adopt(self, pool: Any) -> None:
+        """Be as if this pool was new; ``None``: as before the first one."""
+        calls: tuple[Any, Any, Any] = (_no_pool,) * 3 if pool is None else (pool._recv, pool._send, pool._reset)
+        recv, self._pool_send, self._pool_reset = calls
+        self.receiver = Receiver(recv, self.receiver.waited)
+        self.wire: list[Any] = []
+        self.over = np.zeros(self._num_envs, dtype=np.bool_)
+
+    @property
+    def waited(self) -> float:
+        return self.receiver.waited
+
+    def reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, by_row: bool) -> None:
+        given = bool([seed for seed in seeds if seed is not None])
+        seeds = spread(seeds, len(seeds), self.seeding.random) if given or self.lent is not None else self.seeding.seeds
+        if ids is not None:
+            if given:
+                why = "EnvPool seeds its environments when it builds them, all at once"
+                unable(self.name, "seed some environments only", why)
+            if not by_row and not self.capabilities.reset_mask:
+                why = "EnvPool answers in whole batches; use reset_async(env_id=...) and recv()"
+                unable(self.name, "take options['reset_mask'] in this pool", why)
+            if self.pool is None:
+                raise ResetNeeded("the first reset must be of all environments")
+            self._begin_reset(ids.astype(np.int32), force=False, by_row=by_row)
+        elif given or self.pool is None:
+            self._renew(seeds)
+        else:
+            self._begin_reset(self.all_ids, force=True, by_row=False)
+
+    def _renew(self, seeds: list[int]) -> None:
+        """Replace the pool by a new one, with all environments being reset.
+
+        It is not :attr:`pool` before its reset is under way, so that one which was interrupted here is never stepped.
+        """
+        self.close()
+        pool = self.task.build(seeds)
+        self.seeding = Seeding(seeds, self.seeding.random, self.seeding.pools + 1)
+        self._adopt(pool)
+        self._begin_reset(self.all_ids, force=True, by_row=False)
+        self.pool = pool
+
+    def _natural(self, ids: Array, force: bool) -> Array:
+        """Which of these environments are to be reset as the pool does it by itself, at the next action, whatever that is.
+
+        Atari with ``episodic_life`` and ViZDoom go on with the same game in such a reset, and start a new one when told to
+        reset; so episodes that are over are to be reset in this way, and only what runs by a command.
+        """
+        return np.zeros(len(ids), dtype=np.bool_) if force else self.over[ids]
+
+    def _filler(self, ids: Array) -> list[Array]:
+        """What the pool's ``_send`` takes, with some action for environments that will not look at it."""
+        return [ids, ids, *self._actions.dummy(len(ids))]
+
+    def _require_not_over(self, ids: Array) -> None:
+        if (over := self.over[ids]).any():
+            raise ResetNeeded(
+                f"envs {ids[over].tolist()} have ended their episodes, and autoreset is disabled: reset them with "
+                "reset(options={'reset_mask': ...})"
+            )
+
+    def lend(self) -> tuple[Any, Any, Any, Any]:
+        """EnvPool's functions for compiled code, which has the pool to itself from now on. There must be one."""
+        pool = self.pool
+        functions: tuple[Any, Any, Any, Any] = pool.xla()
+        self.close()
+        self.lent = pool
+        return functions
+
+    def close(self, *, terminate: bool = False) -> None:
+        """Let go of the pool: its environments and threads are gone when this returns."""
+        self.pool = self.lent = None
+        self.receiver.close()
+        self._adopt(None)
+
+    def require_pool(self, method: str) -> None:
+        """Refuse a method where there is nothing to be stepped."""
+        if self.lent is not None:
+            raise RuntimeError(
+                f"the pool was handed over to compiled code by xla(), so `{method}` cannot be used: reset() builds a new one"
+            )
+        if self.pool is None:
+            raise ResetNeeded(f"Cannot call `{method}` before calling `reset`")
+
+
+def _no_pool(*_: Any) -> Any:
+    raise RuntimeError("the pool is closed")
+
+
+def _too_few(count: int, flying: int, why: str = "") -> NoAsyncCallError:
+    """What is raised instead of waiting for rows that were not sent for."""
+    return NoAsyncCallError(
+        f"Calling `recv` for {count} environments with {flying} environments in flight: `send` or `reset_async` more.{why}",
+        "recv",
+    )
+
+
+# -- all environments at once -----------------------------------------------------------------------------------------
+
+
+class _Stage(NamedTuple):
+    """One round trip: ``call(argument)`` sends, and the answer is for these rows of the result."""
+
+    call: Callable[[Any], None]
+    argument: Any
+    rows: Array | None  # None: all rows, in order
+
+
+class LockstepDriver(PoolDriver):
+    """All environments at once, one call at a time.
+
+    A call may take several round trips: a step, then the resets of what it ended; or the natural resets, then the forced
+    ones. They are a plan, a list of stages, and how far it has got is told by the length of ``wire`` alone.
+
+    Attributes:
+        wire: What the latest call has got so far. It alternates: ``None`` for a request that was sent, the states for its
+            answer. An odd length means that the pool's answer is pending, and length two that there was one round trip.
+        taken: ``(wire, latest)``: that of the call whose answer was taken, and the environments whose rows were taken last.
+    """
+
+    capabilities = Capabilities(
+        "envpool", attributes=False, first_ready=False, masked_seeds=False, reset_options=False,
+        row_options=False, in_this_process=True,
+    )
+
+    def _adopt(self, pool: Any) -> None:
+        super()._adopt(pool)
+        self._same_step = self._mode is AutoresetMode.SAME_STEP
+        self.taken = self.wire, self.all_ids
+        self._kind, self._by_row = Phase.DEFAULT, False
+        self._ids, self._rows = self.all_ids, self.everyone  # the same as intp
+        self._plan: list[_Stage] = []
+        self._steps = 0  # how many stages of the plan are the step (or reset) that was asked for
+        self._ended: tuple[Array, Array, Infos] | None = None  # what a step said before resets overwrite its rows
+        self._last: list[Array] = []
+
+    @property
+    def owed(self) -> Call:
+        if self.pool is None or not self.wire or self.taken[0] is self.wire:
+            return NOTHING
+        return Call(self._kind, len(self._ids), self._by_row)
+
+    # -- sending ------------------------------------------------------------------------------------------------------
+
+    def step(self, actions: Any) -> None:
+        self._require_free("step_async")
+        self._begin_step(actions, self.all_ids, by_row=False)
+
+    def send(self, actions: Any, env_id: Any) -> None:
+        self._require_free("send")
+        ids = self.taken[1] if env_id is None else env_ids_of(env_id, self._num_envs).astype(np.int32)
+        self._begin_step(actions, ids, by_row=True)
+
+    def reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, by_row: bool) -> None:
+        if self.pool is not None:
+            self._require_free("reset_async")
+        super().reset(seeds, ids, options, by_row=by_row)
+
+    def _require_free(self, method: str) -> None:
+        """There can be only one call at a time."""
+        if self.pool is None:
+            self.require_pool(method)
+        if self.wire and self.taken[0] is not self.wire:
+            if not self._by_row:
+                require_idle(self.owed, method)
+            raise AlreadyPendingCallError(
+                f"Calling `{method}` while {len(self._ids)} environments are in flight, whose rows a second call would "
+                "overwrite: `recv` first, or give a batch_size smaller than num_envs for first-ready batches.",
+                "send",
+            )
+
+    def _begin_step(self, actions: Any, ids: Array, *, by_row: bool) -> None:
+        checked = self._check(actions, ids)
+        if self._checks_ends:
+            self._require_not_over(ids)
+        self._begin(Phase.WAITING_STEP, by_row, [_Stage(self._pool_send, [ids, ids, *checked], None)], ids)
+
+    def _begin_reset(self, ids: Array, *, force: bool, by_row: bool) -> None:
+        natural = self._natural(ids, force)
+        soft, hard = np.flatnonzero(natural), np.flatnonzero(~natural)
+        plan = []
+        if soft.size:
+            plan.append(_Stage(self._pool_send, self._filler(ids[soft]), soft if hard.size else None))
+        if hard.size:
+            plan.append(_Stage(self._pool_reset, ids[hard], hard if soft.size else None))
+        self._begin(Phase.WAITING_RESET, by_row, plan, ids)
+
+    def _begin(self, kind: Phase, by_row: bool, plan: list[_Stage], ids: Array) -> None:
+        self._kind, self._by_row, self._plan, self._ids = kind, by_row, plan, ids
+        self._rows = self.everyone if ids is self.all_ids else ids.astype(np.intp)
+        self._steps, self._ended = len(plan), None
+        self.wire = []  # nothing is pending before there is something in it
+        first = plan[0]
+        self.wire.extend(starmap(first[0], (first[1:2],)))
+
+    # -- receiving ----------------------------------------------------------------------------------------------------
+
+    def answer(self, kind: Phase, deadline: float | None) -> Stepped | None:
+        reader, ids = self._reader, self._ids
+        if ids is self.all_ids:
+            return self._finish(deadline, ids, reader.infos)
+        some = self._finish(deadline, self.taken[1], partial(reader.scattered_infos, num_rows=self._num_envs))
+        return some and (reader.build([leaf.copy() for leaf in self._last]), *some[1:])
+
+    def recv(self, count: int | None, deadline: float | None) -> Stepped | None:
+        if self.pool is None:
+            self.require_pool("recv")
+        flying = len(self._ids) if self.wire and self.taken[0] is not self.wire else 0
+        if not flying or (count is not None and count > flying):
+            raise _too_few(1 if count is None else count, flying)
+        if not self._by_row:
+            require_no_step(self.owed)
+        if count is not None and count < flying:
+            why = "with batch_size=num_envs EnvPool answers a call as a whole"
+            unable(self.name, f"`recv` {count} of {flying} environments", why)
+        return self._finish(deadline, self._ids, self._reader.infos)
+
+    def _finish(
+        self, deadline: float | None, latest: Array, infos_of: Callable[[States, Array], Infos]
+    ) -> Stepped | None:
+        if not self._gather(deadline):
+            return None
+        states, leaves, terminated, truncated, final = self._read()
+        infos, rows, reader = infos_of(states, self._rows.copy()), len(self._ids), self._reader
+        if final:
+            infos |= final
+        taken = self.wire, latest
+        self.after = (taken, rows, 0) if self._kind is Phase.WAITING_STEP else (taken, 0, rows)
+        return reader.build(leaves), reader.rewards(states), terminated, truncated, infos
+
+    def _gather(self, deadline: float | None) -> bool:
+        """Go through with the plan; whether that was done by the deadline."""
+        wire, plan = self.wire, self._plan
+        while True:
+            have = len(wire)
+            if have & 1 and not self.receiver.receive(wire, have + 1, deadline):
+                return False
+            trips = len(wire) // 2
+            if trips == len(plan) and not (self._same_step and self._add_resets(trips)):
+                return True
+            stage = plan[trips]
+            wire.extend(starmap(stage[0], (stage[1:2],)))
+
+    def _add_resets(self, trips: int) -> bool:
+        """In same-step mode, put the resets of what has just ended into the plan; whether there are any."""
+        if self._kind is Phase.WAITING_RESET or trips != self._steps:
+            return False
+        rows = np.flatnonzero(self._reader.flags(self.wire[1])[2])
+        if not rows.size:
+            return False
+        self._plan.append(_Stage(self._pool_send, self._filler(self._ids[rows]), rows))
+        return True
+
+    def _read(self) -> tuple[States, list[Array], Array, Array, Infos]:
+        """The answer that is there: the pool's arrays, those of the observation, both flags, and what is final."""
+        reader, states = self._reader, self.wire[1]
+        final: Infos = {}
+        if len(self._plan) > self._steps:  # a step, and the resets of the rows it ended
+            resets, rows = self.wire[3], self._plan[1].rows
+            assert rows is not None
+            if self._ended is None:  # once: below, the rows are overwritten in place
+                terminated, truncated, _ = reader.flags(states)
+                self._ended = terminated, truncated, self._final(states, rows)
+            terminated, truncated, final = self._ended
+            over = np.zeros(len(self._ids), dtype=np.bool_)
+            for i in reader.visible:
+                states[i][rows] = resets[i]
+        else:
+            if len(self._plan) > 1:
+                states = self._joined()
+            terminated, truncated, over = reader.flags(states)
+        leaves = reader.leaves(states)
+        self._remember(over, leaves)
+        return states, leaves, terminated, truncated, final
+
+    def _joined(self) -> States:
+        """The answers of several round trips over disjoint rows, as one."""
+        joined = []
+        for parts in zip(*self.wire[1::2], strict=True):
+            whole = np.empty((len(self._ids), *parts[0].shape[1:]), dtype=parts[0].dtype)
+            for stage, part in zip(self._plan, parts, strict=True):
+                whole[stage.rows] = part
+            joined.append(whole)
+        return joined
+
+    def _final(self, states: States, rows: Array) -> Infos:
+        """What Gymnasium reports of episodes that ended in a step that also began the next ones."""
+        n, reader = len(self._ids), self._reader
+        leaves = reader.leaves(states)
+        final_obs = np.full(n, None, dtype=object)
+        for row in rows.tolist():
+            final_obs[row] = reader.row(leaves, row)
+        mask = np.zeros(n, dtype=np.bool_)
+        mask[rows] = True
+        final_info = reader.scattered_infos([array[rows] for array in states], rows, n)
+        return {"final_info": final_info, "_final_info": mask, "final_obs": final_obs, "_final_obs": mask.copy()}
+
+    def _remember(self, over: Array, leaves: list[Array]) -> None:
+        """Keep which episodes are over, and the latest observations of all environments."""
+        ids = self._ids
+        if ids is self.all_ids:
+            self.over, self._last = over, leaves
+            return
+        self.over, self._last = self.over.copy(), [leaf.copy() for leaf in self._last]
+        self.over[ids] = over
+        for whole, leaf in zip(self._last, leaves, strict=True):
+            whole[ids] = leaf
+
+
+# -- batches of the environments that finish first --------------------------------------------------------------------
+
+
+class FirstReadyDriver(PoolDriver):
+    """Batches of the environments that finish first, handed out in any number of rows.
+
+    EnvPool waits for ever if fewer environments are in flight than a batch has, and aborts if one is sent to twice. So
+    what is in flight is known here exactly, and changes together with what is sent and received.
+
+    An environment is in flight until its row is taken. Those that are not are in ``idle``, except the rows taken last: they
+    are ``held`` until they are needed, because nearly always the very same environments are sent to next, and then neither
+    has to be touched.
+
+    Attributes:
+        taken: ``(latest, held, count, offset)``: whose rows were taken last; what is held of them, one entry or none; how
+            many batches of this pool were taken, and how many rows of the next one. In ``wire`` are all but the first
+            ``_gone`` batches.
+    """
+
+    capabilities = Capabilities(
+        "envpool", attributes=False, reset_mask=False, masked_seeds=False, reset_options=False,
+        row_options=False, in_this_process=True,
+    )
+
+    def _adopt(self, pool: Any) -> None:
+        super()._adopt(pool)
+        self.idle = set(range(self._num_envs))
+        self.taken: tuple[_Latest, list[Any], int, int] = (self.all_ids, self.everyone.tobytes()), [], 0, 0
+        self._gone = 0
+        self._call = Phase.DEFAULT  # what all environments were told together, DEFAULT where it was some
+        self._resets: set[int] = set()  # the environments whose latest call is a reset
+
+    # -- what a pool with several players does differently -------------------------------------------------------------
+
+    def _payload(self, ids: Array, actions: list[Array]) -> list[Array]:
+        """What the pool's ``_send`` takes."""
+        return [ids, ids, *actions]
+
+    def _cut_out(self, states: States, first: int, last: int) -> States:
+        """Copies of the rows of environments from ``first`` to before ``last``."""
+        return [array[first:last].copy() for array in states]
+
+    def _ordered(self, batches: list[States]) -> tuple[Stepped, Any]:
+        """The answer of all environments, in their order; and what is held once it was taken."""
+        joined: States = [np.concatenate(parts) for parts in zip(*batches, strict=True)]
+        order = np.argsort(self._reader.env_ids(joined))
+        return self._stepped([array[order] for array in joined], self.everyone.copy()), (self.all_ids,)
+
+    def _answer(self, states: States) -> tuple[Stepped, _Latest, Any]:
+        """The answer that these rows are; whose they are; and what is held once it was taken, which is a tuple whose first
+        entry is the first of ``latest``."""
+        ids = self._reader.env_ids(states)
+        rows = ids.astype(np.intp)  # indexing with it is ten times as fast as with int32
+        latest = ids, rows.tobytes()
+        return self._stepped(states, rows), latest, latest
+
+    def _stepped(self, states: States, rows: Array) -> Stepped:
+        reader = self._reader
+        infos = reader.infos(states, rows)
+        terminated, truncated, over = reader.flags(states)
+        self.over[rows] = over
+        return reader.observations(states), reader.rewards(states), terminated, truncated, infos
+
+    # -- what is in flight --------------------------------------------------------------------------------------------
+
+    @property
+    def latest(self) -> Array:
+        """The environments that ``send`` means by default, int32."""
+        ids: Array = self.taken[0][0]
+        return ids
+
+    @property
+    def owed(self) -> Call:
+        flying = self._flying()
+        if self.pool is None or not flying:
+            return NOTHING
+        whole = flying == self._num_envs and self._call is not Phase.DEFAULT
+        return Call(self._call, flying, by_row=not whole)
+
+    def _flying(self) -> int:
+        return self._num_envs - len(self.idle) - sum(len(held[0]) for held in self.taken[1])
+
+    def _put_away(self) -> None:
+        """Make the held environments idle ones like the others."""
+        if held := self.taken[1]:
+            together((self.idle.update, held[0][0].tolist()), (held.clear,))
+
+    def _require_idle(self, ids: Array, name: str) -> None:
+        self._put_away()
+        if not self.idle.issuperset(ids.tolist()):
+            if (owed := self.owed).kind is Phase.WAITING_STEP:
+                require_idle(owed, name)
+            flying = [i for i in ids.tolist() if i not in self.idle]
+            raise AlreadyPendingCallError(
+                f"Calling `{name}` for envs {flying}, which are still in flight: `recv` them first.", "send"
+            )
+
+    # -- sending ------------------------------------------------------------------------------------------------------
+
+    def step(self, actions: Any) -> None:
+        self.require_pool("step_async")
+        ids = self.all_ids
+        self._require_idle(ids, "step_async")
+        self._begin_step(Phase.WAITING_STEP, self._check(actions, ids), ids)
+
+    def send(self, actions: Any, env_id: Any) -> None:
+        if self.pool is None:
+            self.require_pool("send")
+        (ids, key), held, *_ = self.taken
+        if env_id is None or (
+            # by far the commonest: the rows of the latest recv, whose indices are known to be right
+            type(env_id) is np.ndarray
+            and env_id.dtype is _INTP
+            and env_id.shape == ids.shape
+            and env_id.tobytes() == key
+        ):
+            if not held or held[0][0] is not ids:
+                self._require_idle(ids, "send")
+        else:
+            ids = env_ids_of(env_id, self._num_envs).astype(np.int32)
+            self._require_idle(ids, "send")
+        self._begin_step(Phase.DEFAULT, self._check(actions, ids), ids)
+
+    def _begin_step(self, call: Phase, actions: list[Array], ids: Array) -> None:
+        if self._checks_ends:
+            self._require_not_over(ids)
+        if (held := self.taken[1]) and held[0][0] is ids:
+            land: tuple[Any, ...] = (held.clear,)
+        else:
+            self._put_away()
+            land = self.idle.difference_update, ids.tolist()
+        calls = [(self._pool_send, self._payload(ids, actions))]
+        if self._resets:
+            calls.append((self._resets.difference_update, ids.tolist()))
+        self._call = call
+        together(*calls, land)
+
+    def _begin_reset(self, ids: Array, *, force: bool, by_row: bool) -> None:
+        if not by_row:
+            self._drain()
+        self._require_idle(ids, "reset_async")
+        natural, named = self._natural(ids, force), ids.tolist()
+        calls: list[tuple[Any, ...]] = []
+        if natural.any():
+            calls.append((self._pool_send, self._filler(ids[natural])))
+        if not natural.all():
+            calls.append((self._pool_reset, ids[~natural]))
+        self._call = Phase.DEFAULT if by_row else Phase.WAITING_RESET
+        together(*calls, (self._resets.update, named), (self.idle.difference_update, named))
+
+    # -- receiving ----------------------------------------------------------------------------------------------------
+
+    def answer(self, kind: Phase, deadline: float | None) -> Stepped | None:
+        self._trim()
+        wire = self.wire
+        while (have := len(wire)) < self._num_envs // self.batch_size:
+            if not self.receiver.receive(wire, have + 1, deadline):
+                return None
+        stepped, held = self._ordered(wire[:])
+        latest, counts = self.taken[0], (self._num_envs, 0)
+        if kind is Phase.WAITING_RESET:
+            latest, counts = (self.all_ids, self.everyone.tobytes()), (0, self._num_envs)
+        self.after = (latest, [held], self._gone + have, 0), *counts
+        return stepped
+
+    def recv(self, count: int | None, deadline: float | None) -> Stepped | None:
+        if self.pool is None:
+            self.require_pool("recv")
+        _, held, taken, offset = self.taken
+        if held:
+            self._put_away()
+        if self._call is Phase.WAITING_STEP:
+            require_no_step(self.owed)
+        wire, size = self.wire, self.batch_size
+        if taken != self._gone:
+            self._trim()
+        if count is None:
+            count = size
+        while size * (have := len(wire)) - offset < count:  # (looked at once: a helper thread may add to it)
+            self._require_enough(count, size * have - offset)
+            if not self.receiver.receive(wire, have + 1, deadline):
+                return None
+        if offset or count != size:
+            used, offset, states = self._parts(count, offset)
+        else:
+            used, states = 1, wire[0]
+        stepped, latest, held = self._answer(states)
+        resets = len(self._resets.intersection(latest[0].tolist())) if self._resets else 0
+        self.after = (latest, [held], taken + used, offset), count - resets, resets
+        return stepped
+
+    def _trim(self) -> None:
+        """Let go of the batches that were taken."""
+        taken = self.taken[2]
+        del self.wire[: taken - self._gone]; self._gone = taken  # noqa: E702 - together: no call and no jump on this line
+
+    def _require_enough(self, count: int, ready: int) -> None:
+        """Refuse to wait for what will never come: the pool answers in whole batches only."""
+        flying, size = self._num_envs - len(self.idle), self.batch_size
+        if flying < count:
+            raise _too_few(count, flying)
+        if flying - ready < -(-(count - ready) // size) * size:
+            raise _too_few(count, flying, f" EnvPool answers in whole batches of {size}, and {ready} rows are ready.")
+
+    def _parts(self, count: int, offset: int) -> tuple[int, int, States]:
+        """The next ``count`` rows out of several batches: how many batches that uses up, the offset then, and the rows."""
+        parts, missing, used = [], count, 0
+        while missing:
+            some = min(missing, self.batch_size - offset)
+            parts.append(self._cut_out(self.wire[used], offset, offset + some))
+            missing, offset = missing - some, offset + some
+            if offset == self.batch_size:
+                used, offset = used + 1, 0
+        return used, offset, parts[0] if len(parts) == 1 else [np.concatenate(each) for each in zip(*parts, strict=True)]
+
+    def _drain(self) -> None:
+        """Let everything in flight finish, and drop it.
+
+        A pool answers in whole batches only, so some action for idle environments fills the last one up: there are enough
+        of them, because the batch size divides the number of environments.
+        """
+        self._put_away()
+        self._trim()
+        size = self.batch_size
+        latest, held, taken, offset = self.taken
+        missing = -(self._flying() + offset) % size
+        if missing:
+            filler = sorted(self.idle)[:missing]
+            payload = self._filler(np.array(filler, dtype=np.int32))
+            together((self._pool_send, payload), (self.idle.difference_update, filler))
+        batches = (self._flying() + offset) // size
+        while (have := len(self.wire)) < batches:
+            self.receiver.receive(self.wire, have + 1, None)
+        drained = latest, held, taken, 0
+        together((self.wire.clear,), (setattr, self, "taken", drained), (self.idle.update, range(self._num_envs)))
+
+
+class PlayerDriver(FirstReadyDriver):
+    """The same of a pool with several players an environment; which there are, and act, is told by the rows taken.
+
+    Args:
+        task, batch_size, seeding: Of the pools.
+        read: Makes the answer of rows, and of which players acted before them and which have to act now, bool ``(n, k)``.
+    """
+
+    def __init__(
+        self, task: Task, batch_size: int, seeding: Seeding, read: Callable[[PlayerRows, Array, Array], Stepped]
+    ) -> None:
+        self._rows_to_answer = read
+        super().__init__(task, batch_size, seeding, AutoresetMode.NEXT_STEP)
+
+    def _prepare(self) -> None:
+        task = self.task
+        self._sorter = PlayerSorter(task.state_keys, task.state_specs, task.max_num_players)
+        self._action_dtype = np.dtype(task.action_dtypes[-1])
+        self._turns = "info:current_player" in task.state_keys
+        self._check = lambda actions, ids: [np.asarray(actions)]  # the caller has looked at them
+
+    def _adopt(self, pool: Any) -> None:
+        super()._adopt(pool)
+        self.present = np.zeros((self._num_envs, self.task.max_num_players), np.bool_)
+        self.acting = self.present.copy()
+
+    def _payload(self, ids: Array, actions: list[Array]) -> list[Array]:
+        order, (given,) = np.argsort(ids), actions
+        ids, given = ids[order], given[order]
+        acting = self.acting[ids]
+        given = np.where(acting.reshape(acting.shape + (1,) * (given.ndim - 2)), given, 0).astype(self._action_dtype)
+        if self._turns:  # EnvPool takes the first player's action for that of whose turn it is
+            given[:] = given[np.arange(len(ids)), acting.argmax(axis=1)][:, None]
+        return self._sorter.flatten(given, ids, self.present[ids])
+
+    def _filler(self, ids: Array) -> list[Array]:
+        mask = self.present[ids]
+        return self._sorter.flatten(np.zeros(mask.shape, self._action_dtype), ids, mask)
+
+    def _cut_out(self, states: States, first: int, last: int) -> States:
+        return self._sorter.cut_out(states, first, last)
+
+    def _ordered(self, batches: list[States]) -> tuple[Stepped, Any]:
+        stepped, rows, acting = self._read([np.concatenate(parts) for parts in zip(*batches, strict=True)])
+        return stepped, (self.all_ids, rows.mask, acting)
+
+    def _answer(self, states: States) -> tuple[Stepped, _Latest, Any]:
+        stepped, rows, acting = self._read(states)
+        ids, index = rows.env_ids.copy(), rows.env_ids.astype(np.intp)
+        stepped[4].update(env_id=index, _env_id=np.ones(len(ids), np.bool_))
+        return stepped, (ids, index.tobytes()), (ids, rows.mask, acting)
+
+    def _begin_step(self, call: Phase, actions: list[Array], ids: Array) -> None:
+        self._keep_players()
+        super()._begin_step(call, actions, ids)
+
+    def _put_away(self) -> None:
+        self._keep_players()
+        super()._put_away()
+
+    def _keep_players(self) -> None:
+        """Write down what is held besides indices. It may happen again."""
+        for ids, present, acting in self.taken[1]:
+            self.present[ids], self.acting[ids] = present, acting
+
+    def _read(self, states: States) -> tuple[Stepped, PlayerRows, Array]:
+        rows = self._sorter(states)
+        begins = rows.envs["elapsed_step"] == 0
+        done = rows.envs["done"].astype(np.bool_) & ~begins
+        acting = rows.mask & ~done[:, None]
+        if self._turns:
+            acting &= np.arange(rows.mask.shape[1]) == rows.envs["info:current_player"][:, None]
+        acted = self.acting[rows.env_ids] & ~begins[:, None]
+        return self._rows_to_answer(rows, acted, acting), rows, acting

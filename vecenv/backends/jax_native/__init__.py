@@ -27,7 +27,7 @@ from vecenv.jax.functional import FunctionalVectorEnv
 from vecenv.jax.interop import require_torch, seed_keys
 from vecenv.jax.libraries import adapt, available_envs, make_env
 from vecenv.jax.state import EnvState
-from vecenv.state.snapshots import FORMAT, Kind, Snapshot
+from vecenv.state.snapshots import FORMAT, Kind, Snapshot, Snapshots, StateDict, each_of
 
 __all__ = ["JaxVectorEnv", "available_envs", "functional_of", "make_jax_vec"]
 
@@ -221,41 +221,44 @@ class JaxVectorEnv(DrivenVectorEnv[Driver]):
     def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
         """All of it in one dict that can be pickled."""
         self._require_idle("state_dict")
-        return {"format": FORMAT, "num_envs": self.num_envs, "snapshots": self._saved(rows_of(None, self.num_envs))}
+        return StateDict(format=FORMAT, num_envs=self.num_envs, snapshots=self._saved(rows_of(None, self.num_envs)))
 
     @guarded
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
         """Go on from what :meth:`state_dict` gave; as :meth:`load`."""
         self._require_idle("load_state_dict")
-        if not isinstance(state, Mapping) or state.get("num_envs") != self.num_envs or "snapshots" not in state:
+        mine = {"format": FORMAT, "num_envs": self.num_envs}
+        if (
+            not isinstance(state, Mapping)
+            or "snapshots" not in state
+            or any(state.get(key) != own for key, own in mine.items())
+        ):
             raise SnapshotMismatch(f"this is no state_dict() of {self.num_envs} environments")
         return self._loaded(state["snapshots"], rows_of(None, self.num_envs))
 
     def _saved(self, rows: Sequence[int]) -> tuple[Snapshot, ...]:
         state, seeds = self._driver.current(), self._driver.latest.seeds
         kind, leaves = self._kind(state), [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
-        return tuple(Snapshot.of(kind, pickle.dumps((seeds[row], [leaf[row] for leaf in leaves]))) for row in rows)
+        return Snapshots(Snapshot.of(kind, pickle.dumps((seeds[row], [leaf[row] for leaf in leaves]))) for row in rows)
 
     def _loaded(self, snapshots: Any, rows: Sequence[int]) -> Any:
         driver = self._driver
         state = driver.state
         if state is None:
             state = driver.functional.begin(seed_keys([0] * self.num_envs))
-        given = [snapshots] * len(rows) if isinstance(snapshots, Snapshot) else list(snapshots)
-        if len(given) != len(rows):
-            raise SnapshotMismatch(f"{len(given)} snapshots for {len(rows)} environments: give as many, or one for all")
+        given = each_of(snapshots, rows)
         kind = self._kind(state)
         for place, one in enumerate(given):
-            if not isinstance(one, Snapshot):
-                raise SnapshotMismatch(f"snapshots[{place}] is a {type(one).__name__}, and none that save() gave")
-            one.require_whole()
-            if wrong := one.kind.differs_from(kind):
+            if wrong := one.row.kind.differs_from(kind):
                 raise SnapshotMismatch(f"snapshots[{place}] does not fit: {wrong}")
-        read = [pickle.loads(one.body) for one in given]
         seeds = list(driver.latest.seeds)
-        for row, (seed, _) in zip(rows, read, strict=True):
-            seeds[row] = seed
-        columns = iter(zip(*[leaves for _, leaves in read], strict=True))
+        try:
+            read = [pickle.loads(one.body) for one in given]
+            for row, (seed, _) in zip(rows, read, strict=True):
+                seeds[row] = seed
+            columns = iter(zip(*[leaves for _, leaves in read], strict=True))
+        except Exception as error:
+            raise SnapshotMismatch(f"its bytes are no state of this environment: {type(error).__name__}: {error}") from error
 
         def filled(leaf: Any) -> Any:
             whole = np.array(leaf)

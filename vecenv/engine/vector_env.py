@@ -66,8 +66,8 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
 
     Args:
         env_fns: Functions that build the environments.
-        shared_memory: Observations of fixed size lie in shared memory; others, and all with ``False``, travel by pickle. Those
-            of custom spaces travel by pickle, with a warning, where this is left out; ``True`` refuses them, as in Gymnasium.
+        shared_memory: Observations of fixed size lie in shared memory; others, and all with ``False``, travel by pickle.
+            Left out, those of custom spaces travel by pickle, with a warning; ``True`` refuses them, as in Gymnasium.
         copy: Give out a copy of the observations. With ``False`` the same writeable arrays are given out every time and
             change while environments step.
         context: Start method (``"fork"``, ``"spawn"``, ``"forkserver"``) or ``None`` for the process default.
@@ -335,8 +335,8 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         except CustomSpaceError as error:
             if self._asks_for_shared_memory:  # Gymnasium's engine raises this for the default, too
                 raise ValueError(
-                    f"{type(self).__name__}(..., shared_memory=True): observations of {self.single_observation_space} cannot "
-                    "lie in shared memory, since its class is not registered with gymnasium.vector.utils."
+                    f"{type(self).__name__}(..., shared_memory=True): observations of {self.single_observation_space} "
+                    "cannot lie in shared memory, since its class is not registered with gymnasium.vector.utils."
                     "create_shared_memory; leave `shared_memory` out, or give shared_memory=False, and they are pickled"
                 ) from error
             if self.num_workers:

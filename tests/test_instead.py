@@ -322,7 +322,7 @@ def test_a_program_does_what_it_does(options: list[str], arguments: list[str], p
     if arguments == ["raise"]:
         assert said["own"].startswith(f'Traceback (most recent call last):\n  File "{program}", line 23, in <module>\n')
         assert said["own"].endswith("\nRuntimeError: mine\n")
-        assert "vecenv" not in said["own"]
+        assert said["own"].count('File "') == 1  # none of vecenv's
     else:
         assert said["own"] == ""
     assert ("copy=False" in said["given"]) == ("--no-copy" in options)

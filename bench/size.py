@@ -1,7 +1,7 @@
 """``python -m bench size``: how large this package is, and how much of it is said in words of its own.
 
-A code line is a line with code on it: no docstring, no comment, no blank. Private words are those of :data:`PRIVATE` that are
-the name of a class, a function, a variable or an attribute somewhere in ``vecenv/``.
+A code line is a line with code on it: no docstring, no comment, no blank. Private words are those of :data:`PRIVATE` that
+name a class, a function, a variable or an attribute somewhere in ``vecenv/``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ __all__ = ["LONGEST_FILE", "LONGEST_FUNCTION", "MOST", "PRIVATE", "code_lines", 
 
 ROOT = Path(__file__).parents[1]
 LONGEST_FILE, LONGEST_FUNCTION = 800, 60  # lines, of all kinds
-MOST = {"code lines in vecenv/": 20_000, "files in vecenv/": 120, "code lines in tests/": 24_000, "words in docs/*.md": 20_000}
+MOST = {
+    "code lines in vecenv/": 20_000, "files in vecenv/": 120, "code lines in tests/": 24_000, "words in docs/*.md": 20_000,
+}
 """The most that there is to be of each."""
 
 PRIVATE = frozenset({

@@ -22,6 +22,13 @@ def tests(session: nox.Session) -> None:
     session.run("pytest", *session.posargs)
 
 
+@nox.session(python="3.12")
+def newest(session: nox.Session) -> None:
+    """The whole default run with the newest of everything: this Python gets a newer EnvPool than 3.11. In .ci/run too."""
+    session.install("--upgrade", "--upgrade-strategy", "eager", "-e", ".[test]")
+    session.run("pytest", *session.posargs)
+
+
 @nox.session(python="3.11")
 def macos(session: nox.Session) -> None:
     """What a Mac has, emulated: faults, contract and engine without what only Linux has, new interpreters for workers."""

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from bench import goals, micro, plots, programs, suites, tables, train, waits
+from bench import goals, micro, plots, programs, size, suites, tables, train, waits
 from bench.programs import PROGRAMS
 from bench.train import TRAININGS
 from bench.waits import WAITS
@@ -100,6 +100,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--rounds", type=int, default=3, help="pairs of runs of each program (default: 3)")
     command.add_argument("--out", type=Path, default=Path("bench-results"), help="default: bench-results")
     command.set_defaults(run=_programs)
+
+    command = commands.add_parser("size", help="how large the package is, and how much of it is in words of its own")
+    command.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    command.set_defaults(run=_size)
 
     command = commands.add_parser("table", help="write what was measured into bench/README.md and docs/benchmarks.md")
     command.add_argument("--out", type=Path, default=Path("bench-results"))
@@ -236,6 +240,10 @@ def _programs(arguments: argparse.Namespace, pace: suites.Pace) -> None:
     programs.compare(arguments.names or list(PROGRAMS), arguments.sources, arguments.python, arguments.rounds, arguments.out)
 
 
+def _size(arguments: argparse.Namespace, pace: suites.Pace) -> None:
+    size.show(as_json=arguments.json)
+
+
 def _table(arguments: argparse.Namespace, pace: suites.Pace) -> None:
     tables.write_tables(arguments.out)
 
@@ -254,7 +262,7 @@ def main() -> int:
             parser.error(f"no {name!r}; there are: {', '.join(known)}")
     with progress_bar() as progress:
         pace = {}
-        if arguments.command not in ("list", "table", "programs"):
+        if arguments.command not in ("list", "size", "table", "programs"):
             pace = {"seconds": arguments.seconds, "repeats": arguments.repeats, "progress": progress}
         arguments.run(arguments, pace)
     return 0

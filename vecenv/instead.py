@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import mmap
+import os
 import sys
 import time
 import weakref
@@ -10,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Final
 
+import numpy as np
+from gymnasium.core import ActType, ObsType
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from vecenv.engine.vector_env import AsyncVectorEnv
@@ -36,7 +40,12 @@ class Report:
         kept: Names of classes that were derived from Gymnasium's and stay so, as they reach into its inside.
     """
 
+    _SLOTS: Final = 512
+
     def __init__(self) -> None:
+        self._pid = os.getpid()
+        # Forked children write here how many vector environments and environments they built, each into the slot of its pid.
+        self._children = np.frombuffer(mmap.mmap(-1, self._SLOTS * 16), np.int64).reshape(self._SLOTS, 2)
         self.engines = self.environments = 0
         self.steps = self.restarts = self.failures = 0.0
         self.began: float | None = None
@@ -45,6 +54,9 @@ class Report:
 
     def opened(self, envs: _Instead) -> None:
         """One more was built."""
+        if os.getpid() != self._pid:
+            self._children[os.getpid() % self._SLOTS] += (1, envs.num_envs)
+            return
         if self.began is None:
             self.began = time.monotonic()
         self.engines += 1
@@ -65,15 +77,39 @@ class Report:
     def __str__(self) -> str:
         for envs in list(self._open):
             self.ended(envs)
-        kept = f"; still Gymnasium's, as it reaches into that class: {', '.join(self.kept)}" if self.kept else ""
+        more = f"; still Gymnasium's, as it reaches into that class: {', '.join(self.kept)}" if self.kept else ""
+        if self._loaded_anew():
+            more += "; the program loaded gymnasium.vector anew, and what it made of that is Gymnasium's"
+        engines, environments = self._children.sum(axis=0).tolist()
+        if engines:
+            built = f"{_vector_environments(engines, environments)} in child processes, which do not report their steps"
+            more = f"; and {built}{more}" if self.engines else f"{built}{more}"
         if self.began is None:
-            return f"no vector environment of vecenv's was made{kept}" if kept else "no vector environment was replaced"
+            return more if engines else f"no vector environment of vecenv's was made{more}" if more else self._never()
         seconds = max(time.monotonic() - self.began, 1e-9)
-        made = f"{self.engines} vector environment{'s' if self.engines > 1 else ''} of {self.environments} environments"
         failed = f"{self.failures:.0f} failures" if self.failures else "nothing failed"
         restarts = f", {self.restarts:.0f} restarts" if self.restarts else ""
         rate = f"{self.steps:,.0f} steps in {seconds:.1f} s, {self.steps / seconds:,.0f} per second"
-        return f"{made}: {rate}; {failed}{restarts}{kept}"
+        return f"{_vector_environments(self.engines, self.environments)}: {rate}; {failed}{restarts}{more}"
+
+    def _never(self) -> str:
+        text = "no vector environment was replaced: the program never called gymnasium.vector.AsyncVectorEnv"
+        if GymnasiumSync not in _REPLACED:
+            text += "; --sync replaces SyncVectorEnv too"
+        if os.times().children_user:
+            text += "; processes that it started anew (spawn, forkserver, subprocess) have Gymnasium's, whatever they called"
+        return text
+
+    @staticmethod
+    def _loaded_anew() -> bool:
+        """Whether the name means a class now that is neither ours nor the one that was replaced."""
+        modules = (sys.modules.get(name) for name in ("gymnasium.vector", GymnasiumAsync.__module__))
+        found = [vars(module).get("AsyncVectorEnv") for module in modules if module is not None]
+        return any(kind not in (None, _Instead, GymnasiumAsync) for kind in found)
+
+
+def _vector_environments(engines: int, environments: int) -> str:
+    return f"{engines} vector environment{'s' if engines > 1 else ''} of {environments} environments"
 
 
 REPORT = Report()
@@ -115,7 +151,7 @@ class _StandsFor(type):
 
     def __new__(cls, name: str, bases: tuple[type[Any], ...], body: dict[str, Any], **keywords: Any) -> Any:
         theirs = {base: vars(base)["stands_for"] for base in bases if "stands_for" in vars(base)}
-        if body["__module__"] != __name__ and any(_reaches(body, _inside(kind)) for kind in theirs.values()):
+        if body.get("__module__") != __name__ and any(_reaches(body, _inside(kind)) for kind in theirs.values()):
             REPORT.kept.append(name)
             return type(name, tuple(theirs.get(base, base) for base in bases), body, **keywords)
         return super().__new__(cls, name, bases, body, **keywords)
@@ -127,7 +163,9 @@ class _StandsFor(type):
         return super().__subclasscheck__(subclass) or issubclass(subclass, cls.__dict__.get("stands_for", ()))
 
 
-class _Instead(AsyncVectorEnv[Any, Any], VectorEnv[Any, Any, Any], metaclass=_StandsFor):  # type: ignore[misc, override]
+class _Instead(  # type: ignore[misc, override]
+    AsyncVectorEnv[ObsType, ActType], VectorEnv[ObsType, ActType, np.ndarray], metaclass=_StandsFor
+):
     """:class:`vecenv.AsyncVectorEnv`, with :data:`DEFAULTS` for what is not given.
 
     ``VectorEnv`` is named as a base, which it is anyway, for those who read ``__bases__`` to learn whose API this is (skrl).
@@ -152,7 +190,7 @@ class _Instead(AsyncVectorEnv[Any, Any], VectorEnv[Any, Any, Any], metaclass=_St
         super().__del__()
 
 
-class _InsteadOfSync(_Instead, VectorEnv[Any, Any, Any]):  # type: ignore[misc, override]
+class _InsteadOfSync(_Instead[ObsType, ActType], VectorEnv[ObsType, ActType, np.ndarray]):  # type: ignore[misc, override]
     """The same with the arguments of ``gymnasium.vector.SyncVectorEnv``, which has its environments in this process."""
 
     stands_for = GymnasiumSync
@@ -166,6 +204,7 @@ class _InsteadOfSync(_Instead, VectorEnv[Any, Any, Any]):  # type: ignore[misc, 
     ) -> None:
         if isinstance(env_fns, Iterator):  # `gymnasium.make_vec` gives one, before Gymnasium 1.4
             env_fns = list(env_fns)
+        self._asks_for_shared_memory = False  # SyncVectorEnv's second argument is another
         super().__init__(env_fns, copy=copy, observation_mode=observation_mode, autoreset_mode=autoreset_mode)
 
     @property
@@ -184,8 +223,11 @@ class _InsteadOfSync(_Instead, VectorEnv[Any, Any, Any]):  # type: ignore[misc, 
         return local
 
 
+_Instead.__init__.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
 for _class, _theirs in ((_Instead, GymnasiumAsync), (_InsteadOfSync, GymnasiumSync)):
     _class.__name__ = _class.__qualname__ = _theirs.__name__
+    _class.__module__ = _theirs.__module__  # under this name it is pickled, and found while it is installed
+_REPLACED: Final[set[type[Any]]] = set()
 
 
 def install(*, sync: bool = False, **defaults: Any) -> None:
@@ -208,13 +250,16 @@ def install(*, sync: bool = False, **defaults: Any) -> None:
     uninstall()
     DEFAULTS.update(defaults)
     _put(GymnasiumAsync, _Instead)
+    _REPLACED.add(GymnasiumAsync)
     if sync:
         _put(GymnasiumSync, _InsteadOfSync)
+        _REPLACED.add(GymnasiumSync)
 
 
 def uninstall() -> None:
     """Put Gymnasium's classes back. Vector environments that were built meanwhile stay what they are. Idempotent."""
     DEFAULTS.clear()
+    _REPLACED.clear()
     _put(_Instead, GymnasiumAsync)
     _put(_InsteadOfSync, GymnasiumSync)
 

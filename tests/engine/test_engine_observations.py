@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import copy
 import mmap
+import warnings
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,11 @@ from envs import (
     raises_logged,
 )
 from gymnasium import spaces
+from gymnasium.error import CustomSpaceError
 from gymnasium.vector import SyncVectorEnv
 from sampling import each_pair
 
+import vecenv
 from vecenv.errors import ObservationError
 from vecenv.link.observations import KEPT, tree_writer
 from vecenv.shm import fixed_tree
@@ -182,6 +185,43 @@ def test_a_custom_space_works_without_shared_memory(engine: dict[str, Any], copi
         assert observations == oracle.step([0, 0])[0]
         assert isinstance(observations, tuple)
     oracle.close()
+
+
+def by_name(fns: list[Any], **engine: Any) -> Any:
+    return vecenv.AsyncVectorEnv(fns, shared_memory=True, **engine)
+
+
+def by_position(fns: list[Any], **engine: Any) -> Any:
+    return vecenv.AsyncVectorEnv(fns, True, **engine)
+
+
+def by_make_vec(fns: list[Any], **engine: Any) -> Any:
+    return vecenv.make_vec(fns[0], 2, backend="process", vector_kwargs={"shared_memory": True, **engine})
+
+
+@engines
+@pytest.mark.parametrize("build", [by_name, by_position, by_make_vec])
+def test_a_custom_space_in_shared_memory_that_was_asked_for_is_refused(engine: dict[str, Any], build: Any) -> None:
+    with pytest.raises(ValueError, match=r"shared_memory=True.*CustomSpace.*leave `shared_memory` out") as caught:
+        build(space_envs(CustomSpace(), 2), **engine)
+    assert isinstance(caught.value.__cause__, CustomSpaceError)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_custom_space_is_pickled_where_shared_memory_is_left_out(num_workers: int) -> None:
+    fns = space_envs(CustomSpace(), 2)
+    oracle = SyncVectorEnv(fns)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        envs = vecenv.AsyncVectorEnv(fns, num_workers=num_workers)
+    try:
+        assert [str(word.message) for word in said if "pickled" in str(word.message)][1:] == []
+        assert any("cannot lie in shared memory" in str(word.message) for word in said) == bool(num_workers)
+        assert envs.shared_memory is True
+        assert envs.reset(seed=1)[0] == oracle.reset(seed=1)[0]
+    finally:
+        envs.close()
+        oracle.close()
 
 
 @engines

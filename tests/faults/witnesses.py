@@ -298,7 +298,7 @@ def belongings() -> dict[str, list[str]]:
             if not re.fullmatch(r"/proc/\d+/fd", target):  # the one that reads this list
                 descriptors.append(f"{name} -> {target}")
     mappings = Path("/proc/self/maps").read_text().splitlines()
-    shared = [line for line in mappings if re.search("memfd:|/dev/shm/|vecenv-", line)]
+    shared = [line for line in mappings if re.search(r"memfd:|/dev/shm/|/vecenv-[^/]*$", line)]
     return {
         "processes": sorted(map(str, children())),
         "descriptors": sorted(descriptors),

@@ -18,7 +18,7 @@ from gymnasium.vector import SyncVectorEnv
 
 from bench import micro, train
 from vecenv.tools import benchmark
-from vecenv.tools.benchmark import BarePipes, Candidate, Report, Row, Sample, Stream, Summary, VectorRunner
+from vecenv.tools.benchmark import BareLockstep, BarePipes, Candidate, Report, Row, Sample, Stream, Summary, VectorRunner
 from vecenv.tools.benchmark.compare import _lock_step as lock_step
 from vecenv.tools.benchmark.runners import digest
 
@@ -311,6 +311,27 @@ def test_bare_pipes_step_every_environment_once() -> None:
         assert pipes.run(0.05).units % 3 == 0
     finally:
         pipes.close()
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_bare_lockstep_steps_every_environment_once(workers: int) -> None:
+    """The caller has a share; the process has its cores back afterwards."""
+    before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    lockstep = BareLockstep(CARTPOLE, 3, workers)
+    try:
+        assert lockstep.describe() == f"bare lock-step of {workers} processes"
+        assert lockstep._step() == 3
+        time.sleep(0.05)  # longer than it polls: it sleeps then, and wakes for the next step
+        assert lockstep.run(0.05).units % 3 == 0
+    finally:
+        lockstep.close()
+    assert before is None or os.sched_getaffinity(0) == before
+
+
+def test_bare_lockstep_is_a_row_beside_the_limit() -> None:
+    names = [candidate.name for candidate in benchmark.default_candidates(CARTPOLE, 3, 8)]
+    assert names[-2:] == ["bare-lockstep", "limit"]
+    assert benchmark.default_candidates(CARTPOLE, 3, 8)[-2].label == "bare lock-step, 3 processes"
 
 
 @pytest.mark.long

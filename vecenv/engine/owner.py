@@ -25,7 +25,7 @@ from vecenv.engine.engine import Engine
 from vecenv.engine.guard import is_within_a_call, one_call
 from vecenv.engine.handles import ProcessWorker
 from vecenv.engine.pool import WorkerPool
-from vecenv.engine.published import StatsCard
+from vecenv.engine.published import StatsFile
 from vecenv.errors import ErrorRecord
 from vecenv.front.arguments import check_env_fns, check_switches, mode_of
 from vecenv.front.base import VectorEnvBase
@@ -90,7 +90,7 @@ class EngineOwner(VectorEnvBase, VectorEnv[ObsType, ActType, np.ndarray], Generi
     def _adopt(self, engine: Engine, batch_size: int | None) -> None:
         """Take over an engine that was started; it is ended if its environments do not go together."""
         self.batch_size = self.num_envs if batch_size is None else batch_size
-        self._card: StatsCard | None = None
+        self._card: StatsFile | None = None
         self._refuses = ""  # why calls are refused: "closing" or "closed"
         self._figures: dict[str, float] | None = None  # the last, after close()
         self._engine = engine
@@ -214,14 +214,16 @@ class EngineOwner(VectorEnvBase, VectorEnv[ObsType, ActType, np.ndarray], Generi
     def publish_stats(self, name: str | None = None) -> None:
         """Let ``vecenv top``, run by the same user on this machine, show the workers until :meth:`close`.
 
-        The environment variable ``VECENV_TOP=1`` does the same for a whole program, from the first reset on. Nothing is
-        written to disk and nothing listens; an answer costs half a microsecond more. Linux only.
+        The environment variable ``VECENV_TOP=1`` does the same for a whole program, from the first reset on. The
+        program writes a small file, twice a second while answers come, into ``$XDG_RUNTIME_DIR/vecenv`` or a folder of the
+        user's among temporary files, where no other user can read it. Linux only.
 
         Args:
             name: What to call it there; default: the environments' id.
 
         Raises:
             NotImplementedError: Not on this system, or not with workers on other machines.
+            OSError: The file cannot be written.
             ClosedEnvironmentError: It is closed.
         """
         if not published.available() or not published.has_counters(self._engine):
@@ -231,7 +233,7 @@ class EngineOwner(VectorEnvBase, VectorEnv[ObsType, ActType, np.ndarray], Generi
     def _publish(self, name: str | None) -> None:
         if self._card is not None:
             self._card.close()
-        self._card = StatsCard(name or (self.spec.id if self.spec is not None else type(self).__name__), self._engine)
+        self._card = StatsFile(name or (self.spec.id if self.spec is not None else type(self).__name__), self._engine)
 
     def __repr__(self) -> str:
         name = f"{self.spec.id}, " if self.spec is not None else ""

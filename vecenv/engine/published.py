@@ -1,58 +1,42 @@
-"""Figures of a running vector environment that other processes of the same user may read, as ``vecenv top`` does.
+"""Figures of a running vector environment in a file that ``vecenv top`` reads.
 
-A program that asks for it holds a *card*: a memfd of a known name, with a description of the workers in JSON and a few
-numbers that change with every answer. The counters of the workers are in the engine's own shared block all along, and the
-card says where. A reader finds cards by looking through ``/proc/*/fd``, and reads both. So nothing listens, no thread runs,
-no file is written, and nothing can be left behind by whatever end the program meets; an answer costs the program half a
-microsecond more.
-
-A card is whatever another process wrote, of another version or for a joke: nothing in it is taken for granted.
+A program that asks for it writes a small JSON file into a folder that only its user may enter, and writes it anew twice a
+second while answers come. The program itself is never asked, so one that hangs is shown as well. A file says which process
+wrote it, by id and start time; those of processes that have ended are removed by the next program or reader that comes by.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
-import mmap
 import os
 import stat
-import struct
-import sys
+import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
 from vecenv.engine.engine import Engine
 from vecenv.engine.handles import CallerWorker, ProcessWorker
-from vecenv.engine.owed import Worker
-from vecenv.shm.layout import Array
 
 __all__ = [
-    "BadCard", "Live", "PublishedStats", "PublishedWorker", "StatsCard", "asked_for", "available", "has_counters",
-    "process_state", "published",
+    "BadFile", "PublishedStats", "PublishedWorker", "StatsFile", "asked_for", "available", "has_counters", "process_state",
+    "published",
 ]  # fmt: skip
 
-_NAME: Final = "vecenv-top"
-_LINK: Final = f"/memfd:{_NAME}"
-_FORMAT: Final = 1
-_LIVE: Final = struct.Struct("=5d")
-_COUNTERS: Final = ("worker_time", "worker_steps", "step_time")
-
-# What a reader believes at most.
-_LONGEST: Final = 16 << 20  # bytes of a card: 100,000 workers
-_MOST: Final = 1 << 20  # environments or workers
-_HIGHEST: Final = 1e15  # of any count, and seconds
-_LARGEST_PID: Final = 1 << 22
+_FORMAT: Final = 2
+_PERIOD: Final = 0.5  # seconds between two writings
+_LONGEST: Final = 64 << 20  # bytes that a reader takes in: 100,000 workers have less
+_NUMBERS: Final = itertools.count()
 
 
 def available() -> bool:
-    """Whether this system has what cards are made of: Linux."""
-    return sys.platform == "linux" and hasattr(os, "memfd_create")
+    """Whether this system tells when a process started, and of which user it is: Linux."""
+    return process_state(os.getpid()) is not None
 
 
 def has_counters(engine: Engine) -> bool:
@@ -61,46 +45,8 @@ def has_counters(engine: Engine) -> bool:
 
 
 def asked_for(engine: Engine) -> bool:
-    """Whether the environment variable ``VECENV_TOP`` asks for a card, and there can be one."""
+    """Whether the environment variable ``VECENV_TOP`` asks for a file, and there can be one."""
     return os.environ.get("VECENV_TOP", "0") not in ("", "0") and available() and has_counters(engine)
-
-
-@dataclass(frozen=True, slots=True)
-class Live:
-    """Numbers that change with every answer.
-
-    Attributes:
-        answered: ``time.monotonic()`` of the latest answer, which is the same clock in all processes of a machine.
-        time_waiting: Seconds the program has waited for workers.
-        resets, restarts, errors: Counts.
-    """
-
-    answered: float
-    time_waiting: float
-    resets: float
-    restarts: float
-    errors: float
-
-
-@dataclass(frozen=True, slots=True)
-class PublishedWorker:
-    """What is known of one worker.
-
-    Attributes:
-        index: Its row among the counters.
-        kind: ``"process"``, or ``"caller"``: the program's own share.
-        pid, started: The process, and when it started, in the kernel's ticks; -1 if it is gone already.
-        first, last: Its environments.
-        restarts: How often its process was replaced.
-    """
-
-    index: int
-    kind: str
-    pid: int
-    started: int
-    first: int
-    last: int
-    restarts: int
 
 
 def process_state(pid: int) -> tuple[str, int] | None:
@@ -111,226 +57,205 @@ def process_state(pid: int) -> tuple[str, int] | None:
     return None
 
 
-# --- the program's side ---------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class PublishedWorker:
+    """What a file says of one worker.
 
-
-class StatsCard:
-    """The card of one vector environment, there until :meth:`close`.
-
-    Args:
-        name: What ``vecenv top`` calls it.
-        engine: Whose workers and counters it is about.
+    Attributes:
+        index: Which.
+        kind: ``"process"``, or ``"caller"``: the program's own share.
+        pid, started: The process, and when it started, in the kernel's ticks; -1 if it is gone already.
+        first, last: Its environments.
+        restarts: How often its process was replaced.
+        steps, seconds: Steps made, and seconds spent, inside environments.
+        slowest_env, slowest_seconds: The environment whose latest sampled step took longest; -1 and 0 before the first.
     """
 
-    def __init__(self, name: str, engine: Engine) -> None:
-        fields = engine.layout.fields
-        self._about = {
-            "format": _FORMAT, "name": str(name), "pid": os.getpid(), "num_envs": engine.num_envs, "began": time.monotonic(),
-            "arena": engine.arena.fileno(),
-            "fields": {key: (fields[key].offset, len(getattr(engine.batch, key))) for key in _COUNTERS},
-        }  # fmt: skip
-        self._engine = engine
-        self._workers: dict[int, PublishedWorker] = {}
-        self._block: mmap.mmap | None = None
-        self._replaced = -1
-        self.update()
-
-    def update(self) -> None:
-        """Write down what has changed; to be called after every answer."""
-        engine, block = self._engine, self._block
-        if block is None or engine.pool.replaced != self._replaced:
-            block = self._describe()
-        counts = engine.resets, engine.restarts, len(engine.ledger.errors)
-        _LIVE.pack_into(block, 0, time.monotonic(), engine.pool.time_waiting, *counts)
-
-    def _describe(self) -> mmap.mmap:
-        """A card that says who the workers are now."""
-        self._replaced = self._engine.pool.replaced
-        before = self._workers
-        self._workers = {worker.index: _entry(worker, before.get(worker.index)) for worker in self._engine.pool.workers}
-        text = json.dumps({**self._about, "workers": [asdict(worker) for worker in self._workers.values()]}).encode()
-        descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
-        try:
-            os.truncate(descriptor, _LIVE.size + len(text))
-            block = mmap.mmap(descriptor, _LIVE.size + len(text))  # keeps a descriptor of its own
-        finally:
-            os.close(descriptor)
-        block[_LIVE.size :] = text
-        self.close()
-        self._block = block
-        return block
-
-    def close(self) -> None:
-        """Take the card away."""
-        if self._block is not None:
-            self._block.close()
-            self._block = None
-
-
-def _entry(worker: Worker, before: PublishedWorker | None) -> PublishedWorker:
-    kind = "caller" if worker.local else "process"
-    state = process_state(worker.pid)
-    started = state[1] if state else -1
-    restarts = 0 if before is None else before.restarts + (before.pid != worker.pid)
-    return PublishedWorker(worker.index, kind, worker.pid, started, worker.rows[0], worker.rows[-1], restarts)
-
-
-# --- the reader's side ----------------------------------------------------------------------------
+    index: int
+    kind: str
+    pid: int
+    started: int
+    first: int
+    last: int
+    restarts: int
+    steps: float
+    seconds: float
+    slowest_env: int
+    slowest_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedStats:
-    """What a card and its counters said at one time.
+    """What a file says.
 
     Attributes:
+        format: Of the file.
         name, pid, num_envs: Of the program's vector environment.
-        began, at: ``time.monotonic()`` when it began to publish, and when this was read.
-        workers: Who its workers are.
-        live: Its other numbers.
-        worker_time, worker_steps: float64, seconds and steps spent inside environments, by the worker's index.
-        step_time: float64 ``(num_envs,)``: seconds of each environment's latest sampled step.
+        began, at: ``time.monotonic()`` when it began to publish, and of the latest answer that is counted here. It is the
+            same clock in all processes of a machine.
+        time_waiting: Seconds the program has waited for workers.
+        resets, restarts, errors: Counts.
+        workers: One for each worker.
     """
 
+    format: int
     name: str
     pid: int
     num_envs: int
     began: float
     at: float
+    time_waiting: float
+    resets: int
+    restarts: int
+    errors: int
     workers: list[PublishedWorker]
-    live: Live
-    worker_time: Array
-    worker_steps: Array
-    step_time: Array
 
     @classmethod
     def read(cls, path: Path) -> PublishedStats:
-        """Read a card of :func:`published`.
+        """Read a file of :func:`published`.
 
         Raises:
-            OSError: It is gone, or somebody else's.
-            BadCard: It is being written, of another version of vecenv, or no card at all.
+            OSError: It is gone.
+            BadFile: It is of another version of vecenv, or no such file at all.
         """
-        card = _contents(path, _LONGEST)
-        about = _parsed(card)
-        if about.get("format") != _FORMAT:
-            raise BadCard(f"it is of another version of vecenv: this one reads format {_FORMAT}")
-        num_envs = _integer(about, "num_envs", 1, _MOST)
-        fields, listed = about.get("fields"), about.get("workers")
-        if not isinstance(fields, dict) or not isinstance(listed, list):
-            raise BadCard("its workers or their counters are missing")
-        counters = _counters(path, about, fields, num_envs)
-        return cls(
-            name=_text(about, "name"),
-            pid=_integer(about, "pid", 1, _LARGEST_PID),
-            num_envs=num_envs,
-            began=_number("began", about.get("began")),
-            at=time.monotonic(),
-            workers=[_worker(entry, len(counters["worker_time"]), num_envs) for entry in listed],
-            live=Live(*(_number("live", value) for value in _LIVE.unpack_from(card))),
-            **counters,
-        )
+        if not stat.S_ISREG(path.lstat().st_mode):  # opening a pipe would wait for a writer
+            raise BadFile("it is no file")
+        with path.open("rb") as file:
+            text = file.read(_LONGEST)
+        try:
+            found = json.loads(text)
+            if found["format"] != _FORMAT:
+                raise BadFile(f"it is of another version of vecenv: this one reads format {_FORMAT}")
+            listed = found["workers"]
+            workers = [_taken(PublishedWorker, entry) for entry in listed]
+            stats: PublishedStats = _taken(cls, {**found, "workers": []}, workers=workers)
+            return stats
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise error if isinstance(error, BadFile) else BadFile("it cannot be parsed") from None
 
 
-class BadCard(ValueError):
-    """What a descriptor with the name of a card holds is none that this version can read."""
+class BadFile(ValueError):
+    """What lies in the folder is no file that this version can read."""
 
 
-def _contents(path: Path, most: int) -> bytes:
-    size = _size(path, "it is no memory")
-    if not _LIVE.size < size <= most:
-        raise BadCard(f"it has {size:,} bytes")
-    with path.open("rb") as file:
-        return file.read(most)
+def _taken(kind: type[Any], found: dict[str, Any], **done: Any) -> Any:
+    """An object of this class out of JSON, whose numbers are finite and -1 or more; other names in it do not matter."""
+    values = {}
+    for field in fields(kind):
+        values[field.name] = value = found[field.name]
+        wanted = {"int": (int,), "float": (int, float), "str": (str,)}.get(str(field.type), (list,))
+        if type(value) not in wanted or (wanted[0] is int and not (-1 <= value < 1 << 63 and math.isfinite(value))):
+            raise BadFile(f"its {field.name} is none")
+    return kind(**values | done)
 
 
-def _size(path: Path, complaint: str) -> int:
-    """Of a descriptor that is to be opened: opening a pipe would wait for a writer."""
-    about = path.stat()
-    if not stat.S_ISREG(about.st_mode):
-        raise BadCard(complaint)
-    return about.st_size
+# --- where files are ------------------------------------------------------------------------------
 
 
-def _parsed(card: bytes) -> dict[str, Any]:
-    try:
-        about = json.loads(card[_LIVE.size :])
-    except (ValueError, RecursionError):
-        about = None
-    if not isinstance(about, dict):
-        raise BadCard("it cannot be parsed")
-    return about
+def _folders() -> Iterator[Path]:
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and os.path.isabs(runtime):
+        yield Path(runtime, "vecenv")
+    yield Path(tempfile.gettempdir(), f"vecenv-{os.getuid()}")
 
 
-def _integer(about: dict[str, Any], key: str, low: int, high: int) -> int:
-    value = about.get(key)
-    if type(value) is not int or not low <= value <= high:
-        raise BadCard(f"its {key} is none")
-    return value
+def _is_ours(folder: Path) -> bool:
+    """Whether it is a folder of this user that no other may enter."""
+    about = folder.lstat()
+    return stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o077
 
 
-def _number(key: str, value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value) or not 0 <= value <= _HIGHEST:
-        raise BadCard(f"its {key} is none")
-    return float(value)
+def _folder() -> Path:
+    """Where files of this user go; it is made if there is none.
+
+    Raises:
+        OSError: There is no such place.
+    """
+    for folder in _folders():
+        with contextlib.suppress(OSError):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            if _is_ours(folder):
+                return folder
+    raise OSError(f"publish_stats() finds no folder for its file: {' and '.join(map(str, _folders()))} cannot be made, or "
+                  "are open to other users; set XDG_RUNTIME_DIR")  # fmt: skip
 
 
-def _text(about: dict[str, Any], key: str) -> str:
-    value = about.get(key)
-    if not isinstance(value, str):
-        raise BadCard(f"its {key} is none")
-    return value
+def published() -> Iterator[Path]:
+    """All files of this user's running programs; those of programs that have ended are removed."""
+    for folder in _folders():
+        with contextlib.suppress(OSError):
+            for path in sorted(folder.iterdir()) if _is_ours(folder) else ():
+                pid, _, rest = path.name.partition("-")
+                if not (pid.isdecimal() and path.suffix in (".json", ".new")):
+                    continue
+                state = process_state(int(pid))
+                if state is None or not rest.startswith(f"{state[1]}-"):
+                    path.unlink(missing_ok=True)
+                elif path.suffix == ".json":
+                    yield path
 
 
-def _worker(entry: Any, count: int, num_envs: int) -> PublishedWorker:
-    if not isinstance(entry, dict):
-        raise BadCard("one of its workers is none")
-    first = _integer(entry, "first", 0, num_envs - 1)
-    return PublishedWorker(
-        index=_integer(entry, "index", 0, count - 1),
-        kind=_text(entry, "kind"),
-        pid=_integer(entry, "pid", -1, _LARGEST_PID),
-        started=_integer(entry, "started", -1, 1 << 63),
-        first=first,
-        last=_integer(entry, "last", first, num_envs - 1),
-        restarts=_integer(entry, "restarts", 0, 1 << 63),
-    )
+# --- the program's side ---------------------------------------------------------------------------
 
 
-def _counters(path: Path, about: dict[str, Any], fields: dict[str, Any], num_envs: int) -> dict[str, Array]:
-    """The counters, out of a descriptor of the program that is the card's own word: it is looked at before it is opened."""
-    where = path.with_name(str(_integer(about, "arena", 0, 1 << 30)))
-    try:
-        _size(where, "its counters are no memory")
-        with where.open("rb") as arena:
-            found = {name: _counter(arena.fileno(), fields.get(name)) for name in _COUNTERS}
-    except OSError as error:
-        raise BadCard("its counters are gone") from error
-    if len(found["step_time"]) != num_envs or len(found["worker_time"]) != len(found["worker_steps"]):
-        raise BadCard("its counters are of others")
-    return found
+class StatsFile:
+    """The file of one vector environment, there until :meth:`close`.
 
+    Args:
+        name: What ``vecenv top`` calls it.
+        engine: The engine whose workers and counters it is about.
 
-def _counter(arena: int, place: Any) -> Array:
-    if not isinstance(place, list) or len(place) != 2:
-        raise BadCard("its counters are nowhere")
-    given = {"offset": place[0], "count": place[1]}
-    offset, count = _integer(given, "offset", 0, 1 << 62), _integer(given, "count", 1, _MOST)
-    values = np.frombuffer(os.pread(arena, 8 * count, offset)[: 8 * count], np.uint8)
-    if len(values) != 8 * count:
-        raise BadCard("its counters end too early")
-    numbers = values.view(np.float64)
-    if not (np.isfinite(numbers) & (numbers >= 0) & (numbers <= _HIGHEST)).all():
-        raise BadCard("its counters are no numbers")
-    return numbers
+    Raises:
+        OSError: It cannot be written.
+    """
 
+    def __init__(self, name: str, engine: Engine) -> None:
+        for _ in published():  # removes what is left of others
+            pass
+        self._engine, self._name, self._pid = engine, str(name), os.getpid()
+        state = process_state(self._pid)
+        self._path = _folder() / f"{self._pid}-{state[1] if state else 0}-{next(_NUMBERS)}.json"
+        self._workers: dict[int, PublishedWorker] = {}
+        self._began = time.monotonic()
+        self._replaced = -1
+        self._write(self._began)
 
-def published() -> Iterator[tuple[tuple[int, int], Path]]:
-    """All cards of this user's processes: (pid, inode), which stays the same as long as the card does, and where it is."""
-    for process in Path("/proc").iterdir():
-        if not process.name.isdigit():
-            continue
-        with contextlib.suppress(OSError):  # somebody else's, or gone
-            for descriptor in (process / "fd").iterdir():
-                with contextlib.suppress(OSError):
-                    if os.readlink(descriptor).removesuffix(" (deleted)") == _LINK:
-                        yield (int(process.name), descriptor.stat().st_ino), descriptor
+    def update(self) -> None:
+        """Write down what has changed, if that is due; to be called after every answer."""
+        now = time.monotonic()
+        if now >= self._due or self._engine.pool.replaced != self._replaced:
+            with contextlib.suppress(OSError):  # a full disk is no reason to end a training
+                self._write(now)
+
+    def _write(self, now: float) -> None:
+        engine = self._engine
+        self._due, self._replaced = now + _PERIOD, engine.pool.replaced
+        self._workers = {worker.index: self._entry(worker) for worker in engine.pool.workers}
+        stats = PublishedStats(
+            format=_FORMAT, name=self._name, pid=self._pid, num_envs=engine.num_envs, began=self._began, at=now,
+            time_waiting=engine.pool.time_waiting, resets=int(engine.resets), restarts=int(engine.restarts),
+            errors=len(engine.ledger.errors), workers=list(self._workers.values()),
+        )  # fmt: skip
+        new = self._path.with_suffix(".new")
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
+            json.dump(asdict(stats), file)
+        new.rename(self._path)
+
+    def _entry(self, worker: Any) -> PublishedWorker:
+        index, first, last = worker.index, int(worker.rows[0]), int(worker.rows[-1])
+        before, batch = self._workers.get(index), self._engine.batch
+        times = batch.step_time[first : last + 1]
+        slowest = int(times.argmax())
+        state = process_state(worker.pid)
+        return PublishedWorker(
+            index, "caller" if worker.local else "process", worker.pid, state[1] if state else -1, first, last,
+            restarts=0 if before is None else before.restarts + (before.pid != worker.pid),
+            steps=float(batch.worker_steps[index]), seconds=float(batch.worker_time[index]),
+            slowest_env=first + slowest if times[slowest] else -1, slowest_seconds=float(times[slowest]),
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Remove the file; a forked child leaves it to the program."""
+        if os.getpid() == self._pid:
+            with contextlib.suppress(OSError):
+                self._path.unlink(missing_ok=True)

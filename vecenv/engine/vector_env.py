@@ -68,6 +68,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
     Args:
         env_fns: Functions that build the environments.
         shared_memory: Observations of fixed size lie in shared memory; others, and all with ``False``, travel by pickle.
+            Left out, those of custom spaces travel by pickle, with a warning; ``True`` refuses them, as in Gymnasium.
         copy: Give out a copy of the observations. With ``False`` the same writeable arrays are given out every time and
             change while environments step.
         context: Start method (``"fork"``, ``"spawn"``, ``"forkserver"``) or ``None`` for the process default.
@@ -135,11 +136,12 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
     _engine_class: type[Engine] = Engine
     _backend = "process"
     _spares = 0
+    _asks_for_shared_memory = False  # whether `shared_memory=True` was given, and is not just the default
 
     def __new__(
         cls,
         env_fns: Any = None,
-        shared_memory: bool = True,
+        shared_memory: bool | None = None,
         copy: bool = True,
         context: str | None = None,
         daemon: bool = True,
@@ -153,7 +155,9 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             return with_custom_worker(cls, kwargs)  # type: ignore[no-any-return]
         if cls.__init__ is AsyncVectorEnv.__init__:
             check_names(kwargs, inspect.signature(cls).parameters, cls.__name__)
-        return super().__new__(cls)
+        self = super().__new__(cls)
+        self._asks_for_shared_memory = shared_memory is True
+        return self
 
     def __init__(
         self,
@@ -323,7 +327,13 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             return None
         try:
             return RegisteredStore(self.single_observation_space, self.num_envs, context, self._spares)
-        except CustomSpaceError:  # as SyncVectorEnv takes it; Gymnasium's engine asks for shared_memory=False
+        except CustomSpaceError as error:
+            if self._asks_for_shared_memory:  # Gymnasium's engine raises this for the default, too
+                raise ValueError(
+                    f"{type(self).__name__}(..., shared_memory=True): observations of {self.single_observation_space} "
+                    "cannot lie in shared memory, since its class is not registered with gymnasium.vector.utils."
+                    "create_shared_memory; leave `shared_memory` out, or give shared_memory=False, and they are pickled"
+                ) from error
             if self.num_workers:
                 logger.warn(f"{self.single_observation_space} cannot lie in shared memory: observations are pickled.")
             return None

@@ -47,7 +47,9 @@ def make_openrl(
     if worker is not None:
         raise TypeError("make_openrl takes no worker function: one of OpenRL's speaks to OpenRL's own pipes")
     mode = AutoresetMode.SAME_STEP if auto_reset else AutoresetMode.DISABLED
-    own: dict[str, Any] = {"shared_memory": shared_memory, "copy": copy, "context": context, "daemon": daemon}
+    own: dict[str, Any] = {"copy": copy, "context": context, "daemon": daemon}
+    if shared_memory is not True:  # the default here, so not asked for
+        own["shared_memory"] = shared_memory
     envs = MultiAgentVecEnv(env_fns, layout="stack", autoreset_mode=mode, **{**own, **engine})
     both = (envs.single_observation_space, envs.single_action_space)
     for kind, wanted, has in zip(("observation", "action"), (observation_space, action_space), both, strict=True):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import builtins
+import functools
 import importlib.util
 import io
 import os
-import runpy
 import sys
+import zipfile
 from collections.abc import Callable
-from pathlib import Path
+from importlib.machinery import BYTECODE_SUFFIXES, ModuleSpec, PathFinder, SourceFileLoader, SourcelessFileLoader
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, Final
 
@@ -43,18 +45,14 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], None]:
         given = ", ".join(f"{name}={value!r}" for name, value in defaults.items())
         given = given or "one worker for each environment"
         print(f"vecenv run: gymnasium.vector.{replaced} vecenv's ({given})", file=sys.stderr)
-        atexit.register(_report, arguments.sync)
-    sys.excepthook = _without_us
+        atexit.register(_report, os.getpid())
     sys.argv = list(words)
     return start
 
 
-def _report(sync: bool) -> None:
-    text = str(REPORT)
-    if not REPORT.engines and not REPORT.kept:
-        text += ": the program never called gymnasium.vector.AsyncVectorEnv"
-        text += "" if sync else "; --sync replaces SyncVectorEnv too"
-    print(f"vecenv run: {text}", file=sys.stderr)
+def _report(pid: int) -> None:
+    if os.getpid() == pid:  # and not in a process that the program forked
+        print(f"vecenv run: {REPORT}", file=sys.stderr)
 
 
 def _workers(text: str) -> int | str:
@@ -70,52 +68,112 @@ def _workers(text: str) -> int | str:
 
 
 def _file(name: str) -> Callable[[], None]:
-    path, whole = Path(name), Path(name).resolve()
-    if not path.is_file():
-        raise CliError(f"no such program: {name}" + (" is a folder" if path.is_dir() else ""))
+    """What runs a file as ``python NAME`` does: source, bytecode, or a folder or archive with a ``__main__`` in it."""
+    path = os.path.join(os.getcwd(), name)  # links stay in `__file__`, and are followed for `sys.path[0]`
+    if os.path.isdir(path) or zipfile.is_zipfile(path):
+        return _container(name, path)
+    if not os.path.isfile(path):
+        raise CliError(f"no such program: {name}")
+    kind = SourcelessFileLoader if path.endswith(tuple(BYTECODE_SUFFIXES)) else SourceFileLoader
     try:
-        with io.open_code(str(whole)) as file:
+        with io.open_code(path) as file:
             source = file.read()
     except OSError as error:
         raise CliError(f"cannot read {name}: {one_line(error)}") from None
 
+    def code() -> CodeType:
+        if kind is SourcelessFileLoader:
+            return loader.get_code("__main__")  # type: ignore[no-any-return]
+        # `dont_inherit`: what this module imports from __future__ is not meant for the program
+        return compile(source, path, "exec", dont_inherit=True)
+
     def run() -> None:
-        sys.path[0] = str(whole.parent)
-        # not by `runpy`, which would take `__main__` away again before threads and handlers of the program have ended
-        main = ModuleType("__main__")
-        main.__dict__.update(__file__=str(whole), __builtins__=__builtins__, __cached__=None)
-        sys.modules["__main__"] = main
-        code: CodeType = compile(source, str(whole), "exec")
-        exec(code, main.__dict__)
+        _search_first(os.path.dirname(os.path.realpath(path)))
+        _execute(code, __file__=path, __loader__=loader, __package__=None, __spec__=None, __cached__=None)
+
+    loader: Any = kind("__main__", path)
+    return run
+
+
+def _container(name: str, path: str) -> Callable[[], None]:
+    found = PathFinder.find_spec("__main__", [path])
+    if found is None:
+        kind = "a folder" if os.path.isdir(path) else "an archive"
+        raise CliError(f"no such program: {name} is {kind} without __main__.py")
+
+    def run() -> None:
+        if sys.flags.safe_path:  # where a folder or archive is run, Python searches it all the same
+            sys.path.insert(0, path)
+        _search_first(path)
+        _execute_spec(found)
 
     return run
 
 
 def _module(name: str) -> Callable[[], None]:
-    sys.path[0] = os.getcwd()
+    """What runs a module as ``python -m NAME`` does; of a package its ``__main__``."""
+    _search_first(os.getcwd())
     try:
         found = importlib.util.find_spec(name)
+        if found is not None and found.submodule_search_locations is not None:
+            found = importlib.util.find_spec(f"{name}.__main__")
     except (ImportError, ValueError) as error:
         raise CliError(f"no module {name!r}: {one_line(error)}") from None
     if found is None:
-        raise CliError(f"no module {name!r}")
+        package = name in sys.modules
+        raise CliError(f"no module {name!r}" + (": it is a package without a __main__ module" if package else ""))
+    spec = found
 
     def run() -> None:
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
+        sys.argv[0] = str(spec.origin)
+        _execute_spec(spec)
 
     return run
 
 
-def _without_us(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """Show a traceback from the program's first line on."""
-    own = step = traceback
-    while step is not None:
-        if step.tb_frame.f_code.co_filename == __file__:
-            own = step.tb_next
-        step = step.tb_next
-    while own is not None and own.tb_frame.f_globals.get("__name__") == "runpy":
+def _search_first(folder: str) -> None:
+    """In the place of what Python itself has put there, for ``vecenv`` or ``python -m vecenv``, unless under ``-P``."""
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+
+
+def _execute_spec(spec: ModuleSpec) -> None:
+    loader: Any = spec.loader
+    _execute(
+        lambda: loader.get_code(spec.name), __file__=spec.origin, __loader__=loader, __package__=spec.parent, __spec__=spec,
+        __cached__=spec.cached,
+    )  # fmt: skip
+
+
+def _execute(code: Callable[[], CodeType], **names: Any) -> None:
+    """Run code as ``__main__``, which it stays: threads and exit handlers of the program may outlive its last line.
+
+    ``runpy`` would take the module away again.
+    """
+    main = ModuleType("__main__")
+    vars(main).update(names, __builtins__=builtins)
+    if sys.version_info < (3, 14):
+        vars(main)["__annotations__"] = {}
+    sys.modules["__main__"] = main
+    try:
+        exec(code(), vars(main))
+    except SystemExit:
+        raise
+    except BaseException:
+        sys.excepthook = functools.partial(_without_us, sys.excepthook)
+        raise
+
+
+def _without_us(
+    hook: Callable[..., Any], kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    """Hand a traceback to the program's hook, from the program's first line on."""
+    sys.excepthook, own = hook, traceback
+    while own is not None and own.tb_frame.f_code is not _execute.__code__:
         own = own.tb_next
-    sys.__excepthook__(kind, error.with_traceback(own), own)
+    while own is not None and own.tb_frame.f_code.co_filename == __file__:
+        own = own.tb_next
+    hook(kind, error.with_traceback(own), own)
 
 
 Option = tuple[tuple[str, ...], dict[str, Any]]

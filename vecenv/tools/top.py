@@ -1,19 +1,21 @@
 """``vecenv top``: the workers of running programs, as a live table or as one snapshot.
 
-Two readings of the counters that a program publishes (:mod:`vecenv.engine.published`) give the rates of the time between
-them; what the kernel says of a worker's process gives its state. The programs themselves are not asked anything, and so a
-program that hangs is shown as well as one that runs.
+Two states of the file that a program writes (:mod:`vecenv.engine.published`) give the rates of the time between them; what
+the kernel says of a worker's process gives its state. The programs themselves are not asked anything, and so a program that
+hangs is shown as well as one that runs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from vecenv.engine.published import BadCard, PublishedStats, PublishedWorker, process_state, published
+from vecenv.engine.published import BadFile, PublishedStats, PublishedWorker, process_state, published
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -26,7 +28,7 @@ __all__ = [
 HOW_TO_PUBLISH: Final = "a program shows its workers here after envs.publish_stats(), or when run with VECENV_TOP=1"
 _WIDTH: Final = 110  # of a table that does not go to a terminal
 _LONGEST_NAME: Final = 80
-_LATE: Final = 1.0  # seconds without an answer that are worth a word
+_LATE: Final = 1.5  # seconds without an answer that are worth a word, and after which old rates hold no more
 _WAITS: Final = 0.95  # share of the time outside environments above which a worker that steps is said to wait
 HEADINGS: Final = ("worker", "pid", "state", "envs", "steps/s", "waiting", "slowest env", "restarts")
 _COLOURS: Final = {"stepping": "green", "busy": "yellow", "stopped": "red", "dead": "red"}
@@ -70,7 +72,7 @@ class ProgramRow:
         name, pid, num_envs: Which.
         steps_per_second: Of all workers.
         waiting: Share of the time that the program waited for its workers, 0 to 1.
-        since_answer: Seconds since the program took in an answer.
+        since_answer: Seconds since the program took in an answer, up to half a second too many.
         resets, restarts, errors: Counts, as in ``envs.stats()``.
         workers: A row each.
     """
@@ -99,67 +101,65 @@ class Watcher:
         pid: Only this program.
 
     Attributes:
-        left_out: A word on each card that could not be read in the two latest readings. (One that is being written cannot
-            be read either, for a moment.)
+        left_out: A word on each file that cannot be read.
     """
 
     def __init__(self, pid: int | None = None) -> None:
         self.left_out: list[str] = []
         self._pid = pid
-        self._before: dict[tuple[int, int], PublishedStats] = {}
-        self._bad: set[tuple[int, int]] = set()
+        self._latest: dict[Path, tuple[PublishedStats | None, PublishedStats]] = {}  # the state before, and this one
 
     def read(self) -> list[ProgramRow]:
         """The programs that there are, in the order of their ids and ages.
 
         One that was not there at the last reading is shown over the time since it began to publish.
         """
-        now: dict[tuple[int, int], PublishedStats] = {}
-        bad: dict[tuple[int, int], BadCard] = {}
-        for key, path in published():
-            if key in now or key in bad or self._pid not in (None, key[0]):
+        now: dict[Path, tuple[PublishedStats | None, PublishedStats]] = {}
+        self.left_out = []
+        for path in published():
+            pid = int(path.name.partition("-")[0])
+            if self._pid not in (None, pid):
                 continue
             with contextlib.suppress(OSError):  # gone
                 try:
                     stats = PublishedStats.read(path)
-                except BadCard as error:
-                    bad[key] = error
+                except BadFile as error:
+                    self.left_out.append(f"a file of pid {pid}: {error}")
                     continue
-                if stats.pid == key[0]:  # a forked child has its parent's descriptors, and is not the program
-                    now[key] = stats
-        self.left_out = [f"a card of pid {key[0]}: {error}" for key, error in bad.items() if key in self._bad]
-        self._bad = set(bad)
-        rows = [(stats.pid, stats.began, _program(self._before.get(key), stats)) for key, stats in now.items()]
-        self._before = now
+                before, latest = self._latest.get(path, (None, None))
+                now[path] = (before if latest is not None and latest.at == stats.at else latest), stats
+        self._latest = now
+        rows = [(stats.pid, stats.began, _program(before, stats)) for before, stats in now.values()]
         return [row for *_, row in sorted(rows, key=lambda entry: entry[:2])]
 
 
 def _program(before: PublishedStats | None, now: PublishedStats) -> ProgramRow:
-    if before is not None and (before.began != now.began or len(before.worker_steps) != len(now.worker_steps)):
-        before = None  # another card in the same place
+    if before is not None and (before.began != now.began or len(before.workers) != len(now.workers)):
+        before = None
+    since_answer = max(time.monotonic() - now.at, 0.0)
+    if since_answer > _LATE:  # nothing has happened since
+        before = now
     seconds = max(now.at - (before.at if before else now.began), 1e-9)
-    steps = now.worker_steps - (before.worker_steps if before else 0.0)
-    inside = now.worker_time - (before.worker_time if before else 0.0)
-    waited = now.live.time_waiting - (before.live.time_waiting if before else 0.0)
-    workers = [_worker(now, w, float(steps[w.index]), float(inside[w.index]), seconds) for w in now.workers]
+    earlier = {worker.index: worker for worker in before.workers} if before else {}
+    workers = [_worker(worker, earlier.get(worker.index), seconds) for worker in now.workers]
     return ProgramRow(
         name=now.name,
         pid=now.pid,
         num_envs=now.num_envs,
         steps_per_second=sum(worker.steps_per_second for worker in workers),
-        waiting=_share(waited, seconds),
-        since_answer=max(now.at - now.live.answered, 0.0),
-        resets=int(now.live.resets),
-        restarts=int(now.live.restarts),
-        errors=int(now.live.errors),
+        waiting=_share(now.time_waiting - (before.time_waiting if before else 0.0), seconds),
+        since_answer=since_answer,
+        resets=now.resets,
+        restarts=now.restarts,
+        errors=now.errors,
         workers=workers,
     )
 
 
-def _worker(stats: PublishedStats, worker: PublishedWorker, steps: float, inside: float, seconds: float) -> WorkerRow:
-    waiting = 1.0 - _share(inside, seconds)
-    times = stats.step_time[worker.first : worker.last + 1]
-    slowest = int(times.argmax()) if times.any() else None
+def _worker(worker: PublishedWorker, before: PublishedWorker | None, seconds: float) -> WorkerRow:
+    steps = worker.steps - (before.steps if before else 0.0)
+    waiting = 1.0 - _share(worker.seconds - (before.seconds if before else 0.0), seconds)
+    known = worker.slowest_env >= 0
     return WorkerRow(
         index=worker.index,
         pid=worker.pid,
@@ -168,8 +168,8 @@ def _worker(stats: PublishedStats, worker: PublishedWorker, steps: float, inside
         envs=(worker.first, worker.last),
         steps_per_second=max(steps, 0.0) / seconds,
         waiting=waiting,
-        slowest_env=None if slowest is None else worker.first + slowest,
-        slowest_env_seconds=None if slowest is None else float(times[slowest]),
+        slowest_env=worker.slowest_env if known else None,
+        slowest_env_seconds=worker.slowest_seconds if known else None,
         restarts=worker.restarts,
     )
 

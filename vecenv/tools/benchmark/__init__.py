@@ -16,6 +16,7 @@ Before anything is timed, every vecenv candidate replays the trajectories of
 """
 
 from vecenv.tools.benchmark.candidates import (
+    bare_lockstep_candidate,
     bare_pipes_candidate,
     default_candidates,
     gymnasium_candidate,
@@ -37,6 +38,7 @@ from vecenv.tools.benchmark.hosts import Candidate, HostFailed, Live, Progress, 
 from vecenv.tools.benchmark.plots import draw_bars, draw_scale
 from vecenv.tools.benchmark.runners import (
     SEED,
+    BareLockstep,
     BareLoop,
     BarePipes,
     EnvFn,
@@ -53,6 +55,7 @@ from vecenv.tools.benchmark.runners import (
 
 __all__ = [
     "SEED",
+    "BareLockstep",
     "BareLoop",
     "BarePipes",
     "Candidate",
@@ -71,6 +74,7 @@ __all__ = [
     "TrajectoryMismatch",
     "Unavailable",
     "VectorRunner",
+    "bare_lockstep_candidate",
     "bare_pipes_candidate",
     "compare",
     "default_candidates",

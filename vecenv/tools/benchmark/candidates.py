@@ -11,7 +11,7 @@ from typing import Any
 import gymnasium
 
 from vecenv.tools.benchmark.hosts import Candidate, Unavailable
-from vecenv.tools.benchmark.runners import BareLoop, BarePipes, EnvFn, FirstReadyRunner, Runner, VectorRunner
+from vecenv.tools.benchmark.runners import BareLockstep, BareLoop, BarePipes, EnvFn, FirstReadyRunner, Runner, VectorRunner
 
 CROWD = 16
 """More processes than this, and an engine is alive only while it is measured."""
@@ -73,6 +73,15 @@ def bare_pipes_candidate(env_fn: EnvFn, num_envs: int) -> Candidate:
     )
 
 
+def bare_lockstep_candidate(env_fn: EnvFn, num_envs: int, workers: int) -> Candidate:
+    """What lock-step costs at least, in ``workers`` processes (no more than there are environments)."""
+    processes = min(workers, num_envs)
+    return Candidate(
+        "bare-lockstep", f"bare lock-step, {processes} process{'es' if processes > 1 else ''}",
+        (partial(BareLockstep, env_fn, num_envs, processes),), kind="limit", processes=processes - 1,
+    )  # fmt: skip
+
+
 def _workers(count: int) -> str:
     return f"{count} worker{'s' if count > 1 else ''}"
 
@@ -91,6 +100,7 @@ def default_candidates(env_fn: EnvFn, num_envs: int, workers: int) -> list[Candi
         gymnasium_candidate("gym-sync", "SyncVectorEnv", env_fn, num_envs),
         gymnasium_candidate("gym-async", "AsyncVectorEnv", env_fn, num_envs),
         bare_pipes_candidate(env_fn, num_envs),
+        bare_lockstep_candidate(env_fn, num_envs, workers),
         limit_candidate(env_fn, num_envs, workers),
     ]
 

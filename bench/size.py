@@ -1,0 +1,97 @@
+"""``python -m bench size``: how large this package is, and how much of it is said in words of its own.
+
+A code line is a line with code on it: no docstring, no comment, no blank. Private words are those of :data:`PRIVATE` that
+name a class, a function, a variable or an attribute somewhere in ``vecenv/``.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import re
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["LONGEST_FILE", "LONGEST_FUNCTION", "MOST", "PRIVATE", "code_lines", "measure", "show"]
+
+ROOT = Path(__file__).parents[1]
+LONGEST_FILE, LONGEST_FUNCTION = 800, 60  # lines, of all kinds
+MOST = {
+    "code lines in vecenv/": 20_000, "files in vecenv/": 120, "code lines in tests/": 24_000, "words in docs/*.md": 20_000,
+}
+"""The most that there is to be of each."""
+
+PRIVATE = frozenset({
+    "Flight", "Part", "Owed", "owed", "Round", "landed", "verdict", "calm", "AS_IT_IS", "Telling", "tell", "told",
+    "Answering", "Reading", "one_call", "guarded", "_told", "_blame", "gather_any", "take_in", "Workplace", "Keeping",
+    "KeptRows", "Book", "Wish", "Key", "Turn", "AheadRows", "Ward", "Patrol", "bell", "rope", "Holdings", "Patience",
+    "resting_until", "Together", "Once", "say_it_was_closed", "Trial", "scout", "Scouted", "Described", "Probe", "works",
+})  # fmt: skip
+_PERSONS = re.compile(r"\b(?:whoever|nobody|somebody|everybody|anybody)\b", re.IGNORECASE)
+_NO_CODE = {
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER,
+}  # fmt: skip
+_HAS_BODY = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def code_lines(source: str) -> int:
+    """Lines with code on them: no docstrings, comments and blanks."""
+    told: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, _HAS_BODY) and ast.get_docstring(node, clean=False) is not None:
+            told.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    used: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in _NO_CODE:
+            used.update(range(token.start[0], token.end[0] + 1))
+    return len(used - told)
+
+
+def _names(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            yield node.name
+        elif isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+
+
+def measure(root: Path = ROOT) -> dict[str, int]:
+    """What there is of each, by its name."""
+    sources = {path: path.read_text() for path in sorted((root / "vecenv").rglob("*.py"))}
+    trees = {path: ast.parse(text) for path, text in sources.items()}
+    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    classes = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    used = {name for tree in trees.values() for name in _names(tree)}
+    return {
+        "code lines in vecenv/": sum(map(code_lines, sources.values())),
+        "files in vecenv/": len(sources),
+        f"files over {LONGEST_FILE} lines": sum(len(text.splitlines()) > LONGEST_FILE for text in sources.values()),
+        f"functions over {LONGEST_FUNCTION} lines": sum(
+            (node.end_lineno or 0) - node.lineno >= LONGEST_FUNCTION for node in functions
+        ),
+        "code lines in tests/": sum(code_lines(path.read_text()) for path in (root / "tests").rglob("*.py")),
+        "words in docs/*.md": sum(len(path.read_text().split()) for path in (root / "docs").glob("*.md")),
+        "class names defined twice": sum(count > 1 for count in classes.values()),
+        "private words in names": len(used & PRIVATE),
+        "lines with whoever, nobody, somebody": sum(
+            bool(_PERSONS.search(line)) for text in sources.values() for line in text.splitlines()
+        ),
+        "code lines in bench/": sum(code_lines(path.read_text()) for path in (root / "bench").glob("*.py")),
+    }
+
+
+def show(*, as_json: bool = False) -> None:
+    """Print the table."""
+    found = measure()
+    if as_json:
+        print(json.dumps(found, indent=1))
+        return
+    for name, count in found.items():
+        most = MOST.get(name, "" if name == "code lines in bench/" else 0)
+        print(f"{name:38} {count:8,}" + (f"   at most {most:,}" if isinstance(most, int) else ""))

@@ -1,0 +1,158 @@
+"""``vecenv run PROGRAM`` beside ``python PROGRAM``: what a program can see of how it was started, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import py_compile
+import subprocess
+import sys
+import textwrap
+import zipfile
+from pathlib import Path
+
+import pytest
+
+LOOKS = '''
+    """A docstring."""
+    import atexit, dataclasses, faulthandler, os, pickle, signal, sys, threading, warnings
+    import multiprocessing
+    import gymnasium
+
+    NAMES = sorted(globals())
+    x: int = 1
+
+    @dataclasses.dataclass
+    class Config:
+        lr: float = 0.5
+
+    def own(config):
+        return type(config) is Config and __name__
+
+    def bye():
+        here = sys.modules["__main__"].__dict__ is globals()
+        print("bye", here, pickle.loads(pickle.dumps(Config())), sys.excepthook is sys.__excepthook__)
+
+    if __name__ == "__main__":
+        atexit.register(bye)
+        print(NAMES, __name__, __file__, __doc__, __package__, __cached__, __annotations__, type(__builtins__))
+        print(__spec__ and (__spec__.name, __spec__.origin, __spec__.parent))
+        print(type(__loader__), getattr(__loader__, "name", ""), getattr(__loader__, "path", ""))
+        print(sys.argv, sys.path, os.getcwd(), sys.flags, sys.excepthook is sys.__excepthook__, sorted(os.environ))
+        print(dataclasses.fields(Config)[0].type, own.__code__.co_filename, own.__code__.co_flags)
+        print(warnings.filters, threading.active_count(), faulthandler.is_enabled(), multiprocessing.get_start_method(True))
+        print([signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)])
+        warnings.warn("shown once", DeprecationWarning)
+        if "children" in sys.argv:
+            for method in ("fork", "spawn", "forkserver"):
+                with multiprocessing.get_context(method).Pool(1) as pool:
+                    print(pool.map(own, [Config()]))
+        sys.stdout.flush()
+        if "interrupt" in sys.argv: raise KeyboardInterrupt
+        if "raise" in sys.argv: raise ValueError(3)
+        if "exit" in sys.argv: sys.exit("said")
+        if "term" in sys.argv: os.kill(os.getpid(), signal.SIGTERM)
+        if "_exit" in sys.argv: os._exit(9)
+        if "hook" in sys.argv:
+            sys.excepthook = lambda kind, error, frames: print("hooked", kind, frames.tb_lineno, frames.tb_next)
+            raise ValueError(3)
+'''
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    source = textwrap.dedent(LOOKS)
+    for name in ("looks.py", "package/__main__.py", "folder/__main__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(source)
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "folder" / "link.py").symlink_to(tmp_path / "looks.py")
+    with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
+        archive.writestr("__main__.py", source)
+    py_compile.compile(str(tmp_path / "looks.py"), str(tmp_path / "bytecode.pyc"))
+    (tmp_path / "bad.py").write_text("x = (\n")
+    return tmp_path
+
+
+def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=240, check=False,
+        stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("", "looks.py raise"),
+        pytest.param("", "looks.py children", marks=pytest.mark.long),
+        pytest.param("-O -W error::UserWarning", "looks.py exit", marks=pytest.mark.long),
+        pytest.param("-P", "./folder/../looks.py interrupt", marks=pytest.mark.long),
+        pytest.param("", "folder/link.py hook", marks=pytest.mark.long),
+        pytest.param("", "bytecode.pyc term", marks=pytest.mark.long),
+        pytest.param("", "folder _exit", marks=pytest.mark.long),
+        pytest.param("", "archive.zip exit", marks=pytest.mark.long),
+        pytest.param("", "-m looks children", marks=pytest.mark.long),
+        pytest.param("", "-m package exit --seed 1", marks=pytest.mark.long),
+        pytest.param("", "bad.py", marks=pytest.mark.long),
+    ],
+)
+def test_a_program_sees_and_ends_as_by_python(flags: str, words: str, programs: Path) -> None:
+    plain = python(programs, *flags.split(), *words.split())
+    ours = python(programs, *flags.split(), "-m", "vecenv", "run", "--quiet", *words.split())
+    assert ours.stdout == plain.stdout
+    assert (ours.returncode, ours.stderr) == (plain.returncode, plain.stderr)
+
+
+@pytest.mark.long
+def test_a_package_without_a_main_module_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "silent").mkdir()
+    (tmp_path / "silent" / "__init__.py").touch()
+    done = python(tmp_path, "-m", "vecenv", "run", "-m", "silent")
+    assert (done.returncode, done.stderr) == (2, "vecenv: no module 'silent': it is a package without a __main__ module\n")
+
+
+ELSEWHERE = """
+    import importlib, multiprocessing, os, sys
+    import gymnasium
+
+    def build():
+        envs = gymnasium.vector.AsyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2)
+        envs.reset(seed=1)
+        print("vecenv" in repr(type(envs).__mro__), flush=True)
+        envs.close()
+
+    if __name__ == "__main__":
+        if sys.argv[1] == "reload":
+            importlib.reload(gymnasium.vector.async_vector_env)
+            importlib.reload(gymnasium.vector)
+            build()
+        elif sys.argv[1] == "os.fork":
+            if not os.fork():
+                build()
+                sys.exit()
+            os.wait()
+        else:
+            process = multiprocessing.get_context(sys.argv[1]).Process(target=build)
+            process.start()
+            process.join()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("how", "replaced", "told"),
+    [
+        ("reload", False, "no vector environment of vecenv's was made; the program loaded gymnasium.vector anew, and what"),
+        ("fork", True, "1 vector environment of 2 environments in child processes, which do not report their steps"),
+        ("os.fork", True, "1 vector environment of 2 environments in child processes, which do not report their steps"),
+        ("spawn", False, "; processes that it started anew (spawn, forkserver, subprocess) have Gymnasium's"),
+    ],
+)
+def test_engines_that_are_made_elsewhere_are_told_of(how: str, replaced: bool, told: str, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere.py").write_text(textwrap.dedent(ELSEWHERE))
+    done = python(tmp_path, "-W", "ignore", "-m", "vecenv", "run", "--num-workers", "1", "elsewhere.py", how)
+    assert (done.returncode, done.stdout) == (0, f"{replaced}\n"), done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == 2
+    assert told in lines[1]
+    assert ("never called" in lines[1]) == (how == "spawn")

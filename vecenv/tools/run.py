@@ -14,7 +14,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, Final
 
-from vecenv.instead import REPORT, install
+from vecenv.patching import REPORT, install
 from vecenv.tools.usage import CliError, one_line
 
 __all__ = ["OPTIONS", "Option", "prepare"]

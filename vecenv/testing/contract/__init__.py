@@ -19,7 +19,7 @@ nothing is passed over in silence.
 
 from __future__ import annotations
 
-from vecenv.comparing import assert_identical, assert_same_trajectory
+from vecenv.trajectories import assert_identical, assert_same_trajectory
 from vecenv.testing.contract.autoreset import AutoresetContract
 from vecenv.testing.contract.interface import InterfaceContract
 from vecenv.testing.contract.refusals import RefusalContract

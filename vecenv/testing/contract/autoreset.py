@@ -7,7 +7,7 @@ import copy
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from vecenv.comparing import assert_identical
+from vecenv.trajectories import assert_identical
 from vecenv.testing.contract.base import Subject
 
 __all__ = ["AutoresetContract"]

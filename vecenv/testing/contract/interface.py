@@ -13,7 +13,7 @@ from gymnasium.spaces import GraphInstance
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from vecenv.comparing import STEP_FIELDS, assert_identical
+from vecenv.trajectories import STEP_FIELDS, assert_identical
 from vecenv.testing.contract.base import Subject
 
 __all__ = ["InterfaceContract"]

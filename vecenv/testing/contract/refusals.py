@@ -10,7 +10,7 @@ import pytest
 from gymnasium.error import ClosedEnvironmentError
 from gymnasium.vector.utils import batch_space
 
-from vecenv.comparing import assert_identical, assert_same_steps, reset
+from vecenv.trajectories import assert_identical, assert_same_steps, reset
 from vecenv.testing.contract.base import Subject
 
 __all__ = ["RefusalContract"]

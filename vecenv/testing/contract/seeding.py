@@ -10,7 +10,7 @@ import pytest
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import iterate
 
-from vecenv.comparing import AnyVectorEnv, assert_identical, assert_same_steps, reset
+from vecenv.trajectories import AnyVectorEnv, assert_identical, assert_same_steps, reset
 from vecenv.testing.contract.base import Subject
 
 __all__ = ["SeedingContract"]

@@ -91,12 +91,8 @@ def evaluate(
     """
     if hasattr(envs, "possible_agents"):
         unable(envs, "evaluate episodes of several agents", "a result has one return")
-    if not isinstance(envs, VectorEnv) and isinstance(policy, VectorEnv):
-        raise TypeError(
-            f"evaluate(envs, policy, episodes): got envs={envs!r} and policy={policy!r}; are the first two arguments swapped?"
-        )
     if not isinstance(envs, VectorEnv):
-        raise TypeError(f"evaluate wants a Gymnasium vector environment, as vecenv.make_vec builds, got {envs!r}")
+        raise _no_vector_env(envs, policy)
     wanted, base = listed(episodes, seed)
     if isinstance(retries, bool) or not isinstance(retries, (int, np.integer)) or retries < 0:
         raise ValueError(f"retries must be an integer from 0 on, got {retries!r}")
@@ -126,6 +122,14 @@ def evaluate(
         if bar is not None:
             bar.close()
     return EpisodeResults(todo.results[index] for index in range(len(wanted)))
+
+
+def _no_vector_env(envs: Any, policy: Any) -> TypeError:
+    if isinstance(policy, VectorEnv):
+        return TypeError(
+            f"evaluate(envs, policy, episodes): got envs={envs!r} and policy={policy!r}; are the first two arguments swapped?"
+        )
+    return TypeError(f"evaluate wants a Gymnasium vector environment, as vecenv.make_vec builds, got {envs!r}")
 
 
 def _runner(

@@ -13,8 +13,8 @@ PACKAGE = Path(vecenv.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "architecture.md"
 
 FLOORS = (
-    ("vecenv", "__main__"), ("tools",), ("adapters", "torch"), ("make", "patching", "registry"), ("wrappers",), ("evaluating",),
-    ("multi_agent",),
+    ("vecenv", "__main__"), ("tools",), ("adapters", "torch"), ("make", "patching", "registry"), ("wrappers",),
+    ("evaluating",), ("multi_agent",),
     ("backends",), ("jax.rollouts",), ("jax.bridging",), ("jax.native",), ("jax",), ("engine",), ("planning",), ("worker",),
     ("link",), ("testing",), ("state",), ("front",), ("shm",), ("system",), ("errors", "trajectories", "_version"),
 )  # fmt: skip

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from vecenv.evaluating.episodes import Episode as Episode
     from vecenv.evaluating.episodes import EpisodeResult as EpisodeResult
     from vecenv.evaluating.evaluate import evaluate as evaluate
-    from vecenv.patching import install as install
-    from vecenv.patching import uninstall as uninstall
     from vecenv.make import make_vec as make_vec
     from vecenv.make import register as register
     from vecenv.multi_agent import MultiAgentVecEnv as MultiAgentVecEnv
+    from vecenv.patching import install as install
+    from vecenv.patching import uninstall as uninstall
     from vecenv.planning.plan import Plan as Plan
     from vecenv.planning.plan import plan as plan
     from vecenv.tools.pictures import render_grid as render_grid

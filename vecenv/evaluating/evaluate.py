@@ -127,7 +127,7 @@ def evaluate(
 def _no_vector_env(envs: Any, policy: Any) -> TypeError:
     if isinstance(policy, VectorEnv):
         return TypeError(
-            f"evaluate(envs, policy, episodes): got envs={envs!r} and policy={policy!r}; are the first two arguments swapped?"
+            f"evaluate(envs, policy, episodes): got envs={envs!r} and policy={policy!r}: are the first two swapped?"
         )
     return TypeError(f"evaluate wants a Gymnasium vector environment, as vecenv.make_vec builds, got {envs!r}")
 

@@ -354,9 +354,8 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
             if key in info:
                 mask = np.asarray(info[key])
                 if mask.ndim != 1 or mask.dtype.kind not in "biuf":
-                    raise ValueError(
-                        f"env {self.index}, agent {self._names[index]!r}: {key} must be one row of 0 and 1, got {info[key]!r}"
-                    )
+                    name = f"env {self.index}, agent {self._names[index]!r}"
+                    raise ValueError(f"{name}: {key} must be one row of 0 and 1, got {info[key]!r}")
                 rest = {other: value for other, value in info.items() if other not in MASK_KEYS}
                 return {**rest, "action_mask": mask != 0}
         return info

@@ -290,8 +290,9 @@ class OneAgent(Adapted):
         return observations, rewards, terminations, truncations, self._infos(info)
 
     def _infos(self, info: Mapping[Any, Any]) -> dict[Any, Any]:
-        masks = {"agent_0": info[key] for key in MASK_KEYS if key in info}
-        return _infos({key: value for key, value in info.items() if key not in MASK_KEYS}, masks)
+        masks = [info[key] for key in MASK_KEYS if key in info]
+        common = {key: value for key, value in info.items() if key not in MASK_KEYS}
+        return _infos(common, {"agent_0": masks[-1]} if masks else {})
 
 
 class RLlibGame(Adapted):

@@ -20,7 +20,8 @@ from vecenv.shm.layout import Array
 __all__ = ["RESERVED", "ActionMasks", "agents_to_axis", "list_of_dicts", "own_keys", "row_of"]
 
 RESERVED: Final = frozenset(
-    ["agent_mask", "transition_mask", "env_done", "env_terminated", "common", "final_obs", "final_info", "env_id", "restarted"]
+    ("agent_mask", "transition_mask", "env_done", "env_terminated", "common", "final_obs", "final_info", "env_id",
+     "restarted")
 )
 """Keys of infos that vecenv itself needs."""
 
@@ -163,6 +164,8 @@ class ActionMasks:
         if not self._wanted:
             return
         given, given_mask = infos.pop("action_mask", None), infos.pop("_action_mask", None)
+        if given is None and not self._latest:
+            return
         for index in () if given is None else np.flatnonzero(given_mask.any(axis=0)).tolist():
             self._make(index, given[given_mask[:, index], index][0].shape[-1])
         if self._stacked:

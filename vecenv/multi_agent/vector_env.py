@@ -86,12 +86,12 @@ class MultiAgentVecEnv:
             group. ``"auto"``: stack if the spaces are equal, else agents.
         autoreset_mode: Of whole environments: ``AutoresetMode`` or its string value.
         reward_dtype: Of the rewards.
-        episode_end: An episode is over when no agent is left (``"all"``), or as soon as one agent ends (``"any"``; the others
-            are truncated).
+        episode_end: An episode is over when no agent is left (``"all"``), or as soon as one agent ends (``"any"``; the
+            others are truncated).
         state: Give ``env.state()`` as ``infos["state"]``, ``[n, *state]``.
         action_mask: ``"auto"``: action masks of observations or infos are given as ``infos["action_mask"]``, bool
-            ``[n, A, k]``, all True for agents that do not act; a dict of agents if k differs. ``None``: infos are left as they
-            are.
+            ``[n, A, k]``, all True for agents that do not act; a dict of agents if k differs. ``None``: infos are left
+            as they are.
         pad_value: Observation of agents that are not there.
         seed_stride: ``reset(seed=s)`` seeds environment i with ``s + i * seed_stride``.
         **engine: Everything else that :class:`~vecenv.AsyncVectorEnv` takes, by name: ``num_workers``, ``batch_size``,
@@ -507,12 +507,12 @@ class MultiAgentVecEnv:
     # -- views, and the end -----------------------------------------------------------------------------------------
 
     closed, capabilities, errors = forwarded_values("_rows", "closed", "capabilities", "errors")
-    error_queue, in_flight, plan, step_timeout = forwarded_values("_rows", "error_queue", "in_flight", "plan", "step_timeout")
+    error_queue, in_flight, step_timeout = forwarded_values("_rows", "error_queue", "in_flight", "step_timeout")
     processes, parent_pipes, worker_rows = forwarded_values("_rows", "processes", "parent_pipes", "worker_rows")
     local_envs, observations, spec = forwarded_values("_rows", "local_envs", "observations", "spec")
     shared_memory, copy, context, daemon = forwarded_values("_rows", "shared_memory", "copy", "context", "daemon")
     worker, observation_mode = forwarded_values("_rows", "worker", "observation_mode")
-    (max_concurrency,) = forwarded_values("_rows", "max_concurrency")
+    plan, max_concurrency = forwarded_values("_rows", "plan", "max_concurrency")
 
     @property
     def env_fns(self) -> list[Callable[[], Any]]:

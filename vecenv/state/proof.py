@@ -15,10 +15,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from vecenv.trajectories import STEP_FIELDS, assert_identical
 from vecenv.errors import NotRestorable, VecEnvError
 from vecenv.state.capture import captured, layers_of, opened
 from vecenv.state.snapshots import kind_of
+from vecenv.trajectories import STEP_FIELDS, assert_identical
 
 __all__ = ["prove"]
 

@@ -13,11 +13,11 @@ PACKAGE = Path(vecenv.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "architecture.md"
 
 FLOORS = (
-    ("vecenv", "__main__"), ("tools",), ("adapters", "torch"), ("make", "instead", "ids"), ("wrappers",), ("evaluating",),
-    ("multi_agent",),
+    ("vecenv", "__main__"), ("tools",), ("adapters", "torch"), ("make", "patching", "registry"), ("wrappers",),
+    ("evaluating",), ("multi_agent",),
     ("backends",), ("jax.rollouts",), ("jax.bridging", "jax.host", "jax.host_call", "jax.private"), ("jax",), ("engine",),
     ("planning",), ("worker",),
-    ("link",), ("testing",), ("state",), ("front",), ("shm",), ("system",), ("errors", "comparing", "_version"),
+    ("link",), ("testing",), ("state",), ("front",), ("shm",), ("system",), ("errors", "trajectories", "_version"),
 )  # fmt: skip
 """From the roof to the ground."""
 

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from vecenv.evaluating.episodes import Episode as Episode
     from vecenv.evaluating.episodes import EpisodeResult as EpisodeResult
     from vecenv.evaluating.evaluate import evaluate as evaluate
-    from vecenv.instead import install as install
-    from vecenv.instead import uninstall as uninstall
     from vecenv.make import make_vec as make_vec
     from vecenv.make import register as register
     from vecenv.multi_agent import MultiAgentVecEnv as MultiAgentVecEnv
+    from vecenv.patching import install as install
+    from vecenv.patching import uninstall as uninstall
     from vecenv.planning.plan import Plan as Plan
     from vecenv.planning.plan import plan as plan
     from vecenv.tools.pictures import render_grid as render_grid
@@ -47,7 +47,7 @@ _LAZY: dict[str, str] = {
     "adapters": "vecenv.adapters:",
     "errors": "vecenv.errors:",
     "evaluate": "vecenv.evaluating.evaluate:evaluate",
-    "install": "vecenv.instead:install",
+    "install": "vecenv.patching:install",
     "jax": "vecenv.jax:",
     "make_vec": "vecenv.make:make_vec",
     "plan": "vecenv.planning.plan:plan",
@@ -56,7 +56,7 @@ _LAZY: dict[str, str] = {
     "state": "vecenv.state:",
     "testing": "vecenv.testing:",
     "torch": "vecenv.torch:",
-    "uninstall": "vecenv.instead:uninstall",
+    "uninstall": "vecenv.patching:uninstall",
     "wrappers": "vecenv.wrappers:",
     "write_video": "vecenv.tools.pictures:write_video",
     "backends": "vecenv.backends:",

@@ -26,7 +26,7 @@ from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import how_to_install
 from vecenv.front.arguments import check_names, mode_of
 from vecenv.front.capabilities import unable
-from vecenv.ids import check_env_options, engine_options, find_spec, only_vector, parameters_of
+from vecenv.registry import check_env_options, engine_options, find_spec, only_vector, parameters_of
 
 if TYPE_CHECKING:
     from vecenv.backends import EnvPoolVectorEnv, JaxVectorEnv, NativeVectorEnv, RayVectorEnv

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import gymnasium
@@ -13,6 +14,7 @@ from gymnasium.error import AlreadyPendingCallError
 from walks import SEED, Walk, choose, numbers, walks, wanted
 
 import vecenv
+from vecenv.evaluating.episodes import EpisodeResults
 
 
 class Nested(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -182,3 +184,23 @@ def test_rows_that_are_in_flight_are_not_touched() -> None:
 def test_what_is_no_vector_environment_is_refused() -> None:
     with pytest.raises(TypeError, match=r"evaluate wants a Gymnasium vector environment, as vecenv\.make_vec builds"):
         vecenv.evaluate(Walk(), choose, 3)  # type: ignore[arg-type]
+
+
+def test_results_have_figures_and_a_short_repr() -> None:
+    with opened(walks(3), num_workers=0) as envs:
+        results = vecenv.evaluate(envs, choose, 7, seed=SEED)
+    returns = [each.episode_return for each in results]
+    assert results.returns.tolist() == returns
+    assert results.lengths.tolist() == [each.length for each in results]
+    assert (results.mean, results.std) == (np.mean(returns), np.std(returns))
+    assert len(repr(results)) < 100
+    assert repr(results).startswith("EpisodeResults(7 episodes, mean=")
+    failed = EpisodeResults([*results, replace(results[0], episode_return=float("nan"), error=RuntimeError())])
+    assert (failed.mean, failed.std) == (results.mean, results.std), "episodes that failed have no return"
+    assert "8 episodes, 1 failed" in repr(failed)
+    assert np.isnan(EpisodeResults(failed[-1:]).mean)
+
+
+def test_swapped_arguments_are_named() -> None:
+    with opened(walks(1), num_workers=0) as envs, pytest.raises(TypeError, match=r"envs=.*choose.*policy=Async.*swapped\?"):
+        vecenv.evaluate(choose, envs, 3)  # type: ignore[arg-type]

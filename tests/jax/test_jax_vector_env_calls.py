@@ -17,9 +17,9 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from jax_envs import Counter
 
 from vecenv.backends.jax_native import JaxVectorEnv
-from vecenv.comparing import assert_identical
 from vecenv.errors import BusyError, ForkedError, StepTimeout
 from vecenv.front.capabilities import FIGURES
+from vecenv.trajectories import assert_identical
 
 ACTIONS = np.full((5, 1), 0.4, np.float32)
 

@@ -198,7 +198,7 @@ def test_the_short_and_the_long_way_take_the_same_rewards(
     reward: Any, taken: float | None, long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if long:
-        monkeypatch.setattr(AgentsEnv, "_take_ordinary", lambda *_: False)
+        monkeypatch.setattr(AgentsEnv, "_take_uneventful", lambda *_: False)
     with MultiAgentVecEnv([functools.partial(Pays, reward)], num_workers=0) as envs:
         envs.reset(seed=0)
         envs.step(np.zeros((1, 2), np.int64))
@@ -305,7 +305,7 @@ def test_missing_actions_of_live_agents_are_all_named() -> None:
 def test_nobody_there_after_a_reset_is_an_error() -> None:
     with (
         MultiAgentVecEnv([functools.partial(Scripted, {"a": (1, 2)})], num_workers=0) as envs,
-        pytest.raises(ValueError, match="env 0: nobody is there"),
+        pytest.raises(ValueError, match="env 0: no agent is there"),
     ):
         envs.reset(seed=0)
 

@@ -83,7 +83,7 @@ def test_structured_rows_are_flat_too() -> None:
             one = list(iterate(rows.observation_space, obs))[row]
             assert one in rows.single_observation_space
         obs, *_, infos = rows.step(rows.action_space.sample())
-    with pytest.raises(ValueError, match=r"actions: wanted a dict of \['x', 'y'\]"):
+    with pytest.raises(ValueError, match=r"actions: got ndarray, wanted a dict with \['x', 'y'\]"):
         rows.step(np.zeros(6))
     with pytest.raises(ValueError, match=r"actions\['x'\]: got shape \(5,\), wanted 6 rows"):
         rows.step({"x": np.zeros(5, np.int64), "y": (np.zeros((6, 2), np.float32),)})

@@ -10,9 +10,9 @@ import gymnasium
 import pytest
 from gymnasium.wrappers import AtariPreprocessing
 
-from vecenv.comparing import assert_identical
 from vecenv.errors import NotRestorable
 from vecenv.state.capture import captured, opened
+from vecenv.trajectories import assert_identical
 
 ale_py = pytest.importorskip("ale_py")
 gymnasium.register_envs(ale_py)

@@ -1,7 +1,7 @@
-"""What is to be run and what came of it: episodes, their seeds and generators, attempts, results.
+"""Episodes to be run, their seeds and generators, attempts at them, and results.
 
-Everything about an episode follows from its place in the list and from the seed of the evaluation, and never from the row
-that it is run in: so results are the same for every number of environments.
+Everything about an episode follows from its place in the list and from the seed of the evaluation, and never from the
+environment that runs it: so results are the same for every number of environments.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from vecenv.errors import SnapshotMismatch
 from vecenv.state.snapshots import Snapshot
 
-__all__ = ["Attempt", "Episode", "EpisodeResult", "Episodes", "Listed", "listed"]
+__all__ = ["Attempt", "Episode", "EpisodeResult", "EpisodeResults", "Episodes", "Listed", "listed"]
 
 _BASES: Final = 2**30  # seeds are drawn from below this: with the number of episodes they are within what every engine takes
 
@@ -41,7 +41,7 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeResult:
-    """What came of one episode.
+    """The result of one episode.
 
     Attributes:
         index: Its place in the list.
@@ -69,6 +69,44 @@ class EpisodeResult:
     seconds: float
     attempts: int = 1
     frames: tuple[NDArray[np.uint8], ...] = ()
+
+
+class EpisodeResults(list[EpisodeResult]):
+    """A list of results in the order of the episodes, with figures over them.
+
+    Attributes:
+        returns: float64 ``(episodes,)``; nan where an episode failed.
+        lengths: int64 ``(episodes,)``.
+        mean, std: Of the returns of all episodes that did not fail, as float; nan if all failed.
+    """
+
+    @property
+    def returns(self) -> NDArray[np.float64]:
+        return np.array([each.episode_return for each in self], np.float64)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.array([each.length for each in self], np.int64)
+
+    @property
+    def mean(self) -> float:
+        ended = self._ended()
+        return float(ended.mean()) if len(ended) else float("nan")
+
+    @property
+    def std(self) -> float:
+        ended = self._ended()
+        return float(ended.std()) if len(ended) else float("nan")
+
+    def _ended(self) -> NDArray[np.float64]:
+        return np.array([each.episode_return for each in self if each.error is None], np.float64)
+
+    def __repr__(self) -> str:
+        failed = sum(each.error is not None for each in self)
+        return (
+            f"EpisodeResults({len(self)} episodes{f', {failed} failed' if failed else ''}, mean={self.mean:.6g}, "
+            f"std={self.std:.6g}, steps={self.lengths.sum()})"
+        )
 
 
 Listed: TypeAlias = int | Sequence[Episode | Snapshot]

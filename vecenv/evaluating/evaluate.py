@@ -1,4 +1,4 @@
-"""``vecenv.evaluate``: arguments, what an engine can do of it, and what is seen while it runs."""
+"""``vecenv.evaluate``: checks the arguments, chooses the runner that an engine allows, and shows progress."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
 from vecenv.errors import EnvFailed, SnapshotMismatch
-from vecenv.evaluating.by_row import ByRow
-from vecenv.evaluating.episodes import EpisodeResult, Episodes, Listed, listed
+from vecenv.evaluating.episodes import EpisodeResult, EpisodeResults, Episodes, Listed, listed
 from vecenv.evaluating.policies import Acting
-from vecenv.evaluating.together import Together
+from vecenv.evaluating.runners import FirstReadyRunner, LockstepRunner
 from vecenv.front.capabilities import Capabilities, capabilities_of, unable
 from vecenv.front.deadlines import seconds_of
 from vecenv.state.snapshots import Kind, Snapshot
@@ -39,7 +38,7 @@ def evaluate(
     arrays: str | None = None,
     device: Any = None,
     batch: str = "ready",
-) -> list[EpisodeResult]:
+) -> EpisodeResults:
     """Run each episode of a list exactly once, and give the results in the order of the list.
 
     They do not depend on how many environments or workers there are. (Where environments draw from generators that they
@@ -79,7 +78,8 @@ def evaluate(
             same bit for bit even where a library computes a row in another way when it is beside others.
 
     Returns:
-        A :class:`vecenv.EpisodeResult` an episode.
+        A list of one :class:`vecenv.EpisodeResult` per episode, with ``returns``, ``lengths``, ``mean`` and ``std``: an
+        :class:`~vecenv.evaluating.episodes.EpisodeResults`.
 
     Raises:
         TypeError, ValueError: Arguments that are wrong, before anything is run; a policy that returns something else than an
@@ -95,7 +95,7 @@ def evaluate(
     if hasattr(envs, "possible_agents"):
         unable(envs, "evaluate episodes of several agents", "a result has one return")
     if not isinstance(envs, VectorEnv):
-        raise TypeError(f"evaluate wants a Gymnasium vector environment, as vecenv.make_vec builds, got {envs!r}")
+        raise _no_vector_env(envs, policy)
     wanted, base = listed(episodes, seed)
     if isinstance(retries, bool) or not isinstance(retries, (int, np.integer)) or retries < 0:
         raise ValueError(f"retries must be an integer from 0 on, got {retries!r}")
@@ -130,7 +130,15 @@ def evaluate(
             "what evaluate gave depends on which row each episode ran in, and on who else was in its process: environments "
             "draw from generators that they share. generators='own' makes results the same for every number of environments",
         )
-    return [todo.results[index] for index in range(len(wanted))]
+    return EpisodeResults(todo.results[index] for index in range(len(wanted)))
+
+
+def _no_vector_env(envs: Any, policy: Any) -> TypeError:
+    if isinstance(policy, VectorEnv):
+        return TypeError(
+            f"evaluate(envs, policy, episodes): got envs={envs!r} and policy={policy!r}: are the first two swapped?"
+        )
+    return TypeError(f"evaluate wants a Gymnasium vector environment, as vecenv.make_vec builds, got {envs!r}")
 
 
 def _runner(
@@ -140,7 +148,7 @@ def _runner(
     tell: Callable[[EpisodeResult], None],
     limit: float | None,
     filmed: frozenset[int],
-) -> ByRow | Together:
+) -> FirstReadyRunner | LockstepRunner:
     """What runs them on this engine.
 
     Raises:
@@ -161,14 +169,14 @@ def _runner(
         if limit is None and not able.in_this_process:
             limit = envs.step_timeout
         _require_fitting(envs, begun)
-        return ByRow(envs, todo, act, tell, limit, filmed)
+        return FirstReadyRunner(envs, todo, act, tell, limit, filmed)
     if filmed:
         unable(envs, "give frames of single environments", "they step together")
     if limit is not None:
         unable(envs, "end environments that hang", "they are no processes of vecenv's")
     in_waves = _in_waves(envs, able, todo)
     _require_fitting(envs, begun)
-    return Together(envs, todo, act, tell, in_waves=in_waves)
+    return LockstepRunner(envs, todo, act, tell, in_waves=in_waves)
 
 
 def _one_of_each_kind(todo: Episodes) -> dict[int, Snapshot]:

@@ -8,7 +8,7 @@ their own functions do for us, is kept here and nowhere else:
 * Before 1.3 every vector environment is closed when it is collected, one whose constructor failed too.
 * Before 1.4 a custom worker function is given seven arguments, since then an eighth, for ``max_concurrency``.
 
-The classes are Gymnasium's as they were before anybody put something in their place (:mod:`vecenv.instead`).
+The classes are Gymnasium's as they were before anybody put something in their place (:mod:`vecenv.patching`).
 """
 
 from __future__ import annotations

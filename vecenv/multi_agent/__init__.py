@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from vecenv.multi_agent.conventions import StackedAgents, TurnBased, from_aec
-from vecenv.multi_agent.flatten import FlattenAgents
 from vecenv.multi_agent.infos import list_of_dicts
-from vecenv.multi_agent.making import make_openrl
-from vecenv.multi_agent.openrl import OpenRLView
-from vecenv.multi_agent.vector_env import MultiAgentVecEnv
+from vecenv.multi_agent.vector_env import MultiAgentVecEnv, make_openrl
+from vecenv.multi_agent.views import FlattenAgents, OpenRLView
 
 __all__ = [
     "FlattenAgents",

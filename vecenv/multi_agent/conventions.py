@@ -1,49 +1,55 @@
-"""Environments of other conventions, as PettingZoo parallel environments.
+"""Environments of other conventions, adapted to PettingZoo's parallel interface.
 
 * :func:`from_aec`: turn-based games (PettingZoo's AEC interface);
 * :class:`StackedAgents`: environments with ``agent_num`` and arrays with an axis of agents instead of dicts;
-* :class:`~vecenv.multi_agent.rllib_game.RLlibGame`: RLlib's ``MultiAgentEnv``;
-* :class:`~vecenv.multi_agent.single.OneAgent`: Gymnasium environments.
+* :class:`RLlibGame`: RLlib's ``MultiAgentEnv``;
+* :class:`OneAgent`: Gymnasium environments.
 
-PettingZoo itself is not needed for any, and not imported before it is.
+So the rest of the package knows one convention. None of them needs PettingZoo or RLlib to be installed; PettingZoo is
+imported only to convert a parallelizable AEC game.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from vecenv.multi_agent.rllib_game import RLlibGame, is_rllib_game
-from vecenv.multi_agent.single import OneAgent
+__all__ = ["ALL", "MASK_KEYS", "Adapted", "OneAgent", "RLlibGame", "StackedAgents", "TurnBased", "as_parallel", "from_aec"]
 
-__all__ = ["StackedAgents", "TurnBased", "as_parallel", "from_aec"]
+ALL: Final = "__all__"
+"""The key of RLlib's flags that are about all agents."""
+
+MASK_KEYS: Final = ("action_mask", "action_masks")
+"""Keys of an info that hold an action mask."""
 
 
 def as_parallel(env: Any) -> Any:
     """``env`` itself if it is parallel, adapted if it is RLlib's, follows ``agent_num``, or is a Gymnasium environment."""
-    if is_rllib_game(env):
+    inner = getattr(env, "unwrapped", env)
+    has_methods = [callable(getattr(inner, name, None)) for name in ("get_observation_space", "observation_space")]
+    if has_methods == [True, False]:
         return RLlibGame(env)
     if getattr(env, "possible_agents", None) is not None:
         return env
-    if _number(env) is not None:
+    if _agent_num(env):
         return StackedAgents(env)
     return OneAgent(env) if isinstance(env, gymnasium.Env) else env
 
 
-def _number(env: Any) -> int | None:
-    value = getattr(env, "agent_num", None)
-    return int(value) if isinstance(value, (int, np.integer)) and value > 0 else None
+def _agent_num(env: Any) -> int:
+    value = getattr(env, "agent_num", 0)
+    return max(int(value), 0) if isinstance(value, (int, np.integer)) else 0
 
 
 def from_aec(env: Any) -> Any:
     """A parallel environment of a PettingZoo AEC environment.
 
-    If ``env.metadata["is_parallelizable"]`` is true it is PettingZoo's own ``aec_to_parallel``; every other game is taken to
-    be turn based (:class:`TurnBased`).
+    If ``env.metadata["is_parallelizable"]`` is true it is PettingZoo's own ``aec_to_parallel``; every other game is treated
+    as turn based (:class:`TurnBased`).
     """
     if env.metadata.get("is_parallelizable", False):
         from pettingzoo.utils.conversions import aec_to_parallel
@@ -52,58 +58,88 @@ def from_aec(env: Any) -> Any:
     return TurnBased(env)
 
 
-class TurnBased:
-    """A turn-based game: every step is one agent's move.
+class Adapted:
+    """What all adapted environments share: the environment is ``env``, and every agent has its spaces."""
 
-    ``agents_to_act`` holds the one whose turn it is; in ``MultiAgentVecEnv`` its row alone is True in ``agent_mask``, and
-    after its move in ``transition_mask``. Observations and rewards are given for everybody at every step, so the reward
-    of an agent that did not move (the one who lost by the other's move, say) stands in a row whose ``transition_mask`` is
-    False: it belongs to that agent's last move.
-    """
-
-    def __init__(self, env: Any) -> None:
+    def __init__(self, env: Any, possible_agents: Any) -> None:
         self.env = env
-        self.metadata = env.metadata
-        self.possible_agents = list(env.possible_agents)
+        self.possible_agents = list(possible_agents)
+        self.metadata = getattr(env, "metadata", None) or {}
         self.render_mode = getattr(env, "render_mode", None)
+        self.spec = getattr(env, "spec", None)
         if (space := getattr(env, "state_space", None)) is not None:
             self.state_space = space
 
     @property
+    def unwrapped(self) -> Any:
+        """The environment without its wrappers."""
+        return getattr(self.env, "unwrapped", self.env)
+
+    def observation_space(self, agent: Any) -> Any:
+        """The observation space of one agent."""
+        return self.env.observation_space
+
+    def action_space(self, agent: Any) -> Any:
+        """The action space of one agent."""
+        return self.env.action_space
+
+    def render(self) -> Any:
+        """The environment's frame."""
+        return self.env.render()
+
+    def state(self) -> Any:
+        """The environment's global state."""
+        return self.env.state()
+
+    def close(self) -> None:
+        """Close the environment."""
+        self.env.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.env})"
+
+
+class TurnBased(Adapted):
+    """A turn-based game: every step is one agent's move.
+
+    ``agents_to_act`` holds the agent whose turn it is; in ``MultiAgentVecEnv`` its row alone is True in ``agent_mask``, and
+    after its move in ``transition_mask``. Every step gives observations and rewards for all agents, so the reward of an
+    agent that did not move (because it lost by another agent's move, say) stands in a row whose ``transition_mask`` is
+    False: it belongs to that agent's last move.
+    """
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env, env.possible_agents)
+
+    @property
     def agents(self) -> list[Any]:
-        """Those who are still in the game."""
+        """The agents that are still in the game."""
         game = self.env
         return [agent for agent in game.agents if not (game.terminations[agent] or game.truncations[agent])]
 
     @property
     def agents_to_act(self) -> tuple[Any, ...]:
-        """Whose turn it is; nobody's before the first reset."""
+        """The agent whose turn it is; empty before the first reset."""
         return (self.env.agent_selection,) if getattr(self.env, "agents", None) else ()
 
-    @property
-    def unwrapped(self) -> Any:
-        """The game itself."""
-        return self.env.unwrapped
-
     def observation_space(self, agent: Any) -> Any:
-        """Of one agent."""
+        """The observation space of one agent."""
         return self.env.observation_space(agent)
 
     def action_space(self, agent: Any) -> Any:
-        """Of one agent."""
+        """The action space of one agent."""
         return self.env.action_space(agent)
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
-        """Start a game; observations and infos of everybody."""
+        """Start a game; returns the observations and infos of all agents."""
         self.env.reset(seed=seed, options=options)
-        self._skip_the_dead()
+        self._skip_dead_agents()
         return {agent: self.env.observe(agent) for agent in self.agents}, dict(self.env.infos)
 
     def step(self, actions: Mapping[Any, Any]) -> tuple[Any, Any, Any, Any, Any]:
-        """One move, and what it brought everybody who was in the game."""
+        """Make one move; returns what it brought each agent that was in the game."""
         game = self.env
-        before = list(game.agents)
-        mover = game.agent_selection
+        before, mover = list(game.agents), game.agent_selection
         if mover not in actions:
             raise ValueError(f"it is the turn of agent {mover!r}, and there is no action of it")
         game.step(actions[mover])
@@ -113,180 +149,200 @@ class TurnBased:
             for values in (game.rewards, game.terminations, game.truncations, game.infos)
         )
         observations = {agent: game.observe(agent) for agent in after if agent in game.agents}
-        self._skip_the_dead()
+        self._skip_dead_agents()
         return observations, rewards, terminations, truncations, infos
 
-    def _skip_the_dead(self) -> None:
-        """An agent whose game is over has to take a turn once more, with no action."""
+    def _skip_dead_agents(self) -> None:
+        """AEC games expect one more step, with no action, from an agent that is over."""
         game = self.env
         while game.agents and (game.terminations[game.agent_selection] or game.truncations[game.agent_selection]):
             game.step(None)
 
-    def render(self) -> Any:
-        """As the game."""
-        return self.env.render()
 
-    def state(self) -> Any:
-        """As the game."""
-        return self.env.state()
-
-    def close(self) -> None:
-        """Close the game."""
-        self.env.close()
-
-    def __repr__(self) -> str:
-        return f"TurnBased({self.env})"
-
-
-class StackedAgents:
+class StackedAgents(Adapted):
     """An environment with ``agent_num``: ``A`` agents with one space, arrays with an axis of agents.
 
     Its ``reset`` returns observations ``[A, *s]``, with or without an info; of ``Dict`` and ``Tuple`` spaces every leaf has
     the axis of agents. Its ``step`` takes actions ``[A, *a]`` and returns four values (observations, rewards ``[A]`` or
     ``[A, 1]``, dones ``[A]``, info) or five. Agents are called ``agent_0`` and so on. An info dict's ``"action_masks"``
-    ``[A, k]`` become the agents' masks, other values are common infos; a list of infos is one an agent.
+    ``[A, k]`` become the agents' masks, other values are common infos; a list of infos has one per agent.
 
-    An environment with a true ``has_auto_reset`` has already begun its next episode when it says that one ended: its
+    An environment with a true ``has_auto_reset`` has already begun its next episode when it reports the end of one: its
     ``info["final_observation"]`` is then the last observation, and the next reset without a seed gives the observation that
     it returned. Observations of a ``Discrete`` space may come as one-hot rows.
     """
 
     def __init__(self, env: Any) -> None:
-        self.env = env
-        number = _number(env)
-        assert number is not None
-        self.agent_num = number
-        self.possible_agents = [f"agent_{index}" for index in range(number)]
+        self.agent_num = _agent_num(env)
+        super().__init__(env, [f"agent_{index}" for index in range(self.agent_num)])
         self.agents: list[str] = []
-        self.metadata = getattr(env, "metadata", None) or {}
-        self.render_mode = getattr(env, "render_mode", None)
         self.env_name = getattr(env, "env_name", None)
-        self.spec = getattr(env, "spec", None)
-        if (space := getattr(env, "state_space", None)) is not None:
-            self.state_space = space
-        self._fresh: Any = None
-        self.values = 4  # of its latest step
-
-    @property
-    def unwrapped(self) -> Any:
-        """The environment itself."""
-        return getattr(self.env, "unwrapped", self.env)
-
-    def observation_space(self, agent: Any) -> Any:
-        """The same for every agent."""
-        return self.env.observation_space
-
-    def action_space(self, agent: Any) -> Any:
-        """The same for every agent."""
-        return self.env.action_space
+        self._next_episode: Any = None  # what `has_auto_reset` began
+        self.values = 4  # that its latest step returned
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
-        """Start an episode with everybody."""
-        if self._fresh is not None and seed is None and not options:
-            observations, info = self._fresh
+        """Start an episode with all agents."""
+        if self._next_episode is not None and seed is None and not options:
+            observations, info = self._next_episode
         else:
-            wanted = {"seed": seed, "options": options or None}
-            result = self.env.reset(**{key: value for key, value in wanted.items() if value is not None})
-            observations, info = self._parted(result)
-        self._fresh = None
+            given = {"seed": seed, "options": options or None}
+            observations, info = self._parse_reset(self.env.reset(**{k: v for k, v in given.items() if v is not None}))
+        self._next_episode = None
         self.agents = list(self.possible_agents)
         return self._by_agent(observations), self._infos(info)
 
     def step(self, actions: Mapping[Any, Any]) -> tuple[Any, Any, Any, Any, Any]:
-        """Step everybody; an agent that is done stays in the environment's arrays, and is left out here."""
-        result = self.env.step(np.stack([np.asarray(self._action(actions, agent)) for agent in self.possible_agents]))
+        """Step all agents; an agent that is done stays in the environment's arrays, and leaves ``agents``."""
+        nothing = np.zeros_like(np.asarray(next(iter(actions.values()))))  # fills the places of agents that are done
+        result = self.env.step(np.stack([np.asarray(actions.get(agent, nothing)) for agent in self.possible_agents]))
         self.values = len(result)
+        if self.values not in (4, 5):
+            raise ValueError(f"step must return four or five values, got {self.values}")
+        observations, rewards, *flags, info = result
+        ended = [np.broadcast_to(np.asarray(flag, np.bool_).ravel(), self.agent_num) for flag in flags]
         if self.values == 4:
-            observations, rewards, dones, info = result
-            ended = np.asarray(dones, np.bool_).reshape(self.agent_num)
-            cut = ended & self._time_is_up(info)
-            terminated, truncated = ended & ~cut, cut
-        else:
-            observations, rewards, terminations, truncations, info = result
-            terminated, truncated = (np.broadcast_to(np.asarray(x, np.bool_).ravel(), self.agent_num).copy()
-                                     for x in (terminations, truncations))  # fmt: skip
-        names = self.possible_agents
-        if getattr(self.env, "has_auto_reset", False) and (terminated | truncated).all():
-            self._fresh = (observations, info)
+            truncated = ended[0] & self._time_limit_reached(info)
+            ended = [ended[0] & ~truncated, truncated]
+        done = ended[0] | ended[1]
+        if getattr(self.env, "has_auto_reset", False) and done.all():
+            self._next_episode = (observations, info)
             last = info.get("final_observation") if isinstance(info, dict) else None
             observations = observations if last is None else last
-        paid = np.asarray(rewards).reshape(self.agent_num).tolist()
-        before = set(self.agents)
-        self.agents = [
-            a for a, one, two in zip(names, terminated, truncated, strict=True) if a in before and not (one or two)
-        ]
-        return (
-            self._by_agent(observations), dict(zip(names, paid, strict=True)),
-            dict(zip(names, terminated.tolist(), strict=True)), dict(zip(names, truncated.tolist(), strict=True)),
-            self._infos(info),
-        )  # fmt: skip
+        rewards, terminated, truncated = (
+            dict(zip(self.possible_agents, column.tolist(), strict=True))
+            for column in (np.asarray(rewards).reshape(self.agent_num), *ended)
+        )
+        self.agents = [agent for agent in self.agents if not (terminated[agent] or truncated[agent])]
+        return self._by_agent(observations), rewards, terminated, truncated, self._infos(info)
 
-    def _action(self, actions: Mapping[Any, Any], agent: str) -> Any:
-        """A dead agent has no action, and its place in the array must hold something."""
-        if agent in actions:
-            return actions[agent]
-        return np.zeros_like(np.asarray(next(iter(actions.values()))))
-
-    def _time_is_up(self, info: Any) -> Any:
+    def _time_limit_reached(self, info: Any) -> Any:
         each = info if isinstance(info, (list, tuple)) else [info] * self.agent_num
         return np.array([bool(isinstance(one, dict) and one.get("TimeLimit.truncated", False)) for one in each])
 
-    def _parted(self, result: Any) -> tuple[Any, Any]:
+    def _parse_reset(self, result: Any) -> tuple[Any, Any]:
         """Observations and info of what ``reset`` returned, which may lack the info, or be a tuple of one."""
         with_info = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], (dict, list))
-        if not isinstance(self.env.observation_space, spaces.Tuple):
-            observations, info = result if with_info else (result, {})
-            return (observations[0] if isinstance(observations, tuple) and len(observations) == 1 else observations), info
-        if with_info and isinstance(result[0], tuple):
-            return result[0], result[1]
-        return (result[0] if len(result) == 1 and isinstance(result[0], tuple) else result), {}
+        nested = isinstance(self.env.observation_space, spaces.Tuple)
+        if with_info and nested:  # observations, too, are a tuple, which may end in a dict
+            with_info = isinstance(result[0], tuple)
+        observations, info = result if with_info else (result, {})
+        single = isinstance(observations, tuple) and len(observations) == 1
+        if single and (not nested or (not with_info and isinstance(observations[0], tuple))):
+            return observations[0], info
+        return observations, info
 
     def _by_agent(self, observations: Any) -> dict[str, Any]:
         return dict(zip(self.possible_agents, self._split(self.env.observation_space, observations), strict=True))
 
     def _split(self, space: spaces.Space[Any], observations: Any) -> list[Any]:
-        """One observation an agent, of a structure whose leaves have an axis of agents."""
-        everyone = range(self.agent_num)
+        """One observation per agent, of a structure whose leaves have an axis of agents."""
+        indices = range(self.agent_num)
         if isinstance(space, spaces.Dict):
             fields = {key: self._split(inner, observations[key]) for key, inner in space.spaces.items()}
-            return [{key: field[index] for key, field in fields.items()} for index in everyone]
+            return [{key: field[index] for key, field in fields.items()} for index in indices]
         if isinstance(space, spaces.Tuple):
             parts = [self._split(inner, each) for inner, each in zip(space.spaces, observations, strict=True)]
-            return [tuple(part[index] for part in parts) for index in everyone]
+            return [tuple(part[index] for part in parts) for index in indices]
         if isinstance(space, spaces.Discrete):
             array = np.asarray(observations).reshape(self.agent_num, -1)
             if array.shape[1] == space.n and space.n > 1:
                 array = space.start + array.argmax(axis=1)
             observations = array.reshape(self.agent_num)
-        return [observations[index] for index in everyone]
+        return [observations[index] for index in indices]
 
     def _infos(self, info: Any) -> dict[Any, Any]:
         if isinstance(info, (list, tuple)):
             return dict(zip(self.possible_agents, info, strict=True))
-        own = dict(info or {})
-        own.pop("final_observation", None)
+        own = {key: value for key, value in (info or {}).items() if key != "final_observation"}
         masks = own.pop("action_masks", None)
-        common: dict[Any, Any] = {"common": own} if own else {}
-        if masks is not None:
-            common.update({agent: {"action_mask": mask} for agent, mask in zip(self.possible_agents, masks, strict=True)})
-        return common
-
-    def render(self) -> Any:
-        """As the environment."""
-        return self.env.render()
-
-    def state(self) -> Any:
-        """As the environment."""
-        return self.env.state()
-
-    def close(self) -> None:
-        """Close the environment."""
-        self.env.close()
+        return _infos(own, {} if masks is None else dict(zip(self.possible_agents, masks, strict=True)))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "env":
             raise AttributeError(name)
         return getattr(self.env, name)
 
-    def __repr__(self) -> str:
-        return f"StackedAgents({self.env})"
+
+class OneAgent(Adapted):
+    """A Gymnasium environment, whose one agent is ``agent_0``.
+
+    Its infos are about the environment, except an ``"action_mask"`` or ``"action_masks"``, which is the agent's.
+    """
+
+    values = 5
+
+    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+        super().__init__(env, ["agent_0"])
+        self.agents: list[str] = []
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
+        """Start an episode."""
+        observation, info = self.env.reset(seed=seed, options=options)
+        self.agents = ["agent_0"]
+        return {"agent_0": observation}, self._infos(info)
+
+    def step(self, actions: Mapping[Any, Any]) -> tuple[Any, Any, Any, Any, Any]:
+        """Step the environment."""
+        *values, info = self.env.step(actions["agent_0"])
+        observations, rewards, terminations, truncations = ({"agent_0": value} for value in values)
+        if terminations["agent_0"] or truncations["agent_0"]:
+            self.agents = []
+        return observations, rewards, terminations, truncations, self._infos(info)
+
+    def _infos(self, info: Mapping[Any, Any]) -> dict[Any, Any]:
+        masks = [info[key] for key in MASK_KEYS if key in info]
+        common = {key: value for key, value in info.items() if key not in MASK_KEYS}
+        return _infos(common, {"agent_0": masks[-1]} if masks else {})
+
+
+class RLlibGame(Adapted):
+    """RLlib's ``MultiAgentEnv``: agents with an observation act next, ``"__all__"`` ends the episode of all agents.
+
+    Which agents are in the game, and whose turn it is, is read from what a step returns, because RLlib's list of agents may
+    say anything. An agent that is in the game and was given no observation waits: it keeps its last one, and does not act.
+    ``infos["__common__"]`` are infos of the environment. A reward that is missing is 0.
+    """
+
+    def __init__(self, env: Any) -> None:
+        inner = getattr(env, "unwrapped", env)
+        super().__init__(env, getattr(inner, "possible_agents", None) or inner.observation_spaces or ())
+        self.agents: list[Any] = []
+        self.agents_to_act: tuple[Any, ...] = ()
+        self._latest: dict[Any, Any] = {}
+
+    def observation_space(self, agent: Any) -> Any:
+        """The observation space of one agent."""
+        return self.unwrapped.get_observation_space(agent)
+
+    def action_space(self, agent: Any) -> Any:
+        """The action space of one agent."""
+        return self.unwrapped.get_action_space(agent)
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
+        """Start an episode; agents that have an observation are in the game, and act."""
+        observations, infos = self.env.reset(seed=seed, options=options)
+        self._latest = dict(observations)
+        self.agents = list(observations)
+        self.agents_to_act = tuple(observations)
+        return observations, self._infos(infos)
+
+    def step(self, actions: Mapping[Any, Any]) -> tuple[Any, Any, Any, Any, Any]:
+        """Step the agents that act."""
+        observations, rewards, terminations, truncations, infos = self.env.step(dict(actions))
+        over = terminations.get(ALL, False) or truncations.get(ALL, False)
+        there = [*self.agents, *(agent for agent in observations if agent not in self.agents)]
+        self._latest.update(observations)
+        self.agents = [] if over else [a for a in there if not (terminations.get(a, False) or truncations.get(a, False))]
+        self.agents_to_act = tuple(agent for agent in self.agents if agent in observations)
+        given = {agent: self._latest[agent] for agent in there}
+        paid = {agent: rewards.get(agent, 0.0) for agent in there}
+        return given, paid, terminations, truncations, self._infos(infos)
+
+    def _infos(self, infos: Mapping[Any, Any] | None) -> dict[Any, Any]:
+        own = dict(infos or {})
+        return {**own.pop("__common__", {}), **own}
+
+
+def _infos(common: dict[Any, Any], masks: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Infos of an environment as a whole, with the agents' action masks."""
+    return {**({"common": common} if common else {}), **{agent: {"action_mask": mask} for agent, mask in masks.items()}}

@@ -1,17 +1,17 @@
-"""Who plays and what it looks like: the agents of an environment, their spaces, and how they are laid out in a batch.
+"""The agents of an environment, their spaces, how they are laid out in a batch, and the check of actions against that.
 
-A :class:`Roster` is read once, from one environment, by the caller. It travels to every worker, where each environment is
-held against it, and both sides derive the same row from it: one ``Dict`` space of fixed size, so that the engine sees an
-ordinary environment and everything of all agents lies in shared memory.
+The caller reads a :class:`Roster` once, from one environment. It travels to every worker, where each environment is compared
+with it, and both sides derive the same observation from it: one ``Dict`` space of fixed size, so that the engine sees an
+ordinary environment and everything about all agents lies in shared memory.
 
 The three layouts are one: a layout is a list of :class:`Part`, each some agents with equal spaces. ``"stack"`` is one part
-without a key; ``"agents"`` a part an agent, without an axis; groups a part a group.
+without a key; ``"agents"`` one part per agent, without an axis; groups are one part per group.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -20,8 +20,9 @@ from gymnasium import Space, spaces
 from gymnasium.vector.utils import batch_space
 
 from vecenv.shm import Tree, fixed_tree
+from vecenv.shm.layout import Array, Leaf
 
-__all__ = ["FLAGS", "Part", "Roster", "env_name", "read_roster"]
+__all__ = ["FLAGS", "AgentActions", "Part", "Roster", "env_name", "flat", "map_checked", "read_roster", "tree_of", "zeros"]
 
 FLAGS: Final = ("terminations", "truncations", "agent_mask", "transition_mask")
 """What follows the rewards in the lines of ``"signals"``, as 0 and 1; a column is an agent."""
@@ -98,10 +99,6 @@ class Roster:
         """(part, place in it) of every agent, in the order of agents."""
         found = {index: (part, place) for part in self.parts for place, index in enumerate(part.agents)}
         return [found[index] for index in sorted(found)]
-
-    def has_observed_mask(self) -> list[bool]:
-        """Which agents have an ``"action_mask"`` in their observations."""
-        return [isinstance(space, spaces.Dict) and "action_mask" in space.spaces for space in self.observation_spaces]
 
     def problems(self, env: Any) -> list[str]:
         """How the agents and spaces of ``env`` differ from these."""
@@ -199,26 +196,42 @@ def _check_pad(roster: Roster) -> None:
 def _layout(
     layout: Any, agents: tuple[Any, ...], observed: tuple[Space[Any], ...], acted: tuple[Space[Any], ...]
 ) -> tuple[Literal["stack", "agents", "groups"], tuple[Part, ...]]:
-    everyone = tuple(range(len(agents)))
-    odd = _first_unequal(everyone, observed, acted)
+    pairs = list(zip(observed, acted, strict=True))
+
+    def shared(key: Any, indices: tuple[int, ...], name: str) -> Part:
+        """Agents that share one array.
+
+        Raises:
+            ValueError: Their spaces differ.
+        """
+        first = indices[0]
+        for index in indices:
+            for kind, each in (("observation", observed), ("action", acted)):
+                if each[index] != each[first]:
+                    raise ValueError(
+                        f"{name} needs equal spaces, and the {kind} space of agent {agents[index]!r} is {each[index]}, that "
+                        f"of agent {agents[first]!r} is {each[first]}"
+                    )
+        return Part(key, indices, True, *pairs[first])
+
     if isinstance(layout, Mapping):
-        return "groups", _groups(layout, agents, observed, acted)
+        _require_partition(layout, agents)
+        groups = {key: tuple(agents.index(agent) for agent in members) for key, members in layout.items()}
+        return "groups", tuple(shared(key, indices, f"group {key!r}") for key, indices in groups.items())
     if layout not in ("auto", "stack", "agents"):
         raise ValueError(f"`layout` must be 'auto', 'stack', 'agents' or a dict of group -> agents, got {layout!r}")
-    if layout == "stack" and odd is not None:
+    if layout == "agents" or (layout == "auto" and any(pair != pairs[0] for pair in pairs)):
+        return "agents", tuple(Part(agent, (i,), False, *pairs[i]) for i, agent in enumerate(agents))
+    try:
+        return "stack", (shared(None, tuple(range(len(agents))), "layout='stack'"),)
+    except ValueError as error:
         raise ValueError(
-            f"layout='stack' needs equal spaces, and {_difference(odd, 0, agents, observed, acted)}. What fits: "
-            f"layout='agents' (a dict of agents), groups with equal spaces (layout={_advice(agents, observed, acted)}), or "
-            "environments that pad their spaces"
-        )
-    if layout == "stack" or (layout == "auto" and odd is None):
-        return "stack", (Part(None, everyone, True, observed[0], acted[0]),)
-    return "agents", tuple(Part(agents[i], (i,), False, observed[i], acted[i]) for i in everyone)
+            f"{error}. What fits: layout='agents' (a dict of agents), groups with equal spaces "
+            f"(layout={_equal_groups(agents, pairs)}), or environments that pad their spaces"
+        ) from None
 
 
-def _groups(
-    layout: Mapping[Any, Any], agents: tuple[Any, ...], observed: tuple[Space[Any], ...], acted: tuple[Space[Any], ...]
-) -> tuple[Part, ...]:
+def _require_partition(layout: Mapping[Any, Any], agents: tuple[Any, ...]) -> None:
     named = [agent for members in layout.values() for agent in members]
     unknown = [agent for agent in named if agent not in agents]
     missing = [agent for agent in agents if agent not in named]
@@ -228,44 +241,18 @@ def _groups(
             "a layout of groups must name every agent once and no group may be empty: "
             f"unknown {unknown}, missing {missing}, named twice {twice}; possible_agents are {list(agents)}"
         )
-    parts = []
-    for key, members in layout.items():
-        indices = tuple(agents.index(agent) for agent in members)
-        odd = _first_unequal(indices, observed, acted)
-        if odd is not None:
-            raise ValueError(
-                f"group {key!r} needs equal spaces, and {_difference(odd, indices[0], agents, observed, acted)}"
-            )
-        parts.append(Part(key, indices, True, observed[indices[0]], acted[indices[0]]))
-    return tuple(parts)
 
 
-def _first_unequal(indices: Sequence[int], observed: Sequence[Space[Any]], acted: Sequence[Space[Any]]) -> int | None:
-    first = indices[0]
-    for index in indices:
-        if observed[index] != observed[first] or acted[index] != acted[first]:
-            return index
-    return None
-
-
-def _difference(
-    index: int, first: int, agents: Sequence[Any], observed: Sequence[Space[Any]], acted: Sequence[Space[Any]]
-) -> str:
-    name, each = ("observation", observed) if observed[index] != observed[first] else ("action", acted)
-    return f"the {name} space of agent {agents[index]!r} is {each[index]}, that of agent {agents[first]!r} is {each[first]}"
-
-
-def _advice(agents: Sequence[Any], observed: Sequence[Space[Any]], acted: Sequence[Space[Any]]) -> str:
-    """Groups with equal spaces, as text for an error."""
+def _equal_groups(agents: Sequence[Any], pairs: Sequence[Any]) -> dict[str, list[Any]]:
+    """Groups of agents with equal spaces."""
     groups: list[list[int]] = []
-    for index in range(len(agents)):
-        for members in groups:
-            if observed[members[0]] == observed[index] and acted[members[0]] == acted[index]:
-                members.append(index)
-                break
+    for index, pair in enumerate(pairs):
+        fits = [members for members in groups if pairs[members[0]] == pair]
+        if fits:
+            fits[0].append(index)
         else:
             groups.append([index])
-    return str({f"group_{number}": [agents[index] for index in members] for number, members in enumerate(groups)})
+    return {f"group_{number}": [agents[index] for index in members] for number, members in enumerate(groups)}
 
 
 def tree_of(space: Space[Any], name: str) -> Tree:
@@ -275,9 +262,108 @@ def tree_of(space: Space[Any], name: str) -> Tree:
     return tree
 
 
+def zeros(tree: Tree, *axes: int) -> Any:
+    """A value of the tree's structure, whose leaves have ``axes`` in front and are all zeros."""
+    return tree.build(iter([np.zeros((*axes, *leaf.shape), leaf.dtype) for leaf in tree.leaves()]))
+
+
+def flat(tree: Tree, value: Any) -> list[Array]:
+    """The leaves of a value, in the order of the tree's."""
+    found: list[Array] = []
+    tree.map(lambda leaf: found.append(leaf) or leaf, value)  # type: ignore[func-returns-value]
+    return found
+
+
 def env_name(env: Any) -> str:
     """``env.env_name``, else the name in its metadata, else the id of its spec, else its class (never an adapter's)."""
     bare = getattr(env, "unwrapped", env)
     name = getattr(env, "env_name", None) or (getattr(env, "metadata", None) or {}).get("name")
     spec = getattr(env, "spec", None) or getattr(bare, "spec", None)
     return str(name or getattr(spec, "id", None) or type(bare).__name__)
+
+
+_TAKES: Final = {"i": "biu", "u": "biu", "b": "biu", "f": "biuf"}
+"""Which kinds of dtypes an action of a kind may be given as."""
+
+
+class AgentActions:
+    """Checks batches of actions against a roster, before anything is sent.
+
+    An environment gets what the caller passed; only integers are cast to the integer type of their space, so that they can
+    lie in shared memory, and ``[n, A, 1]`` for ``Discrete`` becomes ``[n, A]``.
+    """
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+        self._parts = [(part, tree_of(part.action_space, "actions")) for part in roster.parts]
+
+    def checked(self, actions: Any, rows: Array, alive: Array) -> Any:
+        """The actions of environments ``rows``, as the engine takes them.
+
+        Args:
+            actions: In the layout of the roster.
+            rows: Environment indices, in the order of the batch.
+            alive: bool ``[n, A]``: which agents have to act.
+
+        Raises:
+            ValueError, TypeError: Something is missing, or has the wrong shape or dtype.
+        """
+        count, keys = len(rows), [part.key for part, _ in self._parts]
+        if self._roster.layout == "stack":
+            part, tree = self._parts[0]
+            return map_checked(_checker(count, len(part.agents)), actions, tree, "actions")
+        if not isinstance(actions, Mapping):
+            raise TypeError(f"actions: got {type(actions).__name__}, wanted a dict with {keys}; nothing was sent")
+        if unknown := [key for key in actions if key not in keys]:
+            raise ValueError(f"actions: unknown keys {unknown}, wanted {keys}; nothing was sent")
+        missing = [index for part, _ in self._parts if part.key not in actions for index in part.agents]
+        waiting = {self._roster.agents[index]: rows[alive[rows, index]].tolist() for index in missing}
+        if texts := [f"agent {agent!r} in envs {envs}" for agent, envs in waiting.items() if envs]:
+            raise ValueError(f"actions of live agents are missing: {'; '.join(texts)}; nothing was sent")
+        out = {}
+        for part, tree in self._parts:
+            axes = (count, len(part.agents)) if part.axis else (count,)
+            if part.key in actions:
+                out[part.key] = map_checked(_checker(*axes), actions[part.key], tree, f"actions[{part.key!r}]")
+            else:
+                out[part.key] = zeros(tree, *axes)
+        return out
+
+
+def map_checked(function: Callable[[Any, Leaf, str], Array], value: Any, tree: Tree, name: str) -> Any:
+    """``function(value, leaf, name)`` for every leaf of a value that a caller gave.
+
+    Raises:
+        ValueError: It has not the tree's structure.
+    """
+    if tree.leaf is not None:
+        return function(value, tree.leaf, name)
+    keys = [key for key, _ in tree.children]
+    if tree.keyed:
+        if not isinstance(value, Mapping) or set(value) != set(keys):
+            got = f"a dict with {list(value)}" if isinstance(value, Mapping) else type(value).__name__
+            raise ValueError(f"{name}: got {got}, wanted a dict with {keys}; nothing was sent")
+    elif not isinstance(value, tuple) or len(value) != len(keys):
+        raise ValueError(f"{name}: got {type(value).__name__}, wanted a tuple of {len(keys)}; nothing was sent")
+    parts = {key: map_checked(function, value[key], child, f"{name}[{key!r}]") for key, child in tree.children}
+    return parts if tree.keyed else tuple(parts.values())
+
+
+def _checker(*axes: int) -> Callable[[Any, Leaf, str], Array]:
+    """A check of one leaf of a batch with these axes in front."""
+
+    def check(value: Any, leaf: Leaf, name: str) -> Array:
+        try:
+            array = np.asarray(value)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}; nothing was sent") from error
+        wanted = (*axes, *leaf.shape)
+        if not leaf.shape and array.shape == (*axes, 1):
+            array = array.reshape(axes)
+        if array.shape != wanted:
+            raise ValueError(f"{name}: got shape {array.shape}, wanted {wanted}; nothing was sent")
+        if array.dtype.kind not in _TAKES[leaf.dtype.kind]:
+            raise TypeError(f"{name}: got {array.dtype}, wanted {leaf.dtype}; nothing was sent")
+        return array.astype(leaf.dtype) if leaf.dtype.kind in "iu" and array.dtype != leaf.dtype else array
+
+    return check

@@ -1,49 +1,70 @@
 """``MultiAgentVecEnv``: PettingZoo parallel environments on the engine, with an axis of agents and masks.
 
-No engine of its own: every environment is adapted to an ordinary one whose observation is a row of all agents
-(:mod:`vecenv.multi_agent.adapter`), and :class:`~vecenv.AsyncVectorEnv` runs those. This class takes batches of such rows
-apart, and knows of each environment who is alive and whether its episode is over.
+It has no engine of its own: every environment is adapted to an ordinary one whose observation holds those of all agents
+(:mod:`vecenv.multi_agent.adapter`), and :class:`~vecenv.AsyncVectorEnv` runs those. This class unpacks such batches, and
+records for each environment which agents are alive and whether its episode is over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, Unpack
 
 import numpy as np
 import numpy.typing as npt
-from gymnasium import Space
+from gymnasium import Space, spaces
 from gymnasium.error import ResetNeeded
-from gymnasium.spaces import Dict
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
-from vecenv.front.arguments import ResetOptions, env_ids_of
+from vecenv.engine.vector_env import AsyncVectorEnv
+from vecenv.errors import SnapshotMismatch
+from vecenv.front.arguments import ResetOptions, env_ids_of, rows_of
 from vecenv.front.capabilities import unable
-from vecenv.multi_agent.actions import AgentActions
-from vecenv.multi_agent.adapter import PROBLEMS, EnvFn
+from vecenv.multi_agent.adapter import AgentsEnv, EnvFn
 from vecenv.multi_agent.conventions import as_parallel
-from vecenv.multi_agent.infos import agents_to_axis
-from vecenv.multi_agent.keeping import KeepsAgents
-from vecenv.multi_agent.masks import ActionMasks
-from vecenv.multi_agent.roster import FLAGS, Roster, env_name, read_roster, tree_of
-from vecenv.multi_agent.through import AgentRows, ThroughToRows
-from vecenv.planning.options import EngineOptions
+from vecenv.multi_agent.infos import ActionMasks, agents_to_axis
+from vecenv.multi_agent.roster import FLAGS, AgentActions, Roster, env_name, flat, read_roster, tree_of, zeros
+from vecenv.multi_agent.views import FlattenAgents, OpenRLView, forwarded, forwarded_values
+from vecenv.planning.options import EngineOptions, StartMethod
 from vecenv.shm.layout import Array
+from vecenv.state.snapshots import Snapshot, Snapshots, StateDict
 
 if TYPE_CHECKING:
-    from vecenv.multi_agent.flatten import FlattenAgents
-    from vecenv.multi_agent.openrl import OpenRLView
     from vecenv.multi_agent.player_pool import PlayerPool
 
-__all__ = ["MultiAgentVecEnv"]
+__all__ = ["AgentRows", "MultiAgentVecEnv", "make_openrl"]
 
 Bools: TypeAlias = npt.NDArray[np.bool_]
 Step: TypeAlias = tuple[Any, Array, Bools, Bools, dict[str, Any]]
 
 
-class MultiAgentVecEnv(KeepsAgents, ThroughToRows):
+class AgentRows(AsyncVectorEnv[Any, Any]):
+    """The engine over adapted environments; spaces come from the roster instead of from one more environment."""
+
+    def __init__(self, env_fns: Sequence[EnvFn], *, template: Any, **options: Any) -> None:
+        self._template = (getattr(template, "metadata", None) or {}, getattr(template, "render_mode", None))
+        super().__init__(env_fns, observation_mode="different", **options)
+
+    def _read_spaces(self, env_fns: Sequence[Any]) -> None:
+        roster: Roster = env_fns[0].roster
+        metadata, self.render_mode = self._template
+        self.metadata = {**metadata, "autoreset_mode": self.autoreset_mode}
+        self.single_observation_space = self.observation_space = roster.observation_space()
+        self.single_action_space = roster.action_space()
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+
+    def rows(self, env_id: Any) -> npt.NDArray[np.intp]:
+        """Which environments a ``send`` is about."""
+        return self._owed.latest if env_id is None else env_ids_of(env_id, self.num_envs)
+
+
+AgentRows.__name__ = "MultiAgentVecEnv"  # the name in the engine's own messages
+
+
+class MultiAgentVecEnv:
     """Vectors of PettingZoo parallel environments: arrays ``[num_envs, num_agents, ...]`` with masks.
 
     With n environments and A agents (an agent's index is its place in ``possible_agents`` of env 0, for life), ``step``
@@ -65,12 +86,12 @@ class MultiAgentVecEnv(KeepsAgents, ThroughToRows):
             group. ``"auto"``: stack if the spaces are equal, else agents.
         autoreset_mode: Of whole environments: ``AutoresetMode`` or its string value.
         reward_dtype: Of the rewards.
-        episode_end: An episode is over when nobody is left (``"all"``), or as soon as one agent ends (``"any"``; the others
-            are truncated).
+        episode_end: An episode is over when no agent is left (``"all"``), or as soon as one agent ends (``"any"``; the
+            others are truncated).
         state: Give ``env.state()`` as ``infos["state"]``, ``[n, *state]``.
         action_mask: ``"auto"``: action masks of observations or infos are given as ``infos["action_mask"]``, bool
-            ``[n, A, k]``, all True for who does not act; a dict of agents if k differs. ``None``: infos are left as they
-            are.
+            ``[n, A, k]``, all True for agents that do not act; a dict of agents if k differs. ``None``: infos are left
+            as they are.
         pad_value: Observation of agents that are not there.
         seed_stride: ``reset(seed=s)`` seeds environment i with ``s + i * seed_stride``.
         **engine: Everything else that :class:`~vecenv.AsyncVectorEnv` takes, by name: ``num_workers``, ``batch_size``,
@@ -197,10 +218,10 @@ class MultiAgentVecEnv(KeepsAgents, ThroughToRows):
         self._begun = np.zeros(self.num_envs, np.bool_)
         self._all_begun = False
         self._reset_mask: Bools | None = None  # of the latest reset
-        self._everyone = np.arange(self.num_envs)
+        self._all_rows = np.arange(self.num_envs)
 
     def _require_alike(self) -> None:
-        problems = enumerate(self._rows.call(PROBLEMS))
+        problems = enumerate(self._rows.exec_func(attrgetter("problems")))
         texts = [f"env {index}: {problem}" for index, found in problems for problem in found]
         if texts:
             raise ValueError("all environments must have the same agents and spaces:\n" + "\n".join(texts))
@@ -226,7 +247,7 @@ class MultiAgentVecEnv(KeepsAgents, ThroughToRows):
     def observation_space(self) -> Space[Any]:
         """Of the batch: ``[n, A, ...]``, or a ``Dict`` of agents ``[n, ...]`` or groups ``[n, k, ...]``."""
         space = self._rows.single_observation_space
-        assert isinstance(space, Dict)
+        assert isinstance(space, spaces.Dict)
         return batch_space(space.spaces["obs"], self.num_envs)
 
     @property
@@ -273,7 +294,7 @@ class MultiAgentVecEnv(KeepsAgents, ThroughToRows):
         rows = None if env_id is None else env_ids_of(env_id, self.num_envs)
         seeds: Any = seed
         if isinstance(seed, (int, np.integer)):
-            seeds = [int(seed) + int(row) * self.seed_stride for row in (self._everyone if rows is None else rows)]
+            seeds = [int(seed) + int(row) * self.seed_stride for row in (self._all_rows if rows is None else rows)]
         mask = options.get("reset_mask") if isinstance(options, Mapping) else None
         self._rows.reset_async(seed=seeds, options=options, env_id=env_id)
         self._reset_mask = None if mask is None else mask.copy()
@@ -285,8 +306,8 @@ class MultiAgentVecEnv(KeepsAgents, ThroughToRows):
         """Fetch the answer to :meth:`reset_async`; errors as of ``AsyncVectorEnv.reset_wait``."""
         batch, infos = self._rows.reset_wait(timeout)
         nothing = np.zeros(self.num_envs, np.bool_)
-        silent = None if self._reset_mask is None else ~self._reset_mask
-        obs, *_, out = self._unpack(batch, nothing, nothing, infos, self._everyone, silent)
+        untouched = None if self._reset_mask is None else ~self._reset_mask
+        obs, *_, out = self._unpack(batch, nothing, nothing, infos, self._all_rows, untouched)
         out["transition_mask"] = np.zeros_like(out["agent_mask"])
         del out["env_done"], out["env_terminated"]
         return obs, out
@@ -311,13 +332,13 @@ class MultiAgentVecEnv(KeepsAgents, ThroughToRows):
 
     def step_async(self, actions: Any) -> None:
         """Begin a step."""
-        self._require_begun(self._everyone)
-        self._rows.step_async(self._actions.checked(actions, self._everyone, self._alive))
+        self._require_begun(self._all_rows)
+        self._rows.step_async(self._actions.checked(actions, self._all_rows, self._alive))
 
     def step_wait(self, timeout: float | None = None) -> Step:
         """Fetch the answer to :meth:`step_async`."""
         batch, _, terminated, truncated, infos = self._rows.step_wait(timeout)
-        return self._unpack(batch, terminated, truncated, infos, self._everyone)
+        return self._unpack(batch, terminated, truncated, infos, self._all_rows)
 
     def send(self, actions: Any, env_id: Any = None) -> None:
         """Step some environments without waiting; ``actions`` as of :meth:`step`, with a row for each of ``env_id``."""
@@ -342,7 +363,7 @@ class MultiAgentVecEnv(KeepsAgents, ThroughToRows):
     def _require_begun(self, rows: Array) -> None:
         disabled = self.autoreset_mode is AutoresetMode.DISABLED
         if self._rows.closed or (not disabled and self._all_begun):
-            return  # what is closed the engine says
+            return  # (the engine says that it is closed)
         new = rows[~self._begun[rows]].tolist()
         if new:
             raise ResetNeeded(f"envs {new} have to be reset before their first step")
@@ -352,18 +373,13 @@ class MultiAgentVecEnv(KeepsAgents, ThroughToRows):
                 "reset(options={'reset_mask': infos['env_done']}) begins new ones"
             )
 
-    # -- taking rows apart ------------------------------------------------------------------------------------------
+    # -- unpacking batches ------------------------------------------------------------------------------------------
 
     def _unpack(
-        self,
-        batch: Any,
-        terminated: Bools,
-        truncated: Bools,
-        infos: dict[str, Any],
-        rows: Array,
-        silent: Bools | None = None,
-    ) -> Step:
-        """Rows of the engine to what the caller sees; ``silent``: those that a reset left alone."""
+        self, batch: Any, terminated: Bools, truncated: Bools, infos: dict[str, Any], rows: Array,
+        untouched: Bools | None = None,
+    ) -> Step:  # fmt: skip
+        """What the caller sees of the engine's batch; ``untouched``: environments that a reset left alone."""
         signals = batch["signals"]
         rewards = signals[:, 0].astype(self.reward_dtype)
         lines = np.empty((len(FLAGS), *rewards.shape), np.bool_)
@@ -372,33 +388,29 @@ class MultiAgentVecEnv(KeepsAgents, ThroughToRows):
         done = terminated | truncated
         ends = infos.pop("final_obs", None)
         infos.pop("_final_obs", None)
-        final: dict[str, Any] = {}
-        if ends is not None:
-            final = self._final(ends, rewards, flags)
+        final = {} if ends is None else self._final(ends, rewards, flags)
         if "restarted" in infos:
-            lost = infos["_restarted"] & truncated
-            self._lose(lost, rewards, flags, self._alive[rows])
+            self._truncate_lost(infos["_restarted"] & truncated, rewards, flags, self._alive[rows])
         out = agents_to_axis(infos, self.num_agents, len(rows)) if infos else {}
-        mask = flags["agent_mask"]
+        mask, obs = flags["agent_mask"], batch["obs"]
         out["agent_mask"], out["transition_mask"] = mask, flags["transition_mask"]
         out["env_done"], out["env_terminated"] = done, terminated.copy()
-        obs = batch["obs"]
-        self._masks.add(out, obs, mask, rows, silent)
+        self._masks.add(out, obs, mask, rows, untouched)
         if self.state_space is not None:
             out["state"] = batch["state"]
         out.update(final)
-        where: Any = slice(None) if rows is self._everyone else rows
+        where: Any = slice(None) if rows is self._all_rows else rows
         self._alive[where] = mask
-        self._over[where] = done if silent is None else silent & self._over
+        self._over[where] = done if untouched is None else untouched & self._over
         return obs, rewards, flags["terminations"], flags["truncations"], out
 
     def _final(self, ends: Array, rewards: Array, flags: dict[str, Bools]) -> dict[str, Any]:
-        """The last rows of ended episodes: their rewards and flags belong to this step, their observations to the infos."""
-        tree = self._tree
+        """Infos of episodes that ended; their last rewards and flags, which belong to this step, go into the batch."""
         ended = np.array([end is not None for end in ends])
-        whole = tree.build(iter([np.zeros((len(ends), *leaf.shape), leaf.dtype) for leaf in tree.leaves()]))
+        whole = zeros(self._tree, len(ends))
         for row in np.flatnonzero(ended).tolist():
-            _copy_row(tree, whole, row, ends[row])
+            for column, value in zip(flat(self._tree, whole), flat(self._tree, ends[row]), strict=True):
+                column[row] = value
         rewards[ended] = whole["signals"][ended, 0]
         for line, key in enumerate(FLAGS, 1):
             if key != "agent_mask":
@@ -408,8 +420,8 @@ class MultiAgentVecEnv(KeepsAgents, ThroughToRows):
             found["final_state"], found["_final_state"] = whole["state"], ended.copy()
         return found
 
-    def _lose(self, lost: Bools, rewards: Array, flags: dict[str, Bools], before: Bools) -> None:
-        """Environments that were restarted in this step: whoever was alive is truncated."""
+    def _truncate_lost(self, lost: Bools, rewards: Array, flags: dict[str, Bools], before: Bools) -> None:
+        """Truncate all agents that were alive in environments that were restarted in this step."""
         rewards[lost] = 0.0
         flags["terminations"][lost] = False
         flags["truncations"][lost] = flags["transition_mask"][lost] = before[lost]
@@ -421,27 +433,172 @@ class MultiAgentVecEnv(KeepsAgents, ThroughToRows):
     step_send = step_async
     step_fetch = step_wait
 
-    # -- views ------------------------------------------------------------------------------------------------------
+    # -- calls into environments ------------------------------------------------------------------------------------
+
+    call = forwarded("_rows", AsyncVectorEnv.call)
+    call_async = forwarded("_rows", AsyncVectorEnv.call_async)
+    call_wait = forwarded("_rows", AsyncVectorEnv.call_wait)
+    exec_func_fetch = forwarded("_rows", AsyncVectorEnv.exec_func_fetch)
+    get_attr = forwarded("_rows", AsyncVectorEnv.get_attr)
+    set_attr = forwarded("_rows", AsyncVectorEnv.set_attr)
+    set_next_options = forwarded("_rows", AsyncVectorEnv.set_next_options)
+    render = forwarded("_rows", AsyncVectorEnv.render)
+    stats = forwarded("_rows", AsyncVectorEnv.stats)
+    abandon = forwarded("_rows", AsyncVectorEnv.abandon)
+    publish_stats = forwarded("_rows", AsyncVectorEnv.publish_stats)
+    call_send = call_async
+    call_fetch = call_wait
+
+    def exec_func(self, func: Callable[..., Any], indices: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """``func(env, *args, **kwargs)`` of the environments ``indices``; ``None`` for the others.
+
+        ``env`` is what the ``env_fn`` built, so that what ``func`` changes stays changed; of :class:`StackedAgents` and
+        :class:`TurnBased`, as of RLlib's, it is the environment inside.
+        """
+        self.exec_func_send(func, indices, *args, **kwargs)
+        return self.exec_func_fetch()
+
+    def exec_func_send(self, func: Callable[..., Any], indices: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Begin an :meth:`exec_func`."""
+        if not callable(func):
+            raise TypeError(f"exec_func wants a function of an environment, got {func!r}")
+        self._rows.exec_func_send(_of_inside, indices, func, args, kwargs)
+
+    # -- snapshots --------------------------------------------------------------------------------------------------
+
+    def save(self, env_id: Any = None, *, verify: bool = True) -> tuple[Snapshot, ...]:
+        """The state of every environment, or of some; see :meth:`vecenv.AsyncVectorEnv.save`."""
+        return self._with_agents(self._rows.save(env_id, verify=verify), rows_of(env_id, self.num_envs))
+
+    def load(self, snapshots: Any, env_id: Any = None) -> Any:
+        """Continue environments from saved states; see :meth:`vecenv.AsyncVectorEnv.load`.
+
+        Returns:
+            Their observations, in the layout of :meth:`step`; :attr:`agent_mask` says which agents have to act.
+        """
+        beside = self._beside([snapshots] * len(rows) if isinstance(snapshots, Snapshot) else snapshots)
+        batch = self._rows.load(snapshots, env_id)
+        rows = rows_of(env_id, self.num_envs)
+        self._set_agents(rows, beside)
+        return None if batch is None else batch["obs"]
+
+    def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
+        """The state of the whole vector environment; see :meth:`vecenv.AsyncVectorEnv.state_dict`."""
+        state = self._rows.state_dict(verify=verify)
+        return StateDict({**state, "snapshots": self._with_agents(state["snapshots"], rows_of(None, self.num_envs))})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> Any:
+        """Continue from what :meth:`state_dict` gave; returns and raises as :meth:`load`."""
+        beside = self._beside(state.get("snapshots") if isinstance(state, Mapping) else None)
+        batch = self._rows.load_state_dict(state)
+        self._set_agents(rows_of(None, self.num_envs), beside)
+        return None if batch is None else batch["obs"]
+
+    def _with_agents(self, snapshots: Sequence[Snapshot], rows: Sequence[int]) -> tuple[Snapshot, ...]:
+        def of(row: int) -> Any:
+            return self._alive[row].copy(), bool(self._over[row]), bool(self._begun[row]), self._masks.of_env(row)
+
+        return Snapshots(one.having(beside=of(row)) for one, row in zip(snapshots, rows, strict=True))
+
+    def _beside(self, snapshots: Any) -> list[Any]:
+        """What is known of agents, of each snapshot; what is no snapshot is left to the engine to refuse."""
+        each = [one.row for one in snapshots if isinstance(one, Snapshot)] if isinstance(snapshots, Sequence) else []
+        for place, one in enumerate(each):
+            known = one.beside
+            if not isinstance(known, tuple) or len(known) != 4 or np.shape(known[0]) != self._alive.shape[1:]:
+                raise SnapshotMismatch(
+                    f"snapshots[{place}] says nothing of {self._alive.shape[1]} agents: it is of another kind"
+                )
+        return [one.beside for one in each]
+
+    def _set_agents(self, rows: Sequence[int], beside: Sequence[Any]) -> None:
+        for row, known in zip(rows, beside, strict=True):
+            self._alive[row], self._over[row], self._begun[row], masks = known
+            self._masks.set_env(row, masks)
+        self._all_begun = bool(self._begun.all())
+
+    # -- views, and the end -----------------------------------------------------------------------------------------
+
+    closed, capabilities, errors = forwarded_values("_rows", "closed", "capabilities", "errors")
+    error_queue, in_flight, step_timeout = forwarded_values("_rows", "error_queue", "in_flight", "step_timeout")
+    processes, parent_pipes, worker_rows = forwarded_values("_rows", "processes", "parent_pipes", "worker_rows")
+    local_envs, observations, spec = forwarded_values("_rows", "local_envs", "observations", "spec")
+    shared_memory, copy, context, daemon = forwarded_values("_rows", "shared_memory", "copy", "context", "daemon")
+    worker, observation_mode = forwarded_values("_rows", "worker", "observation_mode")
+    plan, max_concurrency = forwarded_values("_rows", "plan", "max_concurrency")
+
+    @property
+    def env_fns(self) -> list[Callable[[], Any]]:
+        """The functions that built the environments."""
+        adapted: Any = self._rows
+        return [each.env_fn for each in adapted.env_fns]
 
     def flatten_agents(self, *, padding_done: bool = True) -> FlattenAgents:
         """A ``gymnasium.vector.VectorEnv`` of ``n * A`` rows over this one: :class:`~vecenv.multi_agent.FlattenAgents`."""
-        from vecenv.multi_agent.flatten import FlattenAgents
-
         return FlattenAgents(self, padding_done=padding_done)
 
     def to_openrl(self) -> OpenRLView:
         """A view with the shapes of the ``agent_num`` convention; see :class:`~vecenv.multi_agent.OpenRLView`."""
-        from vecenv.multi_agent.openrl import OpenRLView
-
         return OpenRLView(self)
+
+    def close(self, **kwargs: Any) -> None:
+        """Close all environments and end all workers; arguments as of ``AsyncVectorEnv.close``."""
+        self._rows.close(**kwargs)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def __repr__(self) -> str:
         inside = repr(self._rows).partition("(")[2]
         return f"MultiAgentVecEnv({self.env_name}, agents={self.num_agents}, layout={self.layout!r}, {inside}"
 
 
-def _copy_row(tree: Any, whole: Any, row: int, value: Any) -> None:
-    if tree.leaf is not None:
-        whole[row] = value
-    for key, child in tree.children:
-        _copy_row(child, whole[key], row, value[key])
+def _of_inside(env: AgentsEnv, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return func(env.inside, *args, **kwargs)
+
+
+def make_openrl(
+    env_fns: Sequence[Callable[[], Any]],
+    observation_space: spaces.Space[Any] | None = None,
+    action_space: spaces.Space[Any] | None = None,
+    shared_memory: bool = True,
+    copy: bool = True,
+    context: StartMethod | None = None,
+    daemon: bool = True,
+    worker: None = None,
+    render_mode: str | None = None,
+    auto_reset: bool = True,
+    **engine: Any,
+) -> OpenRLView:
+    """What OpenRL's ``AsyncVectorEnv(env_fns, ...)`` made, with its arguments in its order.
+
+    Args:
+        env_fns: Functions that build environments: with ``agent_num``, PettingZoo's parallel ones, or Gymnasium's.
+        observation_space, action_space: Of one agent; what the environments have must be equal.
+        shared_memory, copy, context, daemon: As of :class:`~vecenv.AsyncVectorEnv`.
+        worker: Must be ``None``: a worker function of OpenRL's speaks its own protocol.
+        render_mode: Of the view.
+        auto_reset: ``False``: environments are reset by ``reset(options={"reset_mask": ...})`` only.
+        **engine: As of :class:`~vecenv.MultiAgentVecEnv`: ``num_workers``, ``on_failure``, ``step_timeout`` ...
+
+    Raises:
+        RuntimeError: The environments have other spaces.
+        TypeError: ``worker`` is given.
+        Exception: As of :class:`~vecenv.MultiAgentVecEnv`.
+    """
+    if worker is not None:
+        raise TypeError("make_openrl takes no worker function: one of OpenRL's speaks to OpenRL's own pipes")
+    mode = AutoresetMode.SAME_STEP if auto_reset else AutoresetMode.DISABLED
+    own: dict[str, Any] = {"copy": copy, "context": context, "daemon": daemon}
+    if shared_memory is not True:  # the default here, so not asked for
+        own["shared_memory"] = shared_memory
+    envs = MultiAgentVecEnv(env_fns, layout="stack", autoreset_mode=mode, **{**own, **engine})
+    both = (envs.single_observation_space, envs.single_action_space)
+    for kind, wanted, has in zip(("observation", "action"), (observation_space, action_space), both, strict=True):
+        if wanted is not None and wanted != has:
+            envs.close()
+            raise RuntimeError(f"Some environments have an {kind} space different from `{wanted}`: they have `{has}`.")
+    return OpenRLView(envs, render_mode)

@@ -17,11 +17,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from vecenv.comparing import STEP_FIELDS, assert_identical
 from vecenv.errors import NotRestorable, VecEnvError
 from vecenv.state.capture import captured, layers_of, opened
 from vecenv.state.snapshots import kind_of
 from vecenv.system.generators import Generators, install, uninstall
+from vecenv.trajectories import STEP_FIELDS, assert_identical
 
 __all__ = ["Shared", "first_line_of", "prove", "stepped", "timeless"]
 

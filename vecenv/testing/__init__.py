@@ -36,7 +36,7 @@ def __getattr__(name: str) -> Any:
         import pytest
 
         # Its assertions explain themselves, as those of a test module do.
-        pytest.register_assert_rewrite("vecenv.comparing", "vecenv.testing.contract")
+        pytest.register_assert_rewrite("vecenv.trajectories", "vecenv.testing.contract")
         return getattr(importlib.import_module("vecenv.testing.contract"), name)
     if not name.startswith("__"):
         try:

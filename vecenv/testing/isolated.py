@@ -16,9 +16,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from vecenv.comparing import STEP_FIELDS, assert_identical
 from vecenv.state.proof import Shared, first_line_of, stepped, timeless
 from vecenv.state.snapshots import kind_of
+from vecenv.trajectories import STEP_FIELDS, assert_identical
 
 __all__ = ["assert_isolated"]
 

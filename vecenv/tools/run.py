@@ -16,7 +16,7 @@ from importlib.machinery import BYTECODE_SUFFIXES, ModuleSpec, PathFinder, Sourc
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, Final
 
-from vecenv.instead import REPORT, install
+from vecenv.patching import REPORT, install
 from vecenv.tools.usage import CliError, one_line
 
 __all__ = ["OPTIONS", "Option", "prepare"]

@@ -70,7 +70,7 @@ def resolve(env_id: str) -> EnvFn:
     """The function that makes this environment; unknown ids name close matches."""
     import gymnasium
 
-    from vecenv.ids import newest_version
+    from vecenv.registry import newest_version
     from vecenv.tools.benchmark import make_env
 
     module, _, name = env_id.rpartition(":")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
 
-from vecenv.comparing import AnyVectorEnv, Step
+from vecenv.trajectories import AnyVectorEnv, Step
 
 __all__ = ["Subject"]
 

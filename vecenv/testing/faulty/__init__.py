@@ -20,19 +20,27 @@ they belong to, and carry a checksum, so that a shifted, repeated or torn row ca
 
 from __future__ import annotations
 
-from vecenv.testing.faulty.endings import FOREVER
-from vecenv.testing.faulty.envs import FaultyConstructor, FaultyEnv, NestedEnv, UnloadableConstructor, UnpicklableConstructor
-from vecenv.testing.faulty.exceptions import (
+from vecenv.testing.faulty.envs import (
+    FaultyConstructor,
+    FaultyEnv,
+    NestedEnv,
+    UnloadableConstructor,
+    UnpicklableConstructor,
+    WitnessEnv,
+)  # fmt: skip
+from vecenv.testing.faulty.faults import (
+    FAULTS,
+    FOREVER,
+    HUGE_INFO_BYTES,
+    LEAK_BYTES,
     EvilElsewhereError,
     EvilError,
+    Fault,
     KeywordOnlyError,
     TwoArgumentsError,
     UnpicklableError,
     UnprintableError,
-)
-from vecenv.testing.faulty.registry import FAULTS, Fault
-from vecenv.testing.faulty.returns import HUGE_INFO_BYTES, LEAK_BYTES
-from vecenv.testing.faulty.witness import WitnessEnv
+)  # fmt: skip
 
 __all__ = [
     "FAULTS",

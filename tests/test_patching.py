@@ -24,7 +24,7 @@ from gymnasium.vector import AsyncVectorEnv as EarlyAsync
 from gymnasium.vector import SyncVectorEnv as EarlySync
 
 import vecenv
-from vecenv import instead
+from vecenv import patching
 
 ASYNC, SYNC = EarlyAsync, EarlySync  # these are replaced as well; what they were is in vecenv.front.gymnasiums
 GENERIC = len(getattr(EarlyAsync, "__parameters__", ())) == 2  # since Gymnasium 1.4
@@ -73,13 +73,13 @@ def test_what_the_program_gives_counts_by_position_too() -> None:
 def test_it_is_put_back_and_said_again() -> None:
     vecenv.install(num_workers=1, copy=False)
     vecenv.install(on_failure="restart")
-    assert instead.DEFAULTS == {"on_failure": "restart"}
+    assert patching.DEFAULTS == {"on_failure": "restart"}
     vecenv.uninstall()
     vecenv.uninstall()
     module = sys.modules[__name__]
     assert gymnasium.vector.AsyncVectorEnv is gymnasium.vector.async_vector_env.AsyncVectorEnv is module.EarlyAsync is ASYNC
     assert gymnasium.vector.SyncVectorEnv is SYNC
-    assert not instead.DEFAULTS
+    assert not patching.DEFAULTS
 
 
 def test_our_own_modules_keep_gymnasiums_classes() -> None:
@@ -163,7 +163,7 @@ def test_what_else_a_program_may_do_with_the_class() -> None:
 
 
 def test_a_class_that_reaches_into_gymnasiums_is_derived_from_gymnasiums(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instead, "REPORT", instead.Report())
+    monkeypatch.setattr(patching, "REPORT", patching.Report())
     vecenv.install(sync=True, num_workers=1)
     theirs: Any = gymnasium.vector.AsyncVectorEnv
 
@@ -202,7 +202,7 @@ def test_a_class_that_reaches_into_gymnasiums_is_derived_from_gymnasiums(monkeyp
             assert envs.step(np.array([0, 0]))[1].tolist() == [0.001, 1.001]
         assert built[1].reset()[1]["added"]
         assert built[2].first is built[2].envs[0]
-        assert "; still Gymnasium's, as it reaches into that class: Pipes, Infos, Inner" in str(instead.REPORT)
+        assert "; still Gymnasium's, as it reaches into that class: Pipes, Infos, Inner" in str(patching.REPORT)
     finally:
         for envs in built:
             envs.close()
@@ -430,7 +430,7 @@ def test_failures_are_counted(tmp_path: Path) -> None:
 
 def test_environments_that_are_dropped_without_a_close_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """AgileRL's demonstrations leave theirs in a module that is cleared; other programs in a function that returns."""
-    monkeypatch.setattr(instead, "REPORT", instead.Report())
+    monkeypatch.setattr(patching, "REPORT", patching.Report())
     vecenv.install(num_workers=1)
     built: list[Any] = []
     for drop in (built.clear, gc.collect):
@@ -443,4 +443,4 @@ def test_environments_that_are_dropped_without_a_close_are_counted(monkeypatch: 
             del envs
         with pytest.warns(ResourceWarning, match="unclosed AsyncVectorEnv"):
             drop()
-    assert str(instead.REPORT).startswith("2 vector environments of 4 environments: 4 steps in ")
+    assert str(patching.REPORT).startswith("2 vector environments of 4 environments: 4 steps in ")

@@ -61,7 +61,7 @@ class Keeping(Attributes):
         rows = rows_of(env_id, self.num_envs)
         self._require_nothing_owed("call_async", "save")
         self._ask_save(rows, verify, Snapshots)
-        return self._call_answer(None)
+        return self._call_answer(None)  # type: ignore[no-any-return]
 
     @one_call
     def load(self, snapshots: Any, env_id: Any = None) -> Any:

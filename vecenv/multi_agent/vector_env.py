@@ -476,9 +476,9 @@ class MultiAgentVecEnv:
         Returns:
             Their observations, in the layout of :meth:`step`; :attr:`agent_mask` says which agents have to act.
         """
+        rows = rows_of(env_id, self.num_envs)
         beside = self._beside([snapshots] * len(rows) if isinstance(snapshots, Snapshot) else snapshots)
         batch = self._rows.load(snapshots, env_id)
-        rows = rows_of(env_id, self.num_envs)
         self._set_agents(rows, beside)
         return None if batch is None else batch["obs"]
 

@@ -22,6 +22,7 @@ from vecenv.link.channel import CallerEnd, ChannelClosed
 from vecenv.link.outcomes import NOTHING_SAID, Outcome
 from vecenv.link.packing import dumps, dumps_by_value, summary, unpack
 from vecenv.link.protocol import Reply, encode
+from vecenv.system.descendants import reap_group
 from vecenv.system.draws import unwatch, watch
 from vecenv.system.holdings import Holdings
 from vecenv.system.supervision import STACK_SIGNALS, BlackBox, DeathWatch, catches, close_process, describe_exit, end_group
@@ -350,6 +351,7 @@ class ProcessWorker:
             with contextlib.suppress(ValueError):  # its process object is closed
                 self.exitcode = self._reap()
         close_process(self.process)
+        reap_group(self.pid)
 
 
 def command_of(flight: Flight, worker: Any) -> str:

@@ -41,7 +41,7 @@ from typing import Final, NamedTuple
 
 from vecenv.system.uninterrupted import Uninterrupted
 
-__all__ = ["MARK", "Descendants", "adopt", "end_descendants", "end_marked", "end_own", "new_token", "snapshot"]
+__all__ = ["MARK", "Descendants", "adopt", "end_descendants", "end_marked", "end_own", "new_token", "reap_group", "snapshot"]
 
 MARK: Final = "VECENV_WORKER"
 """The variable that a worker's helpers inherit: the tokens of all workers around them, the outermost first."""
@@ -149,8 +149,12 @@ class Descendants:
         count = sum(_kill(process, descriptor) for process, descriptor in self._held)
         if count:
             deadline = time.monotonic() + _GONE_SECONDS
+            adopts = _adopts()
             for process, descriptor in self._held:
                 _wait_until_gone(process, descriptor, deadline)
+                if adopts:
+                    with contextlib.suppress(OSError):  # it is another process's child
+                        os.waitpid(process.pid, os.WNOHANG)
         self.close()
         return count
 
@@ -178,6 +182,19 @@ def snapshot(pids: Collection[int]) -> Descendants:
         return Descendants()
     with Uninterrupted():
         return Descendants(_without_trackers(_below(_look(), pids)))
+
+
+def reap_group(leader: int) -> None:
+    """Reap what was killed in the process group of a child that has ended and was reaped: orphans may be ours by now.
+
+    They are where this process is the first of a container, or adopts orphans; there is none beside it that would reap them.
+    """
+    if not _LINUX or not _adopts():
+        return
+    deadline = time.monotonic() + _GONE_SECONDS
+    with contextlib.suppress(OSError):  # no more children in that group
+        while os.waitpid(-leader, os.WNOHANG)[0] or time.monotonic() < deadline:
+            time.sleep(0.001)
 
 
 def end_descendants(pids: Collection[int]) -> int:

@@ -83,8 +83,12 @@ def arm(reader: int) -> None:
     if not _LINUX:
         _watch_in_a_thread(reader)
         return
-    # an open file of its own: the signal's owner is a property of the open file, and siblings share ours
-    own = os.open(f"/proc/self/fd/{reader}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        # an open file of its own: the signal's owner is a property of the open file, and siblings share ours
+        own = os.open(f"/proc/self/fd/{reader}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:  # a sandbox without /proc
+        _watch_in_a_thread(reader)
+        return
     fcntl.fcntl(own, fcntl.F_SETOWN, -os.getpgrp() if os.getpgrp() == os.getpid() else os.getpid())
     fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)

@@ -17,7 +17,7 @@ from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
-from vecenv.system.descendants import Descendants, adopt, end_marked, end_own, new_token, snapshot
+from vecenv.system.descendants import Descendants, adopt, end_marked, end_own, new_token, reap_group, snapshot
 from vecenv.system.holdings import Descriptor, Holdings
 from vecenv.system.main_module import start_process
 from vecenv.system.supervision import Lifeline, close_process, flush_output
@@ -199,6 +199,7 @@ class Ward:
             held.end()
             end_marked([self._token])
             close_process(self.process)
+            reap_group(pid)
         self.process = None
         self._pidfd.close()
         if self._patrol is not None:

@@ -1,0 +1,70 @@
+"""A program for containers: ``contained.py METHOD``. Its environments start helpers; prints what is left at the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+import vecenv
+from vecenv.errors import WorkerDied
+
+
+def start(command: str, **how: Any) -> None:
+    nothing = subprocess.DEVNULL
+    subprocess.Popen(["sh", "-c", command], stdin=nothing, stdout=nothing, stderr=nothing, **how)
+
+
+class Starts(gymnasium.Env[Any, Any]):
+    """Starts a helper in its process group, one that is orphaned, and one in a session of its own."""
+
+    observation_space = gymnasium.spaces.Box(0, 1, (1,))
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        start("sleep 600")
+        start("sleep 601 & sleep 0.1")
+        if os.path.exists("/proc/self"):  # what has left its group is found in /proc only
+            start("sleep 602", start_new_session=True)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        return np.zeros(1, np.float32), 0.0, False, False, {}
+
+
+def children() -> list[str]:
+    """States and names of all processes but this one."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            with open(f"/proc/{name}/stat") as file:
+                words = file.read().split()
+            found.append(" ".join(words[1:3]))
+    return found
+
+
+def main(method: str) -> None:
+    for kill, how in ((False, {}), (True, {"num_workers": "auto", "isolate": True})):
+        envs = vecenv.AsyncVectorEnv([Starts, Starts], context=method, dummy_env=False, **how)
+        envs.reset(seed=1)
+        envs.step([0, 0])
+        time.sleep(0.3)
+        if kill:
+            os.kill(envs._pool.workers[0].pid, signal.SIGKILL)
+            try:
+                envs.step([0, 0])
+            except WorkerDied:
+                envs.reset(seed=1)
+        envs.close()
+    print(f"pid {os.getpid()}, left: {children() if os.path.exists('/proc/self') else 'unknown'}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

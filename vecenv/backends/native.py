@@ -123,12 +123,12 @@ class _Library(Together):
         )  # fmt: skip
 
     def begin_reset(self, call: Call, seeds: list[Any], mask: Any, options: ResetOptions) -> None:
-        everyone = mask is None or mask.all()
-        if self.asked is None and not everyone:
+        all_rows = mask is None or mask.all()
+        if self.asked is None and not all_rows:
             raise ResetNeeded("The first reset must be of all environments, without reset_mask.")
         if "rows" in self.does:
             seed: Any = np.array([-1 if one is None else one % 2**31 for one in seeds]).astype(np.int64, casting="safe")
-            seed, options = (seed, None) if everyone else (seed[mask], {"reset_mask": mask})
+            seed, options = (seed, None) if all_rows else (seed[mask], {"reset_mask": mask})
         elif seeds != seeds_of(seed := seeds[0], len(seeds)):
             raise NotImplementedError(f"backend 'native': {self.title} resets all by one seed; got {seeds}")
         mask = np.ones(len(seeds), np.bool_) if mask is None else mask
@@ -137,15 +137,15 @@ class _Library(Together):
     def begin_step(self, call: Call, actions: Any) -> None:
         if self.asked is None:
             raise ResetNeeded("Call reset first.")
-        everyone = np.ones(self.library.num_envs, np.bool_)
-        self._ask(call, everyone, functools.partial(self.library.step, self._checked(actions)))
+        all_rows = np.ones(self.library.num_envs, np.bool_)
+        self._ask(call, all_rows, functools.partial(self.library.step, self._checked(actions)))
 
     def _ask(self, call: Call, mask: Any, ask: Any) -> None:
         self._latest = call, Once(ask), mask
         self._begin()
 
     def _begin(self) -> None:
-        """Let the library begin, where it has threads. One that was interrupted here begins when somebody waits for it."""
+        """Let the library begin, where it has threads. What was interrupted here begins with the next wait."""
         work = self._latest[1]
         if self._waiter is not None and self._begun is not work:
             self._waiter.submit(work)

@@ -1,13 +1,13 @@
 """One protocol for JAX-native environments, whatever library they come from.
 
 Brax, MuJoCo Playground, gymnax, jumanji and Gymnasium's ``FuncEnv`` all offer pure functions of a state, a key and an
-action, and all disagree on names, on what ``done`` means and on who resets. :class:`JaxEnv` is the smallest common form: a
+action, and all disagree on names, on what ``done`` means and on what resets. :class:`JaxEnv` is the smallest common form: a
 single environment, no batch, no autoreset, no time limit but its own. Everything else (batching, autoreset, limits,
 statistics) is written once, against this protocol, in :mod:`vecenv.jax.functional`.
 
-The probe at the end of the file says what can be differentiated, before it fails. JAX notices a missing derivative deep
-inside a trace, in words about ``lax.while_loop``, or not at all: an environment that only compares its action with zero has
-a gradient that is exactly zero.
+Each subclass of :class:`Wrapped` changes one thing about an environment. :func:`probe` says what can be differentiated,
+before it fails: JAX notices a missing derivative deep inside a trace, in words about ``lax.while_loop``, or not at all. An
+environment that only compares its action with zero has a gradient that is exactly zero.
 """
 
 from __future__ import annotations

@@ -444,7 +444,10 @@ class InfoColumn:
 
 
 class InfoColumns:
-    """All columns of a specification.
+    """All columns of a specification: infos in a fixed form, which compiled programs can carry.
+
+    Gymnasium's infos are whatever environments report, whenever they report it. A program has to know beforehand, so every
+    key becomes a column with a mask ``_key``, Gymnasium's own form. Keys outside of the specification are left out.
 
     Args:
         spec: Key -> a dict of the same kind, anything with ``shape`` and ``dtype`` (``jax.ShapeDtypeStruct``), or a dtype,

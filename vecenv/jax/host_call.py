@@ -267,7 +267,7 @@ def _original(error: BaseException) -> BaseException | None:
 def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``function(*args, **kwargs)``, waited for, with exceptions of bridged environments as they were raised.
 
-    A compiled program that steps environments can fail as environments do: a worker dies, a reply does not come, somebody
+    A compiled program that steps environments can fail as environments do: a worker dies, a reply does not come, or the user
     presses Ctrl-C. JAX reports all of these as a ``JaxRuntimeError`` with the text in it; here they are ``WorkerDied``,
     ``StepTimeout``, ``KeyboardInterrupt``, or whatever the environment raised.
 
@@ -286,7 +286,9 @@ Call: TypeAlias = Callable[[list[Any], Sequence[Array]], list[Array]]  # (result
 def call_in_lanes(call: Call, results: list[Any], args: list[Array], lanes: int | None, num_envs: int) -> list[Array]:
     """``call(results, args)``; mapped over ``lanes``, once, with those axes in front of every result and argument.
 
-    ``jax.vmap`` may be nested: the lanes are then the product of its axes.
+    JAX would map a host call by making one for each lane, with nothing to say whose environments it is about, or refuse it.
+    So the call comes with a rule: the mapped axis becomes one more axis of its arrays. ``jax.vmap`` may be nested: the lanes
+    are then the product of its axes.
 
     Raises:
         ValueError: It is mapped and ``lanes`` is ``None``; it is mapped over axes whose product cannot be ``lanes``. Where

@@ -1,9 +1,9 @@
-"""What environments on the device need towards Gymnasium, numpy and torch: seeds, arrays, and ``GymEnv``.
+"""Seeds, arrays and a single environment in the forms of Gymnasium, numpy and torch.
 
-numpy: one fresh, writeable copy an array, in the dtype of its space; Gymnasium's wrappers write into what they are given.
-torch: DLPack hands over a buffer without copying it, and torch may write into it. So it gets buffers that nobody else reads:
-copies made on the device, next to which the hand-over itself costs nothing. JAX arrays cannot be written to and are given
-as they are.
+What crosses to another library has to be the receiver's own. numpy gets one fresh, writeable copy an array, in the dtype of
+its space, because Gymnasium's wrappers write into what they are given. torch may write into what DLPack hands over without
+a copy, so it gets buffers that nothing else reads: copies made on the device, next to which the hand-over itself costs
+nothing. JAX arrays cannot be written to and are given as they are.
 """
 
 from __future__ import annotations

@@ -11,6 +11,12 @@ log-probabilities. :func:`stateless` makes one of a simpler function.
 With ``overlap=True`` there are two environments, and while the processes of one step, the policy acts for the other. The
 order of the calls is what makes them overlap: host calls of a program run one after the other, as they are written, and
 the policy of one half stands between the ``send`` of the other half and its ``recv``.
+
+Evaluations count whole episodes, each exactly once: the first of every row, or its first few. What the environment does
+afterwards, while slower rows finish, is masked, and the loop stops when the last episode that is wanted has ended.
+
+:func:`truncated_bptt` differentiates a rollout in pieces. The gradient of a long rollout of a physical system grows
+exponentially with its length, and the memory that it needs grows linearly. Cutting it every ``horizon`` steps bounds both.
 """
 
 from __future__ import annotations
@@ -221,7 +227,7 @@ def _check_extras(state: EnvState, extras: Sequence[str]) -> None:
 
 @register
 @dataclasses.dataclass(frozen=True)
-class _Flight:
+class _Request:
     """One half between its ``send`` and its ``recv``."""
 
     pending: EnvState
@@ -236,41 +242,41 @@ def _overlapped(
     keys = [jax.random.fold_in(key, half) for half in (0, 1)]
     rows = states[0].reward.shape[0]
 
-    def launch(half: int, state: EnvState, carry: PyTree, t: Any) -> _Flight:
+    def send(half: int, state: EnvState, carry: PyTree, t: Any) -> _Request:
         now = jax.random.fold_in(keys[half], t)
         carry, action, policy_extras = policy(params, carry, state.obs, state.first, now)
-        return _Flight(envs[half].send(state, action), carry, action, policy_extras)
+        return _Request(envs[half].send(state, action), carry, action, policy_extras)
 
-    def land(half: int, flight: _Flight) -> tuple[EnvState, Trajectory]:
-        after = envs[half].recv(flight.pending)
-        return after, _transition(flight.pending, flight.action, flight.policy_extras, after, extras)
+    def recv(half: int, request: _Request) -> tuple[EnvState, Trajectory]:
+        after = envs[half].recv(request.pending)
+        return after, _transition(request.pending, request.action, request.policy_extras, after, extras)
 
-    def write(book: Trajectory, half: int, t: Any, transition: Trajectory) -> Trajectory:
+    def write(trajectory: Trajectory, half: int, t: Any, transition: Trajectory) -> Trajectory:
         def put(whole: Array, part: Array) -> Array:
             return jax.lax.dynamic_update_slice(whole, part[None], (t, half * rows) + (0,) * (part.ndim - 1))
 
-        written: Trajectory = jax.tree.map(put, book, transition)
+        written: Trajectory = jax.tree.map(put, trajectory, transition)
         return written
 
     def turn(t: Array, carried: Any) -> Any:
-        flights, book = list(carried[0]), carried[1]
+        requests, trajectory = list(carried[0]), carried[1]
         for half in (0, 1):
-            state, transition = land(half, flights[half])
-            book = write(book, half, t - 1, transition)
-            flights[half] = launch(half, state, flights[half].carry, t)
-        return tuple(flights), book
+            state, transition = recv(half, requests[half])
+            trajectory = write(trajectory, half, t - 1, transition)
+            requests[half] = send(half, state, requests[half].carry, t)
+        return tuple(requests), trajectory
 
-    flights = tuple(launch(half, states[half], carries[half], 0) for half in (0, 1))
-    book = _blank([jax.eval_shape(functools.partial(land, half), flights[half])[1] for half in (0, 1)], length)
+    requests = tuple(send(half, states[half], carries[half], 0) for half in (0, 1))
+    trajectory = _blank([jax.eval_shape(functools.partial(recv, half), requests[half])[1] for half in (0, 1)], length)
     # Rows are written into the trajectory as they come, because the last one comes after the loop: appending it would copy
     # all the others.
-    flights, book = jax.lax.fori_loop(1, length, turn, (flights, book))
+    requests, trajectory = jax.lax.fori_loop(1, length, turn, (requests, trajectory))
     after = []
     for half in (0, 1):
-        state, transition = land(half, flights[half])
-        book = write(book, half, length - 1, transition)
+        state, transition = recv(half, requests[half])
+        trajectory = write(trajectory, half, length - 1, transition)
         after.append(state)
-    return book, tuple(after), tuple(flight.carry for flight in flights)
+    return trajectory, tuple(after), tuple(request.carry for request in requests)
 
 
 def _blank(transitions: list[Trajectory], length: int) -> Trajectory:
@@ -282,8 +288,8 @@ def _blank(transitions: list[Trajectory], length: int) -> Trajectory:
             raise ValueError(f"overlap=True joins the rows of both halves; the policy's {where} has no axis of rows.")
         return jnp.zeros((length, first.shape[0] + second.shape[0], *first.shape[1:]), first.dtype)
 
-    book: Trajectory = jax.tree_util.tree_map_with_path(zeros, *transitions)
-    return book
+    trajectory: Trajectory = jax.tree_util.tree_map_with_path(zeros, *transitions)
+    return trajectory
 
 
 def _check_halves(env: Any, state: Any, carry: Any, length: int) -> None:

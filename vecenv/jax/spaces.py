@@ -1,8 +1,8 @@
 """Gymnasium spaces that compiled programs can use: ``sample(key)`` and ``contains(x)`` of JAX arrays.
 
 ``space.sample()`` draws from a generator in Python. Inside ``jax.jit`` that happens once, while the program is traced, and
-the program then has one constant for ever, with no sign of it. The spaces here are the same spaces to everybody else (equal,
-batched and pickled like any), but ``sample(key)`` draws by JAX, and ``sample()`` within a trace is an error.
+the program then has one constant for ever, with no sign of it. For all other code these are the same spaces (equal, batched
+and pickled like any), but ``sample(key)`` draws by JAX, and ``sample()`` within a trace is an error.
 """
 
 from __future__ import annotations

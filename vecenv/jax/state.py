@@ -3,7 +3,7 @@
 Bridged process environments and JAX-native ones share this class, so one set of rollouts serves both. What an algorithm
 reads has the same name and the same meaning in every autoreset mode; above all ``next_obs`` is always the true successor
 of the observation that was acted on, never the first observation of the episode after it. What only the implementation
-needs sits in two fields that are opaque to everybody else: ``token`` (the bridge's order of calls) and ``inner`` (the
+needs sits in two fields that are opaque to all other code: ``token`` (the bridge's order of calls) and ``inner`` (the
 physics of a JAX-native environment).
 """
 

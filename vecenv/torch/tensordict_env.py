@@ -1,7 +1,8 @@
 """``TensorDictEnv``: JAX-native environments as a TorchRL environment whose state is in the TensorDict.
 
 The state goes in and out as two tensors, so a TensorDict can be stepped twice, kept, and returned to, and gradients go
-through whatever torch does with it: the masks of TorchRL's resets choose rows of tensors, and cut nobody else's gradient.
+through whatever torch does with it: the masks of TorchRL's resets choose rows of tensors, and leave the gradient of the
+others alone.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class JaxVectorEnv(DrivenVectorEnv[Driver]):
             gymnasium.error.ResetNeeded: Before the first ``reset``.
             RuntimeError: MuJoCo found no OpenGL; says what to set.
             NotImplementedError: The library cannot draw this environment.
-            gymnasium.error.AlreadyPendingCallError: An answer is owed.
+            gymnasium.error.AlreadyPendingCallError: A call is pending.
         """
         self._require_idle("render")
         if self.render_mode is None:
@@ -202,7 +202,7 @@ class JaxVectorEnv(DrivenVectorEnv[Driver]):
 
         Raises:
             gymnasium.error.ResetNeeded: Before the first ``reset``.
-            gymnasium.error.AlreadyPendingCallError: An answer is owed.
+            gymnasium.error.AlreadyPendingCallError: A call is pending.
         """
         self._require_idle("save")
         return self._saved(rows_of(env_id, self.num_envs))

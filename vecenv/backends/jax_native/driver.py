@@ -209,7 +209,7 @@ def begin_episodes(
     seeded = np.fromiter((seed is not None for seed in seeds), np.bool_, len(seeds))
     if mask is not None:
         seeded &= mask
-    keys = seed_keys([0 if seed is None else seed for seed in seeds])  # nobody reads the keys of those without
+    keys = seed_keys([0 if seed is None else seed for seed in seeds])  # keys of those without are not read
     latest = [seed if new else old for seed, new, old in zip(seeds, seeded.tolist(), before, strict=True)]
     return _begin_again(functional, state, keys, seeded, mask), latest
 

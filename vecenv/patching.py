@@ -143,7 +143,7 @@ def _reaches(body: Mapping[str, Any], inside: frozenset[str]) -> bool:
 
 
 class _StandsFor(type):
-    """Whoever asks whether something is one of these may mean Gymnasium's class, which had this name before.
+    """``isinstance`` and ``issubclass`` hold for Gymnasium's class too, which had this name before.
 
     A class derived from one of these whose methods reach into the inside of Gymnasium's, its pipes or the methods that it
     calls itself (``_add_info``), is derived from Gymnasium's: here it would find nothing to reach, or not be called.

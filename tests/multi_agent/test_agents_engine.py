@@ -193,3 +193,15 @@ def test_agents_may_be_named_by_numbers() -> None:
             envs.reset(seed=0)
             actions: Any = np.zeros((2, 2), np.int64) if layout == "stack" else {7: [0, 0], 2: [0, 0]}
             assert envs.step(actions)[1].tolist() == [[1, 1]] * 2
+
+
+def test_what_the_engine_shows_is_shown() -> None:
+    functions = [Scripted] * 2
+    envs = MultiAgentVecEnv(functions, num_workers=2, step_timeout=60)
+    assert len(envs.processes) == len(envs.parent_pipes) == len(envs.worker_rows) == 2
+    assert (envs.step_timeout, envs.env_fns, envs.in_flight.tolist()) == (60, functions, [])
+    envs.reset_async(env_id=[0])
+    envs.abandon([0])
+    assert envs.closed is False
+    envs.close()
+    assert envs.closed is True

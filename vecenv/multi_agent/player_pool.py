@@ -136,8 +136,8 @@ class _Reader:
 
 def _roster(players: int, observation: Any, action: Any) -> Roster:
     agents = tuple(f"player_{index}" for index in range(players))
-    everyone = Part(None, tuple(range(players)), True, observation, action)
+    all_players = Part(None, tuple(range(players)), True, observation, action)
     return Roster(
-        agents, (observation,) * players, (action,) * players, (everyone,), "stack",
+        agents, (observation,) * players, (action,) * players, (all_players,), "stack",
         state_space=None, pad_value=0, any_end=False, info_masks=True,
     )  # fmt: skip

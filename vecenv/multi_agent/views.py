@@ -447,7 +447,7 @@ class ErrorQueue:
         """``(index of the environment, class, exception)`` of the next failure.
 
         Raises:
-            queue.Empty: There is none; nobody waits for one, whatever the arguments.
+            queue.Empty: There is none; this never waits, whatever the arguments.
         """
         new = self._new()
         if not new:

@@ -300,6 +300,12 @@ def test_the_halves_of_a_subclass_are_used(backend: Backend, build: Callable[...
             assert len(envs.step(backend.actions(ROWS))) == 5
             assert heard == [name for name in ("reset_async", "reset_wait", "step_async", "step_wait") if name in names]
             assert in_flight(envs) == 0
+    if isinstance(envs, vecenv.AsyncVectorEnv):
+        halves = "call_async", "call_wait", "exec_func_send", "exec_func_fetch"
+        envs.__class__ = type("Own", (kind,), {name: own(name) for name in halves})
+        heard.clear()
+        assert len(envs.call("spec")) == len(envs.exec_func(id)) == ROWS
+        assert heard == list(halves)
     envs.__class__ = kind
 
 

@@ -32,14 +32,18 @@ class Attributes:
     _owed: Owed
     _finish: Callable[[str, Phase, float | None], Result]
 
+    @one_call
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """``env.get_wrapper_attr(name)`` of every environment, called with the arguments if it can be called."""
-        self.call_async(name, *args, **kwargs)
-        return self.call_wait()
+        self._begin_call(name, args, kwargs)
+        return self._call_answer(None)  # type: ignore[no-any-return]
 
     @one_call
     def call_async(self, name: str, /, *args: object, **kwargs: object) -> None:
         """Begin a :meth:`call`."""
+        self._begin_call(name, args, kwargs)
+
+    def _begin_call(self, name: str, args: Any, kwargs: Any) -> None:
         self._require_nothing_owed("call_async", "call_async")
         if name in _RESERVED:
             raise ValueError(f"Trying to call function `{name}` with `call`, use `{name}` directly instead.")
@@ -72,6 +76,7 @@ class Attributes:
         result = self._finish("call_wait", Phase.WAITING_CALL, timeout)
         return tuple(result.results.get(row) for row in range(self.num_envs)) if sequel is None else sequel(result, timeout)
 
+    @one_call
     def exec_func(
         self, func: Callable[..., Any], indices: Sequence[int] | int | None = None, *args: Any, **kwargs: Any
     ) -> tuple[Any, ...]:
@@ -79,14 +84,17 @@ class Attributes:
 
         ``func`` may be a lambda or a closure. Returns a tuple of ``num_envs`` results, ``None`` for the others.
         """
-        self.exec_func_send(func, indices, *args, **kwargs)
-        return self.exec_func_fetch()
+        self._begin_exec(func, indices, args, kwargs)
+        return self._call_answer(None)  # type: ignore[no-any-return]
 
     @one_call
     def exec_func_send(
         self, func: Callable[..., Any], indices: Sequence[int] | int | None = None, *args: Any, **kwargs: Any
     ) -> None:
         """Begin an :meth:`exec_func`."""
+        self._begin_exec(func, indices, args, kwargs)
+
+    def _begin_exec(self, func: Callable[..., Any], indices: Any, args: Any, kwargs: Any) -> None:
         self._require_nothing_owed("call_async", "exec_func")
         if not callable(func):
             raise TypeError(f"exec_func wants a function of an environment, got {func!r}")
@@ -103,13 +111,16 @@ class Attributes:
 
         self._engine.ask_call(Op.EXEC, payload, "exec_func")
 
+    @one_call
     def exec_func_fetch(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Fetch the answer to :meth:`exec_func_send`."""
-        return self.call_wait(timeout)
+        return self._call_answer(timeout)  # type: ignore[no-any-return]
 
+    @one_call
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """An attribute of every environment (of whichever wrapper has it)."""
-        return self.call(name)
+        self._begin_call(name, (), {})
+        return self._call_answer(None)  # type: ignore[no-any-return]
 
     @one_call
     def set_attr(self, name: str, values: list[Any] | tuple[Any, ...] | object) -> None:
@@ -173,19 +184,25 @@ class Attributes:
         self._engine.ask_call(Op.SET_NEXT, payload, "set_next_options")
         self._finish("call_wait", Phase.WAITING_CALL, None)
 
+    @one_call
     def render(self) -> tuple[RenderFrame, ...] | None:
         """One frame (or list of frames) an environment, in a tuple."""
-        return self.call("render")
+        self._begin_call("render", (), {})
+        return self._call_answer(None)  # type: ignore[no-any-return]
 
     @property
+    @one_call
     def np_random_seed(self) -> tuple[int, ...]:
         """The environments' seeds."""
-        return self.get_attr("np_random_seed")
+        self._begin_call("np_random_seed", (), {})
+        return self._call_answer(None)  # type: ignore[no-any-return]
 
     @property
+    @one_call
     def np_random(self) -> tuple[np.random.Generator, ...]:
         """Copies of the environments' generators."""
-        return self.get_attr("np_random")
+        self._begin_call("np_random", (), {})
+        return self._call_answer(None)  # type: ignore[no-any-return]
 
     call_send = call_async
     call_fetch = call_wait

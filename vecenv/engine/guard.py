@@ -28,12 +28,16 @@ def one_call(method: Callable[P, R]) -> Callable[P, R]:
     there is none on that line, nor between looking at ``owed.caller`` and setting it.)
     """
 
+    name = method.__name__
+
     @functools.wraps(method)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> R:
+        if self._in_halves and name in self._in_halves:
+            return self._make_in_halves(name, args, kwargs)  # type: ignore[no-any-return]
         owed = self._owed
         me = get_ident()
         if owed.caller or self._refuses:
-            self._require_right(method.__name__.lstrip("_"))
+            self._require_right(name)
         try:
             if not owed.calm:
                 self._pool.resume()
@@ -66,7 +70,7 @@ def is_within_a_call(envs: object, depth: int = 1) -> bool:
     """
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
-        if frame.f_code is _GUARDED and frame.f_locals["self"] is envs:
+        if frame.f_code is _GUARDED and frame.f_locals["self"] is envs and "me" in frame.f_locals:
             return True
         frame = frame.f_back
     return False

@@ -9,7 +9,7 @@ always ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,7 @@ class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # ty
 
     # -- reset ------------------------------------------------------------------------------------------------------
 
+    @one_call
     def reset(
         self,
         *,
@@ -43,8 +44,8 @@ class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # ty
         options: ResetOptions = None,
     ) -> tuple[ObsType, dict[str, Any]]:
         """Reset all environments, or those of ``options["reset_mask"]``; see :meth:`reset_async`."""
-        self.reset_async(seed=seed, options=options)
-        return self.reset_wait()
+        self._begin_reset(seed, options, None)
+        return self._reset_answer(None)
 
     @one_call
     def reset_async(
@@ -69,6 +70,9 @@ class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # ty
             TypeError, ValueError: Seeds, options, mask or indices of the wrong length, type or shape; nothing was sent.
             AlreadyPendingCallError: An answer is owed; with ``env_id``, one of these environments is in flight.
         """
+        self._begin_reset(seed, options, env_id)
+
+    def _begin_reset(self, seed: Any, options: ResetOptions, env_id: Any) -> None:
         rows = None if env_id is None else env_ids_of(env_id, self.num_envs).tolist()
         seeds = seeds_of(seed, self.num_envs, rows)
         if (phase := self._owed.phase) is not Phase.DEFAULT:
@@ -93,6 +97,9 @@ class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # ty
             StepTimeout: Not within ``timeout`` seconds; the answer is still owed, call again.
             Exception: What an environment raised.
         """
+        return self._reset_answer(timeout)
+
+    def _reset_answer(self, timeout: float | None) -> tuple[ObsType, dict[str, Any]]:
         result = self._finish("reset_wait", Phase.WAITING_RESET, timeout)
         engine = self._engine
         if self._card is not None:
@@ -105,19 +112,11 @@ class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # ty
 
     # -- step -------------------------------------------------------------------------------------------------------
 
+    @one_call
     def step(
         self, actions: ActType
     ) -> tuple[ObsType, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]:
         """Step all environments; see :meth:`step_async` and :meth:`step_wait`."""
-        if self._in_halves:  # a subclass has a part of its own in it
-            self.step_async(actions)
-            return self.step_wait()
-        return self._step(actions)
-
-    @one_call
-    def _step(
-        self, actions: ActType
-    ) -> tuple[ObsType, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]:
         return self._step_answer(self._told(self._engine.finish(self._ask_step(actions), None)))
 
     @one_call
@@ -156,7 +155,10 @@ class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # ty
         """
         return self._step_answer(self._finish("step_wait", Phase.WAITING_STEP, timeout))
 
-    _halves = step_async, step_wait
+    _halves: ClassVar[dict[str, Any]] = {
+        "step_async": step_async, "step_wait": step_wait, "reset_async": reset_async, "reset_wait": reset_wait,
+        **{name: vars(Attributes)[name] for name in ("call_async", "call_wait", "exec_func_send", "exec_func_fetch")},
+    }  # fmt: skip
 
     def _step_answer(
         self, result: Result

@@ -107,11 +107,16 @@ def guarded(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[An
         BusyError: Another call is under way.
     """
 
+    name = method.__name__
+
     @functools.wraps(method)
     def outermost(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
         me = get_ident()
-        if self._caller or self._barred:
-            require_right(self, method.__name__.lstrip("_"))
+        if self._caller or self._barred or self._in_halves:
+            if name in self._in_halves:
+                return self._make_in_halves(name, args, kwargs)  # type: ignore[no-any-return]
+            if self._caller or self._barred:
+                require_right(self, name)
         driver = self._driver
         try:
             self._caller, driver.after = me, None  # no call since the look at it
@@ -165,10 +170,15 @@ def _is_within(envs: object) -> bool:
     """
     frame: FrameType | None = sys._getframe(3)
     while frame is not None:
-        if frame.f_code in GUARDED and frame.f_locals["self"] is envs:
+        if frame.f_code in GUARDED and frame.f_locals["self"] is envs and _has_begun(frame.f_locals):
             return True
         frame = frame.f_back
     return False
+
+
+def _has_begun(within: Any) -> bool:
+    """Whether it is the guard of a call that is made as a whole, not in halves."""
+    return "name" not in within or "driver" in within
 
 
 GUARDED: Final = {guarded(_is_within).__code__}

@@ -10,7 +10,7 @@ import os
 import time
 from collections import deque
 from threading import get_ident
-from typing import Any, Final, Generic, NoReturn, TypeVar
+from typing import Any, ClassVar, Final, Generic, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -54,14 +54,16 @@ class DrivenVectorEnv(VectorEnvBase, NotClosedUnasked, VectorEnv[Any, Any, Any],
 
     # -- reset -----------------------------------------------------------------------------------------------------
 
+    @guarded
     def reset(self, *, seed: Any = None, options: ResetOptions = None) -> tuple[Any, dict[str, Any]]:
         """Begin new episodes in all environments, or in those of ``options["reset_mask"]``; see :meth:`reset_async`.
 
         Returns:
             Observations of all environments, and infos.
         """
-        self.reset_async(seed=seed, options=options)
-        return self.reset_wait()
+        self._begin_reset(seed, options, None)
+        observations, *_, infos = self._answer("reset_wait", Phase.WAITING_RESET, None)
+        return observations, infos
 
     @guarded
     def reset_async(self, seed: Any = None, options: ResetOptions = None, *, env_id: Any = None) -> None:
@@ -83,6 +85,9 @@ class DrivenVectorEnv(VectorEnvBase, NotClosedUnasked, VectorEnv[Any, Any, Any],
             gymnasium.error.ResetNeeded: The first reset is not of all environments.
             gymnasium.error.AlreadyPendingCallError: The answer to ``step_async`` or ``reset_async`` is owed.
         """
+        self._begin_reset(seed, options, env_id)
+
+    def _begin_reset(self, seed: Any, options: ResetOptions, env_id: Any) -> None:
         ids = None if env_id is None else env_ids_of(env_id, self.num_envs)
         seeds = seeds_of(seed, self.num_envs if ids is None else len(ids))
         self._require_phase("reset_async")
@@ -109,6 +114,7 @@ class DrivenVectorEnv(VectorEnvBase, NotClosedUnasked, VectorEnv[Any, Any, Any],
 
     # -- step ------------------------------------------------------------------------------------------------------
 
+    @guarded
     def step(self, actions: Any) -> Stepped:
         """One step of every environment.
 
@@ -123,13 +129,6 @@ class DrivenVectorEnv(VectorEnvBase, NotClosedUnasked, VectorEnv[Any, Any, Any],
             ValueError, TypeError: Actions of the wrong number, shape, structure or dtype; nothing was asked.
             gymnasium.error.AlreadyPendingCallError: An answer is owed, or an environment is in flight.
         """
-        if self._in_halves:  # a subclass has a part of its own in it
-            self.step_async(actions)
-            return self.step_wait()
-        return self._step(actions)
-
-    @guarded
-    def _step(self, actions: Any) -> Stepped:
         driver = self._driver
         driver.step(actions)
         return driver.answer(Phase.WAITING_STEP, None) or self._too_late("step", None)
@@ -151,7 +150,9 @@ class DrivenVectorEnv(VectorEnvBase, NotClosedUnasked, VectorEnv[Any, Any, Any],
         self._require_phase("step_wait")
         return self._answer("step_wait", Phase.WAITING_STEP, timeout)
 
-    _halves = step_async, step_wait
+    _halves: ClassVar[dict[str, Any]] = {
+        "step_async": step_async, "step_wait": step_wait, "reset_async": reset_async, "reset_wait": reset_wait
+    }  # fmt: skip
 
     # -- send and recv ---------------------------------------------------------------------------------------------
     # (The guard is written out here, see there: in small batches even a decorator counts.)

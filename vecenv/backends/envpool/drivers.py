@@ -525,7 +525,8 @@ class FirstReadyDriver(PoolDriver):
         else:
             self._put_away()
             land = self.idle.difference_update, ids.tolist()
-        calls = [(self._pool_send, self._payload(ids, actions))]
+        payload = self._payload(ids, actions)
+        calls = [(self._pool_send, payload)]  # looked up last: after a close() meanwhile it raises, and nothing is stepped
         if self._resets:
             calls.append((self._resets.difference_update, ids.tolist()))
         self._call = call
@@ -538,7 +539,8 @@ class FirstReadyDriver(PoolDriver):
         natural, named = self._natural(ids, force), ids.tolist()
         calls: list[tuple[Any, ...]] = []
         if natural.any():
-            calls.append((self._pool_send, self._filler(ids[natural])))
+            filler = self._filler(ids[natural])
+            calls.append((self._pool_send, filler))
         if not natural.all():
             calls.append((self._pool_reset, ids[~natural]))
         self._call = Phase.DEFAULT if by_row else Phase.WAITING_RESET

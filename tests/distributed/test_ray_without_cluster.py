@@ -583,7 +583,7 @@ def test_rows_are_saved_on_hosts_and_loaded_into_an_engine_here_and_back() -> No
         first, *_ = over.step(np.zeros(4, np.int64))
         assert_identical(first[0], first[3])
         with pytest.raises(vecenv.errors.SnapshotMismatch, match=r"the snapshot does not fit: .*made with"):
-            over.load([third, replace(third, kind=replace(third.kind, arguments="other=1"))], [0, 3])
+            over.load([third, third.having(kind=replace(third.row.kind, arguments="other=1"))], [0, 3])
     finally:
         over.close()
         here.close()

@@ -98,7 +98,6 @@ class Engine(Answering):
         self._reading = Reading(self._infos, self.store)
         self.mismatches: list[tuple[int, str, str]] = []
         self.pool = self._open_pool(plan, arena, options, num_workers)
-        self.pool.watchdog.bounded = () if policy.step_timeout is None else ("step", "reset")
         self.recovery = Recovery(
             self.pool, policy, self.mode, layout, self.batch, self.store, self._infos, self.read, self.ledger,
             self.end_late, lambda: self.env_steps / self.num_envs,
@@ -113,7 +112,9 @@ class Engine(Answering):
 
     def _open_pool(self, plan: Plan, arena: Arena, options: PoolOptions, num_workers: int) -> WorkerPool:
         options.placements, options.caller_spin = placements(num_workers)
-        return self._pool_class(plan, arena, self.batch, options, self.owed)
+        pool = self._pool_class(plan, arena, self.batch, options, self.owed)
+        pool.watchdog.bounded = () if self.policy.step_timeout is None else ("step", "reset")
+        return pool
 
     def _start(self, env_fns: Sequence[Callable[[], Any]], plan: Plan, num_workers: int, caller_share: int) -> None:
         own: CallerWorker | None = None

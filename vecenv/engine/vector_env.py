@@ -213,12 +213,17 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             env_fns, mp, start_timeout, here, step="auto" in (num_workers, batch_size) or use_caller, daemon=daemon,
             variables=variables_of(worker_env, 0),
         )  # fmt: skip
+        self._look_and_open(
+            (num_workers, use_caller, isolate, self._trial.measure, batch_size),
+            (mp, policy, batch_size, threads_per_worker, strict, ragged_infos, worker_env, env_threads),
+        )
+
+    def _look_and_open(self, for_plan: tuple[Any, ...], to_open: tuple[Any, ...]) -> None:
+        """Find out what the environments are and how many workers there will be, and start these."""
         try:
             self._read_spaces(self.env_fns)
-            self.num_workers, self._share, self.plan = workers_and_share(
-                self.num_envs, num_workers, use_caller, isolate, self._trial.measure, batch_size
-            )
-            self._open(mp, policy, batch_size, threads_per_worker, strict, ragged_infos, worker_env, env_threads)
+            self.num_workers, self._share, self.plan = workers_and_share(self.num_envs, *for_plan)
+            self._open(*to_open)
         except RuntimeError as error:
             if is_about_main(error):
                 raise error.with_traceback(None) from None

@@ -266,6 +266,7 @@ class DrivenVectorEnv(VectorEnvBase, NotClosedUnasked, VectorEnv[Any, Any, Any],
     worker = RefusedAttribute("workers")
     observation_mode = RefusedAttribute("workers")
     max_concurrency = RefusedAttribute("workers")
+    generators = RefusedAttribute("workers")
     processes = RefusedAttribute("workers")
     parent_pipes = RefusedAttribute("workers")
     worker_rows = RefusedAttribute("workers")

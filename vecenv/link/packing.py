@@ -16,7 +16,6 @@ import operator
 import pickle
 import sys
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -24,8 +23,9 @@ from typing import Any
 import cloudpickle
 
 from vecenv.errors import EnvError, RemoteTraceback
+from vecenv.system.uninterrupted import succeeds_when_repeated
 
-__all__ = ["PackedError", "dumps", "dumps_by_value", "pack", "summary", "unpack", "works"]
+__all__ = ["PackedError", "dumps", "dumps_by_value", "pack", "summary", "unpack"]
 
 
 def _of_main(qualname: str, copy: bytes) -> Any:
@@ -103,7 +103,7 @@ def summary(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"
     except BaseException:
-        if works(lambda: str(error)):
+        if succeeds_when_repeated(lambda: str(error)):
             raise
         return f"{type(error).__name__} (it could not be printed)"
 
@@ -113,7 +113,7 @@ def pack(error: BaseException) -> PackedError:
     try:
         text = "".join(traceback.format_exception(error))
     except BaseException:
-        if works(lambda: traceback.format_exception(error)):
+        if succeeds_when_repeated(lambda: traceback.format_exception(error)):
             raise
         text = f"{type(error).__name__} (its traceback could not be formatted)\n"
     blob: bytes | None = None
@@ -123,22 +123,10 @@ def pack(error: BaseException) -> PackedError:
             if type(pickle.loads(blob)).__qualname__ != type(error).__qualname__:
                 blob = None
         except BaseException:  # evil at pickle or at unpickle, SystemExit included: it is tried here, not in the caller
-            if works(lambda: pickle.loads(dumps(error, by_value=True))):
+            if succeeds_when_repeated(lambda: pickle.loads(dumps(error, by_value=True))):
                 raise
             blob = None
     return PackedError(blob, summary(error), text)
-
-
-def works(foreign: Callable[[], object]) -> bool:
-    """Whether code that is not ours (a ``__str__``, a ``__reduce__``) ends without an exception.
-
-    Asked when it just raised: what works now was interrupted (Ctrl-C, a time limit), and the interruption goes on its way.
-    """
-    try:
-        foreign()
-    except BaseException:
-        return False
-    return True
 
 
 def unpack(packed: PackedError, note: str) -> Exception:
@@ -153,7 +141,7 @@ def unpack(packed: PackedError, note: str) -> Exception:
             loaded = pickle.loads(packed.blob)
             error = loaded if isinstance(loaded, Exception) else None
         except BaseException:
-            if works(functools.partial(pickle.loads, packed.blob)):
+            if succeeds_when_repeated(functools.partial(pickle.loads, packed.blob)):
                 raise
     if error is None:
         error = EnvError(f"{note}: {packed.summary}")
@@ -161,6 +149,6 @@ def unpack(packed: PackedError, note: str) -> Exception:
     try:
         error.add_note(note)
     except Exception:
-        if works(functools.partial(error.add_note, note)):
+        if succeeds_when_repeated(functools.partial(error.add_note, note)):
             raise
     return error

@@ -13,7 +13,8 @@ from typing import Any
 from vecenv.errors import EnvError
 from vecenv.link.infos import shown
 from vecenv.link.outcomes import Failure, Outcome
-from vecenv.link.packing import PackedError, dumps, pack, summary, works
+from vecenv.link.packing import PackedError, dumps, pack, summary
+from vecenv.system.uninterrupted import succeeds_when_repeated
 
 __all__ = ["dump", "load"]
 
@@ -70,7 +71,7 @@ def _open(outcome: Outcome, row: int, what: str, blob: bytes) -> Any:
     try:
         return pickle.loads(blob)
     except BaseException as error:  # SystemExit included: an environment must not end its caller
-        if works(lambda: pickle.loads(blob)):  # not the blob's doing; the answer is read again later
+        if succeeds_when_repeated(lambda: pickle.loads(blob)):  # not the blob's doing; the answer is read again later
             raise
         where = f"env {row}: its {what}{_key_in(blob)} cannot be unpickled: {summary(error)}"
         stand_in = EnvError(where)

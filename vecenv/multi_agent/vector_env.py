@@ -525,7 +525,7 @@ class MultiAgentVecEnv:
     local_envs, observations, spec = forwarded_values("_rows", "local_envs", "observations", "spec")
     shared_memory, copy, context, daemon = forwarded_values("_rows", "shared_memory", "copy", "context", "daemon")
     worker, observation_mode = forwarded_values("_rows", "worker", "observation_mode")
-    plan, max_concurrency = forwarded_values("_rows", "plan", "max_concurrency")
+    plan, max_concurrency, generators = forwarded_values("_rows", "plan", "max_concurrency", "generators")
 
     @property
     def env_fns(self) -> list[Callable[[], Any]]:

@@ -154,6 +154,7 @@ def _or(other: Any, check: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: value is other or check(value)
 
 
+_RESTART_FROM: Final = "'reset', or 'snapshot' where on_failure is 'restart'"
 _SWITCH: Final = _one_of(True, False), "True or False"
 _SWITCH_OR_NONE: Final = _one_of(None, True, False), "None, True or False"
 _DURATION: Final = _seconds, "a number of seconds above 0"
@@ -161,7 +162,7 @@ _CHECKS: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
     "num_workers": (lambda value: _one_of(None, "auto")(value) or _whole(value, 0),
                     "None (one process per environment), 'auto', or an int from 0 on"),
     "on_failure": (_one_of("raise", "restart"), "'raise' or 'restart'"),
-    "restart_from": (_one_of("reset", "snapshot"), "'reset' or 'snapshot'"),
+    "restart_from": (_one_of("reset", "snapshot"), _RESTART_FROM),
     "restart_limit": (_or(None, lambda value: _whole(value, 0)), "None or an int from 0 on"),
     "restart_period": _DURATION,
     "step_timeout": (_or(None, _seconds), "None or a number of seconds above 0"),
@@ -212,8 +213,7 @@ def check_options(num_envs: int, batch_size: Any, **options: Any) -> None:
         if name in options:
             _require(name, options[name], check(options[name]), accepted)
     if options.get("restart_from") == "snapshot":
-        accepted = "'reset', or 'snapshot' where on_failure is 'restart'"
-        _require("restart_from", "snapshot", options["on_failure"] == "restart", accepted)
+        _require("restart_from", "snapshot", options["on_failure"] == "restart", _RESTART_FROM)
     if options.get("generators") == "own":
         accepted = "'shared' beside env_threads: threads of one process share its generators"
         _require("generators", "own", env_threads == 1, accepted)

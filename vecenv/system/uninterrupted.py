@@ -11,13 +11,26 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["Uninterrupted", "blocked", "let_in"]
+__all__ = ["Uninterrupted", "blocked", "let_in", "succeeds_when_repeated"]
 
 _current: list[Uninterrupted] = []
+
+
+def succeeds_when_repeated(function: Callable[[], object]) -> bool:
+    """Whether a function ends without an exception.
+
+    To be asked when it just raised: if it succeeds now, the exception came from a signal handler (Ctrl-C, a time limit), and
+    is to be passed on.
+    """
+    try:
+        function()
+    except BaseException:
+        return False
+    return True
 
 
 class Uninterrupted:

@@ -12,11 +12,12 @@ from typing import Any
 
 from vecenv.errors import NotRestorable, SnapshotMismatch, VecEnvError
 from vecenv.link.outcomes import Failure, Outcome
-from vecenv.link.packing import summary, works
+from vecenv.link.packing import summary
 from vecenv.state.capture import captured, layers_of, opened
 from vecenv.state.proof import prove
 from vecenv.state.snapshots import Row, Snapshot, kind_of
 from vecenv.system.draws import unwatched
+from vecenv.system.uninterrupted import succeeds_when_repeated
 from vecenv.worker.rows import EnvRows
 
 __all__ = ["KeptRows"]
@@ -150,7 +151,7 @@ class KeptRows(EnvRows):
         try:
             self._go_back(k, snapshot)
         except Exception as error:
-            if works(partial(self._go_back, k, snapshot)):  # somebody interrupted
+            if succeeds_when_repeated(partial(self._go_back, k, snapshot)):  # somebody interrupted
                 raise
             row = self.first + k
             text = f"env {row} cannot go on from its snapshot, and was reset: {summary(error)}"
@@ -186,7 +187,7 @@ class KeptRows(EnvRows):
             try:
                 out.results[self.first + k] = function(k)
             except BaseException as error:
-                if works(partial(function, k)):  # somebody interrupted: it is asked for again
+                if succeeds_when_repeated(partial(function, k)):  # somebody interrupted: it is asked for again
                     raise _first_of(error)  # noqa: B904 - it is one of its causes
                 self._let_through(error)
                 if fatal:

@@ -21,9 +21,9 @@ STEP_FIELDS: Final = ("observations", "rewards", "terminations", "truncations", 
 def assert_identical(actual: Any, expected: Any, where: str = "value") -> None:
     """Assert that two nested values are the same, bit for bit.
 
-    Arrays must agree in dtype, shape and bytes (so that ``nan`` equals ``nan`` and ``-0.0`` differs from
-    ``0.0``), object arrays entry by entry, containers in type, length and keys (in any order), anything
-    else in type and value.
+    Arrays, those of JAX and torch too, must agree in dtype, shape and bytes (so that ``nan`` equals ``nan`` and
+    ``-0.0`` differs from ``0.0``), object arrays entry by entry, containers in type, length and keys (in any order),
+    anything else in type and value.
 
     Args:
         actual: Arrays, numpy or Python scalars, strings, or dicts, tuples and lists of them.
@@ -57,6 +57,8 @@ def assert_identical(actual: Any, expected: Any, where: str = "value") -> None:
     elif isinstance(expected, np.generic):
         assert actual.dtype == expected.dtype, f"{where}: dtype {actual.dtype}, expected {expected.dtype}"
         assert value_bytes(actual) == value_bytes(expected), f"{where}: {actual!r}, expected {expected!r}"
+    elif hasattr(expected, "__array__"):  # JAX's arrays, torch's tensors
+        assert_identical(np.asarray(actual), np.asarray(expected), where)
     elif isinstance(expected, float):
         both_nan = actual != actual and expected != expected
         assert both_nan or actual == expected, f"{where}: {actual!r}, expected {expected!r}"

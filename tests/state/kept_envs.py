@@ -64,6 +64,23 @@ class ByGlobalGenerator(Counts):
         return float(np.random.rand())
 
 
+class JaxKeys(Counts):
+    """Draws from keys of both kinds that JAX has."""
+
+    def __init__(self) -> None:
+        import jax
+
+        super().__init__()
+        self.jax = jax
+        self.draw = jax.jit(lambda key: jax.random.uniform(key, ()))
+        self.key, self.raw = jax.random.key(1), jax.random.PRNGKey(2)
+
+    def more(self, action: int) -> float:
+        self.key, one = self.jax.random.split(self.key)
+        self.raw, other = self.jax.random.split(self.raw)
+        return float(self.draw(one)) + float(self.draw(other))
+
+
 class InC(Counts):
     """A counter in a library's memory."""
 

@@ -26,9 +26,6 @@ def game(name: str, **settings: Any) -> Any:
 
 
 def preprocessed(name: str) -> Any:
-    import cv2
-
-    cv2.setNumThreads(0)  # its pool would be left behind
     return AtariPreprocessing(game(name, frameskip=1))
 
 

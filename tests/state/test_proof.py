@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from operator import length_hint
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -69,6 +73,25 @@ def wrapped() -> Any:
 @pytest.mark.parametrize("env_fn", [wrapped, *map(made, ("Pendulum-v1", "Blackjack-v1", "FrozenLake-v1"))])
 def test_gymnasiums_environments_and_wrappers_are_exact(env_fn: Callable[[], Any]) -> None:
     assert_restorable(env_fn)
+
+
+@pytest.mark.parametrize("name", ["Ant-v5", "HalfCheetah-v5"])
+def test_physics_go_on_from_what_the_solver_starts_from(name: str) -> None:
+    pytest.importorskip("mujoco")
+    assert_restorable(made(name))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(importlib.util.find_spec("jaxlib") is None, reason="needs JAX: pip install 'vecenv[jax]'")
+def test_the_keys_of_jax_are_saved_as_generators_are() -> None:
+    program = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import kept_envs
+from vecenv.testing import assert_restorable
+assert_restorable(kept_envs.JaxKeys)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)  # JAX starts threads, which stay
 
 
 def test_the_proof_leaves_shared_generators_as_they_were() -> None:

@@ -22,6 +22,7 @@ from vecenv.front.arguments import rows_of
 from vecenv.link.protocol import Op
 from vecenv.state.registry import Codec, how_of
 from vecenv.state.snapshots import FORMAT, Kind, Row, Snapshot, Snapshots, StateDict, each_of
+from vecenv.system.uninterrupted import works
 
 __all__ = ["Keeping"]
 
@@ -170,6 +171,8 @@ class Keeping(Attributes):
                 try:
                     self._engine.store.require(one.observation)
                 except Exception as error:
+                    if works(partial(self._engine.store.require, one.observation)):  # it was interrupted
+                        raise
                     text = f"it is of {one.kind.env_id}, and its observation is none of this environment: {error}"
                     raise SnapshotMismatch(f"env {row}: the snapshot does not fit: {text}") from error
 
@@ -217,15 +220,20 @@ class Keeping(Attributes):
     def _rest_of(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """What puts all of a ``state_dict()`` in place that no row has; refuses what does not fit."""
         engine = self._engine
-        try:
-            env_steps, resets, restarts = map(_natural, state["counters"])
-            seeds = np.random.SeedSequence(**state["seeds"])
-            spaces = self._spaces()
+
+        def read() -> tuple[list[int], np.random.SeedSequence, list[tuple[Any, Any]]]:
             opened = [
                 (space, its if its is None else _space_codec(space).open(space, its))
-                for space, its in zip(spaces, state["spaces"], strict=True)
+                for space, its in zip(self._spaces(), state["spaces"], strict=True)
             ]
+            env_steps, resets, restarts = map(_natural, state["counters"])
+            return [env_steps, resets, restarts], np.random.SeedSequence(**state["seeds"]), opened
+
+        try:
+            (env_steps, resets, restarts), seeds, opened = read()
         except Exception as error:
+            if works(read):  # it was interrupted
+                raise
             raise SnapshotMismatch(f"its counters, seeds or spaces do not fit: {type(error).__name__}: {error}") from error
 
         def put() -> None:

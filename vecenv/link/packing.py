@@ -16,7 +16,6 @@ import operator
 import pickle
 import sys
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -24,8 +23,9 @@ from typing import Any
 import cloudpickle
 
 from vecenv.errors import EnvError, RemoteTraceback
+from vecenv.system.uninterrupted import works
 
-__all__ = ["PackedError", "dumps", "dumps_by_value", "pack", "summary", "unpack", "works"]
+__all__ = ["PackedError", "dumps", "dumps_by_value", "pack", "summary", "unpack"]
 
 
 def _of_main(qualname: str, copy: bytes) -> Any:
@@ -127,18 +127,6 @@ def pack(error: BaseException) -> PackedError:
                 raise
             blob = None
     return PackedError(blob, summary(error), text)
-
-
-def works(foreign: Callable[[], object]) -> bool:
-    """Whether code that is not ours (a ``__str__``, a ``__reduce__``) ends without an exception.
-
-    Asked when it just raised: what works now was interrupted (Ctrl-C, a time limit), and the interruption goes on its way.
-    """
-    try:
-        foreign()
-    except BaseException:
-        return False
-    return True
 
 
 def unpack(packed: PackedError, note: str) -> Exception:

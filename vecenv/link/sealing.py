@@ -13,7 +13,8 @@ from typing import Any
 from vecenv.errors import EnvError
 from vecenv.link.infos import shown
 from vecenv.link.outcomes import Failure, Outcome
-from vecenv.link.packing import PackedError, dumps, pack, summary, works
+from vecenv.link.packing import PackedError, dumps, pack, summary
+from vecenv.system.uninterrupted import works
 
 __all__ = ["dump", "load"]
 

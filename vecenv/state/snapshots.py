@@ -9,12 +9,14 @@ import sys
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import gymnasium
 
 from vecenv.errors import NotRestorable, SnapshotMismatch
 from vecenv.state.capture import layers_of
+from vecenv.system.uninterrupted import works
 
 __all__ = ["FORMAT", "Kind", "Row", "Snapshot", "Snapshots", "StateDict", "each_of", "kind_of"]
 
@@ -194,6 +196,8 @@ def _pickled(value: Any) -> bytes:
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
+        if works(partial(pickle.dumps, value, pickle.HIGHEST_PROTOCOL)):  # it was interrupted
+            raise
         raise NotRestorable(f"what is known of the row cannot be pickled: {type(error).__name__}: {error}") from error
 
 
@@ -201,6 +205,8 @@ def _read(blob: bytes, kind: type[_T]) -> _T:
     try:
         found = pickle.loads(blob)
     except Exception as error:
+        if works(partial(pickle.loads, blob)):  # it was interrupted
+            raise
         raise SnapshotMismatch(f"its bytes cannot be read: {type(error).__name__}: {error}") from error
     if not isinstance(found, kind):
         raise SnapshotMismatch(f"it is a {type(found).__name__}, and no {kind.__name__}")

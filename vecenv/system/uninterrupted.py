@@ -11,11 +11,11 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["Uninterrupted", "blocked", "let_in"]
+__all__ = ["Noted", "Uninterrupted", "blocked", "by_handler", "let_in", "works"]
 
 _current: list[Uninterrupted] = []
 
@@ -91,6 +91,45 @@ class Uninterrupted:
                     raised = error
         if raised is not None:
             raise raised
+
+
+class Noted(Uninterrupted):
+    """``with Noted():`` handlers run as ever, and :func:`by_handler` tells what they raise from what other code raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raised: list[BaseException] = []
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        try:
+            self._handlers[number](number, frame)
+        except BaseException as error:
+            self.raised.append(error)
+            raise
+
+    def _leave(self) -> None:
+        self.raised.clear()
+        super()._leave()
+
+
+def by_handler(error: BaseException | None) -> bool:
+    """Whether a signal handler has raised this exception, or one that it was made of, within a :class:`Noted`."""
+    raised = {id(one) for noted in _current if isinstance(noted, Noted) for one in noted.raised}
+    while error is not None and id(error) not in raised:
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def works(foreign: Callable[[], object]) -> bool:
+    """Whether code that is not ours (a ``__str__``, a ``__reduce__``) ends without an exception.
+
+    Asked when it just raised: what works now was interrupted (Ctrl-C, a time limit), and the interruption goes on its way.
+    """
+    try:
+        foreign()
+    except BaseException:
+        return False
+    return True
 
 
 @contextlib.contextmanager

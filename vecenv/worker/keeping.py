@@ -12,11 +12,12 @@ from typing import Any
 
 from vecenv.errors import NotRestorable, SnapshotMismatch, VecEnvError
 from vecenv.link.outcomes import Failure, Outcome
-from vecenv.link.packing import summary, works
+from vecenv.link.packing import summary
 from vecenv.state.capture import captured, layers_of, opened
 from vecenv.state.proof import prove
 from vecenv.state.snapshots import Row, Snapshot, kind_of
 from vecenv.system.draws import unwatched
+from vecenv.system.uninterrupted import works
 from vecenv.worker.rows import EnvRows
 
 __all__ = ["KeptRows"]

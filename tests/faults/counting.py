@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from typing import Any
@@ -79,6 +80,43 @@ class Counting(gym.Env):
         """A call that counts itself."""
         self.calls += 1
         return self.index, self.calls, self.total, word
+
+
+class Drawing(Counting):
+    """Draws from the generators of its process, in every call; or, after :meth:`begin`, from some like them."""
+
+    alone: tuple[Any, Any] | None = None
+
+    def begin(self, seed: int | None) -> None:
+        """An episode begins, as ``generators="own"`` seeds it: the seed may be that of an earlier one."""
+        if seed is None:
+            self.episode += 1
+        else:
+            self.seed, self.episode = seed, 0
+        numbers, words = (np.random.SeedSequence(self.seed, spawn_key=(self.episode, which)) for which in range(2))
+        self.alone = (
+            np.random.RandomState(np.random.MT19937(numbers)),
+            random.Random(int.from_bytes(words.generate_state(4).tobytes(), "little")),
+        )
+
+    def draw(self) -> None:
+        numbers, others = self.alone or (np.random, random)
+        drawn = numbers.normal() + others.random()
+        self.digest = (self.digest * 31 + int(drawn * 1000)) % 1_000_003
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        answer = super().reset(seed=seed, options=options)
+        self.draw()
+        return self.observe(), answer[1]
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        answer = super().step(action)
+        self.draw()
+        return self.observe(), *answer[1:]
+
+    def tell(self, word: str) -> tuple[int, int, int, str]:
+        self.draw()
+        return super().tell(word)
 
 
 class Texts(Counting):

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from at_random import AtRandom, ignored
 from at_random import handler as alarmed
-from counting import RAISE, Counting, tell
+from counting import RAISE, Counting, Drawing, tell
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from hypothesis import HealthCheck, Phase, note, settings
 from hypothesis import strategies as st
@@ -50,8 +50,15 @@ from vecenv.errors import EnvFailed, StepTimeout, WorkerDied
 pytestmark = [mark for mark in FAULTS if mark.name != "timeout"]
 
 COUNT, BATCH, LENGTH = 4, 2, 4
+OWN = Setting({"num_workers": 2, "generators": "own"}, kind=Drawing)
+BASES = {
+    **SETTINGS,
+    "generators": OWN,
+    "generators, in process": replace(OWN, options={**OWN.options, "num_workers": 0}, local=(0, 1, 2, 3)),
+    "generators, caller's share": replace(OWN, options={**OWN.options, "use_caller": True}, local=(0,)),
+}
 CHOICES: dict[str, Setting] = {
-    name: replace(SETTINGS[base], options={**SETTINGS[base].options, "batch_size": BATCH, **more}, length=LENGTH)
+    name: replace(BASES[base], options={**BASES[base].options, "batch_size": BATCH, **more}, length=LENGTH)
     for name, base, more in [
         ("in process", "in process", {}),
         ("caller's share", "caller's share", {}),
@@ -65,10 +72,13 @@ CHOICES: dict[str, Setting] = {
         ("no shared memory, restart", "no shared memory", RESTART),
         ("env_threads", "batch_size", {"env_threads": 2}),
         ("env_threads, restart", "batch_size", {"env_threads": 2, **RESTART}),
+        ("generators", "generators", {}),
+        ("generators, in process", "generators, in process", {}),
+        ("generators, caller's share", "generators, caller's share", {}),
+        ("generators, restart", "generators", {"restart_from": "snapshot", **RESTART}),
     ]
 }
 POLLS = [None, 0.0, 30.0]
-"""Timeouts. With ``env_threads`` there is none of zero: asking a late worker for its stack may end it."""
 COUNTS = {"runs": 0, "moves": 0, "interrupted": 0, "excused": 0}
 
 
@@ -82,6 +92,8 @@ class Row:
         self.next_seed: int | None = None  # of the episode that autoreset begins
 
     def reset(self, seed: int | None) -> tuple[Any, ...]:
+        if isinstance(self.env, Drawing):
+            self.env.begin(seed)
         self.last, info = self.env.reset(seed=seed)
         self.done = False
         return self.last, 0.0, False, False, info
@@ -139,8 +151,12 @@ class Model:
         self.flying: dict[int, tuple[Any, ...]] = {}
         self.armed: list[Interruption] = []
         self.recover()
-        if self.setting.local:  # an interruption that falls into an environment of the proof counts as what that said
-            self.envs.save()
+        self.proved = not self.setting.local
+
+    def prove(self) -> None:
+        """What a trace function raises, and no handler, counts as what an environment says that is being proved."""
+        self.envs.save()
+        self.proved = True
 
     def close(self, **options: Any) -> None:
         envs, self.envs = self.envs, None
@@ -317,9 +333,6 @@ class Model:
         self.flying = {}
         self.launched = dict(enumerate(wanted))
         self.owed = "reset", lambda answer: self.all_rows(answer, wanted)
-
-    def patient(self, timeout: float | None) -> float | None:
-        return 30.0 if timeout == 0.0 and "env_threads" in self.setting.options else timeout
 
     def wait(self, timeout: float | None) -> None:
         """What is owed; or it is not there yet, and stays owed."""
@@ -685,7 +698,7 @@ class Calm(RuleBasedStateMachine):
     @rule(timeout=st.sampled_from(POLLS))
     @when(lambda self: self.model.owed is not None)
     def wait(self, timeout: float | None) -> None:
-        self.move(f"wait({timeout})", lambda: self.model.wait(self.model.patient(timeout)))
+        self.move(f"wait({timeout})", lambda: self.model.wait(timeout))
 
     @rule(name=st.sampled_from(["call", "get_attr", "set_attr", "set_next_options", "exec_func"]), begin_only=st.booleans())
     @when(idle)
@@ -711,7 +724,7 @@ class Calm(RuleBasedStateMachine):
     @rule(timeout=st.sampled_from(POLLS))
     @when(lambda self: len(self.model.flying) >= BATCH or (self.model.owed or " ")[0] == "reset")
     def recv(self, timeout: float | None) -> None:
-        self.move(f"recv({timeout})", lambda: self.model.recv(self.model.patient(timeout)))
+        self.move(f"recv({timeout})", lambda: self.model.recv(timeout))
 
     @rule(who=st.integers(0, COUNT - 1))
     @when(lambda self: idle(self) and not self.model.armed)
@@ -782,11 +795,14 @@ class Machine(Calm):
     )  # fmt: skip
     @when(lambda self: not self.model.armed)
     def interrupt_the_next_call(self, kind: str, moment: int, again: int, error: type[BaseException]) -> None:
+        if not self.model.proved:
+            if not idle(self):
+                return
+            self.move("prove", self.model.prove)
         files = within(self.model.setting)
         self.model.armed = [Interruption(kind, moment, error, files)]
         if again < 20:
             self.model.armed.append(Interruption(kind, again, Stopped, files))
-
 
     @rule(delay=st.floats(1e-5, 3e-3), again=st.booleans())
     @when(lambda self: not self.model.armed)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
+import signal
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from contract.jax_env import Walk
 
 from vecenv.backends import JaxVectorEnv
 from vecenv.jax import FunctionalVectorEnv
+from vecenv.state.snapshots import Snapshot
 
 
 class Constants:
@@ -56,3 +60,48 @@ def test_a_state_with_constants_beside_its_arrays_fits_another_engine() -> None:
     assert np.array_equal(one.step(actions)[0], other.step(actions)[0])
     one.close()
     other.close()
+
+
+class Stopped(Exception):
+    """As a time limit raises it out of a signal handler."""
+
+
+class Ringing:
+    """Read as a number, and the first time a signal comes."""
+
+    rung = False
+
+    def __init__(self, number: Any) -> None:
+        self.number = number
+
+    def __reduce__(self) -> Any:
+        return _read, (self.number,)
+
+
+def _read(number: Any) -> Any:
+    if not Ringing.rung:
+        Ringing.rung = True
+        signal.raise_signal(signal.SIGUSR2)
+    return number
+
+
+def test_a_load_that_a_signal_handler_interrupts_says_so_and_can_be_made_again() -> None:
+    def stop(number: int, frame: object) -> None:
+        raise Stopped
+
+    envs = JaxVectorEnv(FunctionalVectorEnv(Walk(), 2))
+    envs.reset(seed=3)
+    kept = envs.save()
+    (seed, leaves), known = pickle.loads(kept[1].body), kept[1].row
+    kept = (kept[0], Snapshot.of(known.kind, pickle.dumps((Ringing(seed), leaves))))
+    actions = jnp.full((2, 1), 0.5)
+    wanted = np.asarray(envs.step(actions)[0])
+    before = signal.signal(signal.SIGUSR2, stop)
+    try:
+        with pytest.raises(Stopped):
+            envs.load(kept)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    envs.load(kept)
+    assert np.array_equal(envs.step(actions)[0], wanted)
+    envs.close()

@@ -21,6 +21,7 @@ from vecenv.errors import NotRestorable, VecEnvError
 from vecenv.state.capture import captured, layers_of, opened
 from vecenv.state.snapshots import kind_of
 from vecenv.system.generators import Generators, install, uninstall
+from vecenv.system.uninterrupted import Noted, by_handler
 from vecenv.trajectories import STEP_FIELDS, assert_identical
 
 __all__ = ["Shared", "first_line_of", "prove", "stepped", "timeless"]
@@ -53,23 +54,8 @@ def prove(env_fn: Callable[[], Any], *, steps: int = _STEPS, seed: int = 0, own_
     if own_generators:
         install()
     try:
-        try:
-            envs += [env_fn(), env_fn(), env_fn()]
-        except Exception as error:
-            raise NotRestorable(
-                f"the proof needs more environments of {getattr(env_fn, '__name__', env_fn)!s}, and one could not be built: "
-                f"{type(error).__name__}: {error} (verify=False saves without proof)"
-            ) from error
-        name = kind_of(envs[0]).env_id
-        try:
-            rounds, shares = 0, False
-            while rounds < (_MANY if shares else 2):
-                trial = _Trial(envs, steps, seed + 17 * rounds, rounds, own_generators)
-                trial.hold()
-                rounds, shares = rounds + 1, shares or trial.shares
-            trial.look_often()
-        except VecEnvError as error:
-            raise NotRestorable(f"{name} cannot be saved: {error}") from error
+        with Noted():
+            _tried(env_fn, envs, steps, seed, own_generators)
     finally:
         if own_generators:
             uninstall()
@@ -77,6 +63,28 @@ def prove(env_fn: Callable[[], Any], *, steps: int = _STEPS, seed: int = 0, own_
         np.random.set_state(shared[1])
         for env in envs:
             env.close()
+
+
+def _tried(env_fn: Callable[[], Any], envs: list[Any], steps: int, seed: int, own_generators: bool) -> None:
+    try:
+        envs += [env_fn(), env_fn(), env_fn()]
+    except Exception as error:
+        if by_handler(error):
+            raise
+        raise NotRestorable(
+            f"the proof needs more environments of {getattr(env_fn, '__name__', env_fn)!s}, and one could not be built: "
+            f"{type(error).__name__}: {error} (verify=False saves without proof)"
+        ) from error
+    name = kind_of(envs[0]).env_id
+    try:
+        rounds, shares = 0, False
+        while rounds < (_MANY if shares else 2):
+            trial = _Trial(envs, steps, seed + 17 * rounds, rounds, own_generators)
+            trial.hold()
+            rounds, shares = rounds + 1, shares or trial.shares
+        trial.look_often()
+    except VecEnvError as error:
+        raise NotRestorable(f"{name} cannot be saved: {error}") from error
 
 
 class _Trial:
@@ -184,10 +192,12 @@ class _Trial:
 
 
 def stepped(env: Any, action: Any) -> tuple[Any, ...]:
-    """A step; of an environment that refuses the action (a forbidden one, where there are masks), what it said."""
+    """A step, within a ``Noted``; of an environment that refuses the action (where some are masked), what it said."""
     try:
         return tuple(env.step(copy.deepcopy(action)))
     except Exception as error:
+        if by_handler(error):  # in the calling process: a time limit, for instance
+            raise
         return (f"{type(error).__name__}: {error}",)
 
 
@@ -245,7 +255,9 @@ def _plain_text(value: Any) -> str:
     if isinstance(value, list | dict | set | tuple) and len(value) < 1000:
         try:
             return repr(value)
-        except Exception:
+        except Exception as error:
+            if by_handler(error):
+                raise
             return ""
     if isinstance(value, np.random.Generator):
         return repr(value.bit_generator.state)

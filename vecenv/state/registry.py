@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
+
+from vecenv.system.uninterrupted import succeeds_when_repeated
 
 __all__ = ["CACHES", "STAYS", "Codec", "How", "Refused", "how_of", "made", "name_of", "register"]
 
@@ -105,5 +108,6 @@ def made(state: Any) -> Any:
             try:
                 return how.make(state)
             except Exception:  # another kind's state
-                continue
+                if succeeds_when_repeated(partial(how.make, state)):  # it was interrupted
+                    raise
     return None

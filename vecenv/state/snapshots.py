@@ -196,6 +196,8 @@ def _pickled(value: Any) -> bytes:
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
+        if succeeds_when_repeated(partial(pickle.dumps, value, pickle.HIGHEST_PROTOCOL)):  # it was interrupted
+            raise
         raise NotRestorable(f"what is known of the row cannot be pickled: {type(error).__name__}: {error}") from error
 
 

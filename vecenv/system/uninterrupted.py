@@ -11,26 +11,14 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["Uninterrupted", "blocked", "let_in", "succeeds_when_repeated"]
+__all__ = ["Noted", "Uninterrupted", "blocked", "by_handler", "let_in", "succeeds_when_repeated"]
 
 _current: list[Uninterrupted] = []
-
-
-def succeeds_when_repeated(function: Callable[[], object]) -> bool:
-    """Whether a function ends without an exception.
-
-    To be asked when it just raised: if it succeeds now, the exception came from a signal handler (Ctrl-C, a time limit), and
-    is to be passed on.
-    """
-    try:
-        function()
-    except BaseException:
-        return False
-    return True
 
 
 class Uninterrupted:
@@ -104,6 +92,46 @@ class Uninterrupted:
                     raised = error
         if raised is not None:
             raise raised
+
+
+class Noted(Uninterrupted):
+    """``with Noted():`` handlers run as ever, and :func:`by_handler` tells what they raise from what other code raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raised: deque[BaseException] = deque(maxlen=4)  # those that are on their way
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        try:
+            self._handlers[number](number, frame)
+        except BaseException as error:
+            self.raised.append(error)
+            raise
+
+    def _leave(self) -> None:
+        self.raised.clear()
+        super()._leave()
+
+
+def by_handler(error: BaseException | None) -> bool:
+    """Whether a signal handler has raised this exception, or one that it was made of, within a :class:`Noted`."""
+    raised = {id(one) for noted in _current if isinstance(noted, Noted) for one in noted.raised}
+    while error is not None and id(error) not in raised:
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def succeeds_when_repeated(function: Callable[[], object]) -> bool:
+    """Whether a function ends without an exception.
+
+    To be asked when it just raised: if it succeeds now, the exception came from a signal handler (Ctrl-C, a time limit), and
+    is to be passed on.
+    """
+    try:
+        function()
+    except BaseException:
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -11,13 +11,13 @@ import copy
 import random
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
 
 from vecenv.state.proof import Shared, first_line_of, stepped, timeless
 from vecenv.state.snapshots import kind_of
+from vecenv.system.uninterrupted import Noted, by_handler
 from vecenv.trajectories import STEP_FIELDS, assert_identical
 
 __all__ = ["assert_isolated"]
@@ -90,7 +90,8 @@ class _Trial:
             space.seed(self._seed)
             if "others" in disturbances:
                 envs += [self._env_fn(), self._env_fn()]
-            return self._recorded(envs[0], envs[1:], [space.sample() for _ in range(self._steps)], disturbances)
+            with Noted():
+                return self._recorded(envs[0], envs[1:], [space.sample() for _ in range(self._steps)], disturbances)
         finally:
             ended = _states()
             self._drawn |= {name for name in kept if repr(began[name]) != repr(ended[name])}
@@ -105,10 +106,13 @@ class _Trial:
         for number, action in enumerate(actions):
             _put_elsewhere(elsewhere, number)
             for place, other in enumerate(others):
-                with suppress(Exception):
+                try:
                     if number % 7 == 0:
                         other.reset(seed=self._seed + 100 + number + place)
                     other.step(copy.deepcopy(action))
+                except Exception as error:
+                    if by_handler(error):
+                        raise
             _put_elsewhere(elsewhere, number + 1000)
             if over:
                 answer = env.reset(seed=self._seed) if number == 0 else env.reset()

@@ -28,6 +28,7 @@ from vecenv.jax.interop import require_torch, seed_keys
 from vecenv.jax.libraries import adapt, available_envs, make_env
 from vecenv.jax.state import EnvState
 from vecenv.state.snapshots import FORMAT, Kind, Snapshot, Snapshots, StateDict, each_of
+from vecenv.system.uninterrupted import succeeds_when_repeated
 
 __all__ = ["JaxVectorEnv", "available_envs", "functional_of", "make_jax_vec"]
 
@@ -251,14 +252,22 @@ class JaxVectorEnv(DrivenVectorEnv[Driver]):
         for place, one in enumerate(given):
             if wrong := one.row.kind.differs_from(kind):
                 raise SnapshotMismatch(f"snapshots[{place}] does not fit: {wrong}")
-        seeds = list(driver.latest.seeds)
+
+        def read() -> tuple[list[Any], list[Any]]:
+            found = [pickle.loads(one.body) for one in given]
+            own, leaves = zip(*found, strict=True)
+            return list(own), list(zip(*leaves, strict=True))
+
         try:
-            read = [pickle.loads(one.body) for one in given]
-            for row, (seed, _) in zip(rows, read, strict=True):
-                seeds[row] = seed
-            columns = iter(zip(*[leaves for _, leaves in read], strict=True))
+            own, stacks = read()
         except Exception as error:
+            if succeeds_when_repeated(read):  # it was interrupted
+                raise
             raise SnapshotMismatch(f"its bytes are no state of this environment: {type(error).__name__}: {error}") from error
+
+        seeds, columns = list(driver.latest.seeds), iter(stacks)
+        for row, seed in zip(rows, own, strict=True):
+            seeds[row] = seed
 
         def filled(leaf: Any) -> Any:
             whole = np.array(leaf)

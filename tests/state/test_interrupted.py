@@ -1,0 +1,184 @@
+"""What a signal handler raises is never taken for what an environment, a snapshot or a codec says."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import kept_envs
+import numpy as np
+import pytest
+
+import vecenv
+from vecenv.state.registry import Codec, name_of, put
+from vecenv.testing import assert_identical, assert_isolated, assert_restorable
+
+ACTIONS = np.array([1, 2])
+
+
+class Stopped(Exception):
+    """As a time limit raises it out of a signal handler."""
+
+
+class Bell:
+    """Rings once, at the so many-th chance."""
+
+    left = 0
+
+    @classmethod
+    def chance(cls) -> None:
+        cls.left -= 1
+        if cls.left == 0:
+            signal.raise_signal(signal.SIGUSR2)
+
+
+@pytest.fixture(autouse=True)
+def bell() -> Iterator[None]:
+    def ring(number: int, frame: object) -> None:
+        raise Stopped
+
+    before = signal.signal(signal.SIGUSR2, ring)
+    yield
+    Bell.left = 0
+    signal.signal(signal.SIGUSR2, before)
+
+
+class Rings:
+    """Rings where it is pickled, unpickled or looked at."""
+
+    def __reduce__(self) -> Any:
+        Bell.chance()
+        return _rings, ()
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        Bell.chance()
+        return np.zeros(1)
+
+
+def _rings() -> Rings:
+    Bell.chance()
+    return Rings()
+
+
+class RingingDict(dict[str, Any]):
+    def __getitem__(self, key: str) -> Any:
+        Bell.chance()
+        return super().__getitem__(key)
+
+
+class Ringing(kept_envs.Counts):
+    """Rings in what it is asked in its own process."""
+
+    def __init__(self) -> None:
+        Bell.chance()
+        super().__init__()
+
+    def reset(self, **arguments: Any) -> Any:
+        Bell.chance()
+        return super().reset(**arguments)
+
+    def step(self, action: Any) -> Any:
+        Bell.chance()
+        return super().step(action)
+
+
+class Tape:
+    """What a codec makes anew where there is none."""
+
+
+def _made(state: Any) -> Tape:
+    Bell.chance()
+    return Tape() if state == "a tape" else state.refused
+
+
+put(name_of(Tape), Codec(lambda tape: "a tape", lambda tape, state: None, make=_made))
+
+
+class LateTape(kept_envs.Counts):
+    """Has none before its first step."""
+
+    tape: Tape | None = None
+
+    def step(self, action: Any) -> Any:
+        self.tape = self.tape or Tape()
+        return super().step(action)
+
+
+def begun(env_fn: Callable[[], Any] = kept_envs.Generators) -> Any:
+    envs = vecenv.AsyncVectorEnv([env_fn] * 2, num_workers=0)
+    envs.reset(seed=2)
+    envs.step(ACTIONS)
+    return closing(envs)
+
+
+def chances(call: Callable[[], Any]) -> int:
+    """How many chances there are to interrupt a call."""
+    Bell.left = 10**9
+    call()
+    return 10**9 - Bell.left
+
+
+def interrupted(envs: Any, call: Callable[[], Any], moment: int) -> Any:
+    """The answer to a call that is interrupted once, by nothing but what the handler raises."""
+    Bell.left = moment
+    with pytest.raises(Stopped):
+        call()
+    return call() if envs._state.value == "default" else envs.call_wait()
+
+
+@pytest.mark.parametrize("place", ["rest", "observation", "state_dict", "codec"])
+def test_loading_goes_on_after_an_interruption(place: str) -> None:
+    with begun(LateTape) as envs:
+        if place == "rest":
+            envs.set_next_options([{"rings": Rings()}] * 2)
+        kept = envs.save(verify=False)
+        load: Callable[[], Any] = functools.partial(envs.load, kept)
+        if place == "observation":
+            load = functools.partial(envs.load, [one.having(observation=Rings()) for one in kept])
+        elif place == "state_dict":
+            load = functools.partial(envs.load_state_dict, RingingDict(envs.state_dict(verify=False)))
+        wanted = envs.step(ACTIONS)
+        if place == "codec":
+            envs.set_attr("tape", None)
+        moments = chances(load)
+        assert moments > 1
+        for moment in range(1, moments + 1):
+            if place == "codec":
+                envs.set_attr("tape", None)
+            interrupted(envs, load, moment)
+            assert_identical(envs.step(ACTIONS), wanted)
+
+
+def test_saving_goes_on_after_an_interruption() -> None:
+    with begun() as envs:
+        envs.set_next_options([{"rings": Rings()}] * 2)
+        save = functools.partial(envs.save, verify=False)
+        moments = chances(save)
+        assert moments > 1
+        for moment in range(1, moments + 1):
+            assert len(interrupted(envs, save, moment)) == 2
+        kept = vecenv.state.snapshots.StateDict(rings=Rings())
+        Bell.left = 1
+        with pytest.raises(Stopped):
+            pickle.dumps(kept)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.05, 0.1, 0.2, 0.5, 0.9, 1.0])
+def test_an_interrupted_proof_says_what_the_handler_raised(share: float) -> None:
+    """In the calling process, wherever it falls: an environment that is being proved refuses nothing thereby."""
+    moments = chances(lambda: assert_restorable(Ringing))
+    with begun(Ringing) as envs:
+        assert len(interrupted(envs, envs.save, 1 + round(share * (moments - 1)))) == 2
+
+
+def test_assertions_let_interruptions_out() -> None:
+    for check in (assert_restorable, assert_isolated):
+        moments = chances(lambda check=check: check(Ringing))
+        for moment in {1, 2, 5, *range(7, moments, moments // 12), moments}:
+            Bell.left = moment
+            with pytest.raises(Stopped):
+                check(Ringing)

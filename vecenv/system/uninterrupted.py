@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
@@ -98,7 +99,7 @@ class Noted(Uninterrupted):
 
     def __init__(self) -> None:
         super().__init__()
-        self.raised: list[BaseException] = []
+        self.raised: deque[BaseException] = deque(maxlen=4)  # those that are on their way
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         try:

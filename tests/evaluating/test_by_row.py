@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from walks import ENGINES, SEED, choose, numbers, walks, wanted
 
 import vecenv
 from vecenv.errors import WorkerDied
+from vecenv.front.phases import dropping_pending
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
@@ -223,3 +225,64 @@ def test_an_engine_that_restarts_by_itself_gives_the_same(tmp_path: Path) -> Non
     faults = {SEED + 1: "raise", SEED + 2: "die", SEED + 5: "die once"}
     results = with_faults(faults, tmp_path, 4, 8, engine={"num_workers": 2, "on_failure": "restart", "restart_limit": 100})
     assert [each.index for each in results if each.error is not None] == [1, 2]
+
+
+class Late(Exception):
+    """What a time limit raises."""
+
+
+class Alarms(gymnasium.Env[Any, Any]):
+    """Is hit by a time limit in one of its steps, or in a reset with options."""
+
+    observation_space = gymnasium.spaces.Box(0, 1, (1,))
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        if options:
+            signal.raise_signal(signal.SIGUSR2)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            signal.raise_signal(signal.SIGUSR2)
+        return np.zeros(1, np.float32), 1.0, self.left % 7 == 0, False, {}
+
+
+@pytest.fixture
+def limit() -> Iterator[None]:
+    def late(number: int, frame: object) -> None:
+        raise Late
+
+    before = signal.signal(signal.SIGUSR2, late)
+    yield
+    assert signal.signal(signal.SIGUSR2, before) is late
+
+
+@pytest.mark.usefixtures("limit")
+@pytest.mark.parametrize("where", ["step", "reset"])
+def test_a_time_limit_is_no_failure_of_an_episode(where: str) -> None:
+    """In the calling process it falls into environments most of the time."""
+    late = vecenv.Episode(options={"late": True})
+    with opened([lambda: Alarms(100 if where == "step" else 0)] * 2, num_workers=0) as envs:
+        with pytest.raises(Late):
+            vecenv.evaluate(envs, still, 1000 if where == "step" else [late] * 9, seed=1, retries=1)
+        if where == "reset":
+            assert len(vecenv.evaluate(envs, still, 4, seed=1)) == 4
+
+
+def still(seen: Any) -> Any:
+    return np.zeros(len(seen), int)
+
+
+@pytest.mark.usefixtures("limit")
+def test_a_time_limit_comes_out_of_a_step_that_a_reset_drops() -> None:
+    with opened([lambda: Alarms(1)] * 2, num_workers=0) as envs:
+        envs.reset(seed=1)
+        envs.step_async(np.zeros(2, int))
+        with pytest.raises(Late):
+            dropping_pending(envs, envs.reset)
+        assert dropping_pending(envs, envs.reset)[0].shape == (2, 1)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from observe import FAULTS
 
-from vecenv.system.uninterrupted import Uninterrupted, let_in
+from vecenv.system.uninterrupted import Noted, Uninterrupted, by_handler, let_in
 
 pytestmark = FAULTS
 
@@ -45,6 +45,26 @@ def test_what_comes_in_the_block_is_raised_at_its_end(bell: list[int]) -> None:
     with pytest.raises(Rung):
         block()
     assert done
+    assert bell == [signal.SIGUSR2] * 2
+
+
+def test_what_a_handler_raises_is_told_from_what_other_code_raises(bell: list[int]) -> None:
+    def ring() -> None:
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+    def wrap() -> None:
+        try:
+            ring()
+        except Rung as error:
+            raise RuntimeError from error
+
+    with Noted():
+        for call in (ring, wrap):
+            with pytest.raises((Rung, RuntimeError)) as raised:
+                call()
+            assert by_handler(raised.value)
+        assert not by_handler(Rung())
+    assert not by_handler(raised.value)
     assert bell == [signal.SIGUSR2] * 2
 
 

@@ -17,6 +17,7 @@ from vecenv.evaluating.runners import FirstReadyRunner, LockstepRunner
 from vecenv.front.capabilities import Capabilities, capabilities_of, unable
 from vecenv.front.deadlines import seconds_of
 from vecenv.state.snapshots import Kind, Snapshot
+from vecenv.system.uninterrupted import Noted
 
 __all__ = ["evaluate"]
 
@@ -90,7 +91,8 @@ def evaluate(
             loaded.
         AlreadyPendingCallError: Something is in flight.
         ImportError: ``progress`` without tqdm.
-        Exception: What the policy or ``on_episode`` raises. What was in flight then is waited for by the next ``reset()``.
+        Exception: What the policy, ``on_episode`` or a signal handler raises. What was in flight then is waited for by the
+            next ``reset()``.
     """
     if hasattr(envs, "possible_agents"):
         unable(envs, "evaluate episodes of several agents", "a result has one return")
@@ -120,7 +122,8 @@ def evaluate(
     if progress:
         bar = _bar(len(wanted))
     try:
-        runner.run()
+        with Noted():
+            runner.run()
     finally:
         if bar is not None:
             bar.close()

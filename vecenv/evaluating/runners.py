@@ -21,6 +21,7 @@ from vecenv.errors import EnvFailed, SnapshotMismatch, StepTimeout, WorkerDied
 from vecenv.evaluating.episodes import Attempt, EpisodeResult, Episodes
 from vecenv.evaluating.policies import Acting, join_rows, put_rows, take_rows
 from vecenv.front.infos import info_row
+from vecenv.system.uninterrupted import by_handler
 
 __all__ = ["FirstReadyRunner", "LockstepRunner"]
 
@@ -113,6 +114,8 @@ class FirstReadyRunner(Runner):
             except WorkerDied as error:
                 self._begin(self._died(error))
             except Exception as error:
+                if by_handler(error):  # a time limit, say, which fell into an environment of this process
+                    raise
                 self._begin(self._raised(error))
             else:
                 self._take(*answer)
@@ -313,6 +316,8 @@ class FirstReadyRunner(Runner):
 
     def _charge(self, attempt: Attempt, error: Exception) -> list[int]:
         """An attempt failed: its row is free, and the episode is begun again or has its result."""
+        if by_handler(error):
+            raise error
         del self._running[attempt.row]
         result = self._episodes.failed(attempt, error)
         if result is None:

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 
 from vecenv.errors import StepTimeout
+from vecenv.system.uninterrupted import Noted, by_handler
 
 __all__ = ["NEXT", "Phase", "advance", "dropping_pending", "still_owed"]
 
@@ -88,10 +89,12 @@ def dropping_pending(envs: Any, begin: Callable[[], R]) -> R:
         kind = error.name
     inner = getattr(envs, "unwrapped", envs)  # vector wrappers have no such methods
     wait = getattr(inner, f"{kind}_wait" if kind in ("reset", "step", "call") else "recv")
-    try:
-        wait()
-    except StepTimeout:
-        raise
-    except Exception:  # the dropped answer itself; `errors` has it
-        pass
+    with Noted():
+        try:
+            wait()
+        except StepTimeout:
+            raise
+        except Exception as error:  # the dropped answer itself; `errors` has it
+            if by_handler(error):
+                raise
     return begin()

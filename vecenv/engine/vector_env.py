@@ -213,21 +213,28 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             env_fns, mp, start_timeout, here, step="auto" in (num_workers, batch_size) or use_caller, daemon=daemon,
             variables=variables_of(worker_env, 0),
         )  # fmt: skip
-        self._look_and_open(
+        if about_main := self._look_and_open(
             (num_workers, use_caller, isolate, self._trial.measure, batch_size),
             (mp, policy, batch_size, threads_per_worker, strict, ragged_infos, worker_env, env_threads),
-        )
+        ):
+            raise about_main
 
-    def _look_and_open(self, for_plan: tuple[Any, ...], to_open: tuple[Any, ...]) -> None:
-        """Find out what the environments are and how many workers there will be, and start these."""
+    def _look_and_open(self, for_plan: tuple[Any, ...], to_open: tuple[Any, ...]) -> RuntimeError | None:
+        """Find out what the environments are and how many workers there will be, and start these.
+
+        Returns:
+            What is wrong with the program's main file. Its traceback would say nothing, so it is for the caller to raise.
+        """
         try:
             self._read_spaces(self.env_fns)
             self.num_workers, self._share, self.plan = workers_and_share(self.num_envs, *for_plan)
             self._open(*to_open)
         except RuntimeError as error:
-            if is_about_main(error):
-                raise error.with_traceback(None) from None
-            raise
+            if not is_about_main(error):
+                raise
+            error.__context__ = None
+            return error.with_traceback(None)
+        return None
 
     def _take_spares(
         self, spare_workers: int, num_workers: NumWorkers, use_caller: bool, batch_size: BatchSize, env_threads: int,

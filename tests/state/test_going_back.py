@@ -196,7 +196,7 @@ def test_a_snapshot_that_ends_its_worker_is_tried_once(tmp_path: Any, caplog: An
 def test_it_is_refused_where_it_means_nothing() -> None:
     with pytest.raises(ValueError, match=r"restart_from.*'snapshot' where on_failure is 'restart'"):
         vecenv.AsyncVectorEnv([draws], restart_from="snapshot")
-    with pytest.raises(ValueError, match=r"restart_from.*'reset' or 'snapshot'"):
+    with pytest.raises(ValueError, match=r"restart_from.*'reset', or 'snapshot'"):
         vecenv.AsyncVectorEnv([draws], on_failure="restart", restart_from="checkpoint")  # type: ignore[arg-type]
     with pytest.raises(NotImplementedError, match="MultiAgentVecEnv restarts by reset only"):
         MultiAgentVecEnv([draws], on_failure="restart", restart_from="snapshot")

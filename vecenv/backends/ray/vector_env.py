@@ -136,6 +136,7 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
         own = {name: value for name, value in engine_options.items() if name in checked}
         check_options(len(env_fns), batch_size, num_workers=workers_per_host, **recovery, **own)
         self._recovery = recovery
+        self.generators = engine_options.get("generators", "shared")
         self._host_options = {key: value for key, value in engine_options.items() if key != "copy"}
         self._take_options(
             env_fns, engine_options.get("shared_memory", True), engine_options.get("copy", True), engine_options["context"],

@@ -355,11 +355,18 @@ def _newest_pid() -> bytes:
 
 
 def _without_trackers(processes: Iterable[_Process]) -> list[_Process]:
-    """``multiprocessing``'s resource tracker ends by itself when all it serves have, and unlinks what they left behind."""
+    """``multiprocessing``'s resource tracker ends by itself when all it serves have, and unlinks what they left behind.
+
+    This process's own fork server stays, too: later workers come from it, and ``multiprocessing`` itself waits for it. (One
+    that started together with a worker has that worker's mark.)
+    """
+    server = getattr(getattr(sys.modules.get("multiprocessing.forkserver"), "_forkserver", None), "_forkserver_pid", None)
     return [
         process
         for process in processes
-        if not process.ended and b"multiprocessing.resource_tracker" not in _read(process.pid, "cmdline")
+        if not process.ended
+        and process.pid != server
+        and b"multiprocessing.resource_tracker" not in _read(process.pid, "cmdline")
     ]
 
 

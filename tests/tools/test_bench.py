@@ -251,8 +251,14 @@ def test_the_table_has_a_line_for_each(as_json: bool, capsys: pytest.CaptureFixt
     size.show(as_json=as_json)
     out = capsys.readouterr().out
     names = list(json.loads(out)) if as_json else [line[:38].rstrip() for line in out.splitlines()]
-    assert "code lines in vecenv/" in names
-    assert len(names) == 10
+    assert {"code lines in vecenv/", "files on the path of a step"} <= set(names)
+    assert len(names) == 12
+
+
+def test_the_path_of_a_step_is_measured_on_both_sides() -> None:
+    found = size.path_of_a_step()
+    assert 10 < found["Python calls of a step, caller's side"] < 100
+    assert 5 < found["files on the path of a step"] < 40
 
 
 # --- whole trainings --------------------------------------------------------------------------------

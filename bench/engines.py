@@ -29,7 +29,22 @@ def _need(module: str, package: str) -> Any:
         raise Unavailable(f"{package} is not installed ({error})") from None
 
 
-class StableBaselines3:
+class Stepping:
+    """Steps ``envs`` again and again; subclasses say how."""
+
+    envs: Any
+
+    def _step(self) -> int:
+        raise NotImplementedError
+
+    def run(self, seconds: float) -> float:
+        return run_for(self._step, seconds)
+
+    def close(self) -> None:
+        self.envs.close()
+
+
+class StableBaselines3(Stepping):
     """``SubprocVecEnv``: one process an environment; resets within the step."""
 
     def __init__(self, env_fn: EnvFn, num_envs: int, workers: int) -> None:
@@ -42,14 +57,8 @@ class StableBaselines3:
         dones = self.envs.step(self._next())[2]
         return len(dones) + int(np.count_nonzero(dones))
 
-    def run(self, seconds: float) -> float:
-        return run_for(self._step, seconds)
 
-    def close(self) -> None:
-        self.envs.close()
-
-
-class Tianshou:
+class Tianshou(Stepping):
     """``ShmemVectorEnv``: one process an environment, observations in shared memory; the caller resets."""
 
     def __init__(self, env_fn: EnvFn, num_envs: int, workers: int) -> None:
@@ -65,12 +74,6 @@ class Tianshou:
             self.envs.reset(ended)
         return len(terminated) + len(ended)
 
-    def run(self, seconds: float) -> float:
-        return run_for(self._step, seconds)
-
-    def close(self) -> None:
-        self.envs.close()
-
 
 def _torchrl_env(env_fn: EnvFn) -> Any:
     from torchrl.envs import GymWrapper
@@ -78,7 +81,7 @@ def _torchrl_env(env_fn: EnvFn) -> Any:
     return GymWrapper(env_fn(), categorical_action_encoding=True)
 
 
-class TorchRL:
+class TorchRL(Stepping):
     """``ParallelEnv``: one process an environment, everything in shared tensors; resets after the step."""
 
     def __init__(self, env_fn: EnvFn, num_envs: int, workers: int) -> None:
@@ -94,12 +97,6 @@ class TorchRL:
         done = stepped.get(("next", "done"))
         return int(done.numel()) + int(done.sum())
 
-    def run(self, seconds: float) -> float:
-        return run_for(self._step, seconds)
-
-    def close(self) -> None:
-        self.envs.close()
-
 
 def _puffer_env(env_fn: EnvFn, buf: Any = None, seed: int = 0) -> Any:
     from pufferlib.emulation import GymnasiumPufferEnv
@@ -107,7 +104,7 @@ def _puffer_env(env_fn: EnvFn, buf: Any = None, seed: int = 0) -> Any:
     return GymnasiumPufferEnv(env_fn(), buf=buf, seed=seed)
 
 
-class PufferLib:
+class PufferLib(Stepping):
     """``vector.Multiprocessing``: a process a core, all spinning on shared flags; resets in the next step."""
 
     def __init__(self, env_fn: EnvFn, num_envs: int, workers: int) -> None:
@@ -133,12 +130,6 @@ class PufferLib:
         self.envs.step(self._next())
         return self._num_envs
 
-    def run(self, seconds: float) -> float:
-        return run_for(self._step, seconds)
-
-    def close(self) -> None:
-        self.envs.close()
-
 
 class PufferLibFewer(PufferLib):
     """With a core left for the trainer."""
@@ -160,7 +151,7 @@ OTHERS: dict[str, tuple[str, Callable[[EnvFn, int, int], Runner], float]] = {
 
 
 def candidates(env_fn: EnvFn, num_envs: int, workers: int) -> list[Candidate]:
-    """The rows of ``vecenv bench``, then everybody else's."""
+    """The rows of ``vecenv bench``, then those of other libraries."""
     workers = min(workers, num_envs)
     others = [
         Candidate(name, label, partial(build, env_fn, num_envs, workers), kind="other", settle=settle)

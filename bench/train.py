@@ -23,7 +23,7 @@ from bench.steppers import AsyncEnvPool, Halves, StableBaselines3, Stepper
 from bench.waits import sb3_envs
 from bench.workloads import Workload
 from vecenv.tools.benchmark import Candidate, Host, Report, Unavailable, compare
-from vecenv.tools.report import new_figure
+from vecenv.tools.report import new_figure, save
 from vecenv.tools.runners import SEED, EnvFn, make_env, run_for
 
 __all__ = ["TRAININGS", "draw_shares", "train"]
@@ -359,6 +359,4 @@ def draw_shares(report: Report, shares: Shares, path: Path) -> None:
     axes.set_xlabel("seconds per 1,000 frames (of the bridge: environments and policy together)", fontsize=8)
     axes.set_title(f"{report.env}, {report.num_envs} environments", fontsize=10)
     axes.legend(fontsize=8, frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    save(figure, path)

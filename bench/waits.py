@@ -22,7 +22,7 @@ from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 
 import vecenv
-from bench.engines import OTHERS
+from bench.engines import OTHERS, Stepping
 from bench.suites import Memory, memory_of
 from bench.workloads import SleepingEnv, Workload
 from vecenv.tools.benchmark import Candidate, Host, Report, Unavailable, compare, default_candidates, vecenv_candidate
@@ -124,7 +124,7 @@ def torchrl_pool(env_fn: EnvFn, num_envs: int, envs_per_worker: int) -> Any:
     return module.AsyncEnvPool([make] * num_envs, backend="multiprocessing", exchange="shm", envs_per_worker=envs_per_worker)
 
 
-class AsyncEnvPool:
+class AsyncEnvPool(Stepping):
     """TorchRL's pool.
 
     Args:
@@ -155,9 +155,6 @@ class AsyncEnvPool:
         self._send(roots)
         done = stepped.get(("next", "done"))
         return int(done.numel()) + int(done.sum())
-
-    def run(self, seconds: float) -> float:
-        return run_for(self._step, seconds)
 
     def close(self) -> None:
         self.pool.close()
@@ -236,7 +233,7 @@ def waits(
 # -- lists of episodes --------------------------------------------------------------------------------------------------
 
 
-class Evaluating:
+class Evaluating(Stepping):
     """Runs lists of episodes, four for each environment, and counts the steps that belong to one.
 
     Args:
@@ -253,12 +250,6 @@ class Evaluating:
         count = 4 * self.envs.num_envs
         self._seed += count
         return self._run_list(self.envs, count, self._seed)
-
-    def run(self, seconds: float) -> float:
-        return run_for(self._step, seconds)
-
-    def close(self) -> None:
-        self.envs.close()
 
 
 def _still(observations: Any) -> Any:

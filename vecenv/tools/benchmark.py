@@ -27,7 +27,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -56,7 +56,8 @@ from vecenv.tools.runners import (
 __all__ = [
     "BASELINES", "Candidate", "Host", "HostFailed", "Interrupted", "Progress", "Report", "Row", "Summary",
     "TrajectoryMismatch", "Unavailable", "bare_lockstep_candidate", "bare_loop_candidate", "bare_pipes_candidate",
-    "compare", "default_candidates", "gymnasium_candidate", "machine", "scale_candidates", "started", "vecenv_candidate",
+    "compare", "default_candidates", "gymnasium_candidate", "machine", "scale_candidates", "started",
+    "take_turns", "vecenv_candidate",
 ]  # fmt: skip
 
 BASELINES: Final = ("gym-async", "bare-loop")
@@ -457,6 +458,27 @@ class Summary:
         lower, upper = (float(q) for q in np.percentile(good, [25, 75]))
         return cls(statistics.median(good), lower, upper, min(good), max(good), len(good))
 
+    @classmethod
+    def of_ratios(cls, ours: Iterable[float], theirs: Iterable[float]) -> Summary | None:
+        """Of the ratios of two candidates' samples, round by round."""
+        return cls.of(a / b for a, b in zip(ours, theirs, strict=True) if b)
+
+    def show(self, form: str = ".2f") -> str:
+        """Median, and in brackets the least and the greatest."""
+        return f"{self.median:{form}} ({self.minimum:{form}} - {self.maximum:{form}})"
+
+
+def take_turns(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """What each run returns in each round, for candidates in this process.
+
+    Every other round goes the other way, so that what drifts within a round favours none.
+    """
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(rounds):
+        for name in list(runs)[:: -1 if turn % 2 else 1]:
+            found[name].append(runs[name]())
+    return found
+
 
 @dataclass
 class Row:
@@ -495,7 +517,7 @@ class Report:
     def ratio(self, name: str, baseline: str) -> Summary | None:
         """How many times faster one row is than another, round by round."""
         row, other = self.row(name), self.row(baseline)
-        return Summary.of(a / b for a, b in zip(row.rates, other.rates, strict=True) if b) if row and other else None
+        return Summary.of_ratios(row.rates, other.rates) if row and other else None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON: every sample, the summaries, and the ratios to the baselines."""

@@ -17,14 +17,13 @@ from vecenv.system.generators import GeneratorsOption
 from vecenv.system.variables import WorkerEnv, check_variables
 
 __all__ = [
-    "BatchSize", "EngineOptions", "NumWorkers", "OnFailure", "RestartFrom", "StartMethod", "check_options", "require_a_way",
-    "spares_of", "workers_and_share",
+    "BatchSize", "EngineOptions", "NumWorkers", "OnFailure", "StartMethod", "check_options", "require_a_way", "spares_of",
+    "workers_and_share",
 ]  # fmt: skip
 
 NumWorkers: TypeAlias = int | Literal["auto"] | None
 BatchSize: TypeAlias = int | Literal["auto"] | None
 OnFailure: TypeAlias = Literal["raise", "restart"]
-RestartFrom: TypeAlias = Literal["reset", "snapshot"]
 StartMethod: TypeAlias = Literal["fork", "spawn", "forkserver"]
 
 
@@ -40,7 +39,6 @@ class EngineOptions(TypedDict, total=False):
     use_caller: bool
     batch_size: BatchSize
     on_failure: OnFailure
-    restart_from: RestartFrom
     restart_limit: int | None
     restart_period: float
     step_timeout: float | None
@@ -129,7 +127,6 @@ def spares_of(spare_workers: Any, num_envs: int, mode: AutoresetMode, **beside: 
         "batch_size": beside["batch_size"] is None or "they are there for batches of all environments",
         "max_concurrency": beside["max_concurrency"] is None or "they reset while all the others step",
         "env_threads": beside["env_threads"] == 1 or "each has one environment",
-        "restart_from": beside["restart_from"] == "reset" or "environments that go from row to row cannot be saved",
         "autoreset_mode": mode is not AutoresetMode.DISABLED or "an episode that begins by itself is what they are for",
     }
     for option, reason in reasons.items():
@@ -154,7 +151,6 @@ def _or(other: Any, check: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: value is other or check(value)
 
 
-_RESTART_FROM: Final = "'reset', or 'snapshot' where on_failure is 'restart'"
 _SWITCH: Final = _one_of(True, False), "True or False"
 _SWITCH_OR_NONE: Final = _one_of(None, True, False), "None, True or False"
 _DURATION: Final = _seconds, "a number of seconds above 0"
@@ -162,7 +158,6 @@ _CHECKS: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
     "num_workers": (lambda value: _one_of(None, "auto")(value) or _whole(value, 0),
                     "None (one process per environment), 'auto', or an int from 0 on"),
     "on_failure": (_one_of("raise", "restart"), "'raise' or 'restart'"),
-    "restart_from": (_one_of("reset", "snapshot"), _RESTART_FROM),
     "restart_limit": (_or(None, lambda value: _whole(value, 0)), "None or an int from 0 on"),
     "restart_period": _DURATION,
     "step_timeout": (_or(None, _seconds), "None or a number of seconds above 0"),
@@ -212,8 +207,6 @@ def check_options(num_envs: int, batch_size: Any, **options: Any) -> None:
     for name, (check, accepted) in _CHECKS.items():
         if name in options:
             _require(name, options[name], check(options[name]), accepted)
-    if options.get("restart_from") == "snapshot":
-        _require("restart_from", "snapshot", options["on_failure"] == "restart", _RESTART_FROM)
     if options.get("generators") == "own":
         accepted = "'shared' beside env_threads: threads of one process share its generators"
         _require("generators", "own", env_threads == 1, accepted)

@@ -168,8 +168,8 @@ def answer(rows: KeptRows, op: int, seq: int, load: Callable[[], Any]) -> Outcom
         return rows.reset(seq, ks, seeds, options)
     payload = load()
     if op == Op.REBUILD_SOME:
-        seeds, options, pending, snapshots = payload
-        return rows.rebuild_from(seq, rows.chosen(seq), snapshots, seeds, options, pending=pending)
+        seeds, options, pending = payload
+        return rows.rebuild(seq, rows.chosen(seq), seeds, options, pending=pending)
     if op == Op.CALL:
         return rows.call(seq, *payload)
     if op == Op.SET_ATTR:

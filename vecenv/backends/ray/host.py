@@ -34,7 +34,7 @@ from vecenv.link.protocol import Op
 from vecenv.link.schemas import Definition
 from vecenv.link.sealing import dump
 from vecenv.planning.plan import choose
-from vecenv.planning.scout import probe
+from vecenv.planning.probe import EnvProbe
 from vecenv.shm import Arena
 from vecenv.shm.layout import Array
 from vecenv.state.snapshots import Snapshot
@@ -190,11 +190,11 @@ def _build(plan: HostPlan) -> HostRows:
         variables = options.get("worker_env")
         wanted = options.get("on_failure") == "restart" or options.get("step_timeout") is not None or variables
         context = multiprocessing.get_context(options["context"])
-        tried = probe(
-            env_fns[0], context, options["start_timeout"], daemon=options.get("daemon", True),
+        probe = EnvProbe(
+            env_fns, context, options["start_timeout"], daemon=options.get("daemon", True),
             variables=variables_of(variables, 0),
         )  # fmt: skip
-        chosen = choose(tried, len(env_fns), plan.cpus, isolate=True if wanted else None)
+        chosen = choose(probe.times(), len(env_fns), plan.cpus, isolate=True if wanted else None)
         workers = chosen.num_workers
         if chosen.use_caller:
             options["use_caller"] = True

@@ -15,10 +15,11 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
+from vecenv.link.messages import shown
 from vecenv.link.schemas import BY_PICKLE, NO_INFO, Column, Definition, Schema
 from vecenv.shm.layout import INFO_BYTES, Array
 
-__all__ = ["InfoReader", "add_info", "shown"]
+__all__ = ["InfoReader", "add_info"]
 
 _MAX_PLANS: Final = 256  # remembered by a reader: keys that come and go make a new combination of schemas at every step
 _MAX_VIEWS: Final = 4096
@@ -270,14 +271,6 @@ def add_info(
             mask = np.zeros(count, np.bool_)
         mask[position] = True
         infos[key], infos[name] = array, mask
-
-
-def shown(value: Any) -> str:
-    """Its repr, where it has one."""
-    try:
-        return repr(value)
-    except Exception:  # it is the environment's
-        return f"a {type(value).__name__}"
 
 
 def _merge(infos: dict[Any, Any], key: Any, value: Any, position: int, count: int, env: int, ragged: bool) -> Any:

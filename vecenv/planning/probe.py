@@ -24,7 +24,7 @@ from gymnasium import Space
 from gymnasium.spaces import Discrete
 
 from vecenv.errors import StartupTimeout, WorkerDied
-from vecenv.link.packing import PackedError, dumps, pack, unpack
+from vecenv.link.messages import PackedError, dumps, pack_error, unpack_error
 from vecenv.system.abilities import why_no_processes
 from vecenv.system.cores import seconds_waited
 from vecenv.system.main_module import NO_GUARD, missing_guard
@@ -174,7 +174,7 @@ class EnvProbe:
             where = f"one environment, pid {ward.pid}, built to look at it"
             if isinstance(said, PackedError):
                 ward.wait_for_end(_CLOSE_SECONDS)
-                raise unpack(said, where)
+                raise unpack_error(said, where)
             if step:
                 self._times = self._receive_times(ward, deadline)
             if time.monotonic() < deadline:  # it closes its environment, which may hold what the first worker needs
@@ -182,7 +182,7 @@ class EnvProbe:
         finally:
             ward.end()
         if isinstance(said[0], PackedError):
-            return unpack(said[0], where)
+            return unpack_error(said[0], where)
         try:
             description: EnvDescription = pickle.loads(said[0])
         except Exception as error:  # a class of the main module, say, which another start method does not share
@@ -261,7 +261,7 @@ def _main(connection: Connection[Any, Any], env_fns: Any, all_envs: bool, step: 
         send((_packed(_describe(env, env_fns, all_envs)),))
         times: StepTimes | PackedError | None = _time_steps(env, connection) if step else None
     except BaseException as error:
-        times = pack(error)
+        times = pack_error(error)
     if times is not None:
         send(times)
     if env is not None:
@@ -276,7 +276,7 @@ def _packed(description: EnvDescription) -> bytes | PackedError:
         return dumps(description)
     except Exception as error:
         error.add_note("the metadata and spaces of an environment could not be sent by the process that built it")
-        return pack(error)
+        return pack_error(error)
 
 
 def _time_steps(env: Any, caller: Connection[Any, Any] | None) -> StepTimes:

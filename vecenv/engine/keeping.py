@@ -19,7 +19,7 @@ from vecenv.engine.guard import one_call
 from vecenv.engine.owed import Result, Worker
 from vecenv.errors import SnapshotMismatch
 from vecenv.front.arguments import rows_of
-from vecenv.link.protocol import Op
+from vecenv.link.messages import Op
 from vecenv.state.registry import Codec, how_of
 from vecenv.state.snapshots import FORMAT, Kind, Row, Snapshot, Snapshots, StateDict, each_of
 from vecenv.system.uninterrupted import succeeds_when_repeated

@@ -20,8 +20,7 @@ import numpy as np
 
 from vecenv.errors import WorkerDied
 from vecenv.front.phases import Phase
-from vecenv.link.outcomes import Failure, Outcome
-from vecenv.link.protocol import Op
+from vecenv.link.messages import Failure, Op, Outcome
 from vecenv.shm.layout import Array
 
 __all__ = [
@@ -95,7 +94,7 @@ class Answer:
     Attributes:
         columns: There are infos or final observations in shared memory.
         outcome: What did not fit there; of the caller's own share.
-        sealed: The same, as it came from a process (:mod:`vecenv.link.sealing`).
+        sealed: The same, as it came from a process (:mod:`vecenv.link.messages`).
         death: There will never be an answer.
     """
 

@@ -24,9 +24,8 @@ from vecenv.errors import ClusterError, RestartsExhausted, StartupTimeout, Worke
 from vecenv.front.arguments import options_of_rows
 from vecenv.front.deadlines import deadline_of
 from vecenv.link.infos import InfoReader
+from vecenv.link.messages import Failure, Op
 from vecenv.link.observations import SharedStore, Store
-from vecenv.link.outcomes import Failure
-from vecenv.link.protocol import Op
 from vecenv.link.schemas import NO_INFO
 from vecenv.shm import Batch, Layout
 from vecenv.shm.layout import Array, Tree

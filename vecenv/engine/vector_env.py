@@ -33,11 +33,11 @@ from vecenv.planning.options import (
     OnFailure,
     StartMethod,
     check_options,
-    require_a_way,
-    spares_of,
-    workers_and_share,
+    parse_spares,
+    require_processes_for,
 )  # fmt: skip
-from vecenv.planning.scout import Trial
+from vecenv.planning.plan import workers_and_share
+from vecenv.planning.probe import EnvProbe
 from vecenv.shm import Batch, Layout, fixed_tree
 from vecenv.system.cores import usable_cores
 from vecenv.system.generators import GeneratorsOption
@@ -202,15 +202,15 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         )  # fmt: skip
         if policy.restart or step_timeout is not None or worker_env:
             isolate = True
-        require_a_way(type(self).__name__, num_workers, use_caller, isolate, dummy_env)
+        require_processes_for(type(self).__name__, num_workers, use_caller, isolate, dummy_env)
         mp = multiprocessing.get_context(context)
         here = False if dummy_env is None and worker_env else dummy_env
-        self._trial = Trial(
-            env_fns, mp, start_timeout, here, step="auto" in (num_workers, batch_size) or use_caller, daemon=daemon,
+        self._probe = EnvProbe(
+            env_fns, mp, start_timeout, here=here, step="auto" in (num_workers, batch_size) or use_caller, daemon=daemon,
             variables=variables_of(worker_env, 0),
         )  # fmt: skip
         if about_main := self._look_and_open(
-            (num_workers, use_caller, isolate, self._trial.measure, batch_size),
+            (num_workers, use_caller, isolate, self._probe.times, batch_size),
             (mp, policy, batch_size, threads_per_worker, strict, ragged_infos, worker_env, env_threads),
         ):
             raise about_main
@@ -235,7 +235,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
     def _take_spares(
         self, spare_workers: int, num_workers: NumWorkers, use_caller: bool, batch_size: BatchSize, env_threads: int
     ) -> None:
-        self._spares = spares_of(
+        self._spares = parse_spares(
             spare_workers, self.num_envs, self.autoreset_mode, num_workers=num_workers, use_caller=use_caller,
             batch_size=batch_size, max_concurrency=self.max_concurrency, env_threads=env_threads,
         )  # fmt: skip
@@ -305,7 +305,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
     def _read_spaces(self, env_fns: Sequence[Callable[[], Env[Any, Any]]]) -> None:
         """Metadata and spaces, from an environment that is built here or elsewhere."""
         mode = self.observation_mode
-        found = self._trial.describe(everyone=isinstance(mode, str) and mode == "different")
+        found = self._probe.describe(all_envs=isinstance(mode, str) and mode == "different")
         self.metadata = {**found.metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode = found.render_mode
         self.single_action_space = found.action_space

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from vecenv.errors import NotRestorable, SnapshotMismatch, VecEnvError
-from vecenv.link.outcomes import Failure, Outcome
+from vecenv.link.messages import Failure, Outcome
 from vecenv.state.capture import captured, layers_of, opened
 from vecenv.state.proof import prove
 from vecenv.state.snapshots import Row, Snapshot, kind_of

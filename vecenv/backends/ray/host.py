@@ -28,13 +28,10 @@ from vecenv.engine.starting import PoolOptions
 from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import WorkerDied
 from vecenv.front.arguments import options_of_rows, reset_mask_of, seeds_of
-from vecenv.link.outcomes import Failure, Outcome
-from vecenv.link.packing import PackedError, pack
-from vecenv.link.protocol import Op
+from vecenv.link.messages import Failure, Op, Outcome, PackedError, encode_outcome, pack_error
 from vecenv.link.schemas import Definition
-from vecenv.link.sealing import dump
 from vecenv.planning.plan import choose
-from vecenv.planning.scout import probe
+from vecenv.planning.probe import EnvProbe
 from vecenv.shm import Arena
 from vecenv.shm.layout import Array
 from vecenv.state.snapshots import Snapshot
@@ -95,7 +92,7 @@ class Reply:
         numbers: Rewards, terminations, truncations.
         columns: There are infos or final observations.
         infos: Schema numbers, records, definitions that are new; see :meth:`vecenv.link.infos.InfoReader.export`.
-        outcome: Everything else, sealed (:mod:`vecenv.link.sealing`).
+        outcome: Everything else, sealed (:mod:`vecenv.link.messages`).
         lost: Environments that only a reset brings back, and why.
         error: What the request as a whole failed of.
     """
@@ -128,7 +125,7 @@ class Host:
             self._rows = _build(self._plan)
             self._rows.describe(ready)
         except BaseException as error:
-            ready.error = pack(error)
+            ready.error = pack_error(error)
         return ready
 
     def serve(self, seq: int, op: int, rows: list[int] | None, payload: Any) -> Reply | Packed:
@@ -136,7 +133,7 @@ class Host:
 
         Args:
             seq: Its number.
-            op: A word of :class:`~vecenv.link.protocol.Op`.
+            op: A word of :class:`~vecenv.link.messages.Op`.
             rows: Which environments, counted from this host's first; ``None``: all.
             payload: As a worker gets it, pickled; or for a step the leaves of a batch of actions.
 
@@ -151,7 +148,7 @@ class Host:
             reply = self._rows.packed(self._rows.answer(Op(op), rows, payload), rows)
         except BaseException as error:
             self._rows.give_up()
-            reply = Reply(lost=self._rows.lost(), error=pack(error))
+            reply = Reply(lost=self._rows.lost(), error=pack_error(error))
         self._answered = seq, reply
         return reply
 
@@ -190,11 +187,11 @@ def _build(plan: HostPlan) -> HostRows:
         variables = options.get("worker_env")
         wanted = options.get("on_failure") == "restart" or options.get("step_timeout") is not None or variables
         context = multiprocessing.get_context(options["context"])
-        tried = probe(
-            env_fns[0], context, options["start_timeout"], daemon=options.get("daemon", True),
+        probe = EnvProbe(
+            env_fns, context, options["start_timeout"], daemon=options.get("daemon", True),
             variables=variables_of(variables, 0),
         )  # fmt: skip
-        chosen = choose(tried, len(env_fns), plan.cpus, isolate=True if wanted else None)
+        chosen = choose(probe.times(), len(env_fns), plan.cpus, isolate=True if wanted else None)
         workers = chosen.num_workers
         if chosen.use_caller:
             options["use_caller"] = True
@@ -284,7 +281,7 @@ class HostRows(AsyncVectorEnv[Any, Any]):
             outcome.warnings.append(("generators", engine.warned_of_draws))
             self._told_of_draws = True
         if not outcome.is_plain():
-            reply.outcome = dump(outcome)
+            reply.outcome = encode_outcome(outcome)
         return reply
 
     def give_up(self) -> None:
@@ -390,7 +387,7 @@ class HostRows(AsyncVectorEnv[Any, Any]):
         if engine.policy.restart and round_.command in ("step", "reset"):
             error = engine.recovery.settle(round_)
             if error is not None:  # more restarts than the budget has
-                reply.error = pack(error)
+                reply.error = pack_error(error)
         else:
             engine.ledger.record(round_, result.failures, result.deaths)
             outcome.failures += [self._shipped(failure) for failure, _ in result.failures]
@@ -399,7 +396,7 @@ class HostRows(AsyncVectorEnv[Any, Any]):
             deaths = {death.worker: death for death in [*dead, *result.deaths] if death is not None}
             for death in deaths.values():
                 row = next((row for row in round_.rows if row in death.envs), death.envs[0])
-                outcome.failures.append(Failure(self._first + row, pack(self._death(death))))
+                outcome.failures.append(Failure(self._first + row, pack_error(self._death(death))))
             engine.ledger.lose(result.failures, result.deaths, round_.rows, all_of_them=False)
         reply.lost = self.lost()
 
@@ -413,7 +410,7 @@ class HostRows(AsyncVectorEnv[Any, Any]):
         )
 
     def _shipped(self, failure: Failure) -> Failure:
-        packed = failure.error if isinstance(failure.error, PackedError) else pack(failure.error)
+        packed = failure.error if isinstance(failure.error, PackedError) else pack_error(failure.error)
         return Failure(self._first + failure.env, packed, failure.fatal)
 
     def lost(self) -> dict[int, str]:

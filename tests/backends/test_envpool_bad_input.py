@@ -20,7 +20,7 @@ from gymnasium.error import UnregisteredEnv
 from gymnasium.spaces import Box, Dict, Discrete
 
 from vecenv.backends import EnvPoolVectorEnv
-from vecenv.backends.envpool import probe
+from vecenv.backends.envpool import task
 from vecenv.backends.envpool.rows import ActionChecker
 
 RUNNER = """
@@ -448,8 +448,8 @@ def test_options_are_tried_once_and_common_ones_never(monkeypatch: pytest.Monkey
     class Done:
         returncode, stdout, stderr = 0, b"survived", b""
 
-    monkeypatch.setattr(probe.subprocess, "run", lambda *_, **__: tried.append(1) or Done)
-    probe._complaint.cache_clear()
+    monkeypatch.setattr(task.subprocess, "run", lambda *_, **__: tried.append(1) or Done)
+    task._trial.cache_clear()
     try:
         EnvPoolVectorEnv(
             "Pong-v5", 1, frame_skip=2, stack_num=2, noop_max=10, episodic_life=True, img_height=64, img_width=64
@@ -462,12 +462,12 @@ def test_options_are_tried_once_and_common_ones_never(monkeypatch: pytest.Monkey
         EnvPoolVectorEnv("Ant-v4", 1, ctrl_cost_weight=0.125)
         assert tried == [1, 1]
     finally:
-        probe._complaint.cache_clear()
+        task._trial.cache_clear()
 
 
 def test_a_trial_that_does_not_end_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "_PATIENCE", 0.01)
-    probe._complaint.cache_clear()
+    monkeypatch.setattr(task, "_TRIAL_SECONDS", 0.01)
+    task._trial.cache_clear()
     with pytest.raises(ValueError, match=r"cannot be had with ctrl_cost_weight=0.75: .* no answer within 0.01 s"):
         EnvPoolVectorEnv("Ant-v4", 1, ctrl_cost_weight=0.75)
-    probe._complaint.cache_clear()
+    task._trial.cache_clear()

@@ -113,7 +113,7 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
         )
 
     def _actions(self, actions: Sequence[Mapping[Any, Any]]) -> Any:
-        """In the layout of the vector environment; who does not act does anything."""
+        """In the layout of the vector environment; an agent that does not act does anything."""
         acting = self.vector_env.agent_mask
         missing = [
             f"{agent!r} in env {i}"
@@ -173,11 +173,13 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """An attribute of every environment, called with the arguments if it can be called."""
-        return self.vector_env.call(name, *args, **kwargs)
+        results: tuple[Any, ...] = self.vector_env.call(name, *args, **kwargs)
+        return results
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """An attribute of every environment."""
-        return self.vector_env.get_attr(name)
+        values: tuple[Any, ...] = self.vector_env.get_attr(name)
+        return values
 
     def close_extras(self, **kwargs: Any) -> None:
         """Close the environments."""

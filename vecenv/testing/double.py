@@ -68,7 +68,7 @@ class _Memory(Together):
         super().__init__(num_envs)
         self._delay = delay
         self._due = 0.0  # when the answer is there
-        self._latest: tuple[Call, _Answer, npt.NDArray[np.bool_]] | None = None  # the call, its answer, which rows have ended
+        self._latest: tuple[Call, _Answer, npt.NDArray[np.bool_]] | None = None  # the call, its answer, ended rows
         self.ready = threading.Event()
         self.ready.set()
 

@@ -140,20 +140,6 @@ def test_a_dead_process_is_an_error_and_a_reset_brings_it_back(tmp_path: Any) ->
         assert envs.step(actions)[1].tolist() == [[1, 1]] * 2
 
 
-def test_a_late_answer_is_still_owed(tmp_path: Any) -> None:
-    class Slow(Scripted):
-        def step(self, actions: Any) -> Any:
-            time.sleep(0.3)
-            return super().step(actions)
-
-    with MultiAgentVecEnv([Slow] * 2, num_workers=2) as envs:
-        envs.reset(seed=0)
-        envs.step_send(np.zeros((2, 3), np.int64))
-        with pytest.raises(vecenv.errors.StepTimeout):
-            envs.step_fetch(timeout=0.02)
-        assert envs.step_fetch(timeout=20)[1].tolist() == [[1, 1, 1]] * 2
-
-
 def test_rows_come_back_by_send_and_recv_in_any_order() -> None:
     with MultiAgentVecEnv([Scripted] * 4, num_workers=2, batch_size=2, layout="agents") as envs:
         envs.reset(seed=0)

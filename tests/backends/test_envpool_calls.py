@@ -36,25 +36,6 @@ from .pool_doubles import SlowPool
 # --- first-ready batches ------------------------------------------------------------------------
 
 
-def test_rows_come_with_their_environments_and_each_stream_is_that_of_lockstep(make: Make) -> None:
-    """Whatever the order of arrival, environment i sees the same episode."""
-    lockstep = make(8)
-    stream = [lockstep.reset()[0], *(lockstep.step(zeros(8))[0] for _ in range(40))]
-    envs = make(8, batch_size=2, num_threads=2)
-    envs.reset_async()
-    seen = [0] * 8
-    while min(seen) < 40:
-        observations, rewards, terminations, truncations, infos = envs.recv()
-        ids = infos["env_id"]
-        assert len(ids) == len(rewards) == len(terminations) == len(truncations) == 2
-        for row, i in enumerate(ids.tolist()):
-            if seen[i] <= 40:
-                np.testing.assert_array_equal(observations[row], stream[seen[i]][i])
-            seen[i] += 1
-        assert (rewards[infos["elapsed_step"] == 0] == 0).all()
-        envs.send(zeros(2))  # to those of the latest recv
-
-
 def test_any_numbers_may_be_sent_at_a_time(make: Make) -> None:
     envs = make(6, batch_size=3, num_threads=2)
     rng = np.random.default_rng(0)
@@ -222,17 +203,6 @@ def test_any_count_of_rows_can_be_received_and_the_others_are_kept(make: Make, c
             np.testing.assert_array_equal(observations[row], stream[seen[i]][i])
             seen[i] += 1
         envs.send(zeros(count))
-
-
-def test_rows_of_one_batch_can_be_received_in_parts(make: Make) -> None:
-    envs = make(4, batch_size=4 // 2)
-    envs.reset_async()
-    first = envs.recv(count=1)[4]["env_id"].tolist()
-    with pytest.raises(AlreadyPendingCallError, match="still in flight"):
-        envs.send(zeros(4), np.arange(4))
-    rest = envs.recv(count=3)[4]["env_id"].tolist()
-    assert sorted(first + rest) == [0, 1, 2, 3]
-    assert envs.stats()["in_flight"] == 0
 
 
 def test_a_count_that_will_never_come_is_refused(make: Make) -> None:

@@ -264,16 +264,11 @@ def test_a_library_with_one_generator_takes_an_int_consecutive_seeds_or_none(cou
     ("actions", "error", "text"),
     [
         ([0, 1], ValueError, r"3 of Discrete\(5\), got array\(\[0, 1\]\)"),
-        ([0, 1, 2, 3], ValueError, "3 of"),
-        ([[0], [1], [2]], ValueError, "3 of"),
-        (2, ValueError, "3 of"),
         ([0, 1, 5], ValueError, "3 of"),
         ([0, -1, 2], ValueError, "3 of"),
         (np.array([0, 1, 2**63 + 1], dtype=np.uint64), ValueError, "3 of"),
         ([0.0, 1.0, 2.0], TypeError, "dtype int64, got float64"),
         ([None, 1, 2], TypeError, "dtype int64, got object"),
-        (["0", "1", "2"], TypeError, "dtype int64"),
-        (None, TypeError, "dtype int64"),
     ],
 )
 def test_wrong_actions_are_refused_before_the_library_sees_them(counters: Any, actions: Any, error: Any, text: str) -> None:

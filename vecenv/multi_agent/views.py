@@ -24,6 +24,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from vecenv.engine.vector_env import AsyncVectorEnv
+from vecenv.front.arguments import reset_mask_of
 from vecenv.front.gymnasiums import NotClosedUnasked
 from vecenv.front.phases import dropping_pending
 from vecenv.multi_agent.adapter import AgentsEnv
@@ -121,21 +122,13 @@ class FlattenAgents(NotClosedUnasked, VectorEnv[Any, Any, Any]):
                 raise ValueError(f"got {len(seed)} seeds for {self.num_envs} rows")
             seeds = list(seed)[:: self.num_agents]
         chosen = np.ones(self.num_envs, np.bool_)
-        if options is not None and "reset_mask" in options:
-            chosen = self._whole_envs(options["reset_mask"])
+        if isinstance(options, Mapping) and (mask := reset_mask_of(options, self.num_envs)[0]) is not None:
+            chosen = self._whole_envs(mask)
             options = {**options, "reset_mask": chosen[:: self.num_agents].copy()}
         obs, infos = dropping_pending(self.envs, lambda: self.envs.reset(seed=seeds, options=options))
         return self._rows(obs), self._infos(infos, chosen)
 
-    def _whole_envs(self, mask: Any) -> Bools:
-        if not isinstance(mask, np.ndarray):
-            raise TypeError(f"`options['reset_mask']` must be a numpy array, got {type(mask)}")
-        if mask.shape != (self.num_envs,):
-            raise ValueError(f"`options['reset_mask']` must have shape ({self.num_envs},), got {mask.shape}")
-        if mask.dtype != np.bool_:
-            raise TypeError(f"`options['reset_mask']` must have dtype bool, got {mask.dtype}")
-        if not mask.any():
-            raise ValueError("`options['reset_mask']` chooses no environment")
+    def _whole_envs(self, mask: Bools) -> Bools:
         split = mask.reshape(-1, self.num_agents)
         torn = np.flatnonzero(split.any(axis=1) & ~split.all(axis=1)).tolist()
         if torn:
@@ -143,7 +136,7 @@ class FlattenAgents(NotClosedUnasked, VectorEnv[Any, Any, Any]):
                 f"`options['reset_mask']` chooses some rows of envs {torn} and not others: all agents of an environment are "
                 "reset together (infos['env_done'] tells when)"
             )
-        return mask.copy()
+        return mask
 
     def step(self, actions: Any) -> tuple[Any, Array, Bools, Bools, dict[str, Any]]:
         """Step all environments: actions of ``action_space``; rows of padding may hold anything."""

@@ -143,6 +143,8 @@ BAD_CASES: dict[str, list[Any]] = {
 @engines
 @pytest.mark.parametrize("name", BAD_CASES)
 def test_what_gymnasium_cannot_batch_raises_the_same_and_the_engine_goes_on(engine: dict[str, Any], name: str) -> None:
+    if name == "int too big for the column" and np.lib.NumpyVersion(np.__version__) < "2.0.0":
+        pytest.skip("NumPy 1 lets the integer wrap around, and warns")
     infos = BAD_CASES[name]
     with pytest.raises(Exception) as wanted:
         merged(infos)

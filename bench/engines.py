@@ -1,4 +1,4 @@
-"""Everybody else's engines behind the same three methods, each optional.
+"""Other libraries' engines behind the same three methods, each optional.
 
 A missing library leaves its row out with a word. Libraries that reset within the step, or leave resetting
 to the caller, do more than ``num_envs`` units of work in a step when episodes end; each reset is to their
@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import itertools
 import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -130,6 +131,11 @@ class PufferLib(Stepping):
         self.envs.step(self._next())
         return self._num_envs
 
+    def run(self, seconds: float) -> float:
+        rate = super().run(seconds)
+        time.sleep(0.8)  # its idle workers spin for another half second
+        return rate
+
 
 class PufferLibFewer(PufferLib):
     """With a core left for the trainer."""
@@ -140,13 +146,13 @@ class PufferLibFewer(PufferLib):
         super().__init__(env_fn, num_envs, workers - 1)
 
 
-OTHERS: dict[str, tuple[str, Callable[[EnvFn, int, int], Runner], float]] = {
-    "sb3": ("Stable-Baselines3 SubprocVecEnv", StableBaselines3, 0.0),
-    "tianshou": ("Tianshou ShmemVectorEnv", Tianshou, 0.0),
-    "torchrl": ("TorchRL ParallelEnv", TorchRL, 0.0),
-    # PufferLib's idle workers spin for another half second, and its trainer spins too: one worker fewer may do better.
-    "pufferlib": ("PufferLib, a worker a core", PufferLib, 0.8),
-    "pufferlib-fewer": ("PufferLib, one worker fewer", PufferLibFewer, 0.8),
+OTHERS: dict[str, tuple[str, Callable[[EnvFn, int, int], Runner]]] = {
+    "sb3": ("Stable-Baselines3 SubprocVecEnv", StableBaselines3),
+    "tianshou": ("Tianshou ShmemVectorEnv", Tianshou),
+    "torchrl": ("TorchRL ParallelEnv", TorchRL),
+    # PufferLib's trainer spins as its workers do: one worker fewer may do better.
+    "pufferlib": ("PufferLib, a worker a core", PufferLib),
+    "pufferlib-fewer": ("PufferLib, one worker fewer", PufferLibFewer),
 }
 
 
@@ -154,8 +160,8 @@ def candidates(env_fn: EnvFn, num_envs: int, workers: int) -> list[Candidate]:
     """The rows of ``vecenv bench``, then those of other libraries."""
     workers = min(workers, num_envs)
     others = [
-        Candidate(name, label, partial(build, env_fn, num_envs, workers), kind="other", settle=settle)
-        for name, (label, build, settle) in OTHERS.items()
+        Candidate(name, label, partial(build, env_fn, num_envs, workers), kind="other")
+        for name, (label, build) in OTHERS.items()
     ]
     auto, *rows, limit = default_candidates(env_fn, num_envs, workers)
     # beside engines that hand out the very memory their workers write into, as PufferLib's does

@@ -192,7 +192,7 @@ def auto(settings: Settings) -> tuple[dict[str, Figure], list[Report]]:
 
 
 def _contest(look: Look, names: Iterable[str] | None, ours: tuple[str, ...], settings: Settings) -> Report:
-    """Our best row against their best, without letting the same samples decide who is best and by how much.
+    """Our best row against their best, without letting the same samples decide which is best and by how much.
 
     A first look at all of them finds our best row and their two best. These then meet in many short rounds, which alone
     count.

@@ -70,8 +70,8 @@ class Pursuit(ParallelEnv[str, Any, Any]):
         agents = self.agents
         if over:
             self.agents = []
-        nobody = dict.fromkeys(agents, False)
-        return self.seen, rewards, nobody, dict.fromkeys(agents, over), {agent: {} for agent in agents}
+        unfinished = dict.fromkeys(agents, False)
+        return self.seen, rewards, unfinished, dict.fromkeys(agents, over), {agent: {} for agent in agents}
 
 
 def spread() -> Any:

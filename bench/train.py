@@ -1,7 +1,7 @@
-"""Whole trainings: frames per second from reset to learned update, by whose engine steps the environments.
+"""Whole trainings: frames per second from reset to learned update, by the engine that steps the environments.
 
 ``python -m bench train``: proximal policy optimisation with one network and the same updates for every row; what differs is
-only who steps the environments, and whether the policy waits for all of them. The share of the time that goes to the
+only the engine, and whether the policy waits for all of them. The share of the time that goes to the
 environments, the policy and learning is printed and drawn beside the rates. A frame is a step of an environment that is
 learned from: the row of a reset is none.
 """
@@ -145,7 +145,7 @@ class Learner:
         self.jax.block_until_ready(self.params)
 
 
-# --- who steps ----------------------------------------------------------------------------------------------------------
+# --- steps --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -166,7 +166,7 @@ class Training:
     """Collects a rollout and learns from it, again and again.
 
     Args:
-        make_stepper: Builds who steps, as :class:`bench.steppers.Stepper`.
+        make_stepper: Builds what steps, as :class:`bench.steppers.Stepper`.
     """
 
     def __init__(self, make_stepper: Callable[[], Any]) -> None:
@@ -184,8 +184,8 @@ class Training:
         rows, turns, flying = Rows(stepper.num_envs), np.zeros(stepper.num_envs, np.intp), 0
         if self.latest is None:
             self.latest, self.fresh = stepper.reset(), np.zeros(stepper.num_envs, bool)
-        everyone = np.arange(stepper.num_envs)
-        at_hand = [(ids, self.latest[ids]) for ids in np.split(everyone, stepper.num_envs // stepper.batch)]
+        rows_of_all = np.arange(stepper.num_envs)
+        at_hand = [(ids, self.latest[ids]) for ids in np.split(rows_of_all, stepper.num_envs // stepper.batch)]
         self.latest = np.empty_like(self.latest)
         while at_hand or flying:
             before = clock()

@@ -1,10 +1,10 @@
 """Environments that keep others waiting: long resets, steps of very different length, services, simulators with images.
 
-``python -m bench waits`` puts the ways to deal with that side by side: batches of everybody, of whoever is first, by
+``python -m bench waits`` puts the ways to deal with that side by side: batches of all, of the first that are ready, by
 deadline, spare workers, threads within workers, and TorchRL's ``AsyncEnvPool``, which has most of these. With long resets
 the row ``free`` is the same engine without them: what the others are measured by. It says what memory each takes, too.
-``python -m bench episodes`` runs a list of episodes whose lengths vary tenfold: :func:`vecenv.evaluate`, and what others do,
-batch after batch.
+``python -m bench episodes`` runs a list of episodes whose lengths vary tenfold: :func:`vecenv.evaluate`, and what other
+libraries do, batch after batch.
 """
 
 from __future__ import annotations
@@ -195,9 +195,9 @@ def _candidates(workload: str, env_fn: EnvFn, num_envs: int, workers: int) -> li
     if each > 1:
         rows.insert(3, ours("threads", f"vecenv, {workers} workers, threads", num_workers=workers, env_threads=each))
     for name in ("sb3", "tianshou", "torchrl"):
-        label, build, settle = OTHERS[name]
+        label, build = OTHERS[name]
         build_one = partial(build, env_fn, num_envs, workers)
-        rows.append(Candidate(name, label, build_one, kind="other", settle=settle))
+        rows.append(Candidate(name, label, build_one, kind="other"))
     for name, label, each_worker in (
         ("torchrl-async", "TorchRL AsyncEnvPool, a process each", 1),
         ("torchrl-threads", f"TorchRL AsyncEnvPool, {each} in a worker", each),

@@ -61,8 +61,7 @@ __all__ = [
 ]  # fmt: skip
 
 BASELINES: Final = ("gym-async", "bare-loop")
-CROWD: Final = 16
-"""More processes than this, and a candidate is alive only while it is measured."""
+CROWD: Final = 16  # processes; with more of them, and more than cores, a candidate is alive only while it is measured
 CHECK_STEPS: Final = 256
 CHECK_SECONDS: Final = 1.5
 START_TIMEOUT: Final = 300.0
@@ -109,9 +108,6 @@ class Candidate:
         kind: ``"vecenv"``, ``"gymnasium"``, ``"other"`` or ``"bound"``: its colour in the plots.
         checked: Its trajectories must equal those of ``SyncVectorEnv``.
         alone: It measures something itself while it starts, and is started before all others for that.
-        crowd: It has many more processes than there are cores, and lives only while it is measured: on a virtual machine
-            the mere existence of that many address spaces slows down what runs beside them.
-        settle: Seconds to leave the machine alone after its turn, for engines whose idle workers still spin.
         processes: How many its host starts, as far as that is known before.
     """
 
@@ -121,9 +117,15 @@ class Candidate:
     kind: str = "other"
     checked: bool = False
     alone: bool = False
-    crowd: bool = False
-    settle: float = 0.0
     processes: int = 0
+
+    @property
+    def crowd(self) -> bool:
+        """Whether it lives only while it is measured, because it has many more processes than there are cores.
+
+        On a virtual machine the mere existence of that many address spaces slows down what runs beside them.
+        """
+        return self.processes > max(CROWD, usable_cores())
 
 
 def _build_vecenv(env_fn: EnvFn, num_envs: int, options: dict[str, Any]) -> Any:
@@ -142,9 +144,7 @@ def vecenv_candidate(
     if runner is None:
         runner = partial(FirstReadyRunner, batch_size=options["batch_size"]) if "batch_size" in options else VectorRunner
     build = partial(runner, make_envs)
-    return Candidate(
-        name, label, build, "vecenv", checked=True, alone=workers == "auto", crowd=processes > CROWD, processes=processes
-    )
+    return Candidate(name, label, build, "vecenv", checked=True, alone=workers == "auto", processes=processes)
 
 
 def _build_gymnasium(kind: str, env_fn: EnvFn, num_envs: int) -> Any:
@@ -157,7 +157,7 @@ def gymnasium_candidate(
     """One of Gymnasium's vector environments."""
     processes = num_envs if kind == "AsyncVectorEnv" else 0
     build = partial(runner, partial(_build_gymnasium, kind, env_fn, num_envs))
-    return Candidate(name, f"Gymnasium {kind}", build, "gymnasium", crowd=processes > CROWD, processes=processes)
+    return Candidate(name, f"Gymnasium {kind}", build, "gymnasium", processes=processes)
 
 
 def _shares(num_envs: int, workers: int) -> list[range]:
@@ -180,9 +180,7 @@ def bare_loop_candidate(env_fn: EnvFn, num_envs: int, workers: int) -> Candidate
 def bare_pipes_candidate(env_fn: EnvFn, num_envs: int) -> Candidate:
     """What a process per environment costs at least."""
     build = partial(BarePipes, env_fn, num_envs)
-    return Candidate(
-        "bare-pipes", "bare pipes, one process per env", build, "bound", crowd=num_envs > CROWD, processes=num_envs
-    )
+    return Candidate("bare-pipes", "bare pipes, one process per env", build, "bound", processes=num_envs)
 
 
 def bare_lockstep_candidate(env_fn: EnvFn, num_envs: int, workers: int) -> Candidate:
@@ -360,8 +358,6 @@ class Host:
         if self._wake() and self.usable:
             self.ask("run", min(seconds, WARM_UP))
         rate = self.ask("run", seconds, timeout=60 + 10 * seconds) if self.usable else None
-        if rate is not None:
-            time.sleep(self.candidate.settle)
         return math.nan if rate is None else float(rate)
 
     def close(self, timeout: float = 10.0) -> None:

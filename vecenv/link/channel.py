@@ -22,8 +22,8 @@ from os import read, write
 from typing import Any, Final
 
 from vecenv.link.protocol import HEADER, LENGTH, PAYLOAD, encode
-from vecenv.system.cores import Patience
-from vecenv.system.holdings import Holdings
+from vecenv.system.cores import SpinPolicy
+from vecenv.system.descriptors import DescriptorOwner
 
 __all__ = ["CallerEnd", "ChannelClosed", "Ends", "Message", "WorkerEnd", "write_once"]
 
@@ -91,7 +91,7 @@ class CallerEnd:
         holdings: Who holds the descriptors.
     """
 
-    def __init__(self, holdings: Holdings) -> None:
+    def __init__(self, holdings: DescriptorOwner) -> None:
         self._in, self._their_out = holdings.pipe()
         self._their_in, self._out = holdings.pipe()
         self.fd, self.out = self._in.number, self._out.number
@@ -244,7 +244,7 @@ class WorkerEnd:
         except OSError as error:
             raise ChannelClosed from error
 
-    def wait(self, patience: Patience) -> Message:
+    def wait(self, patience: SpinPolicy) -> Message:
         """Block until a message is there; ``patience`` says how long to poll without sleeping first."""
         if not self.blocks and not patience.spin(self.poll):
             self.poll()

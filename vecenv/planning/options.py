@@ -11,10 +11,9 @@ from gymnasium.vector import AutoresetMode
 
 from vecenv.planning.plan import Plan, caller_share, choose, in_batches
 from vecenv.planning.scout import Probe
-from vecenv.system.abilities import require_processes
 from vecenv.system.cores import usable_cores
 from vecenv.system.generators import GeneratorsOption
-from vecenv.system.variables import WorkerEnv, check_variables
+from vecenv.system.spawning import WorkerEnv, check_variables, require_processes
 
 __all__ = [
     "BatchSize", "EngineOptions", "NumWorkers", "OnFailure", "RestartFrom", "StartMethod", "check_options", "require_a_way",

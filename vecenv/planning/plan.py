@@ -19,8 +19,8 @@ from typing import Any, Final
 import gymnasium
 
 from vecenv.planning.scout import Probe, probe
-from vecenv.system.abilities import require_processes, why_no_processes
 from vecenv.system.cores import usable_cores
+from vecenv.system.spawning import require_processes, why_no_processes
 
 __all__ = ["Plan", "caller_share", "choose", "in_batches", "plan"]
 

@@ -1,7 +1,7 @@
 """One environment, built in a process of its own to see what it is and how long its steps take.
 
 Nothing of it is left in the caller: no GPU context, no threads, no open simulator that every forked worker would inherit.
-And nothing of it is left on the machine: that process is a :class:`~vecenv.system.ward.Ward`.
+And nothing of it is left on the machine: that process is a :class:`~vecenv.system.helper_process.HelperProcess`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ from gymnasium.spaces import Discrete
 
 from vecenv.errors import StartupTimeout, WorkerDied
 from vecenv.link.packing import PackedError, dumps, pack, unpack
-from vecenv.system.abilities import why_no_processes
 from vecenv.system.cores import seconds_waited
-from vecenv.system.main_module import NO_GUARD, missing_guard
+from vecenv.system.helper_process import HelperProcess
+from vecenv.system.spawning import NO_GUARD, Variables, missing_guard, why_no_processes
 from vecenv.system.supervision import describe_exit
-from vecenv.system.variables import Variables
-from vecenv.system.ward import Ward
 from vecenv.worker.envs import made_by
 
 __all__ = ["Described", "Probe", "Scouted", "Trial", "describe", "probe", "scout"]
@@ -227,26 +225,26 @@ def scout(
     forks = mp.get_start_method() == "fork"
     blob = b"" if forks else cloudpickle.dumps(wanted)
     args = (wanted if forks else None, everyone, step)
-    ward = Ward(mp, _scout_main, args, name="vecenv-scout", daemon=daemon, abrupt=True, variables=variables)
+    helper = HelperProcess(mp, _scout_main, args, name="vecenv-scout", daemon=daemon, abrupt=True, variables=variables)
     try:
         deadline = time.monotonic() + timeout
-        said: PackedError | tuple[bytes | PackedError] = pickle.loads(_hear(ward, ward.start(), blob, deadline, timeout))
-        where = f"one environment, pid {ward.pid}, built to look at it"
+        said: PackedError | tuple[bytes | PackedError] = pickle.loads(_hear(helper, helper.start(), blob, deadline, timeout))
+        where = f"one environment, pid {helper.pid}, built to look at it"
         if isinstance(said, PackedError):
-            ward.wait_for_end(_CLOSE_SECONDS)
+            helper.has_ended(_CLOSE_SECONDS)
             raise unpack(said, where)
-        found = _probed(ward, deadline, timeout) if step else None
+        found = _probed(helper, deadline, timeout) if step else None
         if time.monotonic() < deadline:  # it closes its environment, which may hold what the first worker needs
-            ward.wait_for_end(_CLOSE_SECONDS)
+            helper.has_ended(_CLOSE_SECONDS)
     finally:
-        ward.end()
+        helper.end()
     return Scouted(_opened(said[0], where), found)
 
 
-def _probed(ward: Ward, deadline: float, timeout: float) -> Probe:
+def _probed(helper: HelperProcess, deadline: float, timeout: float) -> Probe:
     """What its steps showed."""
     try:
-        said: Probe | PackedError = pickle.loads(_hear(ward, ward.pipe, b"", deadline, timeout))
+        said: Probe | PackedError = pickle.loads(_hear(helper, helper.pipe, b"", deadline, timeout))
     except (StartupTimeout, WorkerDied) as error:
         return _failed(str(error))
     return said if isinstance(said, Probe) else _failed(said.summary)
@@ -256,7 +254,7 @@ def _failed(why: str) -> Probe:
     return Probe(0, 0.0, 0.0, 0.0, failure=why)
 
 
-def _hear(ward: Ward, pipe: Connection[Any, Any], blob: bytes, deadline: float, timeout: float) -> bytes:
+def _hear(helper: HelperProcess, pipe: Connection[Any, Any], blob: bytes, deadline: float, timeout: float) -> bytes:
     """What it has to say next. That its pipe is open says nothing: a helper may hold it.
 
     A new interpreter gets the environments' functions when it is there to read them: they may be larger than a pipe, and
@@ -268,25 +266,25 @@ def _hear(ward: Ward, pipe: Connection[Any, Any], blob: bytes, deadline: float, 
     message = b""
     closed = False
     try:
-        if ward.wait(deadline):
-            message = ward.receive()
+        if helper.wait(deadline):
+            message = helper.receive()
         if message == _READY:
             pipe.send_bytes(blob)
-            message = ward.receive() if ward.wait(deadline) else b""
+            message = helper.receive() if helper.wait(deadline) else b""
         if message == _STAY_AWAKE:
-            while not pipe.poll(0) and not ward.has_ended() and time.monotonic() < deadline:
+            while not pipe.poll(0) and not helper.has_ended() and time.monotonic() < deadline:
                 pass
-            message = ward.receive()
+            message = helper.receive()
     except (EOFError, ConnectionError):
         closed, message = True, b""
     if message:
         return message
-    if not closed and not ward.has_ended():
+    if not closed and not helper.has_ended():
         raise StartupTimeout(f"an environment could not be built and looked at within {timeout} seconds")
-    code = ward.exit_code() if ward.wait_for_end(_CLOSE_SECONDS) else None
+    code = helper.exit_code() if helper.has_ended(_CLOSE_SECONDS) else None
     how = "closed its pipe" if code is None else describe_exit(code)
-    text = missing_guard(ward.method) if code == NO_GUARD else f"the environment that was built to look at it {how}"
-    raise WorkerDied(text, pid=ward.pid, exitcode=code, command="plan")
+    text = missing_guard(helper.method) if code == NO_GUARD else f"the environment that was built to look at it {how}"
+    raise WorkerDied(text, pid=helper.pid, exitcode=code, command="plan")
 
 
 def _opened(described: bytes | PackedError, where: str) -> Described | Exception:

@@ -10,8 +10,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from vecenv.system.abilities import why_no_processes
 from vecenv.system.cores import usable_cores
+from vecenv.system.spawning import why_no_processes
 from vecenv.tools import benchmark, doctor
 from vecenv.tools.benchmark import tables
 from vecenv.tools.benchmark.compare import Report

@@ -1,8 +1,9 @@
 """A process for each candidate, which plays the part of the training program.
 
 One that dies, hangs, prints or changes its own CPU affinity does so in its own process and session. The
-parent asks one question at a time and always with a timeout. A host is a :class:`~vecenv.system.ward.Ward`: it dies with
-the parent, also while it builds an engine, and ending it ends everything that grew there.
+parent asks one question at a time and always with a timeout. A host is a
+:class:`~vecenv.system.helper_process.HelperProcess`: it dies with the parent, also while it builds an engine, and ending it
+ends everything that grew there.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 import cloudpickle
 
-from vecenv.system.ward import Ward
+from vecenv.system.helper_process import HelperProcess
 from vecenv.tools.benchmark.runners import Runner
 
 Progress = Callable[[str, int, int], None]  # what is being done, how much of it is done, of how much
@@ -110,27 +111,28 @@ class _Host:
 
     def __init__(self, build: Callable[[], Runner], environ: Mapping[str, str], log: Path) -> None:
         args = (cloudpickle.dumps(build), dict(environ), str(log), multiprocessing.get_start_method())
-        self._ward = Ward(multiprocessing.get_context("spawn"), _host_main, args, name="vecenv-bench-host", daemon=False)
+        context = multiprocessing.get_context("spawn")
+        self._helper = HelperProcess(context, _host_main, args, name="vecenv-bench-host", daemon=False)
 
     def start(self) -> None:
-        self._ward.start()
+        self._helper.start()
 
     @property
     def process(self) -> Any:
         """The host itself, while it has not been ended."""
-        return self._ward.process
+        return self._helper.process
 
     def ask(self, method: str, *arguments: Any) -> None:
         try:
-            self._ward.pipe.send((method, arguments))
+            self._helper.pipe.send((method, arguments))
         except ConnectionError:
             raise HostFailed(self._obituary()) from None
 
     def answer(self, timeout: float) -> Any:
-        if not self._ward.wait(time.monotonic() + timeout):
+        if not self._helper.wait(time.monotonic() + timeout):
             raise HostFailed(f"gave no answer within {timeout:.0f} s")
         try:
-            message = self._ward.receive()
+            message = self._helper.receive()
         except EOFError:
             message = b""
         if not message:  # it has ended, though something that it started may hold its pipe
@@ -143,24 +145,24 @@ class _Host:
         return value
 
     def _obituary(self) -> str:
-        if not self._ward.wait_for_end(1.0):
+        if not self._helper.has_ended(1.0):
             return "it closed its pipe"
-        code = self._ward.exit_code()
+        code = self._helper.exit_code()
         if code is not None and code < 0:
             return f"its process was killed by {signal.Signals(-code).name}"
         return f"its process ended with exit code {code}"
 
     def ask_to_close(self) -> None:
         with suppress(ConnectionError):
-            self._ward.pipe.send(("close", ()))
+            self._helper.pipe.send(("close", ()))
 
     def close(self, timeout: float = 10.0) -> None:
         """Wait so long for it to close what it runs, then end it with all that grew there."""
         try:
-            if self._ward.process is not None:
-                self._ward.wait_for_end(timeout)
+            if self._helper.process is not None:
+                self._helper.has_ended(timeout)
         finally:
-            self._ward.end()
+            self._helper.end()
 
 
 class Live:

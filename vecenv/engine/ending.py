@@ -62,6 +62,8 @@ def end(
             worker.signal(signal.SIGKILL)
     _wait_for_ends(alive, time.monotonic() + _KILLED, failures)
     end_group(worker.pid for worker in alive)
+    for worker in workers:
+        worker.watch.exit_code()
     end_marked([worker.token for worker in workers])
 
 

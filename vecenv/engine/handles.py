@@ -22,9 +22,9 @@ from vecenv.link.channel import CallerEnd, ChannelClosed
 from vecenv.link.outcomes import NOTHING_SAID, Outcome
 from vecenv.link.packing import dumps, dumps_by_value, summary, unpack
 from vecenv.link.protocol import Reply, encode
-from vecenv.system.descendants import end_group, reap_group
+from vecenv.system.descendants import end_group
 from vecenv.system.descriptors import DescriptorOwner
-from vecenv.system.draws import unwatch, watch
+from vecenv.system.generators import unwatch, watch
 from vecenv.system.supervision import STACK_SIGNALS, BlackBox, ProcessWatch, catches, close_process, describe_exit
 from vecenv.worker.keeping import KeptRows
 from vecenv.worker.main import answer
@@ -325,7 +325,6 @@ class ProcessWorker:
         if self.exitcode is None:
             self.exitcode = self.watch.exit_code()
         close_process(self.process)
-        reap_group(self.pid)
 
 
 def command_of(flight: Flight, worker: Any) -> str:

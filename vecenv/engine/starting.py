@@ -25,8 +25,8 @@ from vecenv.shm import Arena
 from vecenv.system.cores import Placement
 from vecenv.system.descendants import new_token
 from vecenv.system.descriptors import DescriptorOwner
+from vecenv.system.generators import stream_of_caller
 from vecenv.system.spawning import NO_GUARD, Lifeline, Variables, missing_guard, spawn
-from vecenv.system.streams import stream_of_caller
 from vecenv.system.supervision import BlackBox, close_process
 from vecenv.system.uninterrupted import Uninterrupted
 from vecenv.worker.main import Plan, Ready, Start, main

@@ -36,7 +36,7 @@ from vecenv.system.uninterrupted import Uninterrupted
 if sys.platform != "win32":
     import resource
 
-__all__ = ["end_descendants", "end_group", "end_marked", "end_own", "mark", "new_token", "reap_group"]
+__all__ = ["end_descendants", "end_group", "end_marked", "end_own", "mark", "new_token"]
 
 _LINUX: Final = sys.platform.startswith("linux")
 _RLIMIT_LOCKS: Final = 10  # without a name in Python, because nothing has enforced it for twenty years
@@ -100,9 +100,10 @@ def _tell_the_group() -> None:
 
 
 def end_marked(tokens: Collection[int]) -> int:
-    """End what workers with these tokens left behind, once they have ended themselves; returns how many processes.
+    """End what workers with these tokens left behind, once they were reaped; returns how many processes.
 
-    Takes about as long for a thousand tokens as for one.
+    Where this process adopts orphans, as the first process of a container does, those that have ended are reaped. Takes
+    about as long for a thousand tokens as for one.
     """
     wanted = frozenset(tokens) - {0}
 
@@ -141,19 +142,6 @@ def end_group(pids: Iterable[int]) -> None:
     for pid in pids:
         with contextlib.suppress(OSError, AttributeError):
             os.killpg(pid, signal.SIGKILL)
-
-
-def reap_group(leader: int) -> None:
-    """Reap what was killed in the process group of a child that was reaped itself: orphans may be our children by now.
-
-    They are where this process is the first of a container, or adopts orphans; nothing else there would reap them.
-    """
-    if not _LINUX or not _adopts():
-        return
-    deadline = time.monotonic() + _GONE_SECONDS
-    with contextlib.suppress(OSError):  # no more children in that group
-        while os.waitpid(-leader, os.WNOHANG)[0] or time.monotonic() < deadline:
-            time.sleep(0.001)
 
 
 def _adopts() -> bool:
@@ -207,8 +195,8 @@ def _end_all(find: Callable[[dict[int, _Process]], Iterable[_Process]]) -> int:
     for _ in range(_ROUNDS if _LINUX else 0):
         with Uninterrupted():
             newest = _newest_pid()
-            if found := [process for process in find(_look()) if not process.ended and not _stays(process.pid)]:
-                count += _end(found)
+            if killed := _end([process for process in find(_look()) if not _stays(process.pid)]):
+                count += killed
                 continue
             again -= 1
             if not again or _newest_pid() == newest:
@@ -233,11 +221,13 @@ def _stays(pid: int) -> bool:
 
 def _end(processes: Collection[_Process]) -> int:
     """Kill processes, and wait until they are gone; returns how many there were to kill."""
-    count = sum(map(_kill, processes))
+    count = sum(_kill(process) for process in processes if not process.ended)
     deadline = time.monotonic() + _GONE_SECONDS
     while count and any(map(_is_still, processes)) and time.monotonic() < deadline:
         time.sleep(0.001)
-    for process in processes if count and _adopts() else ():
+    for process in (
+        processes if processes and _adopts() else ()
+    ):  # orphans of workers are our children then: nothing reaps them
         with contextlib.suppress(OSError):  # it is another process's child
             os.waitpid(process.pid, os.WNOHANG)
     return count

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
-from vecenv.system.descendants import end_group, end_marked, end_own, new_token, reap_group
+from vecenv.system.descendants import end_group, end_marked, end_own, new_token
 from vecenv.system.descriptors import DescriptorOwner
 from vecenv.system.spawning import Lifeline, Variables, spawn
 from vecenv.system.supervision import ProcessWatch, close_process, flush_output
@@ -143,13 +143,11 @@ class HelperProcess:
 
     def _end(self) -> None:
         if self._watch is not None:
-            pid = self.process.pid
             self._watch.signal(signal.SIGKILL)
             self._watch.has_ended(_REAP_SECONDS)
             self.exit_code()
             end_marked([self._token])
             close_process(self.process)
-            reap_group(pid)
             self._watch = None
         self._started.clear()
         self._owned.close()

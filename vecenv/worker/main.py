@@ -35,9 +35,7 @@ from vecenv.link.sealing import dump
 from vecenv.shm import Arena, Batch, Layout, fixed_tree
 from vecenv.system.cores import Placement, SpinPolicy
 from vecenv.system.descendants import end_own
-from vecenv.system.draws import look_at_torch
-from vecenv.system.generators import GeneratorsOption
-from vecenv.system.streams import WorkersOwn
+from vecenv.system.generators import GeneratorsOption, begin_worker, look_at_torch
 from vecenv.system.supervision import BlackBox, flush_output
 from vecenv.worker.ahead import AheadRows
 from vecenv.worker.envs import Expected
@@ -256,7 +254,7 @@ def main(start: Start) -> None:
     _limit_threads(start.plan.threads)
     channel = WorkerEnd(start.ends, blocks=not start.placement.spin)
     try:
-        own = WorkersOwn(start.stream, (start.index, start.life))
+        seed_torch = begin_worker(start.stream, (start.index, start.life))
         env_fns = (
             [_load_env_fn(start.first + k, blob) for k, blob in enumerate(start.env_fns)] if start.pickled else start.env_fns
         )
@@ -266,7 +264,7 @@ def main(start: Start) -> None:
             os.register_at_fork(after_in_child=partial(rows.forked.append, True))
         rows.use_generators(start.plan.generators)
         failures, mismatches = rows.build()
-        own.seed_torch()
+        seed_torch()
         look_at_torch()
         rows.leave_if_forked()
     except BaseException as error:

@@ -243,7 +243,7 @@ def _require_beginning(index: int, episode: Episode) -> None:
     except SnapshotMismatch as error:
         raise SnapshotMismatch(f"{name}: {error}") from None
     known = snapshot.row
-    if not known.used or known.pending or known.announces is not None:
+    if not known.used or known.pending:
         when = "before the first reset" if not known.used else "when its episode was over: the next step resets it"
         raise ValueError(f"{name} was taken {when}")
 

@@ -609,7 +609,7 @@ def begin_worker(stream: bytes, key: tuple[int, ...]) -> Callable[[], None]:
     numpy, python, torch = np.random.SeedSequence(int.from_bytes(stream, "little"), spawn_key=key).spawn(3)
     _NUMPY.set_bit_generator(type(_NUMPY.get_bit_generator())(numpy))
     random.seed(int.from_bytes(python.generate_state(8).tobytes(), "little"))
-    seeds = [int(torch.generate_state(1, np.uint64)[0] >> 1)]
+    seeds = [int(torch.generate_state(1, np.uint64)[0]) >> 1]
 
     def seed_torch() -> None:
         if seeds and (generator := _torch_generator()) is not None:

@@ -107,10 +107,10 @@ def _ask(worker: ProcessWorker) -> None:
 
 def _wait_for_ends(workers: Sequence[ProcessWorker], deadline: float, failures: list[tuple[Failure, Any]] | None) -> None:
     for worker in workers:
-        if worker.watch.closed:
+        if (descriptor := worker.watch.descriptor) < 0:
             continue
         poll = select.poll()
-        poll.register(worker.watch.descriptor, select.POLLIN)
+        poll.register(descriptor, select.POLLIN)
         open_end = worker.channel.fd
         if open_end >= 0:
             poll.register(open_end, select.POLLIN)

@@ -49,9 +49,8 @@ class ProcessWatch:
         owner: Of the pidfd.
 
     Attributes:
-        descriptor: Readable once the process has ended, if a pidfd tells; -1 after :meth:`close`.
+        descriptor: Readable once the process has ended, if a pidfd tells; -1 once it was seen to its end (:meth:`close`).
         asks: There is no pidfd.
-        closed: The process was seen to its end.
     """
 
     def __init__(self, process: Any, owner: DescriptorOwner) -> None:
@@ -61,9 +60,6 @@ class ProcessWatch:
             self._pidfd = owner.open(os.pidfd_open, process.pid)
         self.asks = not self._pidfd
         self.descriptor: int = process.sentinel if self.asks else self._pidfd.number
-        self.closed = False
-        self._alone = select.poll()
-        self._alone.register(self.descriptor, select.POLLIN)
 
     def sleep(self, poll: select.poll, timeout_ms: float | None) -> list[tuple[int, int]]:
         """``poll.poll(timeout_ms)``, where ``poll`` has our descriptor among others, that notices the end in any case."""
@@ -87,7 +83,11 @@ class ProcessWatch:
 
     def has_ended(self, seconds: float = 0.0) -> bool:
         """Whether it has, after waiting for that at most so long."""
-        return self.closed or bool(self.sleep(self._alone, seconds * 1000))
+        if (descriptor := self.descriptor) < 0:
+            return True
+        poll = select.poll()  # a new one, because two threads may close an engine at once
+        poll.register(descriptor, select.POLLIN)
+        return bool(self.sleep(poll, seconds * 1000))
 
     def exit_code(self, seconds: float = _REAP) -> int | None:
         """How it ended, once it has; ``None``: not known. Never by ``join``, which a helper with its pipe delays."""
@@ -102,15 +102,15 @@ class ProcessWatch:
 
     def signal(self, number: int) -> None:
         """Send a signal, unless it was seen to its end."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+        with contextlib.suppress(OSError):  # it has ended, or another thread closed this meanwhile
             if self._pidfd:
-                signal.pidfd_send_signal(self.descriptor, number)
-            elif not self.closed:
+                signal.pidfd_send_signal(self._pidfd.number, number)
+            elif self.descriptor >= 0:
                 os.kill(self._pid, number)
 
     def close(self) -> None:
         """It was seen to its end: give the pidfd back. Idempotent."""
-        self.closed, self.descriptor = True, -1
+        self.descriptor = -1
         self._pidfd.close()
 
 

@@ -378,7 +378,7 @@ class Kernel:
         self.now += 1e-6
         return self.now
 
-    def run(self, patience: cores.Patience, seconds: float, lost: float) -> int:
+    def run(self, patience: cores.SpinPolicy, seconds: float, lost: float) -> int:
         """Spin, and step for a millisecond, a share ``lost`` of the time waiting, in turns; how often did it spin?"""
         spins = 0
         for _ in range(int(seconds * 1e3)):
@@ -389,8 +389,8 @@ class Kernel:
 
 
 def test_patience_ends_when_the_core_is_taken_away_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, resting_until = Kernel(monkeypatch), np.zeros(1)
-    patience, other = cores.Patience(1e-2, resting_until), cores.Patience(1e-2, resting_until)
+    kernel, no_spin_until = Kernel(monkeypatch), np.zeros(1)
+    patience, other = cores.SpinPolicy(1e-2, no_spin_until), cores.SpinPolicy(1e-2, no_spin_until)
     assert kernel.run(patience, 1.0, lost=0.2) == 1000
     kernel.run(patience, 0.2, lost=0.5)
     assert patience.rests == 1
@@ -410,23 +410,14 @@ def test_patience_ends_when_the_core_is_taken_away_and_comes_back(monkeypatch: p
 
 def test_a_caller_on_a_workers_core_waits_for_it_by_design(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernel(monkeypatch)
-    assert kernel.run(cores.Patience(1e-2, np.zeros(1), shares=True), 2.0, lost=0.5) == 2000
+    assert kernel.run(cores.SpinPolicy(1e-2, np.zeros(1), shares=True), 2.0, lost=0.5) == 2000
 
 
 def test_patience_gives_up_after_its_time() -> None:
     began = time.perf_counter()
-    assert not cores.Patience(2e-3, np.zeros(1)).spin(lambda timeout: 0)
+    assert not cores.SpinPolicy(2e-3, np.zeros(1)).spin(lambda timeout: 0)
     assert 2e-3 <= time.perf_counter() - began < 20
-    assert not cores.Patience(0.0, np.zeros(1)).spin(lambda timeout: pytest.fail("it must not look at all"))
-
-
-@pytest.mark.linux
-def test_they_spin_as_well_where_the_kernel_does_not_tell_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How they know when to rest: tests/system/test_self_timed_spinning.py."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr(cores, "_cgroup_quota", lambda: None)
-    monkeypatch.setattr(cores, "seconds_waited", lambda: None)
-    assert cores.placements(1) == ([cores.Placement(frozenset({1}), cores.SPIN_SECONDS)], cores.SPIN_SECONDS)
+    assert not cores.SpinPolicy(0.0, np.zeros(1)).spin(lambda timeout: pytest.fail("it must not look at all"))
 
 
 @pytest.mark.parametrize("told", [b"0 0 0\n", b"", b"what?"])

@@ -20,10 +20,10 @@ from torchrl.data.tensor_specs import Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase
 
 from vecenv.adapters.torchrl_spaces import codec_of
+from vecenv.jax.env import EnvState
 from vecenv.jax.functional import FunctionalVectorEnv
 from vecenv.jax.interop import entropy_seeds, seed_keys
 from vecenv.jax.libraries import adapt, differentiability, make_env, require_gradient
-from vecenv.jax.state import EnvState
 from vecenv.torch.differentiable import DifferentiableEnv, TorchState, torch_dtype
 
 __all__ = ["TensorDictEnv"]
@@ -216,8 +216,7 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
 
     def __deepcopy__(self, memo: Any) -> TensorDictEnv:
         made_of = {**self._made_of, "device": self.device, "env": self.functional}  # which is compiled already
-        copied: TensorDictEnv = _again(type(self), made_of, self._kept())
-        return copied
+        return _again(type(self), made_of, self._kept())  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _again, (type(self), {**self._made_of, "device": self.device}, self._kept())

@@ -18,7 +18,7 @@ from jax.random import key as new_key
 
 import vecenv.jax as vj
 from vecenv.errors import StaleStateError
-from vecenv.jax.host_call import primitive_problem
+from vecenv.jax.host_call import host_call, primitive_problem
 
 ACTION = np.zeros((2, 1), np.float32)
 
@@ -260,6 +260,21 @@ def test_a_mapped_condition_around_a_step_is_refused(env: vj.Bridge, loop: str) 
     assert calls(env) == "R"
 
 
+def test_large_arguments_arrive_whole(transport: str) -> None:
+    """Also where they are cut into pieces, beyond 32 KiB."""
+    arrived: list[Any] = []
+
+    def keep(*arrays: Any) -> list[Any]:
+        arrived.extend(np.array(array) for array in arrays)
+        return [np.zeros((), np.float32)]
+
+    large, small = np.arange(40_000, dtype=np.float32).reshape(2, 20_000), np.arange(3)
+    result: Any = jax.ShapeDtypeStruct((), np.float32)
+    jax.block_until_ready(jax.jit(lambda *arrays: host_call(keep, [result], arrays, transport))(large, small))
+    np.testing.assert_array_equal(arrived[0], large)
+    np.testing.assert_array_equal(arrived[1], small)
+
+
 @pytest.mark.long
 def test_what_environments_hand_out_is_copied(env: vj.Bridge) -> None:
     """The vector env writes into the same array every time."""
@@ -284,8 +299,6 @@ def test_a_sharded_program_makes_every_step_once(transport: str) -> None:
 def test_a_host_call_costs_a_fraction_of_an_io_callback() -> None:
     """In a scan over small arrays, side by side; ``bench/bridge_cost.py`` has the microseconds."""
     from jax.experimental import io_callback
-
-    from vecenv.jax.host_call import host_call
 
     array = np.zeros((8, 4), np.float32)
     result: Any = jax.ShapeDtypeStruct(array.shape, array.dtype)

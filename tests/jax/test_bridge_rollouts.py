@@ -63,19 +63,6 @@ def test_how_often_an_environment_is_called(transport: str) -> None:
 
 
 @pytest.mark.long
-def test_a_gradient_of_a_rollout_steps_once(transport: str) -> None:
-    with vj.bridge(Logged(), transport=transport) as env:
-
-        def loss(weight: Any, state: Any) -> Any:
-            trajectory, state, _ = vj.rollout(env, still(env), weight, state, (), new_key(8), 5)
-            return weight * trajectory.reward.sum(), state
-
-        gradient, _ = jax.jit(jax.grad(loss, has_aux=True))(1.0, env.reset(new_key(7)))
-        assert env.envs.calls == "R" + "S" * 5
-        assert float(gradient) == 2 * sum(range(2, 7))
-
-
-@pytest.mark.long
 def test_evaluations_in_lanes_are_those_of_each_lane_alone(transport: str) -> None:
     keys, scales = jax.random.split(new_key(7), 2), jnp.array([1, 0])
 

@@ -280,15 +280,6 @@ def test_one_step_may_be_mapped_over_a_population(counters: Any) -> None:
     np.testing.assert_allclose(state.obs["place"][1], alone.obs["place"], rtol=1e-6)
 
 
-@pytest.mark.long
-def test_states_can_be_branched_and_returned_to(counters: Any) -> None:
-    env = counters()
-    state = env.step(env.reset(new_key(0)), PUSH)
-    left, right, again = env.step(state, PUSH), env.step(state, -PUSH), env.step(state, PUSH)
-    np.testing.assert_array_equal(left.obs["place"], again.obs["place"])
-    assert (left.obs["place"] != right.obs["place"]).all()
-
-
 _SHARDED = """
     import jax, numpy as np
     from jax_envs import Counter

@@ -169,11 +169,6 @@ def trajectory(envs: Any, steps: int, row: int) -> list[Any]:
     return [copy.deepcopy(envs.step(np.full((envs.num_envs, 1), 0.4, np.float32))[0]["place"][row]) for _ in range(steps)]
 
 
-@pytest.mark.long
-def test_a_row_does_not_depend_on_how_many_there_are(make: Any) -> None:
-    assert_identical(trajectory(make(3, seed=10), 30, 0), trajectory(make(9, seed=8), 30, 2))
-
-
 def test_reset_without_a_seed_goes_on_to_the_next_episode(make: Any) -> None:
     one, other, another = make(seed=1), make(seed=1), make(seed=None)
     second = one.reset()[0]

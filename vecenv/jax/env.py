@@ -305,11 +305,8 @@ def probe(env: JaxEnv) -> str:
 
     def outcome(action: PyTree, state: PyTree) -> list[jax.Array]:
         after, obs, reward, *_ = env.step(state, action, key)
-        return [
-            jnp.asarray(leaf)
-            for leaf in jax.tree.leaves((after, obs, reward))
-            if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
-        ]
+        leaves = jax.tree.leaves((after, obs, reward))
+        return [jnp.asarray(leaf) for leaf in leaves if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)]
 
     def total(action: PyTree, state: PyTree) -> jax.Array:
         return sum((jnp.sum(leaf) for leaf in outcome(action, state)), jnp.zeros(()))
@@ -460,10 +457,8 @@ class Fixed(Wrapped):
         def cast(path: Any, spec: Any, leaf: Any) -> Any:
             leaf = fixed(leaf)
             if leaf.shape != spec.shape:
-                where_in = jax.tree_util.keystr(path)
-                raise ValueError(
-                    f"{self.name}: {where} returned {where_in} of shape {leaf.shape}, init of shape {spec.shape}."
-                )
+                what = jax.tree_util.keystr(path)
+                raise ValueError(f"{self.name}: {where} returned {what} of shape {leaf.shape}, init of shape {spec.shape}.")
             return leaf if leaf.dtype == spec.dtype else leaf.astype(spec.dtype)
 
         return jax.tree_util.tree_map_with_path(cast, self._spec, value)

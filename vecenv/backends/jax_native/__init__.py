@@ -73,16 +73,9 @@ class JaxVectorEnv(DrivenVectorEnv[Driver]):
     _why_no_attributes = "its environments are rows of one compiled function, without methods or attributes of their own"
 
     def __init__(
-        self,
-        env: Any,
-        num_envs: int = 1,
-        *,
-        to: str = "numpy",
-        library: str | None = None,
-        infos: bool = True,
-        render_mode: str | None = None,
-        **options: Any,
-    ) -> None:
+        self, env: Any, num_envs: int = 1, *, to: str = "numpy", library: str | None = None, infos: bool = True,
+        render_mode: str | None = None, **options: Any,
+    ) -> None:  # fmt: skip
         self.closed = True  # until there is something to close
         if to not in ("numpy", "jax", "torch"):
             raise ValueError(f"to must be 'numpy', 'jax' or 'torch', got {to!r}.")
@@ -95,11 +88,8 @@ class JaxVectorEnv(DrivenVectorEnv[Driver]):
         for name in ("observation_space", "action_space", "single_observation_space", "single_action_space"):
             setattr(self, name, getattr(functional, name))
         self.num_envs, self.autoreset_mode = functional.num_envs, functional.autoreset_mode
-        self.metadata = {
-            "autoreset_mode": functional.autoreset_mode,
-            "render_modes": ["rgb_array"],
-            "render_fps": getattr(functional.single_env, "frames_per_second", 0) or 30,
-        }
+        fps = getattr(functional.single_env, "frames_per_second", 0) or 30
+        self.metadata = {"autoreset_mode": self.autoreset_mode, "render_modes": ["rgb_array"], "render_fps": fps}
         self.compile_seconds: dict[str, float] = {}
         self._open(Driver(functional, to, infos))
 
@@ -223,12 +213,8 @@ class JaxVectorEnv(DrivenVectorEnv[Driver]):
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
         """Go on from what :meth:`state_dict` gave; as :meth:`load`."""
         self._require_idle("load_state_dict")
-        mine = {"format": FORMAT, "num_envs": self.num_envs}
-        if (
-            not isinstance(state, Mapping)
-            or "snapshots" not in state
-            or any(state.get(key) != own for key, own in mine.items())
-        ):
+        own = {"format": FORMAT, "num_envs": self.num_envs}.items()
+        if not isinstance(state, Mapping) or "snapshots" not in state or any(state.get(key) != value for key, value in own):
             raise SnapshotMismatch(f"this is no state_dict() of {self.num_envs} environments")
         return self._loaded(state["snapshots"], rows_of(None, self.num_envs))
 
@@ -306,8 +292,6 @@ def functional_of(env: Any, num_envs: int, library: str | None, options: dict[st
     if isinstance(env, str):
         env = adapt(make_env(env, library, **for_env))
     elif for_env or library is not None:
-        raise TypeError(
-            f"Unknown options {sorted(for_env) or 'library'} for an environment that exists already; JaxVectorEnv knows "
-            f"{sorted(_OPTIONS)}."
-        )
+        unknown = sorted(for_env) or ["library"]
+        raise TypeError(f"{unknown} are no options of an environment that exists already; these are {sorted(_OPTIONS)}.")
     return FunctionalVectorEnv(env, int(num_envs), **given)

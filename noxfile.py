@@ -8,6 +8,7 @@ nox.options.sessions = ["tests", "lint", "docs"]
 nox.options.reuse_existing_virtualenvs = True
 
 TORCH = "torch==2.13.0"  # one version, so that an index with its CPU build can be named
+GAMES = ("mpe2>=1", "pymunk>=6.2", "array-api-compat>=1.7", "hatchling>=1.27")  # of extra `test`, which has JAX in it
 RLLIB = ("tests/clients/test_client_rllib.py",)
 GYMNAX = ("tests/jax/test_jax_vector_env.py", "tests/jax/test_jax_adapt.py", "-k", "gymnax", "-m", "slow or not slow")
 TOOLS = (
@@ -60,11 +61,14 @@ def gymnasium(session: nox.Session, version: str) -> None:
 
 @nox.session(python="3.11")
 def lowest(session: nox.Session) -> None:
-    """Engine, state and contract with the lowest version of each dependency of the core that pyproject.toml declares."""
+    """The whole default run with the lowest version of each dependency of the core that pyproject.toml declares.
+
+    Beside these stand the extras that take such an old NumPy; tests of JAX, which takes none, are left out.
+    """
     needs = nox.project.load_toml("pyproject.toml")["project"]["dependencies"]
-    session.install(*(need.partition(",")[0].replace(">=", "==") for need in needs), *TOOLS)
-    session.install("-e", ".", "--no-deps")
-    session.run("pytest", "-n", "0", *(session.posargs or ("tests/engine", "tests/state", "tests/contract")))
+    floors = [need.partition(",")[0].replace(">=", "==") for need in needs]
+    session.install(*floors, *TOOLS, "-e", ".[bench,envpool,multi-agent]", *GAMES)
+    session.run("pytest", *session.posargs)
 
 
 @nox.session(python="3.11")

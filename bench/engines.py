@@ -18,17 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from vecenv.tools.benchmark import (
-    Candidate,
-    EnvFn,
-    Runner,
-    Sample,
-    Unavailable,
-    default_candidates,
-    run_for,
-    sample_actions,
-    vecenv_candidate,
-)
+from vecenv.tools.benchmark import Candidate, Unavailable, default_candidates, vecenv_candidate
+from vecenv.tools.runners import EnvFn, Runner, run_for, sample_actions
 
 
 def _need(module: str, package: str) -> Any:
@@ -51,7 +42,7 @@ class StableBaselines3:
         dones = self.envs.step(self._next())[2]
         return len(dones) + int(np.count_nonzero(dones))
 
-    def run(self, seconds: float) -> Sample:
+    def run(self, seconds: float) -> float:
         return run_for(self._step, seconds)
 
     def close(self) -> None:
@@ -74,7 +65,7 @@ class Tianshou:
             self.envs.reset(ended)
         return len(terminated) + len(ended)
 
-    def run(self, seconds: float) -> Sample:
+    def run(self, seconds: float) -> float:
         return run_for(self._step, seconds)
 
     def close(self) -> None:
@@ -103,7 +94,7 @@ class TorchRL:
         done = stepped.get(("next", "done"))
         return int(done.numel()) + int(done.sum())
 
-    def run(self, seconds: float) -> Sample:
+    def run(self, seconds: float) -> float:
         return run_for(self._step, seconds)
 
     def close(self) -> None:
@@ -142,7 +133,7 @@ class PufferLib:
         self.envs.step(self._next())
         return self._num_envs
 
-    def run(self, seconds: float) -> Sample:
+    def run(self, seconds: float) -> float:
         return run_for(self._step, seconds)
 
     def close(self) -> None:
@@ -172,7 +163,7 @@ def candidates(env_fn: EnvFn, num_envs: int, workers: int) -> list[Candidate]:
     """The rows of ``vecenv bench``, then everybody else's."""
     workers = min(workers, num_envs)
     others = [
-        Candidate(name, label, (partial(build, env_fn, num_envs, workers),), kind="other", settle=settle)
+        Candidate(name, label, partial(build, env_fn, num_envs, workers), kind="other", settle=settle)
         for name, (label, build, settle) in OTHERS.items()
     ]
     auto, *rows, limit = default_candidates(env_fn, num_envs, workers)

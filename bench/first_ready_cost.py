@@ -26,7 +26,7 @@ import psutil
 from gymnasium import spaces
 
 import vecenv
-from vecenv.tools.benchmark import make_env
+from vecenv.tools.runners import make_env
 
 
 class Sleeping(gymnasium.Env[Any, Any]):

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from bench.suites import Memory
 from vecenv.tools.benchmark import Report
-from vecenv.tools.benchmark.compare import show_rate
-from vecenv.tools.benchmark.plots import COLOURS, new_figure
+from vecenv.tools.report import COLOURS, new_figure, show_rate
 
 
 def draw_matrix(reports: Sequence[Report], path: Path) -> None:

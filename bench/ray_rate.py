@@ -247,7 +247,7 @@ def driver(seconds: float, rounds: int) -> list[dict[str, Any]]:
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Efficiency over the time of a batch, on a logarithmic axis, with the line at which two hosts equal one machine."""
-    from vecenv.tools.benchmark.plots import COLOURS, new_figure
+    from vecenv.tools.report import COLOURS, new_figure
 
     figure = new_figure(7.0, 4.2)
     axes = figure.subplots()
@@ -257,7 +257,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     axes.fill_between(times, low, high, color=COLOURS["vecenv"], alpha=0.2, linewidth=0)
     axes.plot(times, values, "o-", color=COLOURS["vecenv"], label="2 hosts on one machine (band: least to greatest)")
     axes.axhline(0.5, color=COLOURS["gymnasium"], linestyle="--", label="break-even: two hosts do as much as one machine")
-    axes.axvline(10, color=COLOURS["limit"], linestyle=":", label="10 ms")
+    axes.axvline(10, color=COLOURS["bound"], linestyle=":", label="10 ms")
     axes.set_xscale("log")
     axes.set_xticks(times, [str(value) for value in times])
     axes.set_ylim(0, 1)

@@ -9,7 +9,7 @@ import gymnasium
 import numpy as np
 
 from bench.waits import torchrl_pool
-from vecenv.tools.benchmark import SEED, EnvFn
+from vecenv.tools.runners import SEED, EnvFn
 
 __all__ = ["AsyncEnvPool", "Halves", "StableBaselines3", "Stepper"]
 

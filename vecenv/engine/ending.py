@@ -14,9 +14,7 @@ from gymnasium import logger
 
 from vecenv.engine.handles import ProcessWorker
 from vecenv.link.channel import ChannelClosed
-from vecenv.link.outcomes import Failure
-from vecenv.link.protocol import Op, Reply, encode
-from vecenv.link.sealing import load
+from vecenv.link.messages import Failure, Op, Reply, decode_outcome, encode
 from vecenv.system.descendants import end_marked, snapshot
 from vecenv.system.supervision import Lifeline, close_process, end_group
 
@@ -138,7 +136,7 @@ def _drain(worker: ProcessWorker, failures: list[tuple[Failure, Any]] | None) ->
         while (message := worker.channel.read()) is not None:
             word, seq, payload = message
             if word == Reply.FULL and seq == CLOSING and payload is not None and failures is not None:
-                said = load(payload)
+                said = decode_outcome(payload)
                 failures += [(failure, worker) for failure in said.failures]
                 for _, text in said.warnings:
                     logger.warn("%s", f"worker {worker.index} (pid {worker.pid}): {text}")

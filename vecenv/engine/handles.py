@@ -19,9 +19,7 @@ from vecenv.engine.episodes import Wish
 from vecenv.engine.owed import COMMANDS, ONLY_COLUMNS, PLAIN, Answer, Death, Flight, Owed, Part
 from vecenv.errors import EnvError
 from vecenv.link.channel import CallerEnd, ChannelClosed
-from vecenv.link.outcomes import NOTHING_SAID, Outcome
-from vecenv.link.packing import dumps, dumps_by_value, summary, unpack
-from vecenv.link.protocol import Reply, encode
+from vecenv.link.messages import PLAIN_OUTCOME, Outcome, Reply, dumps, dumps_by_value, encode, summary, unpack_error
 from vecenv.system.descendants import reap_group
 from vecenv.system.draws import unwatch, watch
 from vecenv.system.holdings import Holdings
@@ -92,7 +90,7 @@ class CallerWorker:
         else:
             outcome = self._carried_out(flight)
         seq = flight.seq
-        if outcome is NOTHING_SAID:
+        if outcome is PLAIN_OUTCOME:
             said = PLAIN
         elif outcome.is_plain():
             said = ONLY_COLUMNS if outcome.columns else PLAIN
@@ -373,7 +371,7 @@ def raise_ready(error: Any, note: str) -> Exception:
     One that is no ``Exception`` (``sys.exit`` in an environment of the caller's own share) gets a stand-in.
     """
     if not isinstance(error, BaseException):
-        return unpack(error, note)
+        return unpack_error(error, note)
     if isinstance(error, Exception):
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)

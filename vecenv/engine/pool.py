@@ -25,8 +25,7 @@ from vecenv.engine.starting import PoolOptions, Workplace, await_ready, launch, 
 from vecenv.engine.telling import HEAD_START, Telling
 from vecenv.engine.watchdog import Watchdog
 from vecenv.front.deadlines import deadline_of, milliseconds
-from vecenv.link.outcomes import Failure
-from vecenv.link.protocol import Op, Reply, encode
+from vecenv.link.messages import Failure, Op, Reply, encode
 from vecenv.shm import Arena, Batch
 from vecenv.system.cores import Patience
 from vecenv.system.descendants import end_marked

@@ -39,7 +39,7 @@ class WorkersOwn:
         numpy, python, torch = np.random.SeedSequence(int.from_bytes(stream, "little"), spawn_key=key).spawn(3)
         NUMPY.set_bit_generator(type(NUMPY.get_bit_generator())(numpy))
         random.seed(int.from_bytes(python.generate_state(8).tobytes(), "little"))
-        self._torch = int(torch.generate_state(1, np.uint64)[0] >> 1)
+        self._torch = int(torch.generate_state(1, np.uint64)[0]) >> 1
         self.seed_torch()
 
     def seed_torch(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import cloudpickle
 
-from vecenv.link.outcomes import Outcome
+from vecenv.link.messages import Outcome
 from vecenv.system import draws
 from vecenv.worker.keeping import KeptRows
 from vecenv.worker.threads import Said

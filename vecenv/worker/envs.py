@@ -14,8 +14,7 @@ import numpy as np
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 
 from vecenv.errors import EnvError, EnvFailed, ObservationError
-from vecenv.link.outcomes import Failure, Outcome
-from vecenv.link.packing import dumps_by_value, summary
+from vecenv.link.messages import Failure, Outcome, dumps_by_value, summary
 from vecenv.shm.layout import Array, Tree
 from vecenv.system import draws, generators
 

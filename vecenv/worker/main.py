@@ -28,11 +28,8 @@ from gymnasium.vector import AutoresetMode
 
 from vecenv.errors import ObservationError
 from vecenv.link.channel import ChannelClosed, Ends, WorkerEnd
+from vecenv.link.messages import PLAIN_OUTCOME, Failure, Op, Outcome, Reply, encode_outcome, pack_error
 from vecenv.link.observations import KEPT, Put, checked_value, tree_writer
-from vecenv.link.outcomes import NOTHING_SAID, Failure, Outcome
-from vecenv.link.packing import pack
-from vecenv.link.protocol import Op, Reply
-from vecenv.link.sealing import dump
 from vecenv.shm import Arena, Batch, Layout, fixed_tree
 from vecenv.system.cores import Patience, Placement
 from vecenv.system.descendants import adopt, end_own
@@ -168,8 +165,8 @@ def answer(rows: KeptRows, op: int, seq: int, load: Callable[[], Any]) -> Outcom
         return rows.reset(seq, ks, seeds, options)
     payload = load()
     if op == Op.REBUILD_SOME:
-        seeds, options, pending, snapshots = payload
-        return rows.rebuild_from(seq, rows.chosen(seq), snapshots, seeds, options, pending=pending)
+        seeds, options, pending = payload
+        return rows.rebuild(seq, rows.chosen(seq), seeds, options, pending=pending)
     if op == Op.CALL:
         return rows.call(seq, *payload)
     if op == Op.SET_ATTR:
@@ -216,7 +213,7 @@ def serve(channel: WorkerEnd, rows: KeptRows, patience: Patience, take: Callable
         op, seq, payload = wait(patience)
         if (op, payload) == plain_step:  # all rows, actions in shared memory: nearly always
             outcome = step(seq, None, actions(None))
-            if outcome is NOTHING_SAID and os.getpid() == pid:
+            if outcome is PLAIN_OUTCOME and os.getpid() == pid:
                 send(plain, seq)
                 continue
         elif op == Op.CLOSE:
@@ -224,7 +221,7 @@ def serve(channel: WorkerEnd, rows: KeptRows, patience: Patience, take: Callable
             if left := left_behind():
                 outcome.warnings.append(("left", f"after close() environments {rows.span} left running: {left}"))
             with contextlib.suppress(ChannelClosed):
-                channel.send(Reply.FULL, seq, dump(outcome))
+                channel.send(Reply.FULL, seq, encode_outcome(outcome))
             return not outcome.failures
         elif op == Op.TAKE:
             rows = take(rows, *pickle.loads(payload or b""))
@@ -237,7 +234,7 @@ def serve(channel: WorkerEnd, rows: KeptRows, patience: Patience, take: Callable
         if outcome.is_plain():
             channel.send(Reply.COLUMNS if outcome.columns else Reply.PLAIN, seq)
         else:
-            channel.send(Reply.FULL, seq, dump(outcome))
+            channel.send(Reply.FULL, seq, encode_outcome(outcome))
 
 
 def left_behind() -> str:
@@ -286,7 +283,7 @@ def main(start: Start) -> None:
     except BaseException as error:
         rows, failures, mismatches = None, [Failure(getattr(error, "env", start.first), error)], []
     for failure in failures:
-        failure.error = pack(failure.error)
+        failure.error = pack_error(failure.error)
     clean = False
     abandoned = False
     try:

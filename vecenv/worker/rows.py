@@ -22,8 +22,8 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from vecenv.errors import EnvError
+from vecenv.link.messages import PLAIN_OUTCOME, Failure, Outcome
 from vecenv.link.observations import KEPT, Put
-from vecenv.link.outcomes import NOTHING_SAID, Failure, Outcome
 from vecenv.link.schemas import BY_PICKLE, NO_INFO
 from vecenv.shm.layout import Array, Batch, Tree, memory_of
 from vecenv.system import draws
@@ -415,7 +415,7 @@ class EnvRows(Envs):
         if out.columns or not out.is_plain():
             return out
         self._silent = self._seq
-        return NOTHING_SAID
+        return PLAIN_OUTCOME
 
     def _fail(self, k: int, error: BaseException, out: Outcome) -> None:
         self.leave_if_forked()

@@ -11,13 +11,11 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from envs import PROCESS_ENGINES, CounterEnv, SpaceEnv, counters, opened
+from envs import CounterEnv, Options, SpaceEnv, counters, opened
 from gymnasium import spaces
 
 import vecenv
 from vecenv.errors import StartupTimeout, VecEnvError, WorkerDied
-
-engines = pytest.mark.parametrize("engine", PROCESS_ENGINES.values(), ids=list(PROCESS_ENGINES))
 
 
 def only_in_a_worker(do: Any) -> Any:
@@ -36,42 +34,38 @@ def explode() -> None:
     raise RuntimeError("no display")
 
 
-@engines
 @pytest.mark.parametrize("bad", [0, 1, 2])
-def test_an_env_fn_that_raises_in_a_worker_gives_its_own_exception_and_the_index(engine: dict[str, Any], bad: int) -> None:
+def test_an_env_fn_that_raises_in_a_worker_gives_its_own_exception_and_the_index(process_engine: Options, bad: int) -> None:
     fns = counters(3)
     fns[bad] = only_in_a_worker(explode)
     with pytest.raises(RuntimeError, match="no display") as caught:
-        vecenv.AsyncVectorEnv(fns, **engine)
+        vecenv.AsyncVectorEnv(fns, **process_engine)
     assert f"env {bad}" in str(caught.value) + "\n".join(getattr(caught.value, "__notes__", []))
     assert "explode" in str(caught.value.__cause__)
     assert multiprocessing.active_children() == []
 
 
-@engines
-def test_the_lowest_index_is_raised_when_several_env_fns_raise(engine: dict[str, Any]) -> None:
+def test_the_lowest_index_is_raised_when_several_env_fns_raise(process_engine: Options) -> None:
     def other() -> None:
         raise ValueError("another")
 
     fns = [*counters(1), only_in_a_worker(explode), only_in_a_worker(other)]
     with pytest.raises(RuntimeError, match="no display"):
-        vecenv.AsyncVectorEnv(fns, **engine)
+        vecenv.AsyncVectorEnv(fns, **process_engine)
 
 
-@engines
-def test_an_env_fn_that_exits_is_an_error_and_not_the_end_of_the_program(engine: dict[str, Any]) -> None:
+def test_an_env_fn_that_exits_is_an_error_and_not_the_end_of_the_program(process_engine: Options) -> None:
     with pytest.raises(VecEnvError, match=r"\b2\b"):
-        vecenv.AsyncVectorEnv([*counters(2), only_in_a_worker(lambda: sys.exit(3))], **engine)
+        vecenv.AsyncVectorEnv([*counters(2), only_in_a_worker(lambda: sys.exit(3))], **process_engine)
     with pytest.raises(VecEnvError):
-        vecenv.AsyncVectorEnv([*counters(2), only_in_a_worker(lambda: os._exit(4))], **engine)
+        vecenv.AsyncVectorEnv([*counters(2), only_in_a_worker(lambda: os._exit(4))], **process_engine)
     assert multiprocessing.active_children() == []
 
 
-@engines
-def test_a_start_that_hangs_ends_at_start_timeout(engine: dict[str, Any]) -> None:
+def test_a_start_that_hangs_ends_at_start_timeout(process_engine: Options) -> None:
     begin = time.monotonic()
     with pytest.raises(StartupTimeout) as caught:
-        vecenv.AsyncVectorEnv([*counters(2), only_in_a_worker(lambda: time.sleep(60))], start_timeout=0.5, **engine)
+        vecenv.AsyncVectorEnv([*counters(2), only_in_a_worker(lambda: time.sleep(60))], start_timeout=0.5, **process_engine)
     assert time.monotonic() - begin < 70
     assert isinstance(caught.value, TimeoutError)
     assert isinstance(caught.value, multiprocessing.TimeoutError)

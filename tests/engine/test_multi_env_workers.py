@@ -11,7 +11,7 @@ import threading
 
 import numpy as np
 import pytest
-from envs import CounterEnv, RaisingEnv, counters, opened, raises_logged
+from envs import CounterEnv, RaisingEnv, counters, opened, raises_logged, started
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from sampling import each_once
 
@@ -94,8 +94,7 @@ def test_the_repr_tells_how_many_workers_there_are() -> None:
 
 
 def test_calls_and_frames_come_in_the_order_of_environments() -> None:
-    with opened(counters(5, render_mode="rgb_array"), num_workers=2) as envs:
-        envs.reset(seed=1)
+    with started(counters(5, render_mode="rgb_array"), num_workers=2) as envs:
         assert envs.call("add", 1) == (1, 2, 3, 4, 5)
         assert [int(frame[0, 0, 0]) for frame in envs.render()] == [0, 10, 20, 30, 40]
         envs.set_attr("note", list("abcde"))
@@ -107,8 +106,7 @@ def test_calls_and_frames_come_in_the_order_of_environments() -> None:
 def test_a_failing_environment_does_not_stop_its_siblings_and_is_named_by_its_own_index(bad: int) -> None:
     fns = counters(5, lengths=(9,))
     fns[bad] = functools.partial(RaisingEnv, bad, ValueError("x"), "step", 2)
-    with opened(fns, num_workers=2) as envs:
-        envs.reset(seed=1)
+    with started(fns, num_workers=2) as envs:
         envs.step([0] * 5)
         with raises_logged(ValueError) as (caught, _):
             envs.step([0] * 5)
@@ -122,8 +120,7 @@ def test_a_failing_environment_does_not_stop_its_siblings_and_is_named_by_its_ow
 
 def test_several_failures_in_one_worker_are_all_reported() -> None:
     fns = [functools.partial(RaisingEnv, index, ValueError(f"x{index}"), "step", 1) for index in range(4)]
-    with opened([*counters(1), *fns[1:]], num_workers=1) as envs:
-        envs.reset(seed=1)
+    with started([*counters(1), *fns[1:]], num_workers=1) as envs:
         with raises_logged(ValueError, match="x1", failures=3) as (caught, _):
             envs.step([0] * 4)
         notes = "\n".join(caught.value.__notes__)
@@ -133,8 +130,7 @@ def test_several_failures_in_one_worker_are_all_reported() -> None:
 
 def test_different_environments_of_one_worker_keep_their_infos_apart() -> None:
     fns = [functools.partial(CounterEnv, index, lengths=(1 + index,)) for index in range(4)]
-    with opened(fns, num_workers=1) as envs:
-        envs.reset(seed=1)
+    with started(fns, num_workers=1) as envs:
         envs.step([0] * 4)
         infos = envs.step([0] * 4)[4]
         assert infos["_reset_kwargs"].tolist() == [True, False, False, False]

@@ -12,13 +12,13 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from envs import CounterEnv, counters, opened, raises_logged
+from envs import CounterEnv, assert_as_sync, counters, opened, raises_logged
 from gymnasium.spaces import Box, Discrete
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import SyncVectorEnv
 
 import vecenv
 from vecenv.shm import Layout, fixed_tree
-from vecenv.testing import assert_identical, assert_same_trajectory
+from vecenv.testing import assert_identical
 
 methods = pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
 
@@ -65,11 +65,7 @@ def assert_same_trajectory_of_legal_actions(envs: Any, oracle: Any) -> None:
 @methods
 def test_real_environments_give_the_trajectories_of_sync_vector_env(context: str) -> None:
     fns = [lambda: gymnasium.make("CartPole-v1", max_episode_steps=9)] * 3
-    oracle = SyncVectorEnv(fns, autoreset_mode=AutoresetMode.SAME_STEP)
-    options = {"autoreset_mode": "SameStep", "num_workers": 2}
-    with opened(fns, context=context, copy=False, **options) as envs:
-        assert_same_trajectory(envs, oracle, 30, seed=3)
-    oracle.close()
+    assert_as_sync(fns, 30, autoreset_mode="SameStep", context=context, copy=False, num_workers=2)
 
 
 @methods

@@ -13,10 +13,10 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from envs import opened
 from observe import CHEAP, FAULTS, PATIENCE, names, remaining, report
 from vandals import Chain, Pause, crew, vandal
 
-import vecenv
 from vecenv.errors import EnvFailed, StepTimeout, WorkerDied
 from vecenv.testing.faulty import WitnessEnv
 
@@ -232,8 +232,7 @@ class Brittle(gymnasium.Env[Any, Any]):
 @pytest.mark.parametrize("options", [{"num_workers": 1}, {"num_workers": 0}], ids=["one worker", "in process"])
 def test_a_failure_is_told_once_and_later_answers_have_nothing_of_it(options: dict[str, int]) -> None:
     """A worker uses its outcome again as long as there is nothing in it: what was said once is not said with each answer."""
-    envs: Any = vecenv.AsyncVectorEnv([Brittle] * 4, batch_size=1, **options)
-    try:
+    with opened([Brittle] * 4, batch_size=1, **options) as envs:
         envs.reset(seed=1)
         envs.send([1], [0])
         with pytest.raises(ValueError, match="not this one"):
@@ -242,29 +241,23 @@ def test_a_failure_is_told_once_and_later_answers_have_nothing_of_it(options: di
             envs.send([0], [row])
             assert envs.recv()[4]["env_id"].tolist() == [row]
         assert len(envs.errors) == 1
-    finally:
-        envs.close()
 
 
 def test_an_answer_to_a_call_does_not_travel_again_with_every_step() -> None:
-    envs: Any = vecenv.AsyncVectorEnv([Brittle] * 4, num_workers=1)
-    try:
+    with opened([Brittle] * 4, num_workers=1) as envs:
         envs.reset(seed=1)
         assert len(envs.call("__class__")) == 4
         sent = envs.stats()["bytes_pickled"]
         for _ in range(3):
             envs.step([0] * 4)
         assert envs.stats()["bytes_pickled"] == sent
-    finally:
-        envs.close()
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 @pytest.mark.parametrize("noticed", ["by the reset", "by the way"])
 def test_a_row_that_died_with_its_neighbour_waits_for_a_reset_of_its_own(noticed: str) -> None:
     """The neighbour's reset starts their worker anew: both environments are new then, and one of them has no episode."""
-    envs: Any = vecenv.AsyncVectorEnv([Brittle] * 4, num_workers=2, batch_size=1)
-    try:
+    with opened([Brittle] * 4, num_workers=2, batch_size=1) as envs:
         envs.reset(seed=1)
         os.kill(envs.processes[0].pid, signal.SIGKILL)
         envs.processes[0].join()
@@ -286,5 +279,3 @@ def test_a_row_that_died_with_its_neighbour_waits_for_a_reset_of_its_own(noticed
         envs.recv()
         envs.send([0], [1])
         assert envs.recv()[4]["env_id"].tolist() == [1]
-    finally:
-        envs.close()

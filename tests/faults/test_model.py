@@ -23,8 +23,9 @@ import numpy as np
 import pytest
 from at_random import AtRandom, ignored
 from at_random import handler as alarmed
-from counting import RAISE, Counting, Drawing, tell
+from counting import DIE, RAISE, Counting, Drawing, tell
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
+from gymnasium.vector import AutoresetMode
 from hypothesis import HealthCheck, Phase, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -64,6 +65,12 @@ CHOICES: dict[str, Setting] = {
         ("caller's share", "caller's share", {}),
         ("one worker", "one worker", {}),
         ("two workers", "batch_size", {}),
+        ("two workers of a fork server", "batch_size", {"context": "forkserver"}),
+        ("same step", "same step", {}),
+        ("same step, restart", "same step", RESTART),
+        ("same step, in process", "in process", {"autoreset_mode": "SameStep"}),
+        ("no autoreset", "batch_size", {"autoreset_mode": "Disabled"}),
+        ("no autoreset, restart", "batch_size", {"autoreset_mode": "Disabled", **RESTART}),
         ("restart", "restart", {}),
         ("max_concurrency", "max_concurrency", {}),
         ("list actions", "list actions", {}),
@@ -83,10 +90,11 @@ COUNTS = {"runs": 0, "moves": 0, "interrupted": 0, "excused": 0}
 
 
 class Row:
-    """One environment and what its row must say; a step after the end of an episode is a reset."""
+    """One environment and what its row must say, with the autoreset mode done by hand."""
 
     def __init__(self, setting: Setting, index: int) -> None:
         self.env: Counting = setting.kind(index, setting.length)
+        self.mode = AutoresetMode(setting.options.get("autoreset_mode", "NextStep"))
         self.done = False
         self.last: Any = None
         self.next_seed: int | None = None  # of the episode that autoreset begins
@@ -98,12 +106,18 @@ class Row:
         self.done = False
         return self.last, 0.0, False, False, info
 
+    def _begin_next(self) -> tuple[Any, ...]:
+        seed, self.next_seed = self.next_seed, None
+        return self.reset(seed)
+
     def step(self, action: Any) -> tuple[Any, ...]:
-        if self.done:
-            seed, self.next_seed = self.next_seed, None
-            return self.reset(seed)
+        if self.done and self.mode is AutoresetMode.NEXT_STEP:
+            return self._begin_next()
         answer = self.env.step(action)
         self.last, self.done = answer[0], answer[2]
+        if self.done and self.mode is AutoresetMode.SAME_STEP:
+            first, *_, info = self._begin_next()
+            return first, *answer[1:4], {**info, "final_obs": answer[0], "final_info": answer[4]}
         return answer
 
 
@@ -119,9 +133,17 @@ def says(answer: tuple[Any, ...], at: int, wanted: tuple[Any, ...], who: str) ->
 
 
 def check_infos(infos: dict[str, Any], at: int, wanted: dict[str, Any], who: str) -> None:
-    here = {key: infos[key][at] for key in infos if not key.startswith("_") and infos[f"_{key}"][at]}
+    here = row_of(infos, at)
     here.pop("env_id", None)
-    assert here == wanted, f"infos of {who}: {here}, wanted {wanted}"
+    final, last = here.pop("final_obs", None), wanted.get("final_obs")
+    assert np.array_equal(final, last), f"{who} ended with {final}, wanted {last}"
+    assert here == {key: value for key, value in wanted.items() if key != "final_obs"}, f"infos of {who}: {here}"
+
+
+def row_of(infos: dict[str, Any], at: int) -> dict[str, Any]:
+    """One row's info out of a dict of arrays with masks."""
+    here = [key for key in infos if not key.startswith("_") and infos[f"_{key}"][at]]
+    return {key: row_of(infos[key], at) if isinstance(infos[key], dict) else infos[key][at] for key in here}
 
 
 class Model:
@@ -137,6 +159,9 @@ class Model:
     def __init__(self, name: str) -> None:
         self.setting = CHOICES[name]
         self.restart = "on_failure" in self.setting.options
+        self.autoresets = self.setting.options.get("autoreset_mode") != "Disabled"
+        if self.setting.options.get("context") == "forkserver":
+            self.setting.open().close()  # its server stays
         self.known = children()
         self.log: list[object] = [name]
         self.tick = 0
@@ -195,7 +220,8 @@ class Model:
             wanted = row.reset(seed + index)[0]
             assert np.array_equal(observations[index], wanted), f"after reset() env {index} says {observations[index]}"
             row.next_seed = None
-        self.envs.set_next_options()  # an environment that failed has forgotten them, and the others have not
+        if self.autoresets:
+            self.envs.set_next_options()  # an environment that failed has forgotten them, and the others have not
         self.owed = None
         self.flying = {}
 
@@ -371,6 +397,9 @@ class Model:
             answer = self.until_done(lambda: envs.set_attr("mark", marks), envs.call_wait, "call")
             assert answer in (None, (None,) * COUNT)
             assert envs.get_attr("mark") == tuple(marks)
+        elif name == "set_next_options" and not self.autoresets:
+            with pytest.raises(ValueError, match="begins no episodes"):
+                envs.set_next_options()
         elif name == "set_next_options":
             seeds = [None if (self.tick + index) % 3 == 0 else self.seed() for index in range(COUNT)]
             for row, seed in zip(self.rows, seeds, strict=True):
@@ -444,18 +473,31 @@ class Model:
             assert index in self.flying, f"row {index} came and was not on its way"
             says(answer, at, self.flying.pop(index), f"env {index}")
 
-    def fail(self, who: int) -> None:
-        """One environment raises in a step."""
+    def go_wrong(self, numbers: list[int]) -> None:
+        """A step in which some environments raise, and some end their worker with all that it has."""
         self.recover()
-        numbers = [RAISE if index == who else 1 for index in range(COUNT)]
+        if self.setting.local:  # a worker that ends is this process
+            numbers = [RAISE if number == DIE else number for number in numbers]
+        raising = {index for index, number in enumerate(numbers) if number == RAISE}
+        dying = {index for index, number in enumerate(numbers) if number == DIE}
+        lost = {
+            row
+            for worker in range(len(self.worker_pids()))
+            for row in self.rows_of(worker)
+            if dying & {*self.rows_of(worker)}
+        }
         self.remember()
-        wanted = [row.step(self.action_of(1)) for row in self.rows]
+        calm = [1 if index in raising | lost else number for index, number in enumerate(numbers)]
+        wanted = self.stepped(calm)
         if self.restart:
-            self.restarted(self.envs.step(self.actions(numbers)), wanted, {who})
+            self.restarted(self.envs.step(self.actions(numbers)), wanted, raising | lost)
         else:
-            with pytest.raises(ValueError, match="it was told to raise") as raised:
+            with pytest.raises((ValueError, WorkerDied)) as raised:
                 self.envs.step(self.actions(numbers))
-            assert re.search(rf"env {who}\b", brief(raised.value, whole=True))
+            told = brief(raised.value, whole=True)
+            for who in raising - lost:
+                assert re.search(rf"env {who}\b", told), told
+            assert bool(lost) == ("died during step" in told), told
             with pytest.raises(EnvFailed):
                 self.envs.step(self.actions([1] * COUNT))
         self.recover()
@@ -545,7 +587,8 @@ class Model:
                     if answer[4].get("_restarted", np.zeros(BATCH, bool))[at]:
                         assert index in self.rows_of(victim)
                         assert np.array_equal(answer[4]["final_obs"][at], self.handed[index])
-                        assert np.array_equal(answer[0][at], self.handed[index])
+                        begun = self.setting.options.get("autoreset_mode") == "SameStep"
+                        assert np.array_equal(answer[0][at], self.handed[index]) != begun
                         assert answer[3][at]
                     else:
                         assert index not in self.rows_of(victim)
@@ -603,25 +646,29 @@ class Model:
     def wrong_calls(self) -> None:
         """Calls out of order are refused, and change nothing."""
         envs = self.envs
+        waits = {kind: getattr(envs, f"{kind}_wait") for kind in ("step", "reset", "call")}
         if self.owed is not None:
             for call in (
-                lambda: envs.step_async(self.actions([1] * COUNT)),
-                lambda: envs.get_attr("marks"),
-                envs.save,
-                envs.set_next_options,
-            ):
+                lambda: envs.step_async(self.actions([1] * COUNT)), envs.reset_async, lambda: envs.call_async("tell", "x"),
+                lambda: envs.get_attr("marks"), lambda: envs.set_attr("mark", 1), envs.save, envs.reset,
+            ):  # fmt: skip
                 with pytest.raises(AlreadyPendingCallError):
                     call()
-        else:
-            for wait in (envs.step_wait, envs.reset_wait, envs.call_wait):
-                with pytest.raises(NoAsyncCallError):
-                    wait()
+            del waits[self.owed[0]]
+        for wait in waits.values():
+            with pytest.raises(NoAsyncCallError):
+                wait()
+        with pytest.raises((ValueError, AlreadyPendingCallError)):
+            envs.step(self.actions([1] * (COUNT - 1)))
         if self.flying:
             with pytest.raises(AlreadyPendingCallError):
                 envs.send(self.actions([1]), np.array([next(iter(self.flying))]))
 
 
 NUMBERS = st.lists(st.integers(0, RAISE - 1), min_size=COUNT, max_size=COUNT)
+WRONG = st.lists(st.sampled_from([0, 1, 2, 3, RAISE, RAISE, DIE]), min_size=COUNT, max_size=COUNT).filter(
+    lambda numbers: max(numbers) >= RAISE
+)
 SEEDS = st.one_of(st.none(), st.integers(10, 99))
 
 
@@ -726,10 +773,10 @@ class Calm(RuleBasedStateMachine):
     def recv(self, timeout: float | None) -> None:
         self.move(f"recv({timeout})", lambda: self.model.recv(timeout))
 
-    @rule(who=st.integers(0, COUNT - 1))
+    @rule(numbers=WRONG)
     @when(lambda self: idle(self) and not self.model.armed)
-    def an_environment_raises(self, who: int) -> None:
-        self.move(f"raise in {who}", lambda: self.model.fail(who))
+    def environments_fail(self, numbers: list[int]) -> None:
+        self.move(f"fail by {numbers}", lambda: self.model.go_wrong(numbers))
 
     @rule(which=st.integers(0, COUNT - 1), discovered=st.sampled_from(["step", "call", "reset", "reset of some"]))
     @when(lambda self: idle(self) and not self.model.armed and not self.model.setting.local)

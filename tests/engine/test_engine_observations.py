@@ -126,12 +126,6 @@ def test_without_copy_the_observations_are_those_of_sync_vector_env(shared_memor
     assert_as_sync(space_envs(FIXED_SPACES[name]), copy=False, shared_memory=shared_memory, num_workers=2)
 
 
-def test_an_array_taken_without_copy_may_be_read_after_close() -> None:
-    with opened(counters(3), copy=False) as envs:
-        view = envs.reset(seed=1)[0]
-    assert view[:, 0].tolist() == [0, 1, 2]
-
-
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_observations_are_zeros_of_the_batched_space_before_the_first_reset(shared_memory: bool, name: str) -> None:
     with opened(space_envs(FIXED_SPACES[name]), shared_memory=shared_memory, num_workers=0) as envs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import sys
@@ -85,28 +86,39 @@ def test_an_env_fn_that_returns_no_environment_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "option",
+    ("options", "words"),
     [
-        {"num_workers": -1},
-        {"num_workers": 1.5},
-        {"num_workers": "many"},
-        {"batch_size": 0},
-        {"batch_size": 9},
-        {"on_failure": "shrug"},
-        {"start_timeout": 0},
-        {"start_timeout": -1},
-        {"threads_per_worker": 0},
-        {"strict": "yes"},
-        {"dummy_env": "no"},
+        ({"num_workers": -1}, ()),
+        ({"num_workers": 1.5}, ()),
+        ({"num_workers": "many"}, ("auto",)),
+        ({"batch_size": 0}, ()),
+        ({"batch_size": 9}, ()),
+        ({"on_failure": "shrug"}, ("raise", "restart")),
+        ({"on_failure": None}, ("raise", "restart")),
+        ({"restart_limit": -1}, ()),
+        ({"restart_period": -1.0}, ()),
+        ({"restart_period": 0.0}, ()),
+        ({"step_timeout": -1.0}, ()),
+        ({"step_timeout": math.nan}, ()),
+        ({"start_timeout": 0}, ()),
+        ({"start_timeout": -1}, ()),
+        ({"threads_per_worker": 0}, ()),
+        ({"strict": "yes"}, ()),
+        ({"dummy_env": "no"}, ()),
+        ({"worker": print, "on_failure": "restart"}, ("on_failure",)),
     ],
     ids=str,
 )
-def test_an_option_without_a_meaning_is_refused_before_anything_is_built(option: dict[str, Any]) -> None:
+def test_an_option_without_a_meaning_is_refused_before_anything_is_built(options: Options, words: tuple[str, ...]) -> None:
+    """By its name, and with what is accepted."""
+
     def never() -> gymnasium.Env:
         raise AssertionError("built too early")
 
-    with pytest.raises((ValueError, TypeError), match=next(iter(option))):
-        vecenv.AsyncVectorEnv([never, never], **option)
+    with pytest.raises((ValueError, TypeError)) as caught:
+        vecenv.AsyncVectorEnv([never, never], **options)
+    for word in (next(iter(options)), *words):
+        assert word in str(caught.value)
 
 
 # -- where spaces come from ---------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from envs import Options, info_env, opened
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vecenv.link.infos import add_info
@@ -77,6 +77,7 @@ VALUES = st.one_of(
 )  # fmt: skip
 
 
+@settings(deadline=None)
 @given(st.lists(st.dictionaries(st.sampled_from("ab"), VALUES, max_size=2), min_size=1, max_size=5))
 def test_every_value_can_be_had_back(infos: list[dict[str, Any]]) -> None:
     said: dict[str, Any] = {}

@@ -136,17 +136,6 @@ def test_an_env_may_write_into_its_row(engine: Options) -> None:
         assert all((final == 3).all() for final in infos["final_obs"])
 
 
-def test_without_copy_the_batch_is_the_shared_memory_itself() -> None:
-    with opened([Painter] * 2, num_workers=1, copy=False) as envs:
-        first, _ = envs.reset()
-        second = envs.step(np.zeros(2, np.int64))[0]
-        assert first is second
-        assert first is envs.observations
-        assert not first.flags.owndata
-        copied = envs.observations.copy()
-    np.testing.assert_array_equal(first, copied)  # views outlive the workers
-
-
 class FromElsewhere(Painter):
     """Its spaces have come by pickle, with dtypes that are equal to numpy's own and not the same objects."""
 

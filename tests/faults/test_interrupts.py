@@ -181,7 +181,8 @@ def test_before_any_bytecode(setting: str, call: str) -> None:
 @pytest.mark.parametrize(
     ("setting", "every"),
     [
-        ("two of four", EVERY), ("in process", EVERY),
+        ("two of four", EVERY),
+        ("in process", EVERY),
         *(pytest.param(name, 1, marks=slow, id=f"all-{name}") for name in FIRST_READY),
     ],
 )
@@ -267,10 +268,16 @@ FAULTY = {
     "restart, one raises": (Setting({"num_workers": 2, **RESTART}), [1], RAISE, restarted_rows_are_right),
     "restart, a worker dies": (Setting({"num_workers": 2, **RESTART}), [1, 0], DIE, restarted_rows_are_right),
     "from a snapshot, one raises": (
-        Setting({"num_workers": 2, **RESTART, "restart_from": "snapshot"}), [1], RAISE, restarted_rows_are_right
+        Setting({"num_workers": 2, **RESTART, "restart_from": "snapshot"}),
+        [1],
+        RAISE,
+        restarted_rows_are_right,
     ),
     "from a snapshot, a worker dies": (
-        Setting({"num_workers": 2, **RESTART, "restart_from": "snapshot"}), [1, 0], DIE, restarted_rows_are_right
+        Setting({"num_workers": 2, **RESTART, "restart_from": "snapshot"}),
+        [1, 0],
+        DIE,
+        restarted_rows_are_right,
     ),
     "one raises": (Setting({"num_workers": 2}), [1], RAISE, failure_is_told),
     "a worker dies": (Setting({"num_workers": 2}), [1, 0], DIE, failure_is_told),

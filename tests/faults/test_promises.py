@@ -28,7 +28,6 @@ from observe import LINUX
 import vecenv
 from vecenv.errors import ForkedError, StepTimeout, WorkerDied
 from vecenv.link import channel
-from vecenv.testing import assert_identical
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -160,17 +159,6 @@ def test_every_call_is_still_owed(call: str) -> None:
         assert envs.step(quick(4))[1].tolist() == [1] * 4
 
 
-def test_rows_that_a_time_limit_interrupted_are_received_once() -> None:
-    with ended(makers(4), num_workers=2, batch_size=2) as envs:
-        envs.reset(seed=0)
-        envs.send(slow(4), np.arange(4))
-        with pytest.raises(TimeIsUp), alarm(0.1):
-            envs.recv()
-        rows = [row for _ in range(2) for row in envs.recv()[4]["env_id"].tolist()]
-        assert sorted(rows) == [0, 1, 2, 3]
-        assert envs.stats()["in_flight"] == 0
-
-
 @pytest.mark.parametrize("timeout", [math.inf, 1e7, 3e6, 10**400])
 def test_a_timeout_longer_than_any_wait_is_none(timeout: float) -> None:
     envs = vecenv.AsyncVectorEnv(makers(2), num_workers=1, step_timeout=timeout if timeout < 1e300 else None)
@@ -182,22 +170,6 @@ def test_a_timeout_longer_than_any_wait_is_none(timeout: float) -> None:
         assert len(envs.recv(timeout=timeout)[1]) == 2
     finally:
         envs.close(timeout=timeout)
-
-
-@pytest.mark.parametrize(
-    ("timeout", "kind"), [(math.nan, ValueError), ("1", TypeError), (True, TypeError), ([1], TypeError)]
-)
-def test_what_is_no_timeout_is_refused_and_nothing_is_lost(timeout: Any, kind: type[Exception]) -> None:
-    with ended(makers(2), num_workers=1) as envs:
-        envs.reset(seed=0)
-        envs.step_async(quick(2))
-        with pytest.raises(kind, match="`timeout` must be a number of seconds or None"):
-            envs.step_wait(timeout=timeout)
-        assert envs.step_wait()[1].tolist() == [1, 1]
-        with pytest.raises(kind, match="timeout"):
-            envs.close(timeout=timeout)
-    with pytest.raises(ValueError, match="step_timeout"):
-        vecenv.AsyncVectorEnv(makers(2), step_timeout=math.nan)
 
 
 def test_a_reset_that_waits_for_rows_has_the_time_of_a_step() -> None:
@@ -507,14 +479,6 @@ def test_closing_frees_memory_at_once() -> None:
         gc.enable()
 
 
-def test_an_observation_outlives_its_engine() -> None:
-    envs = vecenv.AsyncVectorEnv(makers(2), num_workers=1, copy=False)
-    envs.reset(seed=0)
-    observations = envs.step(quick(2))[0]
-    envs.close()
-    assert observations[:, 2].tolist() == [1, 1]
-
-
 def test_records_of_failures_do_not_keep_the_programs_frames() -> None:
     with ended(makers(1, lambda env: 1 / 0, at=1), num_workers=1) as envs:
 
@@ -584,22 +548,3 @@ def test_closing_is_quick_where_the_program_ignores_its_children() -> None:
     finally:
         signal.signal(signal.SIGCHLD, before)
     assert multiprocessing.active_children() == []
-
-
-def test_an_info_whose_own_code_fails_is_its_environments_failure() -> None:
-    class Evil(dict[str, Any]):
-        def items(self) -> Any:
-            raise RuntimeError("not today")
-
-    class EvilInfo(Counting):
-        def step(self, action: Any) -> Any:
-            *rest, _ = super().step(action)
-            return *rest, Evil(a=1)
-
-    for options in ({"num_workers": 1}, {"num_workers": 0}):
-        with ended([lambda: EvilInfo(0)], **options) as envs:
-            envs.reset(seed=0)
-            with pytest.raises(Exception, match="not today"):
-                envs.step(quick(1))
-            envs.reset(seed=0)
-            assert_identical(envs.call("index"), (0,))

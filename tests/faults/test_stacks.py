@@ -13,15 +13,13 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from observe import CHEAP, FAULTS, report, wait_for
+from observe import CHEAP, FAULTS, Launch, report, wait_for, worker_pids
 from vandals import Announce, crew, vandal
 
 from vecenv.engine.handles import ProcessWorker
 from vecenv.errors import StepTimeout
 
 pytestmark = [*FAULTS, pytest.mark.linux]
-
-Launch = Callable[..., Any]
 
 
 class Works(gymnasium.Env[Any, Any]):
@@ -139,7 +137,7 @@ def test_the_stack_of_an_old_question_is_no_last_stack(launch: Launch, tmp_path:
     wait_for(tmp_path / "stuck")
     with pytest.raises(StepTimeout, match=f"in {fault}"):
         envs.step_wait(timeout=0.2)
-    os.kill(envs._pool.workers[1].pid, 9)
+    os.kill(worker_pids(envs)[1], 9)
     with pytest.raises(Exception, match="SIGKILL") as caught:
         envs.step_wait()
     assert "last Python stack" not in report(caught.value)

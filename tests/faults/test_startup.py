@@ -19,7 +19,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from observe import FAULTS, METHODS, PACKAGE, report
+from observe import FAULTS, METHODS, PACKAGE, Launch, report
 from vandals import crew, witness
 
 import vecenv
@@ -33,8 +33,6 @@ from vecenv.testing.faulty import (
 )
 
 pytestmark = FAULTS
-
-Launch = Callable[..., Any]
 
 
 def patience(method: str) -> float:

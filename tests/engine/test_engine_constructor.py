@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import multiprocessing
 import os
@@ -290,12 +291,13 @@ def test_action_spaces_that_differ_are_refused(every_engine: Options) -> None:
         vecenv.AsyncVectorEnv([action_env(spaces.Discrete(2)), action_env(spaces.Discrete(3))], **every_engine)
 
 
-def test_a_refusal_names_both_spaces_and_the_environment(every_engine: Options) -> None:
+@pytest.mark.parametrize("build", [action_env, SpaceEnv], ids=["action", "observation"])
+def test_spaces_that_differ_are_both_named_and_the_environment(every_engine: Options, build: Any) -> None:
+    fns = [functools.partial(build, spaces.Discrete(number)) for number in (2, 2, 7)]
+    if build is action_env:
+        fns = [fn() for fn in fns]
     with pytest.raises(RuntimeError) as caught:
-        vecenv.AsyncVectorEnv(
-            [action_env(spaces.Discrete(2)), action_env(spaces.Discrete(2)), action_env(spaces.Discrete(7))],
-            **every_engine,
-        )
+        vecenv.AsyncVectorEnv(fns, **every_engine)
     text = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
     assert "Discrete(2)" in text
     assert "Discrete(7)" in text

@@ -41,12 +41,6 @@ def test_a_custom_worker_may_be_given_by_position() -> None:
     envs.close()
 
 
-@pytest.mark.skipif(not HAS_MAX_CONCURRENCY, reason="Gymnasium before 1.4 does not look at the worker's arguments")
-def test_a_custom_worker_gets_eight_arguments() -> None:
-    with pytest.raises(ValueError, match="must accept 8 arguments"):
-        vecenv.AsyncVectorEnv(counters(2), worker=lambda a, b, c: None)
-
-
 @pytest.mark.parametrize("option", [{"num_workers": 1}, {"use_caller": True}, {"on_failure": "restart"}])
 def test_what_only_our_own_workers_can_do_is_refused_beside_a_custom_one(option: dict[str, Any]) -> None:
     with pytest.raises((ValueError, TypeError)):

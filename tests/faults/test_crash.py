@@ -17,7 +17,7 @@ import pytest
 from observe import CHEAP, FAULTS, METHODS, PATIENCE, Launch, alive, names, remaining, report, wait_for, worker_pids
 from vandals import Announce, ForkAndLinger, Ledger, Pause, crew, vandal
 
-from vecenv.errors import EnvError, EnvFailed, RemoteTraceback, WorkerDied
+from vecenv.errors import EnvError, RemoteTraceback, WorkerDied
 from vecenv.testing.faulty import KeywordOnlyError, TwoArgumentsError, UnprintableError, WitnessEnv
 
 pytestmark = FAULTS
@@ -161,30 +161,6 @@ def closes(envs: Any) -> None:
     envs.close()
     assert time.monotonic() - begun < PATIENCE
     assert envs.closed
-
-
-def test_raises(launch: Launch, tmp_path: Path) -> None:
-    """The siblings of an environment that raised go on; it is refused until a reset, even of it alone, rebuilds it."""
-    fault = vandal(ENV, "raises", step=2, once=tmp_path / "once")
-    envs = launch(crew(4, {ENV: fault}), num_workers=2)
-    ledger = Ledger.of(envs, seed=7)
-    ledger.step(ACTIONS, envs.step(ACTIONS))
-    with pytest.raises(ValueError, match="out of order"):
-        envs.step(ACTIONS)
-    with pytest.raises(EnvFailed, match=r"\b3\b"):
-        envs.step(ACTIONS)
-    only = np.array([False, False, False, True])
-    observations, _ = envs.reset(seed=[None, None, None, 99], options={"reset_mask": only})
-    rows = [WitnessEnv.read(row) for row in observations]
-    for env in range(3):
-        assert rows[env]["life"] == ledger.rows[env]["life"]
-        assert rows[env]["episode"] == 1
-        assert rows[env]["tick"] in (2, 3), "its siblings' failure is no reason not to step"
-    assert rows[3]["life"] != ledger.rows[3]["life"]
-    assert (rows[3]["seed"], rows[3]["episode"], rows[3]["tick"]) == (99, 1, 0)
-    ledger.rows = rows
-    for _ in range(3):
-        ledger.step(ACTIONS, envs.step(ACTIONS))
 
 
 def test_all_failing_environments_are_told(launch: Launch) -> None:

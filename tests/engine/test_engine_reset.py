@@ -115,6 +115,14 @@ def test_an_autoreset_calls_reset_without_arguments(engine: Options, mode: Autor
         assert infos["reset_kwargs"].tolist() == [describe({})] * 2
 
 
+def test_a_mask_may_be_written_to_while_its_reset_is_owed(engine: Options) -> None:
+    with started(counters(2), **engine) as envs:
+        mask = np.array([True, False])
+        envs.reset_async(options={"reset_mask": mask})
+        mask[:] = [False, True]
+        assert envs.reset_wait()[1]["_reset_kwargs"].tolist() == [True, False]
+
+
 def test_a_first_reset_of_some_gives_zeros_for_the_others_in_shared_memory(engine: Options) -> None:
     with opened(counters(2), **engine) as envs:
         observations, _ = envs.reset(seed=1, options={"reset_mask": np.array([False, True])})

@@ -185,13 +185,15 @@ def test_an_action_is_the_environments_own_array(engine: Options, dtype: Any) ->
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_an_environment_may_write_into_its_action(engine: Options, dtype: Any) -> None:
-    with started([echo(BOX, mutate=True)] * 3, **engine) as envs:
-        actions = np.ones((3, 2), dtype)
-        for _ in range(3):
-            infos = envs.step(actions)[4]
-            assert infos["action"].tolist() == [describe(np.ones(2, dtype))] * 3
-            np.testing.assert_array_equal(actions, np.ones((3, 2)))
+@pytest.mark.parametrize("how", [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 1, "use_caller": True}], ids=str)
+def test_an_environment_may_write_into_its_action(how: Options, dtype: Any) -> None:
+    """One that is staged, and one that goes by pickle, alone in a message or with all others."""
+    with started([echo(BOX, mutate=True)] * 3, **how) as envs:
+        for actions in (np.ones((3, 2), dtype), list(np.ones((3, 2), dtype))):
+            for step in (envs.step, lambda given: envs.send(given, range(3)) or envs.recv(count=3)):
+                infos = step(actions)[4]
+                assert infos["action"].tolist() == [describe(np.ones(2, dtype))] * 3
+                np.testing.assert_array_equal(actions, np.ones((3, 2)))
 
 
 PAIR = spaces.Tuple((spaces.Discrete(5), BOX, spaces.Text(3)))

@@ -18,7 +18,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from envs import Options, ended, opened
+from envs import Options, ended, opened, started
 from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import AutoresetMode
@@ -352,6 +352,16 @@ def test_some_are_reset_while_others_fly(engine: Options) -> None:
         assert dict(zip(infos["env_id"].tolist(), infos["seed"].tolist(), strict=True)) == {2: 7, 0: 8}
         assert envs.step([0] * 4)[0].tolist() == [[0, 1, 1], [1, 0, 2], [2, 2, 1], [3, 1, 1]]
         assert envs.stats()["resets"] == 4 + 2 + 2
+
+
+@pytest.mark.parametrize("rows", [3, 300])
+def test_a_row_that_is_named_twice_is_refused_among_few_and_many(rows: int) -> None:
+    with started(makers([5] * rows), num_workers=0) as envs:
+        for wrong in ([*range(1, rows), 1], [rows, *range(1, rows)]):
+            with pytest.raises(ValueError, match="env_id must"):
+                envs.send(np.zeros(rows, np.int64), wrong)
+        envs.send(np.zeros(rows, np.int64), range(rows))
+        assert sorted(envs.recv(count=rows)[4]["env_id"].tolist()) == list(range(rows))
 
 
 class RaisesOnce(Ticker):

@@ -46,6 +46,13 @@ LITTLE = {
         "/sys/fs/cgroup/memory.max": "9000000\n",
         "/sys/fs/cgroup/memory.current": "3880000\n",
     },
+    "group around the own one": {
+        "/proc/meminfo": "MemAvailable:    5000000 kB\n",
+        "/proc/self/cgroup": "0::/outer/inner\n",
+        "/sys/fs/cgroup/outer/inner/memory.max": "max\n",
+        "/sys/fs/cgroup/outer/memory.max": "9000000\n",
+        "/sys/fs/cgroup/outer/memory.current": "3880000\n",
+    },
     "cgroup v1": {
         "/proc/meminfo": "MemAvailable:    5000000 kB\n",
         "/proc/self/cgroup": "5:memory:/\n",

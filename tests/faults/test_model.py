@@ -498,6 +498,7 @@ class Model:
             for who in raising - lost:
                 assert re.search(rf"env {who}\b", told), told
             assert bool(lost) == ("died during step" in told), told
+            assert raising - lost or set(raised.value.envs) == lost, told  # type: ignore[attr-defined]
             with pytest.raises(EnvFailed):
                 self.envs.step(self.actions([1] * COUNT))
         self.recover()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import os
 import re
 import signal
@@ -177,6 +176,11 @@ class Model:
         self.armed: list[Interruption] = []
         self.recover()
         self.proved = not self.setting.local
+
+    def close_and_build(self, timeout: float | None, really: bool) -> None:
+        if really:
+            self.close(timeout=timeout)
+            self.open()
 
     def prove(self) -> None:
         """What a trace function raises, and no handler, counts as what an environment says that is being proved."""
@@ -442,6 +446,10 @@ class Model:
             assert np.array_equal(observations[at], then[index].last), f"env {index} was loaded and says {observations[at]}"
 
     def send(self, ids: list[int], numbers: list[int]) -> None:
+        ids = [index for index in ids if index not in self.flying]
+        if not ids:
+            return
+        numbers = numbers[: len(ids)]
         actions, before = self.actions(numbers), in_flight(self.envs)
         while True:
             with self.interruption():
@@ -670,28 +678,43 @@ NUMBERS = st.lists(st.integers(0, RAISE - 1), min_size=COUNT, max_size=COUNT)
 WRONG = st.lists(st.sampled_from([0, 1, 2, 3, RAISE, RAISE, DIE]), min_size=COUNT, max_size=COUNT).filter(
     lambda numbers: max(numbers) >= RAISE
 )
+CALLS = ["call", "get_attr", "set_attr", "set_next_options", "exec_func"]
+DISCOVERED = ["step", "call", "reset", "reset of some"]
 SEEDS = st.one_of(st.none(), st.integers(10, 99))
 
 
-def when(condition: Callable[[Any], bool]) -> Callable[[Any], Any]:
-    """A rule that is a move now or nothing.
+def chosen(most: int) -> st.SearchStrategy[list[int]]:
+    """Some rows, in any order."""
+    return st.builds(lambda order, many: order[:many], st.permutations(range(most)), st.integers(1, most))
+
+
+def idle(model: Model) -> bool:
+    return model.owed is None and not model.flying
+
+
+def may_fail(model: Model) -> bool:
+    return idle(model) and not model.armed
+
+
+def may_kill(model: Model) -> bool:
+    return may_fail(model) and not model.setting.local
+
+
+def a_move(name: str, condition: Callable[[Model], Any] = lambda model: True, /, **arguments: Any) -> Any:
+    """A rule that is a move of the model now, or nothing.
 
     Not a precondition: what is owed depends on chance, and what hypothesis draws must not, or it cannot repeat it.
     """
 
-    def decorate(method: Any) -> Any:
-        @functools.wraps(method)
-        def maybe(self: Any, **arguments: Any) -> None:
-            if condition(self):
-                method(self, **arguments)
+    def play(self: Calm, **drawn: Any) -> None:
+        if condition(self.model):
+            self.move(f"{name}({', '.join(map(str, drawn.values()))})", lambda: getattr(self.model, name)(**drawn))
 
-        return maybe
-
-    return decorate
+    return rule(**arguments)(play)
 
 
-def idle(machine: Any) -> bool:
-    return machine.model.owed is None and not machine.model.flying
+WORKER = st.integers(0, COUNT - 1)
+SELDOM = st.sampled_from([False, False, False, True])  # it takes longer than all others
 
 
 class Calm(RuleBasedStateMachine):
@@ -718,106 +741,31 @@ class Calm(RuleBasedStateMachine):
         if model.was_interrupted:
             model.armed = []
 
-    @rule(numbers=NUMBERS)
-    @when(idle)
-    def step(self, numbers: list[int]) -> None:
-        self.move(f"step({numbers})", lambda: self.model.step(numbers))
-
-    @rule(numbers=NUMBERS)
-    @when(idle)
-    def step_async(self, numbers: list[int]) -> None:
-        self.move(f"step_async({numbers})", lambda: self.model.step_async(numbers))
-
-    @rule(seed=SEEDS)
-    @when(lambda self: self.model.owed is None)
-    def reset(self, seed: int | None) -> None:
-        self.move(f"reset({seed})", lambda: self.model.reset(seed, None))
-
-    @rule(seed=SEEDS, mask=st.lists(st.booleans(), min_size=COUNT, max_size=COUNT).filter(any))
-    @when(idle)
-    def reset_some(self, seed: int | None, mask: list[bool]) -> None:
-        self.move(f"reset({seed}, {mask})", lambda: self.model.reset(seed, mask))
-
-    @rule(seed=SEEDS)
-    @when(idle)
-    def reset_async(self, seed: int | None) -> None:
-        self.move(f"reset_async({seed})", lambda: self.model.reset_async(seed))
-
-    @rule(timeout=st.sampled_from(POLLS))
-    @when(lambda self: self.model.owed is not None)
-    def wait(self, timeout: float | None) -> None:
-        self.move(f"wait({timeout})", lambda: self.model.wait(timeout))
-
-    @rule(name=st.sampled_from(["call", "get_attr", "set_attr", "set_next_options", "exec_func"]), begin_only=st.booleans())
-    @when(idle)
-    def call(self, name: str, begin_only: bool) -> None:
-        self.move(f"{name}({begin_only})", lambda: self.model.call(name, begin_only))
-
-    @rule(whole=st.booleans())
-    @when(idle)
-    def save(self, whole: bool) -> None:
-        self.move(f"save({whole})", lambda: self.model.save(whole))
-
-    @rule(which=st.integers(0, 2), chosen=st.permutations(range(COUNT)), many=st.integers(1, COUNT))
-    @when(lambda self: idle(self) and self.model.kept)
-    def load(self, which: int, chosen: list[int], many: int) -> None:
-        self.move(f"load({which}, {chosen[:many]})", lambda: self.model.load(which, chosen[:many]))
-
-    @rule(chosen=st.permutations(range(COUNT)), many=st.integers(1, COUNT), numbers=NUMBERS)
-    @when(lambda self: self.model.owed is None and len(self.model.flying) < COUNT)
-    def send(self, chosen: list[int], many: int, numbers: list[int]) -> None:
-        ids = [index for index in chosen if index not in self.model.flying][:many]
-        self.move(f"send({ids}, {numbers})", lambda: self.model.send(ids, numbers[: len(ids)]))
-
-    @rule(timeout=st.sampled_from(POLLS))
-    @when(lambda self: len(self.model.flying) >= BATCH or (self.model.owed or " ")[0] == "reset")
-    def recv(self, timeout: float | None) -> None:
-        self.move(f"recv({timeout})", lambda: self.model.recv(timeout))
-
-    @rule(numbers=WRONG)
-    @when(lambda self: idle(self) and not self.model.armed)
-    def environments_fail(self, numbers: list[int]) -> None:
-        self.move(f"fail by {numbers}", lambda: self.model.go_wrong(numbers))
-
-    @rule(which=st.integers(0, COUNT - 1), discovered=st.sampled_from(["step", "call", "reset", "reset of some"]))
-    @when(lambda self: idle(self) and not self.model.armed and not self.model.setting.local)
-    def a_worker_is_killed(self, which: int, discovered: str) -> None:
-        self.move(f"kill {which}, found by {discovered}", lambda: self.model.die(which, discovered))
-
-    @rule(which=st.integers(0, COUNT - 1))
-    @when(lambda self: idle(self) and not self.model.armed and not self.model.setting.local)
-    def a_worker_is_killed_at_work(self, which: int) -> None:
-        self.move(f"kill {which} at work", lambda: self.model.die_at_work(which, abandoned=False))
-
-    @rule(which=st.integers(0, COUNT - 1))
-    @when(lambda self: idle(self) and not self.model.armed and not self.model.setting.local)
-    def a_worker_is_killed_in_flight(self, which: int) -> None:
-        self.move(f"kill {which} in flight", lambda: self.model.die_in_flight(which))
-
-    @rule(which=st.integers(0, COUNT - 1))
-    @when(lambda self: idle(self) and not self.model.setting.local)
-    def a_worker_is_abandoned(self, which: int) -> None:
-        self.move(f"abandon the worker {which}", lambda: self.model.die_at_work(which, abandoned=True))
-
-    @rule(which=st.integers(0, COUNT - 1), numbers=NUMBERS)
-    @when(lambda self: idle(self) and not self.model.setting.local)
-    def a_worker_is_stopped(self, which: int, numbers: list[int]) -> None:
-        self.move(f"stop {which} and go on", lambda: self.model.stop_and_go(which, numbers))
-
-    @rule()
-    def wrong_calls(self) -> None:
-        self.move("wrong calls", self.model.wrong_calls)
-
-    @rule(timeout=st.sampled_from([None, 1.0]), really=st.sampled_from([False, False, False, True]))
-    def close_and_build(self, timeout: float | None, really: bool) -> None:
-        if not really:  # it takes longer than all others
-            return
-
-        def move() -> None:
-            self.model.close(timeout=timeout)
-            self.model.open()
-
-        self.move(f"close({timeout})", move)
+    step = a_move("step", idle, numbers=NUMBERS)
+    step_async = a_move("step_async", idle, numbers=NUMBERS)
+    reset = a_move("reset", lambda model: model.owed is None, seed=SEEDS, mask=st.none())
+    reset_some = a_move("reset", idle, seed=SEEDS, mask=st.lists(st.booleans(), min_size=COUNT, max_size=COUNT).filter(any))
+    reset_async = a_move("reset_async", idle, seed=SEEDS)
+    wait = a_move("wait", lambda model: model.owed is not None, timeout=st.sampled_from(POLLS))
+    call = a_move("call", idle, name=st.sampled_from(CALLS), begin_only=st.booleans())
+    save = a_move("save", idle, whole=st.booleans())
+    load = a_move("load", lambda model: idle(model) and model.kept, which=st.integers(0, 2), ids=chosen(COUNT))
+    send = a_move("send", lambda model: model.owed is None and len(model.flying) < COUNT, ids=chosen(COUNT), numbers=NUMBERS)
+    recv = a_move(
+        "recv", lambda model: len(model.flying) >= BATCH or (model.owed or " ")[0] == "reset", timeout=st.sampled_from(POLLS)
+    )
+    environments_fail = a_move("go_wrong", may_fail, numbers=WRONG)
+    a_worker_is_killed = a_move("die", may_kill, which=WORKER, discovered=st.sampled_from(DISCOVERED))
+    a_worker_is_killed_at_work = a_move("die_at_work", may_kill, which=WORKER, abandoned=st.just(False))
+    a_worker_is_killed_in_flight = a_move("die_in_flight", may_kill, which=WORKER)
+    a_worker_is_abandoned = a_move(
+        "die_at_work", lambda model: idle(model) and not model.setting.local, which=WORKER, abandoned=st.just(True)
+    )
+    a_worker_is_stopped = a_move(
+        "stop_and_go", lambda model: idle(model) and not model.setting.local, which=WORKER, numbers=NUMBERS
+    )
+    wrong_calls = a_move("wrong_calls")
+    close_and_build = a_move("close_and_build", timeout=st.sampled_from([None, 1.0]), really=SELDOM)
 
     @invariant()
     def the_state_is_what_is_owed(self) -> None:
@@ -841,10 +789,11 @@ class Machine(Calm):
         kind=st.sampled_from(["line", "call"]), moment=st.integers(0, 160), again=st.integers(0, 60),
         error=st.sampled_from([KeyboardInterrupt, Stopped]),
     )  # fmt: skip
-    @when(lambda self: not self.model.armed)
     def interrupt_the_next_call(self, kind: str, moment: int, again: int, error: type[BaseException]) -> None:
+        if self.model.armed:
+            return
         if not self.model.proved:
-            if not idle(self):
+            if not idle(self.model):
                 return
             self.move("prove", self.model.prove)
         files = within(self.model.setting)
@@ -853,10 +802,9 @@ class Machine(Calm):
             self.model.armed.append(Interruption(kind, again, Stopped, files))
 
     @rule(delay=st.floats(1e-5, 3e-3), again=st.booleans())
-    @when(lambda self: not self.model.armed)
     def a_timer_goes_off_in_the_next_call(self, delay: float, again: bool) -> None:
         """A real signal, whose handler raises."""
-        self.model.armed = [AtRandom("ALARM", delay), *([AtRandom("ALARM", delay / 3)] if again else [])]
+        self.model.armed = self.model.armed or [AtRandom("ALARM", delay), *([AtRandom("ALARM", delay / 3)] if again else [])]
 
 
 def play(machine: type[Calm], examples: int, moves: int) -> None:

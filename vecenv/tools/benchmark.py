@@ -39,7 +39,7 @@ import gymnasium
 import numpy as np
 
 from vecenv.system.cores import usable_cores
-from vecenv.system.ward import Ward
+from vecenv.system.helper_process import HelperProcess
 from vecenv.tools.runners import (
     SEED,
     BareLockstep,
@@ -257,8 +257,8 @@ def _host_main(pipe: Any, blob: bytes, log: str, start_method: str) -> None:
 class Host:
     """A candidate in a process of its own, which answers one question at a time and always with a timeout.
 
-    It is a :class:`~vecenv.system.ward.Ward`: it dies with this process, also while it builds an engine, and its end is the
-    end of everything that it has started. What it prints goes to a file.
+    It is a :class:`~vecenv.system.helper_process.HelperProcess`: it dies with this process, also while it builds an engine,
+    and its end is the end of everything that it has started. What it prints goes to a file.
 
     Attributes:
         failed, missing: Once something went wrong, one of these says what.
@@ -272,7 +272,7 @@ class Host:
         self.missing: str | None = None
         self.description = ""
         self._blob = cloudpickle.dumps(candidate.build)
-        self._ward: Ward | None = None
+        self._helper: HelperProcess | None = None
         self.start()
 
     @property
@@ -281,25 +281,25 @@ class Host:
 
     @property
     def running(self) -> bool:
-        return self._ward is not None
+        return self._helper is not None
 
     @property
     def pid(self) -> int:
         """Of the process, while it is there."""
-        assert self._ward is not None
-        assert self._ward.pid is not None
-        return self._ward.pid
+        assert self._helper is not None
+        assert self._helper.pid is not None
+        return self._helper.pid
 
     def start(self) -> None:
         """Start the process; :meth:`ready` waits for its runner."""
         args = (self._blob, str(self.log), multiprocessing.get_start_method())
-        ward = self._ward = Ward(
+        helper = self._helper = HelperProcess(
             multiprocessing.get_context("spawn"), _host_main, args, name="vecenv-bench-host", daemon=False
         )
         try:
-            ward.start()
+            helper.start()
         except BaseException:
-            ward.end()
+            helper.end()
             raise
 
     def ready(self) -> None:
@@ -308,22 +308,22 @@ class Host:
 
     def ask(self, method: str, *arguments: Any, timeout: float = 60.0) -> Any:
         """Call a method of the runner; ``None`` if that failed."""
-        assert self._ward is not None
+        assert self._helper is not None
         with suppress(ConnectionError):
-            self._ward.pipe.send((method, arguments))
+            self._helper.pipe.send((method, arguments))
         return self._answer(timeout)
 
     def _answer(self, timeout: float) -> Any:
-        ward = self._ward
-        assert ward is not None
+        helper = self._helper
+        assert helper is not None
         status, value = "failed", f"gave no answer within {timeout:.0f} s"
-        if ward.wait(time.monotonic() + timeout):
+        if helper.wait(time.monotonic() + timeout):
             try:
-                message = ward.receive()
+                message = helper.receive()
             except EOFError:
                 message = b""
             # without one it has ended, though something that it started may hold its pipe
-            status, value = pickle.loads(message) if message else ("failed", _how_it_ended(ward))
+            status, value = pickle.loads(message) if message else ("failed", _how_it_ended(helper))
         if status == "ok":
             return value
         if status == "failed":
@@ -362,21 +362,21 @@ class Host:
 
     def close(self, timeout: float = 10.0) -> None:
         """Wait so long for it to close its runner, then end it with everything that it has started. Idempotent."""
-        if self._ward is not None:
+        if self._helper is not None:
             try:
                 if timeout:
                     with suppress(ConnectionError):
-                        self._ward.pipe.send(("close", ()))
-                    self._ward.wait_for_end(timeout)
+                        self._helper.pipe.send(("close", ()))
+                    self._helper.has_ended(timeout)
             finally:
-                self._ward.end()
-                self._ward = None
+                self._helper.end()
+                self._helper = None
 
 
-def _how_it_ended(ward: Ward) -> str:
-    if not ward.wait_for_end(1.0):
+def _how_it_ended(helper: HelperProcess) -> str:
+    if not helper.has_ended(1.0):
         return "it closed its pipe"
-    code = ward.exit_code()
+    code = helper.exit_code()
     if code is not None and code < 0:
         return f"its process was killed by {signal.Signals(-code).name}"
     return f"its process ended with exit code {code}"

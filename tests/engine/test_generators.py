@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -318,6 +319,80 @@ def test_workers_of_a_seeded_caller_differ_and_are_the_same_every_time(context: 
         said.append(observations)
     assert_identical(said[1], said[0])
     assert all(len(set(column)) == 3 for column in said[0][:, :4].T)
+
+
+class TorchGenerator:
+    """As torch's: a state of bytes."""
+
+    def __init__(self) -> None:
+        self._own = np.random.RandomState(0)
+
+    def manual_seed(self, seed: int) -> TorchGenerator:
+        self._own = np.random.RandomState(seed % 2**32)
+        return self
+
+    def get_state(self) -> Any:
+        _, key, position, *_ = self._own.get_state()
+        state = np.append(key, np.uint32(position)).view(np.uint8)
+        return types.SimpleNamespace(numpy=lambda: state)
+
+    def set_state(self, state: Any) -> None:
+        words = np.asarray(state).view(np.uint32)
+        self._own.set_state(("MT19937", words[:-1], int(words[-1])))
+
+    def rand(self) -> float:
+        return float(self._own.rand())
+
+
+@pytest.fixture
+def torch(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """As much of torch as generators need; the real one is large."""
+    module = types.SimpleNamespace(
+        Generator=TorchGenerator, default_generator=TorchGenerator(), uint8=np.uint8,
+        frombuffer=lambda buffer, dtype: np.frombuffer(buffer, dtype), set_num_threads=lambda threads: None,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "torch", module)  # type: ignore[arg-type]
+    return module
+
+
+class TorchDraws(Draws):
+    def drawn(self) -> Any:
+        if self.steps < self.late:
+            return np.zeros(6)
+        return np.full(6, sys.modules["torch"].default_generator.rand())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("late", [0, 7])
+def test_torch_has_a_state_for_each_environment(torch: types.SimpleNamespace, late: int) -> None:
+    env_fn = functools.partial(TorchDraws, late=late)
+    before = torch.default_generator.get_state().numpy().tobytes()
+    plain = run(env_fn=env_fn, num_workers=0)
+    assert torch.default_generator.get_state().numpy().tobytes() == before
+    assert_identical(run(env_fn=env_fn, num_workers=2, context="fork"), plain)
+    assert_identical([tuple(part[:2] for part in step) for step in plain], run(env_fn=env_fn, num_workers=0, count=2))
+    with closing(own(3, env_fn, num_workers=0)) as envs:
+        trajectory(envs, 13)
+        kept = envs.save()
+        wanted = trajectory(envs, 20, None)
+        envs.load(kept)
+        assert_identical(trajectory(envs, 20, None), wanted)
+
+
+@pytest.mark.parametrize("drawn", [True, False])
+def test_a_snapshot_knows_whether_torch_was_drawn_from(torch: types.SimpleNamespace, drawn: bool) -> None:
+    """torch's state is there where nothing was drawn, too."""
+    env_fn = TorchDraws if drawn else functools.partial(TorchDraws, late=1000)
+    with closing(own(2, env_fn, num_workers=0)) as envs:
+        envs.reset(seed=1)
+        assert envs.save(verify=False)[0].row.generators["used"] == drawn
+
+
+def test_a_worker_that_draws_from_torch_is_warned_of(torch: types.SimpleNamespace) -> None:
+    with pytest.warns(UserWarning, match="draws from the generator of torch"):
+        envs = vecenv.AsyncVectorEnv([TorchDraws] * 2, num_workers=1, context="fork")
+        for seed in range(3):
+            envs.reset(seed=seed)
+        envs.close()
 
 
 def test_options_that_mean_nothing_are_refused() -> None:

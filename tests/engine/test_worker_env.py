@@ -11,7 +11,7 @@ from typing import Any
 
 import gymnasium
 import pytest
-from envs import counters, opened
+from envs import counters, opened, started
 
 import vecenv
 from vecenv.system.spawning import too_late
@@ -35,8 +35,7 @@ def test_each_worker_has_its_own(context: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_worker_that_is_restarted_has_the_same() -> None:
-    with opened(counters(2), on_failure="restart", worker_env={"VECENV_TEST_DEVICE": str}) as envs:
-        envs.reset(seed=1)
+    with started(counters(2), on_failure="restart", worker_env={"VECENV_TEST_DEVICE": str}) as envs:
         os.kill(envs.processes[1].pid, signal.SIGKILL)
         while not envs.stats()["restarts"]:
             envs.step([0, 0])

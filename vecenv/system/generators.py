@@ -367,7 +367,7 @@ class _Stand(random.Random, _Asks):  # in this order: what random.Random asks of
 # -- the process ------------------------------------------------------------------------------------------------------------
 
 
-class _Process:
+class _ProcessGenerators:
     """What is drawn from in this process just now.
 
     Attributes:
@@ -513,7 +513,7 @@ class _Process:
             names[name] = value
 
 
-_process: Final[_Process] = _Process()
+_process: Final[_ProcessGenerators] = _ProcessGenerators()
 
 
 def install() -> None:

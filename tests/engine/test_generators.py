@@ -304,6 +304,23 @@ def test_clean_environments_are_not_warned_of(workers: int) -> None:
         envs.close()
 
 
+class Nested(LateNumbers):
+    """Builds an engine, and draws nothing."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        with closing(vecenv.AsyncVectorEnv([functools.partial(gymnasium.make, "CartPole-v1")], context="fork")) as envs:
+            envs.reset(seed=seed)
+        return super().reset()
+
+
+def test_an_engine_inside_an_environment_draws_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        envs = vecenv.AsyncVectorEnv([Nested] * 2, num_workers=1, context="fork", daemon=False)
+        envs.reset(seed=1)
+        envs.close()
+
+
 @pytest.mark.filterwarnings("ignore:.*generators='own'")
 @pytest.mark.parametrize("context", ["fork", pytest.param("forkserver", marks=pytest.mark.long)])
 def test_workers_of_a_seeded_caller_differ_and_are_the_same_every_time(context: Any) -> None:

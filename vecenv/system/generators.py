@@ -574,8 +574,9 @@ def unwatched() -> Iterator[None]:
 
 def stream_of_caller() -> bytes:
     """What the generators of this process stand at, in a few bytes; they stay as they are."""
-    digest = hashlib.sha256(repr(random.getstate()).encode())
-    numbers: Any = _NUMPY.get_state(legacy=False)
+    with unwatched():
+        digest = hashlib.sha256(repr(random.getstate()).encode())
+        numbers: Any = _NUMPY.get_state(legacy=False)
     for name, value in (*sorted(numbers["state"].items()), ("gauss", (numbers["has_gauss"], numbers["gauss"]))):
         digest.update(name.encode() + (value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode()))
     if (generator := _torch_generator()) is not None:

@@ -73,7 +73,7 @@ class Host:
 
     Attributes:
         failure: The exception of the last call that failed, with its number; see
-            :class:`~vecenv.jax.host_call.HostFunction`.
+            :func:`~vecenv.jax.host_call.host_function`.
     """
 
     def __init__(self, envs: VectorEnv[Any, Any, Any], infos: InfoColumns, timeout: float | str | None) -> None:

@@ -1,9 +1,9 @@
 """The bridge: any Gymnasium vector env as functions of an :class:`~vecenv.jax.EnvState`, for use inside compiled programs.
 
-A host call a step, made by :mod:`vecenv.jax.host_call`, answered by :mod:`vecenv.jax.host`. The call's
-first argument and first result is ``state.token``, an integer that is new after every call. It orders the calls where JAX's
-effects do not, and lets the host refuse a state that was stepped before. Everything that follows from a step's results
-(counts, returns, masks) is computed by the program.
+Each step is one host call, made by :mod:`vecenv.jax.host_call` and answered by :mod:`vecenv.jax.host`. The call's first
+argument and first result is ``state.token``, an integer that is new after every call. It orders the calls where the effects
+of JAX do not, and lets the host refuse a state that was stepped before. The program itself computes everything that follows
+from a step's results (counts, returns, masks).
 """
 
 from __future__ import annotations

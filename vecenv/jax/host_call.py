@@ -1,12 +1,12 @@
-"""One call from a compiled program into the host: exactly once, and in the order in which the program was written.
+"""Calls from a compiled program into the host, each made exactly once and in the order of the program.
 
-JAX offers three callbacks and none of them is that. ``pure_callback`` may be dropped, merged, hoisted and repeated;
+JAX offers three callbacks, and none of them promises this. ``pure_callback`` may be dropped, merged, hoisted and repeated;
 unordered ``io_callback`` is reordered; ordered ``io_callback`` costs some 80 us, because it makes JAX arrays of its
 arguments inside the callback, and the copy of an argument beyond 100 kB is queued on the very thread pool that the
 callback blocks: with as many callbacks at once as there are cores, nothing moves any more.
 
-So there are two transports of the same meaning. ``"primitive"`` is a primitive of our own with the same ordered effect,
-lowered to the same XLA call, whose host function is given numpy arrays and nothing else. It leans on names that JAX does
+So there are two transports with the same meaning. ``"primitive"`` is a primitive of our own with the same ordered effect,
+lowered to the same XLA call, whose host function gets numpy arrays and nothing else. It leans on names that JAX does
 not promise to keep, all of them in :func:`private_parts`, hence a self-test before its first use. ``"io_callback"`` is
 JAX's, with large arguments cut into pieces that are copied on the spot.
 

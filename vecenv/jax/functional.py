@@ -356,7 +356,7 @@ class Episodes:
         # Rows that do not step are stepped too, past their end, and their results are thrown away: restarts write a few rows
         # in place, where choosing between two whole states would read both and write a third.
         idle = None if mode is AutoresetMode.SAME_STEP else ended
-        steps = jnp.where(ended, 0, state.steps)
+        steps = jnp.where(ended, 0, state.steps) if mode is AutoresetMode.NEXT_STEP else state.steps
         stepped = self._advance(_cut(idle, state.inner), steps, _cut(idle, action))
         env, obs, reward, terminated, truncated, info = stepped
         inner = state.inner.replace(env=env, elapsed=state.inner.elapsed + 1)

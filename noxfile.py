@@ -1,7 +1,5 @@
 """``nox``: the tests on every supported Python, and the checks that need one Python only."""
 
-from pathlib import Path
-
 import nox
 
 nox.options.sessions = ["tests", "lint", "docs"]
@@ -28,27 +26,6 @@ def newest(session: nox.Session) -> None:
     """The whole default run with the newest of everything: this Python gets a newer EnvPool than 3.11. In .ci/run too."""
     session.install("--upgrade", "--upgrade-strategy", "eager", "-e", ".[test]")
     session.run("pytest", *session.posargs)
-
-
-@nox.session(python="3.11")
-def macos(session: nox.Session) -> None:
-    """What a Mac has, emulated: faults, contract and engine without what only Linux has, new interpreters for workers."""
-    session.install("-e", ".[test]")
-    folders = ("tests/faults", "tests/contract", "tests/engine", "tests/system")
-    session.run("pytest", *(session.posargs or folders), env=_elsewhere("macos"))
-
-
-@nox.session(python="3.11")
-def windows(session: nox.Session) -> None:
-    """What Windows has, emulated: the contract in one process, and what is refused. It knows no forks."""
-    session.install("-e", ".[test]")
-    chosen = ("tests/contract", "-k", "(in-process or double) and not forked_child")
-    session.run("pytest", *(session.posargs or chosen), env=_elsewhere("windows"))
-    session.run("pytest", "-m", "long", "tests/system/test_platforms.py")
-
-
-def _elsewhere(world: str) -> dict[str, str]:
-    return {"VECENV_EMULATE": world, "PYTHONPATH": str(Path(__file__).parent / "tests" / "emulation")}
 
 
 @nox.session(python="3.11")

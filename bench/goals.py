@@ -192,7 +192,7 @@ def auto(settings: Settings) -> tuple[dict[str, Figure], list[Report]]:
 
 
 def _contest(look: Look, names: Iterable[str] | None, ours: tuple[str, ...], settings: Settings) -> Report:
-    """Our best row against their best, without letting the same samples decide who is best and by how much.
+    """Our best row against their best, without letting the same samples decide which is best and by how much.
 
     A first look at all of them finds our best row and their two best. These then meet in many short rounds, which alone
     count.
@@ -270,7 +270,7 @@ def round_trip(settings: Settings) -> tuple[dict[str, Figure], list[Report]]:
 def startup(settings: Settings) -> tuple[dict[str, Figure], list[Report]]:
     seconds = micro.startup(1 if settings.quick else 5, settings.large, settings.workers)
     found = Summary.of(b / a for a, b in zip(seconds["workers"], seconds["gym-async"], strict=True))
-    shown = ", ".join(f"{name} {micro.middle(taken)} s" for name, taken in seconds.items())
+    shown = ", ".join(f"{name} {each.show('.3g')} s" for name, taken in seconds.items() if (each := Summary.of(taken)))
     figure = _cell([found], ".1f")
     return {"startup": Figure(f"{figure.measured}x", f"{figure.spread}; {shown}")}, []
 

@@ -11,7 +11,6 @@ import math
 import os
 import shutil
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -342,8 +341,3 @@ def copying_times(report: Report) -> dict[str, Summary | None]:
     outer = [(t["copy"] - t["view"]) / t["fresh"] for t in rounds]
     both = [a + b for a, b in zip(inner, outer, strict=True)]
     return {"copy=False": Summary.of(inner), "copy=True": Summary.of(both)}
-
-
-def middle(samples: Sequence[float]) -> str:
-    """Median and range, for people."""
-    return f"{statistics.median(samples):.3g} ({min(samples):.3g} - {max(samples):.3g})"

@@ -28,7 +28,7 @@ Pace = dict[str, Any]
 
 @dataclass
 class Memory:
-    """Proportional set size in bytes: shared pages are divided among those who share them."""
+    """Proportional set size in bytes: shared pages are divided among the processes that share them."""
 
     trainer: int
     workers: int
@@ -90,7 +90,7 @@ def side_by_side(
 
 
 def merged(reports: list[Report]) -> Report:
-    """One report with everybody's rates. Its ratios mean nothing where rows come from different runs."""
+    """One report with the rates of all. Its ratios mean nothing where rows come from different runs."""
     rows: dict[str, Row] = {}
     for report in reports:
         for row in report.rows:
@@ -146,7 +146,7 @@ def first_ready(pace: Pace, num_envs: int = 64) -> Report:
 
 
 class _NoSpin:
-    """Builds a runner in a process where nobody spins."""
+    """Builds a runner in a process in which nothing spins."""
 
     def __init__(self, build: Callable[[], Runner]) -> None:
         self._build = build

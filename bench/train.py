@@ -1,7 +1,7 @@
-"""Whole trainings: frames per second from reset to learned update, by whose engine steps the environments.
+"""Whole trainings: frames per second from reset to learned update, by the engine that steps the environments.
 
 ``python -m bench train``: proximal policy optimisation with one network and the same updates for every row; what differs is
-only who steps the environments, and whether the policy waits for all of them. The share of the time that goes to the
+only the engine, and whether the policy waits for all of them. The share of the time that goes to the
 environments, the policy and learning is printed and drawn beside the rates. A frame is a step of an environment that is
 learned from: the row of a reset is none.
 """
@@ -23,7 +23,7 @@ from bench.steppers import AsyncEnvPool, Halves, StableBaselines3, Stepper
 from bench.waits import sb3_envs
 from bench.workloads import Workload
 from vecenv.tools.benchmark import Candidate, Host, Report, Unavailable, compare
-from vecenv.tools.report import new_figure
+from vecenv.tools.report import new_figure, save
 from vecenv.tools.runners import SEED, EnvFn, make_env, run_for
 
 __all__ = ["TRAININGS", "draw_shares", "train"]
@@ -145,7 +145,7 @@ class Learner:
         self.jax.block_until_ready(self.params)
 
 
-# --- who steps ----------------------------------------------------------------------------------------------------------
+# --- steps --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -166,7 +166,7 @@ class Training:
     """Collects a rollout and learns from it, again and again.
 
     Args:
-        make_stepper: Builds who steps, as :class:`bench.steppers.Stepper`.
+        make_stepper: Builds what steps, as :class:`bench.steppers.Stepper`.
     """
 
     def __init__(self, make_stepper: Callable[[], Any]) -> None:
@@ -184,8 +184,8 @@ class Training:
         rows, turns, flying = Rows(stepper.num_envs), np.zeros(stepper.num_envs, np.intp), 0
         if self.latest is None:
             self.latest, self.fresh = stepper.reset(), np.zeros(stepper.num_envs, bool)
-        everyone = np.arange(stepper.num_envs)
-        at_hand = [(ids, self.latest[ids]) for ids in np.split(everyone, stepper.num_envs // stepper.batch)]
+        rows_of_all = np.arange(stepper.num_envs)
+        at_hand = [(ids, self.latest[ids]) for ids in np.split(rows_of_all, stepper.num_envs // stepper.batch)]
         self.latest = np.empty_like(self.latest)
         while at_hand or flying:
             before = clock()
@@ -359,6 +359,4 @@ def draw_shares(report: Report, shares: Shares, path: Path) -> None:
     axes.set_xlabel("seconds per 1,000 frames (of the bridge: environments and policy together)", fontsize=8)
     axes.set_title(f"{report.env}, {report.num_envs} environments", fontsize=10)
     axes.legend(fontsize=8, frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    save(figure, path)

@@ -1,10 +1,10 @@
 """Environments that keep others waiting: long resets, steps of very different length, services, simulators with images.
 
-``python -m bench waits`` puts the ways to deal with that side by side: batches of everybody, of whoever is first, by
+``python -m bench waits`` puts the ways to deal with that side by side: batches of all, of the first that are ready, by
 deadline, spare workers, threads within workers, and TorchRL's ``AsyncEnvPool``, which has most of these. With long resets
 the row ``free`` is the same engine without them: what the others are measured by. It says what memory each takes, too.
-``python -m bench episodes`` runs a list of episodes whose lengths vary tenfold: :func:`vecenv.evaluate`, and what others do,
-batch after batch.
+``python -m bench episodes`` runs a list of episodes whose lengths vary tenfold: :func:`vecenv.evaluate`, and what other
+libraries do, batch after batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 
 import vecenv
-from bench.engines import OTHERS
+from bench.engines import OTHERS, Stepping
 from bench.suites import Memory, memory_of
 from bench.workloads import SleepingEnv, Workload
 from vecenv.tools.benchmark import Candidate, Host, Report, Unavailable, compare, default_candidates, vecenv_candidate
@@ -124,7 +124,7 @@ def torchrl_pool(env_fn: EnvFn, num_envs: int, envs_per_worker: int) -> Any:
     return module.AsyncEnvPool([make] * num_envs, backend="multiprocessing", exchange="shm", envs_per_worker=envs_per_worker)
 
 
-class AsyncEnvPool:
+class AsyncEnvPool(Stepping):
     """TorchRL's pool.
 
     Args:
@@ -155,9 +155,6 @@ class AsyncEnvPool:
         self._send(roots)
         done = stepped.get(("next", "done"))
         return int(done.numel()) + int(done.sum())
-
-    def run(self, seconds: float) -> float:
-        return run_for(self._step, seconds)
 
     def close(self) -> None:
         self.pool.close()
@@ -198,9 +195,9 @@ def _candidates(workload: str, env_fn: EnvFn, num_envs: int, workers: int) -> li
     if each > 1:
         rows.insert(3, ours("threads", f"vecenv, {workers} workers, threads", num_workers=workers, env_threads=each))
     for name in ("sb3", "tianshou", "torchrl"):
-        label, build, settle = OTHERS[name]
+        label, build = OTHERS[name]
         build_one = partial(build, env_fn, num_envs, workers)
-        rows.append(Candidate(name, label, build_one, kind="other", settle=settle))
+        rows.append(Candidate(name, label, build_one, kind="other"))
     for name, label, each_worker in (
         ("torchrl-async", "TorchRL AsyncEnvPool, a process each", 1),
         ("torchrl-threads", f"TorchRL AsyncEnvPool, {each} in a worker", each),
@@ -236,7 +233,7 @@ def waits(
 # -- lists of episodes --------------------------------------------------------------------------------------------------
 
 
-class Evaluating:
+class Evaluating(Stepping):
     """Runs lists of episodes, four for each environment, and counts the steps that belong to one.
 
     Args:
@@ -253,12 +250,6 @@ class Evaluating:
         count = 4 * self.envs.num_envs
         self._seed += count
         return self._run_list(self.envs, count, self._seed)
-
-    def run(self, seconds: float) -> float:
-        return run_for(self._step, seconds)
-
-    def close(self) -> None:
-        self.envs.close()
 
 
 def _still(observations: Any) -> Any:

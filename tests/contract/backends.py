@@ -63,9 +63,7 @@ def _engine(name: str, **options: Any) -> Backend:
     def build(env_fn: Any) -> Any:
         return vecenv.AsyncVectorEnv([env_fn] * ROWS, **options)
 
-    return Backend(
-        name, functools.partial(build, _CARTPOLE), functools.partial(build, SlowCartPole), not_yet=_SHAPES
-    )
+    return Backend(name, functools.partial(build, _CARTPOLE), functools.partial(build, SlowCartPole), not_yet=_SHAPES)
 
 
 # -- Ray -----------------------------------------------------------------------------------------------------------

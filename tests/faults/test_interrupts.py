@@ -181,7 +181,8 @@ def test_before_any_bytecode(setting: str, call: str) -> None:
 @pytest.mark.parametrize(
     ("setting", "every"),
     [
-        ("two of four", EVERY), ("in process", EVERY),
+        ("two of four", EVERY),
+        ("in process", EVERY),
         *(pytest.param(name, 1, marks=slow, id=f"all-{name}") for name in FIRST_READY),
     ],
 )

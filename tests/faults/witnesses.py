@@ -77,7 +77,7 @@ class Setting:
         return [functools.partial(self.kind, 0 if self.spares else index, self.length) for index in range(self.count)]
 
     def open(self) -> vecenv.AsyncVectorEnv:
-        envs = vecenv.AsyncVectorEnv(self.env_fns(), context="fork", **self.options)
+        envs = vecenv.AsyncVectorEnv(self.env_fns(), **{"context": "fork", **self.options})
         envs._engine.rows_at_once = self.at_once or None
         return envs
 

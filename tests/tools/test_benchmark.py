@@ -291,8 +291,9 @@ def test_a_host_that_ends_takes_its_helpers_along(killed: bool) -> None:
 
 
 @pytest.mark.long
-def test_a_crowd_lives_only_while_it_is_measured() -> None:
-    with benchmark.started([replace(benchmark.bare_pipes_candidate(CARTPOLE, 2), crowd=True)]) as (host,):
+def test_a_crowd_lives_only_while_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "usable_cores", lambda: 2)
+    with benchmark.started([replace(benchmark.bare_pipes_candidate(CARTPOLE, 2), processes=17)]) as (host,):
         assert host.description == "bare pipes to 2 processes"
         assert not host.running
         assert host.rate(0.05) > 0
@@ -302,7 +303,10 @@ def test_a_crowd_lives_only_while_it_is_measured() -> None:
         assert host.usable
 
 
-def test_engines_with_a_process_for_each_of_many_environments_are_crowds_and_start_one_after_the_other() -> None:
+def test_engines_with_a_process_for_each_of_many_environments_are_crowds_and_start_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(benchmark, "usable_cores", lambda: 2)
     names = [[c.name for c in group] for group in benchmark._start_order(benchmark.default_candidates(CARTPOLE, 64, 2))]
     assert names[0] == ["auto"]
     assert names[2:] == [["per-env"], ["gym-async"], ["bare-pipes"]]

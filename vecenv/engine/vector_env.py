@@ -41,8 +41,7 @@ from vecenv.planning.probe import EnvProbe
 from vecenv.shm import Batch, Layout, fixed_tree
 from vecenv.system.cores import usable_cores
 from vecenv.system.generators import GeneratorsOption
-from vecenv.system.main_module import is_about_main
-from vecenv.system.variables import WorkerEnv, too_late, variables_of
+from vecenv.system.spawning import WorkerEnv, is_about_main, too_late, variables_of
 from vecenv.worker.envs import Expected
 from vecenv.worker.main import Plan
 

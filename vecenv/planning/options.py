@@ -9,9 +9,8 @@ from typing import Any, Final, Literal, TypeAlias, TypedDict
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from vecenv.system.abilities import require_processes
 from vecenv.system.generators import GeneratorsOption
-from vecenv.system.variables import WorkerEnv, check_variables
+from vecenv.system.spawning import WorkerEnv, check_variables, require_processes
 
 __all__ = [
     "BatchSize", "EngineOptions", "NumWorkers", "OnFailure", "StartMethod", "check_option", "check_options",

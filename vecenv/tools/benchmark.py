@@ -27,7 +27,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -39,7 +39,7 @@ import gymnasium
 import numpy as np
 
 from vecenv.system.cores import usable_cores
-from vecenv.system.ward import Ward
+from vecenv.system.helper_process import HelperProcess
 from vecenv.tools.runners import (
     SEED,
     BareLockstep,
@@ -56,12 +56,12 @@ from vecenv.tools.runners import (
 __all__ = [
     "BASELINES", "Candidate", "Host", "HostFailed", "Interrupted", "Progress", "Report", "Row", "Summary",
     "TrajectoryMismatch", "Unavailable", "bare_lockstep_candidate", "bare_loop_candidate", "bare_pipes_candidate",
-    "compare", "default_candidates", "gymnasium_candidate", "machine", "scale_candidates", "started", "vecenv_candidate",
+    "compare", "default_candidates", "gymnasium_candidate", "machine", "scale_candidates", "started",
+    "take_turns", "vecenv_candidate",
 ]  # fmt: skip
 
 BASELINES: Final = ("gym-async", "bare-loop")
-CROWD: Final = 16
-"""More processes than this, and a candidate is alive only while it is measured."""
+CROWD: Final = 16  # processes; with more of them, and more than cores, a candidate is alive only while it is measured
 CHECK_STEPS: Final = 256
 CHECK_SECONDS: Final = 1.5
 START_TIMEOUT: Final = 300.0
@@ -108,9 +108,6 @@ class Candidate:
         kind: ``"vecenv"``, ``"gymnasium"``, ``"other"`` or ``"bound"``: its colour in the plots.
         checked: Its trajectories must equal those of ``SyncVectorEnv``.
         alone: It measures something itself while it starts, and is started before all others for that.
-        crowd: It has many more processes than there are cores, and lives only while it is measured: on a virtual machine
-            the mere existence of that many address spaces slows down what runs beside them.
-        settle: Seconds to leave the machine alone after its turn, for engines whose idle workers still spin.
         processes: How many its host starts, as far as that is known before.
     """
 
@@ -120,9 +117,15 @@ class Candidate:
     kind: str = "other"
     checked: bool = False
     alone: bool = False
-    crowd: bool = False
-    settle: float = 0.0
     processes: int = 0
+
+    @property
+    def crowd(self) -> bool:
+        """Whether it lives only while it is measured, because it has many more processes than there are cores.
+
+        On a virtual machine the mere existence of that many address spaces slows down what runs beside them.
+        """
+        return self.processes > max(CROWD, usable_cores())
 
 
 def _build_vecenv(env_fn: EnvFn, num_envs: int, options: dict[str, Any]) -> Any:
@@ -141,9 +144,7 @@ def vecenv_candidate(
     if runner is None:
         runner = partial(FirstReadyRunner, batch_size=options["batch_size"]) if "batch_size" in options else VectorRunner
     build = partial(runner, make_envs)
-    return Candidate(
-        name, label, build, "vecenv", checked=True, alone=workers == "auto", crowd=processes > CROWD, processes=processes
-    )
+    return Candidate(name, label, build, "vecenv", checked=True, alone=workers == "auto", processes=processes)
 
 
 def _build_gymnasium(kind: str, env_fn: EnvFn, num_envs: int) -> Any:
@@ -156,7 +157,7 @@ def gymnasium_candidate(
     """One of Gymnasium's vector environments."""
     processes = num_envs if kind == "AsyncVectorEnv" else 0
     build = partial(runner, partial(_build_gymnasium, kind, env_fn, num_envs))
-    return Candidate(name, f"Gymnasium {kind}", build, "gymnasium", crowd=processes > CROWD, processes=processes)
+    return Candidate(name, f"Gymnasium {kind}", build, "gymnasium", processes=processes)
 
 
 def _shares(num_envs: int, workers: int) -> list[range]:
@@ -179,9 +180,7 @@ def bare_loop_candidate(env_fn: EnvFn, num_envs: int, workers: int) -> Candidate
 def bare_pipes_candidate(env_fn: EnvFn, num_envs: int) -> Candidate:
     """What a process per environment costs at least."""
     build = partial(BarePipes, env_fn, num_envs)
-    return Candidate(
-        "bare-pipes", "bare pipes, one process per env", build, "bound", crowd=num_envs > CROWD, processes=num_envs
-    )
+    return Candidate("bare-pipes", "bare pipes, one process per env", build, "bound", processes=num_envs)
 
 
 def bare_lockstep_candidate(env_fn: EnvFn, num_envs: int, workers: int) -> Candidate:
@@ -258,8 +257,8 @@ def _host_main(pipe: Any, blob: bytes, log: str, start_method: str) -> None:
 class Host:
     """A candidate in a process of its own, which answers one question at a time and always with a timeout.
 
-    It is a :class:`~vecenv.system.ward.Ward`: it dies with this process, also while it builds an engine, and its end is the
-    end of everything that it has started. What it prints goes to a file.
+    It is a :class:`~vecenv.system.helper_process.HelperProcess`: it dies with this process, also while it builds an engine,
+    and its end is the end of everything that it has started. What it prints goes to a file.
 
     Attributes:
         failed, missing: Once something went wrong, one of these says what.
@@ -273,7 +272,7 @@ class Host:
         self.missing: str | None = None
         self.description = ""
         self._blob = cloudpickle.dumps(candidate.build)
-        self._ward: Ward | None = None
+        self._helper: HelperProcess | None = None
         self.start()
 
     @property
@@ -282,25 +281,25 @@ class Host:
 
     @property
     def running(self) -> bool:
-        return self._ward is not None
+        return self._helper is not None
 
     @property
     def pid(self) -> int:
         """Of the process, while it is there."""
-        assert self._ward is not None
-        assert self._ward.pid is not None
-        return self._ward.pid
+        assert self._helper is not None
+        assert self._helper.pid is not None
+        return self._helper.pid
 
     def start(self) -> None:
         """Start the process; :meth:`ready` waits for its runner."""
         args = (self._blob, str(self.log), multiprocessing.get_start_method())
-        ward = self._ward = Ward(
+        helper = self._helper = HelperProcess(
             multiprocessing.get_context("spawn"), _host_main, args, name="vecenv-bench-host", daemon=False
         )
         try:
-            ward.start()
+            helper.start()
         except BaseException:
-            ward.end()
+            helper.end()
             raise
 
     def ready(self) -> None:
@@ -309,22 +308,22 @@ class Host:
 
     def ask(self, method: str, *arguments: Any, timeout: float = 60.0) -> Any:
         """Call a method of the runner; ``None`` if that failed."""
-        assert self._ward is not None
+        assert self._helper is not None
         with suppress(ConnectionError):
-            self._ward.pipe.send((method, arguments))
+            self._helper.pipe.send((method, arguments))
         return self._answer(timeout)
 
     def _answer(self, timeout: float) -> Any:
-        ward = self._ward
-        assert ward is not None
+        helper = self._helper
+        assert helper is not None
         status, value = "failed", f"gave no answer within {timeout:.0f} s"
-        if ward.wait(time.monotonic() + timeout):
+        if helper.wait(time.monotonic() + timeout):
             try:
-                message = ward.receive()
+                message = helper.receive()
             except EOFError:
                 message = b""
             # without one it has ended, though something that it started may hold its pipe
-            status, value = pickle.loads(message) if message else ("failed", _how_it_ended(ward))
+            status, value = pickle.loads(message) if message else ("failed", _how_it_ended(helper))
         if status == "ok":
             return value
         if status == "failed":
@@ -359,27 +358,25 @@ class Host:
         if self._wake() and self.usable:
             self.ask("run", min(seconds, WARM_UP))
         rate = self.ask("run", seconds, timeout=60 + 10 * seconds) if self.usable else None
-        if rate is not None:
-            time.sleep(self.candidate.settle)
         return math.nan if rate is None else float(rate)
 
     def close(self, timeout: float = 10.0) -> None:
         """Wait so long for it to close its runner, then end it with everything that it has started. Idempotent."""
-        if self._ward is not None:
+        if self._helper is not None:
             try:
                 if timeout:
                     with suppress(ConnectionError):
-                        self._ward.pipe.send(("close", ()))
-                    self._ward.wait_for_end(timeout)
+                        self._helper.pipe.send(("close", ()))
+                    self._helper.has_ended(timeout)
             finally:
-                self._ward.end()
-                self._ward = None
+                self._helper.end()
+                self._helper = None
 
 
-def _how_it_ended(ward: Ward) -> str:
-    if not ward.wait_for_end(1.0):
+def _how_it_ended(helper: HelperProcess) -> str:
+    if not helper.has_ended(1.0):
         return "it closed its pipe"
-    code = ward.exit_code()
+    code = helper.exit_code()
     if code is not None and code < 0:
         return f"its process was killed by {signal.Signals(-code).name}"
     return f"its process ended with exit code {code}"
@@ -457,6 +454,27 @@ class Summary:
         lower, upper = (float(q) for q in np.percentile(good, [25, 75]))
         return cls(statistics.median(good), lower, upper, min(good), max(good), len(good))
 
+    @classmethod
+    def of_ratios(cls, ours: Iterable[float], theirs: Iterable[float]) -> Summary | None:
+        """Of the ratios of two candidates' samples, round by round."""
+        return cls.of(a / b for a, b in zip(ours, theirs, strict=True) if b)
+
+    def show(self, form: str = ".2f") -> str:
+        """Median, and in brackets the least and the greatest."""
+        return f"{self.median:{form}} ({self.minimum:{form}} - {self.maximum:{form}})"
+
+
+def take_turns(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """What each run returns in each round, for candidates in this process.
+
+    Every other round goes the other way, so that what drifts within a round favours none.
+    """
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(rounds):
+        for name in list(runs)[:: -1 if turn % 2 else 1]:
+            found[name].append(runs[name]())
+    return found
+
 
 @dataclass
 class Row:
@@ -495,7 +513,7 @@ class Report:
     def ratio(self, name: str, baseline: str) -> Summary | None:
         """How many times faster one row is than another, round by round."""
         row, other = self.row(name), self.row(baseline)
-        return Summary.of(a / b for a, b in zip(row.rates, other.rates, strict=True) if b) if row and other else None
+        return Summary.of_ratios(row.rates, other.rates) if row and other else None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON: every sample, the summaries, and the ratios to the baselines."""

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from vecenv._version import __version__
 from vecenv.planning.plan import plan as make_plan
-from vecenv.system.abilities import why_no_processes
 from vecenv.system.cores import usable_cores
+from vecenv.system.spawning import why_no_processes
 from vecenv.tools import doctor, run
 from vecenv.tools.usage import (
     DIED,

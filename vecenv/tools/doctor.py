@@ -25,8 +25,8 @@ from typing import Final, Literal
 from vecenv.engine.starting import DESCRIPTORS, SPARE_DESCRIPTORS
 from vecenv.errors import how_to_install
 from vecenv.shm.arena import available_memory, memory_limits
-from vecenv.system.abilities import why_no_processes
 from vecenv.system.cores import usable_cores
+from vecenv.system.spawning import why_no_processes
 from vecenv.tools.usage import fitted
 
 if sys.platform != "win32":

@@ -14,7 +14,7 @@ from vecenv.link.messages import Failure, Outcome
 from vecenv.state.capture import captured, layers_of, opened
 from vecenv.state.proof import prove
 from vecenv.state.snapshots import Row, Snapshot, kind_of
-from vecenv.system.draws import unwatched
+from vecenv.system.generators import unwatched
 from vecenv.system.uninterrupted import succeeds_when_repeated
 from vecenv.worker.rows import EnvRows
 

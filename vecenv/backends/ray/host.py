@@ -36,7 +36,7 @@ from vecenv.shm import Arena
 from vecenv.shm.layout import Array
 from vecenv.state.snapshots import Snapshot
 from vecenv.system.descendants import end_descendants
-from vecenv.system.variables import variables_of
+from vecenv.system.spawning import variables_of
 from vecenv.worker.main import Plan
 
 __all__ = ["Host", "HostPlan", "HostReady", "Reply"]

@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out :data:`LEFT_OUT`, unless ``-m`` says what to run; put last what starts threads that stay."""
     for name in ("engine", "every_engine"):
         sample_parameter([item for item in items if item.path.name in ENGINES_ALTERNATE], name)
-    if not _LINUX or os.environ.get("VECENV_EMULATE"):
+    if not _LINUX:
         _leave_out({"linux"}, config, items)
     if not config.getoption("markexpr"):
         _leave_out(LEFT_OUT, config, items)

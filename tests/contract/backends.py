@@ -133,7 +133,7 @@ def _jax_backend(to: str) -> Backend:
         functools.partial(_jax, to, 20),
         actions=lambda n: np.full((n, 1), 0.5, np.float32),
         misfits=lambda n: np.zeros((n, 2), np.float32),
-        needs=("jax",),
+        needs=("jaxlib",),
         folder="jax",
     )
 

@@ -144,6 +144,8 @@ BAD_CASES: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("name", BAD_CASES)
 def test_what_gymnasium_cannot_batch_raises_the_same_and_the_engine_goes_on(engine: Options, name: str) -> None:
+    if name == "int too big for the column" and np.lib.NumpyVersion(np.__version__) < "2.0.0":
+        pytest.skip("NumPy 1 lets the integer wrap around, and warns")
     infos = BAD_CASES[name]
     with pytest.raises(Exception) as wanted:
         merged(infos)
@@ -288,7 +290,6 @@ def test_thousands_of_combinations_of_keys_are_right_and_are_not_all_remembered(
     assert len(combinations) > 1400
     caches = {name: len(value) for name, value in vars(reader).items() if isinstance(value, dict)}
     assert caches["_plans"] <= 256, caches
-    assert caches["_alike"] <= 256, caches
     assert max(caches.values()) <= 4096, caches
     assert sum(map(len, (value for value in vars(writer).values() if isinstance(value, dict)))) <= 2 * 64
 

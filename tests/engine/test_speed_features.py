@@ -20,9 +20,8 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
 import vecenv
-from vecenv.planning.options import workers_and_share
-from vecenv.planning.plan import Plan, caller_share, choose, in_batches
-from vecenv.planning.scout import Probe
+from vecenv.planning.plan import Plan, caller_share, choose, in_batches, workers_and_share
+from vecenv.planning.probe import StepTimes
 from vecenv.shm import Tree
 from vecenv.system import cores
 from vecenv.worker import rows
@@ -190,7 +189,7 @@ def test_a_plan_says_what_it_measured_and_why() -> None:
 @pytest.mark.parametrize("num_envs", [1, 2, 64])
 def test_a_choice_is_always_possible(cores: int, step: float, num_envs: int) -> None:
     for waits in (0.0, 0.9):
-        probe = Probe(100, step, step * (1 - waits), step * 2)
+        probe = StepTimes(100, step, step * (1 - waits), step * 2)
         for isolate in (False, True):
             plan = choose(probe, num_envs, cores, isolate=isolate)
             assert 0 <= plan.num_workers <= num_envs
@@ -203,7 +202,7 @@ def test_a_choice_is_always_possible(cores: int, step: float, num_envs: int) -> 
 @pytest.mark.parametrize("cores", [2, 8, 64])
 @pytest.mark.parametrize("step", [1e-6, 5e-6, 2e-5, 1e-4, 5e-4, 1e-2])
 def test_it_isolates_where_that_costs_less_than_a_tenth(step: float, cores: int, num_envs: int) -> None:
-    probed = Probe(100, step, step, step * 2)
+    probed = StepTimes(100, step, step, step * 2)
     free, forced, by_itself = (choose(probed, num_envs, cores, isolate=isolate) for isolate in (False, True, None))
     cost = min(forced.estimates.values()) / min(free.estimates.values())
     in_reach = free.num_workers == 0 or free.use_caller
@@ -226,9 +225,9 @@ def test_whoever_asks_is_isolated() -> None:
 
 
 def test_slow_steps_are_shared_by_all_cores_and_quick_ones_are_not_shared_at_all() -> None:
-    slow = choose(Probe(100, 0.01, 0.01, 0.02), 8, 2)
+    slow = choose(StepTimes(100, 0.01, 0.01, 0.02), 8, 2)
     assert slow.num_workers + slow.use_caller == 2
-    assert choose(Probe(100, 1e-6, 1e-6, 2e-6), 2, 2).num_workers == 0
+    assert choose(StepTimes(100, 1e-6, 1e-6, 2e-6), 2, 2).num_workers == 0
 
 
 @pytest.mark.parametrize(
@@ -236,7 +235,7 @@ def test_slow_steps_are_shared_by_all_cores_and_quick_ones_are_not_shared_at_all
 )
 def test_a_batch_is_shared_only_when_it_takes_longer_than_sharing_it(step: float, num_envs: int, alone: bool) -> None:
     """As measured on two cores: 8 empty steps take 9 us alone and 16 us shared, 8 of CartPole 46 and 34 us."""
-    plan = choose(Probe(100, step, step, step * 2), num_envs, 2)
+    plan = choose(StepTimes(100, step, step, step * 2), num_envs, 2)
     assert (plan.num_workers == 0) == alone
     assert plan.use_caller != alone
 
@@ -246,7 +245,7 @@ def test_sharing_has_to_gain_more_where_the_machine_is_slow_or_its_cores_are_thr
     step = 6.7e-6
 
     def alone(num_envs: int, **machine: float) -> bool:
-        return choose(Probe(100, step, step, step * 2, **machine), num_envs, 2).num_workers == 0
+        return choose(StepTimes(100, step, step, step * 2, **machine), num_envs, 2).num_workers == 0
 
     assert not alone(4)
     assert alone(4, pace=1.2, crowding=1.7)
@@ -338,7 +337,7 @@ class Kernel:
         self.now += 1e-6
         return self.now
 
-    def run(self, patience: cores.Patience, seconds: float, lost: float) -> int:
+    def run(self, patience: cores.SpinPolicy, seconds: float, lost: float) -> int:
         """Spin, and step for a millisecond, a share ``lost`` of the time waiting, in turns; how often did it spin?"""
         spins = 0
         for _ in range(int(seconds * 1e3)):
@@ -349,8 +348,8 @@ class Kernel:
 
 
 def test_patience_ends_when_the_core_is_taken_away_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, resting_until = Kernel(monkeypatch), np.zeros(1)
-    patience, other = cores.Patience(1e-2, resting_until), cores.Patience(1e-2, resting_until)
+    kernel, no_spin_until = Kernel(monkeypatch), np.zeros(1)
+    patience, other = cores.SpinPolicy(1e-2, no_spin_until), cores.SpinPolicy(1e-2, no_spin_until)
     assert kernel.run(patience, 1.0, lost=0.2) == 1000
     kernel.run(patience, 0.2, lost=0.5)
     assert patience.rests == 1
@@ -370,23 +369,14 @@ def test_patience_ends_when_the_core_is_taken_away_and_comes_back(monkeypatch: p
 
 def test_a_caller_on_a_workers_core_waits_for_it_by_design(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernel(monkeypatch)
-    assert kernel.run(cores.Patience(1e-2, np.zeros(1), shares=True), 2.0, lost=0.5) == 2000
+    assert kernel.run(cores.SpinPolicy(1e-2, np.zeros(1), shares=True), 2.0, lost=0.5) == 2000
 
 
 def test_patience_gives_up_after_its_time() -> None:
     began = time.perf_counter()
-    assert not cores.Patience(2e-3, np.zeros(1)).spin(lambda timeout: 0)
+    assert not cores.SpinPolicy(2e-3, np.zeros(1)).spin(lambda timeout: 0)
     assert 2e-3 <= time.perf_counter() - began < 20
-    assert not cores.Patience(0.0, np.zeros(1)).spin(lambda timeout: pytest.fail("it must not look at all"))
-
-
-@pytest.mark.linux
-def test_they_spin_as_well_where_the_kernel_does_not_tell_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How they know when to rest: tests/system/test_self_timed_spinning.py."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr(cores, "_cgroup_quota", lambda: None)
-    monkeypatch.setattr(cores, "seconds_waited", lambda: None)
-    assert cores.placements(1) == ([cores.Placement(frozenset({1}), cores.SPIN_SECONDS)], cores.SPIN_SECONDS)
+    assert not cores.SpinPolicy(0.0, np.zeros(1)).spin(lambda timeout: pytest.fail("it must not look at all"))
 
 
 @pytest.mark.parametrize("told", [b"0 0 0\n", b"", b"what?"])
@@ -527,7 +517,7 @@ def test_short_messages_are_counted_and_some_of_them_timed() -> None:
 def test_what_batch_size_auto_is(
     step: float, cpu: float, num_envs: int, workers: int, cores: int, batch: int, at_once: int | None, why: str
 ) -> None:
-    whole = Plan(num_envs, workers, False, 0, "as asked for", Probe(100, step, cpu, step), cores, {})
+    whole = Plan(num_envs, workers, 0, "as asked for", StepTimes(100, step, cpu, step), cores, {})
     found = in_batches(whole)
     assert (found.batch_size, found.rows_at_once) == (batch, at_once)
     assert why in found.batch_reason
@@ -535,9 +525,9 @@ def test_what_batch_size_auto_is(
 
 
 def test_batch_size_auto_takes_no_share_for_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    probed = Probe(100, 3e-4, 3e-4, 3e-4)
+    probed = StepTimes(100, 3e-4, 3e-4, 3e-4)
     assert choose(probed, 8, 2, isolate=False).use_caller
-    monkeypatch.setattr("vecenv.planning.options.usable_cores", lambda: 2)
+    monkeypatch.setattr("vecenv.planning.plan.usable_cores", lambda: 2)
     workers, share, found = workers_and_share(8, "auto", False, False, lambda: probed, "auto")
     assert (workers, share) == (2, 0)
     assert found is not None

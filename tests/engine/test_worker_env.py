@@ -14,7 +14,7 @@ import pytest
 from envs import counters, opened, started
 
 import vecenv
-from vecenv.system.variables import named, too_late
+from vecenv.system.spawning import too_late
 
 ANEW = [pytest.param(name, marks=pytest.mark.long) for name in ("spawn", "forkserver")]
 METHODS = pytest.mark.parametrize("context", ["fork", *ANEW])
@@ -66,7 +66,7 @@ def test_auto_takes_processes() -> None:
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
 @pytest.mark.long
 def test_the_main_module_is_imported_with_them(context: str, tmp_path: Path) -> None:
-    """``named`` is why: what ``Process`` is given is unpickled after the main module has been imported."""
+    """``NameWithVariables`` is why: what ``Process`` is given is unpickled after the main module has been imported."""
     (tmp_path / "simulator.py").write_text("""
 import os
 AT_IMPORT = os.environ.get("VECENV_TEST_DEVICE")
@@ -138,4 +138,3 @@ def test_under_fork_what_was_imported_here_has_read_its_own(
     ):
         pass
     assert too_late([{"PYOPENGL_PLATFORM": "glx"}]) == {}
-    assert named("name", {}) == "name"

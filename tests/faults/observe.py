@@ -30,8 +30,7 @@ PATIENCE = 20.0
 """Seconds for what takes a tenth of one, or never happens: other programs may have the cores in the meantime."""
 CHEAP = pytest.mark.parametrize("method", [name for name in METHODS if name != "spawn"], indirect=True)
 """For what goes beyond the table, and does not depend on how a worker was started: not once more with new interpreters."""
-LINUX = sys.platform == "linux" and not os.environ.get("VECENV_EMULATE")
-"""Whether the package may use what only Linux has (tests/emulation)."""
+LINUX = sys.platform == "linux"
 TRAINER = Path(__file__).with_name("trainer.py")
 PACKAGE = Path(vecenv.__file__).parents[1]
 FAULTS = [

@@ -83,7 +83,7 @@ CHOICES: dict[str, Setting] = {
         ("generators", "generators", {}),
         ("generators, in process", "generators, in process", {}),
         ("generators, caller's share", "generators, caller's share", {}),
-        ("generators, restart", "generators", {"restart_from": "snapshot", **RESTART}),
+        ("generators, restart", "generators", RESTART),
     ]
 }
 POLLS = [None, 0.0, 30.0]
@@ -233,7 +233,7 @@ class Model:
 
     def all_began(self, infos: dict[str, Any], seed: int, ids: Any) -> None:
         """These rows have begun anew, and nothing of before is told. (``load`` may have changed which row it is.)"""
-        assert {key.removeprefix("_") for key in infos} <= {"resets", "tag", "restarted", "from_snapshot"}, infos
+        assert {key.removeprefix("_") for key in infos} <= {"resets", "tag", "restarted"}, infos
         for index in ids:
             assert infos["resets"][index] == 1
             assert infos["tag"][index].partition(" ")[2] == f"reset {seed + index}.1", infos["tag"][index]

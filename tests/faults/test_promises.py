@@ -251,7 +251,7 @@ def test_the_last_stack_is_the_last_one() -> None:
         for _ in range(3):
             with pytest.raises(StepTimeout, match="in step"):
                 envs.step_wait(timeout=0.3)
-            sizes.append(os.fstat(envs._pool.workers[0].black_box._descriptor).st_size)
+            sizes.append(os.fstat(envs._pool.workers[0].black_box._file.number).st_size)
         assert max(sizes) == 0
         envs.step_wait()
         with pytest.raises(WorkerDied, match="SIGSEGV") as caught:

@@ -105,7 +105,7 @@ def test_a_poll_asks_a_worker_for_nothing(launch: Launch, monkeypatch: pytest.Mo
         except StepTimeout as error:
             assert "envs [0, 1, 2, 3]" in report(error)
             polls += 1
-    assert polls > 100
+    assert polls > 10
     envs.send(np.full(4, 99), range(4))
     while True:
         try:

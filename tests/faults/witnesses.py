@@ -101,7 +101,7 @@ SETTINGS = {
     "four workers": Setting({"num_workers": 4}, count=8),
     "same step": Setting({"num_workers": 2, "autoreset_mode": "SameStep"}, length=3),
     "max_concurrency": Setting({"num_workers": 4, "max_concurrency": 2}),
-    "restart": Setting({"num_workers": 2, **RESTART, "restart_from": "snapshot"}, length=5),
+    "restart": Setting({"num_workers": 2, **RESTART}, length=5),
     "list actions": Setting({"num_workers": 2}, listed=True),
     "Text actions": Setting({"num_workers": 2}, kind=Words),
     "Text observations": Setting({"num_workers": 2}, kind=Texts, length=5),

@@ -27,7 +27,7 @@ from vecenv.jax.functional import FunctionalVectorEnv
 from vecenv.jax.interop import require_torch, seed_keys
 from vecenv.jax.libraries import adapt, available_envs, make_env
 from vecenv.jax.state import EnvState
-from vecenv.state.snapshots import FORMAT, Kind, Snapshot, Snapshots, StateDict, each_of
+from vecenv.state.snapshots import FORMAT, Kind, Snapshot, Snapshots, StateDict, parse_snapshots
 from vecenv.system.uninterrupted import succeeds_when_repeated
 
 __all__ = ["JaxVectorEnv", "available_envs", "functional_of", "make_jax_vec"]
@@ -247,7 +247,7 @@ class JaxVectorEnv(DrivenVectorEnv[Driver]):
         state = driver.state
         if state is None:
             state = driver.functional.begin(seed_keys([0] * self.num_envs))
-        given = each_of(snapshots, rows)
+        given = parse_snapshots(snapshots, rows)
         kind = self._kind(state)
         for place, one in enumerate(given):
             if wrong := one.row.kind.differs_from(kind):

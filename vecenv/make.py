@@ -389,10 +389,10 @@ def _find_envpool(name: str) -> str:
 
 
 def _jax_native(library: str, request: Request) -> AnyVectorEnv:
-    from vecenv.backends.jax_native import make_jax_vec
+    from vecenv.backends.jax_native import JaxVectorEnv
 
     options = {**request.vector_kwargs, **request.env_kwargs}
-    return make_jax_vec(request.name(library), request.num_envs, library=library, **options)
+    return JaxVectorEnv(request.name(library), request.num_envs, library=library, **options)
 
 
 _BACKENDS: dict[str, Backend] = {

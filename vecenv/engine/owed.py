@@ -178,7 +178,7 @@ class Round:
         lost: Of those, the ones that had failed before and were not asked.
         result: The answers, read.
         raised: (env, exception) of each failure, made and on record.
-        todo, rebuilt, restored, rebuild: How far rebuilding has got (:mod:`vecenv.engine.recovery`).
+        todo, rebuilt, rebuild: How far rebuilding has got (:mod:`vecenv.engine.recovery`).
         settled: What had failed is raised or rebuilt, and everything is where the caller is to see it.
         entries: Of rows that are received one by one: they, ready.
     """
@@ -197,7 +197,6 @@ class Round:
         self.verdict: Exception | None = None
         self.todo: set[int] | None = None
         self.rebuilt: set[int] = set()
-        self.restored: set[int] = set()  # of those, the ones that go on from a snapshot
         self.rebuild: Flight | None = None
         self.settled = False
         self.entries: list[ReadyRow] | None = None

@@ -19,8 +19,8 @@ from os import read, write
 from typing import Any, Final
 
 from vecenv.link.messages import FULL_HEAD, HEAD, PAYLOAD, Message, decode, encode, missing_bytes
-from vecenv.system.cores import Patience
-from vecenv.system.holdings import Holdings
+from vecenv.system.cores import SpinPolicy
+from vecenv.system.descriptors import DescriptorOwner
 
 __all__ = ["CallerEnd", "ChannelClosed", "Ends", "WorkerEnd", "write_once"]
 
@@ -63,7 +63,7 @@ class CallerEnd:
         holdings: Owns the descriptors.
     """
 
-    def __init__(self, holdings: Holdings) -> None:
+    def __init__(self, holdings: DescriptorOwner) -> None:
         self._in, self._their_out = holdings.pipe()
         self._their_in, self._out = holdings.pipe()
         self.fd, self.out = self._in.number, self._out.number
@@ -212,7 +212,7 @@ class WorkerEnd:
         except OSError as error:
             raise ChannelClosed from error
 
-    def wait(self, patience: Patience) -> Message:
+    def wait(self, patience: SpinPolicy) -> Message:
         """Block until a message is there; ``patience`` says how long to poll without sleeping first."""
         if not self.blocks and not patience.spin(self.poll):
             self.poll()

@@ -9,19 +9,17 @@ from typing import Any, Final, Literal, TypeAlias, TypedDict
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from vecenv.system.abilities import require_processes
 from vecenv.system.generators import GeneratorsOption
-from vecenv.system.variables import WorkerEnv, check_variables
+from vecenv.system.spawning import WorkerEnv, check_variables, require_processes
 
 __all__ = [
-    "BatchSize", "EngineOptions", "NumWorkers", "OnFailure", "RestartFrom", "StartMethod", "check_option", "check_options",
+    "BatchSize", "EngineOptions", "NumWorkers", "OnFailure", "StartMethod", "check_option", "check_options",
     "parse_spares", "require_processes_for",
 ]  # fmt: skip
 
 NumWorkers: TypeAlias = int | Literal["auto"] | None
 BatchSize: TypeAlias = int | Literal["auto"] | None
 OnFailure: TypeAlias = Literal["raise", "restart"]
-RestartFrom: TypeAlias = Literal["reset", "snapshot"]
 StartMethod: TypeAlias = Literal["fork", "spawn", "forkserver"]
 
 
@@ -37,7 +35,6 @@ class EngineOptions(TypedDict, total=False):
     use_caller: bool
     batch_size: BatchSize
     on_failure: OnFailure
-    restart_from: RestartFrom
     restart_limit: int | None
     restart_period: float
     step_timeout: float | None
@@ -84,7 +81,6 @@ def parse_spares(spare_workers: Any, num_envs: int, mode: AutoresetMode, **besid
         "batch_size": beside["batch_size"] is None or "they are there for batches of all environments",
         "max_concurrency": beside["max_concurrency"] is None or "they reset while all the others step",
         "env_threads": beside["env_threads"] == 1 or "each has one environment",
-        "restart_from": beside["restart_from"] == "reset" or "environments that go from row to row cannot be saved",
         "autoreset_mode": mode is not AutoresetMode.DISABLED or "an episode that begins by itself is what they are for",
     }
     for option, reason in reasons.items():
@@ -117,7 +113,6 @@ _CHECKS: Final[dict[str, tuple[_Check, str]]] = {
     "num_workers": (_one_of(None, "auto", or_=_whole(0)), "None (one process per environment), 'auto', or an int from 0 on"),
     "spare_workers": (_whole(0), "an int from 0 on"),
     "on_failure": (_one_of("raise", "restart"), "'raise' or 'restart'"),
-    "restart_from": (_one_of("reset", "snapshot"), "'reset', or 'snapshot' where on_failure is 'restart'"),
     "restart_limit": (_one_of(None, or_=_whole(0)), "None or an int from 0 on"),
     "restart_period": _DURATION,
     "step_timeout": (_one_of(None, or_=_seconds), "None or a number of seconds above 0"),
@@ -182,8 +177,6 @@ def check_options(num_envs: int, batch_size: Any, **options: Any) -> None:
     for name, value in options.items():
         if name in _CHECKS:
             check_option(name, value)
-    if options.get("on_failure") != "restart" and "restart_from" in options:
-        check_option("restart_from", options["restart_from"], (_one_of("reset"), _CHECKS["restart_from"][1]))
     if options.get("env_threads", 1) != 1:
         shared = "'shared' beside env_threads: threads of one process share its generators"
         check_option("generators", options.get("generators", "shared"), (_one_of("shared"), shared))

@@ -20,8 +20,8 @@ import gymnasium
 
 from vecenv.planning.options import check_option
 from vecenv.planning.probe import EnvProbe, StepTimes
-from vecenv.system.abilities import require_processes, why_no_processes
 from vecenv.system.cores import usable_cores
+from vecenv.system.spawning import require_processes, why_no_processes
 
 __all__ = ["Plan", "caller_share", "choose", "in_batches", "plan", "workers_and_share"]
 

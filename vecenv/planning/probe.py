@@ -1,7 +1,7 @@
 """Builds one environment in a process of its own, to read what it is and to time its steps.
 
 The process keeps everything out of the caller that every forked worker would inherit: a GPU context, threads, an open
-simulator. It is a :class:`~vecenv.system.ward.Ward`, so that what the environment starts ends with it.
+simulator. It is a :class:`~vecenv.system.helper_process.HelperProcess`, so that what the environment starts ends with it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,10 @@ from gymnasium.spaces import Discrete
 
 from vecenv.errors import StartupTimeout, WorkerDied
 from vecenv.link.messages import PackedError, dumps, pack_error, unpack_error
-from vecenv.system.abilities import why_no_processes
 from vecenv.system.cores import seconds_waited
-from vecenv.system.main_module import NO_GUARD, missing_guard
+from vecenv.system.helper_process import HelperProcess
+from vecenv.system.spawning import NO_GUARD, Variables, missing_guard, why_no_processes
 from vecenv.system.supervision import describe_exit
-from vecenv.system.variables import Variables
-from vecenv.system.ward import Ward
 from vecenv.worker.envs import made_by
 
 __all__ = ["EnvDescription", "EnvProbe", "StepTimes"]
@@ -163,24 +161,24 @@ class EnvProbe:
         env_fns = list(self._env_fns if all_envs else self._env_fns[:1])
         forks = self._context.get_start_method() == "fork"
         blob = b"" if forks else cloudpickle.dumps(env_fns)
-        ward = Ward(
+        helper = HelperProcess(
             self._context, _main, (env_fns if forks else None, all_envs, step), name="vecenv-probe", daemon=self._daemon,
             abrupt=True, variables=self._variables,
         )  # fmt: skip
         try:
             deadline = time.monotonic() + self._timeout
-            ward.start()
-            said: PackedError | tuple[bytes | PackedError] = self._receive(ward, blob, deadline)
-            where = f"one environment, pid {ward.pid}, built to look at it"
+            helper.start()
+            said: PackedError | tuple[bytes | PackedError] = self._receive(helper, blob, deadline)
+            where = f"one environment, pid {helper.pid}, built to look at it"
             if isinstance(said, PackedError):
-                ward.wait_for_end(_CLOSE_SECONDS)
+                helper.has_ended(_CLOSE_SECONDS)
                 raise unpack_error(said, where)
             if step:
-                self._times = self._receive_times(ward, deadline)
+                self._times = self._receive_times(helper, deadline)
             if time.monotonic() < deadline:  # it closes its environment, which may hold what the first worker needs
-                ward.wait_for_end(_CLOSE_SECONDS)
+                helper.has_ended(_CLOSE_SECONDS)
         finally:
-            ward.end()
+            helper.end()
         if isinstance(said[0], PackedError):
             return unpack_error(said[0], where)
         try:
@@ -189,15 +187,15 @@ class EnvProbe:
             return error
         return description
 
-    def _receive_times(self, ward: Ward, deadline: float) -> StepTimes:
+    def _receive_times(self, helper: HelperProcess, deadline: float) -> StepTimes:
         try:
-            said: StepTimes | PackedError = self._receive(ward, b"", deadline)
+            said: StepTimes | PackedError = self._receive(helper, b"", deadline)
         except (StartupTimeout, WorkerDied) as error:
             return _failed(str(error))
         return said if isinstance(said, StepTimes) else _failed(said.summary)
 
-    def _receive(self, ward: Ward, blob: bytes, deadline: float) -> Any:
-        """The next message of the process. An open pipe proves nothing: a helper of the environment may hold it.
+    def _receive(self, helper: HelperProcess, blob: bytes, deadline: float) -> Any:
+        """The next message of the process. An open pipe proves nothing: a program of the environment may hold it.
 
         A new interpreter gets the functions (``blob``) when it is ready to read them: they may be larger than a pipe, and
         its imports may take for ever.
@@ -208,25 +206,25 @@ class EnvProbe:
         message = b""
         closed = False
         try:
-            if ward.wait(deadline):
-                message = ward.receive()
+            if helper.wait(deadline):
+                message = helper.receive()
             if message == _READY:
-                ward.pipe.send_bytes(blob)
-                message = ward.receive() if ward.wait(deadline) else b""
+                helper.pipe.send_bytes(blob)
+                message = helper.receive() if helper.wait(deadline) else b""
             if message == _STAY_AWAKE:
-                while not ward.pipe.poll(0) and not ward.has_ended() and time.monotonic() < deadline:
+                while not helper.pipe.poll(0) and not helper.has_ended() and time.monotonic() < deadline:
                     pass
-                message = ward.receive()
+                message = helper.receive()
         except (EOFError, ConnectionError):
             closed, message = True, b""
         if message:
             return pickle.loads(message)
-        if not closed and not ward.has_ended():
+        if not closed and not helper.has_ended():
             raise StartupTimeout(f"an environment could not be built and looked at within {self._timeout} seconds")
-        code = ward.exit_code() if ward.wait_for_end(_CLOSE_SECONDS) else None
+        code = helper.exit_code() if helper.has_ended(_CLOSE_SECONDS) else None
         how = "closed its pipe" if code is None else describe_exit(code)
-        text = missing_guard(ward.method) if code == NO_GUARD else f"the environment that was built to look at it {how}"
-        raise WorkerDied(text, pid=ward.pid, exitcode=code, command="plan")
+        text = missing_guard(helper.method) if code == NO_GUARD else f"the environment that was built to look at it {how}"
+        raise WorkerDied(text, pid=helper.pid, exitcode=code, command="plan")
 
 
 def _failed(why: str) -> StepTimes:

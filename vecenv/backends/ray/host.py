@@ -36,7 +36,7 @@ from vecenv.shm import Arena
 from vecenv.shm.layout import Array
 from vecenv.state.snapshots import Snapshot
 from vecenv.system.descendants import end_descendants
-from vecenv.system.variables import variables_of
+from vecenv.system.spawning import variables_of
 from vecenv.worker.main import Plan
 
 __all__ = ["Host", "HostPlan", "HostReady", "Reply"]
@@ -271,8 +271,6 @@ class HostRows(AsyncVectorEnv[Any, Any]):
         assert result is not None
         if op is Op.LOAD:
             self._put_beside([row for row in result.results if row in self._coming])
-        elif op is Op.SAVE or op is Op.PROVE:
-            self._keep_saved(op, result)
         outcome.results = self._moved(result.results)
         if op <= Op.REBUILD_SOME:
             self._page(op, rows, result, reply, outcome)
@@ -297,14 +295,13 @@ class HostRows(AsyncVectorEnv[Any, Any]):
         elif op in (Op.RESET, Op.RESET_SOME):
             self._ask_reset(rows, *(payload or (None, None)))
         elif op is Op.REBUILD_SOME:
-            seeds, options, reset_next, snapshots = payload
+            seeds, options, reset_next = payload
             chosen = list(range(self.num_envs)) if rows is None else rows
             place = {row: position for position, row in enumerate(chosen)}
 
             def given(mine: list[int]) -> tuple[Any, ...]:
                 places = [place[row] for row in mine]
-                own = [snapshots[position] for position in places]
-                return [seeds[position] for position in places], options_of_rows(options, places), reset_next, own
+                return [seeds[position] for position in places], options_of_rows(options, places), reset_next
 
             engine.ask_some("reset", op, chosen, given)
         else:
@@ -361,22 +358,6 @@ class HostRows(AsyncVectorEnv[Any, Any]):
             engine.ledger.found(row)
         if engine.policy.restart:
             engine.recovery.remembered.keep(rows, everyone=False)
-            engine.recovery.forget(rows)
-            engine.recovery.keep(rows, [self._coming[row] for row in rows])
-
-    def _keep_saved(self, op: Op, result: Result) -> None:
-        """What a host restarts its own environments from, until it turns out that it is not exact."""
-        engine = self._engine
-        if not engine.policy.from_snapshot:
-            return
-        if op is Op.PROVE and result.failures:
-            engine.recovery.snapshots.clear()
-        elif op is Op.SAVE:
-            kept = [
-                snapshot.having(observation=engine.store.row(row)) if snapshot.row.used else snapshot
-                for row, snapshot in result.results.items()
-            ]
-            engine.recovery.keep(list(result.results), kept)
 
     # -- answers ----------------------------------------------------------------------------------------------------
 

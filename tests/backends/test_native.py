@@ -521,7 +521,7 @@ def test_names_of_register_stand_for_what_they_name(only_vector: str) -> None:
             r"'CartPole-v1' does not offer .*SAME_STEP, only",
         ),
         ({"vector_kwargs": {"autoreset_mode": "Often"}}, ValueError, "'Often' is not a valid AutoresetMode"),
-        ({"num_envs": 0}, ValueError, "num_envs must be a positive integer"),
+        ({"num_envs": 0}, ValueError, "`num_envs` must be an int from 1 on"),
     ],
 )
 def test_what_is_wrong_in_the_arguments_is_named(arguments: dict[str, Any], error: type[Exception], text: str) -> None:

@@ -96,7 +96,6 @@ class Answering:
             if flight.command == "reset":
                 for row in round_.rows:
                     self.ledger.found(row)
-                self.recovery.forget(round_.rows)
             round_.result = self.read((worker, flight.answers[worker.index]) for worker in flight.workers)
         return round_
 

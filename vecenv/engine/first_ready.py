@@ -189,7 +189,6 @@ class FirstReady:
             engine.batch.truncations[rows] = False
             for row in rows:
                 engine.ledger.found(row)
-            engine.recovery.forget(rows)
         if not answer.columns:
             engine.batch.info_schemas[rows] = NO_INFO
         worker = next((worker for worker in flight.workers if worker.index == index), None)

@@ -8,8 +8,8 @@ from gymnasium import logger
 
 from vecenv.engine.owed import COLUMNS, NOTHING, ONLY_COLUMNS, PLAIN, Answer, Result, Worker
 from vecenv.link.infos import InfoReader
+from vecenv.link.messages import decode_outcome
 from vecenv.link.observations import Store
-from vecenv.link.sealing import load
 
 __all__ = ["Reading"]
 
@@ -46,7 +46,7 @@ class Reading:
             result.columns = True
         if answer.death is not None:
             result.deaths.append(answer.death)
-        out = answer.outcome if answer.sealed is None else load(answer.sealed)
+        out = answer.outcome if answer.sealed is None else decode_outcome(answer.sealed)
         if out is None:
             return
         self._infos.learn(out.schemas)

@@ -131,8 +131,6 @@ class MultiAgentVecEnv:
             raise TypeError(f"MultiAgentVecEnv has no arguments {refused}")
         if "spare_workers" in engine:
             unable(self, "have spare workers", "each of its environments is of one row, whose players it keeps")
-        if engine.get("restart_from", "reset") != "reset":
-            raise NotImplementedError("MultiAgentVecEnv restarts by reset only: its engine's snapshots lack the agents")
         if isinstance(seed_stride, bool) or not isinstance(seed_stride, (int, np.integer)):
             raise ValueError(f"`seed_stride` must be an int, got {seed_stride!r}")
         self.reward_dtype = np.dtype(reward_dtype)

@@ -185,7 +185,7 @@ def test_any_engine_and_any_order_of_sending(context: str, data: st.DataObject, 
         envs = vecenv.AsyncVectorEnv(fns, autoreset_mode=mode, context=context, **engine)
     except ValueError:  # options that exclude each other, or more workers than environments
         assume(False)
-    envs._engine.rows_at_once = data.draw(st.sampled_from([None, 1, 2]), "rows_at_once")
+    envs._driver.rows_at_once = data.draw(st.sampled_from([None, 1, 2]), "rows_at_once")
     try:
         envs.reset_async(seed=5)
         wanted = {i: loop.reset(5 + i) for i, loop in enumerate(loops)}

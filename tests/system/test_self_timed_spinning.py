@@ -152,7 +152,7 @@ def test_an_engine_rests_while_others_want_all_cores(untold: None, rivals: Calla
         envs.reset(seed=0)
         rivals(2 * cores.usable_cores())
         deadline = time.monotonic() + 60
-        while envs._engine.batch.resting_until[0] < time.perf_counter():
+        while envs._driver.batch.resting_until[0] < time.perf_counter():
             assert time.monotonic() < deadline, "it never rested"
             envs.step([0, 0])
     finally:

@@ -17,7 +17,7 @@ from typing import Any, Final
 import cloudpickle
 
 from vecenv.engine.handles import ProcessWorker, envs_text
-from vecenv.engine.owed import Owed
+from vecenv.engine.pending import PendingRequests
 from vecenv.errors import StartupTimeout
 from vecenv.front.deadlines import milliseconds
 from vecenv.link.channel import CallerEnd, ChannelClosed
@@ -79,11 +79,11 @@ class Workplace:
         processes: Every process that was started and not seen to its end: whoever collects the pool ends them.
     """
 
-    def __init__(self, plan: Plan, arena: Arena, options: PoolOptions, owed: Owed, holdings: Holdings) -> None:
+    def __init__(self, plan: Plan, arena: Arena, options: PoolOptions, table: PendingRequests, holdings: Holdings) -> None:
         self.plan = plan
         self.arena: Arena | None = arena
         self.options = options
-        self.owed = owed
+        self.table = table
         self.holdings = holdings
         self.lifeline = Lifeline(holdings)
         self.watch = DeathWatch()
@@ -148,7 +148,7 @@ def launch(
             place.processes.append(process)
             start_process(process, options.context.get_start_method())
             worker = ProcessWorker(
-                index, rows, process, channel, black_box, held, place.watch, place.owed, token, placement.with_caller
+                index, rows, process, channel, black_box, held, place.watch, place.table, token, placement.with_caller
             )  # fmt: skip
             into.append(worker)
         channel.started()

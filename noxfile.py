@@ -1,13 +1,12 @@
 """``nox``: the tests on every supported Python, and the checks that need one Python only."""
 
-from pathlib import Path
-
 import nox
 
 nox.options.sessions = ["tests", "lint", "docs"]
 nox.options.reuse_existing_virtualenvs = True
 
 TORCH = "torch==2.13.0"  # one version, so that an index with its CPU build can be named
+GAMES = ("mpe2>=1", "pymunk>=6.2", "array-api-compat>=1.7", "hatchling>=1.27")  # of extra `test`, which has JAX in it
 RLLIB = ("tests/clients/test_client_rllib.py",)
 GYMNAX = ("tests/jax/test_jax_vector_env.py", "tests/jax/test_jax_adapt.py", "-k", "gymnax", "-m", "slow or not slow")
 TOOLS = (
@@ -30,27 +29,6 @@ def newest(session: nox.Session) -> None:
 
 
 @nox.session(python="3.11")
-def macos(session: nox.Session) -> None:
-    """What a Mac has, emulated: faults, contract and engine without what only Linux has, new interpreters for workers."""
-    session.install("-e", ".[test]")
-    folders = ("tests/faults", "tests/contract", "tests/engine", "tests/system")
-    session.run("pytest", *(session.posargs or folders), env=_elsewhere("macos"))
-
-
-@nox.session(python="3.11")
-def windows(session: nox.Session) -> None:
-    """What Windows has, emulated: the contract in one process, and what is refused. It knows no forks."""
-    session.install("-e", ".[test]")
-    chosen = ("tests/contract", "-k", "(in-process or double) and not forked_child")
-    session.run("pytest", *(session.posargs or chosen), env=_elsewhere("windows"))
-    session.run("pytest", "-m", "long", "tests/system/test_platforms.py")
-
-
-def _elsewhere(world: str) -> dict[str, str]:
-    return {"VECENV_EMULATE": world, "PYTHONPATH": str(Path(__file__).parent / "tests" / "emulation")}
-
-
-@nox.session(python="3.11")
 @nox.parametrize("version", ["1.1.1", "1.2.2", "1.3.0"])
 def gymnasium(session: nox.Session, version: str) -> None:
     """The whole default run on older versions of Gymnasium; ``tests`` has the newest."""
@@ -60,11 +38,14 @@ def gymnasium(session: nox.Session, version: str) -> None:
 
 @nox.session(python="3.11")
 def lowest(session: nox.Session) -> None:
-    """Engine, state and contract with the lowest version of each dependency of the core that pyproject.toml declares."""
+    """The whole default run with the lowest version of each dependency of the core that pyproject.toml declares.
+
+    Beside these stand the extras that take such an old NumPy; tests of JAX, which takes none, are left out.
+    """
     needs = nox.project.load_toml("pyproject.toml")["project"]["dependencies"]
-    session.install(*(need.partition(",")[0].replace(">=", "==") for need in needs), *TOOLS)
-    session.install("-e", ".", "--no-deps")
-    session.run("pytest", "-n", "0", *(session.posargs or ("tests/engine", "tests/state", "tests/contract")))
+    floors = [need.partition(",")[0].replace(">=", "==") for need in needs]
+    session.install(*floors, *TOOLS, "-e", ".[bench,envpool,multi-agent]", *GAMES)
+    session.run("pytest", *session.posargs)
 
 
 @nox.session(python="3.11")

@@ -16,6 +16,7 @@ For comparison, ``copy`` is numpy's copy of the observations.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -32,6 +33,7 @@ from jax.experimental import io_callback
 
 from vecenv.jax import bridge
 from vecenv.jax.host_call import host_call
+from vecenv.tools.benchmark import take_turns
 
 SHAPES = {
     "8 x (4,) float32": (8, (4,), np.float32),
@@ -87,13 +89,14 @@ def measure(spec: tuple[int, tuple[int, ...], Any], length: int, options: argpar
     for run in runs.values():
         run()  # compiles
     singles = max(1, options.steps // length)
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(options.repeats):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            for _ in range(singles):
-                run()
-            times[name].append((time.perf_counter() - start) / (singles * length) * 1e6)
+
+    def timed(run: Callable[[], Any]) -> float:
+        start = time.perf_counter()
+        for _ in range(singles):
+            run()
+        return (time.perf_counter() - start) / (singles * length) * 1e6
+
+    times = take_turns({name: functools.partial(timed, run) for name, run in runs.items()}, options.repeats)
     row = {name: statistics.median(values) for name, values in times.items()}
     row["io_callback / primitive"] = statistics.median(
         a / b for a, b in zip(times["io_callback"], times["primitive"], strict=True)

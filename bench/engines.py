@@ -1,4 +1,4 @@
-"""Everybody else's engines behind the same three methods, each optional.
+"""Other libraries' engines behind the same three methods, each optional.
 
 A missing library leaves its row out with a word. Libraries that reset within the step, or leave resetting
 to the caller, do more than ``num_envs`` units of work in a step when episodes end; each reset is to their
@@ -12,23 +12,15 @@ import contextlib
 import importlib
 import itertools
 import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from vecenv.tools.benchmark import (
-    Candidate,
-    EnvFn,
-    Runner,
-    Sample,
-    Unavailable,
-    default_candidates,
-    run_for,
-    sample_actions,
-    vecenv_candidate,
-)
+from vecenv.tools.benchmark import Candidate, Unavailable, default_candidates, vecenv_candidate
+from vecenv.tools.runners import EnvFn, Runner, run_for, sample_actions
 
 
 def _need(module: str, package: str) -> Any:
@@ -38,7 +30,22 @@ def _need(module: str, package: str) -> Any:
         raise Unavailable(f"{package} is not installed ({error})") from None
 
 
-class StableBaselines3:
+class Stepping:
+    """Steps ``envs`` again and again; subclasses say how."""
+
+    envs: Any
+
+    def _step(self) -> int:
+        raise NotImplementedError
+
+    def run(self, seconds: float) -> float:
+        return run_for(self._step, seconds)
+
+    def close(self) -> None:
+        self.envs.close()
+
+
+class StableBaselines3(Stepping):
     """``SubprocVecEnv``: one process an environment; resets within the step."""
 
     def __init__(self, env_fn: EnvFn, num_envs: int, workers: int) -> None:
@@ -51,14 +58,8 @@ class StableBaselines3:
         dones = self.envs.step(self._next())[2]
         return len(dones) + int(np.count_nonzero(dones))
 
-    def run(self, seconds: float) -> Sample:
-        return run_for(self._step, seconds)
 
-    def close(self) -> None:
-        self.envs.close()
-
-
-class Tianshou:
+class Tianshou(Stepping):
     """``ShmemVectorEnv``: one process an environment, observations in shared memory; the caller resets."""
 
     def __init__(self, env_fn: EnvFn, num_envs: int, workers: int) -> None:
@@ -74,12 +75,6 @@ class Tianshou:
             self.envs.reset(ended)
         return len(terminated) + len(ended)
 
-    def run(self, seconds: float) -> Sample:
-        return run_for(self._step, seconds)
-
-    def close(self) -> None:
-        self.envs.close()
-
 
 def _torchrl_env(env_fn: EnvFn) -> Any:
     from torchrl.envs import GymWrapper
@@ -87,7 +82,7 @@ def _torchrl_env(env_fn: EnvFn) -> Any:
     return GymWrapper(env_fn(), categorical_action_encoding=True)
 
 
-class TorchRL:
+class TorchRL(Stepping):
     """``ParallelEnv``: one process an environment, everything in shared tensors; resets after the step."""
 
     def __init__(self, env_fn: EnvFn, num_envs: int, workers: int) -> None:
@@ -103,12 +98,6 @@ class TorchRL:
         done = stepped.get(("next", "done"))
         return int(done.numel()) + int(done.sum())
 
-    def run(self, seconds: float) -> Sample:
-        return run_for(self._step, seconds)
-
-    def close(self) -> None:
-        self.envs.close()
-
 
 def _puffer_env(env_fn: EnvFn, buf: Any = None, seed: int = 0) -> Any:
     from pufferlib.emulation import GymnasiumPufferEnv
@@ -116,7 +105,7 @@ def _puffer_env(env_fn: EnvFn, buf: Any = None, seed: int = 0) -> Any:
     return GymnasiumPufferEnv(env_fn(), buf=buf, seed=seed)
 
 
-class PufferLib:
+class PufferLib(Stepping):
     """``vector.Multiprocessing``: a process a core, all spinning on shared flags; resets in the next step."""
 
     def __init__(self, env_fn: EnvFn, num_envs: int, workers: int) -> None:
@@ -142,11 +131,10 @@ class PufferLib:
         self.envs.step(self._next())
         return self._num_envs
 
-    def run(self, seconds: float) -> Sample:
-        return run_for(self._step, seconds)
-
-    def close(self) -> None:
-        self.envs.close()
+    def run(self, seconds: float) -> float:
+        rate = super().run(seconds)
+        time.sleep(0.8)  # its idle workers spin for another half second
+        return rate
 
 
 class PufferLibFewer(PufferLib):
@@ -158,22 +146,22 @@ class PufferLibFewer(PufferLib):
         super().__init__(env_fn, num_envs, workers - 1)
 
 
-OTHERS: dict[str, tuple[str, Callable[[EnvFn, int, int], Runner], float]] = {
-    "sb3": ("Stable-Baselines3 SubprocVecEnv", StableBaselines3, 0.0),
-    "tianshou": ("Tianshou ShmemVectorEnv", Tianshou, 0.0),
-    "torchrl": ("TorchRL ParallelEnv", TorchRL, 0.0),
-    # PufferLib's idle workers spin for another half second, and its trainer spins too: one worker fewer may do better.
-    "pufferlib": ("PufferLib, a worker a core", PufferLib, 0.8),
-    "pufferlib-fewer": ("PufferLib, one worker fewer", PufferLibFewer, 0.8),
+OTHERS: dict[str, tuple[str, Callable[[EnvFn, int, int], Runner]]] = {
+    "sb3": ("Stable-Baselines3 SubprocVecEnv", StableBaselines3),
+    "tianshou": ("Tianshou ShmemVectorEnv", Tianshou),
+    "torchrl": ("TorchRL ParallelEnv", TorchRL),
+    # PufferLib's trainer spins as its workers do: one worker fewer may do better.
+    "pufferlib": ("PufferLib, a worker a core", PufferLib),
+    "pufferlib-fewer": ("PufferLib, one worker fewer", PufferLibFewer),
 }
 
 
 def candidates(env_fn: EnvFn, num_envs: int, workers: int) -> list[Candidate]:
-    """The rows of ``vecenv bench``, then everybody else's."""
+    """The rows of ``vecenv bench``, then those of other libraries."""
     workers = min(workers, num_envs)
     others = [
-        Candidate(name, label, (partial(build, env_fn, num_envs, workers),), kind="other", settle=settle)
-        for name, (label, build, settle) in OTHERS.items()
+        Candidate(name, label, partial(build, env_fn, num_envs, workers), kind="other")
+        for name, (label, build) in OTHERS.items()
     ]
     auto, *rows, limit = default_candidates(env_fn, num_envs, workers)
     # beside engines that hand out the very memory their workers write into, as PufferLib's does

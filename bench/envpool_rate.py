@@ -14,108 +14,68 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import envpool
 import numpy as np
 
 from vecenv.backends import EnvPoolVectorEnv
+from vecenv.tools.benchmark import Summary, take_turns
+from vecenv.tools.runners import run_for
 
 TASKS = ("CartPole-v1", "Ant-v4", "Pong-v5")
 MODES = ("sync", "first-ready")
 
 
-@dataclass
-class Row:
-    """One task in one mode; rates in environment steps per second."""
-
-    task: str
-    mode: str
-    num_envs: int
-    raw_rate: float
-    vecenv_rate: float
-    ratio: float
-    lowest: float
-    highest: float
-    repeats: int
-
-
-def raw_turn(pool: Any, actions: Any, batch: int) -> Callable[[], None]:
-    """One batch of raw EnvPool."""
+def raw_step(pool: Any, actions: Any, batch: int) -> Callable[[], int]:
+    """One batch of raw EnvPool; returns how many environments it has stepped."""
     if batch == len(actions):
-        return lambda: pool.step(actions)
+        pool.reset()
+        return lambda: len(pool.step(actions)[1])
     held = actions[:batch]
 
-    def turn() -> None:
-        info = pool.recv()[4]
-        pool.send(held, info["env_id"])
+    def step() -> int:
+        pool.send(held, pool.recv()[4]["env_id"])
+        return batch
 
     pool.async_reset()
-    return turn
+    return step
 
 
-def vecenv_turn(envs: EnvPoolVectorEnv, actions: Any, batch: int) -> Callable[[], None]:
+def vecenv_step(envs: EnvPoolVectorEnv, actions: Any, batch: int) -> Callable[[], int]:
     """The same of vecenv."""
     if batch == len(actions):
-        return lambda: envs.step(actions)
+        envs.reset()
+        return lambda: len(envs.step(actions)[1])
     held = actions[:batch]
 
-    def turn() -> None:
-        infos = envs.recv()[4]
-        envs.send(held, infos["env_id"])
+    def step() -> int:
+        envs.send(held, envs.recv()[4]["env_id"])
+        return batch
 
     envs.reset_async()
-    return turn
+    return step
 
 
-def rate(turn: Callable[[], None], batch: int, seconds: float) -> float:
-    """Environment steps per second over at least ``seconds``."""
-    count = 0
-    begin = time.perf_counter()
-    while True:
-        for _ in range(16):
-            turn()
-        count += 16
-        elapsed = time.perf_counter() - begin
-        if elapsed >= seconds:
-            return count * batch / elapsed
-
-
-def compare(task: str, mode: str, num_envs: int, seconds: float, repeats: int, threads: int | None) -> Row:
-    """Alternate turns of both, in changing order."""
-    batch = num_envs if mode == "sync" else num_envs // 2
-    pool = envpool.make_gymnasium(
-        task, num_envs=num_envs, batch_size=batch, num_threads=threads or 0, seed=list(range(num_envs))
-    )
-    envs = EnvPoolVectorEnv(task, num_envs, batch_size=batch, num_threads=threads, seed=0)
+def compare(task: str, mode: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Turns of both; rates in environment steps per second."""
+    count, threads = options.num_envs, options.threads
+    batch = count if mode == "sync" else count // 2
+    pool = envpool.make_gymnasium(task, num_envs=count, batch_size=batch, num_threads=threads or 0, seed=list(range(count)))
+    envs = EnvPoolVectorEnv(task, count, batch_size=batch, num_threads=threads, seed=0)
     envs.action_space.seed(0)
     actions = np.ascontiguousarray(envs.action_space.sample().astype(pool.spec._action_spec[-1][0]))
-    if mode == "sync":
-        pool.reset()
-        envs.reset()
-    turns = {"raw": raw_turn(pool, actions, batch), "vecenv": vecenv_turn(envs, actions, batch)}
-    rates: dict[str, list[float]] = {"raw": [], "vecenv": []}
-    for turn in turns.values():
-        rate(turn, batch, seconds / 2)
-    for repeat in range(repeats):
-        for who in ("raw", "vecenv") if repeat % 2 else ("vecenv", "raw"):
-            rates[who].append(rate(turns[who], batch, seconds))
+    steps = {"raw": raw_step(pool, actions, batch), "vecenv": vecenv_step(envs, actions, batch)}
+    for step in steps.values():
+        run_for(step, options.seconds / 2)
+    rates = take_turns({name: partial(run_for, step, options.seconds) for name, step in steps.items()}, options.repeats)
     envs.close()
-    ratios = [mine / theirs for mine, theirs in zip(rates["vecenv"], rates["raw"], strict=True)]
-    return Row(
-        task,
-        mode,
-        num_envs,
-        statistics.median(rates["raw"]),
-        statistics.median(rates["vecenv"]),
-        statistics.median(ratios),
-        min(ratios),
-        max(ratios),
-        repeats,
-    )
+    medians = {f"{name}_rate": statistics.median(found) for name, found in rates.items()}
+    ratio = Summary.of_ratios(rates["vecenv"], rates["raw"])
+    return {"task": task, "mode": mode, "num_envs": count, **medians, "ratio": asdict(ratio)}  # type: ignore[arg-type]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -130,19 +90,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     rows = []
     if not options.json:
-        print(f"{'task':<14}{'mode':<13}{'raw EnvPool/s':>14}{'vecenv/s':>12}{'ratio':>8}   lowest, highest")
+        print(f"{'task':<14}{'mode':<13}{'raw EnvPool/s':>14}{'vecenv/s':>12}   ratio (least - greatest)")
     for task in options.task or TASKS:
         for mode in options.mode or MODES:
-            row = compare(task, mode, options.num_envs, options.seconds, options.repeats, options.threads)
+            row = compare(task, mode, options)
             rows.append(row)
+            ratio = Summary(**row["ratio"])
             if not options.json:
-                print(
-                    f"{task:<14}{mode:<13}{row.raw_rate:>14,.0f}{row.vecenv_rate:>12,.0f}{row.ratio:>8.3f}"
-                    f"   {row.lowest:.3f}, {row.highest:.3f}",
-                    flush=True,
-                )
+                rates = f"{row['raw_rate']:>14,.0f}{row['vecenv_rate']:>12,.0f}"
+                print(f"{task:<14}{mode:<13}{rates}   {ratio.show('.3f')}", flush=True)
     if options.json:
-        print(json.dumps([asdict(row) for row in rows], indent=2))
+        print(json.dumps(rows, indent=2))
 
 
 if __name__ == "__main__":

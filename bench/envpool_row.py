@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +18,8 @@ import gymnasium as gym
 from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 
 import vecenv
+from vecenv.tools.benchmark import Summary, take_turns
+from vecenv.tools.runners import run_for
 
 gym.register_envs(ale_py)
 
@@ -32,14 +34,12 @@ ROWS: dict[str, Callable[[str, int], Any]] = {
 }
 
 
-def rate(envs: Any, seconds: float) -> float:
-    """Environment steps per second, with random actions drawn beforehand."""
-    actions = [envs.action_space.sample() for _ in range(32)]
-    count, began = 0, time.perf_counter()
-    while (elapsed := time.perf_counter() - began) < seconds:
-        envs.step(actions[count % 32])
-        count += 1
-    return float(count * envs.num_envs / elapsed)
+def stepping(envs: Any) -> Callable[[], int]:
+    """A step of all environments, with random actions drawn beforehand; returns how many there are."""
+    envs.action_space.seed(0)
+    envs.reset(seed=0)
+    actions = itertools.cycle([envs.action_space.sample() for _ in range(32)])
+    return lambda: len(envs.step(next(actions))[1])
 
 
 def main() -> None:
@@ -50,20 +50,17 @@ def main() -> None:
     options = parser.parse_args()
     for task, make in ROWS.items():
         engines = {backend: make(backend, options.num_envs) for backend in ("process", "envpool")}
-        found: dict[str, list[float]] = {backend: [] for backend in engines}
-        for envs in engines.values():
-            envs.action_space.seed(0)
-            envs.reset(seed=0)
-            rate(envs, options.seconds / 4)
-        for _ in range(options.repeats):
-            for backend, envs in engines.items():
-                found[backend].append(rate(envs, options.seconds))
-        ratio = statistics.median(b / a for a, b in zip(found["process"], found["envpool"], strict=True))
+        steps = {backend: stepping(envs) for backend, envs in engines.items()}
+        for step in steps.values():
+            run_for(step, options.seconds / 4)
+        turns = {backend: functools.partial(run_for, step, options.seconds) for backend, step in steps.items()}
+        found = take_turns(turns, options.repeats)
         for backend, rates in found.items():
             spread = f"{min(rates):,.0f} - {max(rates):,.0f}"
             print(f"{task:<12} {backend:<8} {statistics.median(rates):>10,.0f} steps/s  ({spread})")
             engines[backend].close()
-        print(f"{task:<12} envpool over process: {ratio:.1f}x")
+        ratio = Summary.of_ratios(found["envpool"], found["process"])
+        print(f"{task:<12} envpool over process: {ratio.median if ratio else 0:.1f}x")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ first and take turns in one process; a row shows the medians of its rounds, and 
 round.
 
     python bench/first_ready_cost.py ALE/Pong-v5 --num-envs 8 --rounds 9
-    python bench/first_ready_cost.py --sleep 0.001 --num-envs 64 --workers 16   # a core for everybody, simulated
+    python bench/first_ready_cost.py --sleep 0.001 --num-envs 64 --workers 16   # a core per process, simulated
 
-With ``--sleep`` the environments only sleep, about so many seconds a step: workers and caller are in nobody's way then.
+With ``--sleep`` the environments only sleep, about so many seconds a step: workers and caller need no core then.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import psutil
 from gymnasium import spaces
 
 import vecenv
-from vecenv.tools.benchmark import make_env
+from vecenv.tools.runners import make_env
 
 
 class Sleeping(gymnasium.Env[Any, Any]):

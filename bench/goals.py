@@ -15,7 +15,7 @@ from pathlib import Path
 from bench import micro, suites
 from bench.engines import OTHERS, candidates
 from bench.workloads import WORKLOADS
-from vecenv.tools.benchmark import Report, Summary, ratio
+from vecenv.tools.benchmark import Report, Summary
 
 VECENV = ("auto", "auto-view", "use-caller", "workers", "per-env")
 
@@ -66,13 +66,13 @@ class Row:
 ROWS = (
     Row(
         "limit-best",
-        "CartPole-v1, of the limit, best mode: 2 / 8 / 64 envs",
+        "CartPole-v1, of the bare loop, best mode: 2 / 8 / 64 envs",
         "0.75 / 0.85 / 0.95",
         "cartpole",
     ),
     Row(
         "limit-workers",
-        "CartPole-v1, of the limit, isolated workers only: 8 / 64 envs",
+        "CartPole-v1, of the bare loop, isolated workers only: 8 / 64 envs",
         "0.50 / 0.85",
         "cartpole",
     ),
@@ -152,8 +152,8 @@ def cartpole(settings: Settings) -> tuple[dict[str, Figure], list[Report]]:
         for n in settings.sizes
         for report in suites.side_by_side("CartPole-v1", n, settings.workers, settings.pace, names)
     ]
-    shares = [report.ratio(_best(report, VECENV), "limit") for report in reports]
-    isolated = [report.ratio(_best(report, ("workers", "per-env")), "limit") for report in reports[1:]]
+    shares = [report.ratio(_best(report, VECENV), "bare-loop") for report in reports]
+    isolated = [report.ratio(_best(report, ("workers", "per-env")), "bare-loop") for report in reports[1:]]
     last = reports[-1]
     against = [last.ratio(name, "gym-async") for name in (_best(last, VECENV), "workers", "per-env")]
     return {
@@ -192,9 +192,10 @@ def auto(settings: Settings) -> tuple[dict[str, Figure], list[Report]]:
 
 
 def _contest(look: Look, names: Iterable[str] | None, ours: tuple[str, ...], settings: Settings) -> Report:
-    """Our best row against their best, without letting the same samples decide who is best and by how much.
+    """Our best row against their best, without letting the same samples decide which is best and by how much.
 
-    A first look at everybody finds our best row and their two best; these then meet in many short rounds, which alone count.
+    A first look at all of them finds our best row and their two best. These then meet in many short rounds, which alone
+    count.
     Where the first look puts us far ahead, it is all there is.
     """
     report = look(settings.pace, names)
@@ -217,7 +218,7 @@ def _decided(report: Report, ours: tuple[str, ...]) -> tuple[Summary, str] | Non
     """The ratio of our best row to their best, and what was compared."""
     mine, others = _ranked(report, ours), _ranked(report, ours, without=True)
     first, second = report.row(mine[0]) if mine else None, report.row(others[0]) if others else None
-    found = ratio(first, second) if first and second else None
+    found = report.ratio(first.name, second.name) if first and second else None
     return (found, f"{report.env}, {report.num_envs} envs, against {second.label}") if found and second else None
 
 
@@ -236,8 +237,7 @@ def _worst(reports: list[Report], ours: tuple[str, ...], unit: str) -> Figure:
 
 def infos(settings: Settings) -> tuple[dict[str, Figure], list[Report]]:
     report = micro.infos(settings.pace, num_envs=8 if settings.quick else 32, workers=settings.workers)
-    bare, full = report.row("workers-without"), report.row("workers")
-    found = ratio(bare, full) if bare and full else None
+    found = report.ratio("workers-without", "workers")
     if found is None:
         return {}, [report]
     cost = [100 * (value - 1) for value in (found.median, found.minimum, found.maximum)]
@@ -270,7 +270,7 @@ def round_trip(settings: Settings) -> tuple[dict[str, Figure], list[Report]]:
 def startup(settings: Settings) -> tuple[dict[str, Figure], list[Report]]:
     seconds = micro.startup(1 if settings.quick else 5, settings.large, settings.workers)
     found = Summary.of(b / a for a, b in zip(seconds["workers"], seconds["gym-async"], strict=True))
-    shown = ", ".join(f"{name} {micro.middle(taken)} s" for name, taken in seconds.items())
+    shown = ", ".join(f"{name} {each.show('.3g')} s" for name, taken in seconds.items() if (each := Summary.of(taken)))
     figure = _cell([found], ".1f")
     return {"startup": Figure(f"{figure.measured}x", f"{figure.spread}; {shown}")}, []
 

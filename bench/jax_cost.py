@@ -6,7 +6,7 @@ For each number of environments, side by side in one process and interleaved, me
 * ``numpy``    ``JaxVectorEnv(to="numpy").step``: time limits, fresh autoresets, statistics, infos, fresh numpy arrays;
 * ``jax``      the same with ``to="jax"``, waited for after every step;
 * ``step``     ``FunctionalVectorEnv.step``, waited for after every step;
-* ``scan``     the limit of rollouts: a compiled scan of ``vmap(step)`` that keeps observations, actions, rewards and ends;
+* ``scan``     the upper bound of rollouts: a compiled scan of ``vmap(step)`` that keeps what a rollout keeps;
 * ``rollout``  ``vecenv.jax.rollout`` of as many steps.
 
 On a GPU: ``python bench/jax_cost.py --envs 4096 65536``.
@@ -15,6 +15,7 @@ On a GPU: ``python bench/jax_cost.py --envs 4096 65536``.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -27,6 +28,7 @@ import numpy as np
 
 from vecenv.backends.jax_native import JaxVectorEnv
 from vecenv.jax import FunctionalVectorEnv, adapt, rollout, stateless
+from vecenv.tools.benchmark import take_turns
 
 
 def main() -> None:
@@ -47,15 +49,15 @@ def measure(env: Any, count: int, options: argparse.Namespace) -> dict[str, Any]
     functional = FunctionalVectorEnv(env, count, options.mode, max_episode_steps=options.limit)
     runs = {**_single_steps(env, functional, options.steps), **_scans(env, functional, options.length)}
     clock = time.process_time if options.cpu else time.perf_counter
-    times: dict[str, list[float]] = {name: [] for name in runs}
+
+    def timed(run: Callable[[], None], steps: int) -> float:
+        start = clock()
+        run()
+        return (clock() - start) / steps * 1e6
+
     for run, _ in runs.values():
         run()  # compiles
-    for repeat in range(options.repeats):
-        # Every other round goes the other way, so that what drifts within a round favours nobody.
-        for name, (run, steps) in list(runs.items())[:: -1 if repeat % 2 else 1]:
-            start = clock()
-            run()
-            times[name].append((clock() - start) / steps * 1e6)
+    times = take_turns({name: functools.partial(timed, *run) for name, run in runs.items()}, options.repeats)
     row: dict[str, Any] = {"envs": count}
     row |= {name: statistics.median(values) for name, values in times.items()}
     row["numpy / raw"] = statistics.median(n / r for n, r in zip(times["numpy"], times["raw"], strict=True))

@@ -1,6 +1,6 @@
 """Where does the caller become the bottleneck on a machine with many cores? ``python bench/many_cores.py``.
 
-Nobody needs the many cores: what one batch costs the calling process is measured here, with workers that sleep, and the
+The many cores are not needed: what one batch costs the calling process is measured here, with workers that sleep, and the
 rest is a simulation. The caller is one server with a queue; a worker is busy for as long as its environments step. The
 table says how much of the cores' own rate is reached, for several lengths of a step: by ``step``, by first-ready halves, by
 halves with two messages in flight per worker (``batch_size="auto"``), and by ``step`` of two engines in two programs.

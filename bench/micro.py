@@ -11,7 +11,6 @@ import math
 import os
 import shutil
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,18 +26,14 @@ import numpy as np
 from bench.workloads import DropInfos, EmptyEnv, KeepInfos, wrapped
 from vecenv.tools.benchmark import (
     Candidate,
-    EnvFn,
     Report,
-    Sample,
     Summary,
-    VectorRunner,
+    bare_loop_candidate,
     compare,
     gymnasium_candidate,
-    limit_candidate,
-    make_env,
-    run_for,
     vecenv_candidate,
 )
+from vecenv.tools.runners import EnvFn, VectorRunner, make_env, run_for
 
 MESSAGE = b"12345"
 IMAGE = (84, 84, 4)
@@ -64,8 +59,8 @@ class PingPong:
         self._receive(self._ours)
         return 1
 
-    def run(self, seconds: float) -> Sample:
-        """Its partner lives as long as the sample: a spinning one would take a core from everybody else."""
+    def run(self, seconds: float) -> float:
+        """Its partner lives as long as the sample: a spinning one would take a core from all others."""
         self._ours, theirs = socket.socketpair()
         pid = os.fork()
         if pid == 0:
@@ -115,7 +110,7 @@ class Copier:
         self._copy()
         return len(self._rows)
 
-    def run(self, seconds: float) -> Sample:
+    def run(self, seconds: float) -> float:
         return run_for(self._step, seconds)
 
     def close(self) -> None:
@@ -138,10 +133,6 @@ class Caller(VectorRunner):
         return self.num_envs
 
 
-def _gymnasium(kind: str, env_fn: EnvFn, num_envs: int) -> Any:
-    return getattr(gymnasium.vector, kind)([env_fn] * num_envs)
-
-
 def _vecenv(env_fn: EnvFn, num_envs: int, **options: Any) -> Any:
     from vecenv import AsyncVectorEnv
 
@@ -156,8 +147,8 @@ def round_trip(pace: Pace) -> Report:
     rows = [
         vecenv_candidate("workers", "vecenv, 1 worker, empty step", EmptyEnv, 1, num_workers=1),
         gymnasium_candidate("gym-async", "AsyncVectorEnv", EmptyEnv, 1),
-        Candidate("pipe", "bare ping-pong, blocking", (partial(PingPong, False),)),
-        Candidate("spinning-pipe", "bare ping-pong, spinning", (partial(PingPong, True),)),
+        Candidate("pipe", "bare ping-pong, blocking", partial(PingPong, False)),
+        Candidate("spinning-pipe", "bare ping-pong, spinning", partial(PingPong, True)),
     ]
     return compare("round trip, empty step", EmptyEnv, 1, rows, **pace)
 
@@ -165,7 +156,7 @@ def round_trip(pace: Pace) -> Report:
 def batch(pace: Pace, num_envs: int = 8) -> Report:
     """A step of CartPole-v1, whole batches a second, beside the bare loop in one process and in two."""
     env_fn = partial(make_env, "CartPole-v1")
-    limits = {name: limit_candidate(env_fn, num_envs, processes) for name, processes in (("bare", 1), ("bare-2", 2))}
+    limits = {name: bare_loop_candidate(env_fn, num_envs, processes) for name, processes in (("bare", 1), ("bare-2", 2))}
     rows = [
         gymnasium_candidate("gym-sync", "SyncVectorEnv", env_fn, num_envs),
         vecenv_candidate("in-process", "vecenv, in-process", env_fn, num_envs, num_workers=0),
@@ -187,19 +178,13 @@ def outside_the_steps(report: Report) -> dict[str, Summary | None]:
 
 
 def _repeated_call(title: str, unit: str, runner: type[VectorRunner], num_envs: int, workers: int, pace: Pace) -> Report:
-    ours = partial(_vecenv, EmptyEnv, num_envs)
+    ours = partial(vecenv_candidate, env_fn=EmptyEnv, num_envs=num_envs, runner=runner)
     rows = [
-        Candidate(
-            "workers",
-            f"vecenv, {workers} workers",
-            (partial(runner, partial(ours, num_workers=workers)),),
-            "vecenv",
-        ),
-        Candidate("per-env", "vecenv, one process per env", (partial(runner, ours),), "vecenv"),
+        ours("workers", f"vecenv, {workers} workers", num_workers=workers),
+        ours("per-env", "vecenv, one process per env"),
+        gymnasium_candidate("gym-sync", "SyncVectorEnv", EmptyEnv, num_envs, runner),
+        gymnasium_candidate("gym-async", "AsyncVectorEnv", EmptyEnv, num_envs, runner),
     ]
-    for name, kind in (("gym-sync", "SyncVectorEnv"), ("gym-async", "AsyncVectorEnv")):
-        make = partial(_gymnasium, kind, EmptyEnv, num_envs)
-        rows.append(Candidate(name, f"Gymnasium {kind}", (partial(runner, make),), "gymnasium"))
     return compare(title, EmptyEnv, num_envs, rows, check=False, unit=unit, **pace)
 
 
@@ -244,9 +229,9 @@ def copies(pace: Pace, num_envs: int = 64) -> Report:
         vecenv_candidate("small", "small observations", EmptyEnv, num_envs, num_workers=1, copy=False),
         vecenv_candidate("view", "images, copy=False", images, num_envs, num_workers=1, copy=False),
         vecenv_candidate("copy", "images, copy=True", images, num_envs, num_workers=1, copy=True),
-        Candidate("memcpy", "memcpy, row by row", (partial(Copier, (num_envs, *IMAGE), "rows"),)),
-        Candidate("memcpy-small", "memcpy, small rows", (partial(Copier, (num_envs, 16), "rows"),)),
-        Candidate("fresh", "memcpy into new memory", (partial(Copier, (num_envs, *IMAGE), "fresh"),)),
+        Candidate("memcpy", "memcpy, row by row", partial(Copier, (num_envs, *IMAGE), "rows")),
+        Candidate("memcpy-small", "memcpy, small rows", partial(Copier, (num_envs, 16), "rows")),
+        Candidate("fresh", "memcpy into new memory", partial(Copier, (num_envs, *IMAGE), "fresh")),
     ]
     return compare("copies", images, num_envs, rows, check=False, **pace)
 
@@ -356,8 +341,3 @@ def copying_times(report: Report) -> dict[str, Summary | None]:
     outer = [(t["copy"] - t["view"]) / t["fresh"] for t in rounds]
     both = [a + b for a, b in zip(inner, outer, strict=True)]
     return {"copy=False": Summary.of(inner), "copy=True": Summary.of(both)}
-
-
-def middle(samples: Sequence[float]) -> str:
-    """Median and range, for people."""
-    return f"{statistics.median(samples):.3g} ({min(samples):.3g} - {max(samples):.3g})"

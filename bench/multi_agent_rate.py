@@ -4,8 +4,8 @@ Turns of both alternate, so that whatever else the machine does hits both; a rep
 repeat is what counts. Both run in the fastest of their modes, by a short trial: SuperSuit in this process or in 2 processes,
 vecenv in this process, with all cores in workers, or with all but one and the caller's share. ``pursuit`` is a game that
 costs next to nothing, so its row shows the cost of the vectors; in the rows of real games (``spread``: MPE with 3 agents)
-the game itself costs most, and no vector of it can be faster than the cores are: ``limit`` is the plain loop over one
-environment, times the cores.
+the game itself costs most, and no vector of it can be faster than the cores are: the upper bound is the bare loop over
+one environment, times the cores.
 
     python bench/multi_agent_rate.py
     python bench/multi_agent_rate.py --game spread --num-envs 16 --seconds 1 --repeats 7 --json
@@ -17,10 +17,9 @@ import argparse
 import functools
 import json
 import statistics
-import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,8 @@ from pettingzoo import ParallelEnv
 
 from vecenv.multi_agent import MultiAgentVecEnv
 from vecenv.system.cores import usable_cores
+from vecenv.tools.benchmark import Summary, take_turns
+from vecenv.tools.runners import run_for
 
 
 class Pursuit(ParallelEnv[str, Any, Any]):
@@ -69,8 +70,8 @@ class Pursuit(ParallelEnv[str, Any, Any]):
         agents = self.agents
         if over:
             self.agents = []
-        nobody = dict.fromkeys(agents, False)
-        return self.seen, rewards, nobody, dict.fromkeys(agents, over), {agent: {} for agent in agents}
+        unfinished = dict.fromkeys(agents, False)
+        return self.seen, rewards, unfinished, dict.fromkeys(agents, over), {agent: {} for agent in agents}
 
 
 def spread() -> Any:
@@ -83,44 +84,13 @@ def spread() -> Any:
 GAMES: dict[str, Callable[[], Any]] = {"pursuit": Pursuit, "spread": spread}
 
 
-@dataclass
-class Row:
-    """One game; rates in agent steps per second."""
-
-    game: str
-    num_envs: int
-    agents: int
-    mode: str
-    supersuit_mode: str
-    supersuit_rate: float
-    vecenv_rate: float
-    limit: float
-    ratio: float
-    lowest: float
-    highest: float
-    repeats: int
-
-
-def rate(step: Callable[[], Any], agents: int, seconds: float) -> float:
-    """Agent steps per second over at least ``seconds``."""
-    count = 0
-    begin = time.perf_counter()
-    while True:
-        for _ in range(8):
-            step()
-        count += 8
-        elapsed = time.perf_counter() - begin
-        if elapsed >= seconds:
-            return count * agents / elapsed
-
-
-def plain(game: Callable[[], Any]) -> Callable[[], None]:
+def plain(game: Callable[[], Any]) -> Callable[[Any], None]:
     """The bare loop over one environment."""
     env = game()
     env.reset(seed=0)
     actions = {agent: env.action_space(agent).sample() for agent in env.possible_agents}
 
-    def step() -> None:
+    def step(_: Any) -> None:
         if not env.agents:
             env.reset()
         env.step(actions)
@@ -142,7 +112,7 @@ def open_both(game: Callable[[], Any], num_envs: int, seconds: float, num_worker
     """The better of SuperSuit's modes, and of vecenv's where none is given."""
     vectors = {f"{processes} processes": supersuit(game, num_envs, processes) for processes in (0, 2)}
     actions = np.zeros(next(iter(vectors.values())).num_envs, np.int64)
-    rates = {mode: rate(functools.partial(vector.step, actions), 1, seconds) for mode, vector in vectors.items()}
+    rates = {mode: run_for(counted(vector.step, actions), seconds) for mode, vector in vectors.items()}
     best = max(rates, key=rates.__getitem__)
     for mode, vector in vectors.items():
         if mode != best:
@@ -155,37 +125,44 @@ def open_both(game: Callable[[], Any], num_envs: int, seconds: float, num_worker
         with MultiAgentVecEnv([game] * num_envs, **options) as envs:
             envs.reset(seed=0)
             own = np.zeros((num_envs, envs.num_agents), np.int64)
-            found.append((rate(functools.partial(envs.step, own), 1, seconds), options))
+            found.append((run_for(counted(envs.step, own), seconds), options))
     options = max(found, key=lambda entry: entry[0])[1]
     mode = ", ".join(f"{key}={value}" for key, value in options.items())
     return vectors[best], MultiAgentVecEnv([game] * num_envs, **options), best, mode
 
 
-def compare(name: str, num_envs: int, seconds: float, repeats: int, num_workers: Any) -> Row:
-    """Alternate turns of both, in changing order."""
+def counted(step: Callable[[Any], Any], actions: np.ndarray) -> Callable[[], int]:
+    """A step with these actions; returns how many there are."""
+
+    def counting() -> int:
+        step(actions)
+        return actions.size
+
+    return counting
+
+
+def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Turns of both; rates in agent steps per second."""
     game = GAMES[name]
-    theirs, envs, their_mode, mode = open_both(game, num_envs, seconds, num_workers)
+    theirs, envs, their_mode, mode = open_both(game, options.num_envs, options.seconds, options.num_workers)
     envs.reset(seed=0)
-    rows = num_envs * envs.num_agents
-    one = plain(game)
-    actions = np.zeros((num_envs, envs.num_agents), np.int64)
-    flat = actions.reshape(-1)
-    turns: dict[str, Callable[[], Any]] = {
-        "supersuit": lambda: theirs.step(flat), "vecenv": lambda: envs.step(actions), "plain": one,
+    actions = np.zeros((options.num_envs, envs.num_agents), np.int64)
+    steps = {
+        "supersuit": counted(theirs.step, actions.reshape(-1)), "vecenv": counted(envs.step, actions),
+        "bare loop": counted(plain(game), actions[0]),
     }  # fmt: skip
-    counts = {"supersuit": rows, "vecenv": rows, "plain": envs.num_agents}
-    rates: dict[str, list[float]] = {who: [] for who in turns}
-    for repeat in range(repeats):
-        for who in turns if repeat % 2 else reversed(turns):
-            rates[who].append(rate(turns[who], counts[who], seconds))
+    rates = take_turns(
+        {name: functools.partial(run_for, step, options.seconds) for name, step in steps.items()}, options.repeats
+    )
     theirs.close()
     envs.close()
-    ratios = [mine / their for mine, their in zip(rates["vecenv"], rates["supersuit"], strict=True)]
-    return Row(
-        name, num_envs, envs.num_agents, mode, their_mode, statistics.median(rates["supersuit"]),
-        statistics.median(rates["vecenv"]), statistics.median(rates["plain"]) * usable_cores(), statistics.median(ratios),
-        min(ratios), max(ratios), repeats,
-    )  # fmt: skip
+    medians = {name: statistics.median(found) for name, found in rates.items()}
+    return {
+        "game": name, "num_envs": options.num_envs, "agents": envs.num_agents, "mode": mode, "supersuit_mode": their_mode,
+        "supersuit_rate": medians["supersuit"], "vecenv_rate": medians["vecenv"],
+        "upper_bound": medians["bare loop"] * usable_cores(),
+        "ratio": asdict(Summary.of_ratios(rates["vecenv"], rates["supersuit"])),  # type: ignore[arg-type]
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -198,22 +175,15 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    rows = [
-        compare(game, options.num_envs, options.seconds, options.repeats, options.num_workers)
-        for game in options.game or sorted(GAMES)
-    ]
+    rows = [compare(game, options) for game in options.game or sorted(GAMES)]
     if options.json:
-        print(json.dumps([asdict(row) for row in rows], indent=2))
+        print(json.dumps(rows, indent=2))
         return
-    print(
-        f"{'game':8} {'envs':>4} {'agents':>6} {'SuperSuit':>10} {'vecenv':>10} {'limit':>10} {'ratio':>6}  lowest-highest"
-    )
+    print(f"{'game':8} {'envs':>4} {'agents':>6} {'SuperSuit':>10} {'vecenv':>10} {'upper bound':>11}  ratio")
     for row in rows:
-        print(
-            f"{row.game:8} {row.num_envs:4} {row.agents:6} {row.supersuit_rate:10,.0f} {row.vecenv_rate:10,.0f} "
-            f"{row.limit:10,.0f} {row.ratio:6.2f}  {row.lowest:.2f}-{row.highest:.2f}  "
-            f"(vecenv: {row.mode}; SuperSuit: {row.supersuit_mode})"
-        )
+        rates = f"{row['supersuit_rate']:10,.0f} {row['vecenv_rate']:10,.0f} {row['upper_bound']:11,.0f}"
+        modes = f"(vecenv: {row['mode']}; SuperSuit: {row['supersuit_mode']})"
+        print(f"{row['game']:8} {row['num_envs']:4} {row['agents']:6} {rates}  {Summary(**row['ratio']).show()}  {modes}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What double-buffered stepping gains: ``rollout(overlap=True)`` over two halves against one ``rollout`` over everybody.
+"""What double-buffered stepping gains: ``rollout(overlap=True)`` over two halves against one ``rollout`` over all.
 
 The environments sleep, and the policy multiplies matrices, for as long as is asked; sleeping stands for a simulator that
 does not compete with the policy for cores, as where the policy runs on an accelerator. Three programs, compiled whole,

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from bench.suites import Memory
 from vecenv.tools.benchmark import Report
-from vecenv.tools.benchmark.compare import show_rate
-from vecenv.tools.benchmark.plots import COLOURS, new_figure
+from vecenv.tools.report import COLOURS, new_figure, save, show_rate
 
 
 def draw_matrix(reports: Sequence[Report], path: Path) -> None:
@@ -37,9 +36,7 @@ def draw_matrix(reports: Sequence[Report], path: Path) -> None:
         axes.set_xlim(0, 1.15)
         axes.tick_params(axis="x", labelsize=7)
         axes.set_title(f"{report.env}, {report.num_envs} envs (1 = {show_rate(top)} {report.unit})", fontsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+        save(figure, path)
 
 
 def draw_memory(memory: dict[int, dict[str, Memory]], path: Path) -> None:
@@ -61,6 +58,4 @@ def draw_memory(memory: dict[int, dict[str, Memory]], path: Path) -> None:
     axes.set_xlabel("environments")
     axes.set_ylabel("MiB an environment (proportional set size)")
     axes.legend(fontsize=8, frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    save(figure, path)

@@ -30,6 +30,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vecenv.tools.benchmark import Summary
+
 ROOT = Path(__file__).resolve().parent.parent
 TIMES = re.compile(r"sps|time|fps|second|speed|perf", re.IGNORECASE)  # scalars that are another's in each run
 
@@ -232,9 +234,10 @@ class Result:
     plain: list[Run] = field(default_factory=list)
     ours: list[Run] = field(default_factory=list)
 
-    def ratios(self, of: Callable[[Run], float]) -> list[float]:
-        """Gymnasium's over ours, of each pair: above 1, ours is faster."""
-        return [of(theirs) / of(mine) for theirs, mine in zip(self.plain, self.ours, strict=True) if of(mine) > 0]
+    def ratio(self, of: Callable[[Run], float]) -> str:
+        """Gymnasium's over ours, pair by pair: above 1, ours is faster."""
+        found = Summary.of_ratios(map(of, self.plain), map(of, self.ours))
+        return found.show() if found else "-"
 
     def equal(self) -> str:
         """Whether all lives of both kinds were one and the same, in words."""
@@ -249,13 +252,6 @@ class Result:
             return "steps yes, TensorBoard NO"
         count = sum(len(values) for values in logged[0].values())
         return "yes" + (f", and {count:,} scalars of TensorBoard" if count else "")
-
-
-def middle(values: list[float], digits: int = 2) -> str:
-    """Median (least - greatest)."""
-    if not values:
-        return "-"
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} - {max(values):.{digits}f})"
 
 
 def milliseconds(runs: list[Run], key: str, per: str | None = None) -> float:
@@ -273,8 +269,8 @@ def line(result: Result) -> str:
         program.makes,
         f"{figures['calls']:,} x {figures['environments']}",
         result.equal(),
-        middle(result.ratios(lambda run: run.wall)),
-        middle(result.ratios(lambda run: run.processor)),
+        result.ratio(lambda run: run.wall),
+        result.ratio(lambda run: run.processor),
         f"{making[0]:,.0f} / {making[1]:,.0f}",
         f"{step[0]:.2f} / {step[1]:.2f}",
     ]

@@ -31,6 +31,8 @@ import vecenv
 from vecenv.backends import RayVectorEnv
 from vecenv.backends.ray.host import Host, HostPlan
 from vecenv.backends.ray.packing import Packed, Packing
+from vecenv.tools.benchmark import take_turns
+from vecenv.tools.runners import run_for
 
 SPACES = {
     "small": gymnasium.spaces.Box(-1, 1, (4,), np.float32),
@@ -81,24 +83,20 @@ def packed(arrays: Sequence[Any]) -> Packed:
     return Packing(arrays).pack(arrays)
 
 
-def timed(turn: Callable[[], Any], seconds: float) -> float:
-    """Microseconds a call, over at least so many seconds."""
-    count, began = 0, time.perf_counter()
-    while (elapsed := time.perf_counter() - began) < seconds:
-        for _ in range(4):
-            turn()
-        count += 4
-    return elapsed / count * 1e6
+def microseconds(turn: Callable[[], Any], seconds: float) -> float:
+    """Microseconds per call, over ``seconds``."""
+
+    def once() -> int:
+        turn()
+        return 1
+
+    return 1e6 / run_for(once, seconds)
 
 
 def alternate(turns: dict[str, Callable[[], Any]], seconds: float, rounds: int) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {name: [] for name in turns}
     for turn in turns.values():
-        timed(turn, seconds / 2)
-    for number in range(rounds):
-        for name in list(turns)[:: 1 if number % 2 else -1]:
-            found[name].append(timed(turns[name], seconds))
-    return found
+        microseconds(turn, seconds / 2)
+    return take_turns({name: functools.partial(microseconds, turn, seconds) for name, turn in turns.items()}, rounds)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -117,7 +115,6 @@ def over(kind: str, hosts: int, **options: Any) -> Any:
 
 
 def cost(seconds: float, rounds: int) -> list[dict[str, Any]]:
-
     rows = []
     for kind in SPACES:
         for hosts in (1, 2):
@@ -236,7 +233,7 @@ def driver(seconds: float, rounds: int) -> list[dict[str, Any]]:
             found = alternate({name: stepper(envs) for name, envs in pair.items()}, seconds, rounds)
             size = arrays_of(kind)[-1].nbytes * hosts
             source = np.ones(size, np.uint8)
-            copying = spread([timed(source.copy, seconds / 4) for _ in range(rounds)])
+            copying = spread([microseconds(source.copy, seconds / 4) for _ in range(rounds)])
             row = {"observations": kind, "hosts": hosts, "envs": hosts * ENVS_PER_HOST, "bytes": size, "memcpy_us": copying}
             rows.append(row | {"own_us": spread(found["own"]), "with_ray_get_us": spread(found["ray.get"])})
             print(json.dumps(rows[-1]), flush=True)
@@ -247,7 +244,7 @@ def driver(seconds: float, rounds: int) -> list[dict[str, Any]]:
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Efficiency over the time of a batch, on a logarithmic axis, with the line at which two hosts equal one machine."""
-    from vecenv.tools.benchmark.plots import COLOURS, new_figure
+    from vecenv.tools.report import COLOURS, new_figure, save
 
     figure = new_figure(7.0, 4.2)
     axes = figure.subplots()
@@ -257,15 +254,14 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     axes.fill_between(times, low, high, color=COLOURS["vecenv"], alpha=0.2, linewidth=0)
     axes.plot(times, values, "o-", color=COLOURS["vecenv"], label="2 hosts on one machine (band: least to greatest)")
     axes.axhline(0.5, color=COLOURS["gymnasium"], linestyle="--", label="break-even: two hosts do as much as one machine")
-    axes.axvline(10, color=COLOURS["limit"], linestyle=":", label="10 ms")
+    axes.axvline(10, color=COLOURS["bound"], linestyle=":", label="10 ms")
     axes.set_xscale("log")
     axes.set_xticks(times, [str(value) for value in times])
     axes.set_ylim(0, 1)
     axes.set_xlabel("time one host needs for its batch, ms")
     axes.set_ylabel("share of the time in which hosts step")
     axes.legend(fontsize=8, loc="lower right")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,7 +1,8 @@
-"""``python -m bench size``: how large this package is, and how much of it is said in words of its own.
+"""``python -m bench size``: how large this package is, and how much has to be read to follow a step.
 
 A code line is a line with code on it: no docstring, no comment, no blank. Private words are those of :data:`PRIVATE` that
-name a class, a function, a variable or an attribute somewhere in ``vecenv/``.
+name a class, a function, a variable or an attribute somewhere in ``vecenv/``. The path of a step is measured: its files are
+those in ``vecenv/`` whose functions run in the caller or in a worker during one ``step`` of two worker processes.
 """
 
 from __future__ import annotations
@@ -10,17 +11,28 @@ import ast
 import io
 import json
 import re
+import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
-__all__ = ["LONGEST_FILE", "LONGEST_FUNCTION", "MOST", "PRIVATE", "code_lines", "measure", "show"]
+from bench.workloads import EmptyEnv
+
+__all__ = ["LONGEST_FILE", "LONGEST_FUNCTION", "MOST", "PRIVATE", "code_lines", "measure", "path_of_a_step", "show"]
 
 ROOT = Path(__file__).parents[1]
 LONGEST_FILE, LONGEST_FUNCTION = 800, 60  # lines, of all kinds
 MOST = {
-    "code lines in vecenv/": 20_000, "files in vecenv/": 120, "code lines in tests/": 24_000, "words in docs/*.md": 20_000,
+    "code lines in vecenv/": 20_000,
+    "files in vecenv/": 120,
+    "code lines in tests/": 24_000,
+    "words in docs/*.md": 20_000,
+    "Python calls of a step, caller's side": 22,
+    "files on the path of a step": 9,
 }
 """The most that there is to be of each."""
 
@@ -86,9 +98,49 @@ def measure(root: Path = ROOT) -> dict[str, int]:
     }
 
 
+class Profiled(EmptyEnv):
+    """Keeps which files run in its worker from its first step to its second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.files: set[str] = set()
+
+    def step(self, action: Any) -> Any:
+        sys.setprofile(None)
+        if not self.files:
+            frame: FrameType | None = sys._getframe()
+            while frame is not None:  # what has called this goes on running
+                self.files.add(frame.f_code.co_filename)
+                frame = frame.f_back
+            sys.setprofile(lambda frame, event, _: self.files.add(frame.f_code.co_filename) if event == "call" else None)
+        return super().step(action)
+
+
+def path_of_a_step(root: Path = ROOT) -> dict[str, int]:
+    """Python functions that a ``step`` calls on the caller's side, and files on its path there and in a worker."""
+    import vecenv
+
+    files: set[str] = set()
+    called: list[str] = []
+    counts = []
+    with closing(vecenv.AsyncVectorEnv([Profiled] * 2, num_workers=2)) as envs:
+        envs.reset(seed=0)
+        actions = envs.action_space.sample()
+        for _ in range(20):
+            called.clear()
+            sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_filename) if event == "call" else None)
+            envs.step(actions)
+            sys.setprofile(None)
+            counts.append(len(called))
+            files.update(called)
+        files.update(envs.get_attr("files")[0])
+    ours = {file for file in files if Path(file).is_relative_to(root / "vecenv")}
+    return {"Python calls of a step, caller's side": min(counts), "files on the path of a step": len(ours)}
+
+
 def show(*, as_json: bool = False) -> None:
     """Print the table."""
-    found = measure()
+    found = {**measure(), **path_of_a_step()}
     if as_json:
         print(json.dumps(found, indent=1))
         return

@@ -1,4 +1,4 @@
-"""Who steps the environments of :mod:`bench.train`: everybody's engines behind the same two halves of a step."""
+"""What steps the environments of :mod:`bench.train`: all engines behind the same two halves of a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import gymnasium
 import numpy as np
 
 from bench.waits import torchrl_pool
-from vecenv.tools.benchmark import SEED, EnvFn
+from vecenv.tools.runners import SEED, EnvFn
 
 __all__ = ["AsyncEnvPool", "Halves", "StableBaselines3", "Stepper"]
 
@@ -19,7 +19,7 @@ class Stepper:
 
     Attributes:
         batch: How many rows :meth:`recv` gives, at most.
-        restarts: Whether the row after the end of an episode is its reset, which nobody learns from.
+        restarts: Whether the row after the end of an episode is its reset, which is not learned from.
     """
 
     restarts = True
@@ -86,7 +86,7 @@ class StableBaselines3(Stepper):
 
 
 class AsyncEnvPool(Stepper):
-    """TorchRL's ``AsyncEnvPool``: processes, shared memory, whoever is first; resets within the step."""
+    """TorchRL's ``AsyncEnvPool``: processes, shared memory, first-ready; resets within the step."""
 
     restarts = False
 

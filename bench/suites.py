@@ -15,20 +15,8 @@ import psutil
 
 from bench import engines
 from bench.workloads import WORKLOADS, SleepingEnv
-from vecenv.tools.benchmark import (
-    Candidate,
-    EnvFn,
-    FirstReadyRunner,
-    Live,
-    Report,
-    Row,
-    Runner,
-    Summary,
-    VectorRunner,
-    compare,
-    default_candidates,
-    vecenv_candidate,
-)
+from vecenv.tools.benchmark import Candidate, Host, Report, Row, Summary, compare, default_candidates, vecenv_candidate
+from vecenv.tools.runners import EnvFn, FirstReadyRunner, Runner, VectorRunner
 
 PROCESS_EACH = {"per-env", "gym-async", "sb3", "tianshou", "torchrl"}
 TOGETHER = 600  # processes that may be alive at once before such engines are measured one by one
@@ -40,22 +28,21 @@ Pace = dict[str, Any]
 
 @dataclass
 class Memory:
-    """Proportional set size in bytes: shared pages are divided among those who share them."""
+    """Proportional set size in bytes: shared pages are divided among the processes that share them."""
 
     trainer: int
     workers: int
     processes: int
 
 
-def memory_of(live: Live) -> Memory:
+def memory_of(host: Host) -> Memory:
     """What a row that runs occupies."""
     found = Memory(0, 0, 0)
-    for host in live.hosts:
-        process = psutil.Process(host.process.pid)
-        found.trainer += process.memory_full_info().pss
-        for child in process.children(recursive=True):
-            found.workers += child.memory_full_info().pss
-            found.processes += 1
+    process = psutil.Process(host.pid)
+    found.trainer += process.memory_full_info().pss
+    for child in process.children(recursive=True):
+        found.workers += child.memory_full_info().pss
+        found.processes += 1
     return found
 
 
@@ -65,7 +52,7 @@ def _groups(candidates: list[Candidate], num_envs: int) -> list[list[Candidate]]
     if len(heavy) * num_envs <= TOGETHER:
         return [candidates]
     light = [c for c in candidates if c.name not in PROCESS_EACH]
-    baselines = [c for c in light if c.name in ("gym-sync", "limit")]
+    baselines = [c for c in light if c.name in ("gym-sync", "bare-loop")]
     return [light, *([c, *baselines] for c in heavy)]
 
 
@@ -86,16 +73,16 @@ def side_by_side(
     if names is not None:
         candidates = [c for c in candidates if c.name in set(names)]
 
-    def look(lives: list[Live]) -> None:
+    def look(hosts: list[Host]) -> None:
         if memory is not None:
-            memory.update((live.candidate.name, memory_of(live)) for live in lives if live.usable)
+            memory.update((host.candidate.name, memory_of(host)) for host in hosts if host.usable)
 
     reports = []
     for group in _groups(candidates, num_envs):
         heavy = [c for c in group if c.name in PROCESS_EACH]
         needed = sum(PROCESS_BYTES.get(c.name, OTHER_PROCESS_BYTES) for c in heavy) * num_envs
         too_much = [] if needed < psutil.virtual_memory().available else heavy
-        part = compare(workload, env_fn, num_envs, [c for c in group if c not in too_much], inspect_live=look, **pace)
+        part = compare(workload, env_fn, num_envs, [c for c in group if c not in too_much], inspect=look, **pace)
         reason = f"{num_envs} processes would need about {needed / 2**30:.0f} GiB"
         part.rows += [Row(c.name, c.label, c.kind, [math.nan] * part.repeats, missing=reason) for c in too_much]
         reports.append(part)
@@ -103,7 +90,7 @@ def side_by_side(
 
 
 def merged(reports: list[Report]) -> Report:
-    """One report with everybody's rates. Its ratios mean nothing where rows come from different runs."""
+    """One report with the rates of all. Its ratios mean nothing where rows come from different runs."""
     rows: dict[str, Row] = {}
     for report in reports:
         for row in report.rows:
@@ -114,7 +101,7 @@ def merged(reports: list[Report]) -> Report:
 def auto(workload: str, num_envs: int, workers: int, pace: Pace, names: Iterable[str] | None = None) -> Report:
     """``num_workers="auto"`` beside every fixed choice and ``SyncVectorEnv``, or beside ``names`` of them."""
     env_fn = WORKLOADS[workload].prepare()
-    not_chosen = ("first-ready", "gym-async", "bare-pipes", "limit")
+    not_chosen = ("first-ready", "gym-async", "bare-pipes", "bare-loop")
     rows = [c for c in default_candidates(env_fn, num_envs, workers) if c.name not in not_chosen]
     more = {0: "in-process", 1: "1 worker", 2 * workers: f"{2 * workers} workers"}
     rows += [
@@ -149,21 +136,17 @@ class FirstReadySleepers(FirstReadyRunner):
 def first_ready(pace: Pace, num_envs: int = 64) -> Report:
     """Sleeping environments, one process each: the share of the rate that only the mean sleep bounds."""
 
-    def row(name: str, label: str, runner: Callable[..., Runner], *arguments: Any, **options: Any) -> Candidate:
-        source = vecenv_candidate(name, label, SleepingEnv, num_envs, **options)
-        make_envs = source.builds[0].args[0]  # type: ignore[attr-defined]
-        return replace(source, builds=(partial(runner, make_envs, *arguments),), checked=False)
-
+    ours = partial(vecenv_candidate, env_fn=SleepingEnv, num_envs=num_envs)
     rows = [
-        row(f"first-{b}", f"vecenv, first {b} ready", FirstReadySleepers, b, batch_size=b)
+        ours(f"first-{b}", f"vecenv, first {b} ready", runner=partial(FirstReadySleepers, batch_size=b), batch_size=b)
         for b in sorted({1, num_envs // 8, num_envs // 4, num_envs // 2} - {0})
     ]
-    rows.append(row("all", "vecenv, waiting for all", Sleepers))
+    rows.append(ours("all", "vecenv, waiting for all", runner=Sleepers))
     return compare("sleeping, share of the ideal", SleepingEnv, num_envs, rows, check=False, unit="of the ideal", **pace)
 
 
 class _NoSpin:
-    """Builds a runner in a process where nobody spins."""
+    """Builds a runner in a process in which nothing spins."""
 
     def __init__(self, build: Callable[[], Runner]) -> None:
         self._build = build
@@ -197,7 +180,7 @@ def busy(workload: str, num_envs: int, workers: int, pace: Pace) -> tuple[Report
     env_fn: EnvFn = WORKLOADS[workload].prepare()
     rows = default_candidates(env_fn, num_envs, workers)
     still = [
-        replace(c, name=f"{c.name}-still", label=f"{c.label}, no spinning", builds=(_NoSpin(c.builds[0]),))
+        replace(c, name=f"{c.name}-still", label=f"{c.label}, no spinning", build=_NoSpin(c.build))
         for c in rows
         if c.name in ("workers", "use-caller", "per-env")
     ]

@@ -53,7 +53,7 @@ def environments(count: int, options: argparse.Namespace) -> dict[str, Callable[
     given: dict[str, Any] = {"batch_size": [count], "requires_grad": False}
     theirs = brax.envs.get_environment(options.env, backend=options.backend)  # BraxEnv(name) takes no backend
     ours = vecenv.torch.TensorDictEnv(options.env, backend=options.backend, **given)
-    # By default it clears JAX's caches, everybody's, every now and then, and all that is compiled is compiled again.
+    # By default it clears all of JAX's caches every now and then, and all that is compiled is compiled again.
     wrapper = BraxWrapper(theirs, cache_clear_frequency=False, **given)
     runs = {OURS: functools.partial(rollout, ours, options), "BraxWrapper": functools.partial(rollout, wrapper, options)}
     runs["the compiled step"] = functools.partial(steps, ours.functional, jax.jit(ours.functional.step), options.steps)

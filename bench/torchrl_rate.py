@@ -24,6 +24,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import gymnasium as gym
@@ -37,6 +38,7 @@ from torchrl.modules import OneHotCategorical, ProbabilisticActor
 
 import vecenv
 from vecenv.adapters import as_torchrl
+from vecenv.tools.benchmark import Summary, take_turns
 
 Runs = Mapping[str, Callable[[], Any]]
 
@@ -55,20 +57,20 @@ def main() -> None:
 def compared(runs: Runs, first: str, units: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Turns of all ``runs``; each row has its time a unit, and how many times as long as ``first`` it takes."""
     clock = time.process_time if options.cpu else time.perf_counter
-    times: dict[str, list[float]] = {name: [] for name in runs}
+
+    def timed(run: Callable[[], Any]) -> float:
+        start = clock()
+        run()
+        return (clock() - start) / units
+
     for run in runs.values():
         run()
         run()
-    for turn in range(options.rounds):
-        for name, run in list(runs.items())[:: -1 if turn % 2 else 1]:
-            start = clock()
-            run()
-            times[name].append((clock() - start) / units)
+    times = take_turns({name: functools.partial(timed, run) for name, run in runs.items()}, options.rounds)
     rows = []
     for name, taken in times.items():
-        ratios = [other / own for other, own in zip(taken, times[first], strict=True)]
-        spread = {"median": statistics.median(ratios), "least": min(ratios), "greatest": max(ratios)}
-        rows.append({"name": name, "seconds": statistics.median(taken), f"times as long as {first}": spread})
+        ratio: Any = Summary.of_ratios(taken, times[first])
+        rows.append({"name": name, "seconds": statistics.median(taken), f"times as long as {first}": asdict(ratio)})
     return rows
 
 
@@ -139,7 +141,7 @@ def collectors(count: int, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _show(what: str, figure: str, row: dict[str, Any]) -> None:
     (name, spread), *_ = [(key, value) for key, value in row.items() if isinstance(value, dict)]
-    text = f"{spread['median']:.2f} ({spread['least']:.2f} - {spread['greatest']:.2f}) {name}"
+    text = f"{Summary(**spread).show()} {name}"
     print(f"{what:58} {figure}   {text}", flush=True)
 
 

@@ -1,7 +1,7 @@
-"""Whole trainings: frames per second from reset to learned update, by whose engine steps the environments.
+"""Whole trainings: frames per second from reset to learned update, by the engine that steps the environments.
 
 ``python -m bench train``: proximal policy optimisation with one network and the same updates for every row; what differs is
-only who steps the environments, and whether the policy waits for all of them. The share of the time that goes to the
+only the engine, and whether the policy waits for all of them. The share of the time that goes to the
 environments, the policy and learning is printed and drawn beside the rates. A frame is a step of an environment that is
 learned from: the row of a reset is none.
 """
@@ -22,8 +22,9 @@ import vecenv
 from bench.steppers import AsyncEnvPool, Halves, StableBaselines3, Stepper
 from bench.waits import sb3_envs
 from bench.workloads import Workload
-from vecenv.tools.benchmark import SEED, Candidate, EnvFn, Live, Report, Sample, Unavailable, compare, make_env, run_for
-from vecenv.tools.benchmark.plots import new_figure
+from vecenv.tools.benchmark import Candidate, Host, Report, Unavailable, compare
+from vecenv.tools.report import new_figure, save
+from vecenv.tools.runners import SEED, EnvFn, make_env, run_for
 
 __all__ = ["TRAININGS", "draw_shares", "train"]
 
@@ -144,7 +145,7 @@ class Learner:
         self.jax.block_until_ready(self.params)
 
 
-# --- who steps ----------------------------------------------------------------------------------------------------------
+# --- steps --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -165,7 +166,7 @@ class Training:
     """Collects a rollout and learns from it, again and again.
 
     Args:
-        make_stepper: Builds who steps, as :class:`bench.steppers.Stepper`.
+        make_stepper: Builds what steps, as :class:`bench.steppers.Stepper`.
     """
 
     def __init__(self, make_stepper: Callable[[], Any]) -> None:
@@ -183,8 +184,8 @@ class Training:
         rows, turns, flying = Rows(stepper.num_envs), np.zeros(stepper.num_envs, np.intp), 0
         if self.latest is None:
             self.latest, self.fresh = stepper.reset(), np.zeros(stepper.num_envs, bool)
-        everyone = np.arange(stepper.num_envs)
-        at_hand = [(ids, self.latest[ids]) for ids in np.split(everyone, stepper.num_envs // stepper.batch)]
+        rows_of_all = np.arange(stepper.num_envs)
+        at_hand = [(ids, self.latest[ids]) for ids in np.split(rows_of_all, stepper.num_envs // stepper.batch)]
         self.latest = np.empty_like(self.latest)
         while at_hand or flying:
             before = clock()
@@ -210,7 +211,7 @@ class Training:
         spent["learning"] += clock() - before
         return float(rows.fields["weight"].sum())
 
-    def run(self, seconds: float) -> Sample:
+    def run(self, seconds: float) -> float:
         if not self.warm:
             self._step()  # compiles
             self.warm, self.spent = True, dict.fromkeys(PARTS, 0.0)
@@ -231,9 +232,7 @@ class Bridged:
         import vecenv.jax as vj
 
         half, each = num_envs // 2, max(workers // 2, 1)
-        self.engines = [
-            vecenv.AsyncVectorEnv([env_fn] * half, num_workers=each, context="forkserver") for _ in range(2)
-        ]
+        self.engines = [vecenv.AsyncVectorEnv([env_fn] * half, num_workers=each, context="forkserver") for _ in range(2)]
         bridges = tuple(vj.bridge(engine) for engine in self.engines)
         one = self.engines[0]
         self.learner = learner = Learner(one.single_observation_space, one.single_action_space)
@@ -308,12 +307,12 @@ def _candidates(name: str, num_envs: int, workers: int) -> list[Candidate]:
     workers = min(workers, num_envs)
 
     def row(name: str, label: str, make: Callable[[], Any], kind: Any = "vecenv") -> Candidate:
-        return Candidate(name, label, (partial(Training, make),), kind=kind)
+        return Candidate(name, label, partial(Training, make), kind=kind)
 
     rows = [
         row("auto", "vecenv, auto", partial(_vecenv, env_fn, num_envs, None, num_workers="auto")),
         row("halves", "vecenv, first-ready halves", partial(_vecenv, env_fn, num_envs, num_envs // 2, num_workers=workers)),
-        Candidate("bridge", "vecenv, JAX bridge, overlap", (partial(Bridged, env_fn, num_envs, workers),), kind="vecenv"),
+        Candidate("bridge", "vecenv, JAX bridge, overlap", partial(Bridged, env_fn, num_envs, workers), kind="vecenv"),
         row("gym-sync", "Gymnasium SyncVectorEnv", partial(_gymnasium, "SyncVectorEnv", env_fn, num_envs), "gymnasium"),
         row("gym-async", "Gymnasium AsyncVectorEnv", partial(_gymnasium, "AsyncVectorEnv", env_fn, num_envs), "gymnasium"),
         row("sb3", "Stable-Baselines3 SubprocVecEnv", partial(_sb3, env_fn, num_envs), "other"),
@@ -334,15 +333,14 @@ def train(
     rows = [row for row in _candidates(name, num_envs, workers) if names is None or row.name in set(names)]
     shares: Shares = {}
 
-    def look(lives: list[Live]) -> None:
-        for live in lives:
-            found = live.ask("shares") if live.usable else []
-            if found:
-                shares[live.candidate.name] = found[0]
+    def look(hosts: list[Host]) -> None:
+        for host in hosts:
+            if host.usable and (found := host.ask("shares")):
+                shares[host.candidate.name] = found
 
     report = compare(
         f"PPO on {TRAININGS[name].text}", TRAININGS[name].prepare(), num_envs, rows, check=False, unit="frames/s",
-        inspect_live=look, **pace,
+        inspect=look, **pace,
     )  # fmt: skip
     return report, shares
 
@@ -361,6 +359,4 @@ def draw_shares(report: Report, shares: Shares, path: Path) -> None:
     axes.set_xlabel("seconds per 1,000 frames (of the bridge: environments and policy together)", fontsize=8)
     axes.set_title(f"{report.env}, {report.num_envs} environments", fontsize=10)
     axes.legend(fontsize=8, frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    save(figure, path)

@@ -1,10 +1,10 @@
 """Environments that keep others waiting: long resets, steps of very different length, services, simulators with images.
 
-``python -m bench waits`` puts the ways to deal with that side by side: batches of everybody, of whoever is first, by
+``python -m bench waits`` puts the ways to deal with that side by side: batches of all, of the first that are ready, by
 deadline, spare workers, threads within workers, and TorchRL's ``AsyncEnvPool``, which has most of these. With long resets
 the row ``free`` is the same engine without them: what the others are measured by. It says what memory each takes, too.
-``python -m bench episodes`` runs a list of episodes whose lengths vary tenfold: :func:`vecenv.evaluate`, and what others do,
-batch after batch.
+``python -m bench episodes`` runs a list of episodes whose lengths vary tenfold: :func:`vecenv.evaluate`, and what other
+libraries do, batch after batch.
 """
 
 from __future__ import annotations
@@ -22,24 +22,11 @@ from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 
 import vecenv
-from bench.engines import OTHERS
+from bench.engines import OTHERS, Stepping
 from bench.suites import Memory, memory_of
 from bench.workloads import SleepingEnv, Workload
-from vecenv.tools.benchmark import (
-    Candidate,
-    EnvFn,
-    Live,
-    Report,
-    Runner,
-    Sample,
-    Unavailable,
-    VectorRunner,
-    compare,
-    default_candidates,
-    run_for,
-    sample_actions,
-    vecenv_candidate,
-)
+from vecenv.tools.benchmark import Candidate, Host, Report, Unavailable, compare, default_candidates, vecenv_candidate
+from vecenv.tools.runners import EnvFn, Runner, VectorRunner, run_for, sample_actions
 
 __all__ = ["WAITS", "episodes", "sb3_envs", "torchrl_pool", "waits"]
 
@@ -112,7 +99,7 @@ class DeadlineRunner(VectorRunner):
         self.envs.send(self._batches[len(rows)](), rows)
         return len(rows)
 
-    def run(self, seconds: float) -> Sample:
+    def run(self, seconds: float) -> float:
         if self._fresh:
             self.envs.reset_async(seed=0)
             self._fresh = False
@@ -137,7 +124,7 @@ def torchrl_pool(env_fn: EnvFn, num_envs: int, envs_per_worker: int) -> Any:
     return module.AsyncEnvPool([make] * num_envs, backend="multiprocessing", exchange="shm", envs_per_worker=envs_per_worker)
 
 
-class AsyncEnvPool:
+class AsyncEnvPool(Stepping):
     """TorchRL's pool.
 
     Args:
@@ -169,9 +156,6 @@ class AsyncEnvPool:
         done = stepped.get(("next", "done"))
         return int(done.numel()) + int(done.sum())
 
-    def run(self, seconds: float) -> Sample:
-        return run_for(self._step, seconds)
-
     def close(self) -> None:
         self.pool.close()
 
@@ -201,28 +185,27 @@ def _candidates(workload: str, env_fn: EnvFn, num_envs: int, workers: int) -> li
     each = -(-num_envs // workers)
     kept = ("per-env", "gym-sync", "gym-async")
     ours = partial(vecenv_candidate, env_fn=env_fn, num_envs=num_envs)
-    deadline = partial(DeadlineRunner, partial(_engine, env_fn, num_envs, num_workers=None), 0.002)
     rows = [row for row in default_candidates(env_fn, num_envs, workers) if row.name in kept]
     rows[:1] = [
         rows[0],
         ours("first-ready-per-env", f"vecenv, first {max(num_envs // 2, 1)} ready", batch_size=max(num_envs // 2, 1)),
-        Candidate("deadline", "vecenv, those ready within 2 ms", (deadline,), kind="vecenv", processes=num_envs),
+        ours("deadline", "vecenv, those ready within 2 ms", runner=partial(DeadlineRunner, within=0.002)),
     ]
     rows += _spares(workload, env_fn, num_envs)
     if each > 1:
         rows.insert(3, ours("threads", f"vecenv, {workers} workers, threads", num_workers=workers, env_threads=each))
     for name in ("sb3", "tianshou", "torchrl"):
-        label, build, settle = OTHERS[name]
+        label, build = OTHERS[name]
         build_one = partial(build, env_fn, num_envs, workers)
-        rows.append(Candidate(name, label, (build_one,), kind="other", settle=settle))
+        rows.append(Candidate(name, label, build_one, kind="other"))
     for name, label, each_worker in (
         ("torchrl-async", "TorchRL AsyncEnvPool, a process each", 1),
         ("torchrl-threads", f"TorchRL AsyncEnvPool, {each} in a worker", each),
     ):
         if each_worker > 1 or name == "torchrl-async":
-            rows.append(Candidate(name, label, (partial(AsyncEnvPool, env_fn, num_envs, each_worker),), kind="other"))
+            rows.append(Candidate(name, label, partial(AsyncEnvPool, env_fn, num_envs, each_worker), kind="other"))
     by_deadline = partial(AsyncEnvPool, env_fn, num_envs, 1, 0.002)
-    rows.append(Candidate("torchrl-deadline", "TorchRL AsyncEnvPool, ready within 2 ms", (by_deadline,), kind="other"))
+    rows.append(Candidate("torchrl-deadline", "TorchRL AsyncEnvPool, ready within 2 ms", by_deadline, kind="other"))
     return rows
 
 
@@ -240,17 +223,17 @@ def waits(
     if names is not None:
         rows = [row for row in rows if row.name in set(names)]
 
-    def look(lives: list[Live]) -> None:
+    def look(hosts: list[Host]) -> None:
         if memory is not None:
-            memory.update((live.candidate.name, memory_of(live)) for live in lives if live.usable)
+            memory.update((host.candidate.name, memory_of(host)) for host in hosts if host.usable)
 
-    return compare(workload, env_fn, num_envs, rows, check=False, inspect_live=look, **pace)
+    return compare(workload, env_fn, num_envs, rows, check=False, inspect=look, **pace)
 
 
 # -- lists of episodes --------------------------------------------------------------------------------------------------
 
 
-class Evaluating:
+class Evaluating(Stepping):
     """Runs lists of episodes, four for each environment, and counts the steps that belong to one.
 
     Args:
@@ -267,12 +250,6 @@ class Evaluating:
         count = 4 * self.envs.num_envs
         self._seed += count
         return self._run_list(self.envs, count, self._seed)
-
-    def run(self, seconds: float) -> Sample:
-        return run_for(self._step, seconds)
-
-    def close(self) -> None:
-        self.envs.close()
 
 
 def _still(observations: Any) -> Any:
@@ -324,7 +301,7 @@ def episodes(num_envs: int, pace: dict[str, Any], names: Iterable[str] | None = 
 
     def row(name: str, label: str, make: Callable[[], Any], run_list: Any, kind: Any = "vecenv") -> Candidate:
         build: Callable[[], Runner] = partial(Evaluating, make, run_list)
-        return Candidate(name, label, (build,), kind=kind, processes=num_envs)
+        return Candidate(name, label, build, kind=kind, processes=num_envs)
 
     rows = [
         row("evaluate", "vecenv.evaluate", each, _evaluated),

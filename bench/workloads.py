@@ -16,7 +16,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from vecenv.tools.benchmark import EnvFn, make_env
+from vecenv.tools.runners import EnvFn, make_env
 
 
 class EmptyEnv(gymnasium.Env[np.ndarray, np.int64]):

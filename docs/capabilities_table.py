@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from vecenv.backends import native
-from vecenv.backends.envpool.drivers import FirstReadyDriver, LockstepDriver, PlayerDriver
+from vecenv.backends.envpool.drivers import FirstReadyDriver, LockstepDriver
 from vecenv.backends.jax_native.driver import _CAPABILITIES as ON_DEVICE
 from vecenv.engine.owner import EngineOwner
 from vecenv.front.capabilities import Capabilities
@@ -48,7 +48,7 @@ def columns() -> dict[str, Capabilities]:
         "ray": said(SimpleNamespace(_backend="ray", **vars(workers))),
         "EnvPool": LockstepDriver.capabilities,
         "EnvPool, first-ready": FirstReadyDriver.capabilities,
-        "EnvPool, players": PlayerDriver.capabilities,
+        "EnvPool, players": FirstReadyDriver.capabilities,
         "native, ALE": library(SimpleNamespace(does=native._LIBRARIES["ale_py.vector_env.AtariVectorEnv"])),
         "native, others": library(SimpleNamespace(does=())),
         "JAX": ON_DEVICE,

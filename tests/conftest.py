@@ -58,8 +58,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # xdist puts the groups into effect in a hook of the same name
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out :data:`LEFT_OUT`, unless ``-m`` says what to run; put last what starts threads that stay."""
-    sample_parameter([item for item in items if item.path.name in ENGINES_ALTERNATE], "engine")
-    if not _LINUX or os.environ.get("VECENV_EMULATE"):
+    for name in ("engine", "every_engine"):
+        sample_parameter([item for item in items if item.path.name in ENGINES_ALTERNATE], name)
+    if not _LINUX:
         _leave_out({"linux"}, config, items)
     if not config.getoption("markexpr"):
         _leave_out(LEFT_OUT, config, items)

@@ -22,14 +22,17 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.spaces import GraphInstance
+from gymnasium.vector import SyncVectorEnv
 
 import vecenv
+from vecenv.testing import assert_same_trajectory
 
 EnvFn = Callable[[], gymnasium.Env]
+Options = dict[str, Any]
 
 # How an AsyncVectorEnv may run three environments. What depends on processes is tested in all of these
 # ways; what depends on values in the first two, because a process takes long to start.
-ENGINES: dict[str, dict[str, Any]] = {
+ENGINES: dict[str, Options] = {
     "in-process": {"num_workers": 0},
     "two-workers": {"num_workers": 2},
     "process-per-env": {"num_workers": None},
@@ -51,6 +54,34 @@ def opened(env_fns: Sequence[EnvFn], **kwargs: Any) -> Iterator[vecenv.AsyncVect
     finally:
         _in_gymnasiums_words.pop()
     envs.close()
+
+
+@contextmanager
+def started(env_fns: Sequence[EnvFn], **kwargs: Any) -> Iterator[vecenv.AsyncVectorEnv]:
+    """As :func:`opened`, reset with seed 1."""
+    with opened(env_fns, **kwargs) as envs:
+        envs.reset(seed=1)
+        yield envs
+
+
+@contextmanager
+def ended(env_fns: Sequence[EnvFn], **kwargs: Any) -> Iterator[vecenv.AsyncVectorEnv]:
+    """As :func:`opened`, closed by force: something of it may hang."""
+    with opened(env_fns, **kwargs) as envs:
+        yield envs
+        envs.close(terminate=True)
+
+
+def assert_as_sync(env_fns: Sequence[EnvFn], steps: int = 6, autoreset_mode: Any = "NextStep", **options: Any) -> None:
+    """The spaces and the trajectory are those of a ``SyncVectorEnv`` of the same environments, bit for bit."""
+    oracle: Any = SyncVectorEnv(env_fns, autoreset_mode=autoreset_mode)
+    try:
+        with opened(env_fns, autoreset_mode=autoreset_mode, **options) as envs:
+            for name in ("single_observation_space", "observation_space", "single_action_space", "action_space", "metadata"):
+                assert getattr(envs, name) == getattr(oracle, name)
+            assert_same_trajectory(envs, oracle, steps, seed=1)
+    finally:
+        oracle.close()
 
 
 _in_gymnasiums_words: list[bool] = []  # of each engine that is open

@@ -312,8 +312,8 @@ except ImportError as error:
 @pytest.mark.parametrize(
     ("arguments", "kind", "says"),
     [
-        ({"num_envs": 0}, ValueError, "num_envs must be a positive integer, got 0"),
-        ({"num_envs": "8"}, ValueError, "num_envs must be a positive integer, got '8'"),
+        ({"num_envs": 0}, ValueError, "`num_envs` must be an int from 1 on, got 0"),
+        ({"num_envs": "8"}, ValueError, "`num_envs` must be an int from 1 on, got '8'"),
         ({"backend": ["process"]}, ValueError, "there is no backend"),
         ({"vector_kwargs": 3}, TypeError, "vector_kwargs wants a dict"),
         ({"wrappers": 3}, TypeError, "wrappers wants a sequence of functions"),

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from vecenv.patching import uninstall as uninstall
     from vecenv.planning.plan import Plan as Plan
     from vecenv.planning.plan import plan as plan
-    from vecenv.tools.pictures import render_grid as render_grid
-    from vecenv.tools.pictures import write_video as write_video
+    from vecenv.tools.watch import render_grid as render_grid
+    from vecenv.tools.watch import write_video as write_video
 
 __all__ = [
     "AsyncVectorEnv", "Episode", "EpisodeResult", "Plan", "__version__", "errors", "evaluate", "install", "make_vec", "plan",
@@ -52,13 +52,13 @@ _LAZY: dict[str, str] = {
     "make_vec": "vecenv.make:make_vec",
     "plan": "vecenv.planning.plan:plan",
     "register": "vecenv.make:register",
-    "render_grid": "vecenv.tools.pictures:render_grid",
+    "render_grid": "vecenv.tools.watch:render_grid",
     "state": "vecenv.state:",
     "testing": "vecenv.testing:",
     "torch": "vecenv.torch:",
     "uninstall": "vecenv.patching:uninstall",
     "wrappers": "vecenv.wrappers:",
-    "write_video": "vecenv.tools.pictures:write_video",
+    "write_video": "vecenv.tools.watch:write_video",
     "backends": "vecenv.backends:",
 }
 

@@ -1,8 +1,8 @@
-"""One door to every engine: :func:`make_vec`, with Gymnasium's ``make_vec`` as its model, and :func:`register`.
+"""Builds every kind of vector environment: :func:`make_vec`, as Gymnasium's ``make_vec``, and :func:`register`.
 
-A backend is one row of a table: what builds it, which libraries it needs and which extra installs them. Whatever can be
-wrong in the arguments (an id, a backend, a name of an option, a library that is missing) is found here, before anything is
-built, and the error names what is right.
+A backend is one row of a table: what builds it, which libraries it needs and which extra installs them. Mistakes in the
+arguments (an id, a backend, a name of an option, a missing library) are found here, before anything is built, and the error
+names what is right.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import multiprocessing
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import gymnasium
-import numpy as np
 from gymnasium.envs.registration import EnvSpec, registry
 from gymnasium.vector import VectorEnv
 
@@ -26,6 +25,7 @@ from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import how_to_install
 from vecenv.front.arguments import check_names, mode_of
 from vecenv.front.capabilities import unable
+from vecenv.planning.options import check_option
 from vecenv.registry import check_env_options, engine_options, find_spec, only_vector, parameters_of
 
 if TYPE_CHECKING:
@@ -36,71 +36,45 @@ __all__ = ["make_vec", "register"]
 AnyVectorEnv: TypeAlias = VectorEnv[Any, Any, Any]
 EnvFn: TypeAlias = Callable[..., gymnasium.Env[Any, Any]]
 Wrappers: TypeAlias = Sequence[Callable[[Any], Any]]
+VectorKwargs: TypeAlias = Mapping[str, Any] | None
 
 
-@overload  # (what has nothing but a vector entry point is a NativeVectorEnv: only its registration tells)
+@overload  # (an id that has nothing but a vector entry point gives a NativeVectorEnv: only its registration tells)
 def make_vec(
-    id_or_env_fn: str | EnvSpec | EnvFn,
-    num_envs: int = 1,
-    backend: Literal["process", "serial"] = "process",
-    *,
-    vector_kwargs: Mapping[str, Any] | None = None,
-    wrappers: Wrappers | None = None,
-    **env_kwargs: Any,
-) -> AsyncVectorEnv[Any, Any]: ...
+    id_or_env_fn: str | EnvSpec | EnvFn, num_envs: int = 1, backend: Literal["process", "serial"] = "process", *,
+    vector_kwargs: VectorKwargs = None, wrappers: Wrappers | None = None, **env_kwargs: Any,
+) -> AsyncVectorEnv[Any, Any]: ...  # fmt: skip
 @overload
 def make_vec(
-    id_or_env_fn: str | EnvSpec,
-    num_envs: int,
-    backend: Literal["envpool"],
-    *,
-    vector_kwargs: Mapping[str, Any] | None = None,
-    **env_kwargs: Any,
-) -> EnvPoolVectorEnv: ...
+    id_or_env_fn: str | EnvSpec, num_envs: int, backend: Literal["envpool"], *,
+    vector_kwargs: VectorKwargs = None, **env_kwargs: Any,
+) -> EnvPoolVectorEnv: ...  # fmt: skip
 @overload
 def make_vec(
-    id_or_env_fn: str | EnvSpec,
-    num_envs: int,
-    backend: Literal["brax", "playground"],
-    *,
-    vector_kwargs: Mapping[str, Any] | None = None,
-    **env_kwargs: Any,
-) -> JaxVectorEnv: ...
+    id_or_env_fn: str | EnvSpec, num_envs: int, backend: Literal["brax", "playground"], *,
+    vector_kwargs: VectorKwargs = None, **env_kwargs: Any,
+) -> JaxVectorEnv: ...  # fmt: skip
 @overload
 def make_vec(
-    id_or_env_fn: str | EnvSpec | EnvFn,
-    num_envs: int,
-    backend: Literal["ray"],
-    *,
-    vector_kwargs: Mapping[str, Any] | None = None,
-    wrappers: Wrappers | None = None,
-    **env_kwargs: Any,
-) -> RayVectorEnv[Any, Any]: ...
+    id_or_env_fn: str | EnvSpec | EnvFn, num_envs: int, backend: Literal["ray"], *,
+    vector_kwargs: VectorKwargs = None, wrappers: Wrappers | None = None, **env_kwargs: Any,
+) -> RayVectorEnv[Any, Any]: ...  # fmt: skip
 @overload
 def make_vec(
-    id_or_env_fn: str | EnvSpec,
-    num_envs: int,
-    backend: Literal["native"],
-    *,
-    vector_kwargs: Mapping[str, Any] | None = None,
-    **env_kwargs: Any,
-) -> NativeVectorEnv: ...
+    id_or_env_fn: str | EnvSpec, num_envs: int, backend: Literal["native"], *,
+    vector_kwargs: VectorKwargs = None, **env_kwargs: Any,
+) -> NativeVectorEnv: ...  # fmt: skip
 @overload
+def make_vec(
+    id_or_env_fn: str | EnvSpec | EnvFn, num_envs: int = 1, backend: str = "process", *,
+    vector_kwargs: VectorKwargs = None, wrappers: Wrappers | None = None, **env_kwargs: Any,
+) -> AnyVectorEnv: ...  # fmt: skip
 def make_vec(
     id_or_env_fn: str | EnvSpec | EnvFn,
     num_envs: int = 1,
     backend: str = "process",
     *,
-    vector_kwargs: Mapping[str, Any] | None = None,
-    wrappers: Wrappers | None = None,
-    **env_kwargs: Any,
-) -> AnyVectorEnv: ...
-def make_vec(
-    id_or_env_fn: str | EnvSpec | EnvFn,
-    num_envs: int = 1,
-    backend: str = "process",
-    *,
-    vector_kwargs: Mapping[str, Any] | None = None,
+    vector_kwargs: VectorKwargs = None,
     wrappers: Wrappers | None = None,
     **env_kwargs: Any,
 ) -> AnyVectorEnv:
@@ -129,28 +103,26 @@ def make_vec(
     Raises:
         gymnasium.error.UnregisteredEnv: No such environment; names close ones.
         ValueError: No such backend; lists them. Wrappers where there are no Python environments to wrap. ``num_envs`` is no
-            positive integer.
+            int from 1 on.
         TypeError: An option that does not exist; lists those that do. An argument of a wrong kind.
         ImportError: A library is missing; says what to install.
         NotImplementedError: ``spare_workers`` of a backend that has none.
     """
-    row = _backend(backend)
+    row = _row_of(backend)
     found = row.spec(id_or_env_fn)
-    given = _options(vector_kwargs)
+    given, kwargs = _parse_vector_kwargs(vector_kwargs), dict(env_kwargs)
     if given.get("spare_workers") and backend not in ("process", "serial"):
         reason = "only worker processes of this machine go from row to row, those of backend='process'"
         unable(f"backend {backend!r}", "have spare workers", reason)
-    kwargs = dict(env_kwargs)
     if isinstance(id_or_env_fn, EnvSpec):
-        # as Gymnasium has it: the spec of a vector environment says how it was made
+        # as in Gymnasium: the spec of a vector environment records how it was made
         recorded = copy.deepcopy(id_or_env_fn.kwargs)
         num_envs = recorded.pop("num_envs", num_envs)
         given = dict(recorded.pop("vector_kwargs", given))
         wrappers = recorded.pop("wrappers", wrappers)
         recorded.pop("vectorization_mode", None)
         kwargs = {**recorded, **kwargs}
-    if isinstance(num_envs, bool) or not isinstance(num_envs, (int, np.integer)) or num_envs < 1:
-        raise ValueError(f"num_envs must be a positive integer, got {num_envs!r}")
+    check_option("num_envs", num_envs)
     if found is not None and found.vector_entry_point == _REGISTERED:
         settings = kwargs if found is id_or_env_fn else {**found.kwargs, **kwargs}
         settings["options"] = {**settings["options"], **given}
@@ -159,14 +131,14 @@ def make_vec(
         return _make_registered(int(num_envs), wrappers=wrappers, **settings)
     if backend == "process" and found is not None and only_vector(found):
         row = _BACKENDS["native"]
-    request = Request(id_or_env_fn, int(num_envs), given, _wrappers(wrappers), kwargs)
+    request = Request(id_or_env_fn, int(num_envs), given, _parse_wrappers(wrappers), kwargs)
     envs = row.build(request)
     if (spec := request.result_spec(row.mode, envs.unwrapped.spec)) is not None:
         envs.unwrapped.spec = spec
     return envs
 
 
-def register(id: str, *, backend: str = "process", vector_kwargs: Mapping[str, Any] | None = None, **env_kwargs: Any) -> str:
+def register(id: str, *, backend: str = "process", vector_kwargs: VectorKwargs = None, **env_kwargs: Any) -> str:
     """Register another name of an environment, under which ``gymnasium.make_vec`` builds it by vecenv.
 
     ``vecenv.register("CartPole-v1")`` makes ``gymnasium.make_vec("vecenv/CartPole-v1", num_envs=8)`` the same as
@@ -184,14 +156,14 @@ def register(id: str, *, backend: str = "process", vector_kwargs: Mapping[str, A
     Raises:
         Exception: As :func:`make_vec`, for what can be told without building an environment.
     """
-    row = _backend(backend)
+    row = _row_of(backend)
     if not isinstance(id, str):
         raise TypeError(f"register wants an id, got {id!r}")
     found = row.find(id)
     if isinstance(found, EnvSpec):
         check_env_options(found, env_kwargs, vector=backend == "native" or (backend == "process" and only_vector(found)))
     name = f"vecenv/{id.rpartition(':')[2].replace('/', '-')}"
-    kwargs = {**env_kwargs, "id": id, "backend": backend, "options": _options(vector_kwargs)}
+    kwargs = {**env_kwargs, "id": id, "backend": backend, "options": _parse_vector_kwargs(vector_kwargs)}
     registry.pop(name, None)
     gymnasium.register(name, vector_entry_point=_REGISTERED, kwargs=kwargs)
     return name
@@ -281,46 +253,43 @@ class Backend:
         """The needed modules that are not installed."""
         return [name for name in self.needs if name not in sys.modules and importlib.util.find_spec(name) is None]
 
-    def require(self, name: str) -> None:
-        """Raise ImportError if something is missing."""
-        if missing := self.missing():
-            raise ImportError(
-                f"backend {name!r} needs {' and '.join(missing)}, not installed here: {how_to_install(self.extra)}"
-            )
 
+def _row_of(backend: str) -> Backend:
+    """The row of a backend whose libraries are installed.
 
-def _backend(name: str) -> Backend:
-    """The row of a backend whose libraries are there."""
-    row = _BACKENDS.get(name) if isinstance(name, str) else None
+    Raises:
+        ValueError: There is no such backend.
+        ImportError: A library is missing.
+    """
+    row = _BACKENDS.get(backend) if isinstance(backend, str) else None
     if row is None:
-        _unknown_backend(name)
-    row.require(name)
+        close = difflib.get_close_matches(str(backend), _BACKENDS, n=1)
+        hint = f", did you mean {close[0]!r}?" if close else "."
+        known = (
+            f"{name!r}" + (f" (needs {how_to_install(other.extra)})" if other.missing() else "")
+            for name, other in _BACKENDS.items()
+        )
+        raise ValueError(f"there is no backend {backend!r}{hint} Backends: {', '.join(known)}")
+    if missing := row.missing():
+        raise ImportError(
+            f"backend {backend!r} needs {' and '.join(missing)}, not installed here: {how_to_install(row.extra)}"
+        )
     return row
 
 
-def _options(vector_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+def _parse_vector_kwargs(vector_kwargs: VectorKwargs) -> dict[str, Any]:
     if vector_kwargs is not None and not isinstance(vector_kwargs, Mapping):
         raise TypeError(f"vector_kwargs wants a dict of options of the vector environment, got {vector_kwargs!r}")
     return dict(vector_kwargs or {})
 
 
-def _wrappers(wrappers: Wrappers | None) -> tuple[Callable[[Any], Any], ...]:
+def _parse_wrappers(wrappers: Wrappers | None) -> tuple[Callable[[Any], Any], ...]:
     if wrappers is not None and not (isinstance(wrappers, Sequence) and all(callable(wrapper) for wrapper in wrappers)):
         raise TypeError(f"wrappers wants a sequence of functions that wrap an environment, got {wrappers!r}")
     return tuple(wrappers or ())
 
 
-def _unknown_backend(backend: str) -> NoReturn:
-    close = difflib.get_close_matches(str(backend), _BACKENDS, n=1)
-    hint = f", did you mean {close[0]!r}?" if close else "."
-    known = ", ".join(
-        f"{name!r}" + (f" (needs {how_to_install(row.extra)})" if row.missing() else "")
-        for name, row in _BACKENDS.items()
-    )
-    raise ValueError(f"there is no backend {backend!r}{hint} Backends: {known}")
-
-
-# --- the rows -----------------------------------------------------------------------------------
+# -- the rows ----------------------------------------------------------------------------------------------------------
 
 
 def _process(request: Request) -> AnyVectorEnv:
@@ -349,27 +318,21 @@ def _threads_do_not_survive_a_fork() -> bool:
 
 
 def _env_fn(request: Request) -> EnvFn:
-    if isinstance(request.what, str | EnvSpec):
-        spec = copy.deepcopy(find_spec(request.what) if isinstance(request.what, str) else request.what)
+    what, kwargs = request.what, request.env_kwargs
+    if isinstance(what, str | EnvSpec):
+        spec = copy.deepcopy(find_spec(what) if isinstance(what, str) else what)
         # Gymnasium's make() wants the arguments in its call, not in the spec
-        kwargs = request.env_kwargs if isinstance(request.what, EnvSpec) else {**spec.kwargs, **request.env_kwargs}
+        kwargs = kwargs if isinstance(what, EnvSpec) else {**spec.kwargs, **kwargs}
         check_env_options(spec, kwargs)
         spec.kwargs = {}
-        return functools.partial(_make_one, spec, request.wrappers, kwargs)
-    if not callable(request.what):
-        raise TypeError(f"make_vec wants an id, an EnvSpec or a function that builds an env, got {request.what!r}")
-    return functools.partial(_build_one, request.what, request.wrappers, request.env_kwargs)
+        what = functools.partial(gymnasium.make, spec)
+    if not callable(what):
+        raise TypeError(f"make_vec wants an id, an EnvSpec or a function that builds an env, got {what!r}")
+    return functools.partial(_build, what, request.wrappers, kwargs)
 
 
-def _make_one(spec: EnvSpec, wrappers: Wrappers, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
-    return _wrapped(gymnasium.make(spec, **kwargs), wrappers)
-
-
-def _build_one(env_fn: EnvFn, wrappers: Wrappers, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
-    return _wrapped(env_fn(**kwargs), wrappers)
-
-
-def _wrapped(env: gymnasium.Env[Any, Any], wrappers: Wrappers) -> gymnasium.Env[Any, Any]:
+def _build(env_fn: EnvFn, wrappers: Wrappers, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
+    env = env_fn(**kwargs)
     for wrapper in wrappers:
         env = wrapper(env)
     return env
@@ -426,10 +389,10 @@ def _find_envpool(name: str) -> str:
 
 
 def _jax_native(library: str, request: Request) -> AnyVectorEnv:
-    from vecenv.backends.jax_native import make_jax_vec
+    from vecenv.backends.jax_native import JaxVectorEnv
 
     options = {**request.vector_kwargs, **request.env_kwargs}
-    return make_jax_vec(request.name(library), request.num_envs, library=library, **options)
+    return JaxVectorEnv(request.name(library), request.num_envs, library=library, **options)
 
 
 _BACKENDS: dict[str, Backend] = {

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
+import functools
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
+from failing import COUNT, DIES, LATE, RAISES, SECONDS, Faulty, assert_goes_on, engine, one_fails
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
+from sampling import each_pair
 
 import vecenv
 from vecenv.adapters import as_envpool
-from vecenv.errors import StepTimeout, WorkerDied
+from vecenv.errors import WorkerDied
 
 
 def make(num_envs: int = 5, mode: str = "NextStep", **options: Any) -> Any:
@@ -83,101 +83,49 @@ def test_what_is_not_envpools_is_refused() -> None:
         as_envpool("CartPole-v1")  # type: ignore[arg-type]
 
 
-FINE, RAISES, DIES, LATE = range(4)
-SECONDS = 3.0
-"""How late an environment is: later than ``step_timeout``, and there before two more calls have timed out."""
+class Program:
+    """What a program that uses EnvPool's interface does; ``begin`` is its way to reset."""
+
+    def __init__(self, begin: str, envs: Any) -> None:
+        self.pool = as_envpool(envs, seed=10)
+        self.begin = begin
+        self.close = self.pool.close
+
+    def rows(self, elapsed: int) -> Any:
+        found = np.full((COUNT, 2), np.nan)
+        while np.isnan(found).any():
+            observations, *_, infos = self.pool.recv()
+            assert (infos["elapsed_step"] == elapsed).all()
+            found[infos["env_id"]] = observations
+        return found
+
+    def reset(self) -> Any:
+        if self.begin == "async_reset":
+            self.pool.async_reset()
+            return self.rows(0)
+        observations, infos = self.pool.reset()
+        return observations[np.argsort(infos["env_id"])]
+
+    def step(self, actions: Any) -> Any:
+        self.pool.send(actions, np.arange(COUNT))
+        return self.rows(1)
 
 
-class Faulty(gym.Env[Any, Any]):
-    """Counts its steps, says with which seed it began, and fails as its action says."""
-
-    observation_space = gym.spaces.Box(-1, 1e6, (2,))
-    action_space = gym.spaces.Discrete(4)
-    seed = -1
-
-    def __init__(self, resets_that_fail: str = "") -> None:
-        self.resets_that_fail = resets_that_fail  # a file; while it is there, resets raise
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        if self.resets_that_fail and os.path.exists(self.resets_that_fail):
-            raise ValueError("the lid is stuck")
-        self.steps, self.seed = 0, -1 if seed is None else seed
-        return np.array([0, self.seed], np.float32), {}
-
-    def step(self, action: Any) -> Any:
-        if action == RAISES:
-            raise ValueError("the lid is stuck")
-        if action == DIES:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if action == LATE:
-            time.sleep(SECONDS)
-        self.steps += 1
-        return np.array([self.steps, self.seed], np.float32), 1.0, False, False, {}
-
-
-def faulty_pool(batch_size: int, on_failure: str = "raise", fns: Any = None, step_timeout: float | None = None) -> Any:
-    envs = vecenv.AsyncVectorEnv(
-        fns or [Faulty] * 4, autoreset_mode="NextStep", num_workers=4, batch_size=batch_size, on_failure=on_failure,
-        step_timeout=step_timeout,
-    )  # fmt: skip
-    return as_envpool(envs, seed=10)
-
-
-def begin_again(pool: Any, begin: Any) -> None:
-    """Every environment begins an episode, takes a step, and no row of before comes between."""
-    for patience in (2, 1, 0):  # a reset waits for an environment that is late, and may say again that it is
-        try:
-            begin(pool)
-            break
-        except StepTimeout:
-            assert patience
-    pool.send(np.zeros(4, np.int64), np.arange(4))
-    found: list[int] = []
-    while len(found) < 4:
-        observations, *_, infos = pool.recv()
-        assert (observations[:, 0] == 1).all()
-        assert (infos["elapsed_step"] == 1).all()
-        found += infos["env_id"].tolist()
-    assert sorted(found) == [0, 1, 2, 3]
-
-
-def by_reset(pool: Any) -> None:
-    observations, infos = pool.reset()
-    assert (observations[:, 0] == 0).all()
-    assert (infos["elapsed_step"] == 0).all()
-    assert sorted(infos["env_id"].tolist()) == [0, 1, 2, 3]
-
-
-def by_async_reset(pool: Any) -> None:
-    pool.async_reset()
-    found: list[int] = []
-    while len(found) < 4:
-        observations, *_, infos = pool.recv()
-        assert (observations[:, 0] == 0).all()
-        found += infos["env_id"].tolist()
-    assert sorted(found) == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("begin", [by_reset, by_async_reset])
-@pytest.mark.parametrize("fault", [RAISES, DIES, pytest.param(LATE, marks=pytest.mark.long)], ids=["raises", "dies", "late"])
-@pytest.mark.parametrize("on_failure", ["raise", "restart"])
 @pytest.mark.parametrize("batch_size", [4, 2])
-def test_the_next_reset_goes_on_after_a_failure(batch_size: int, on_failure: str, fault: int, begin: Any) -> None:
-    pool = faulty_pool(batch_size, on_failure, step_timeout=SECONDS / 2 if fault == LATE else None)
-    pool.reset()
-    wanted = {RAISES: ValueError, DIES: WorkerDied, LATE: StepTimeout}[fault]
-    pool.send(np.array([FINE, fault, FINE, FINE]), np.arange(4))
-    batches = 4 // batch_size
-    if on_failure == "restart":
-        rows = [pool.recv() for _ in range(batches)]
-        cut = [row for _, _, _, truncations, infos in rows for row in infos["env_id"][truncations].tolist()]
-        assert cut == [1]
-    else:
-        with pytest.raises(wanted):
-            all(pool.recv() for _ in range(batches))
-    begin_again(pool, begin)
-    pool.close()
+@pytest.mark.parametrize(
+    ("begin", "on_failure", "fault"),
+    [
+        *each_pair(["reset", "async_reset"], ["raise", "restart"], [RAISES, DIES]),
+        *(pytest.param(begin, "raise", LATE, marks=pytest.mark.long) for begin in ("reset", "async_reset")),
+    ],
+)
+def test_the_next_reset_goes_on_after_a_failure(begin: str, on_failure: str, fault: int, batch_size: int) -> None:
+    limit = None if fault != LATE else SECONDS / 2
+    assert_goes_on(functools.partial(Program, begin), on_failure, fault, batch_size=batch_size, step_timeout=limit)
+
+
+def faulty_pool(batch_size: int, fns: Any = None) -> Any:
+    return as_envpool(engine(fns=fns, batch_size=batch_size, step_timeout=None), seed=10)
 
 
 @pytest.mark.parametrize("fault", [RAISES, DIES], ids=["raises", "dies"])
@@ -185,7 +133,7 @@ def test_survivors_go_on_without_the_one_that_failed_until_it_is_reset(fault: in
     pool = faulty_pool(4)
     pool.reset()
     with pytest.raises((ValueError, WorkerDied)):
-        pool.step(np.array([FINE, fault, FINE, FINE]), np.arange(4))
+        pool.step(one_fails(fault), np.arange(4))
     observations, *_, infos = pool.recv()
     assert sorted(infos["env_id"].tolist()) == [0, 2, 3]
     assert (observations[:, 0] == 1).all()

@@ -13,7 +13,6 @@ import threading
 import time
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 from forks import in_a_fork
@@ -28,32 +27,13 @@ from gymnasium.vector import AutoresetMode
 pytest.importorskip("envpool")
 
 from vecenv.backends import EnvPoolVectorEnv
-from vecenv.errors import BusyError, ForkedError, StepTimeout
+from vecenv.errors import ForkedError, StepTimeout
 from vecenv.testing import assert_identical
 
 from .conftest import Make, zeros
 from .pool_doubles import SlowPool
 
 # --- first-ready batches ------------------------------------------------------------------------
-
-
-def test_rows_come_with_their_environments_and_each_stream_is_that_of_lockstep(make: Make) -> None:
-    """Whatever the order of arrival, environment i sees the same episode."""
-    lockstep = make(8)
-    stream = [lockstep.reset()[0], *(lockstep.step(zeros(8))[0] for _ in range(40))]
-    envs = make(8, batch_size=2, num_threads=2)
-    envs.reset_async()
-    seen = [0] * 8
-    while min(seen) < 40:
-        observations, rewards, terminations, truncations, infos = envs.recv()
-        ids = infos["env_id"]
-        assert len(ids) == len(rewards) == len(terminations) == len(truncations) == 2
-        for row, i in enumerate(ids.tolist()):
-            if seen[i] <= 40:
-                np.testing.assert_array_equal(observations[row], stream[seen[i]][i])
-            seen[i] += 1
-        assert (rewards[infos["elapsed_step"] == 0] == 0).all()
-        envs.send(zeros(2))  # to those of the latest recv
 
 
 def test_any_numbers_may_be_sent_at_a_time(make: Make) -> None:
@@ -104,16 +84,6 @@ def test_recv_with_too_few_in_flight_says_so_instead_of_waiting_for_ever(make: M
         envs.recv()
     envs.send(zeros(1), [1])
     assert set(envs.recv()[4]["env_id"].tolist()) == {1, 3}
-
-
-def test_a_second_reset_async_is_refused(make: Make) -> None:
-    envs = make(4, batch_size=2)
-    envs.reset_async()
-    with pytest.raises(AlreadyPendingCallError):
-        envs.reset_async()
-    with pytest.raises(AlreadyPendingCallError):
-        envs.reset()
-    assert len(envs.reset_wait()[0]) == 4
 
 
 @pytest.mark.parametrize("received", range(4))
@@ -213,29 +183,107 @@ def test_actions_and_indices_are_copied_before_send_returns(make: Make) -> None:
     assert rows[0] == rows[1]
 
 
+# --- recv(count=) -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 8])
+def test_any_count_of_rows_can_be_received_and_the_others_are_kept(make: Make, count: int) -> None:
+    lockstep = make(8)
+    stream = [lockstep.reset()[0], *(lockstep.step(zeros(8))[0] for _ in range(30))]
+    envs = make(8, batch_size=4, num_threads=2)
+    envs.reset_async()
+    seen = [0] * 8
+    while min(seen) < 20 and max(seen) < 30:
+        observations, rewards, terminations, truncations, infos = envs.recv(count=count)
+        ids = infos["env_id"].tolist()
+        assert len(set(ids)) == count
+        assert {len(array) for array in (observations, rewards, terminations, truncations)} == {count}
+        assert envs.stats()["in_flight"] == 8 - count
+        for row, i in enumerate(ids):
+            np.testing.assert_array_equal(observations[row], stream[seen[i]][i])
+            seen[i] += 1
+        envs.send(zeros(count))
+
+
+def test_a_count_that_will_never_come_is_refused(make: Make) -> None:
+    envs = make(6, batch_size=3)
+    envs.reset()
+    envs.send(zeros(4), [0, 1, 2, 3])
+    with pytest.raises(NoAsyncCallError, match="for 5 environments with 4 environments in flight"):
+        envs.recv(count=5)
+    with pytest.raises(NoAsyncCallError, match="whole batches of 3, and 0 rows are ready"):
+        envs.recv(count=4)
+    assert len(envs.recv(count=2)[1]) == 2
+    with pytest.raises(NoAsyncCallError, match="whole batches of 3, and 1 rows are ready"):
+        envs.recv(count=2)
+    assert len(envs.recv(count=1)[1]) == 1
+    assert envs.stats()["in_flight"] == 1
+    full = make(8, batch_size=4)
+    full.reset_async()
+    full.send(zeros(7), full.recv(count=7)[4]["env_id"])
+    with pytest.raises(NoAsyncCallError, match=r"for 7 environments with 8 .* whole batches of 4, and 1 rows are ready"):
+        full.recv(count=7)
+    assert len(full.recv(count=5)[1]) == 5
+
+
+def test_a_count_that_came_too_late_is_the_next_one(make: Make) -> None:
+    envs, same = make(4, batch_size=1), make(4)
+    envs.reset()
+    same.reset()
+    SlowPool(envs, 0.2)
+    envs.send(zeros(4), np.arange(4))
+    with pytest.raises(StepTimeout):
+        envs.recv(0.3, count=4)  # one or two of the four are there by now
+    wanted = same.step(zeros(4))[0]
+    for count in (1, 3):
+        observations, *_, infos = envs.recv(10.0, count=count)
+        np.testing.assert_array_equal(observations, wanted[infos["env_id"]])
+    assert envs.stats()["in_flight"] == 0
+
+
+def test_an_env_id_that_the_caller_changes_is_not_whom_send_means(make: Make) -> None:
+    envs = make(4, batch_size=2)
+    envs.reset_async()
+    ids = envs.recv()[4]["env_id"]
+    mine = ids.tolist()
+    ids[:] = 0
+    envs.send(zeros(2))
+    with pytest.raises(AlreadyPendingCallError, match=str(mine[0])):
+        envs.send(zeros(1), mine[:1])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*fork.*:RuntimeWarning")
+def test_a_child_forked_in_the_middle_of_another_threads_call_is_told_that_it_was_forked(make: Make) -> None:
+    envs = make(2)
+    envs.reset()
+    SlowPool(envs, 0.5)
+    thread = threading.Thread(target=envs.step, args=(zeros(2),))
+    thread.start()
+    time.sleep(0.1)
+
+    def check() -> None:
+        for call in (envs.step, envs.send):
+            with pytest.raises(ForkedError):
+                call(zeros(2))
+        envs.close()  # the pool's destructor would crash here
+        mine = EnvPoolVectorEnv("CartPole-v1", 2)
+        mine.reset()
+        mine.close()
+
+    assert in_a_fork(check) == 0
+    thread.join()
+
+
+def test_looking_at_the_figures_changes_nothing(make: Make) -> None:
+    envs = make(4, batch_size=2)
+    envs.reset_async()
+    envs.recv()
+    held = list(envs._driver.taken[1])
+    assert envs.stats()["in_flight"] == 2
+    assert envs._driver.taken[1] == held != []
+
+
 # --- phases -------------------------------------------------------------------------------------
-
-
-def test_gymnasiums_two_halves_of_reset_and_step(make: Make) -> None:
-    for envs in (make(4), make(4, batch_size=2)):
-        whole = make(4)
-        with pytest.raises(ResetNeeded):
-            envs.step(zeros(4))
-        envs.reset_async(seed=5)
-        for illegal in (envs.reset_async, envs.reset, lambda e=envs: e.step_async(zeros(4))):
-            with pytest.raises(AlreadyPendingCallError):
-                illegal()
-        with pytest.raises(NoAsyncCallError):
-            envs.step_wait()
-        assert_identical(envs.reset_wait(timeout=10), whole.reset(seed=5))
-        with pytest.raises(NoAsyncCallError):
-            envs.reset_wait()
-        envs.step_async(zeros(4))
-        with pytest.raises(AlreadyPendingCallError):
-            envs.step(zeros(4))
-        assert_identical(envs.step_wait(timeout=10), whole.step(zeros(4)))
-        with pytest.raises(NoAsyncCallError):
-            envs.step_wait()
 
 
 def test_without_autoreset_an_episode_that_is_over_is_not_stepped(make: Make) -> None:
@@ -252,26 +300,6 @@ def test_without_autoreset_an_episode_that_is_over_is_not_stepped(make: Make) ->
 
 
 # --- timeouts -----------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("batch_size", [4, 2])
-def test_a_batch_that_came_too_late_is_the_next_one(make: Make, batch_size: int) -> None:
-    envs, same = make(4, batch_size=batch_size), make(4)
-    envs.reset()
-    same.reset()
-    SlowPool(envs, 1.5)
-    envs.send(zeros(4), np.arange(4))
-    began = time.monotonic()
-    with pytest.raises(StepTimeout, match="still owed"):
-        envs.recv(timeout=0.05)
-    assert time.monotonic() - began < 1.4
-    wanted = same.step(zeros(4))[0]
-    for _ in range(4 // batch_size):
-        observations, *_, infos = envs.recv(timeout=5.0)
-        np.testing.assert_array_equal(observations, wanted[infos["env_id"]])
-    with pytest.raises(NoAsyncCallError):
-        envs.recv(timeout=0.0)
 
 
 def test_step_wait_can_be_called_again_after_a_timeout(make: Make) -> None:
@@ -292,61 +320,7 @@ def test_step_wait_can_be_called_again_after_a_timeout(make: Make) -> None:
     np.testing.assert_array_equal(result[0], same.step(zeros(4))[0])
 
 
-def test_a_timeout_that_is_not_needed_costs_nothing(make: Make) -> None:
-    envs, same = make(4, batch_size=2), make(4, batch_size=2)
-    for one in (envs, same):
-        one.reset()
-    for _ in range(50):
-        for one in (envs, same):
-            one.send(zeros(4), np.arange(4))
-        mine = [envs.recv(timeout=10.0) for _ in range(2)]
-        theirs = [same.recv() for _ in range(2)]
-        order = [np.argsort(np.concatenate([r[4]["env_id"] for r in both])) for both in (mine, theirs)]
-        for field in range(4):
-            both = [np.concatenate([r[field] for r in rs])[o] for rs, o in zip((mine, theirs), order, strict=True)]
-            assert_identical(*both)
-
-
 # --- threads, forks, the end --------------------------------------------------------------------
-
-
-def test_two_threads_at_once_are_told_so(make: Make) -> None:
-    envs = make(4)
-    envs.reset()
-    SlowPool(envs, 0.3)
-    thread = threading.Thread(target=envs.step, args=(zeros(4),))
-    thread.start()
-    time.sleep(0.1)
-    with pytest.raises(BusyError, match="another thread"):
-        envs.step(zeros(4))
-    thread.join()
-    assert (envs.step(zeros(4))[4]["elapsed_step"] == 2).all()
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*fork.*:RuntimeWarning")
-def test_in_a_forked_child_everything_says_that_it_was_forked(make: Make) -> None:
-    envs = make(4, batch_size=2)
-    envs.reset()
-    envs.send(zeros(2), [0, 1])
-
-    def check() -> None:
-        for call in (envs.reset, envs.recv, envs.render, lambda: envs.step(zeros(4)), lambda: envs.send(zeros(4))):
-            with pytest.raises(ForkedError, match="build a new one in the child"):
-                call()
-        envs.close()  # the pool's destructor would crash here
-        with EnvPool("CartPole-v1", 2) as mine:
-            mine.reset()
-
-    assert in_a_fork(check) == 0
-    assert len(envs.recv()[0]) == 2
-
-
-class EnvPool(EnvPoolVectorEnv):
-    def __enter__(self) -> EnvPool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 @pytest.mark.long
@@ -404,28 +378,6 @@ def test_a_failed_construction_leaves_nothing_to_close() -> None:
     with pytest.raises(ValueError, match="batch_size"):
         EnvPoolVectorEnv("CartPole-v1", 4, batch_size=3)
     gc.collect()
-
-
-ATTRIBUTES: dict[str, tuple[Any, ...]] = {
-    "call": ("x",),
-    "call_async": ("x",),
-    "call_wait": (),
-    "call_send": ("x",),
-    "call_fetch": (),
-    "get_attr": ("x",),
-    "set_attr": ("x", 1),
-    "exec_func": (id,),
-    "exec_func_send": (id,),
-    "exec_func_fetch": (),
-}
-
-
-@pytest.mark.parametrize("name", ATTRIBUTES)
-def test_what_cannot_be_had_says_why(make: Make, name: str) -> None:
-    envs = make(2)
-    with pytest.raises(NotImplementedError, match=r"EnvPoolVectorEnv cannot `.*`: EnvPool's environments are C\+\+"):
-        getattr(envs, name)(*ATTRIBUTES[name])
-    assert not envs.capabilities.attributes
 
 
 def test_the_repr_states_the_state(make: Make) -> None:
@@ -524,9 +476,3 @@ def test_xla_steps_inside_jit_and_the_pool_is_taken_back_by_reset(make: Make) ->
             call()
     assert envs.reset()[0].shape == (4, 4)
     envs.step(zeros(4))
-
-
-def test_record_video_and_dict_info_wrappers_work_on_top(make: Make) -> None:
-    wrapped = gymnasium.wrappers.vector.DictInfoToList(make(2))
-    _, infos = wrapped.reset(seed=1)
-    assert [info["env_id"] for info in infos] == [0, 1]

@@ -1,22 +1,17 @@
 """Ctrl-C loses nothing, wherever it falls.
 
-Python runs a signal handler before a line, when a function begins, or right after a C function has returned (whose result is
-then gone). :class:`Interruption` raises at the k-th such moment, and the tests let k run through all there are: after each,
-either nothing was sent, or the answer is owed and comes, bit for bit.
+:func:`interruption.moments` raises at one moment after the other. After each, either nothing was sent, or the answer is
+pending and comes, bit for bit.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,79 +19,16 @@ from gymnasium.error import NoAsyncCallError, ResetNeeded
 
 pytest.importorskip("envpool")
 
+from interruption import KINDS, Interruption, moments
 from sampling import each_once, each_pair
 
-import vecenv
 from vecenv.backends import EnvPoolVectorEnv
 from vecenv.testing import assert_identical
 
 from .conftest import Make, zeros
 from .pool_doubles import SlowPool
 
-PACKAGE = str(Path(vecenv.__file__).parent)
-KINDS = ["line", "call"]
 CALLED = ["private", "public"]
-
-
-class Interruption:
-    """Raises ``KeyboardInterrupt`` in the body, at the ``moment``-th chance (from 0) within this package.
-
-    Args:
-        kind: ``"line"``: before a line; ``"call"``: at the beginning or the end of a function, or right after a C function
-            has returned.
-        moment: Which one.
-    """
-
-    def __init__(self, kind: str, moment: int) -> None:
-        self._kind, self._left = kind, moment
-        self.fired = False
-
-    def __enter__(self) -> Interruption:
-        self._before = sys.gettrace(), sys.getprofile()
-        if self._kind == "line":
-            sys.settrace(self._enter_frame)
-        else:
-            sys.setprofile(self._profile)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: Any, where: TracebackType | None) -> bool:
-        sys.settrace(self._before[0])
-        sys.setprofile(self._before[1])
-        return self.fired and kind is KeyboardInterrupt
-
-    def _enter_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
-        return self._line if frame.f_code.co_filename.startswith(PACKAGE) else None
-
-    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "line":
-            self._chance()
-        return self._line
-
-    def _profile(self, frame: FrameType, event: str, arg: Any) -> None:
-        caller = frame.f_back
-        inside = frame.f_code.co_filename.startswith(PACKAGE)
-        # the outermost return has nothing after it: what was returned is the caller's
-        out = event == "return" and (caller is None or not caller.f_code.co_filename.startswith(PACKAGE))
-        if inside and not out and event in ("call", "return", "c_return"):
-            self._chance()
-
-    def _chance(self) -> None:
-        self._left -= 1
-        if self._left < 0 and not self.fired:
-            self.fired = True
-            raise KeyboardInterrupt
-
-
-def moments(kind: str, least: int = 20) -> Iterator[Interruption]:
-    """One interruption after the other, until three in a row did not come to pass; there must have been ``least``."""
-    unfired = 0
-    for moment in itertools.count():
-        interruption = Interruption(kind, moment)
-        yield interruption
-        unfired = 0 if interruption.fired else unfired + 1
-        if unfired == 3:
-            break
-    assert moment > least, "the path was followed"
 
 
 @pytest.fixture(autouse=True)
@@ -124,7 +56,7 @@ def test_a_step_was_not_sent_or_its_answer_is_owed(make: Make, mode: str, kind: 
     envs, same = make(**MODES[mode]), make(**{**MODES[mode], "batch_size": None})
     envs.reset()
     same.reset()
-    for interruption in moments(kind):
+    for interruption in moments(kind, least=20):
         wanted, found = same.step(zeros(4)), None
         with interruption:
             found = envs.step(zeros(4))
@@ -163,7 +95,7 @@ def test_send_and_recv_can_be_interrupted_anywhere(make: Make, batch_size: int, 
     stream = [same.reset()[0]]
     seen = [0] * 4
     envs.send(zeros(4), np.arange(4))
-    for interruption in moments(kind):
+    for interruption in moments(kind, least=20):
         found = None
         with interruption:
             found = envs.recv(timeout)
@@ -175,7 +107,7 @@ def test_send_and_recv_can_be_interrupted_anywhere(make: Make, batch_size: int, 
             while len(stream) <= seen[i]:
                 stream.append(same.step(zeros(4))[0])
             np.testing.assert_array_equal(observations[row], stream[seen[i]][i])
-        again = Interruption(interruption._kind, interruption._left % 40 if interruption.fired else 10**6)
+        again = Interruption(interruption.kind, interruption._left % 40 if interruption.fired else 10**6)
         with again:
             envs.send(zeros(batch_size))  # to those of the latest recv
         if in_flight(envs) < 4:
@@ -191,7 +123,7 @@ def test_rows_kept_for_the_next_recv_are_neither_lost_nor_repeated(make: Make, c
     stream = [same.reset()[0]]
     seen = [0] * 6
     envs.send(zeros(6), np.arange(6))
-    for interruption in moments(kind):
+    for interruption in moments(kind, least=20):
         found = None
         with interruption:
             found = envs.recv(count=count)
@@ -235,7 +167,7 @@ def test_a_reset_can_be_interrupted_anywhere(make: Make, batch_size: int, kind: 
     """A seeded one (a new pool) and one that goes on; it is asked for again where it was not begun."""
     envs, same = make(batch_size=batch_size), make()
     for seed in (5, None):
-        for interruption in moments(kind):
+        for interruption in moments(kind, least=20):
             wanted, found = same.reset(seed=seed), None
             with interruption:
                 found = envs.reset(seed=seed)
@@ -256,7 +188,7 @@ def test_a_masked_reset_can_be_interrupted_anywhere(make: Make, kind: str) -> No
     envs.reset()
     same.reset()
     mask = np.array([True, False, True, False])
-    for interruption in moments(kind):
+    for interruption in moments(kind, least=20):
         assert_identical(envs.step(zeros(4)), same.step(zeros(4)))
         wanted, found = same.reset(options={"reset_mask": mask}), None
         with interruption:

@@ -1,12 +1,15 @@
-"""Rows of pools with several players: put in order, and back."""
+"""Pools with several players: rows are put in order and back, and calls lose none of them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium.error import NoAsyncCallError
+from interruption import KINDS, Interruption, moments
 
 pytest.importorskip("envpool")
 
@@ -14,6 +17,7 @@ import envpool
 
 from vecenv.backends import EnvPoolVectorEnv
 from vecenv.backends.envpool.rows import PlayerSorter
+from vecenv.multi_agent import MultiAgentVecEnv
 
 KEYS = ["info:env_id", "info:players.env_id", "done", "reward"]
 SPECS = {key: SimpleNamespace(shape=shape) for key, shape in zip(KEYS, ([], [-1], [], [-1]), strict=True)}
@@ -66,8 +70,6 @@ def test_actions_go_back_without_those_of_absent_players() -> None:
     mask = np.array([[True, False], [True, True]])
     sent = sorter.flatten(actions, np.array([4, 7]), mask)
     assert [array.tolist() for array in sent] == [[4, 7], [4, 7, 7], [1, 3, 4]]
-    with pytest.raises(ValueError, match="shape"):
-        sorter.flatten(actions, np.array([4]), mask)
 
 
 @pytest.mark.parametrize("wrong", [([0], [0, 0, 0]), ([0], [0, 1]), ([1], [0, 1])])
@@ -93,3 +95,68 @@ def test_a_real_pool_comes_in_order(task_id: str) -> None:
         if "info:legal_action_mask" in rows.envs:
             actions[:] = rows.envs["info:legal_action_mask"].argmax(axis=1)[:, None]
         pool._send(sorter.flatten(actions, rows.env_ids, rows.mask))
+
+
+# -- calls of MultiAgentVecEnv ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tic_tac_toe() -> Iterator[Callable[..., MultiAgentVecEnv]]:
+    """Games that are closed at the end of the test."""
+    made: list[MultiAgentVecEnv] = []
+
+    def build(num_envs: int = 4, **options: Any) -> MultiAgentVecEnv:
+        made.append(MultiAgentVecEnv.from_envpool("TicTacToe-v1", num_envs, num_threads=1, **options))
+        return made[-1]
+
+    yield build
+    for envs in made:
+        envs.close()
+
+
+@pytest.mark.parametrize("batch_size", [4, 2, 1])
+def test_some_games_are_begun_anew_and_received_in_any_number(tic_tac_toe: Any, batch_size: int) -> None:
+    envs = tic_tac_toe(batch_size=batch_size)
+    _, infos = envs.reset(seed=0)
+    envs.step(infos["action_mask"].argmax(axis=-1))
+    envs.reset_async(env_id=[1])
+    envs.send(np.ones((3, 2), np.int64), [3, 0, 2])
+    boards = {}
+    for count in (1, 3):
+        _, _, _, _, infos = envs.recv(count=count)
+        assert infos["env_id"].dtype == np.intp
+        assert infos["_env_id"].all()
+        assert len(infos["env_id"]) == count
+        boards |= dict(zip(infos["env_id"].tolist(), (infos["board"] >= 0).sum(axis=(1, 2)).tolist(), strict=True))
+    assert boards == {0: 2, 1: 0, 2: 2, 3: 2}
+    assert envs.stats()["in_flight"] == 0
+    with pytest.raises(NoAsyncCallError):
+        envs.recv(count=1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch_size", [4, 2])
+def test_rows_are_neither_lost_nor_repeated_whatever_interrupts(tic_tac_toe: Any, batch_size: int, kind: str) -> None:
+    """Of the pool: what ``MultiAgentVecEnv`` knows of rows it knows once they were returned to it."""
+    pool, same = tic_tac_toe(batch_size=batch_size)._rows, tic_tac_toe()._rows
+    for one in (pool, same):
+        one.reset_async(seed=3)
+        one.reset_wait()
+    for move, interruption in enumerate(moments(kind, least=10)):
+        actions = np.full((4, 2), move % 9)
+        same.step_async(actions)
+        wanted = same.step_wait()
+        with interruption:
+            pool.send(actions, np.arange(4))
+        if not pool.stats()["in_flight"]:
+            pool.send(actions, np.arange(4))
+        again = Interruption(kind, interruption._left % 60 if interruption.fired else 10**6)
+        parts = []
+        while sum(len(part[1]) for part in parts) < 4:
+            with again:
+                parts.append(pool.recv(30.0))
+        ids = np.concatenate([part[4]["env_id"] for part in parts])
+        assert sorted(ids.tolist()) == [0, 1, 2, 3]
+        for field in ("obs", "signals"):
+            rows = np.concatenate([part[0][field] for part in parts])
+            np.testing.assert_array_equal(rows[np.argsort(ids)], wanted[0][field])

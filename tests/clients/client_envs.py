@@ -11,6 +11,25 @@ import numpy as np
 from gymnasium import spaces
 
 
+def assert_equal(ours: Any, theirs: Any) -> None:
+    """Same structure, values and, for arrays and plain numbers, types."""
+    if isinstance(theirs, dict):
+        assert isinstance(ours, dict)
+        assert ours.keys() == theirs.keys()
+        for key in theirs:
+            assert_equal(ours[key], theirs[key])
+    elif isinstance(theirs, np.ndarray) and theirs.dtype != object:
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(ours, theirs)
+    elif isinstance(theirs, np.ndarray | list | tuple):
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            assert_equal(one, other)
+    else:
+        assert ours == theirs
+        assert isinstance(ours, type(theirs)) or isinstance(theirs, np.generic)
+
+
 class Teller(gym.Env[Any, Any]):
     """Random lengths, all four endings (terminated, truncated, both, none yet), infos of every kind, Dict observations.
 

@@ -8,7 +8,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from client_envs import Plain, make_cartpole, tellers
+from client_envs import Plain, assert_equal, make_cartpole, tellers
 
 sb3 = pytest.importorskip("stable_baselines3", reason="needs Stable-Baselines3: pip install 'vecenv[clients]'")
 
@@ -26,25 +26,6 @@ SAME_STEP = {"autoreset_mode": "SameStep"}
 def engine(env_fns: list[Any], num_workers: int = 2, **options: Any) -> VecEnv:
     options = {**SAME_STEP, **options}
     return as_sb3(vecenv.AsyncVectorEnv(env_fns, num_workers=num_workers, context="forkserver", **options))
-
-
-def assert_equal(ours: Any, theirs: Any) -> None:
-    """Same structure, values and, for arrays and plain numbers, types."""
-    if isinstance(theirs, dict):
-        assert isinstance(ours, dict)
-        assert ours.keys() == theirs.keys()
-        for key in theirs:
-            assert_equal(ours[key], theirs[key])
-    elif isinstance(theirs, list | tuple):
-        assert len(ours) == len(theirs)
-        for one, other in zip(ours, theirs, strict=True):
-            assert_equal(one, other)
-    elif isinstance(theirs, np.ndarray):
-        assert ours.dtype == theirs.dtype
-        np.testing.assert_array_equal(ours, theirs)
-    else:
-        assert ours == theirs
-        assert isinstance(ours, type(theirs)) or isinstance(theirs, np.generic)
 
 
 @pytest.mark.parametrize("nested", [True, False], ids=["Dict", "Box"])

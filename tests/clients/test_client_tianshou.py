@@ -12,7 +12,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from client_envs import make_cartpole, tellers
+from client_envs import assert_equal, make_cartpole, tellers
 
 pytest.importorskip("tianshou", reason="needs Tianshou: pip install 'vecenv[clients]'")
 
@@ -32,22 +32,6 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "tianshou_ppo.py"
 def engine(env_fns: list[Any], num_workers: int = 2, mode: str = "Disabled") -> Any:
     envs: Any = vecenv.AsyncVectorEnv(env_fns, num_workers=num_workers, context="forkserver", autoreset_mode=mode)
     return as_tianshou(envs)
-
-
-def assert_equal(ours: Any, theirs: Any) -> None:
-    if isinstance(theirs, np.ndarray) and theirs.dtype != object:
-        assert ours.dtype == theirs.dtype
-        np.testing.assert_array_equal(ours, theirs)
-    elif isinstance(theirs, np.ndarray | tuple | list):
-        assert len(ours) == len(theirs)
-        for one, other in zip(ours, theirs, strict=True):
-            assert_equal(one, other)
-    elif isinstance(theirs, dict):
-        assert ours.keys() == theirs.keys()
-        for key in theirs:
-            assert_equal(ours[key], theirs[key])
-    else:
-        assert ours == theirs
 
 
 @pytest.mark.parametrize("nested", [True, False], ids=["Dict", "Box"])

@@ -63,9 +63,7 @@ def _engine(name: str, **options: Any) -> Backend:
     def build(env_fn: Any) -> Any:
         return vecenv.AsyncVectorEnv([env_fn] * ROWS, **options)
 
-    return Backend(
-        name, functools.partial(build, _CARTPOLE), functools.partial(build, SlowCartPole), not_yet=_SHAPES
-    )
+    return Backend(name, functools.partial(build, _CARTPOLE), functools.partial(build, SlowCartPole), not_yet=_SHAPES)
 
 
 # -- Ray -----------------------------------------------------------------------------------------------------------
@@ -135,7 +133,7 @@ def _jax_backend(to: str) -> Backend:
         functools.partial(_jax, to, 20),
         actions=lambda n: np.full((n, 1), 0.5, np.float32),
         misfits=lambda n: np.zeros((n, 2), np.float32),
-        needs=("jax",),
+        needs=("jaxlib",),
         folder="jax",
     )
 

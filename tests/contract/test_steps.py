@@ -177,9 +177,12 @@ def test_some_rows_can_be_sent_to_and_the_others_meanwhile(backend: Backend, env
 def test_a_row_in_flight_is_not_sent_to(backend: Backend, envs: Any) -> None:
     actions = backend.actions(ROWS)
     envs.send(actions, ALL)
-    for early in (lambda: envs.send(actions, ALL), lambda: envs.step(actions), lambda: envs.step_async(actions)):
+    early = [lambda: envs.send(actions, ALL), lambda: envs.step(actions), lambda: envs.step_async(actions)]
+    if envs.capabilities.attributes:
+        early += [lambda: envs.call("spec"), lambda: envs.set_attr("mine", 1), lambda: envs.exec_func(id)]
+    for one in early:
         with pytest.raises(AlreadyPendingCallError):
-            early()
+            one()
     for wait in (envs.step_wait, envs.reset_wait):
         with pytest.raises(NoAsyncCallError):
             wait()

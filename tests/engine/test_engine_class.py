@@ -7,7 +7,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from envs import ENGINES, CounterEnv, counters, opened
+from envs import CounterEnv, Options, counters, opened
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 import vecenv
@@ -64,9 +64,8 @@ def test_a_generic_subclass_can_be_written_and_run() -> None:
     envs.close()
 
 
-@pytest.mark.parametrize("engine", ENGINES.values(), ids=list(ENGINES))
-def test_every_wrapper_accepts_it(engine: dict[str, Any]) -> None:
-    with opened(counters(2), **engine) as envs:
+def test_every_wrapper_accepts_it(every_engine: Options) -> None:
+    with opened(counters(2), **every_engine) as envs:
         assert isinstance(envs, VectorEnv)
         assert gymnasium.vector.VectorWrapper(envs).unwrapped is envs
 
@@ -83,10 +82,9 @@ def test_attributes_of_the_base_class_have_their_defaults() -> None:
         assert callable(envs._add_info)
 
 
-@pytest.mark.parametrize("engine", ENGINES.values(), ids=list(ENGINES))
-def test_the_spaces_are_the_environments_and_their_batches(engine: dict[str, Any]) -> None:
+def test_the_spaces_are_the_environments_and_their_batches(every_engine: Options) -> None:
     single = CounterEnv()
-    with opened(counters(3), **engine) as envs:
+    with opened(counters(3), **every_engine) as envs:
         assert envs.single_observation_space == single.observation_space
         assert envs.single_action_space == single.action_space
         assert envs.observation_space == gymnasium.vector.utils.batch_space(single.observation_space, 3)
@@ -120,10 +118,9 @@ def test_the_repr_names_class_environments_and_spec() -> None:
         assert repr(envs).startswith("AsyncVectorEnv(CartPole-v1, num_envs=2")
 
 
-@pytest.mark.parametrize("engine", ENGINES.values(), ids=list(ENGINES))
-def test_every_attribute_of_the_constructor_is_kept_as_given(engine: dict[str, Any]) -> None:
+def test_every_attribute_of_the_constructor_is_kept_as_given(every_engine: Options) -> None:
     env_fns = counters(3)
-    with opened(env_fns, shared_memory=False, copy=False, daemon=False, max_concurrency=2, **engine) as envs:
+    with opened(env_fns, shared_memory=False, copy=False, daemon=False, max_concurrency=2, **every_engine) as envs:
         assert envs.env_fns is env_fns
         assert envs.shared_memory is False
         assert envs.copy is False
@@ -139,21 +136,6 @@ def test_every_attribute_of_the_constructor_is_kept_as_given(engine: dict[str, A
 def test_the_attributes_that_programs_look_at_are_there(name: str) -> None:
     with opened(counters(2)) as envs:
         assert hasattr(envs, name)
-
-
-def test_the_state_is_one_of_gymnasiums_async_states() -> None:
-    with opened(counters(2)) as envs:
-        assert envs._state.value == "default"
-        envs.reset_async()
-        assert envs._state.value == "reset"
-        envs.reset_wait()
-        envs.step_async([0, 0])
-        assert envs._state.value == "step"
-        envs.step_wait()
-        envs.call_async("env_id")
-        assert envs._state.value == "call"
-        envs.call_wait()
-        assert envs._state.value == "default"
 
 
 def test_there_is_one_named_process_for_each_environment_unless_asked_otherwise() -> None:

@@ -12,10 +12,7 @@ from typing import Any
 import gymnasium
 import psutil
 import pytest
-from envs import ENGINES, PROCESS_ENGINES, CounterEnv, SleepingEnv, counters, opened
-
-engines = pytest.mark.parametrize("engine", ENGINES.values(), ids=list(ENGINES))
-process_engines = pytest.mark.parametrize("engine", PROCESS_ENGINES.values(), ids=list(PROCESS_ENGINES))
+from envs import CounterEnv, Options, SleepingEnv, counters, opened, started
 
 
 class TellsWhenClosed(CounterEnv):
@@ -24,20 +21,13 @@ class TellsWhenClosed(CounterEnv):
         self.closed_file = file
 
 
-class RaisesInClose(CounterEnv):
-    def close(self) -> None:
-        raise RuntimeError("close failed")
-
-
 def telling(file: Path, n: int) -> list[Any]:
     return [functools.partial(TellsWhenClosed, file, index) for index in range(n)]
 
 
-@engines
-def test_close_closes_every_environment_once(engine: dict[str, Any], tmp_path: Path) -> None:
+def test_close_closes_every_environment_once(every_engine: Options, tmp_path: Path) -> None:
     file = tmp_path / "closed"
-    with opened(telling(file, 3), **engine) as envs:
-        envs.reset(seed=1)
+    with started(telling(file, 3), **every_engine) as envs:
         file.unlink(missing_ok=True)  # the one that was built to be asked
         envs.close()
         assert envs.closed is True
@@ -47,28 +37,29 @@ def test_close_closes_every_environment_once(engine: dict[str, Any], tmp_path: P
     assert sorted(file.read_text().split()) == ["0", "1", "2"]
 
 
-@process_engines
-def test_close_by_force_does_not_wait_for_environments(engine: dict[str, Any], tmp_path: Path) -> None:
-    with opened([SleepingEnv] * 2, **engine) as envs:
-        envs.reset(seed=1)
-        envs.step_async([30.0, 30.0])
+@pytest.mark.parametrize("how", [{"terminate": True}, {"timeout": 0.2}, {}], ids=str)
+def test_close_by_force_with_a_timeout_or_after_one_does_not_wait_for_environments(
+    process_engine: Options, how: Options
+) -> None:
+    with started([SleepingEnv] * 2, **process_engine) as envs:
+        envs.step_async([30.0, 0.0])
+        with pytest.raises(TimeoutError):
+            envs.step_wait(timeout=0.05)
         begin = time.monotonic()
         with pytest.warns(UserWarning, match="Calling `close` while waiting for a pending call to `step` to complete"):
-            envs.close(terminate=True)
+            envs.close(**how)
         assert time.monotonic() - begin < 10
         assert envs.closed is True
 
 
-@engines
 @pytest.mark.parametrize("pending", ["reset", "step", "call"])
-def test_closing_during_a_pending_call_warns_and_waits_for_it(engine: dict[str, Any], pending: str) -> None:
+def test_closing_during_a_pending_call_warns_and_waits_for_it(every_engine: Options, pending: str) -> None:
     begin = {
         "reset": lambda envs: envs.reset_async(seed=1),
         "step": lambda envs: envs.step_async([0.05, 0.05]),
         "call": lambda envs: envs.call_async("sleep", 0.05),
     }
-    with opened([SleepingEnv] * 2, **engine) as envs:
-        envs.reset(seed=1)
+    with started([SleepingEnv] * 2, **every_engine) as envs:
         begin[pending](envs)
         text = f"Calling `close` while waiting for a pending call to `{pending}` to complete."
         with pytest.warns(UserWarning, match=text):
@@ -76,46 +67,16 @@ def test_closing_during_a_pending_call_warns_and_waits_for_it(engine: dict[str, 
         assert envs.closed is True
 
 
-@process_engines
-def test_a_timeout_of_close_is_a_bound(engine: dict[str, Any]) -> None:
-    with opened([SleepingEnv] * 2, **engine) as envs:
-        envs.reset(seed=1)
-        envs.step_async([30.0, 0.0])
-        begin = time.monotonic()
-        with pytest.warns(UserWarning, match="Calling `close`"):
-            envs.close(timeout=0.2)
-        assert time.monotonic() - begin < 10
-        assert envs.closed is True
-
-
-@process_engines
-def test_an_error_in_the_pending_call_does_not_come_out_of_close(engine: dict[str, Any]) -> None:
-    with opened(counters(2), **engine) as envs:
-        envs.reset(seed=1)
+def test_an_error_in_the_pending_call_does_not_come_out_of_close(process_engine: Options) -> None:
+    with started(counters(2), **process_engine) as envs:
         envs.call_async("fail", ValueError("x"))
         with pytest.warns(UserWarning):  # noqa: PT030 - the failure may be logged as well
             envs.close()
         assert envs.closed is True
 
 
-@pytest.mark.filterwarnings("ignore")
-@process_engines
-def test_an_error_in_an_environments_close_does_not_come_out_of_close(
-    engine: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "closed"
-    with opened([*telling(file, 2), RaisesInClose], **engine) as envs:
-        envs.reset(seed=1)
-        file.unlink(missing_ok=True)
-        envs.close()
-        assert envs.closed is True
-    assert sorted(file.read_text().split()) == ["0", "1"]
-    capfd.readouterr()
-
-
-@engines
-def test_a_wrapper_forwards_what_close_is_told(engine: dict[str, Any]) -> None:
-    with opened(counters(2), **engine) as envs:
+def test_a_wrapper_forwards_what_close_is_told(every_engine: Options) -> None:
+    with opened(counters(2), **every_engine) as envs:
         wrapped = gymnasium.vector.VectorWrapper(envs)
         wrapped.reset(seed=1)
         wrapped.close(timeout=5, terminate=False)
@@ -123,19 +84,16 @@ def test_a_wrapper_forwards_what_close_is_told(engine: dict[str, Any]) -> None:
         assert wrapped.closed is True
 
 
-@engines
-def test_close_extras_takes_the_same_arguments(engine: dict[str, Any]) -> None:
-    with opened(counters(2), **engine) as envs:
-        envs.reset(seed=1)
+def test_close_extras_takes_the_same_arguments(every_engine: Options) -> None:
+    with started(counters(2), **every_engine) as envs:
         envs.close_extras(timeout=5, terminate=False)
         envs.close()
 
 
-@engines
-def test_one_that_nobody_refers_to_any_more_is_closed(engine: dict[str, Any]) -> None:
+def test_one_that_nobody_refers_to_any_more_is_closed(every_engine: Options) -> None:
     import vecenv
 
-    envs: Any = vecenv.AsyncVectorEnv(counters(2), **engine)
+    envs: Any = vecenv.AsyncVectorEnv(counters(2), **every_engine)
     envs.reset(seed=1)
     pids = [process.pid for process in envs.processes]
     gone = weakref.ref(envs)

@@ -9,20 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from envs import ENGINES, CounterEnv, OverlapEnv, SleepingEnv, counters, opened
+from envs import CounterEnv, Options, OverlapEnv, SleepingEnv, assert_as_sync, counters, opened, started
 from gymnasium import spaces
-from gymnasium.vector import SyncVectorEnv
-
-from vecenv.testing import assert_identical
-
-engines = pytest.mark.parametrize("engine", ENGINES.values(), ids=list(ENGINES))
+from gymnasium.vector import AutoresetMode
 
 
-@engines
 @pytest.mark.parametrize("limit", [1, 2])
-def test_no_more_than_the_limit_are_inside_at_once(engine: dict[str, Any], limit: int, tmp_path: Path) -> None:
+def test_no_more_than_the_limit_are_inside_at_once(every_engine: Options, limit: int, tmp_path: Path) -> None:
     fns = [functools.partial(OverlapEnv, tmp_path, index) for index in range(4)]
-    with opened(fns, max_concurrency=limit, **engine) as envs:
+    with opened(fns, max_concurrency=limit, **every_engine) as envs:
         _, infos = envs.reset(seed=1)
         assert infos["inside"].max() <= limit
         for _ in range(2):
@@ -30,11 +25,10 @@ def test_no_more_than_the_limit_are_inside_at_once(engine: dict[str, Any], limit
             assert infos["inside"].max() <= limit
 
 
-@engines
 @pytest.mark.parametrize("limit", [1, 2])
-def test_first_ready_batches_keep_to_the_limit_too(engine: dict[str, Any], limit: int, tmp_path: Path) -> None:
+def test_first_ready_batches_keep_to_the_limit_too(every_engine: Options, limit: int, tmp_path: Path) -> None:
     fns = [functools.partial(OverlapEnv, tmp_path, index) for index in range(4)]
-    with opened(fns, max_concurrency=limit, batch_size=1, **engine) as envs:
+    with opened(fns, max_concurrency=limit, batch_size=1, **every_engine) as envs:
         envs.reset_async(seed=1)
         turns = []
         for _ in range(12):
@@ -47,40 +41,28 @@ def test_first_ready_batches_keep_to_the_limit_too(engine: dict[str, Any], limit
 
 def test_without_a_limit_environments_do_overlap(tmp_path: Path) -> None:
     fns = [functools.partial(OverlapEnv, tmp_path, index) for index in range(3)]
-    with opened(fns) as envs:
-        envs.reset(seed=1)
+    with started(fns) as envs:
         assert max(envs.step(np.zeros(3))[4]["inside"].max() for _ in range(5)) > 1
 
 
 @pytest.mark.long
 def test_calls_are_not_limited() -> None:
-    with opened([SleepingEnv] * 3, max_concurrency=1) as envs:
-        envs.reset(seed=1)
+    with started([SleepingEnv] * 3, max_concurrency=1) as envs:
         begin = time.monotonic()
         envs.call("sleep", 2.0)
         assert time.monotonic() - begin < 5
 
 
-@engines
-def test_the_limit_changes_nothing_about_the_answers(engine: dict[str, Any]) -> None:
-    fns = counters(4, lengths=(2, 3))
-    oracle = SyncVectorEnv(fns)
-    with opened(fns, max_concurrency=1, **engine) as envs:
-        assert_identical(envs.reset(seed=1), oracle.reset(seed=1))
-        for _ in range(5):
-            assert_identical(envs.step([0] * 4), oracle.step([0] * 4))
-        mask = np.array([True, False, True, False])
-        both = [one.reset(seed=3, options={"reset_mask": mask.copy()}) for one in (envs, oracle)]
-        assert_identical(*both)
-    oracle.close()
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_the_limit_changes_nothing_about_the_answers(every_engine: Options, mode: AutoresetMode) -> None:
+    assert_as_sync(counters(4, lengths=(2, 3)), autoreset_mode=mode, max_concurrency=1, **every_engine)
 
 
 def test_an_error_inside_the_limit_lets_the_others_in() -> None:
     from envs import RaisingEnv, raises_logged
 
     fns = [functools.partial(RaisingEnv, 0, ValueError("x"), "step", 1), *counters(3)[1:]]
-    with opened(fns, max_concurrency=1) as envs:
-        envs.reset(seed=1)
+    with started(fns, max_concurrency=1) as envs:
         with raises_logged(ValueError):
             envs.step([0, 0, 0])
         envs.reset(seed=1)
@@ -106,16 +88,13 @@ class WaitsForAnother(OverlapEnv):
 
 def test_as_many_as_the_limit_are_let_in_at_once(tmp_path: Path) -> None:
     fns = [functools.partial(WaitsForAnother, tmp_path, index) for index in range(4)]
-    with opened(fns, max_concurrency=2) as envs:
-        envs.reset(seed=1)
+    with started(fns, max_concurrency=2) as envs:
         assert envs.step(np.zeros(4))[4]["most"].max() == 2
 
 
 @pytest.mark.parametrize("limit", [4, 100])
 def test_a_limit_above_the_number_of_environments_is_no_limit(limit: int) -> None:
-    with opened(counters(2), max_concurrency=limit) as envs:
-        assert envs.reset(seed=1)[0][:, 0].tolist() == [0, 1]
-        assert envs.step([0, 0])[0][:, 1].tolist() == [1, 1]
+    assert_as_sync(counters(2), max_concurrency=limit)
 
 
 def test_a_large_answer_by_pickle_does_not_hold_the_others_up() -> None:

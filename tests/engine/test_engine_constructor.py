@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import multiprocessing
 import os
@@ -14,7 +15,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from envs import ENGINES, PROCESS_ENGINES, CounterEnv, CustomSpace, SpaceEnv, counters, opened
+from envs import CounterEnv, CustomSpace, Options, SpaceEnv, counters, opened
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
@@ -206,17 +207,15 @@ def test_a_tuple_of_functions_works() -> None:
         assert envs.num_envs == 2
 
 
-@pytest.mark.parametrize("engine", ENGINES.values(), ids=list(ENGINES))
-def test_an_exception_of_the_first_function_reaches_the_caller_unchanged(engine: dict[str, Any]) -> None:
+def test_an_exception_of_the_first_function_reaches_the_caller_unchanged(every_engine: Options) -> None:
     def explode() -> gymnasium.Env:
         raise RuntimeError("no licence")
 
     with pytest.raises(RuntimeError, match=r"^no licence$"):
-        vecenv.AsyncVectorEnv([explode, *counters(2)], **engine)
+        vecenv.AsyncVectorEnv([explode, *counters(2)], **every_engine)
 
 
-@pytest.mark.parametrize("engine", PROCESS_ENGINES.values(), ids=list(PROCESS_ENGINES))
-def test_one_environment_is_built_here_to_be_asked_and_then_closed(tmp_path: Path, engine: dict[str, Any]) -> None:
+def test_one_environment_is_built_here_to_be_asked_and_then_closed(tmp_path: Path, process_engine: Options) -> None:
     built, closed = tmp_path / "built", tmp_path / "closed"
     built.mkdir()
 
@@ -226,7 +225,7 @@ def test_one_environment_is_built_here_to_be_asked_and_then_closed(tmp_path: Pat
         env.closed_file = closed
         return env
 
-    with opened([build], **engine):
+    with opened([build], **process_engine):
         here = [path for path in built.iterdir() if path.name.startswith(f"{os.getpid()}-")]
         assert len(here) == 1
         assert len(list(built.iterdir())) == 2
@@ -248,10 +247,9 @@ def test_different_observation_spaces_build_every_environment_here_once() -> Non
         assert envs.single_observation_space == spaces.Box(0, 1, (2,), np.float32)
 
 
-@pytest.mark.parametrize("engine", ENGINES.values(), ids=list(ENGINES))
-def test_observation_spaces_that_differ_are_batched_in_mode_different(engine: dict[str, Any]) -> None:
+def test_observation_spaces_that_differ_are_batched_in_mode_different(every_engine: Options) -> None:
     fns = [box_env(0, 1), box_env(-5, 5), box_env(0, 9)]
-    with opened(fns, observation_mode="different", **engine) as envs:
+    with opened(fns, observation_mode="different", **every_engine) as envs:
         oracle = gymnasium.vector.SyncVectorEnv(fns, observation_mode="different")
         assert envs.observation_space == oracle.observation_space
         assert envs.single_observation_space == oracle.single_observation_space
@@ -261,48 +259,45 @@ def test_observation_spaces_that_differ_are_batched_in_mode_different(engine: di
         oracle.close()
 
 
-@pytest.mark.parametrize("engine", ENGINES.values(), ids=list(ENGINES))
-def test_a_pair_of_spaces_is_used_as_it_is_batched_first(engine: dict[str, Any]) -> None:
+def test_a_pair_of_spaces_is_used_as_it_is_batched_first(every_engine: Options) -> None:
     single = spaces.Box(-9, 9, (2,), np.float32)
     batched = batch_space(single, 2)
-    with opened([box_env(0, 1), box_env(0, 2)], observation_mode=(batched, single), **engine) as envs:
+    with opened([box_env(0, 1), box_env(0, 2)], observation_mode=(batched, single), **every_engine) as envs:
         assert envs.observation_space is batched
         assert envs.single_observation_space is single
         assert envs.reset(seed=1)[0] in batched
 
 
-@pytest.mark.parametrize("engine", ENGINES.values(), ids=list(ENGINES))
-@pytest.mark.parametrize("shared_memory", [True, False])
-def test_observation_spaces_that_differ_are_refused_in_mode_same(engine: dict[str, Any], shared_memory: bool) -> None:
+def test_observation_spaces_that_differ_are_refused_in_mode_same(every_engine: Options, shared_memory: bool) -> None:
     with pytest.raises(
         RuntimeError,
         match=r"the sub-environments observation spaces are not equivalent\. .*"
         r"If this is intentional, use `observation_mode='different'` instead\.",
     ):
-        vecenv.AsyncVectorEnv([box_env(0, 1), box_env(0, 2)], shared_memory=shared_memory, **engine)
+        vecenv.AsyncVectorEnv([box_env(0, 1), box_env(0, 2)], shared_memory=shared_memory, **every_engine)
 
 
-@pytest.mark.parametrize("engine", ENGINES.values(), ids=list(ENGINES))
 @pytest.mark.parametrize("shape", [(3,), (2, 1)])
-def test_shapes_that_differ_are_refused_in_every_mode(engine: dict[str, Any], shape: tuple[int, ...]) -> None:
+def test_shapes_that_differ_are_refused_in_every_mode(every_engine: Options, shape: tuple[int, ...]) -> None:
     single = spaces.Box(0, 1, (2,), np.float32)
     with pytest.raises(RuntimeError, match="do not share a common shape and dtype"):
-        vecenv.AsyncVectorEnv([box_env(), box_env(shape=shape)], observation_mode=(batch_space(single, 2), single), **engine)
-
-
-@pytest.mark.parametrize("engine", ENGINES.values(), ids=list(ENGINES))
-def test_action_spaces_that_differ_are_refused(engine: dict[str, Any]) -> None:
-    with pytest.raises(RuntimeError, match=r"Some environments have an action space different from `Discrete\(2\)`"):
-        vecenv.AsyncVectorEnv([action_env(spaces.Discrete(2)), action_env(spaces.Discrete(3))], **engine)
-
-
-@pytest.mark.parametrize("engine", ENGINES.values(), ids=list(ENGINES))
-def test_a_refusal_names_both_spaces_and_the_environment(engine: dict[str, Any]) -> None:
-    with pytest.raises(RuntimeError) as caught:
         vecenv.AsyncVectorEnv(
-            [action_env(spaces.Discrete(2)), action_env(spaces.Discrete(2)), action_env(spaces.Discrete(7))],
-            **engine,
+            [box_env(), box_env(shape=shape)], observation_mode=(batch_space(single, 2), single), **every_engine
         )
+
+
+def test_action_spaces_that_differ_are_refused(every_engine: Options) -> None:
+    with pytest.raises(RuntimeError, match=r"Some environments have an action space different from `Discrete\(2\)`"):
+        vecenv.AsyncVectorEnv([action_env(spaces.Discrete(2)), action_env(spaces.Discrete(3))], **every_engine)
+
+
+@pytest.mark.parametrize("build", [action_env, SpaceEnv], ids=["action", "observation"])
+def test_spaces_that_differ_are_both_named_and_the_environment(every_engine: Options, build: Any) -> None:
+    fns = [functools.partial(build, spaces.Discrete(number)) for number in (2, 2, 7)]
+    if build is action_env:
+        fns = [fn() for fn in fns]
+    with pytest.raises(RuntimeError) as caught:
+        vecenv.AsyncVectorEnv(fns, **every_engine)
     text = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
     assert "Discrete(2)" in text
     assert "Discrete(7)" in text

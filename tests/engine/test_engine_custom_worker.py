@@ -7,7 +7,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from envs import counters
+from envs import counters, opened
 from gymnasium.vector import VectorEnv
 from gymnasium.vector.async_vector_env import _async_worker
 
@@ -24,10 +24,8 @@ def counting_worker(index: int, env_fn: Any, *rest: Any) -> None:
     _async_worker(index, build, *rest)
 
 
-@pytest.mark.parametrize("shared_memory", [True, False])
 def test_a_custom_worker_runs_and_decides(shared_memory: bool) -> None:
-    envs: Any = vecenv.AsyncVectorEnv(counters(2), shared_memory=shared_memory, worker=counting_worker)
-    try:
+    with opened(counters(2), shared_memory=shared_memory, worker=counting_worker) as envs:
         assert isinstance(envs, VectorEnv)
         assert isinstance(envs, gymnasium.vector.AsyncVectorEnv)
         assert envs.worker is counting_worker
@@ -35,20 +33,12 @@ def test_a_custom_worker_runs_and_decides(shared_memory: bool) -> None:
         assert observations[:, 3].tolist() == [4, 5]
         np.testing.assert_allclose(envs.step([0, 0])[1], [0.1, 100.1])
         assert envs.call("env_id") == (0, 1)
-    finally:
-        envs.close()
 
 
 def test_a_custom_worker_may_be_given_by_position() -> None:
     envs: Any = vecenv.AsyncVectorEnv(counters(2), True, True, None, True, counting_worker)
     envs.reset(seed=1)
     envs.close()
-
-
-@pytest.mark.skipif(not HAS_MAX_CONCURRENCY, reason="Gymnasium before 1.4 does not look at the worker's arguments")
-def test_a_custom_worker_gets_eight_arguments() -> None:
-    with pytest.raises(ValueError, match="must accept 8 arguments"):
-        vecenv.AsyncVectorEnv(counters(2), worker=lambda a, b, c: None)
 
 
 @pytest.mark.parametrize("option", [{"num_workers": 1}, {"use_caller": True}, {"on_failure": "restart"}])
@@ -63,9 +53,6 @@ def test_max_concurrency_beside_a_custom_worker_is_for_gymnasiums_own_class_to_h
         with pytest.raises(ValueError, match=r"`max_concurrency` cannot be combined with a custom `worker`"):
             vecenv.AsyncVectorEnv(counters(2), worker=counting_worker, max_concurrency=1)
         return
-    envs: Any = vecenv.AsyncVectorEnv(counters(2), worker=counting_worker, max_concurrency=1)
-    try:
+    with opened(counters(2), worker=counting_worker, max_concurrency=1) as envs:
         assert envs.max_concurrency == 1
         np.testing.assert_allclose((envs.reset(seed=4), envs.step([0, 0]))[1][1], [0.1, 100.1])
-    finally:
-        envs.close()

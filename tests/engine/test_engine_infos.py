@@ -13,15 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from envs import VALUE_ENGINES, counters, info_env, opened
+from envs import Options, info_env, opened, started
 from gymnasium.vector import SyncVectorEnv, VectorEnv
 
 from vecenv.link.infos import InfoReader
 from vecenv.shm import INFO_BYTES
 from vecenv.testing import assert_identical
 from vecenv.worker.infos import InfoWriter
-
-engines = pytest.mark.parametrize("engine", VALUE_ENGINES.values(), ids=list(VALUE_ENGINES))
 
 
 class Colour(enum.IntEnum):
@@ -110,13 +108,17 @@ CASES: dict[str, list[dict[Any, Any]]] = {
     "keys that are equal and of different types": [{1: 5}, {True: 6, "d": {0: 1}}, {1.0: 7, "d": {False: 2}}],
     "a number and its text as keys": [{1: 5}, {"1": 6}, {1: 7}],
     "a key and an equal one of an enum": [{"a": 5}, {Name.A: 6}, {"a": 7}],
+    "every bit": [{"a": 0.1, "b": -0.0, "c": 5e-324, "d": 1.7976931348623157e308, "e": 2**53 + 1, "f": -(2**63)}] * 3,
+    "hundreds of keys and a large array": [
+        {f"key {index}": float(index) for index in range(300)} | {"big": np.arange(300_000, dtype=np.float64)}
+    ]
+    * 3,
     "int32 then int": [{"a": np.int32(1)}, {"a": 2**31 - 1}, {}],
 }
 
 
-@engines
 @pytest.mark.parametrize("name", CASES)
-def test_infos_are_batched_as_gymnasium_does(engine: dict[str, Any], name: str) -> None:
+def test_infos_are_batched_as_gymnasium_does(engine: Options, name: str) -> None:
     infos = CASES[name]
     wanted = merged(infos)
     with opened([info_env([info], [info]) for info in infos], **engine) as envs:
@@ -140,15 +142,15 @@ BAD_CASES: dict[str, list[Any]] = {
 }
 
 
-@engines
 @pytest.mark.parametrize("name", BAD_CASES)
-def test_what_gymnasium_cannot_batch_raises_the_same_and_the_engine_goes_on(engine: dict[str, Any], name: str) -> None:
+def test_what_gymnasium_cannot_batch_raises_the_same_and_the_engine_goes_on(engine: Options, name: str) -> None:
+    if name == "int too big for the column" and np.lib.NumpyVersion(np.__version__) < "2.0.0":
+        pytest.skip("NumPy 1 lets the integer wrap around, and warns")
     infos = BAD_CASES[name]
     with pytest.raises(Exception) as wanted:
         merged(infos)
     fns = [info_env([{}, info, {}]) for info in infos]
-    with opened(fns, **engine) as envs:
-        envs.reset(seed=1)
+    with started(fns, **engine) as envs:
         envs.step([0, 0, 0])
         with pytest.raises(type(wanted.value)):
             envs.step([0, 0, 0])
@@ -157,11 +159,9 @@ def test_what_gymnasium_cannot_batch_raises_the_same_and_the_engine_goes_on(engi
         assert envs.reset(seed=1)[1] == {}
 
 
-@engines
 @pytest.mark.parametrize("name", ["int then None", "array shapes differ", "int then dict", "nested"])
-def test_an_error_in_batching_names_the_environment_and_the_key(engine: dict[str, Any], name: str) -> None:
-    with opened([info_env([info]) for info in BAD_CASES[name]], **engine) as envs:
-        envs.reset(seed=1)
+def test_an_error_in_batching_names_the_environment_and_the_key(engine: Options, name: str) -> None:
+    with started([info_env([info]) for info in BAD_CASES[name]], **engine) as envs:
         with pytest.raises(Exception) as caught:
             envs.step([0, 0, 0])
         text = str(caught.value) + "\n".join(getattr(caught.value, "__notes__", []))
@@ -169,18 +169,16 @@ def test_an_error_in_batching_names_the_environment_and_the_key(engine: dict[str
         assert "'a'" in text or "`a`" in text
 
 
-@engines
-def test_infos_without_any_key_are_an_empty_dict(engine: dict[str, Any]) -> None:
-    with opened([info_env([{}])] * 3, **engine) as envs:
-        assert envs.reset(seed=1)[1] == {}
-        assert envs.step([0, 0, 0])[4] == {}
+def test_an_info_is_not_told_again_after_a_message_about_another_row(engine: Options) -> None:
+    with started([info_env([{"a": 1}, {}]), info_env([{}])], **engine) as envs:
+        for row, keys in ((0, {"a", "env_id"}), (1, {"env_id"}), (0, {"env_id"})):
+            envs.send([0], [row])
+            assert {key.removeprefix("_") for key in envs.recv(count=1)[4]} == keys
 
 
-@engines
-def test_infos_are_fresh_and_writeable_at_every_step(engine: dict[str, Any]) -> None:
+def test_infos_are_fresh_and_writeable_at_every_step(engine: Options) -> None:
     info = {"a": 1, "b": np.ones(2), "d": {"e": 2.0}, "o": "x"}
-    with opened([info_env([info], [info])] * 3, **engine) as envs:
-        envs.reset(seed=1)
+    with started([info_env([info], [info])] * 3, **engine) as envs:
         first = envs.step([0, 0, 0])[4]
         wanted = merged([info] * 3)
         first["new"] = 1
@@ -194,9 +192,8 @@ def test_infos_are_fresh_and_writeable_at_every_step(engine: dict[str, Any]) -> 
             assert not np.shares_memory(second[key], third[key])
 
 
-@engines
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
-def test_infos_that_come_and_go_over_time_equal_those_of_sync_vector_env(engine: dict[str, Any], mode: str) -> None:
+def test_infos_that_come_and_go_over_time_equal_those_of_sync_vector_env(engine: Options, mode: str) -> None:
     """Columns of numbers that were there ten times must not be invented when they are absent once."""
     rng = np.random.default_rng(0)
 
@@ -226,68 +223,21 @@ def test_infos_that_come_and_go_over_time_equal_those_of_sync_vector_env(engine:
     oracle.close()
 
 
-@engines
-def test_numbers_keep_every_bit(engine: dict[str, Any]) -> None:
-    values: list[Any] = [
-        0.1,
-        -0.0,
-        5e-324,
-        1.7976931348623157e308,
-        2**53 + 1,
-        -(2**63),
-        2**63 - 1,
-        np.float32(0.1),
-    ]
-    info = {str(index): value for index, value in enumerate(values)}
-    with opened([info_env([info])] * 2, **engine) as envs:
-        envs.reset(seed=1)
-        for _ in range(3):
-            assert_identical(envs.step([0, 0])[4], merged([info] * 2))
-
-
-@engines
 def test_a_float_column_that_later_holds_an_int_follows_gymnasium_step_by_step(
-    engine: dict[str, Any],
+    engine: Options,
 ) -> None:
-    steps: list[dict[str, Any]] = [
-        {"a": 1.5},
-        {"a": 2},
-        {"a": True},
-        {"a": np.float32(0.1)},
-        {"a": "x"},
-        {"a": 1.5},
-        {},
-    ]
-    with opened([info_env(steps)] * 2, **engine) as envs:
-        envs.reset(seed=1)
+    steps: list[dict[str, Any]] = [*({"a": value} for value in (1.5, 2, True, np.float32(0.1), "x", 1.5)), {}]
+    with started([info_env(steps)] * 2, **engine) as envs:
         for info in steps:
             assert_identical(envs.step([0, 0])[4], merged([info] * 2))
 
 
-@engines
-def test_hundreds_of_keys_and_a_large_array_arrive_whole(engine: dict[str, Any]) -> None:
-    info = {f"key {index}": float(index) for index in range(300)} | {"big": np.arange(300_000, dtype=np.float64)}
-    with opened([info_env([info])] * 2, **engine) as envs:
-        envs.reset(seed=1)
-        assert_identical(envs.step([0, 0])[4], merged([info] * 2))
-
-
-@engines
-def test_two_environments_with_different_keys_never_mix(engine: dict[str, Any]) -> None:
-    with opened(counters(3, lengths=(2,)), **engine) as envs:
-        _, infos = envs.reset(seed=1)
-        assert set(infos) == {"reset_kwargs", "_reset_kwargs"}
-        assert set(envs.step([0, 0, 0])[4]) == {"steps", "_steps"}
-
-
-@engines
-def test_a_key_that_changes_its_type_and_stays_equal_is_a_new_one(engine: dict[str, Any]) -> None:
+def test_a_key_that_changes_its_type_and_stays_equal_is_a_new_one(engine: Options) -> None:
     turns: list[dict[Any, Any]] = [{1: 5}, {True: 6}, {1.0: 7}, {"d": {0: 1}}, {"d": {False: 2}}, {"a": 1}, {Name.A: 2}]
     fns = [info_env(turns), info_env(turns[1:] + turns[:1])]
     oracle = SyncVectorEnv(fns)
     oracle.reset(seed=1)
-    with opened(fns, **engine) as envs:
-        envs.reset(seed=1)
+    with started(fns, **engine) as envs:
         for t in range(2 * len(turns)):
             mine, theirs = envs.step([0, 0])[4], oracle.step([0, 0])[4]
             assert_identical(mine, theirs, f"step {t}")
@@ -297,12 +247,9 @@ def test_a_key_that_changes_its_type_and_stays_equal_is_a_new_one(engine: dict[s
     oracle.close()
 
 
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_an_info_that_cannot_be_looked_at_names_its_environment_and_the_engine_goes_on(num_workers: int) -> None:
-    with opened([info_env([info, {}]) for info in ({}, Unreadable())], num_workers=num_workers) as envs:
-        envs.reset(seed=1)
+    with started([info_env([info, {}]) for info in ({}, Unreadable())], num_workers=num_workers) as envs:
         with pytest.raises(RuntimeError, match="no keys today") as caught:
             envs.step([0, 0])
         assert "env 1: its info, a Unreadable, cannot be read" in caught.value.__notes__
@@ -314,8 +261,7 @@ def test_the_order_of_keys_is_that_of_the_environments() -> None:
     for _ in range(len(infos)):
         infos = infos[1:] + infos[:1]
         wanted = merged(infos)
-        with opened([info_env([info]) for info in infos], num_workers=0) as envs:
-            envs.reset(seed=1)
+        with started([info_env([info]) for info in infos], num_workers=0) as envs:
             assert list(envs.step([0] * 5)[4]) == list(wanted)
 
 
@@ -344,7 +290,6 @@ def test_thousands_of_combinations_of_keys_are_right_and_are_not_all_remembered(
     assert len(combinations) > 1400
     caches = {name: len(value) for name, value in vars(reader).items() if isinstance(value, dict)}
     assert caches["_plans"] <= 256, caches
-    assert caches["_alike"] <= 256, caches
     assert max(caches.values()) <= 4096, caches
     assert sum(map(len, (value for value in vars(writer).values() if isinstance(value, dict)))) <= 2 * 64
 

@@ -7,7 +7,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from envs import counters, opened
+from envs import counters, opened, started
 from gymnasium.vector import AutoresetMode
 
 import vecenv
@@ -56,14 +56,6 @@ def test_an_environment_made_again_from_its_spec_is_the_same() -> None:
     again.close()
 
 
-def test_closed_can_be_set_as_wrappers_do() -> None:
-    with opened(counters(2), num_workers=0) as envs:
-        wrapped = gymnasium.vector.VectorWrapper(envs)
-        assert wrapped.closed is False
-        wrapped.close()
-        assert wrapped.closed is True
-
-
 def test_call_and_get_attr_are_reached_through_unwrapped() -> None:
     with opened(counters(2), num_workers=0) as envs:
         wrapped: Any = gymnasium.wrappers.vector.RecordEpisodeStatistics(envs)
@@ -87,8 +79,7 @@ def test_observation_wrappers_refuse_same_step_mode_as_they_do_for_gymnasiums_cl
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_final_observation_may_be_overwritten_in_place_by_a_wrapper(num_workers: int) -> None:
-    with opened(counters(2, lengths=(1,)), num_workers=num_workers, autoreset_mode="SameStep") as envs:
-        envs.reset(seed=1)
+    with started(counters(2, lengths=(1,)), num_workers=num_workers, autoreset_mode="SameStep") as envs:
         for _ in range(2):
             final = envs.step([0, 0])[4]["final_obs"]
             assert [one[:2].tolist() for one in final] == [[0, 1], [1, 1]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import gymnasium
@@ -54,28 +55,39 @@ class TestNestedObservationsAndActionsInTwoWorkers(VectorEnvContract):
 
 
 class Broken(gymnasium.vector.VectorWrapper):
-    """A vector environment with a fault: ``spoil`` changes what ``step`` (and, where it wants,
-    ``reset``) returns.
-    """
+    """A vector environment with a fault: ``change`` changes what ``step`` returns."""
 
-    def __init__(self, envs: Any, spoil: Any) -> None:
+    def __init__(self, envs: Any, change: Callable[[Any, list[Any]], None]) -> None:
         super().__init__(envs)
-        self.spoil = spoil
+        self.change = change
 
     def step(self, actions: Any) -> Any:
-        return self.spoil(self, "step", list(self.env.step(actions)))
-
-    def reset(self, **kwargs: Any) -> Any:
-        return self.spoil(self, "reset", list(self.env.reset(**kwargs)))
-
-
-def on_step(change: Any) -> Any:
-    def spoil(self: Any, kind: str, result: list[Any]) -> tuple[Any, ...]:
-        if kind == "step":
-            change(self, result)
+        result = list(self.env.step(actions))
+        self.change(self, result)
         return tuple(result)
 
-    return spoil
+
+class IgnoresSeeds(gymnasium.vector.VectorWrapper):
+    count = 0
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        IgnoresSeeds.count += 100
+        return self.env.reset(seed=IgnoresSeeds.count, options=options)
+
+
+class IgnoresMasks(gymnasium.vector.VectorWrapper):
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return self.env.reset(seed=seed)
+
+
+class StepsFirst(gymnasium.vector.VectorWrapper):
+    """Takes actions before they are counted."""
+
+    def step(self, actions: Any) -> Any:
+        result = self.env.step(np.resize(actions, (self.num_envs, 2)))
+        if len(actions) != self.num_envs:
+            raise ValueError("too late")
+        return result
 
 
 def _float32_rewards(self: Any, result: list[Any]) -> None:
@@ -129,96 +141,40 @@ def _final_observation_for_all(self: Any, result: list[Any]) -> None:
         result[4]["_final_obs"][:] = True
 
 
+NEXT, SAME, NONE = AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED
+FIVE = "test_step_returns_five_values_of_the_right_shapes_and_dtypes"
+FINAL = "test_same_step_autoreset_reports_the_final_observation_and_info"
 FAULTS: list[tuple[Any, str, dict[str, Any]]] = [
-    (
-        _float32_rewards,
-        "test_step_returns_five_values_of_the_right_shapes_and_dtypes",
-        {"mode": AutoresetMode.NEXT_STEP, "num_envs": 3},
-    ),
-    (
-        _integer_flags,
-        "test_step_returns_five_values_of_the_right_shapes_and_dtypes",
-        {"mode": AutoresetMode.DISABLED, "num_envs": 1},
-    ),
-    (
-        _two_dimensional_rewards,
-        "test_step_returns_five_values_of_the_right_shapes_and_dtypes",
-        {"mode": AutoresetMode.SAME_STEP, "num_envs": 3},
-    ),
-    (
-        _infos_in_a_list,
-        "test_step_returns_five_values_of_the_right_shapes_and_dtypes",
-        {"mode": AutoresetMode.NEXT_STEP, "num_envs": 3},
-    ),
+    (_float32_rewards, FIVE, {"mode": NEXT, "num_envs": 3}),
+    (_integer_flags, FIVE, {"mode": NONE, "num_envs": 1}),
+    (_two_dimensional_rewards, FIVE, {"mode": SAME, "num_envs": 3}),
+    (_infos_in_a_list, FIVE, {"mode": NEXT, "num_envs": 3}),
     (_same_reward_array, "test_rewards_and_flags_are_fresh_arrays_at_every_step", {}),
     (_same_observation_array, "test_observations_of_an_earlier_step_stay_as_they_were", {}),
-    (_no_masks, "test_every_info_has_a_mask_with_one_flag_for_each_environment", {"mode": AutoresetMode.NEXT_STEP}),
-    (_noise, "test_the_same_seed_gives_the_same_trajectory", {"mode": AutoresetMode.NEXT_STEP}),
+    (_no_masks, "test_every_info_has_a_mask_with_one_flag_for_each_environment", {"mode": NEXT}),
+    (_noise, "test_the_same_seed_gives_the_same_trajectory", {"mode": NEXT}),
     (_noise, "test_seeding_again_starts_the_same_trajectory_again", {}),
     (_pays_for_the_reset, "test_next_step_autoreset_ignores_one_action_and_pays_nothing_for_it", {}),
-    (_no_final_observation, "test_same_step_autoreset_reports_the_final_observation_and_info", {}),
-    (_final_observation_for_all, "test_same_step_autoreset_reports_the_final_observation_and_info", {}),
+    (_no_final_observation, FINAL, {}),
+    (_final_observation_for_all, FINAL, {}),
+    (IgnoresSeeds, "test_an_integer_seed_is_that_seed_and_the_next_ones", {}),
+    (IgnoresSeeds, "test_a_masked_reset_gives_the_chosen_rows_their_own_seeds", {}),
+    (IgnoresMasks, "test_a_masked_reset_leaves_the_other_rows_as_they_are", {"mode": NEXT}),
+    (StepsFirst, "test_the_wrong_number_of_actions_is_refused_before_anything_happens", {"count": 2}),
 ]
 
 
-@pytest.mark.parametrize(("change", "test", "arguments"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
-def test_a_broken_promise_is_noticed(change: Any, test: str, arguments: dict[str, Any]) -> None:
-    class Contract(VectorEnvContract):
-        def make(self, num_envs: int = 3, autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP, **kwargs: Any) -> Any:
-            inner = vecenv.AsyncVectorEnv(scripted(num_envs), autoreset_mode=autoreset_mode, num_workers=0)
-            return Broken(inner, on_step(change))
+@pytest.mark.parametrize(("fault", "test", "arguments"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
+def test_a_broken_promise_is_noticed(fault: Any, test: str, arguments: dict[str, Any]) -> None:
+    class Contract(_Contract):
+        options: ClassVar[dict[str, Any]] = {"num_workers": 0}
+
+        def make(self, *args: Any, **kwargs: Any) -> Any:
+            inner = super().make(*args, **kwargs)
+            return fault(inner) if isinstance(fault, type) else Broken(inner, fault)
 
     with pytest.raises((AssertionError, KeyError)):
         getattr(Contract(), test)(**arguments)
-
-
-def test_a_seed_that_is_ignored_is_noticed() -> None:
-    class Ignores(gymnasium.vector.VectorWrapper):
-        count = 0
-
-        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-            Ignores.count += 100
-            return self.env.reset(seed=Ignores.count, options=options)
-
-    class Contract(VectorEnvContract):
-        def make(self, num_envs: int = 3, autoreset_mode: Any = AutoresetMode.NEXT_STEP, **kwargs: Any) -> Any:
-            return Ignores(vecenv.AsyncVectorEnv(scripted(num_envs), autoreset_mode=autoreset_mode, num_workers=0))
-
-    for test in (
-        "test_an_integer_seed_is_that_seed_and_the_next_ones",
-        "test_a_masked_reset_gives_the_chosen_rows_their_own_seeds",
-    ):
-        with pytest.raises(AssertionError):
-            getattr(Contract(), test)()
-
-
-def test_a_mask_that_is_ignored_is_noticed() -> None:
-    class Ignores(gymnasium.vector.VectorWrapper):
-        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-            return self.env.reset(seed=seed)
-
-    class Contract(VectorEnvContract):
-        def make(self, num_envs: int = 3, autoreset_mode: Any = AutoresetMode.NEXT_STEP, **kwargs: Any) -> Any:
-            return Ignores(vecenv.AsyncVectorEnv(scripted(num_envs), autoreset_mode=autoreset_mode, num_workers=0))
-
-    with pytest.raises(AssertionError):
-        Contract().test_a_masked_reset_leaves_the_other_rows_as_they_are(AutoresetMode.NEXT_STEP)
-
-
-def test_actions_taken_before_they_are_counted_are_noticed() -> None:
-    class StepsFirst(gymnasium.vector.VectorWrapper):
-        def step(self, actions: Any) -> Any:
-            result = self.env.step(np.resize(actions, (self.num_envs, 2)))
-            if len(actions) != self.num_envs:
-                raise ValueError("too late")
-            return result
-
-    class Contract(VectorEnvContract):
-        def make(self, num_envs: int = 3, autoreset_mode: Any = AutoresetMode.NEXT_STEP, **kwargs: Any) -> Any:
-            return StepsFirst(vecenv.AsyncVectorEnv(scripted(num_envs), autoreset_mode=autoreset_mode, num_workers=0))
-
-    with pytest.raises(AssertionError):
-        Contract().test_the_wrong_number_of_actions_is_refused_before_anything_happens(2)
 
 
 def test_use_after_close_that_works_is_noticed() -> None:

@@ -16,11 +16,14 @@ from envs import (
     VALUE_ENGINES,
     VARYING_SPACES,
     CustomSpace,
+    Options,
     ReturningEnv,
     SpaceEnv,
+    assert_as_sync,
     counters,
     opened,
     raises_logged,
+    started,
 )
 from gymnasium import spaces
 from gymnasium.error import CustomSpaceError
@@ -33,9 +36,7 @@ from vecenv.link.observations import KEPT, tree_writer
 from vecenv.shm import fixed_tree
 from vecenv.testing import assert_identical
 
-engines = pytest.mark.parametrize("engine", VALUE_ENGINES.values(), ids=list(VALUE_ENGINES))
 MEMORIES = {"shared": True, "pickled": False}
-memories = pytest.mark.parametrize("shared_memory", MEMORIES.values(), ids=list(MEMORIES))
 
 
 ONE_OF_EACH = ["box-float32", "box-0d", "box-empty", "discrete-start", "multi-discrete-2d", "multi-binary", "dict-nested"]
@@ -63,21 +64,14 @@ def returning(space: spaces.Space, observation: Any, good: Any = None) -> list[A
     ]
 
 
-@pytest.mark.parametrize(("engine", "shared_memory", "name"), each_pair(VALUE_ENGINES, MEMORIES, list(ALL_SPACES)))
+@pytest.mark.parametrize(
+    ("engine", "shared_memory", "mode", "name"),
+    each_pair(VALUE_ENGINES, MEMORIES, ["NextStep", "SameStep"], list(ALL_SPACES)),
+)
 def test_observations_of_every_space_equal_those_of_sync_vector_env(
-    engine: dict[str, Any], shared_memory: bool, name: str
+    engine: Options, shared_memory: bool, mode: str, name: str
 ) -> None:
-    fns = space_envs(ALL_SPACES[name])
-    oracle = SyncVectorEnv(fns)
-    with opened(fns, shared_memory=shared_memory, **engine) as envs:
-        assert envs.single_observation_space == oracle.single_observation_space
-        assert envs.observation_space == oracle.observation_space
-        assert_identical(envs.reset(seed=1)[0], oracle.reset(seed=1)[0], "reset")
-        for t in range(6):
-            observations = envs.step([0, 1, 0])[0]
-            assert observations in envs.observation_space
-            assert_identical(observations, oracle.step([0, 1, 0])[0], f"step {t}")
-    oracle.close()
+    assert_as_sync(space_envs(ALL_SPACES[name]), autoreset_mode=mode, shared_memory=shared_memory, **engine)
 
 
 @pytest.mark.parametrize("name", VARYING_SPACES)
@@ -88,7 +82,6 @@ def test_values_that_vary_in_size_are_real_in_shared_memory_mode(name: str) -> N
         assert any(repr(envs.step([0, 0, 0])[0]) != repr(first) for _ in range(5))
 
 
-@memories
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_with_copy_every_observation_is_its_own_array(shared_memory: bool, name: str) -> None:
     with opened(space_envs(FIXED_SPACES[name]), shared_memory=shared_memory, num_workers=2) as envs:
@@ -102,16 +95,13 @@ def test_with_copy_every_observation_is_its_own_array(shared_memory: bool, name:
             assert not np.shares_memory(one, inner)
 
 
-@engines
-@memories
-def test_with_copy_every_observation_owns_its_data(engine: dict[str, Any], shared_memory: bool) -> None:
+def test_with_copy_every_observation_owns_its_data(engine: Options, shared_memory: bool) -> None:
     with opened(counters(3), shared_memory=shared_memory, **engine) as envs:
         assert envs.reset(seed=1)[0].flags.owndata
         assert envs.step([0, 0, 0])[0].flags.owndata
 
 
-@engines
-def test_without_copy_in_shared_memory_it_is_always_the_same_object(engine: dict[str, Any]) -> None:
+def test_without_copy_in_shared_memory_it_is_always_the_same_object(engine: Options) -> None:
     with opened(space_envs(FIXED_SPACES["dict-nested"]), copy=False, **engine) as envs:
         first = envs.reset(seed=1)[0]
         assert first is envs.observations
@@ -120,8 +110,7 @@ def test_without_copy_in_shared_memory_it_is_always_the_same_object(engine: dict
         assert any((a != b).any() for a, b in zip(leaves(before), leaves(first), strict=True))
 
 
-@engines
-def test_without_copy_and_without_shared_memory_the_arrays_are_the_same(engine: dict[str, Any]) -> None:
+def test_without_copy_and_without_shared_memory_the_arrays_are_the_same(engine: Options) -> None:
     with opened(counters(3), copy=False, shared_memory=False, **engine) as envs:
         first = envs.reset(seed=1)[0]
         assert envs.step([0, 0, 0])[0] is first
@@ -132,25 +121,11 @@ def test_without_copy_and_without_shared_memory_the_arrays_are_the_same(engine: 
             assert one is two or np.shares_memory(one, two)
 
 
-@memories
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_without_copy_the_observations_are_those_of_sync_vector_env(shared_memory: bool, name: str) -> None:
-    fns = space_envs(FIXED_SPACES[name])
-    oracle = SyncVectorEnv(fns)
-    with opened(fns, copy=False, shared_memory=shared_memory, num_workers=2) as envs:
-        assert_identical(envs.reset(seed=1)[0], oracle.reset(seed=1)[0])
-        for t in range(5):
-            assert_identical(envs.step([0, 1, 0])[0], oracle.step([0, 1, 0])[0], f"step {t}")
-    oracle.close()
+    assert_as_sync(space_envs(FIXED_SPACES[name]), copy=False, shared_memory=shared_memory, num_workers=2)
 
 
-def test_an_array_taken_without_copy_may_be_read_after_close() -> None:
-    with opened(counters(3), copy=False) as envs:
-        view = envs.reset(seed=1)[0]
-    assert view[:, 0].tolist() == [0, 1, 2]
-
-
-@memories
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_observations_are_zeros_of_the_batched_space_before_the_first_reset(shared_memory: bool, name: str) -> None:
     with opened(space_envs(FIXED_SPACES[name]), shared_memory=shared_memory, num_workers=0) as envs:
@@ -162,29 +137,21 @@ def test_observations_are_zeros_of_the_batched_space_before_the_first_reset(shar
             assert not leaf.any()
 
 
-@engines
-@memories
-def test_dict_observations_have_the_order_of_the_space(engine: dict[str, Any], shared_memory: bool) -> None:
+def test_dict_observations_have_the_order_of_the_space(engine: Options, shared_memory: bool) -> None:
     space = spaces.Dict({"z": spaces.Discrete(2), "a": spaces.Discrete(3), "m": spaces.Box(0, 1, (1,))})
     with opened(space_envs(space), shared_memory=shared_memory, **engine) as envs:
         assert list(envs.reset(seed=1)[0]) == list(envs.single_observation_space.spaces)
         assert type(envs.step([0, 0, 0])[0]) is dict
 
 
-@engines
+PARTS = {"custom": CustomSpace(), "box": spaces.Box(0, 1, (2,))}
+CUSTOM = {"alone": CustomSpace(), "in a dict": spaces.Dict(PARTS), "in a tuple": spaces.Tuple(tuple(PARTS.values()))}
+
+
 @pytest.mark.parametrize("copied", [True, False], ids=["copy", "no-copy"])
-def test_a_custom_space_works_without_shared_memory(engine: dict[str, Any], copied: bool) -> None:
-    fns = space_envs(CustomSpace(), 2)
-    oracle = SyncVectorEnv(fns)
-    with opened(fns, shared_memory=False, copy=copied, **engine) as envs:
-        assert envs.observations is None
-        assert envs.observation_space == oracle.observation_space
-        assert isinstance(envs.observation_space, spaces.Tuple)
-        assert envs.reset(seed=1)[0] == oracle.reset(seed=1)[0]
-        observations = envs.step([0, 0])[0]
-        assert observations == oracle.step([0, 0])[0]
-        assert isinstance(observations, tuple)
-    oracle.close()
+@pytest.mark.parametrize("name", CUSTOM)
+def test_a_custom_space_works_without_shared_memory(engine: Options, name: str, copied: bool) -> None:
+    assert_as_sync(space_envs(CUSTOM[name], 2), shared_memory=False, copy=copied, **engine)
 
 
 def by_name(fns: list[Any], **engine: Any) -> Any:
@@ -199,9 +166,8 @@ def by_make_vec(fns: list[Any], **engine: Any) -> Any:
     return vecenv.make_vec(fns[0], 2, backend="process", vector_kwargs={"shared_memory": True, **engine})
 
 
-@engines
 @pytest.mark.parametrize("build", [by_name, by_position, by_make_vec])
-def test_a_custom_space_in_shared_memory_that_was_asked_for_is_refused(engine: dict[str, Any], build: Any) -> None:
+def test_a_custom_space_in_shared_memory_that_was_asked_for_is_refused(engine: Options, build: Any) -> None:
     with pytest.raises(ValueError, match=r"shared_memory=True.*CustomSpace.*leave `shared_memory` out") as caught:
         build(space_envs(CustomSpace(), 2), **engine)
     assert isinstance(caught.value.__cause__, CustomSpaceError)
@@ -210,35 +176,17 @@ def test_a_custom_space_in_shared_memory_that_was_asked_for_is_refused(engine: d
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_custom_space_is_pickled_where_shared_memory_is_left_out(num_workers: int) -> None:
     fns = space_envs(CustomSpace(), 2)
-    oracle = SyncVectorEnv(fns)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        envs = vecenv.AsyncVectorEnv(fns, num_workers=num_workers)
-    try:
-        assert [str(word.message) for word in said if "pickled" in str(word.message)][1:] == []
-        assert any("cannot lie in shared memory" in str(word.message) for word in said) == bool(num_workers)
+        assert_as_sync(fns, num_workers=num_workers)
+    assert [str(word.message) for word in said if "pickled" in str(word.message)][1:] == []
+    assert any("cannot lie in shared memory" in str(word.message) for word in said) == bool(num_workers)
+    with opened(fns, num_workers=0) as envs:
         assert envs.shared_memory is True
-        assert envs.reset(seed=1)[0] == oracle.reset(seed=1)[0]
-    finally:
-        envs.close()
-        oracle.close()
+        assert envs.observations is None
 
 
-@engines
-@pytest.mark.parametrize("nesting", ["dict", "tuple"])
-def test_a_custom_space_inside_others_works_without_shared_memory(engine: dict[str, Any], nesting: str) -> None:
-    parts = {"custom": CustomSpace(), "box": spaces.Box(0, 1, (2,))}
-    space = spaces.Dict(parts) if nesting == "dict" else spaces.Tuple(tuple(parts.values()))
-    fns = space_envs(space, 2)
-    oracle = SyncVectorEnv(fns)
-    with opened(fns, shared_memory=False, **engine) as envs:
-        assert_identical(envs.reset(seed=1)[0], oracle.reset(seed=1)[0])
-        assert_identical(envs.step([0, 0])[0], oracle.step([0, 0])[0])
-    oracle.close()
-
-
-@engines
-def test_a_custom_action_space_takes_one_action_for_each_environment(engine: dict[str, Any]) -> None:
+def test_a_custom_action_space_takes_one_action_for_each_environment(engine: Options) -> None:
     fns = [lambda i=i: SpaceEnv(spaces.Discrete(5), CustomSpace(), env_id=i) for i in range(3)]
     with opened(fns, **engine) as envs:
         assert isinstance(envs.action_space, spaces.Tuple)
@@ -251,14 +199,8 @@ class Wide(spaces.Box):
     """A Box by inheritance: what holds for Box holds for it."""
 
 
-@engines
-@memories
-def test_subclasses_of_gymnasiums_spaces_are_what_they_inherit_from(engine: dict[str, Any], shared_memory: bool) -> None:
-    fns = space_envs(Wide(-1, 1, (3,), np.float32), 2)
-    oracle = SyncVectorEnv(fns)
-    with opened(fns, shared_memory=shared_memory, **engine) as envs:
-        assert_identical(envs.reset(seed=1)[0], oracle.reset(seed=1)[0])
-    oracle.close()
+def test_subclasses_of_gymnasiums_spaces_are_what_they_inherit_from(engine: Options, shared_memory: bool) -> None:
+    assert_as_sync(space_envs(Wide(-1, 1, (3,), np.float32), 2), shared_memory=shared_memory, **engine)
 
 
 class Point(spaces.Space):
@@ -354,22 +296,14 @@ CASTS: dict[str, tuple[spaces.Space, Any]] = {
 
 
 @pytest.mark.parametrize(("engine", "shared_memory", "name"), each_pair(VALUE_ENGINES, MEMORIES, list(CASTS)))
-def test_what_fits_the_space_is_cast_as_sync_vector_env_does(engine: dict[str, Any], shared_memory: bool, name: str) -> None:
+def test_what_fits_the_space_is_cast_as_sync_vector_env_does(engine: Options, shared_memory: bool, name: str) -> None:
     space, observation = CASTS[name]
-    fns = returning(space, observation, observation)
-    oracle = SyncVectorEnv(fns)
-    with opened(fns, shared_memory=shared_memory, **engine) as envs:
-        assert_identical(envs.reset(seed=1)[0], oracle.reset(seed=1)[0])
-        assert_identical(envs.step([0, 0])[0], oracle.step([0, 0])[0])
-    oracle.close()
+    assert_as_sync(returning(space, observation, observation), 1, shared_memory=shared_memory, **engine)
 
 
-@engines
-@memories
-def test_more_keys_than_the_space_has_are_ignored(engine: dict[str, Any], shared_memory: bool) -> None:
+def test_more_keys_than_the_space_has_are_ignored(engine: Options, shared_memory: bool) -> None:
     space = spaces.Dict({"a": spaces.Discrete(3)})
-    with opened(returning(space, {"a": 2, "b": 1}, {"a": 1}), shared_memory=shared_memory, **engine) as envs:
-        envs.reset(seed=1)
+    with started(returning(space, {"a": 2, "b": 1}, {"a": 1}), shared_memory=shared_memory, **engine) as envs:
         assert envs.step([0, 0])[0]["a"].tolist() == [1, 2]
 
 
@@ -396,11 +330,10 @@ WRONG: dict[str, tuple[spaces.Space, Any, Any, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize(("engine", "shared_memory", "name"), each_pair(VALUE_ENGINES, MEMORIES, list(WRONG)))
 def test_an_observation_that_does_not_fit_its_space_is_an_error_that_says_where(
-    engine: dict[str, Any], shared_memory: bool, name: str
+    engine: Options, shared_memory: bool, name: str
 ) -> None:
     space, observation, good, parts = WRONG[name]
-    with opened(returning(space, observation, good), shared_memory=shared_memory, **engine) as envs:
-        envs.reset(seed=1)
+    with started(returning(space, observation, good), shared_memory=shared_memory, **engine) as envs:
         with raises_logged((ValueError, TypeError, KeyError)) as (caught, _):
             envs.step([0, 0])
         text = str(caught.value) + "\n".join(getattr(caught.value, "__notes__", []))
@@ -409,8 +342,6 @@ def test_an_observation_that_does_not_fit_its_space_is_an_error_that_says_where(
         assert_identical(envs.reset(seed=1)[0], envs.observations if shared_memory else envs.reset(seed=1)[0])
 
 
-@engines
-@memories
 @pytest.mark.parametrize(
     ("space", "observation"),
     [
@@ -422,36 +353,34 @@ def test_an_observation_that_does_not_fit_its_space_is_an_error_that_says_where(
     ids=["float-into-int", "int-array-into-uint8", "int-list-into-uint8", "float-into-discrete"],
 )
 def test_numbers_that_would_be_mangled_are_an_error_where_sync_vector_env_raises(
-    engine: dict[str, Any], shared_memory: bool, space: spaces.Space, observation: Any
+    engine: Options, shared_memory: bool, space: spaces.Space, observation: Any
 ) -> None:
     fns = returning(space, observation)
     oracle = SyncVectorEnv(fns)
     oracle.reset(seed=1)
     with pytest.raises((ValueError, TypeError, OverflowError)):
         oracle.step([0, 0])
-    with opened(fns, shared_memory=shared_memory, **engine) as envs:
-        envs.reset(seed=1)
-        with raises_logged((ValueError, TypeError, OverflowError)):
-            envs.step([0, 0])
+    with (
+        started(fns, shared_memory=shared_memory, **engine) as envs,
+        raises_logged((ValueError, TypeError, OverflowError)),
+    ):
+        envs.step([0, 0])
     oracle.close()
 
 
-@engines
-@memories
-def test_an_observation_of_reset_is_checked_too(engine: dict[str, Any], shared_memory: bool) -> None:
+def test_an_observation_of_reset_is_checked_too(engine: Options, shared_memory: bool) -> None:
     fns = returning(BOX4, np.zeros(4, np.float32))
     bad = [lambda: ReturningEnv([(np.zeros(5, np.float32), {})], [], BOX4)]
     with opened(fns[:1] + bad, shared_memory=shared_memory, **engine) as envs, raises_logged(ValueError):
         envs.reset(seed=1)
 
 
-@engines
 @pytest.mark.parametrize(
     "result",
     [np.zeros(4, np.float32), (np.zeros(4, np.float32),), None, 3],
     ids=["array", "one", "None", "int"],
 )
-def test_a_reset_that_returns_other_than_two_values_is_an_error(engine: dict[str, Any], result: Any) -> None:
+def test_a_reset_that_returns_other_than_two_values_is_an_error(engine: Options, result: Any) -> None:
     good = (np.zeros(4, np.float32), {})
     fns = [lambda: ReturningEnv([good], []), lambda: ReturningEnv([result, good], [])]
     with opened(fns, **engine) as envs, raises_logged((ValueError, TypeError)):
@@ -477,17 +406,9 @@ FOREIGN: dict[str, spaces.Space] = {
     each_pair(VALUE_ENGINES, MEMORIES, ["NextStep", "SameStep"], list(FOREIGN), {"copied": True, "views": False}),
 )
 def test_spaces_in_the_other_byte_order_are_as_in_sync_vector_env(
-    engine: dict[str, Any], shared_memory: bool, mode: str, name: str, copied: bool
+    engine: Options, shared_memory: bool, mode: str, name: str, copied: bool
 ) -> None:
-    fns = space_envs(FOREIGN[name], 3)
-    oracle = SyncVectorEnv(fns, autoreset_mode=mode)
-    with opened(fns, autoreset_mode=mode, copy=copied, shared_memory=shared_memory, **engine) as envs:
-        mine, theirs = envs.reset(seed=1), oracle.reset(seed=1)
-        for _ in range(6):
-            assert_identical(mine, theirs)
-            assert [leaf.dtype.str for leaf in leaves(mine[0])] == [leaf.dtype.str for leaf in leaves(theirs[0])]
-            mine, theirs = envs.step([0, 0, 0]), oracle.step([0, 0, 0])
-    oracle.close()
+    assert_as_sync(space_envs(FOREIGN[name]), autoreset_mode=mode, copy=copied, shared_memory=shared_memory, **engine)
 
 
 @pytest.mark.parametrize("given", [np.arange(3, dtype=">f4"), np.arange(3, dtype="f4"), [0, 1, 2], np.arange(3)], ids=repr)

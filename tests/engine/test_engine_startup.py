@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import sys
@@ -11,13 +12,11 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from envs import PROCESS_ENGINES, CounterEnv, SpaceEnv, counters, opened
+from envs import CounterEnv, Options, SpaceEnv, counters, opened
 from gymnasium import spaces
 
 import vecenv
 from vecenv.errors import StartupTimeout, VecEnvError, WorkerDied
-
-engines = pytest.mark.parametrize("engine", PROCESS_ENGINES.values(), ids=list(PROCESS_ENGINES))
 
 
 def only_in_a_worker(do: Any) -> Any:
@@ -36,42 +35,38 @@ def explode() -> None:
     raise RuntimeError("no display")
 
 
-@engines
 @pytest.mark.parametrize("bad", [0, 1, 2])
-def test_an_env_fn_that_raises_in_a_worker_gives_its_own_exception_and_the_index(engine: dict[str, Any], bad: int) -> None:
+def test_an_env_fn_that_raises_in_a_worker_gives_its_own_exception_and_the_index(process_engine: Options, bad: int) -> None:
     fns = counters(3)
     fns[bad] = only_in_a_worker(explode)
     with pytest.raises(RuntimeError, match="no display") as caught:
-        vecenv.AsyncVectorEnv(fns, **engine)
+        vecenv.AsyncVectorEnv(fns, **process_engine)
     assert f"env {bad}" in str(caught.value) + "\n".join(getattr(caught.value, "__notes__", []))
     assert "explode" in str(caught.value.__cause__)
     assert multiprocessing.active_children() == []
 
 
-@engines
-def test_the_lowest_index_is_raised_when_several_env_fns_raise(engine: dict[str, Any]) -> None:
+def test_the_lowest_index_is_raised_when_several_env_fns_raise(process_engine: Options) -> None:
     def other() -> None:
         raise ValueError("another")
 
     fns = [*counters(1), only_in_a_worker(explode), only_in_a_worker(other)]
     with pytest.raises(RuntimeError, match="no display"):
-        vecenv.AsyncVectorEnv(fns, **engine)
+        vecenv.AsyncVectorEnv(fns, **process_engine)
 
 
-@engines
-def test_an_env_fn_that_exits_is_an_error_and_not_the_end_of_the_program(engine: dict[str, Any]) -> None:
+def test_an_env_fn_that_exits_is_an_error_and_not_the_end_of_the_program(process_engine: Options) -> None:
     with pytest.raises(VecEnvError, match=r"\b2\b"):
-        vecenv.AsyncVectorEnv([*counters(2), only_in_a_worker(lambda: sys.exit(3))], **engine)
+        vecenv.AsyncVectorEnv([*counters(2), only_in_a_worker(lambda: sys.exit(3))], **process_engine)
     with pytest.raises(VecEnvError):
-        vecenv.AsyncVectorEnv([*counters(2), only_in_a_worker(lambda: os._exit(4))], **engine)
+        vecenv.AsyncVectorEnv([*counters(2), only_in_a_worker(lambda: os._exit(4))], **process_engine)
     assert multiprocessing.active_children() == []
 
 
-@engines
-def test_a_start_that_hangs_ends_at_start_timeout(engine: dict[str, Any]) -> None:
+def test_a_start_that_hangs_ends_at_start_timeout(process_engine: Options) -> None:
     begin = time.monotonic()
     with pytest.raises(StartupTimeout) as caught:
-        vecenv.AsyncVectorEnv([*counters(2), only_in_a_worker(lambda: time.sleep(60))], start_timeout=0.5, **engine)
+        vecenv.AsyncVectorEnv([*counters(2), only_in_a_worker(lambda: time.sleep(60))], start_timeout=0.5, **process_engine)
     assert time.monotonic() - begin < 70
     assert isinstance(caught.value, TimeoutError)
     assert isinstance(caught.value, multiprocessing.TimeoutError)
@@ -91,28 +86,39 @@ def test_an_env_fn_that_returns_no_environment_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "option",
+    ("options", "words"),
     [
-        {"num_workers": -1},
-        {"num_workers": 1.5},
-        {"num_workers": "many"},
-        {"batch_size": 0},
-        {"batch_size": 9},
-        {"on_failure": "shrug"},
-        {"start_timeout": 0},
-        {"start_timeout": -1},
-        {"threads_per_worker": 0},
-        {"strict": "yes"},
-        {"dummy_env": "no"},
+        ({"num_workers": -1}, ()),
+        ({"num_workers": 1.5}, ()),
+        ({"num_workers": "many"}, ("auto",)),
+        ({"batch_size": 0}, ()),
+        ({"batch_size": 9}, ()),
+        ({"on_failure": "shrug"}, ("raise", "restart")),
+        ({"on_failure": None}, ("raise", "restart")),
+        ({"restart_limit": -1}, ()),
+        ({"restart_period": -1.0}, ()),
+        ({"restart_period": 0.0}, ()),
+        ({"step_timeout": -1.0}, ()),
+        ({"step_timeout": math.nan}, ()),
+        ({"start_timeout": 0}, ()),
+        ({"start_timeout": -1}, ()),
+        ({"threads_per_worker": 0}, ()),
+        ({"strict": "yes"}, ()),
+        ({"dummy_env": "no"}, ()),
+        ({"worker": print, "on_failure": "restart"}, ("on_failure",)),
     ],
     ids=str,
 )
-def test_an_option_without_a_meaning_is_refused_before_anything_is_built(option: dict[str, Any]) -> None:
+def test_an_option_without_a_meaning_is_refused_before_anything_is_built(options: Options, words: tuple[str, ...]) -> None:
+    """By its name, and with what is accepted."""
+
     def never() -> gymnasium.Env:
         raise AssertionError("built too early")
 
-    with pytest.raises((ValueError, TypeError), match=next(iter(option))):
-        vecenv.AsyncVectorEnv([never, never], **option)
+    with pytest.raises((ValueError, TypeError)) as caught:
+        vecenv.AsyncVectorEnv([never, never], **options)
+    for word in (next(iter(options)), *words):
+        assert word in str(caught.value)
 
 
 # -- where spaces come from ---------------------------------------------------------------------------------------------

@@ -8,12 +8,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from envs import ALL_SPACES, VALUE_ENGINES, EchoEnv, ReturningEnv, counters, describe, opened, raises_logged
+from envs import (
+    ALL_SPACES,
+    EchoEnv,
+    Options,
+    ReturningEnv,
+    counters,
+    describe,
+    opened,
+    raises_logged,
+    started,
+)
 from gymnasium import spaces
 from gymnasium.error import CustomSpaceError, ResetNeeded
 from gymnasium.vector.utils import batch_space, iterate
 
-engines = pytest.mark.parametrize("engine", VALUE_ENGINES.values(), ids=list(VALUE_ENGINES))
 ZEROS = np.zeros(4, dtype=np.float32)
 
 
@@ -25,12 +34,10 @@ def returning(*steps: Any) -> Any:
     return lambda: ReturningEnv([(ZEROS, {})], steps)
 
 
-@engines
 @pytest.mark.parametrize("name", ALL_SPACES)
-def test_a_sample_of_any_action_space_reaches_each_environment_as_it_is(engine: dict[str, Any], name: str) -> None:
+def test_a_sample_of_any_action_space_reaches_each_environment_as_it_is(engine: Options, name: str) -> None:
     space = ALL_SPACES[name]
-    with opened([echo(space)] * 3, **engine) as envs:
-        envs.reset(seed=1)
+    with started([echo(space)] * 3, **engine) as envs:
         envs.action_space.seed(3)
         for _ in range(2):
             actions = envs.action_space.sample()
@@ -55,8 +62,7 @@ class Foreign:
 
 
 def test_an_array_of_another_library_is_warned_of_once() -> None:
-    with opened(counters(2)) as envs:
-        envs.reset(seed=1)
+    with started(counters(2)) as envs:
         with pytest.warns(UserWarning, match=r"actions are a test_engine_step Foreign.*Pass numpy\.asarray\(actions\)"):
             envs.step(Foreign([0, 1]))
         with warnings.catch_warnings():
@@ -69,7 +75,6 @@ BOX = spaces.Box(-1, 1, (2,), np.float32)
 ARM = spaces.Dict({"arm": spaces.Box(-1, 1, (2,), np.float32), "gear": spaces.Discrete(3)})
 
 
-@engines
 @pytest.mark.parametrize(
     ("space", "actions", "wanted"),
     [
@@ -129,20 +134,15 @@ ARM = spaces.Dict({"arm": spaces.Box(-1, 1, (2,), np.float32), "gear": spaces.Di
         (spaces.Dict({"t": spaces.Tuple((spaces.Discrete(3), spaces.Text(3)))}), {"t": [[1, 2], ["a", "b"]]}, None),
     ],
 )
-def test_actions_reach_the_environments_uncast(
-    engine: dict[str, Any], space: spaces.Space, actions: Any, wanted: Any
-) -> None:
+def test_actions_reach_the_environments_uncast(engine: Options, space: spaces.Space, actions: Any, wanted: Any) -> None:
     if wanted is None:
         wanted = list(iterate(batch_space(space, 2), actions))
-    with opened([echo(space)] * 2, **engine) as envs:
-        envs.reset(seed=1)
+    with started([echo(space)] * 2, **engine) as envs:
         assert envs.step(actions)[4]["action"].tolist() == [describe(action) for action in wanted]
 
 
-@engines
-def test_a_generator_of_actions_works(engine: dict[str, Any]) -> None:
-    with opened([echo(spaces.Discrete(5))] * 2, **engine) as envs:
-        envs.reset(seed=1)
+def test_a_generator_of_actions_works(engine: Options) -> None:
+    with started([echo(spaces.Discrete(5))] * 2, **engine) as envs:
         assert envs.step(number for number in (3, 4))[4]["action"].tolist() == [describe(3), describe(4)]
 
 
@@ -160,8 +160,7 @@ class Hurried:
 
 def test_what_a_signal_handler_raises_among_words_is_not_told_as_gymnasiums_own() -> None:
     words = Hurried()
-    with opened([echo(spaces.Text(3))] * 2, num_workers=0) as envs:
-        envs.reset(seed=1)
+    with started([echo(spaces.Text(3))] * 2, num_workers=0) as envs:
         with pytest.raises(TimeoutError, match="time is up"):
             envs.step(words)
         assert envs.step(words)[4]["action"].tolist() == [describe("ab"), describe("c")]
@@ -169,19 +168,15 @@ def test_what_a_signal_handler_raises_among_words_is_not_told_as_gymnasiums_own(
             envs.step(object())
 
 
-@engines
-def test_dict_actions_arrive_in_the_order_of_the_space(engine: dict[str, Any]) -> None:
-    with opened([echo(ARM)] * 2, **engine) as envs:
-        envs.reset(seed=1)
+def test_dict_actions_arrive_in_the_order_of_the_space(engine: Options) -> None:
+    with started([echo(ARM)] * 2, **engine) as envs:
         infos = envs.step({"gear": np.array([1, 2]), "arm": np.ones((2, 2), np.float32)})[4]
         assert infos["action"][0].startswith("{'arm'")
 
 
-@engines
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_an_action_is_the_environments_own_array(engine: dict[str, Any], dtype: Any) -> None:
-    with opened([echo(BOX)] * 3, **engine) as envs:
-        envs.reset(seed=1)
+def test_an_action_is_the_environments_own_array(engine: Options, dtype: Any) -> None:
+    with started([echo(BOX)] * 3, **engine) as envs:
         sent = [np.full((3, 2), t, dtype) for t in range(4)]
         for actions in sent:
             infos = envs.step(actions)[4]
@@ -189,118 +184,72 @@ def test_an_action_is_the_environments_own_array(engine: dict[str, Any], dtype: 
         assert envs.call("history") == tuple([[describe(actions[i]) for actions in sent] for i in range(3)])
 
 
-@engines
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_an_environment_may_write_into_its_action(engine: dict[str, Any], dtype: Any) -> None:
-    with opened([echo(BOX, mutate=True)] * 3, **engine) as envs:
-        envs.reset(seed=1)
-        actions = np.ones((3, 2), dtype)
-        for _ in range(3):
-            infos = envs.step(actions)[4]
-            assert infos["action"].tolist() == [describe(np.ones(2, dtype))] * 3
-            np.testing.assert_array_equal(actions, np.ones((3, 2)))
+@pytest.mark.parametrize("how", [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 1, "use_caller": True}], ids=str)
+def test_an_environment_may_write_into_its_action(how: Options, dtype: Any) -> None:
+    """One that is staged, and one that goes by pickle, alone in a message or with all others."""
+    with started([echo(BOX, mutate=True)] * 3, **how) as envs:
+        for actions in (np.ones((3, 2), dtype), list(np.ones((3, 2), dtype))):
+            for step in (envs.step, lambda given: envs.send(given, range(3)) or envs.recv(count=3)):
+                infos = step(actions)[4]
+                assert infos["action"].tolist() == [describe(np.ones(2, dtype))] * 3
+                np.testing.assert_array_equal(actions, np.ones((3, 2)))
 
 
-@engines
-@pytest.mark.parametrize("name", ["discrete", "box-float32", "dict", "tuple-nested", "text", "graph"])
-@pytest.mark.parametrize("count", [0, 2, 4])
-def test_the_wrong_number_of_actions_is_refused_before_any_environment_moves(
-    engine: dict[str, Any], name: str, count: int
+PAIR = spaces.Tuple((spaces.Discrete(5), BOX, spaces.Text(3)))
+FIVE = spaces.Discrete(5)
+SOME = [ALL_SPACES[name] for name in ("discrete", "box-float32", "dict", "tuple-nested", "text", "graph")]
+
+
+def sampled(space: spaces.Space, count: int) -> Any:
+    """So many actions, as the space batches them; of what is no list, one at least."""
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        return batch_space(space, max(count, 1)).sample()
+    return list(iterate(batch_space(space, 7), batch_space(space, 7).sample()))[:count]
+
+
+MISFITS: list[tuple[spaces.Space, Any, Any]] = [
+    *((space, sampled(space, count), (ValueError, TypeError)) for space in SOME for count in (0, 2, 4)),
+    *((FIVE, kind([0] * count), ValueError) for count in (0, 1, 2, 4) for kind in (list, np.array)),
+    *((FIVE, one, TypeError) for one in (3, None, 1.5, np.int64(3), np.array(3))),
+    (ARM, {"arm": np.ones((3, 2), np.float32)}, Exception),  # Gymnasium's own depends on the structure
+    (ARM, {"gear": np.ones(3, np.int64)}, Exception),
+    (ARM, {"arm": np.ones((3, 2), np.float32), "gear": np.ones(2, np.int64)}, Exception),
+    (ARM, {"arm": np.ones((3, 2), np.float32), "gear": 1}, Exception),
+    (ARM, np.ones((3, 3)), Exception),
+    (ARM, 7, Exception),
+    *(
+        (PAIR, parts, (ValueError, TypeError))
+        for parts in (
+            [[0, 1, 2], np.zeros((3, 2))],
+            [[0, 1, 2], np.zeros((3, 2)), ["a", "b", "c"], 5],
+            [[0, 1, 2], np.zeros((4, 2)), ["a", "b", "c"]],
+            [[0, 1, 2, 3], np.zeros((3, 2)), ["a", "b", "c"]],
+            ([0, 1, 2], np.zeros((3, 2)), ["a", "b", "c", "d"]),
+            [[0, 1, 2], np.zeros((3, 2)), ["a", "b"]],
+            [(0, np.zeros(2), "a"), (1, np.zeros(2), "b")],
+            {0: [0, 1, 2], 1: np.zeros((3, 2))},
+            {"x": 1},
+            iter([1, 2]),
+            5,
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("space", "actions", "error"), MISFITS)
+def test_actions_that_do_not_fit_are_refused_before_any_environment_moves(
+    engine: Options, space: spaces.Space, actions: Any, error: Any
 ) -> None:
-    space = ALL_SPACES[name]
-    with opened([echo(space)] * 3, **engine) as envs:
-        envs.reset(seed=1)
-        wrong = list(iterate(batch_space(space, 7), batch_space(space, 7).sample()))[:count]
-        if name in ("dict", "tuple-nested"):
-            wrong = batch_space(space, max(count, 1)).sample()
-        with pytest.raises((ValueError, TypeError)):
-            envs.step(wrong)
-        assert envs.call("history") == ([], [], [])
-        assert envs.step(envs.action_space.sample())[0].tolist() == [1, 1, 1]
-
-
-@engines
-@pytest.mark.parametrize("actions", [[0], [0, 0], [0, 0, 0, 0], []], ids=len)
-def test_a_wrong_number_of_actions_is_a_value_error(engine: dict[str, Any], actions: list[int]) -> None:
-    with opened(counters(3), **engine) as envs:
-        envs.reset(seed=1)
-        with pytest.raises(ValueError):
-            envs.step(actions)
-        with pytest.raises(ValueError):
-            envs.step(np.array(actions, dtype=np.int64))
-        assert envs.step([0, 0, 0])[0][:, 1].tolist() == [1, 1, 1]
-
-
-@engines
-@pytest.mark.parametrize("actions", [3, None, 1.5, np.int64(3), np.array(3)], ids=str)
-def test_one_action_for_all_is_a_type_error(engine: dict[str, Any], actions: Any) -> None:
-    with opened(counters(3), **engine) as envs:
-        envs.reset(seed=1)
-        with pytest.raises(TypeError):
-            envs.step(actions)
-        assert envs.step([0, 0, 0])[0][:, 1].tolist() == [1, 1, 1]
-
-
-@engines
-@pytest.mark.parametrize(
-    "actions",
-    [
-        {"arm": np.ones((3, 2), np.float32)},
-        {"gear": np.ones(3, np.int64)},
-        {"arm": np.ones((3, 2), np.float32), "gear": np.ones(2, np.int64)},
-        {"arm": np.ones((3, 2), np.float32), "gear": 1},
-        np.ones((3, 3)),
-        7,
-    ],
-    ids=["missing-gear", "missing-arm", "short-gear", "scalar-gear", "array", "int"],
-)
-def test_actions_of_the_wrong_structure_are_refused_before_any_environment_moves(
-    engine: dict[str, Any], actions: Any
-) -> None:
-    with opened([echo(ARM)] * 3, **engine) as envs:
-        envs.reset(seed=1)
-        with pytest.raises(Exception):  # noqa: B017 - Gymnasium's own depends on the structure
+    with started([echo(space)] * 3, **engine) as envs:
+        with pytest.raises(error):
             envs.step(actions)
         assert envs.call("history") == ([], [], [])
         assert envs.step(envs.action_space.sample())[0].tolist() == [1, 1, 1]
 
 
-PAIR = spaces.Tuple((spaces.Discrete(5), spaces.Box(-1, 1, (2,), np.float32), spaces.Text(3)))
-
-
-@engines
-@pytest.mark.parametrize(
-    "actions",
-    [
-        [[0, 1], np.zeros((2, 2))],
-        [[0, 1], np.zeros((2, 2)), ["a", "b"], 5],
-        [[0, 1], np.zeros((3, 2)), ["a", "b"]],
-        [[0, 1, 2], np.zeros((2, 2)), ["a", "b"]],
-        ([0, 1], np.zeros((2, 2)), ["a", "b", "c"]),
-        [[0, 1], np.zeros((2, 2)), ["a"]],
-        [(0, np.zeros(2), "a"), (1, np.zeros(2), "b")],
-        {0: [0, 1], 1: np.zeros((2, 2))},
-        {"x": 1},
-        iter([1, 2]),
-        5,
-    ],
-    ids=lambda given: f"{type(given).__name__}-{len(str(given)) if not hasattr(given, '__next__') else 0}",
-)
-def test_parts_of_a_tuple_action_that_do_not_fit_are_refused_before_any_environment_moves(
-    engine: dict[str, Any], actions: Any
-) -> None:
-    with opened([echo(PAIR)] * 2, **engine) as envs:
-        envs.reset(seed=1)
-        with pytest.raises((ValueError, TypeError)):
-            envs.step(actions)
-        assert envs.call("history") == ([], [])
-        assert envs.step([[0, 1], np.zeros((2, 2)), ["a", "b"]])[0].tolist() == [1, 1]
-
-
-@engines
-def test_a_step_returns_five_values_of_gymnasiums_types(engine: dict[str, Any]) -> None:
-    with opened(counters(3, lengths=(2,)), **engine) as envs:
-        envs.reset(seed=1)
+def test_a_step_returns_five_values_of_gymnasiums_types(engine: Options) -> None:
+    with started(counters(3, lengths=(2,)), **engine) as envs:
         envs.step([0, 0, 0])
         result = envs.step([0, 0, 0])
         assert isinstance(result, tuple)
@@ -316,11 +265,9 @@ def test_a_step_returns_five_values_of_gymnasiums_types(engine: dict[str, Any]) 
         assert infos["steps"].tolist() == [2, 2, 2]
 
 
-@engines
 @pytest.mark.parametrize("copied", [True, False], ids=["copy", "no-copy"])
-def test_rewards_and_flags_are_fresh_writeable_arrays_whatever_the_copy_mode(engine: dict[str, Any], copied: bool) -> None:
-    with opened(counters(3), copy=copied, **engine) as envs:
-        envs.reset(seed=1)
+def test_rewards_and_flags_are_fresh_writeable_arrays_whatever_the_copy_mode(engine: Options, copied: bool) -> None:
+    with started(counters(3), copy=copied, **engine) as envs:
         first = envs.step([0, 0, 0])[1:4]
         kept = [array.copy() for array in first]
         second = envs.step([0, 0, 0])[1:4]
@@ -332,7 +279,6 @@ def test_rewards_and_flags_are_fresh_writeable_arrays_whatever_the_copy_mode(eng
         assert envs.step([0, 0, 0])[1].tolist() == [0.003, 1.003, 2.003]
 
 
-@engines
 @pytest.mark.parametrize(
     ("reward", "wanted"),
     [
@@ -348,20 +294,17 @@ def test_rewards_and_flags_are_fresh_writeable_arrays_whatever_the_copy_mode(eng
         (float("nan"), np.nan),
     ],
 )
-def test_a_reward_becomes_a_float64(engine: dict[str, Any], reward: Any, wanted: float) -> None:
-    with opened([returning((ZEROS, reward, False, False, {}))] * 2, **engine) as envs:
-        envs.reset(seed=1)
+def test_a_reward_becomes_a_float64(engine: Options, reward: Any, wanted: float) -> None:
+    with started([returning((ZEROS, reward, False, False, {}))] * 2, **engine) as envs:
         rewards = envs.step([0, 0])[1]
         assert rewards.dtype == np.float64
         np.testing.assert_array_equal(rewards, [wanted, wanted])
 
 
-@engines
 @pytest.mark.parametrize("flag", [np.True_, 1, np.array(True)], ids=["np.True_", "1", "array"])
-def test_a_flag_becomes_a_bool_and_ends_the_episode(engine: dict[str, Any], flag: Any) -> None:
+def test_a_flag_becomes_a_bool_and_ends_the_episode(engine: Options, flag: Any) -> None:
     fns = [returning((ZEROS, 1.0, flag, False, {})), returning((ZEROS, 1.0, False, flag, {}))]
-    with opened(fns, **engine) as envs:
-        envs.reset(seed=1)
+    with started(fns, **engine) as envs:
         _, _, terminations, truncations, _ = envs.step([0, 0])
         assert terminations.dtype == truncations.dtype == np.bool_
         assert terminations.tolist() == [True, False]
@@ -369,8 +312,6 @@ def test_a_flag_becomes_a_bool_and_ends_the_episode(engine: dict[str, Any], flag
         assert envs.step([0, 0])[1].tolist() == [0.0, 0.0]
 
 
-@engines
-@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "pickled"])
 @pytest.mark.parametrize(
     "step",
     [
@@ -381,12 +322,11 @@ def test_a_flag_becomes_a_bool_and_ends_the_episode(engine: dict[str, Any], flag
     ids=["reward-of-one", "flag-of-one", "reward-of-two"],
 )
 def test_a_reward_or_flag_that_is_an_array_is_squeezed_or_refused_never_mis_stored(
-    engine: dict[str, Any], shared_memory: bool, step: tuple[Any, ...]
+    engine: Options, shared_memory: bool, step: tuple[Any, ...]
 ) -> None:
     good = (ZEROS, 1.0, True, False, {})
     fns = [returning(good), returning(step)]
-    with opened(fns, shared_memory=shared_memory, **engine) as envs:
-        envs.reset(seed=1)
+    with started(fns, shared_memory=shared_memory, **engine) as envs:
         try:
             _, rewards, terminations, _, _ = envs.step([0, 0])
         except (ValueError, TypeError):
@@ -395,22 +335,19 @@ def test_a_reward_or_flag_that_is_an_array_is_squeezed_or_refused_never_mis_stor
         assert terminations.tolist() == [True, bool(np.all(step[2]))]
 
 
-@engines
 @pytest.mark.parametrize(
     "step",
     [(ZEROS, 1.0, False, {}), (ZEROS,), (ZEROS, 1.0, False, False, {}, 6), None, 3],
     ids=["4", "1", "6", "None", "3"],
 )
-def test_a_step_that_returns_other_than_five_values_is_an_error(engine: dict[str, Any], step: Any) -> None:
-    with opened([returning((ZEROS, 1.0, False, False, {})), returning(step)], **engine) as envs:
-        envs.reset(seed=1)
+def test_a_step_that_returns_other_than_five_values_is_an_error(engine: Options, step: Any) -> None:
+    with started([returning((ZEROS, 1.0, False, False, {})), returning(step)], **engine) as envs:
         with raises_logged((ValueError, TypeError)):
             envs.step([0, 0])
         envs.reset(seed=1)
 
 
-@engines
-def test_a_step_before_the_first_reset_is_the_environments_affair(engine: dict[str, Any]) -> None:
+def test_a_step_before_the_first_reset_is_the_environments_affair(engine: Options) -> None:
     import gymnasium
 
     with opened([lambda: gymnasium.make("CartPole-v1")] * 2, **engine) as envs:

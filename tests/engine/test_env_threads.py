@@ -12,7 +12,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from envs import counters, opened, raises_logged
+from envs import counters, opened, raises_logged, started
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import vecenv
@@ -59,8 +59,7 @@ def _actor(index: int) -> Any:
 
 
 def test_the_environments_of_a_worker_are_inside_at_the_same_time() -> None:
-    with opened([functools.partial(Meets, index) for index in range(8)], num_workers=2, env_threads=4) as envs:
-        envs.reset(seed=1)
+    with started([functools.partial(Meets, index) for index in range(8)], num_workers=2, env_threads=4) as envs:
         for _ in range(8):  # through two autoresets
             envs.step(np.zeros(8, np.int64))
         envs.send(np.zeros(4, np.int64), range(4))
@@ -87,8 +86,7 @@ def test_every_number_is_that_of_a_sync_vector_env(mode: AutoresetMode, threads:
 
 
 def test_what_raises_costs_the_others_nothing() -> None:
-    with opened(actors(4), num_workers=1, env_threads=4) as envs:
-        envs.reset(seed=1)
+    with started(actors(4), num_workers=1, env_threads=4) as envs:
         with raises_logged(ArithmeticError):
             envs.step(np.array([0, 1, 0, 0]))
         assert envs.observations[[0, 2, 3], 1].tolist() == [1, 1, 1]
@@ -97,8 +95,7 @@ def test_what_raises_costs_the_others_nothing() -> None:
 
 
 def test_a_worker_that_dies_takes_its_own_along() -> None:
-    with opened(actors(4), num_workers=2, env_threads=2) as envs:
-        envs.reset(seed=1)
+    with started(actors(4), num_workers=2, env_threads=2) as envs:
         with pytest.raises(WorkerDied) as info:
             envs.step(np.array([0, 0, 2, 0]))
         assert info.value.envs == (2, 3)
@@ -107,15 +104,13 @@ def test_a_worker_that_dies_takes_its_own_along() -> None:
 
 
 def test_what_hangs_is_told_and_ended() -> None:
-    with opened(actors(4), num_workers=1, env_threads=4) as envs:
-        envs.reset(seed=1)
+    with started(actors(4), num_workers=1, env_threads=4) as envs:
         envs.step_async(np.array([0, 3, 0, 0]))
         with pytest.raises(StepTimeout) as info:
             envs.step_wait(timeout=0.5)
         assert f'{__file__}", line' in str(info.value), "it says where"
         envs.close(terminate=True)
-    with opened(actors(2), num_workers=1, env_threads=2, on_failure="restart", step_timeout=1.0) as envs:
-        envs.reset(seed=1)
+    with started(actors(2), num_workers=1, env_threads=2, on_failure="restart", step_timeout=1.0) as envs:
         *_, truncations, infos = envs.step(np.array([0, 3]))
         assert truncations.tolist() == infos["restarted"].tolist() == [True, True]
 

@@ -11,7 +11,7 @@ import threading
 
 import numpy as np
 import pytest
-from envs import CounterEnv, RaisingEnv, counters, opened, raises_logged
+from envs import CounterEnv, RaisingEnv, counters, opened, raises_logged, started
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from sampling import each_once
 
@@ -20,12 +20,14 @@ from vecenv.testing import assert_identical
 
 @pytest.mark.parametrize(
     ("num_envs", "num_workers"),
-    [(1, 1), (3, 1), (3, 2), (4, 2), (5, 2), (5, 3), (7, 3), (7, 4), (8, 3), (4, 4)],
+    [(1, 1), (3, 1), (3, 2), (4, 2), (5, 2), (5, 3), (7, 3), (7, 4), (8, 3), (4, 4), (2, 5), (3, None)],
 )
-def test_environments_are_shared_out_in_contiguous_and_even_parts(num_envs: int, num_workers: int) -> None:
+def test_environments_are_shared_out_in_contiguous_and_even_parts(num_envs: int, num_workers: int | None) -> None:
+    """To as many as there are environments at most; ``None`` is one for each."""
     with opened(counters(num_envs), num_workers=num_workers) as envs:
         pids = envs.call("pid")
-        assert len(envs.processes) == num_workers
+        num_workers = min(num_workers or num_envs, num_envs)
+        assert len(envs.processes) == envs.num_workers == num_workers
         assert len(set(pids)) == num_workers
         assert os.getpid() not in pids
         changes = sum(one != other for one, other in itertools.pairwise(pids))
@@ -55,19 +57,6 @@ def test_uneven_shares_give_the_answers_of_sync_vector_env(
     oracle.close()
 
 
-def test_no_more_workers_than_environments_are_started() -> None:
-    with opened(counters(2), num_workers=5) as envs:
-        assert len(envs.processes) == 2
-        assert envs.num_workers == 2
-        assert envs.reset(seed=1)[0][:, 0].tolist() == [0, 1]
-
-
-def test_none_means_one_process_for_each_environment() -> None:
-    with opened(counters(3), num_workers=None) as envs:
-        assert len(envs.processes) == 3
-        assert envs.num_workers == 3
-
-
 def test_zero_means_this_process_and_this_thread() -> None:
     class Where(CounterEnv):
         def thread(self) -> int:
@@ -94,8 +83,7 @@ def test_the_repr_tells_how_many_workers_there_are() -> None:
 
 
 def test_calls_and_frames_come_in_the_order_of_environments() -> None:
-    with opened(counters(5, render_mode="rgb_array"), num_workers=2) as envs:
-        envs.reset(seed=1)
+    with started(counters(5, render_mode="rgb_array"), num_workers=2) as envs:
         assert envs.call("add", 1) == (1, 2, 3, 4, 5)
         assert [int(frame[0, 0, 0]) for frame in envs.render()] == [0, 10, 20, 30, 40]
         envs.set_attr("note", list("abcde"))
@@ -107,8 +95,7 @@ def test_calls_and_frames_come_in_the_order_of_environments() -> None:
 def test_a_failing_environment_does_not_stop_its_siblings_and_is_named_by_its_own_index(bad: int) -> None:
     fns = counters(5, lengths=(9,))
     fns[bad] = functools.partial(RaisingEnv, bad, ValueError("x"), "step", 2)
-    with opened(fns, num_workers=2) as envs:
-        envs.reset(seed=1)
+    with started(fns, num_workers=2) as envs:
         envs.step([0] * 5)
         with raises_logged(ValueError) as (caught, _):
             envs.step([0] * 5)
@@ -122,21 +109,9 @@ def test_a_failing_environment_does_not_stop_its_siblings_and_is_named_by_its_ow
 
 def test_several_failures_in_one_worker_are_all_reported() -> None:
     fns = [functools.partial(RaisingEnv, index, ValueError(f"x{index}"), "step", 1) for index in range(4)]
-    with opened([*counters(1), *fns[1:]], num_workers=1) as envs:
-        envs.reset(seed=1)
+    with started([*counters(1), *fns[1:]], num_workers=1) as envs:
         with raises_logged(ValueError, match="x1", failures=3) as (caught, _):
             envs.step([0] * 4)
         notes = "\n".join(caught.value.__notes__)
         assert [index for index in range(4) if f"env {index}" in notes] == [1, 2, 3]
         envs.reset(seed=1)
-
-
-def test_different_environments_of_one_worker_keep_their_infos_apart() -> None:
-    fns = [functools.partial(CounterEnv, index, lengths=(1 + index,)) for index in range(4)]
-    with opened(fns, num_workers=1) as envs:
-        envs.reset(seed=1)
-        envs.step([0] * 4)
-        infos = envs.step([0] * 4)[4]
-        assert infos["_reset_kwargs"].tolist() == [True, False, False, False]
-        assert infos["_steps"].tolist() == [False, True, True, True]
-        assert infos["steps"].tolist() == [0, 2, 2, 2]

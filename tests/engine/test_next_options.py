@@ -7,9 +7,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from envs import VALUE_ENGINES, counters, describe, opened, raises_logged
-
-engines = pytest.mark.parametrize("engine", VALUE_ENGINES.values(), ids=list(VALUE_ENGINES))
+from envs import Options, counters, describe, opened, raises_logged, started
 
 
 def given(infos: dict[str, Any], row: int) -> Any:
@@ -35,29 +33,23 @@ def of(options: Any, seed: int | None = None) -> str:
 PLAIN = describe({})
 
 
-@engines
 @pytest.mark.parametrize(("mode", "steps"), [("NextStep", 7), ("SameStep", 5)])
-def test_the_next_episode_of_each_row_has_its_own_and_later_ones_none(engine: dict[str, Any], mode: str, steps: int) -> None:
-    with opened(counters(3, lengths=(2,)), autoreset_mode=mode, **engine) as envs:
-        envs.reset(seed=1)
+def test_the_next_episode_of_each_row_has_its_own_and_later_ones_none(engine: Options, mode: str, steps: int) -> None:
+    with started(counters(3, lengths=(2,)), autoreset_mode=mode, **engine) as envs:
         options = [{"level": 1}, None, {"level": 3}]
         envs.set_next_options(options, seed=[None, 5, 6])
         options[0]["level"] = 99  # type: ignore[index]
         assert resets(envs, steps) == [[of({"level": 1}), PLAIN], [of(None, 5), PLAIN], [of({"level": 3}, 6), PLAIN]]
 
 
-@engines
-def test_one_dict_is_for_all_and_an_int_seeds_them_in_order(engine: dict[str, Any]) -> None:
-    with opened(counters(3, lengths=(2,)), **engine) as envs:
-        envs.reset(seed=1)
+def test_one_dict_is_for_all_and_an_int_seeds_them_in_order(engine: Options) -> None:
+    with started(counters(3, lengths=(2,)), **engine) as envs:
         envs.set_next_options({"level": 4}, seed=20)
         assert resets(envs, 3) == [[of({"level": 4}, 20)], [of({"level": 4}, 21)], [of({"level": 4}, 22)]]
 
 
-@engines
-def test_some_rows_are_named_and_the_others_keep_what_they_have(engine: dict[str, Any]) -> None:
-    with opened(counters(3, lengths=(2,)), **engine) as envs:
-        envs.reset(seed=1)
+def test_some_rows_are_named_and_the_others_keep_what_they_have(engine: Options) -> None:
+    with started(counters(3, lengths=(2,)), **engine) as envs:
         envs.set_next_options({"level": 1})
         envs.set_next_options([{"level": 2}, {"level": 0}], env_id=[2, 0])
         envs.reset(options={"level": "reset"})
@@ -67,10 +59,8 @@ def test_some_rows_are_named_and_the_others_keep_what_they_have(engine: dict[str
         assert resets(envs, 3) == [[of({"level": 1})], [PLAIN], [of({"level": 1})]]
 
 
-@engines
-def test_rows_that_come_one_by_one_have_them_too(engine: dict[str, Any]) -> None:
-    with opened(counters(2, lengths=(1,)), **engine) as envs:
-        envs.reset(seed=1)
+def test_rows_that_come_one_by_one_have_them_too(engine: Options) -> None:
+    with started(counters(2, lengths=(1,)), **engine) as envs:
         envs.set_next_options([{"level": 0}, {"level": 1}])
         for _ in range(2):
             envs.send(np.zeros(1, np.int64), [1])
@@ -90,10 +80,8 @@ class Slips(gymnasium.Wrapper[Any, Any, Any, Any]):
         return super().step(action)
 
 
-@engines
-def test_what_failed_forgets_them(engine: dict[str, Any]) -> None:
-    with opened([Slips, counters(2, lengths=(3,))[1]], **engine) as envs:
-        envs.reset(seed=1)
+def test_what_failed_forgets_them(engine: Options) -> None:
+    with started([Slips, counters(2, lengths=(3,))[1]], **engine) as envs:
         envs.set_next_options({"level": 1})
         with raises_logged(ArithmeticError):
             envs.step([1, 0])
@@ -107,10 +95,8 @@ def test_without_autoreset_there_is_no_next_episode() -> None:
         envs.set_next_options({"level": 1})
 
 
-@engines
-def test_a_snapshot_knows_what_the_next_episode_is_given(engine: dict[str, Any]) -> None:
-    with opened(counters(3, lengths=(2,)), **engine) as envs:
-        envs.reset(seed=1)
+def test_a_snapshot_knows_what_the_next_episode_is_given(engine: Options) -> None:
+    with started(counters(3, lengths=(2,)), **engine) as envs:
         envs.set_next_options([{"level": 1}, None, None], seed=[None, 5, None])
         kept = envs.save()
         envs.set_next_options({"level": 9})

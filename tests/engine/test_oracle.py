@@ -127,7 +127,7 @@ def test_all_streams_equal_those_of_sync_vector_env(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "pickled"])
+@pytest.mark.parametrize("shared_memory", [True, False])
 @pytest.mark.parametrize("num_workers", ["0", "2", "None"])
 @settings(few, max_examples=10)
 @given(data=st.data(), vector=vectors(any_spaces, any_spaces), mode=st.sampled_from(AutoresetMode))

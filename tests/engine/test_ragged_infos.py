@@ -6,14 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from envs import VALUE_ENGINES, info_env, opened
-from hypothesis import given
+from envs import Options, info_env, opened
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vecenv.link.infos import add_info
 from vecenv.testing import assert_identical
-
-engines = pytest.mark.parametrize("engine", VALUE_ENGINES.values(), ids=list(VALUE_ENGINES))
 
 
 def stepped(infos: list[dict[str, Any]], **engine: Any) -> dict[str, Any]:
@@ -22,8 +20,7 @@ def stepped(infos: list[dict[str, Any]], **engine: Any) -> dict[str, Any]:
         return envs.step(envs.action_space.sample())[4]
 
 
-@engines
-def test_arrays_of_different_shapes_are_kept_as_they_are(engine: dict[str, Any]) -> None:
+def test_arrays_of_different_shapes_are_kept_as_they_are(engine: Options) -> None:
     infos = [{"actions": np.zeros((2, 3))}, {"actions": np.ones((4, 3))}, {}, {"actions": np.full(1, 7.0)}]
     said = stepped(infos, ragged_infos=True, **engine)
     assert said["actions"].dtype == object
@@ -34,8 +31,7 @@ def test_arrays_of_different_shapes_are_kept_as_they_are(engine: dict[str, Any])
     assert said["actions"][2] is None
 
 
-@engines
-def test_without_it_they_are_an_error_as_in_gymnasium(engine: dict[str, Any]) -> None:
+def test_without_it_they_are_an_error_as_in_gymnasium(engine: Options) -> None:
     with pytest.raises(ValueError, match="broadcast"):
         stepped([{"actions": np.zeros((2, 3))}, {"actions": np.ones((4, 3))}], **engine)
 
@@ -81,6 +77,7 @@ VALUES = st.one_of(
 )  # fmt: skip
 
 
+@settings(deadline=None)
 @given(st.lists(st.dictionaries(st.sampled_from("ab"), VALUES, max_size=2), min_size=1, max_size=5))
 def test_every_value_can_be_had_back(infos: list[dict[str, Any]]) -> None:
     said: dict[str, Any] = {}

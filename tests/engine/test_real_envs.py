@@ -14,12 +14,12 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from envs import NestedDictEnv, opened
+from envs import NestedDictEnv, assert_as_sync, opened
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.wrappers import vector as wrappers
 
-from vecenv.testing import assert_identical, assert_same_trajectory
+from vecenv.testing import assert_identical
 
 
 def make(env_id: str, **kwargs: Any) -> gymnasium.Env:
@@ -55,14 +55,7 @@ SLOW_TO_BUILD = {"Ant-v5", "ALE/Pong-v5"}
     ],
 )
 def test_trajectories_equal_those_of_sync_vector_env(name: str, mode: AutoresetMode) -> None:
-    fns = [ENVS[name]] * 3
-    oracle = SyncVectorEnv(fns, autoreset_mode=mode)
-    with opened(fns, autoreset_mode=mode, num_workers=2) as envs:
-        assert envs.observation_space == oracle.observation_space
-        assert envs.single_action_space == oracle.single_action_space
-        assert envs.metadata == oracle.metadata
-        assert_same_trajectory(envs, oracle, 15 if name in SLOW_TO_BUILD else 60, seed=11)
-    oracle.close()
+    assert_as_sync([ENVS[name]] * 3, 15 if name in SLOW_TO_BUILD else 60, autoreset_mode=mode, num_workers=2)
 
 
 @pytest.mark.parametrize(
@@ -77,11 +70,7 @@ def test_trajectories_equal_those_of_sync_vector_env(name: str, mode: AutoresetM
 )
 @pytest.mark.parametrize("name", ["CartPole-v1", "Blackjack-v1", "Ant-v5", "NestedDict"])
 def test_they_do_in_every_configuration(name: str, options: dict[str, Any]) -> None:
-    fns = [ENVS[name]] * 2
-    oracle = SyncVectorEnv(fns, autoreset_mode="SameStep")
-    with opened(fns, autoreset_mode="SameStep", **options) as envs:
-        assert_same_trajectory(envs, oracle, 15, seed=5)
-    oracle.close()
+    assert_as_sync([ENVS[name]] * 2, 15, autoreset_mode="SameStep", **options)
 
 
 # -- wrappers ------------------------------------------------------------------------------------------------
@@ -223,14 +212,6 @@ def test_record_video_writes_films_that_can_be_read(tmp_path: Path, mode: Autore
     assert films[0].stat().st_size > 1000
 
 
-def test_render_gives_one_frame_for_each_environment() -> None:
-    with opened([real("CartPole-v1", render_mode="rgb_array")] * 3, num_workers=2) as envs:
-        envs.reset(seed=1)
-        frames = envs.render()
-        assert len(frames) == 3
-        assert all(frame.dtype == np.uint8 and frame.ndim == 3 for frame in frames)
-
-
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
 def test_episode_statistics_add_up_over_many_episodes(mode: AutoresetMode) -> None:
     with opened([real("CartPole-v1")] * 4, autoreset_mode=mode, num_workers=2) as inner:
@@ -250,8 +231,4 @@ def test_a_frame_stack_inside_the_workers_works() -> None:
         env = gymnasium.wrappers.GrayscaleObservation(make("ALE/Pong-v5", frameskip=4))
         return gymnasium.wrappers.FrameStackObservation(gymnasium.wrappers.ResizeObservation(env, (84, 84)), 4)
 
-    oracle = SyncVectorEnv([build] * 2)
-    with opened([build] * 2) as envs:
-        assert envs.single_observation_space.shape == (4, 84, 84)
-        assert_same_trajectory(envs, oracle, 5, seed=1)
-    oracle.close()
+    assert_as_sync([build] * 2, 5)

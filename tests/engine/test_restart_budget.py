@@ -12,6 +12,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+from envs import opened
 from gymnasium.spaces import Box, Discrete
 
 import vecenv
@@ -143,14 +144,11 @@ class Stuck(Flaky):
 def test_the_first_line_about_a_hang_says_where(caplog: pytest.LogCaptureFixture) -> None:
     """The log and ``print(record)`` show no more than that line; the stack stands below."""
     kind = {"on_failure": "restart", "restart_limit": 0, "step_timeout": 0.3}
-    envs = vecenv.AsyncVectorEnv([partial(Stuck, 1)] * 2, num_workers=1, **kind)
-    try:
+    with opened([partial(Stuck, 1)] * 2, num_workers=1, **kind) as envs:
         envs.reset(seed=1)
         with pytest.raises(RestartsExhausted) as caught:
             envs.step([0, 0])
         (record,) = envs.errors
-    finally:
-        envs.close()
     line = Stuck.step.__code__.co_firstlineno + 3
     where = f"it hung for more than 0.3 seconds and was killed at test_restart_budget.py:{line} in step"
     assert str(record).endswith(where)

@@ -14,6 +14,7 @@ import gymnasium as gym
 import numpy as np
 import psutil
 import pytest
+from envs import opened
 
 import vecenv
 
@@ -123,8 +124,7 @@ def test_soak_in_a_failing_constructor() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_soak_steps(workers: int) -> None:
     """A million steps: the trainer's memory is flat, and so is every worker's."""
-    envs = vecenv.AsyncVectorEnv([Small] * 8, num_workers=workers, context="fork")
-    try:
+    with opened([Small] * 8, num_workers=workers, context="fork") as envs:
         envs.reset(seed=1)
         pids = [pid for worker in envs._pool.workers if (pid := worker.pid) != os.getpid()] if workers else []
         actions = np.zeros(8, np.int64)
@@ -138,8 +138,6 @@ def test_soak_steps(workers: int) -> None:
         assert [worker.pid for worker in envs._pool.workers if worker.pid != os.getpid()] == pids or not workers
         for pid, samples in series.items():
             assert flat(samples[5:], allowed=2), f"pid {pid}: {[round(size, 1) for size in samples]}"
-    finally:
-        envs.close()
 
 
 @soak
@@ -150,10 +148,7 @@ def test_soak_restarts(tmp_path: Any) -> None:
     def crashing() -> gym.Env:
         return FaultyEnv(Small(), "kill", step=2)
 
-    envs = vecenv.AsyncVectorEnv(
-        [Small, crashing], context="fork", on_failure="restart", restart_limit=10**6, restart_period=1e6
-    )
-    try:
+    with opened([Small, crashing], context="fork", on_failure="restart", restart_limit=10**6, restart_period=1e6) as envs:
         envs.reset(seed=1)
         step(envs, 20)
         before = belongings()
@@ -161,8 +156,6 @@ def test_soak_restarts(tmp_path: Any) -> None:
         assert belongings()["descriptors"] <= before["descriptors"]
         assert belongings()["processes"] <= before["processes"]
         assert belongings()["threads"] <= before["threads"]
-    finally:
-        envs.close()
 
 
 def step(envs: Any, count: int) -> None:

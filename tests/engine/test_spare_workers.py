@@ -255,7 +255,6 @@ def test_what_cannot_be_right_is_refused_by_name() -> None:
         ({"max_concurrency": 1}, "while all the others step"), ({"autoreset_mode": "Disabled"}, "begins by itself"),
         ({"spare_workers": -1}, "from 0 on"), ({"spare_workers": True}, "from 0 on"),
         ({"env_threads": 2}, "one environment"),
-        ({"on_failure": "restart", "restart_from": "snapshot"}, "cannot be saved"),
     ],
 )  # fmt: skip
 def test_options_that_do_not_go_with_it(options: dict[str, Any], words: str) -> None:

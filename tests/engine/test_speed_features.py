@@ -15,17 +15,15 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from envs import SleepingEnv
+from envs import Options, SleepingEnv, assert_as_sync, opened
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode
 
 import vecenv
-from vecenv.planning.options import workers_and_share
-from vecenv.planning.plan import Plan, caller_share, choose, in_batches
-from vecenv.planning.scout import Probe
+from vecenv.planning.plan import Plan, caller_share, choose, in_batches, workers_and_share
+from vecenv.planning.probe import StepTimes
 from vecenv.shm import Tree
 from vecenv.system import cores
-from vecenv.testing.contract import assert_identical
 from vecenv.worker import rows
 
 
@@ -74,36 +72,21 @@ def numbers(count: int, style: str = "regular") -> list[Callable[[], Numbers]]:
 ENGINES = [{"num_workers": 2}, {"num_workers": 0}, {"use_caller": True}, {"use_caller": True, "num_workers": 2}]
 
 
-def assert_same_streams(fns: list[Any], mode: AutoresetMode, steps: int = 14, **engine: Any) -> None:
-    sync = SyncVectorEnv(fns, autoreset_mode=mode)
-    envs: Any = vecenv.AsyncVectorEnv(fns, autoreset_mode=mode, **engine)
-    try:
-        assert_identical(envs.reset(seed=11), sync.reset(seed=11))
-        envs.action_space.seed(3)
-        for step in range(steps):
-            actions = envs.action_space.sample()
-            assert_identical(envs.step(actions), sync.step(actions), f"step {step}")
-    finally:
-        envs.close()
-        sync.close()
-
-
 @pytest.mark.parametrize("engine", ENGINES, ids=str)
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP], ids=str)
 @pytest.mark.parametrize("style", ["regular", "by env", "mixed"])
-def test_infos_are_those_of_sync_vector_env(engine: dict[str, Any], mode: AutoresetMode, style: str) -> None:
-    assert_same_streams(numbers(4, style), mode, **engine)
+def test_infos_are_those_of_sync_vector_env(engine: Options, mode: AutoresetMode, style: str) -> None:
+    assert_as_sync(numbers(4, style), 14, autoreset_mode=mode, **engine)
 
 
 @pytest.mark.parametrize("engine", ENGINES[:2], ids=str)
-def test_infos_that_change_over_time_are_those_of_gymnasium(engine: dict[str, Any]) -> None:
-    assert_same_streams(numbers(3, "over time"), AutoresetMode.NEXT_STEP, **engine)
+def test_infos_that_change_over_time_are_those_of_gymnasium(engine: Options) -> None:
+    assert_as_sync(numbers(3, "over time"), 14, **engine)
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP], ids=str)
 def test_infos_that_repeat_are_not_pickled(mode: AutoresetMode) -> None:
-    envs = vecenv.AsyncVectorEnv(numbers(4), num_workers=2, autoreset_mode=mode)
-    try:
+    with opened(numbers(4), num_workers=2, autoreset_mode=mode) as envs:
         envs.reset(seed=1)
         actions = np.zeros((4, 2), np.float32)
         for _ in range(20):  # every shape of info occurs once: steps, ends of episodes, resets
@@ -112,8 +95,6 @@ def test_infos_that_repeat_are_not_pickled(mode: AutoresetMode) -> None:
         for _ in range(40):
             envs.step(actions)
         assert envs.stats()["bytes_pickled"] == before
-    finally:
-        envs.close()
 
 
 class Painter(gymnasium.Env[Any, Any]):
@@ -142,9 +123,8 @@ class Painter(gymnasium.Env[Any, Any]):
 
 
 @pytest.mark.parametrize("engine", ENGINES[:2], ids=str)
-def test_an_env_may_write_into_its_row(engine: dict[str, Any]) -> None:
-    envs: Any = vecenv.AsyncVectorEnv([Painter] * 3, autoreset_mode=AutoresetMode.SAME_STEP, **engine)
-    try:
+def test_an_env_may_write_into_its_row(engine: Options) -> None:
+    with opened([Painter] * 3, autoreset_mode=AutoresetMode.SAME_STEP, **engine) as envs:
         envs.reset()
         assert envs.get_attr("given") == (True,) * 3
         for t in (1, 2):
@@ -153,22 +133,6 @@ def test_an_env_may_write_into_its_row(engine: dict[str, Any]) -> None:
         assert terminations.all()
         assert (observations == 0).all()
         assert all((final == 3).all() for final in infos["final_obs"])
-    finally:
-        envs.close()
-
-
-def test_without_copy_the_batch_is_the_shared_memory_itself() -> None:
-    envs: Any = vecenv.AsyncVectorEnv([Painter] * 2, num_workers=1, copy=False)
-    try:
-        first, _ = envs.reset()
-        second = envs.step(np.zeros(2, np.int64))[0]
-        assert first is second
-        assert first is envs.observations
-        assert not first.flags.owndata
-        copied = envs.observations.copy()
-    finally:
-        envs.close()
-    np.testing.assert_array_equal(first, copied)  # views outlive the workers
 
 
 class FromElsewhere(Painter):
@@ -185,8 +149,7 @@ class FromElsewhere(Painter):
 
 
 def test_dtypes_that_came_by_pickle_take_the_short_way_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    envs: Any = vecenv.AsyncVectorEnv([FromElsewhere] * 2, num_workers=0)
-    try:
+    with opened([FromElsewhere] * 2, num_workers=0) as envs:
         envs.reset()
         actions = envs.action_space.sample()
         assert actions.dtype is not np.dtype(np.float32), "nothing would be shown"
@@ -194,8 +157,6 @@ def test_dtypes_that_came_by_pickle_take_the_short_way_too(monkeypatch: pytest.M
             monkeypatch.setattr(rows, "_put", lambda k, observation: pytest.fail("the long way to write an observation"))
         monkeypatch.setattr(Tree, "exact", lambda *args: pytest.fail("the long way to stage actions"))
         assert (envs.step(actions)[0] == 1).all()
-    finally:
-        envs.close()
 
 
 # -- plans ----------------------------------------------------------------------------------------------------------
@@ -228,7 +189,7 @@ def test_a_plan_says_what_it_measured_and_why() -> None:
 @pytest.mark.parametrize("num_envs", [1, 2, 64])
 def test_a_choice_is_always_possible(cores: int, step: float, num_envs: int) -> None:
     for waits in (0.0, 0.9):
-        probe = Probe(100, step, step * (1 - waits), step * 2)
+        probe = StepTimes(100, step, step * (1 - waits), step * 2)
         for isolate in (False, True):
             plan = choose(probe, num_envs, cores, isolate=isolate)
             assert 0 <= plan.num_workers <= num_envs
@@ -241,7 +202,7 @@ def test_a_choice_is_always_possible(cores: int, step: float, num_envs: int) -> 
 @pytest.mark.parametrize("cores", [2, 8, 64])
 @pytest.mark.parametrize("step", [1e-6, 5e-6, 2e-5, 1e-4, 5e-4, 1e-2])
 def test_it_isolates_where_that_costs_less_than_a_tenth(step: float, cores: int, num_envs: int) -> None:
-    probed = Probe(100, step, step, step * 2)
+    probed = StepTimes(100, step, step, step * 2)
     free, forced, by_itself = (choose(probed, num_envs, cores, isolate=isolate) for isolate in (False, True, None))
     cost = min(forced.estimates.values()) / min(free.estimates.values())
     in_reach = free.num_workers == 0 or free.use_caller
@@ -264,9 +225,9 @@ def test_whoever_asks_is_isolated() -> None:
 
 
 def test_slow_steps_are_shared_by_all_cores_and_quick_ones_are_not_shared_at_all() -> None:
-    slow = choose(Probe(100, 0.01, 0.01, 0.02), 8, 2)
+    slow = choose(StepTimes(100, 0.01, 0.01, 0.02), 8, 2)
     assert slow.num_workers + slow.use_caller == 2
-    assert choose(Probe(100, 1e-6, 1e-6, 2e-6), 2, 2).num_workers == 0
+    assert choose(StepTimes(100, 1e-6, 1e-6, 2e-6), 2, 2).num_workers == 0
 
 
 @pytest.mark.parametrize(
@@ -274,7 +235,7 @@ def test_slow_steps_are_shared_by_all_cores_and_quick_ones_are_not_shared_at_all
 )
 def test_a_batch_is_shared_only_when_it_takes_longer_than_sharing_it(step: float, num_envs: int, alone: bool) -> None:
     """As measured on two cores: 8 empty steps take 9 us alone and 16 us shared, 8 of CartPole 46 and 34 us."""
-    plan = choose(Probe(100, step, step, step * 2), num_envs, 2)
+    plan = choose(StepTimes(100, step, step, step * 2), num_envs, 2)
     assert (plan.num_workers == 0) == alone
     assert plan.use_caller != alone
 
@@ -284,7 +245,7 @@ def test_sharing_has_to_gain_more_where_the_machine_is_slow_or_its_cores_are_thr
     step = 6.7e-6
 
     def alone(num_envs: int, **machine: float) -> bool:
-        return choose(Probe(100, step, step, step * 2, **machine), num_envs, 2).num_workers == 0
+        return choose(StepTimes(100, step, step, step * 2, **machine), num_envs, 2).num_workers == 0
 
     assert not alone(4)
     assert alone(4, pace=1.2, crowding=1.7)
@@ -355,14 +316,11 @@ def test_seats_leave_the_caller_a_core_and_spin_only_where_they_fit(monkeypatch:
 
 def test_the_callers_own_affinity_is_never_touched() -> None:
     before = os.sched_getaffinity(0)
-    envs = vecenv.AsyncVectorEnv(numbers(2), num_workers=1)
-    try:
+    with opened(numbers(2), num_workers=1) as envs:
         envs.reset()
         for _ in range(200):
             envs.step(np.zeros((2, 2), np.float32))
         assert os.sched_getaffinity(0) == before
-    finally:
-        envs.close()
     assert os.sched_getaffinity(0) == before
 
 
@@ -379,7 +337,7 @@ class Kernel:
         self.now += 1e-6
         return self.now
 
-    def run(self, patience: cores.Patience, seconds: float, lost: float) -> int:
+    def run(self, patience: cores.SpinPolicy, seconds: float, lost: float) -> int:
         """Spin, and step for a millisecond, a share ``lost`` of the time waiting, in turns; how often did it spin?"""
         spins = 0
         for _ in range(int(seconds * 1e3)):
@@ -390,8 +348,8 @@ class Kernel:
 
 
 def test_patience_ends_when_the_core_is_taken_away_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, resting_until = Kernel(monkeypatch), np.zeros(1)
-    patience, other = cores.Patience(1e-2, resting_until), cores.Patience(1e-2, resting_until)
+    kernel, no_spin_until = Kernel(monkeypatch), np.zeros(1)
+    patience, other = cores.SpinPolicy(1e-2, no_spin_until), cores.SpinPolicy(1e-2, no_spin_until)
     assert kernel.run(patience, 1.0, lost=0.2) == 1000
     kernel.run(patience, 0.2, lost=0.5)
     assert patience.rests == 1
@@ -411,23 +369,14 @@ def test_patience_ends_when_the_core_is_taken_away_and_comes_back(monkeypatch: p
 
 def test_a_caller_on_a_workers_core_waits_for_it_by_design(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernel(monkeypatch)
-    assert kernel.run(cores.Patience(1e-2, np.zeros(1), shares=True), 2.0, lost=0.5) == 2000
+    assert kernel.run(cores.SpinPolicy(1e-2, np.zeros(1), shares=True), 2.0, lost=0.5) == 2000
 
 
 def test_patience_gives_up_after_its_time() -> None:
     began = time.perf_counter()
-    assert not cores.Patience(2e-3, np.zeros(1)).spin(lambda timeout: 0)
+    assert not cores.SpinPolicy(2e-3, np.zeros(1)).spin(lambda timeout: 0)
     assert 2e-3 <= time.perf_counter() - began < 20
-    assert not cores.Patience(0.0, np.zeros(1)).spin(lambda timeout: pytest.fail("it must not look at all"))
-
-
-@pytest.mark.linux
-def test_they_spin_as_well_where_the_kernel_does_not_tell_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How they know when to rest: tests/system/test_self_timed_spinning.py."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr(cores, "_cgroup_quota", lambda: None)
-    monkeypatch.setattr(cores, "seconds_waited", lambda: None)
-    assert cores.placements(1) == ([cores.Placement(frozenset({1}), cores.SPIN_SECONDS)], cores.SPIN_SECONDS)
+    assert not cores.SpinPolicy(0.0, np.zeros(1)).spin(lambda timeout: pytest.fail("it must not look at all"))
 
 
 @pytest.mark.parametrize("told", [b"0 0 0\n", b"", b"what?"])
@@ -489,14 +438,11 @@ def test_an_engine_lets_go_of_its_cores_when_others_want_them_and_takes_them_aga
 
 
 def test_stats_are_floats_and_count_what_happened() -> None:
-    envs = vecenv.AsyncVectorEnv(numbers(4), num_workers=2)
-    try:
+    with opened(numbers(4), num_workers=2) as envs:
         envs.reset()
         for _ in range(10):
             envs.step(np.zeros((4, 2), np.float32))
         stats = envs.stats()
-    finally:
-        envs.close()
     assert all(type(value) is float for value in stats.values()), stats
     assert stats["steps"] == 40
     assert stats["resets"] == 4
@@ -508,14 +454,11 @@ def test_stats_are_floats_and_count_what_happened() -> None:
 @pytest.mark.parametrize(("slow", "share"), [(0.03, 0.0), (0.09, 4 / 9)], ids=["all-alike", "one-is-slow"])
 def test_stats_tell_who_is_waited_for(slow: float, share: float) -> None:
     """Two environments that take 30 ms, and one that takes as long or three times as long."""
-    envs = vecenv.AsyncVectorEnv([SleepingEnv] * 3)
-    try:
+    with opened([SleepingEnv] * 3) as envs:
         envs.reset()
         for _ in range(10):
             envs.step(np.array([0.03, slow, 0.03]))
         stats = envs.stats()
-    finally:
-        envs.close()
     assert stats["steps"] == 30
     assert stats["step_time_mean"] == pytest.approx((0.06 + slow) / 3, rel=0.2)
     assert stats["step_time_slowest_env"] == pytest.approx(slow, rel=0.3)
@@ -526,14 +469,11 @@ def test_messages_that_are_not_timed_are_counted_as_if_they_had_been(monkeypatch
     """By a clock that goes on by 10 us whenever somebody looks: every message seems to take as long."""
     ticks = itertools.count()
     monkeypatch.setattr(rows, "clock", lambda: next(ticks) * 1e-5)
-    envs = vecenv.AsyncVectorEnv(numbers(4), num_workers=0)
-    try:
+    with opened(numbers(4), num_workers=0) as envs:
         envs.reset()
         for _ in range(1000):
             envs.step(np.zeros((4, 2), np.float32))
         (told,), (spent,) = envs._driver.batch.worker_steps, envs._driver.batch.worker_time
-    finally:
-        envs.close()
     assert 1000 - 31 <= told / 4 <= 1000
     assert spent == pytest.approx(told / 4 * 1e-5)
     assert next(ticks) < 2 * (1000 / 32 + 2), "as often as all that it looks"
@@ -541,8 +481,7 @@ def test_messages_that_are_not_timed_are_counted_as_if_they_had_been(monkeypatch
 
 @pytest.mark.long
 def test_short_messages_are_counted_and_some_of_them_timed() -> None:
-    envs = vecenv.AsyncVectorEnv(numbers(4), num_workers=2, batch_size=3)
-    try:
+    with opened(numbers(4), num_workers=2, batch_size=3) as envs:
         envs.reset()
         for _ in range(1000):
             envs.step(np.zeros((4, 2), np.float32))
@@ -559,8 +498,6 @@ def test_short_messages_are_counted_and_some_of_them_timed() -> None:
         envs.recv()
         more = float(envs._driver.batch.worker_steps.sum() - told.sum())
         assert 4000 + 2999 <= envs.stats()["steps"] <= 4000 + 3000  # the last one may be out still
-    finally:
-        envs.close()
     assert more == pytest.approx(3000, rel=0.2)
 
 
@@ -580,7 +517,7 @@ def test_short_messages_are_counted_and_some_of_them_timed() -> None:
 def test_what_batch_size_auto_is(
     step: float, cpu: float, num_envs: int, workers: int, cores: int, batch: int, at_once: int | None, why: str
 ) -> None:
-    whole = Plan(num_envs, workers, False, 0, "as asked for", Probe(100, step, cpu, step), cores, {})
+    whole = Plan(num_envs, workers, 0, "as asked for", StepTimes(100, step, cpu, step), cores, {})
     found = in_batches(whole)
     assert (found.batch_size, found.rows_at_once) == (batch, at_once)
     assert why in found.batch_reason
@@ -588,9 +525,9 @@ def test_what_batch_size_auto_is(
 
 
 def test_batch_size_auto_takes_no_share_for_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    probed = Probe(100, 3e-4, 3e-4, 3e-4)
+    probed = StepTimes(100, 3e-4, 3e-4, 3e-4)
     assert choose(probed, 8, 2, isolate=False).use_caller
-    monkeypatch.setattr("vecenv.planning.options.usable_cores", lambda: 2)
+    monkeypatch.setattr("vecenv.planning.plan.usable_cores", lambda: 2)
     workers, share, found = workers_and_share(8, "auto", False, False, lambda: probed, "auto")
     assert (workers, share) == (2, 0)
     assert found is not None

@@ -4,7 +4,6 @@ travel all the same.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 from typing import Any
@@ -12,13 +11,12 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from envs import CounterEnv, counters, opened, raises_logged
+from envs import CounterEnv, assert_as_sync, opened, raises_logged
 from gymnasium.spaces import Box, Discrete
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import SyncVectorEnv
 
-import vecenv
 from vecenv.shm import Layout, fixed_tree
-from vecenv.testing import assert_identical, assert_same_trajectory
+from vecenv.testing import assert_identical
 
 methods = pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
 
@@ -65,43 +63,7 @@ def assert_same_trajectory_of_legal_actions(envs: Any, oracle: Any) -> None:
 @methods
 def test_real_environments_give_the_trajectories_of_sync_vector_env(context: str) -> None:
     fns = [lambda: gymnasium.make("CartPole-v1", max_episode_steps=9)] * 3
-    oracle = SyncVectorEnv(fns, autoreset_mode=AutoresetMode.SAME_STEP)
-    options = {"autoreset_mode": "SameStep", "num_workers": 2}
-    with opened(fns, context=context, copy=False, **options) as envs:
-        assert_same_trajectory(envs, oracle, 30, seed=3)
-    oracle.close()
-
-
-@methods
-def test_an_env_fn_that_raises_in_a_worker_is_reported_and_nothing_is_left(context: str) -> None:
-    here = os.getpid()
-
-    def build() -> gymnasium.Env:
-        if os.getpid() != here:
-            raise RuntimeError("no display")
-        return CounterEnv()
-
-    with pytest.raises(RuntimeError, match="no display") as caught:
-        vecenv.AsyncVectorEnv([build], context=context)
-    assert "env 0" in "\n".join(caught.value.__notes__)
-    assert multiprocessing.active_children() == []
-
-
-@pytest.mark.parametrize("context", ["spawn", "forkserver"])
-def test_an_env_fn_that_cannot_be_pickled_is_named_before_anything_starts(context: str) -> None:
-    import threading
-
-    lock = threading.Lock()
-
-    def build() -> gymnasium.Env:
-        lock.acquire(blocking=False)
-        return CounterEnv()
-
-    with pytest.raises(Exception, match="lock") as caught:
-        vecenv.AsyncVectorEnv([*counters(1), build], context=context)
-    text = str(caught.value) + "\n".join(getattr(caught.value, "__notes__", []))
-    assert "1" in text
-    assert multiprocessing.active_children() == []
+    assert_as_sync(fns, 30, autoreset_mode="SameStep", context=context, copy=False, num_workers=2)
 
 
 def test_a_layout_that_travelled_has_the_dtype_objects_of_numpys_own_arrays() -> None:

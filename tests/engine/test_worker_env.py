@@ -11,10 +11,10 @@ from typing import Any
 
 import gymnasium
 import pytest
-from envs import counters, opened
+from envs import counters, opened, started
 
 import vecenv
-from vecenv.system.variables import named, too_late
+from vecenv.system.spawning import too_late
 
 ANEW = [pytest.param(name, marks=pytest.mark.long) for name in ("spawn", "forkserver")]
 METHODS = pytest.mark.parametrize("context", ["fork", *ANEW])
@@ -35,8 +35,7 @@ def test_each_worker_has_its_own(context: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_worker_that_is_restarted_has_the_same() -> None:
-    with opened(counters(2), on_failure="restart", worker_env={"VECENV_TEST_DEVICE": str}) as envs:
-        envs.reset(seed=1)
+    with started(counters(2), on_failure="restart", worker_env={"VECENV_TEST_DEVICE": str}) as envs:
         os.kill(envs.processes[1].pid, signal.SIGKILL)
         while not envs.stats()["restarts"]:
             envs.step([0, 0])
@@ -67,7 +66,7 @@ def test_auto_takes_processes() -> None:
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
 @pytest.mark.long
 def test_the_main_module_is_imported_with_them(context: str, tmp_path: Path) -> None:
-    """``named`` is why: what ``Process`` is given is unpickled after the main module has been imported."""
+    """``NameWithVariables`` is why: what ``Process`` is given is unpickled after the main module has been imported."""
     (tmp_path / "simulator.py").write_text("""
 import os
 AT_IMPORT = os.environ.get("VECENV_TEST_DEVICE")
@@ -139,4 +138,3 @@ def test_under_fork_what_was_imported_here_has_read_its_own(
     ):
         pass
     assert too_late([{"PYOPENGL_PLATFORM": "glx"}]) == {}
-    assert named("name", {}) == "name"

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,16 @@ import pytest
 
 import vecenv
 
+Launch = Callable[..., Any]
+"""Starts an engine as ``AsyncVectorEnv`` would, with the start method of the test (``launch`` in ``conftest.py``)."""
+
+
 METHODS = [name for name in ("fork", "spawn", "forkserver") if name in multiprocessing.get_all_start_methods()]
 PATIENCE = 20.0
 """Seconds for what takes a tenth of one, or never happens: other programs may have the cores in the meantime."""
 CHEAP = pytest.mark.parametrize("method", [name for name in METHODS if name != "spawn"], indirect=True)
 """For what goes beyond the table, and does not depend on how a worker was started: not once more with new interpreters."""
-LINUX = sys.platform == "linux" and not os.environ.get("VECENV_EMULATE")
-"""Whether the package may use what only Linux has (tests/emulation)."""
+LINUX = sys.platform == "linux"
 TRAINER = Path(__file__).with_name("trainer.py")
 PACKAGE = Path(vecenv.__file__).parents[1]
 FAULTS = [
@@ -78,6 +81,11 @@ def wait_for(path: Path, within: float = 60.0) -> None:
     while not path.exists():
         assert time.monotonic() < deadline, f"{path} did not appear within {within:g} s"
         time.sleep(0.005)
+
+
+def worker_pids(envs: Any) -> list[int]:
+    """Of each worker process, in their order."""
+    return [worker.pid for worker in envs._pool.workers]
 
 
 class Trainer:

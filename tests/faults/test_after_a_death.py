@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,12 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
-from observe import FAULTS
+from observe import FAULTS, Launch
 
 from vecenv.errors import WorkerDied
 
 pytestmark = FAULTS
 
-Launch = Callable[..., Any]
 GO, DIE, RAISE = 0, 1, 2
 COUNT = 4
 ENGINES = {

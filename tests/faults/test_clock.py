@@ -54,8 +54,7 @@ def test_only_monotonic_clocks(path: Path) -> None:
 def test_a_jump_of_the_clock_changes_no_timeout(launch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """An hour forwards, a day back: neither ends a wait early, nor keeps it for ever."""
     envs = launch(crew(2, delay=0.3))
-    ledger = Ledger(2, length=10)
-    ledger.reset(envs.reset(seed=1))
+    ledger = Ledger.of(envs)
     for jump in (3600.0, -86400.0):
         real = time.time  # noqa: TID251 - it is what jumps
         monkeypatch.setattr(time, "time", lambda real=real, jump=jump: real() + jump)

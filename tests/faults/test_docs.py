@@ -13,8 +13,11 @@ ROW = re.compile(r"^\| (\d+)? ?\|(.*)\|(.*)\|(.*)\|(.*)\|$", re.MULTILINE)
 
 
 def defined() -> set[str]:
-    sources = [*HERE.glob("test_*.py"), *HERE.parent.glob("engine/test_[gs]*.py")]
-    return {name for path in sources for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)}
+    return {
+        name
+        for path in HERE.parent.rglob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
+    }
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="an installed package has no docs folder")

@@ -6,23 +6,20 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
-from observe import CHEAP, FAULTS, PATIENCE, names, remaining, report
+from envs import opened
+from observe import CHEAP, FAULTS, PATIENCE, Launch, names, report, worker_pids
 from vandals import Chain, Pause, crew, vandal
 
-import vecenv
 from vecenv.errors import EnvFailed, StepTimeout, WorkerDied
 from vecenv.testing.faulty import WitnessEnv
 
 pytestmark = FAULTS
-
-Launch = Callable[..., Any]
 
 
 class Counts:
@@ -74,29 +71,12 @@ class Counts:
 
 
 @CHEAP
-def test_rows_are_never_shifted(launch: Launch) -> None:
-    """Fast and slow environments, timeouts in between: every row belongs to the environment that it says."""
-    slow = {env: vandal(env, Pause(0.05), {"length": 10**6}, step=range(1, 4 + env)) for env in range(3)}
-    counts = Counts(launch(crew(4, slow, length=10**6), batch_size=2), batch=2)
-    counts.envs.send([1] * 4, [0, 1, 2, 3])
-    late = 0
-    for _ in range(30):
-        try:
-            received = counts.receive(timeout=0.01)
-        except StepTimeout:
-            late += 1
-            continue
-        counts.envs.send([1, 1], counts.check(received))
-    assert late
-
-
-@CHEAP
 @pytest.mark.parametrize("fault", ["raises", "kill"])
 def test_a_failure_is_told_and_the_others_are_kept(launch: Launch, fault: str, tmp_path: Path) -> None:
     """``recv`` raises what the environment raised; the rows of the others are not lost with it."""
     faulty = vandal(3, fault, {"length": 10**6}, step=2, once=tmp_path / "once")
     counts = Counts(launch(crew(4, {3: faulty}, length=10**6), batch_size=1), batch=1)
-    pid = counts.envs._pool.workers[3].pid
+    pid = worker_pids(counts.envs)[3]
     counts.envs.send([1] * 4, [0, 1, 2, 3])
     for _ in range(4):
         counts.check(counts.receive())
@@ -156,26 +136,6 @@ def test_restarts(launch: Launch, fault: str, tmp_path: Path) -> None:
         assert "in sleep" in report(envs.errors[0].error)
 
 
-@CHEAP
-@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "pickled"])
-def test_killed_from_outside(launch: Launch, shared_memory: bool) -> None:
-    """A death between ``send`` and ``recv``, and one between ``recv`` and ``send``."""
-    envs = launch(crew(4, length=10**6), batch_size=4, num_workers=2, on_failure="restart", shared_memory=shared_memory)
-    counts = Counts(envs, batch=4)
-    for moment in ("idle", "in flight"):
-        pid = envs._pool.workers[1].pid
-        if moment == "in flight":
-            os.kill(pid, signal.SIGSTOP)
-            envs.send([1] * 4, [0, 1, 2, 3])
-        os.kill(pid, signal.SIGKILL)
-        assert not remaining([pid], PATIENCE)
-        if moment == "idle":
-            envs.send([1] * 4, [0, 1, 2, 3])
-        assert sorted(counts.check(counts.receive())) == [0, 1, 2, 3]
-        assert sorted(counts.restarted) == [2, 3]
-        counts.go_on(3, [0, 1, 2, 3])
-
-
 @pytest.mark.long
 @CHEAP
 def test_timeout_names_who_is_late(launch: Launch) -> None:
@@ -187,7 +147,7 @@ def test_timeout_names_who_is_late(launch: Launch) -> None:
     with pytest.raises(StepTimeout) as caught:
         counts.receive(timeout=0.3)
     assert time.monotonic() - begun < PATIENCE
-    names(caught.value, env=1, worker=1, pid=envs._pool.workers[1].pid, command="recv|step")
+    names(caught.value, env=1, worker=1, pid=worker_pids(envs)[1], command="recv|step")
     assert re.search("in sleep", report(caught.value))
     begun = time.monotonic()
     envs.close(timeout=0.3)
@@ -232,8 +192,7 @@ class Brittle(gymnasium.Env[Any, Any]):
 @pytest.mark.parametrize("options", [{"num_workers": 1}, {"num_workers": 0}], ids=["one worker", "in process"])
 def test_a_failure_is_told_once_and_later_answers_have_nothing_of_it(options: dict[str, int]) -> None:
     """A worker uses its outcome again as long as there is nothing in it: what was said once is not said with each answer."""
-    envs: Any = vecenv.AsyncVectorEnv([Brittle] * 4, batch_size=1, **options)
-    try:
+    with opened([Brittle] * 4, batch_size=1, **options) as envs:
         envs.reset(seed=1)
         envs.send([1], [0])
         with pytest.raises(ValueError, match="not this one"):
@@ -242,29 +201,23 @@ def test_a_failure_is_told_once_and_later_answers_have_nothing_of_it(options: di
             envs.send([0], [row])
             assert envs.recv()[4]["env_id"].tolist() == [row]
         assert len(envs.errors) == 1
-    finally:
-        envs.close()
 
 
 def test_an_answer_to_a_call_does_not_travel_again_with_every_step() -> None:
-    envs: Any = vecenv.AsyncVectorEnv([Brittle] * 4, num_workers=1)
-    try:
+    with opened([Brittle] * 4, num_workers=1) as envs:
         envs.reset(seed=1)
         assert len(envs.call("__class__")) == 4
         sent = envs.stats()["bytes_pickled"]
         for _ in range(3):
             envs.step([0] * 4)
         assert envs.stats()["bytes_pickled"] == sent
-    finally:
-        envs.close()
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 @pytest.mark.parametrize("noticed", ["by the reset", "by the way"])
 def test_a_row_that_died_with_its_neighbour_waits_for_a_reset_of_its_own(noticed: str) -> None:
     """The neighbour's reset starts their worker anew: both environments are new then, and one of them has no episode."""
-    envs: Any = vecenv.AsyncVectorEnv([Brittle] * 4, num_workers=2, batch_size=1)
-    try:
+    with opened([Brittle] * 4, num_workers=2, batch_size=1) as envs:
         envs.reset(seed=1)
         os.kill(envs.processes[0].pid, signal.SIGKILL)
         envs.processes[0].join()
@@ -286,5 +239,3 @@ def test_a_row_that_died_with_its_neighbour_waits_for_a_reset_of_its_own(noticed
         envs.recv()
         envs.send([0], [1])
         assert envs.recv()[4]["env_id"].tolist() == [1]
-    finally:
-        envs.close()

@@ -12,6 +12,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+from envs import opened
 from observe import FAULTS
 from vandals import crew
 
@@ -44,6 +45,13 @@ LITTLE = {
         "/proc/self/cgroup": "0::/\n",
         "/sys/fs/cgroup/memory.max": "9000000\n",
         "/sys/fs/cgroup/memory.current": "3880000\n",
+    },
+    "group around the own one": {
+        "/proc/meminfo": "MemAvailable:    5000000 kB\n",
+        "/proc/self/cgroup": "0::/outer/inner\n",
+        "/sys/fs/cgroup/outer/inner/memory.max": "max\n",
+        "/sys/fs/cgroup/outer/memory.max": "9000000\n",
+        "/sys/fs/cgroup/outer/memory.current": "3880000\n",
     },
     "cgroup v1": {
         "/proc/meminfo": "MemAvailable:    5000000 kB\n",
@@ -120,8 +128,7 @@ def test_without_memfd(method: str, monkeypatch: pytest.MonkeyPatch, take_stock:
     """The fallback, an unlinked file, does the same."""
     monkeypatch.delattr(os, "memfd_create", raising=False)
     before = take_stock()
-    envs = vecenv.AsyncVectorEnv(crew(2), context=method)
-    try:
+    with opened(crew(2), context=method) as envs:
         envs.reset(seed=1)
         rows = [WitnessEnv.read(row) for row in envs.step([1, 2])[0]]
         assert [(row["witness_id"], row["tick"], row["last_action"]) for row in rows] == [(0, 1, 1), (1, 1, 2)]
@@ -130,5 +137,3 @@ def test_without_memfd(method: str, monkeypatch: pytest.MonkeyPatch, take_stock:
         ours = [line for line in maps.splitlines() if re.search(r"/vecenv-[^/]*$", line)]
         assert ours
         assert all(line.endswith("(deleted)") for line in ours)
-    finally:
-        envs.close()

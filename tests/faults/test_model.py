@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import os
 import re
 import signal
@@ -23,8 +22,9 @@ import numpy as np
 import pytest
 from at_random import AtRandom, ignored
 from at_random import handler as alarmed
-from counting import RAISE, Counting, Drawing, tell
+from counting import DIE, RAISE, Counting, Drawing, tell
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
+from gymnasium.vector import AutoresetMode
 from hypothesis import HealthCheck, Phase, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -64,6 +64,12 @@ CHOICES: dict[str, Setting] = {
         ("caller's share", "caller's share", {}),
         ("one worker", "one worker", {}),
         ("two workers", "batch_size", {}),
+        ("two workers of a fork server", "batch_size", {"context": "forkserver"}),
+        ("same step", "same step", {}),
+        ("same step, restart", "same step", RESTART),
+        ("same step, in process", "in process", {"autoreset_mode": "SameStep"}),
+        ("no autoreset", "batch_size", {"autoreset_mode": "Disabled"}),
+        ("no autoreset, restart", "batch_size", {"autoreset_mode": "Disabled", **RESTART}),
         ("restart", "restart", {}),
         ("max_concurrency", "max_concurrency", {}),
         ("list actions", "list actions", {}),
@@ -75,7 +81,7 @@ CHOICES: dict[str, Setting] = {
         ("generators", "generators", {}),
         ("generators, in process", "generators, in process", {}),
         ("generators, caller's share", "generators, caller's share", {}),
-        ("generators, restart", "generators", {"restart_from": "snapshot", **RESTART}),
+        ("generators, restart", "generators", RESTART),
     ]
 }
 POLLS = [None, 0.0, 30.0]
@@ -83,10 +89,11 @@ COUNTS = {"runs": 0, "moves": 0, "interrupted": 0, "excused": 0}
 
 
 class Row:
-    """One environment and what its row must say; a step after the end of an episode is a reset."""
+    """One environment and what its row must say, with the autoreset mode done by hand."""
 
     def __init__(self, setting: Setting, index: int) -> None:
         self.env: Counting = setting.kind(index, setting.length)
+        self.mode = AutoresetMode(setting.options.get("autoreset_mode", "NextStep"))
         self.done = False
         self.last: Any = None
         self.next_seed: int | None = None  # of the episode that autoreset begins
@@ -98,12 +105,18 @@ class Row:
         self.done = False
         return self.last, 0.0, False, False, info
 
+    def _begin_next(self) -> tuple[Any, ...]:
+        seed, self.next_seed = self.next_seed, None
+        return self.reset(seed)
+
     def step(self, action: Any) -> tuple[Any, ...]:
-        if self.done:
-            seed, self.next_seed = self.next_seed, None
-            return self.reset(seed)
+        if self.done and self.mode is AutoresetMode.NEXT_STEP:
+            return self._begin_next()
         answer = self.env.step(action)
         self.last, self.done = answer[0], answer[2]
+        if self.done and self.mode is AutoresetMode.SAME_STEP:
+            first, *_, info = self._begin_next()
+            return first, *answer[1:4], {**info, "final_obs": answer[0], "final_info": answer[4]}
         return answer
 
 
@@ -119,9 +132,17 @@ def says(answer: tuple[Any, ...], at: int, wanted: tuple[Any, ...], who: str) ->
 
 
 def check_infos(infos: dict[str, Any], at: int, wanted: dict[str, Any], who: str) -> None:
-    here = {key: infos[key][at] for key in infos if not key.startswith("_") and infos[f"_{key}"][at]}
+    here = row_of(infos, at)
     here.pop("env_id", None)
-    assert here == wanted, f"infos of {who}: {here}, wanted {wanted}"
+    final, last = here.pop("final_obs", None), wanted.get("final_obs")
+    assert np.array_equal(final, last), f"{who} ended with {final}, wanted {last}"
+    assert here == {key: value for key, value in wanted.items() if key != "final_obs"}, f"infos of {who}: {here}"
+
+
+def row_of(infos: dict[str, Any], at: int) -> dict[str, Any]:
+    """One row's info out of a dict of arrays with masks."""
+    here = [key for key in infos if not key.startswith("_") and infos[f"_{key}"][at]]
+    return {key: row_of(infos[key], at) if isinstance(infos[key], dict) else infos[key][at] for key in here}
 
 
 class Model:
@@ -137,6 +158,9 @@ class Model:
     def __init__(self, name: str) -> None:
         self.setting = CHOICES[name]
         self.restart = "on_failure" in self.setting.options
+        self.autoresets = self.setting.options.get("autoreset_mode") != "Disabled"
+        if self.setting.options.get("context") == "forkserver":
+            self.setting.open().close()  # its server stays
         self.known = children()
         self.log: list[object] = [name]
         self.tick = 0
@@ -152,6 +176,11 @@ class Model:
         self.armed: list[Interruption] = []
         self.recover()
         self.proved = not self.setting.local
+
+    def close_and_build(self, timeout: float | None, really: bool) -> None:
+        if really:
+            self.close(timeout=timeout)
+            self.open()
 
     def prove(self) -> None:
         """What a trace function raises, and no handler, counts as what an environment says that is being proved."""
@@ -195,13 +224,14 @@ class Model:
             wanted = row.reset(seed + index)[0]
             assert np.array_equal(observations[index], wanted), f"after reset() env {index} says {observations[index]}"
             row.next_seed = None
-        self.envs.set_next_options()  # an environment that failed has forgotten them, and the others have not
+        if self.autoresets:
+            self.envs.set_next_options()  # an environment that failed has forgotten them, and the others have not
         self.owed = None
         self.flying = {}
 
     def all_began(self, infos: dict[str, Any], seed: int, ids: Any) -> None:
         """These rows have begun anew, and nothing of before is told. (``load`` may have changed which row it is.)"""
-        assert {key.removeprefix("_") for key in infos} <= {"resets", "tag", "restarted", "from_snapshot"}, infos
+        assert {key.removeprefix("_") for key in infos} <= {"resets", "tag", "restarted"}, infos
         for index in ids:
             assert infos["resets"][index] == 1
             assert infos["tag"][index].partition(" ")[2] == f"reset {seed + index}.1", infos["tag"][index]
@@ -371,6 +401,9 @@ class Model:
             answer = self.until_done(lambda: envs.set_attr("mark", marks), envs.call_wait, "call")
             assert answer in (None, (None,) * COUNT)
             assert envs.get_attr("mark") == tuple(marks)
+        elif name == "set_next_options" and not self.autoresets:
+            with pytest.raises(ValueError, match="begins no episodes"):
+                envs.set_next_options()
         elif name == "set_next_options":
             seeds = [None if (self.tick + index) % 3 == 0 else self.seed() for index in range(COUNT)]
             for row, seed in zip(self.rows, seeds, strict=True):
@@ -413,6 +446,10 @@ class Model:
             assert np.array_equal(observations[at], then[index].last), f"env {index} was loaded and says {observations[at]}"
 
     def send(self, ids: list[int], numbers: list[int]) -> None:
+        ids = [index for index in ids if index not in self.flying]
+        if not ids:
+            return
+        numbers = numbers[: len(ids)]
         actions, before = self.actions(numbers), in_flight(self.envs)
         while True:
             with self.interruption():
@@ -444,18 +481,32 @@ class Model:
             assert index in self.flying, f"row {index} came and was not on its way"
             says(answer, at, self.flying.pop(index), f"env {index}")
 
-    def fail(self, who: int) -> None:
-        """One environment raises in a step."""
+    def go_wrong(self, numbers: list[int]) -> None:
+        """A step in which some environments raise, and some end their worker with all that it has."""
         self.recover()
-        numbers = [RAISE if index == who else 1 for index in range(COUNT)]
+        if self.setting.local:  # a worker that ends is this process
+            numbers = [RAISE if number == DIE else number for number in numbers]
+        raising = {index for index, number in enumerate(numbers) if number == RAISE}
+        dying = {index for index, number in enumerate(numbers) if number == DIE}
+        lost = {
+            row
+            for worker in range(len(self.worker_pids()))
+            for row in self.rows_of(worker)
+            if dying & {*self.rows_of(worker)}
+        }
         self.remember()
-        wanted = [row.step(self.action_of(1)) for row in self.rows]
+        calm = [1 if index in raising | lost else number for index, number in enumerate(numbers)]
+        wanted = self.stepped(calm)
         if self.restart:
-            self.restarted(self.envs.step(self.actions(numbers)), wanted, {who})
+            self.restarted(self.envs.step(self.actions(numbers)), wanted, raising | lost)
         else:
-            with pytest.raises(ValueError, match="it was told to raise") as raised:
+            with pytest.raises((ValueError, WorkerDied)) as raised:
                 self.envs.step(self.actions(numbers))
-            assert re.search(rf"env {who}\b", brief(raised.value, whole=True))
+            told = brief(raised.value, whole=True)
+            for who in raising - lost:
+                assert re.search(rf"env {who}\b", told), told
+            assert bool(lost) == ("died during step" in told), told
+            assert raising - lost or set(raised.value.envs) == lost, told  # type: ignore[attr-defined]
             with pytest.raises(EnvFailed):
                 self.envs.step(self.actions([1] * COUNT))
         self.recover()
@@ -545,7 +596,8 @@ class Model:
                     if answer[4].get("_restarted", np.zeros(BATCH, bool))[at]:
                         assert index in self.rows_of(victim)
                         assert np.array_equal(answer[4]["final_obs"][at], self.handed[index])
-                        assert np.array_equal(answer[0][at], self.handed[index])
+                        begun = self.setting.options.get("autoreset_mode") == "SameStep"
+                        assert np.array_equal(answer[0][at], self.handed[index]) != begun
                         assert answer[3][at]
                     else:
                         assert index not in self.rows_of(victim)
@@ -603,47 +655,66 @@ class Model:
     def wrong_calls(self) -> None:
         """Calls out of order are refused, and change nothing."""
         envs = self.envs
+        waits = {kind: getattr(envs, f"{kind}_wait") for kind in ("step", "reset", "call")}
         if self.owed is not None:
             for call in (
-                lambda: envs.step_async(self.actions([1] * COUNT)),
-                lambda: envs.get_attr("marks"),
-                envs.save,
-                envs.set_next_options,
-            ):
+                lambda: envs.step_async(self.actions([1] * COUNT)), envs.reset_async, lambda: envs.call_async("tell", "x"),
+                lambda: envs.get_attr("marks"), lambda: envs.set_attr("mark", 1), envs.save, envs.reset,
+            ):  # fmt: skip
                 with pytest.raises(AlreadyPendingCallError):
                     call()
-        else:
-            for wait in (envs.step_wait, envs.reset_wait, envs.call_wait):
-                with pytest.raises(NoAsyncCallError):
-                    wait()
+            del waits[self.owed[0]]
+        for wait in waits.values():
+            with pytest.raises(NoAsyncCallError):
+                wait()
+        with pytest.raises((ValueError, AlreadyPendingCallError)):
+            envs.step(self.actions([1] * (COUNT - 1)))
         if self.flying:
             with pytest.raises(AlreadyPendingCallError):
                 envs.send(self.actions([1]), np.array([next(iter(self.flying))]))
 
 
 NUMBERS = st.lists(st.integers(0, RAISE - 1), min_size=COUNT, max_size=COUNT)
+WRONG = st.lists(st.sampled_from([0, 1, 2, 3, RAISE, RAISE, DIE]), min_size=COUNT, max_size=COUNT).filter(
+    lambda numbers: max(numbers) >= RAISE
+)
+CALLS = ["call", "get_attr", "set_attr", "set_next_options", "exec_func"]
+DISCOVERED = ["step", "call", "reset", "reset of some"]
 SEEDS = st.one_of(st.none(), st.integers(10, 99))
 
 
-def when(condition: Callable[[Any], bool]) -> Callable[[Any], Any]:
-    """A rule that is a move now or nothing.
+def chosen(most: int) -> st.SearchStrategy[list[int]]:
+    """Some rows, in any order."""
+    return st.builds(lambda order, many: order[:many], st.permutations(range(most)), st.integers(1, most))
+
+
+def idle(model: Model) -> bool:
+    return model.owed is None and not model.flying
+
+
+def may_fail(model: Model) -> bool:
+    return idle(model) and not model.armed
+
+
+def may_kill(model: Model) -> bool:
+    return may_fail(model) and not model.setting.local
+
+
+def a_move(name: str, condition: Callable[[Model], Any] = lambda model: True, /, **arguments: Any) -> Any:
+    """A rule that is a move of the model now, or nothing.
 
     Not a precondition: what is owed depends on chance, and what hypothesis draws must not, or it cannot repeat it.
     """
 
-    def decorate(method: Any) -> Any:
-        @functools.wraps(method)
-        def maybe(self: Any, **arguments: Any) -> None:
-            if condition(self):
-                method(self, **arguments)
+    def play(self: Calm, **drawn: Any) -> None:
+        if condition(self.model):
+            self.move(f"{name}({', '.join(map(str, drawn.values()))})", lambda: getattr(self.model, name)(**drawn))
 
-        return maybe
-
-    return decorate
+    return rule(**arguments)(play)
 
 
-def idle(machine: Any) -> bool:
-    return machine.model.owed is None and not machine.model.flying
+WORKER = st.integers(0, COUNT - 1)
+SELDOM = st.sampled_from([False, False, False, True])  # it takes longer than all others
 
 
 class Calm(RuleBasedStateMachine):
@@ -670,106 +741,31 @@ class Calm(RuleBasedStateMachine):
         if model.was_interrupted:
             model.armed = []
 
-    @rule(numbers=NUMBERS)
-    @when(idle)
-    def step(self, numbers: list[int]) -> None:
-        self.move(f"step({numbers})", lambda: self.model.step(numbers))
-
-    @rule(numbers=NUMBERS)
-    @when(idle)
-    def step_async(self, numbers: list[int]) -> None:
-        self.move(f"step_async({numbers})", lambda: self.model.step_async(numbers))
-
-    @rule(seed=SEEDS)
-    @when(lambda self: self.model.owed is None)
-    def reset(self, seed: int | None) -> None:
-        self.move(f"reset({seed})", lambda: self.model.reset(seed, None))
-
-    @rule(seed=SEEDS, mask=st.lists(st.booleans(), min_size=COUNT, max_size=COUNT).filter(any))
-    @when(idle)
-    def reset_some(self, seed: int | None, mask: list[bool]) -> None:
-        self.move(f"reset({seed}, {mask})", lambda: self.model.reset(seed, mask))
-
-    @rule(seed=SEEDS)
-    @when(idle)
-    def reset_async(self, seed: int | None) -> None:
-        self.move(f"reset_async({seed})", lambda: self.model.reset_async(seed))
-
-    @rule(timeout=st.sampled_from(POLLS))
-    @when(lambda self: self.model.owed is not None)
-    def wait(self, timeout: float | None) -> None:
-        self.move(f"wait({timeout})", lambda: self.model.wait(timeout))
-
-    @rule(name=st.sampled_from(["call", "get_attr", "set_attr", "set_next_options", "exec_func"]), begin_only=st.booleans())
-    @when(idle)
-    def call(self, name: str, begin_only: bool) -> None:
-        self.move(f"{name}({begin_only})", lambda: self.model.call(name, begin_only))
-
-    @rule(whole=st.booleans())
-    @when(idle)
-    def save(self, whole: bool) -> None:
-        self.move(f"save({whole})", lambda: self.model.save(whole))
-
-    @rule(which=st.integers(0, 2), chosen=st.permutations(range(COUNT)), many=st.integers(1, COUNT))
-    @when(lambda self: idle(self) and self.model.kept)
-    def load(self, which: int, chosen: list[int], many: int) -> None:
-        self.move(f"load({which}, {chosen[:many]})", lambda: self.model.load(which, chosen[:many]))
-
-    @rule(chosen=st.permutations(range(COUNT)), many=st.integers(1, COUNT), numbers=NUMBERS)
-    @when(lambda self: self.model.owed is None and len(self.model.flying) < COUNT)
-    def send(self, chosen: list[int], many: int, numbers: list[int]) -> None:
-        ids = [index for index in chosen if index not in self.model.flying][:many]
-        self.move(f"send({ids}, {numbers})", lambda: self.model.send(ids, numbers[: len(ids)]))
-
-    @rule(timeout=st.sampled_from(POLLS))
-    @when(lambda self: len(self.model.flying) >= BATCH or (self.model.owed or " ")[0] == "reset")
-    def recv(self, timeout: float | None) -> None:
-        self.move(f"recv({timeout})", lambda: self.model.recv(timeout))
-
-    @rule(who=st.integers(0, COUNT - 1))
-    @when(lambda self: idle(self) and not self.model.armed)
-    def an_environment_raises(self, who: int) -> None:
-        self.move(f"raise in {who}", lambda: self.model.fail(who))
-
-    @rule(which=st.integers(0, COUNT - 1), discovered=st.sampled_from(["step", "call", "reset", "reset of some"]))
-    @when(lambda self: idle(self) and not self.model.armed and not self.model.setting.local)
-    def a_worker_is_killed(self, which: int, discovered: str) -> None:
-        self.move(f"kill {which}, found by {discovered}", lambda: self.model.die(which, discovered))
-
-    @rule(which=st.integers(0, COUNT - 1))
-    @when(lambda self: idle(self) and not self.model.armed and not self.model.setting.local)
-    def a_worker_is_killed_at_work(self, which: int) -> None:
-        self.move(f"kill {which} at work", lambda: self.model.die_at_work(which, abandoned=False))
-
-    @rule(which=st.integers(0, COUNT - 1))
-    @when(lambda self: idle(self) and not self.model.armed and not self.model.setting.local)
-    def a_worker_is_killed_in_flight(self, which: int) -> None:
-        self.move(f"kill {which} in flight", lambda: self.model.die_in_flight(which))
-
-    @rule(which=st.integers(0, COUNT - 1))
-    @when(lambda self: idle(self) and not self.model.setting.local)
-    def a_worker_is_abandoned(self, which: int) -> None:
-        self.move(f"abandon the worker {which}", lambda: self.model.die_at_work(which, abandoned=True))
-
-    @rule(which=st.integers(0, COUNT - 1), numbers=NUMBERS)
-    @when(lambda self: idle(self) and not self.model.setting.local)
-    def a_worker_is_stopped(self, which: int, numbers: list[int]) -> None:
-        self.move(f"stop {which} and go on", lambda: self.model.stop_and_go(which, numbers))
-
-    @rule()
-    def wrong_calls(self) -> None:
-        self.move("wrong calls", self.model.wrong_calls)
-
-    @rule(timeout=st.sampled_from([None, 1.0]), really=st.sampled_from([False, False, False, True]))
-    def close_and_build(self, timeout: float | None, really: bool) -> None:
-        if not really:  # it takes longer than all others
-            return
-
-        def move() -> None:
-            self.model.close(timeout=timeout)
-            self.model.open()
-
-        self.move(f"close({timeout})", move)
+    step = a_move("step", idle, numbers=NUMBERS)
+    step_async = a_move("step_async", idle, numbers=NUMBERS)
+    reset = a_move("reset", lambda model: model.owed is None, seed=SEEDS, mask=st.none())
+    reset_some = a_move("reset", idle, seed=SEEDS, mask=st.lists(st.booleans(), min_size=COUNT, max_size=COUNT).filter(any))
+    reset_async = a_move("reset_async", idle, seed=SEEDS)
+    wait = a_move("wait", lambda model: model.owed is not None, timeout=st.sampled_from(POLLS))
+    call = a_move("call", idle, name=st.sampled_from(CALLS), begin_only=st.booleans())
+    save = a_move("save", idle, whole=st.booleans())
+    load = a_move("load", lambda model: idle(model) and model.kept, which=st.integers(0, 2), ids=chosen(COUNT))
+    send = a_move("send", lambda model: model.owed is None and len(model.flying) < COUNT, ids=chosen(COUNT), numbers=NUMBERS)
+    recv = a_move(
+        "recv", lambda model: len(model.flying) >= BATCH or (model.owed or " ")[0] == "reset", timeout=st.sampled_from(POLLS)
+    )
+    environments_fail = a_move("go_wrong", may_fail, numbers=WRONG)
+    a_worker_is_killed = a_move("die", may_kill, which=WORKER, discovered=st.sampled_from(DISCOVERED))
+    a_worker_is_killed_at_work = a_move("die_at_work", may_kill, which=WORKER, abandoned=st.just(False))
+    a_worker_is_killed_in_flight = a_move("die_in_flight", may_kill, which=WORKER)
+    a_worker_is_abandoned = a_move(
+        "die_at_work", lambda model: idle(model) and not model.setting.local, which=WORKER, abandoned=st.just(True)
+    )
+    a_worker_is_stopped = a_move(
+        "stop_and_go", lambda model: idle(model) and not model.setting.local, which=WORKER, numbers=NUMBERS
+    )
+    wrong_calls = a_move("wrong_calls")
+    close_and_build = a_move("close_and_build", timeout=st.sampled_from([None, 1.0]), really=SELDOM)
 
     @invariant()
     def the_state_is_what_is_owed(self) -> None:
@@ -793,10 +789,11 @@ class Machine(Calm):
         kind=st.sampled_from(["line", "call"]), moment=st.integers(0, 160), again=st.integers(0, 60),
         error=st.sampled_from([KeyboardInterrupt, Stopped]),
     )  # fmt: skip
-    @when(lambda self: not self.model.armed)
     def interrupt_the_next_call(self, kind: str, moment: int, again: int, error: type[BaseException]) -> None:
+        if self.model.armed:
+            return
         if not self.model.proved:
-            if not idle(self):
+            if not idle(self.model):
                 return
             self.move("prove", self.model.prove)
         files = within(self.model.setting)
@@ -805,10 +802,9 @@ class Machine(Calm):
             self.model.armed.append(Interruption(kind, again, Stopped, files))
 
     @rule(delay=st.floats(1e-5, 3e-3), again=st.booleans())
-    @when(lambda self: not self.model.armed)
     def a_timer_goes_off_in_the_next_call(self, delay: float, again: bool) -> None:
         """A real signal, whose handler raises."""
-        self.model.armed = [AtRandom("ALARM", delay), *([AtRandom("ALARM", delay / 3)] if again else [])]
+        self.model.armed = self.model.armed or [AtRandom("ALARM", delay), *([AtRandom("ALARM", delay / 3)] if again else [])]
 
 
 def play(machine: type[Calm], examples: int, moves: int) -> None:

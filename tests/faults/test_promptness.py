@@ -13,6 +13,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from envs import ended
 from observe import FAULTS, PACKAGE
 
 import vecenv
@@ -51,8 +52,7 @@ def test_a_death_is_known_within_a_tenth_of_a_second(num_workers: int) -> None:
     """While the caller waits for the step in which it happens."""
 
     def attempt() -> float:
-        envs = vecenv.AsyncVectorEnv([Sleeps] * 4, num_workers=num_workers)
-        try:
+        with ended([Sleeps] * 4, num_workers=num_workers) as envs:
             envs.reset()
             envs.step_async(np.zeros(4, np.int64))
             for process in envs.processes:
@@ -61,8 +61,6 @@ def test_a_death_is_known_within_a_tenth_of_a_second(num_workers: int) -> None:
             with pytest.raises(vecenv.errors.WorkerDied):
                 envs.step_wait()
             return time.monotonic() - began
-        finally:
-            envs.close(terminate=True)
 
     assert best(attempt, 0.1) < 0.1
 

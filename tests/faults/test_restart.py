@@ -9,30 +9,25 @@ import functools
 import os
 import re
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from observe import CHEAP, FAULTS, alive, report
+from gymnasium.vector import AutoresetMode
+from observe import CHEAP, FAULTS, Launch, alive, report, worker_pids
 from vandals import Chain, Ledger, Obedient, crew, vandal, witness
 
 from vecenv.engine.policy import RestartBudget
 from vecenv.errors import StepTimeout, WorkerDied
+from vecenv.testing import assert_identical
 from vecenv.testing.faulty import FaultyConstructor, FaultyEnv, WitnessEnv
 
 pytestmark = FAULTS
 
-Launch = Callable[..., Any]
 ACTIONS = [1, 2, 3, 4]
 MODES = list(AutoresetMode)
-
-
-def worker_pids(envs: Any) -> list[int]:
-    return [worker.pid for worker in envs._pool.workers]
 
 
 LOST = {  # fault -> the environments that come back new: a raise costs one, a death all of the worker
@@ -58,8 +53,7 @@ def test_a_lost_step_is_a_truncated_episode(launch: Launch, fault: str, tmp_path
     faulty = vandal(3, fault, step=3, once=tmp_path / "once")
     timeout = {"step_timeout": 1.0} if fault == "sleep" else {}
     envs = launch(crew(4, {3: faulty}), num_workers=2, on_failure="restart", **timeout)
-    ledger = Ledger(4, length=10)
-    ledger.reset(envs.reset(seed=7), seeds=[7, 8, 9, 10])
+    ledger = Ledger.of(envs, seed=7)
     for _ in range(2):
         ledger.step(ACTIONS, envs.step(ACTIONS))
     pids = worker_pids(envs)
@@ -94,8 +88,7 @@ def test_restart_in_all_autoreset_modes(
         2: vandal(2, fault, {"length": 4}, reset=2, once=tmp_path / "reset"),
     }
     envs = launch(crew(4, faulty, length=4), on_failure="restart", autoreset_mode=mode, shared_memory=shared_memory)
-    ledger = Ledger(4, length=4, mode=mode)
-    ledger.reset(envs.reset(seed=7), seeds=[7, 8, 9, 10])
+    ledger = Ledger.of(envs, seed=7, length=4, mode=mode)
     restarts = np.zeros(4, dtype=int)
     for _ in range(14):
         answer = envs.step(ACTIONS)
@@ -114,8 +107,7 @@ def test_restart_during_reset(launch: Launch, tmp_path: Path) -> None:
     """A worker that dies in ``reset`` is replaced, and the reset's answer is that of the new one, with its seed."""
     faulty = vandal(1, "kill", reset=2, once=tmp_path / "once")
     envs = launch(crew(2, {1: faulty}), on_failure="restart")
-    ledger = Ledger(2, length=10)
-    ledger.reset(envs.reset(seed=1), seeds=[1, 2])
+    ledger = Ledger.of(envs)
     answer = envs.reset(seed=5)
     assert answer[-1]["_restarted"].tolist() == [False, True]
     ledger.reset(answer, seeds=[5, 6], rebuilt={1})
@@ -127,8 +119,7 @@ def test_restart_during_reset_keeps_seeds_and_options(launch: Launch, tmp_path: 
     """What the caller asked of the reset is asked of the new environments, siblings of the culprit included."""
     faulty = vandal(3, "kill", reset=2, once=tmp_path / "once")
     envs = launch(crew(4, {3: faulty}), num_workers=2, on_failure="restart")
-    ledger = Ledger(4, length=10)
-    ledger.reset(envs.reset(seed=1), seeds=[1, 2, 3, 4])
+    ledger = Ledger.of(envs)
     answer = envs.reset(seed=[50, 60, 70, 80], options={"level": 7})
     assert set(np.flatnonzero(answer[-1]["_restarted"])) == {2, 3}
     ledger.reset(answer, seeds=[50, 60, 70, 80], rebuilt={2, 3})
@@ -149,8 +140,7 @@ def test_restart_during_reset_keeps_each_rows_own_options(launch: Launch, tmp_pa
 def test_killed_while_idle_is_restarted(launch: Launch) -> None:
     """The OOM killer came between two steps."""
     envs = launch(crew(4), num_workers=2, on_failure="restart")
-    ledger = Ledger(4, length=10)
-    ledger.reset(envs.reset(seed=1))
+    ledger = Ledger.of(envs)
     ledger.step(ACTIONS, envs.step(ACTIONS))
     for victim in (1, 0, 1):
         os.kill(worker_pids(envs)[victim], signal.SIGKILL)
@@ -165,8 +155,7 @@ def test_killed_while_idle_is_restarted(launch: Launch) -> None:
 def test_restart_budget(launch: Launch) -> None:
     """A worker that dies again and again: so many restarts and no more; the causes are listed."""
     envs = launch(crew(2, {1: vandal(1, "segfault", step=range(2, 10**6))}), on_failure="restart", restart_limit=3)
-    ledger = Ledger(2, length=10)
-    ledger.reset(envs.reset(seed=1))
+    ledger = Ledger.of(envs)
     restarts: list[bool] = []
 
     def go_on() -> None:
@@ -232,8 +221,7 @@ def test_a_timeout_given_to_wait_restarts_nothing(launch: Launch, tmp_path: Path
     """``step_timeout`` is the engine's limit; a ``timeout`` in a call is the caller's patience; the answer stays owed."""
     faulty = vandal(1, Chain("raises"), step=10**9)
     envs = launch(crew(2, {1: faulty}, delay=0.3), on_failure="restart")
-    ledger = Ledger(2, length=10)
-    ledger.reset(envs.reset(seed=1))
+    ledger = Ledger.of(envs)
     pids = worker_pids(envs)
     envs.step_async([1, 1])
     with pytest.raises(StepTimeout):
@@ -245,42 +233,18 @@ def test_a_timeout_given_to_wait_restarts_nothing(launch: Launch, tmp_path: Path
 # --- determinism --------------------------------------------------------------------------------
 
 
-def trajectory(envs: Any, actions: np.ndarray) -> list[np.ndarray]:
-    """Everything that comes back, as bytes would see it."""
-    seen = [envs.reset(seed=[3, 1, 4, 1])[0].copy()]
-    for row in actions:
-        observations, rewards, terminations, truncations, _ = envs.step(row)
-        seen += [observations.copy(), rewards.copy(), terminations.copy(), truncations.copy()]
-    return seen
-
-
-def cart_poles() -> list[Callable[[], gym.Env]]:
-    return [functools.partial(gym.make, "CartPole-v1")] * 4
-
-
-@pytest.mark.parametrize("workers", [0, 1, 2, None])
-def test_determinism(launch: Launch, workers: int | None) -> None:
-    """The same seeds give the same trajectories for any number of workers and every start method, bit for bit."""
-    actions = np.random.default_rng(0).integers(0, 2, (60, 4))
-    reference = SyncVectorEnv(cart_poles())
-    wanted = trajectory(reference, actions)
-    reference.close()
-    got = trajectory(launch(cart_poles(), num_workers=workers), actions)
-    assert all(np.array_equal(one, other) for one, other in zip(wanted, got, strict=True))
-
-
 def test_determinism_of_restarts(launch: Launch, tmp_path: Path) -> None:
     """A restart takes its seed from the engine's own sequence: the same run, faults included, twice gives the same twice."""
     actions = np.random.default_rng(0).integers(0, 2, (40, 4))
     runs = []
     for run in range(2):
-        env_fns = cart_poles()
+        env_fns: list[Any] = [functools.partial(gym.make, "CartPole-v1")] * 4
         env_fns[2] = functools.partial(_crashing_cart_pole, os.fspath(tmp_path / f"once-{run}"))
         envs = launch(env_fns, num_workers=2, on_failure="restart")
-        runs.append(trajectory(envs, actions))
+        runs.append([envs.reset(seed=[3, 1, 4, 1]), *map(envs.step, actions)])
         assert len(envs.errors) == 1
         envs.close()
-    assert all(np.array_equal(one, other) for one, other in zip(*runs, strict=True))
+    assert_identical(*runs)
 
 
 def _crashing_cart_pole(once: str) -> gym.Env:

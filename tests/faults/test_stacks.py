@@ -13,15 +13,13 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from observe import CHEAP, FAULTS, report, wait_for
+from observe import CHEAP, FAULTS, Launch, report, wait_for, worker_pids
 from vandals import Announce, crew, vandal
 
 from vecenv.engine.handles import ProcessWorker
 from vecenv.errors import StepTimeout
 
 pytestmark = [*FAULTS, pytest.mark.linux]
-
-Launch = Callable[..., Any]
 
 
 class Works(gymnasium.Env[Any, Any]):
@@ -77,27 +75,17 @@ def ask(envs: Any, steps: int, hundredths: int, look: Callable[[], object]) -> N
 
 
 @CHEAP
+@pytest.mark.parametrize(("steps", "hundredths"), [(4, 50), pytest.param(20, 99, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", WORKS)
-def test_a_worker_that_is_asked_for_its_stack_goes_on(launch: Launch, kind: str) -> None:
+def test_a_worker_that_is_asked_for_its_stack_goes_on(launch: Launch, kind: str, steps: int, hundredths: int) -> None:
     """Walking the stacks of threads that run, from within a signal, ends workers by SIGSEGV, once in some hundred times."""
     env_fns, how = WORKS[kind]
     envs = launch(env_fns, **how)
     envs.reset(seed=1)
     stacks: list[str] = []
-    ask(envs, 4, 50, lambda: stacks.append(envs._pool.workers[0].stack()))
+    ask(envs, steps, hundredths, lambda: stacks.append(envs._pool.workers[0].stack()))
     assert any("in step" in stack for stack in stacks), stacks[:3]
-
-
-@pytest.mark.slow
-@CHEAP
-@pytest.mark.parametrize("kind", WORKS)
-def test_a_worker_that_is_asked_a_thousand_times_goes_on(launch: Launch, kind: str) -> None:
-    env_fns, how = WORKS[kind]
-    envs = launch(env_fns, **how)
-    envs.reset(seed=1)
-    asked: list[str] = []
-    ask(envs, 20, 99, lambda: asked.append(envs._pool.workers[0].stack()))
-    assert len(asked) > 500
+    assert len(stacks) > 500 or steps == 4
 
 
 @CHEAP
@@ -117,7 +105,7 @@ def test_a_poll_asks_a_worker_for_nothing(launch: Launch, monkeypatch: pytest.Mo
         except StepTimeout as error:
             assert "envs [0, 1, 2, 3]" in report(error)
             polls += 1
-    assert polls > 100
+    assert polls > 10
     envs.send(np.full(4, 99), range(4))
     while True:
         try:
@@ -139,7 +127,7 @@ def test_the_stack_of_an_old_question_is_no_last_stack(launch: Launch, tmp_path:
     wait_for(tmp_path / "stuck")
     with pytest.raises(StepTimeout, match=f"in {fault}"):
         envs.step_wait(timeout=0.2)
-    os.kill(envs._pool.workers[1].pid, 9)
+    os.kill(worker_pids(envs)[1], 9)
     with pytest.raises(Exception, match="SIGKILL") as caught:
         envs.step_wait()
     assert "last Python stack" not in report(caught.value)

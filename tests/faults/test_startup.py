@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from observe import FAULTS, METHODS, PACKAGE, report
+from observe import FAULTS, METHODS, PACKAGE, Launch, report
 from vandals import crew, witness
 
 import vecenv
@@ -33,8 +33,6 @@ from vecenv.testing.faulty import (
 )
 
 pytestmark = FAULTS
-
-Launch = Callable[..., Any]
 
 
 def patience(method: str) -> float:
@@ -109,26 +107,6 @@ def test_a_fork_that_hangs_beside_threads_is_told_about_forkserver(launch: Launc
         other.join()
 
 
-def test_raises_in_the_parent_unchanged(launch: Launch) -> None:
-    """The environment that is built to learn the spaces raises: exactly that exception, nothing started."""
-    with pytest.raises(ValueError, match="out of order"):
-        launch([FaultyConstructor(witness(0), "raises", everywhere=True)] * 2)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["observation", "action"])
-def test_spaces_differ(launch: Launch, kind: str) -> None:
-    """Which environment, and both spaces."""
-    odd = {"observation": witness(3, width=32), "action": witness(3, num_actions=5)}[kind]
-    with pytest.raises(RuntimeError) as caught:
-        launch(crew(4, {3: odd}), num_workers=2)
-    text = report(caught.value)
-    assert re.search(r"(?i)\benvs?\b[^\n]*\b3\b", text), text
-    wanted, got = {"observation": (r"\(64,\)", r"\(32,\)"), "action": (r"Discrete\(16\)", r"Discrete\(5\)")}[kind]
-    assert re.search(wanted, text), text
-    assert re.search(got, text), text
-
-
 @contextmanager
 def descriptors_left(count: int) -> Iterator[None]:
     """Let this process open about so many more files."""
@@ -155,16 +133,25 @@ def test_fd_limit(launch: Launch, method: str, left: int) -> None:
     assert any(number >= 64 for number in numbers), f"what 32 workers need is not said: {text}"
 
 
-def nested(inner: str) -> list[Callable[[], gym.Env]]:
-    inner_class = {"vecenv": vecenv.AsyncVectorEnv, "gymnasium": gym.vector.AsyncVectorEnv}[inner]
-    return [functools.partial(NestedEnv, functools.partial(inner_class, crew(2), context="fork"))] * 2
-
-
 @pytest.mark.long
+@pytest.mark.parametrize("daemon", [False, True])
 @pytest.mark.parametrize("inner", ["vecenv", "gymnasium"])
-def test_nested(launch: Launch, inner: str) -> None:
-    """An environment may itself be a vector environment with workers of its own."""
-    envs = launch(nested(inner), daemon=False)
+def test_nested(launch: Launch, inner: str, daemon: bool) -> None:
+    """An environment may itself be a vector environment with workers of its own.
+
+    Python allows daemonic processes no children; where that is in the way, the error says what would help.
+    """
+    inner_class = {"vecenv": vecenv.AsyncVectorEnv, "gymnasium": gym.vector.AsyncVectorEnv}[inner]
+    env_fns = [functools.partial(NestedEnv, functools.partial(inner_class, crew(2), context="fork"))] * 2
+    try:
+        envs = launch(env_fns, daemon=daemon)
+    except Exception as error:
+        assert daemon
+        text = report(error)
+        assert "daemonic" in text
+        assert "daemon=False" in text
+        assert re.search(r"\benv 0\b", text)
+        return
     observations, _ = envs.reset(seed=[10, 20])
     assert observations.shape == (2, 2, 64)
     for step in range(1, 4):
@@ -173,22 +160,6 @@ def test_nested(launch: Launch, inner: str) -> None:
         assert ticks == [[step, step], [step, step]]
         assert rewards.tolist() == [2 * (step + step / 1024)] * 2
     envs.close()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("inner", ["vecenv", "gymnasium"])
-def test_nested_in_daemons(launch: Launch, inner: str) -> None:
-    """Python allows daemonic processes no children; where that is in the way, the error says what would help."""
-    try:
-        envs = launch(nested(inner))
-    except Exception as error:
-        text = report(error)
-        assert "daemonic" in text
-        assert "daemon=False" in text
-        assert re.search(r"\benv 0\b", text)
-    else:
-        envs.reset(seed=1)
-        envs.step(np.ones((2, 2), dtype=np.int64))
 
 
 UNGUARDED = {

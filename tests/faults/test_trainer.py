@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from observe import FAULTS, PATIENCE, Trainer, alive, remaining, wait_for
+from observe import FAULTS, PATIENCE, Trainer, alive, remaining, wait_for, worker_pids
 from vandals import crew, vandal
 
 import vecenv
@@ -182,7 +182,7 @@ def test_dropped(method: str, pending: bool) -> None:
     """An engine that nobody refers to any more is ended, and the person is told to close it next time."""
     envs = vecenv.AsyncVectorEnv(crew(2, {1: vandal(1, "sleep", step=1)}), context=method)
     envs.reset(seed=1)
-    pids = [worker.pid for worker in envs._pool.workers]
+    pids = worker_pids(envs)
     gone = weakref.ref(envs)
     if pending:
         envs.step_async([0, 0])

@@ -9,20 +9,18 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
-from observe import CHEAP, FAULTS
+from observe import CHEAP, FAULTS, Launch, worker_pids
 
 from vecenv.engine import watchdog
 from vecenv.errors import StepTimeout
 
 pytestmark = [*FAULTS, pytest.mark.linux]
-
-Launch = Callable[..., Any]
 
 
 class Naps(gymnasium.Env[Any, Any]):
@@ -73,7 +71,7 @@ def test_a_step_that_takes_long_is_told_of_once_and_once_more(launch: Launch, ca
     envs = opened(launch)
     envs.step([0, 0, 600, 0])
     first, second = told(caplog)
-    pid = envs._pool.workers[2].pid
+    pid = worker_pids(envs)[2]
     form = rf"env 2 has been stepping for {{}} s, {PLACE} \(worker 2, pid {pid}\); step_timeout= ends it"
     assert re.fullmatch(form.format(r"\d"), first), first
     assert re.fullmatch(form.format(r"\d"), second), second
@@ -139,8 +137,8 @@ def test_other_requests_are_told_of(launch: Launch, command: str, caplog: pytest
     elif command == "exec_func":
         envs.exec_func(_nap)
     else:
-        os.kill(envs._pool.workers[1].pid, signal.SIGSTOP)
-        threading.Timer(2.5, os.kill, (envs._pool.workers[1].pid, signal.SIGCONT)).start()
+        os.kill(worker_pids(envs)[1], signal.SIGSTOP)
+        threading.Timer(2.5, os.kill, (worker_pids(envs)[1], signal.SIGCONT)).start()
         envs.save()
     lines = told(caplog)
     words = {"reset": "resetting", "save": "busy with save"}.get(command, f"busy with {command}")

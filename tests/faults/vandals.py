@@ -151,6 +151,13 @@ class Ledger:
         self.reborn = [False] * count
         self.lives: set[int] = set()
 
+    @classmethod
+    def of(cls, envs: Any, *, seed: int = 1, **how: Any) -> Ledger:
+        """Reset an engine, and write down what came of that."""
+        ledger = cls(envs.num_envs, **{"length": 10, **how})
+        ledger.reset(envs.reset(seed=seed), seeds=[seed + env for env in range(envs.num_envs)])
+        return ledger
+
     def reset(
         self,
         answer: tuple[Any, dict[str, Any]],

@@ -77,7 +77,7 @@ class Setting:
         return [functools.partial(self.kind, 0 if self.spares else index, self.length) for index in range(self.count)]
 
     def open(self) -> vecenv.AsyncVectorEnv:
-        envs = vecenv.AsyncVectorEnv(self.env_fns(), context="fork", **self.options)
+        envs = vecenv.AsyncVectorEnv(self.env_fns(), **{"context": "fork", **self.options})
         envs._driver.rows_at_once = self.at_once or None
         return envs
 
@@ -101,7 +101,7 @@ SETTINGS = {
     "four workers": Setting({"num_workers": 4}, count=8),
     "same step": Setting({"num_workers": 2, "autoreset_mode": "SameStep"}, length=3),
     "max_concurrency": Setting({"num_workers": 4, "max_concurrency": 2}),
-    "restart": Setting({"num_workers": 2, **RESTART, "restart_from": "snapshot"}, length=5),
+    "restart": Setting({"num_workers": 2, **RESTART}, length=5),
     "list actions": Setting({"num_workers": 2}, listed=True),
     "Text actions": Setting({"num_workers": 2}, kind=Words),
     "Text observations": Setting({"num_workers": 2}, kind=Texts, length=5),

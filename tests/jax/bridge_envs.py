@@ -102,7 +102,7 @@ def faulty(fault: str, count: int = 2) -> list[Callable[[], Faulty]]:
 
 
 class Logged(VectorEnv[Any, Any, Any]):
-    """Writes down who called what, and answers with the number of the call. Nothing ends unless ``episode`` says when."""
+    """Writes down what was called, and answers with the number of the call. Nothing ends unless ``episode`` says when."""
 
     def __init__(self, num_envs: int = 2, size: int = 1, episode: int = 0) -> None:
         self.num_envs = num_envs

@@ -105,10 +105,10 @@ class _GymnaxState(NamedTuple):
     time: Any
 
 
-class OldGymnax:
-    """The interface of gymnax before 1.0: ``done`` includes the time limit."""
+class Gymnax:
+    """The interface of gymnax: the time limit is asked for separately."""
 
-    name = "OldGymnax"
+    name = "Gymnax"
     default_params = _Params()
 
     def action_space(self, params: Any) -> Any:
@@ -121,22 +121,8 @@ class OldGymnax:
         state = _GymnaxState(jax.random.uniform(key), 0)
         return state.x[None], state
 
-    def _moved(self, key: Any, state: Any, action: Any) -> Any:
-        return _GymnaxState(state.x + action + 0.1 * jax.random.normal(key), state.time + 1)
-
     def step_env(self, key: Any, state: Any, action: Any, params: Any) -> Any:
-        state = self._moved(key, state, action)
-        done = (state.x > 3) | (state.time >= params.max_steps_in_episode)
-        return state.x[None], state, state.x, done, {"discount": 1.0}
-
-
-class NewGymnax(OldGymnax):
-    """The interface of gymnax 1.0: the time limit is asked for separately."""
-
-    name = "NewGymnax"
-
-    def step_env(self, key: Any, state: Any, action: Any, params: Any) -> Any:
-        state = self._moved(key, state, action)
+        state = _GymnaxState(state.x + action + 0.1 * jax.random.normal(key), state.time + 1)
         return state.x[None], state, state.x, state.x > 3, {"discount": 1.0}
 
     def is_truncated(self, state: Any, params: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from jax.random import key as new_key
 
 import vecenv.jax as vj
 from vecenv.errors import StaleStateError
-from vecenv.jax.host_call import primitive_problem
+from vecenv.jax.host_call import host_call, primitive_problem
 
 ACTION = np.zeros((2, 1), np.float32)
 
@@ -60,7 +59,7 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from vecenv.jax import host_call
 
     def forget() -> None:
-        sys.modules.pop("vecenv.jax.private", None)
+        host_call.private_parts.cache_clear()
         host_call._primitive.cache_clear()
         host_call.primitive_problem.cache_clear()
 
@@ -93,7 +92,7 @@ def test_a_private_part_of_jax_that_is_gone_is_told_with_the_versions(
         monkeypatch.setattr(place, name, instead)
     versions = rf"jax {re.escape(jax.__version__)} with jaxlib .* tested with jax [\d.]+"
     with pytest.raises(ImportError, match=versions):
-        importlib.import_module("vecenv.jax.private")
+        host_call.private_parts()
     assert host_call.choose_transport("auto") == "io_callback"
     with pytest.raises(RuntimeError, match=versions):
         host_call.choose_transport("primitive")
@@ -106,13 +105,13 @@ def test_private_parts_of_jax_are_named_in_one_module() -> None:
         for file in package.rglob("*.py")
         if re.search(r"jax\._src|DO_NOT_USE|\b(jax|jnp|dtype)\._[a-z]", file.read_text())
     ]
-    assert named == ["private.py"]
+    assert named == ["host_call.py"]
 
 
 @pytest.mark.long
 def test_without_compilation_every_call_is_made_once_and_in_order(env: vj.Bridge) -> None:
     def program(key: Any) -> Any:
-        return jax.lax.scan(lambda state, _: (env.step(state, ACTION), None), env.reset(key), None, length=3)[0]
+        return scanned(env, env.reset(key), 3)
 
     compiled = vj.run(jax.jit(program), new_key(0))
     made = calls(env)
@@ -139,119 +138,91 @@ def test_the_fast_transport_is_chosen_without_compilation_too() -> None:
             env.step(state, ACTION)
 
 
-def test_construction_calls_nothing(env: vj.Bridge) -> None:
-    assert calls(env) == ""
+def scanned(env: vj.Bridge, state: Any, length: int = 5) -> Any:
+    return jax.lax.scan(lambda state, _: (env.step(state, ACTION), None), state, None, length=length)[0]
 
 
-@pytest.mark.long
-def test_tracing_and_compiling_call_nothing(env: vj.Bridge) -> None:
-    state = env.reset(new_key(0))
-    program = jax.jit(env.step)
-    jax.eval_shape(env.step, state, ACTION)
-    program.lower(state, ACTION).compile()
-    assert calls(env) == "R"
-
-
-@pytest.mark.long
-def test_a_step_whose_results_are_unused_is_made(env: vj.Bridge) -> None:
-    state = env.reset(new_key(0))
-
-    @jax.jit
-    def program(state: Any) -> Any:
-        env.step(state, ACTION)
-        return jnp.zeros(())
-
-    program(state)
-    assert calls(env) == "RS"
-
-
-@pytest.mark.long
-def test_a_step_of_which_only_the_count_is_read_is_made(env: vj.Bridge) -> None:
-    steps = jax.jit(lambda state: env.step(state, ACTION).steps)(env.reset(new_key(0)))
-    assert steps.tolist() == [1, 1]
-    assert calls(env) == "RS"
-
-
-def test_a_reset_whose_observations_are_unused_is_made(env: vj.Bridge) -> None:
-    jax.jit(lambda key: env.reset(key).steps)(new_key(0))
-    assert calls(env) == "R"
-
-
-@pytest.mark.long
-def test_the_same_step_twice_is_two_steps(env: vj.Bridge) -> None:
+def twice(env: vj.Bridge, state: Any) -> Any:
     inner = jax.jit(env.step)
+    one = inner(state, ACTION)
+    return one.reward, inner(one, ACTION).reward
 
-    @jax.jit
-    def program(state: Any) -> Any:
-        one = inner(state, ACTION)
-        two = inner(one, ACTION)
-        return one.reward, two.reward
 
-    one, two = program(env.reset(new_key(0)))
-    assert (one[0], two[0]) == (2.0, 3.0)
-    assert calls(env) == "RSS"
+def ordered(env: vj.Bridge, state: Any) -> Any:
+    state = env.step(env.step(state, ACTION), ACTION + 1)
+    return state.obs, env.reset(jax.random.key(1)).obs
+
+
+def sent(env: vj.Bridge, state: Any) -> Any:
+    def body(state: Any, _: Any) -> Any:
+        pending = env.send(state, ACTION)
+        return env.recv(pending), pending.reward
+
+    return jax.lax.scan(body, state, None, length=3)[1]
+
+
+def branch(env: vj.Bridge, state: Any, go: bool) -> Any:
+    return jax.lax.cond(go, lambda s: env.step(s, ACTION), lambda s: s, state).steps
+
+
+def looped(env: vj.Bridge, state: Any) -> Any:
+    return jax.lax.while_loop(lambda s: s.steps[0] < 5, lambda s: env.step(s, ACTION), state).steps
+
+
+def returns(env: vj.Bridge, state: Any) -> Any:
+    """Two rows of rewards 2, 3, 4, 5, and the gradient of their sum by a weight that is no part of the actions."""
+
+    def total(weight: Any) -> Any:
+        action = jax.lax.stop_gradient(jnp.full((2, 1), weight))
+
+        def body(carry: Any, _: Any) -> Any:
+            total, state = carry
+            state = env.step(state, action)
+            return (total + weight * state.reward.sum(), state), None
+
+        return jax.lax.scan(body, (0.0, state), None, length=4)[0][0]
+
+    return jax.value_and_grad(total)(2.0)
+
+
+def constant(env: vj.Bridge, state: Any) -> Any:
+    return jax.grad(lambda w: (w * env.step(state, jnp.full((2, 1), w)).reward).sum())(3.0)
+
+
+def mapped(env: vj.Bridge, state: Any) -> Any:
+    return jax.vmap(lambda weight: weight * env.step(state, ACTION).reward)(jnp.arange(3.0))[2]
+
+
+PROGRAMS: dict[str, tuple[Any, str, Any]] = {
+    # what JAX might do to it: the program, the calls after the reset, what it gives
+    "a step whose results are unused": (lambda env, state: (env.step(state, ACTION), 0)[1], "S", 0),
+    "a step of which only the count is read": (lambda env, state: env.step(state, ACTION).steps, "S", [1, 1]),
+    "a reset whose observations are unused": (lambda env, state: env.reset(new_key(0)).steps, "R", [0, 0]),
+    "the same step twice": (twice, "SS", ([2, 2], [3, 3])),
+    "a scan with a constant action": (lambda env, state: scanned(env, state).steps, "SSSSS", [5, 5]),
+    "... of which only the token is read": (lambda env, state: scanned(env, state).token[1], "SSSSS", 5),
+    "a while loop": (looped, "SSSSS", [5, 5]),
+    "calls in the order of the program": (ordered, "SSR", ([[3], [3]], [[4], [4]])),
+    "a differentiated rollout": (returns, "SSSS", (56, 28)),
+    "an action with a gradient is a constant": (constant, "S", 4),
+    "a branch that is not taken": (lambda env, state: branch(env, state, False), "", [0, 0]),
+    "a branch that is taken": (lambda env, state: branch(env, state, True), "S", [1, 1]),
+    "a map over something else": (mapped, "S", [4, 4]),
+    "send and recv": (sent, "SSS", [[0, 0], [2, 2], [3, 3]]),
+}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("read", ["everything", "token"])
-def test_a_scan_with_a_constant_action_makes_every_step(env: vj.Bridge, read: str) -> None:
-    @jax.jit
-    def program(state: Any) -> Any:
-        last = jax.lax.scan(lambda state, _: (env.step(state, ACTION), None), state, None, length=5)[0]
-        return last if read == "everything" else last.token
-
-    program(env.reset(new_key(0)))
-    assert calls(env) == "RSSSSS"
-
-
-@pytest.mark.long
-def test_a_while_loop_makes_every_step(env: vj.Bridge) -> None:
-    @jax.jit
-    def program(state: Any) -> Any:
-        return jax.lax.while_loop(lambda s: s.steps[0] < 5, lambda s: env.step(s, ACTION), state)
-
-    assert program(env.reset(new_key(0))).steps.tolist() == [5, 5]
-    assert calls(env) == "RSSSSS"
-
-
-@pytest.mark.long
-def test_calls_are_made_in_the_order_of_the_program(env: vj.Bridge) -> None:
-    @jax.jit
-    def program(one: Any, two: Any) -> Any:
-        state = env.reset(one)
-        state = env.step(env.step(state, ACTION), ACTION + 1)
-        return state.obs, env.reset(two).obs
-
-    obs, again = program(new_key(0), jax.random.key(1))
-    assert calls(env) == "RSSR"
-    assert (obs[0, 0], again[0, 0]) == (3.0, 4.0)
-
-
-def _returns(env: vj.Bridge, weight: Any, state: Any) -> Any:
-    action = jax.lax.stop_gradient(jnp.full((2, 1), weight))
-
-    def body(carry: Any, _: Any) -> Any:
-        total, state = carry
-        state = env.step(state, action)
-        return (total + weight * state.reward.sum(), state), None
-
-    return jax.lax.scan(body, (0.0, state), None, length=4)[0][0]
-
-
-@pytest.mark.long
-def test_a_differentiated_rollout_makes_every_step_once(env: vj.Bridge) -> None:
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_call_of_a_program_is_made_once_and_in_order(env: vj.Bridge, name: str) -> None:
+    program, made, wanted = PROGRAMS[name]
+    assert calls(env) == ""  # construction calls nothing
     state = env.reset(new_key(0))
-    value, gradient = jax.jit(jax.value_and_grad(lambda weight: _returns(env, weight, state)))(2.0)
-    assert calls(env) == "RSSSS"
-    assert (value, gradient) == (2.0 * 28.0, 28.0)  # two rows of rewards 2, 3, 4, 5
-
-
-@pytest.mark.long
-def test_an_action_with_a_gradient_is_taken_as_a_constant(env: vj.Bridge) -> None:
-    state = env.reset(new_key(0))
-    gradient = jax.grad(lambda w: (w * env.step(state, jnp.full((2, 1), w)).reward).sum())(3.0)
-    assert calls(env) == "RS"
-    assert gradient == 4.0
+    compiled = jax.jit(lambda state: program(env, state)).lower(state).compile()
+    assert calls(env) == "R"  # nor do tracing and compiling
+    found = compiled(state)
+    assert calls(env) == "R" + made
+    assert jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), found) == wanted
 
 
 def test_a_rematerialised_step_is_refused(env: vj.Bridge) -> None:
@@ -263,16 +234,6 @@ def test_a_rematerialised_step_is_refused(env: vj.Bridge) -> None:
 
 
 @pytest.mark.long
-def test_a_branch_that_is_not_taken_makes_no_call(env: vj.Bridge) -> None:
-    state = env.reset(new_key(0))
-    program = jax.jit(lambda go, state: jax.lax.cond(go, lambda s: env.step(s, ACTION), lambda s: s, state))
-    state = program(False, state)
-    assert calls(env) == "R"
-    program(True, state)
-    assert calls(env) == "RS"
-
-
-@pytest.mark.long
 def test_vmap_without_lanes_is_refused_while_tracing(env: vj.Bridge) -> None:
     state = env.reset(new_key(0))
     many = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), state)
@@ -281,13 +242,6 @@ def test_vmap_without_lanes_is_refused_while_tracing(env: vj.Bridge) -> None:
     with pytest.raises(ValueError, match="lanes=3"):
         jax.jit(jax.vmap(env.reset))(jax.random.split(new_key(0), 3))
     assert calls(env) == "R"
-
-
-@pytest.mark.long
-def test_vmap_over_something_else_is_one_call(env: vj.Bridge) -> None:
-    state = env.reset(new_key(0))
-    jax.vmap(lambda weight: weight * env.step(state, ACTION).reward)(jnp.arange(3.0))
-    assert calls(env) == "RS"
 
 
 @pytest.mark.long
@@ -306,20 +260,19 @@ def test_a_mapped_condition_around_a_step_is_refused(env: vj.Bridge, loop: str) 
     assert calls(env) == "R"
 
 
-@pytest.mark.long
-def test_send_and_recv_are_one_step(env: vj.Bridge) -> None:
-    @jax.jit
-    def program(state: Any) -> Any:
-        def body(state: Any, _: Any) -> Any:
-            pending = env.send(state, ACTION)
-            return env.recv(pending), pending.reward
+def test_large_arguments_arrive_whole(transport: str) -> None:
+    """Also where they are cut into pieces, beyond 32 KiB."""
+    arrived: list[Any] = []
 
-        return jax.lax.scan(body, state, None, length=3)
+    def keep(*arrays: Any) -> list[Any]:
+        arrived.extend(np.array(array) for array in arrays)
+        return [np.zeros((), np.float32)]
 
-    state, before = program(env.reset(new_key(0)))
-    assert calls(env) == "RSSS"
-    assert before[:, 0].tolist() == [0.0, 2.0, 3.0]
-    assert state.reward.tolist() == [4.0, 4.0]
+    large, small = np.arange(40_000, dtype=np.float32).reshape(2, 20_000), np.arange(3)
+    result: Any = jax.ShapeDtypeStruct((), np.float32)
+    jax.block_until_ready(jax.jit(lambda *arrays: host_call(keep, [result], arrays, transport))(large, small))
+    np.testing.assert_array_equal(arrived[0], large)
+    np.testing.assert_array_equal(arrived[1], small)
 
 
 @pytest.mark.long
@@ -346,8 +299,6 @@ def test_a_sharded_program_makes_every_step_once(transport: str) -> None:
 def test_a_host_call_costs_a_fraction_of_an_io_callback() -> None:
     """In a scan over small arrays, side by side; ``bench/bridge_cost.py`` has the microseconds."""
     from jax.experimental import io_callback
-
-    from vecenv.jax.host_call import host_call
 
     array = np.zeros((8, 4), np.float32)
     result: Any = jax.ShapeDtypeStruct(array.shape, array.dtype)

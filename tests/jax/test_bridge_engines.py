@@ -21,7 +21,7 @@ SEED = 0
 
 
 class Engine(Logged):
-    """Somebody's engine, which says what it can do; rows are sent and received."""
+    """An engine of another library, which says what it can do; rows are sent and received."""
 
     def __init__(self, capabilities: Capabilities | None, mode: AutoresetMode = AutoresetMode.DISABLED) -> None:
         super().__init__(3)
@@ -70,10 +70,10 @@ def test_some_rows_are_sent_only_to_engines_that_say_they_can(capabilities: Capa
     envs = Engine(capabilities)
     requests = Requests(envs, 1.0)
     rows = np.array([0, 2])
-    requests.begin_some(rows, np.zeros((3, 1), np.float32), np.zeros((2, 1), np.float32))
-    answered, _ = requests.finish_some()
+    requests.begin(np.zeros((3, 1), np.float32), rows, np.zeros((2, 1), np.float32))
+    answered, _ = requests.finish()
     assert envs.log == log
-    assert (answered is None) == (log == ["S"])
+    assert answered.tolist() == ([0, 1, 2] if log == ["S"] else [0, 2])
 
 
 @pytest.mark.long
@@ -94,7 +94,7 @@ def test_engines_that_say_they_run_jax_are_refused() -> None:
 
 
 class Fixed(vecenv.AsyncVectorEnv[Any, Any]):
-    """Nobody assigns its batch size."""
+    """Refuses an assignment of its batch size."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         assert name != "batch_size" or "batch_size" not in self.__dict__
@@ -116,44 +116,21 @@ def test_only_rows_whose_episodes_go_on_are_stepped_whatever_the_batch_size(batc
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", ["Disabled", "NextStep"])
-def test_a_reset_after_an_answer_that_did_not_come_waits_for_it_first(mode: str) -> None:
-    hang = vecenv.AsyncVectorEnv(faulty("hang"), num_workers=2, context="forkserver", autoreset_mode=mode)
-    with vj.bridge(hang, timeout=0.3) as env:
-        action = jnp.zeros(2, jnp.int32)
-        state = env.step(env.step(env.reset(jax.random.key(SEED)), action), action)
-        with pytest.raises(StepTimeout):
-            env.step(state, action)
-        with pytest.raises(StepTimeout):
-            env.reset(jax.random.key(SEED))
-        env._host._requests.timeout = 60.0
-        env.step(env.reset(jax.random.key(SEED)), action)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mode", ["Disabled", "NextStep"])
-def test_the_engine_says_after_what_time_a_step_hangs(mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "engines", "given"),
+    [("Disabled", 0.3, {}), ("NextStep", 0.3, {}), ("NextStep", 200, {"timeout": 0.3}), ("Disabled", 200, {"timeout": 0.3})],
+)
+def test_a_step_hangs_after_the_timeout_that_is_given_or_else_the_engines(mode: str, engines: Any, given: Any) -> None:
     """In a step, and in the reset after it, which waits once more for what is still pending."""
     fns = faulty("stuck")
-    hang = vecenv.AsyncVectorEnv(fns, num_workers=2, context="forkserver", autoreset_mode=mode, step_timeout=0.3)
-    with vj.bridge(hang) as env:
+    hang = vecenv.AsyncVectorEnv(fns, num_workers=2, context="forkserver", autoreset_mode=mode, step_timeout=engines)
+    with vj.bridge(hang, **given) as env:
         action = jnp.zeros(2, jnp.int32)
         state = env.step(env.step(env.reset(jax.random.key(SEED)), action), action)
         with pytest.raises(StepTimeout, match=r"0\.3 second"):
             env.step(state, action)
         with pytest.raises(StepTimeout, match=r"0\.3 second"):
             env.reset(jax.random.key(SEED))
-        hang.close(terminate=True)
-
-
-@pytest.mark.long
-def test_a_timeout_that_is_given_goes_before_the_engines() -> None:
-    hang = vecenv.AsyncVectorEnv(faulty("stuck"), num_workers=2, context="forkserver", step_timeout=200)
-    with vj.bridge(hang, timeout=0.3) as env:
-        action = jnp.zeros(2, jnp.int32)
-        state = env.step(env.step(env.reset(jax.random.key(SEED)), action), action)
-        with pytest.raises(StepTimeout, match=r"0\.3 second"):
-            env.step(state, action)
         hang.close(terminate=True)
 
 

@@ -111,29 +111,25 @@ def test_lanes_may_be_axes_of_nested_maps(transport: str) -> None:
 
 
 @pytest.mark.long
-def test_wrong_use_of_lanes_is_refused() -> None:
-    with vj.bridge(Logged(6), lanes=3) as env:
-        with pytest.raises(ValueError, match=r"must be called under jax.vmap over 3 lanes"):
-            env.reset(three_keys()[0])
-        with pytest.raises(ValueError, match=r"must be called under jax.vmap over 3 lanes"):
-            jax.jit(env.reset)(three_keys()[0])
-        with pytest.raises(ValueError, match=r"lanes=3; it is called under jax.vmap over 2"):
-            jax.vmap(env.reset)(three_keys()[:2])
-        with pytest.raises(ValueError, match=r"lanes=3; it is called under jax.vmap over 4 times 3"):
-            jax.vmap(jax.vmap(env.reset))(jax.random.split(three_keys()[0], (4, 3)))
-        state = jax.vmap(env.reset)(three_keys())
-        with pytest.raises(ValueError, match=r"under jax.vmap over the lanes"):
-            env.step(state, jnp.zeros((2, 1)))
-        assert env.envs.calls == "R"
-
-
-@pytest.mark.long
-def test_more_lanes_than_were_made_are_refused_and_the_error_says_how_to_have_them() -> None:
+def test_wrong_use_of_lanes_is_refused_and_the_error_says_how_to_have_them() -> None:
     keys = jax.random.split(jax.random.key(3), 6)
-    with vj.bridge(SyncVectorEnv(tracks(6)), lanes=3) as env:
-        advice = r"lanes=3; it is called under jax.vmap over 6. For 6 lanes of 2, make 12 .* bridge\(\.\.\., lanes=6\)"
-        with pytest.raises(ValueError, match=advice):
-            jax.vmap(env.reset)(keys)
-        assert jax.vmap(env.reset)(keys[:3]).obs.shape[:2] == (3, 2)  # the bridge is as it was
+    make = r" For 6 lanes of 2, make 12 .* bridge\(\.\.\., lanes=6\)"
+    wrong = {  # how it is called -> what the error says
+        r"must be called under jax.vmap over 3 lanes": (lambda env: env.reset, keys[0]),
+        r"must be called under jax.vmap over 3 lanes\.": (lambda env: jax.jit(env.reset), keys[0]),
+        r"lanes=3; it is called under jax.vmap over 2": (lambda env: jax.vmap(env.reset), keys[:2]),
+        r"lanes=3; it is called under jax.vmap over 4 times 3": (
+            lambda env: jax.vmap(jax.vmap(env.reset)), jax.random.split(keys[0], (4, 3)),
+        ),
+        rf"lanes=3; it is called under jax.vmap over 6\.{make}": (lambda env: jax.vmap(env.reset), keys),
+    }  # fmt: skip
+    with vj.bridge(Logged(6), lanes=3) as env:
+        for words, (call, argument) in wrong.items():
+            with pytest.raises(ValueError, match=words):
+                call(env)(argument)
+        states = jax.vmap(env.reset)(keys[:3])  # the bridge is as it was
+        with pytest.raises(ValueError, match=r"under jax.vmap over the lanes"):
+            env.step(states, jnp.zeros((2, 1)))
+        assert env.envs.calls == "R"
     with vj.bridge(SyncVectorEnv(tracks(12)), lanes=6) as env:  # as the error said
         assert jax.vmap(env.reset)(keys).obs.shape[:2] == (6, 2)

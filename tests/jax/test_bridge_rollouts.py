@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -16,7 +17,6 @@ import vecenv
 import vecenv.jax as vj
 
 N, T = 4, 15
-MODES = list(AutoresetMode)
 
 
 @pytest.fixture(params=["primitive", "io_callback"])
@@ -42,122 +42,6 @@ def still(env: vj.Bridge) -> Any:
     return vj.stateless(lambda params, obs, key: (jnp.zeros((env.num_envs, 1)) + params, {}))
 
 
-def plain_loop(mode: AutoresetMode, count: int = N) -> list[Any]:
-    """``(obs, action, reward, terminated, truncated, infos, next obs)`` of ``SyncVectorEnv`` alone, under the same keys."""
-    envs = SyncVectorEnv(tracks(count), autoreset_mode=mode)
-    obs, _ = envs.reset(seed=[int(word) >> 1 for word in jax.random.bits(new_key(7), (count,), jnp.uint32)])
-    rows = []
-    for t in range(T):
-        _, action, _ = policy(1, (), jnp.asarray(obs), None, jax.random.fold_in(new_key(8), t))
-        before = obs.copy()
-        obs, reward, terminated, truncated, infos = envs.step(np.asarray(action))
-        rows.append((before, np.asarray(action), reward, terminated, truncated, infos, obs.copy()))
-    envs.close()
-    return rows
-
-
-def first_episodes(mode: AutoresetMode) -> list[tuple[float, int]]:
-    """Return and length of each row's first episode, which is the same in all modes."""
-    # Under DISABLED, SyncVectorEnv refuses to step while one row has ended.
-    rows, found = plain_loop(AutoresetMode.NEXT_STEP if mode is AutoresetMode.DISABLED else mode), []
-    for i in range(N):
-        rewards: list[float] = []
-        for _, _, reward, terminated, truncated, _, _ in rows:
-            rewards.append(float(reward[i]))
-            if terminated[i] or truncated[i]:
-                break
-        found.append((sum(rewards), len(rewards)))
-    return found
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-def test_a_rollout_is_a_plain_loop(transport: str, mode: AutoresetMode) -> None:
-    envs = SyncVectorEnv(tracks(N), autoreset_mode=mode)
-    with vj.bridge(envs, {"left": np.int32}, transport=transport) as env:
-
-        @jax.jit
-        def run(key: Any) -> Any:
-            return vj.rollout(env, policy, 1, env.reset(key), (), new_key(8), T, ("steps", "left"))[0]
-
-        found = run(new_key(7))
-    over = np.zeros(N, bool)
-    for t, (obs, action, reward, terminated, truncated, infos, after) in enumerate(plain_loop(mode)):
-        reset = over if mode is AutoresetMode.NEXT_STEP else np.zeros(N, bool)
-        over = terminated | truncated
-        if mode is AutoresetMode.SAME_STEP and over.any():
-            after[over] = np.stack(list(infos["final_obs"][over]))
-        np.testing.assert_array_equal(found.obs[t], obs)
-        np.testing.assert_array_equal(found.policy_extras["seen"][t], obs[:, 0])
-        np.testing.assert_array_equal(found.action[t], action)
-        np.testing.assert_allclose(found.reward[t], reward, rtol=1e-6)
-        np.testing.assert_array_equal(found.terminated[t], terminated)
-        np.testing.assert_array_equal(found.truncated[t], truncated)
-        np.testing.assert_array_equal(found.next_obs[t], after)
-        np.testing.assert_array_equal(found.valid[t], ~reset)
-        if mode is AutoresetMode.NEXT_STEP:
-            np.testing.assert_array_equal(np.asarray(found.env_extras["left"][t])[~reset], infos["left"][~reset])
-    assert found.terminated.any()
-    assert found.truncated.any()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-def test_a_recurrent_policy_forgets_where_an_episode_begins(mode: AutoresetMode) -> None:
-    with vj.bridge(SyncVectorEnv(tracks(N), autoreset_mode=mode)) as env:
-        found = jax.jit(
-            lambda key: vj.rollout(env, counting, (), env.reset(key), jnp.full(N, 9, jnp.int32), new_key(8), T, ("steps",))[
-                0
-            ]
-        )(new_key(7))
-    memory, valid = np.asarray(found.policy_extras["memory"]), np.asarray(found.valid)
-    ended = np.asarray(found.terminated | found.truncated)
-    expected = np.zeros(N, int)
-    for t in range(T):
-        expected = np.where(found.first[t], 1, expected + 1)
-        np.testing.assert_array_equal(memory[t][valid[t]], expected[valid[t]])
-    steps = np.asarray(found.env_extras["steps"])
-    if mode is AutoresetMode.NEXT_STEP:
-        np.testing.assert_array_equal(memory[valid], steps[valid])
-    else:
-        assert (memory[1:][ended[:-1]] == 1).all()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mode", MODES)
-def test_evaluations_agree_with_a_plain_loop_and_make_no_step_too_many(transport: str, mode: AutoresetMode) -> None:
-    wanted = first_episodes(mode)
-    longest = max(length for _, length in wanted)
-    with vj.bridge(SyncVectorEnv(tracks(N), autoreset_mode=mode), transport=transport) as env:
-        whole = jax.jit(lambda key: vj.eval_rollout_episode(env, policy, 1, env.reset(key), (), new_key(8), T))
-        fast = jax.jit(lambda key: vj.fast_eval_rollout_episode(env, policy, 1, env.reset(key), (), new_key(8), T))
-        trajectory, metrics, state = whole(new_key(7))
-        quick, quick_state = fast(new_key(7))
-    assert int(metrics.env_steps) == int(quick.env_steps) == longest < T
-    assert state.token[1] == quick_state.token[1] == longest  # the calls since the reset
-    for found in (metrics, quick):
-        np.testing.assert_allclose(found.episode_return, [total for total, _ in wanted], rtol=1e-5)
-        assert found.episode_length.tolist() == [length for _, length in wanted]
-        assert found.finished.all()
-    for i, (_, length) in enumerate(wanted):
-        assert trajectory.valid[:, i].tolist() == [t < length for t in range(T)]
-    np.testing.assert_allclose(trajectory.reward.sum(0), metrics.episode_return, rtol=1e-5)
-
-
-@pytest.mark.long
-def test_the_same_environments_serve_evaluation_after_evaluation(transport: str) -> None:
-    with vj.bridge(SyncVectorEnv(tracks(N)), transport=transport) as env:
-        many = 2 * N + 1
-        evaluate = jax.jit(
-            lambda key: vj.fast_eval_rollout_episode(env, policy, 1, env.reset(key), (), new_key(8), T, many)[0]
-        )
-        first, again = evaluate(new_key(7)), evaluate(new_key(7))
-    assert first.finished.tolist() == [True] * many
-    jax.tree.map(np.testing.assert_array_equal, first, again)
-    wanted = [total for total, _ in first_episodes(AutoresetMode.NEXT_STEP)]
-    np.testing.assert_allclose(first.episode_return[:N], wanted, rtol=1e-5)
-
-
 @pytest.mark.long
 def test_how_often_an_environment_is_called(transport: str) -> None:
     def after_reset(run: Any, episode: int = 0) -> str:
@@ -173,24 +57,9 @@ def test_how_often_an_environment_is_called(transport: str) -> None:
     assert after_reset(rollout) == "S" * 6
     assert after_reset(lambda *args: vj.eval_rollout_episode(*args, 6)) == "S" * 6
     assert after_reset(lambda *args: vj.eval_rollout_episode(*args, 6), episode=3) == "S" * 3
-    assert after_reset(lambda *args: vj.eval_rollout_episode(*args, 6, early_stop=False), episode=3) == "S" * 6
     assert after_reset(lambda *args: vj.fast_eval_rollout_episode(*args, 6)) == "S" * 6
     assert after_reset(lambda *args: vj.fast_eval_rollout_episode(*args, 6), episode=3) == "S" * 3
     assert after_reset(lambda *args: vj.fast_eval_rollout_episode(*args, 6, 4), episode=3) == "S" * 7  # one of them resets
-    assert after_reset(lambda *args: vj.fast_eval_rollout_episode(*args, 6, early_stop=False), episode=3) == "S" * 6
-
-
-@pytest.mark.long
-def test_a_gradient_of_a_rollout_steps_once(transport: str) -> None:
-    with vj.bridge(Logged(), transport=transport) as env:
-
-        def loss(weight: Any, state: Any) -> Any:
-            trajectory, state, _ = vj.rollout(env, still(env), weight, state, (), new_key(8), 5)
-            return weight * trajectory.reward.sum(), state
-
-        gradient, _ = jax.jit(jax.grad(loss, has_aux=True))(1.0, env.reset(new_key(7)))
-        assert env.envs.calls == "R" + "S" * 5
-        assert float(gradient) == 2 * sum(range(2, 7))
 
 
 @pytest.mark.long
@@ -199,9 +68,9 @@ def test_evaluations_in_lanes_are_those_of_each_lane_alone(transport: str) -> No
 
     def both(env: vj.Bridge, key: Any, scale: Any) -> Any:
         args = (env, policy, scale, env.reset(key), (), new_key(8), T)
-        fast, state = vj.fast_eval_rollout_episode(*args, early_stop=False)
-        whole, _ = vj.eval_rollout_episode(env, policy, scale, env.reset(key), (), new_key(8), T, early_stop=False)[1:]
-        return fast, whole, state.steps
+        fast = dataclasses.replace(vj.fast_eval_rollout_episode(*args)[0], env_steps=0)  # the lanes stop together
+        whole = vj.eval_rollout_episode(env, policy, scale, env.reset(key), (), new_key(8), T)[1]
+        return fast, dataclasses.replace(whole, env_steps=0)
 
     with vj.bridge(SyncVectorEnv(tracks(2 * N)), transport=transport, lanes=2) as env:
         together = jax.jit(jax.vmap(lambda key, scale: both(env, key, scale)))(keys, scales)
@@ -226,21 +95,6 @@ def test_evaluations_in_lanes_stop_when_the_last_lane_is_ready(transport: str) -
     assert fast.finished.all()
     assert whole.finished.all()
     assert steps.tolist() == [[3, 3]] * 2
-
-
-@pytest.mark.long
-def test_more_episodes_than_rows_by_repeated_resets_where_nothing_resets_itself(transport: str) -> None:
-    with vj.bridge(SyncVectorEnv(tracks(N), autoreset_mode=AutoresetMode.DISABLED), transport=transport) as env:
-        many = 2 * N + 1
-        metrics, state = jax.jit(
-            lambda key: vj.fast_eval_rollout_episode(env, policy, 1, env.reset(key), (), new_key(8), T, many)
-        )(new_key(7))
-        assert state.done.all()
-    assert metrics.finished.tolist() == [True] * many
-    wanted = first_episodes(AutoresetMode.NEXT_STEP)
-    np.testing.assert_allclose(metrics.episode_return[:N], [total for total, _ in wanted], rtol=1e-5)
-    assert metrics.episode_length[:N].tolist() == [length for _, length in wanted]
-    assert len(set(np.asarray(metrics.episode_return).tolist())) > N  # later rounds begin elsewhere
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -13,6 +13,7 @@ import pytest
 from bridge_envs import SPACES, leaves, tracks
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from jax.random import key as new_key
+from sampling import each_pair
 
 import vecenv
 import vecenv.jax as vj
@@ -59,30 +60,22 @@ def expected(fns: Any, mode: AutoresetMode, actions: list[Any]) -> Iterator[dict
     """The plain loop, with the masks and counts of EnvState worked out row by row."""
     envs = SyncVectorEnv(fns, autoreset_mode=mode)
     disabled = mode is AutoresetMode.DISABLED
-    obs, _ = envs.reset(seed=seeds_of(new_key(7)))
+    obs_leaves = leaves(envs.reset(seed=seeds_of(new_key(7)))[0])
     over, terminated, truncated = np.zeros(N, bool), np.zeros(N, bool), np.zeros(N, bool)
     length, total, last_length, last_total = np.zeros(N, int), np.zeros(N), np.zeros(N, int), np.zeros(N)
     for action in actions:
-        before, held = over.copy(), [leaf.copy() for leaf in leaves(obs)]
+        before = over.copy()
         if disabled:  # step by hand those that go on
-            rows = list(gym.vector.utils.iterate(envs.action_space, action))
-            made = [None if over[i] else envs.envs[i].step(rows[i]) for i in range(N)]
-            reward = np.array([0.0 if one is None else one[1] for one in made])
-            for i, one in enumerate(made):
-                if one is not None:
-                    terminated[i], truncated[i] = one[2:4]
-            new = [leaf.copy() for leaf in held]
-            for i, one in enumerate(made):
-                if one is not None:
-                    for leaf, value in zip(new, leaves(one[0]), strict=True):
-                        leaf[i] = value
-            successor = obs_leaves = new
-            infos = {}
-            obs = new[0] if len(new) == 1 else tuple(new)
+            rows, infos, reward = list(gym.vector.utils.iterate(envs.action_space, action)), {}, np.zeros(N)
+            obs_leaves = [leaf.copy() for leaf in obs_leaves]
+            for i in np.flatnonzero(~over):
+                one, reward[i], terminated[i], truncated[i], _ = envs.envs[i].step(rows[i])
+                for leaf, value in zip(obs_leaves, leaves(one), strict=True):
+                    leaf[i] = value
         else:
             obs, reward, terminated, truncated, infos = envs.step(action)
             obs_leaves = [leaf.copy() for leaf in leaves(obs)]
-            successor = [leaf.copy() for leaf in obs_leaves]
+        successor = [leaf.copy() for leaf in obs_leaves]
         over = terminated | truncated
         if mode is AutoresetMode.SAME_STEP and over.any():
             for i in np.flatnonzero(over):
@@ -108,7 +101,7 @@ def expected(fns: Any, mode: AutoresetMode, actions: list[Any]) -> Iterator[dict
 
 def check(states: Any, fns: Any, mode: AutoresetMode, actions: list[Any]) -> int:
     """Compare a stacked trajectory with the plain loop; how many episodes ended."""
-    ended = 0
+    ended = told = 0
     for t, want in enumerate(expected(fns, mode, actions)):
         state = jax.tree.map(lambda leaf, t=t: leaf[t], states)
         for name in ("obs", "next_obs"):
@@ -119,7 +112,26 @@ def check(states: Any, fns: Any, mode: AutoresetMode, actions: list[Any]) -> int
         for name in ("reward", "episode_return", "last_return"):
             np.testing.assert_allclose(getattr(state, name), want[name], rtol=1e-6, err_msg=f"{name} at {t}")
         ended += int((want["terminated"] | want["truncated"]).sum())
+        if mode is not AutoresetMode.DISABLED:
+            told += check_infos(state.info, want["infos"], mode)
+    assert told > 3 * N or mode is AutoresetMode.DISABLED
     return ended
+
+
+def check_infos(found: Any, wanted: dict[str, Any], mode: AutoresetMode) -> int:
+    """With masks, and from ``final_info`` where an episode ended; how many numbers there were."""
+    told = 0
+    for i in range(N):
+        infos = wanted
+        if mode is AutoresetMode.SAME_STEP and infos.get("_final_info", np.zeros(N, bool))[i]:
+            infos = infos["final_info"]
+        deep = (found["deep"], infos.get("deep", {}), "pair")
+        for place, source, key in ((found, infos, "score"), (found, infos, "left"), deep):
+            there = bool(source.get(f"_{key}", np.zeros(N, bool))[i])
+            assert place[f"_{key}"][i] == there, (i, key)
+            np.testing.assert_allclose(place[key][i], source[key][i] if there else 0, rtol=1e-6)
+            told += there
+    return told
 
 
 def roll(env: vj.Bridge, actions: list[Any], split: bool = False) -> Any:
@@ -133,47 +145,12 @@ def roll(env: vj.Bridge, actions: list[Any], split: bool = False) -> Any:
 
 @pytest.mark.long
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("mode", list(AutoresetMode))
-@pytest.mark.parametrize("engine", ["sync", "vecenv", "vecenv-in-process"])
-def test_trajectories_are_those_of_a_plain_loop(engine: str, mode: AutoresetMode, transport: str) -> None:
+@pytest.mark.parametrize(("engine", "mode", "split"), each_pair(ENGINES, AutoresetMode, [False, True]))
+def test_trajectories_are_those_of_a_plain_loop(engine: Any, mode: AutoresetMode, split: bool, transport: str) -> None:
     fns = tracks(N)
-    with vj.bridge(ENGINES[engine](fns, autoreset_mode=mode), transport=transport) as env:
+    with vj.bridge(engine(fns, autoreset_mode=mode), INFOS, transport=transport) as env:
         actions = actions_of(env.action_space)
-        assert check(roll(env, actions), fns, mode, actions) >= N
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mode", list(AutoresetMode))
-@pytest.mark.parametrize("engine", ["gymnasium-async", "wrapped", "vecenv"])
-def test_a_step_in_two_halves_is_a_step(engine: str, mode: AutoresetMode) -> None:
-    fns = tracks(N)
-    with vj.bridge(ENGINES[engine](fns, autoreset_mode=mode)) as env:
-        actions = actions_of(env.action_space)
-        assert check(roll(env, actions, split=True), fns, mode, actions) >= N
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-@pytest.mark.parametrize("engine", ["sync", "vecenv", "gymnasium-async"])
-def test_infos_come_with_masks_and_from_final_info(engine: str, mode: AutoresetMode) -> None:
-    fns = tracks(N)
-    with vj.bridge(ENGINES[engine](fns, autoreset_mode=mode), info_spec=INFOS) as env:
-        actions = actions_of(env.action_space)
-        states = roll(env, actions)
-        seen = 0
-        for t, want in enumerate(expected(fns, mode, actions)):
-            got = jax.tree.map(lambda leaf, t=t: leaf[t], states.info)
-            for i in range(N):
-                infos = want["infos"]
-                if mode is AutoresetMode.SAME_STEP and infos.get("_final_info", np.zeros(N, bool))[i]:
-                    infos = infos["final_info"]
-                deep = (got["deep"], infos.get("deep", {}), "pair")
-                for place, source, key in ((got, infos, "score"), (got, infos, "left"), deep):
-                    there = bool(source.get(f"_{key}", np.zeros(N, bool))[i])
-                    assert place[f"_{key}"][i] == there, (t, i, key)
-                    np.testing.assert_allclose(place[key][i], source[key][i] if there else 0, rtol=1e-6)
-                    seen += there
-        assert seen > 3 * N
+        assert check(roll(env, actions, split), fns, mode, actions) >= N
 
 
 @pytest.mark.long
@@ -222,8 +199,8 @@ def test_reset_mask_restarts_some_and_leaves_the_others(engine: str, transport: 
         after = env.step(state, action)
         assert after.valid.all()
         assert after.steps.tolist() == (state.steps + 1).tolist()
-        nobody = env.reset_mask(after, jnp.zeros(N, bool), key)
-        np.testing.assert_array_equal(nobody.obs, after.obs)
+        none = env.reset_mask(after, jnp.zeros(N, bool), key)
+        np.testing.assert_array_equal(none.obs, after.obs)
 
 
 @pytest.mark.long
@@ -242,7 +219,7 @@ def test_all_finished_environments_stay_as_they_are_without_work() -> None:
 @pytest.mark.parametrize("engine", ["sync", "vecenv"])
 def test_observations_and_actions_of_every_space(name: str, engine: str) -> None:
     for fns in (tracks(N, name, "discrete"), tracks(N, "box", name)):
-        with vj.bridge(ENGINES[engine](fns, autoreset_mode=AutoresetMode.SAME_STEP)) as env:
+        with vj.bridge(ENGINES[engine](fns, autoreset_mode=AutoresetMode.SAME_STEP), INFOS) as env:
             actions = actions_of(env.action_space)
             assert check(roll(env, actions), fns, AutoresetMode.SAME_STEP, actions) >= N
 

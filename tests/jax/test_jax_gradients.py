@@ -181,7 +181,7 @@ def test_truncated_gradients_are_the_mean_over_pieces(counters: Any) -> None:
     np.testing.assert_allclose(grads, np.mean(slopes), rtol=1e-5)
     np.testing.assert_array_equal(after.steps, here.steps)
     with pytest.raises(ValueError, match="horizon"):
-        truncated_bptt(env, steady, 0)
+        truncated_bptt(env, steady, 0, loss)
 
 
 def test_the_probe_tells_the_three_kinds_apart() -> None:
@@ -212,4 +212,4 @@ def test_asking_for_a_gradient_that_is_not_there_says_so() -> None:
     with pytest.raises(ValueError, match="Switch has no derivative"):
         require_gradient(env)
     with pytest.raises(ValueError, match="Switch has no derivative"):
-        truncated_bptt(env, steady, 4)
+        truncated_bptt(env, steady, 4, lambda trajectory: trajectory.reward.sum())

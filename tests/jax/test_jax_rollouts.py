@@ -2,68 +2,155 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from typing import Any
 
+import bridge_envs
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from jax.random import key as new_key
 
-from vecenv.jax import (
-    eval_rollout_episode,
-    fast_eval_rollout_episode,
-    reset_carry,
-    rollout,
-    stateless,
-)
+from vecenv.jax import bridge, eval_rollout_episode, fast_eval_rollout_episode, reset_carry, rollout, stateless
 
-policy = stateless(
-    lambda params, obs, key: (params + 0.3 * jax.random.normal(key, (obs["place"].shape[0], 1)), {"seen": obs["step"]})
-)
+MODES = ["NextStep", "SameStep", "Disabled"]
 PARAMS = np.float32(0.5)
+
+
+@pytest.fixture(params=["native", "bridge"])
+def make(request: pytest.FixtureRequest, counters: Any) -> Iterator[Any]:
+    """``make(mode, discount=1.0)``: five environments, on the device or bridged."""
+    bridges = []
+
+    def build(mode: str, discount: float = 1.0) -> Any:
+        if request.param == "native":
+            return counters(autoreset_mode=mode, discount=discount)
+        envs = SyncVectorEnv(bridge_envs.tracks(5), autoreset_mode=AutoresetMode(mode))
+        bridges.append(bridge(envs, {"left": np.int32}, discount))
+        return bridges[-1]
+
+    yield build
+    for each in bridges:
+        each.close()
+
+
+def policy(params: Any, carry: Any, obs: Any, first: Any, key: Any) -> Any:
+    """Random actions, of each row by itself; it remembers how many steps its episode has had."""
+    carry = reset_carry(first, carry, jnp.zeros((), jnp.int32)) + 1
+    if isinstance(obs, dict):
+        return carry, params + 0.3 * jax.random.normal(key, (5, 1)), {"seen": obs["step"], "memory": carry}
+    return carry, jax.random.randint(key, (5,), -2, 3), {"seen": obs[:, 0], "memory": carry}
+
+
+NO_MEMORY = np.full(5, 99, np.int32)
+
+
+def args(env: Any) -> tuple[Any, ...]:
+    """What comes after ``env`` in every call below."""
+    return policy, PARAMS, env.reset(new_key(0)), NO_MEMORY, new_key(1)
 
 
 def loop(env: Any, steps: int) -> list[tuple[Any, Any, Any]]:
     """``(state, action, state after)`` of a Python loop under the same keys."""
-    state, out = env.reset(new_key(0)), []
+    state, carry, out = env.reset(new_key(0)), NO_MEMORY, []
     for t in range(steps):
-        _, action, _ = policy(PARAMS, (), state.obs, state.first, jax.random.fold_in(new_key(1), t))
+        carry, action, _ = policy(PARAMS, carry, state.obs, state.first, jax.random.fold_in(new_key(1), t))
         after = env.step(state, action)
         out.append((state, action, after))
         state = after
     return out
 
 
-def first_episodes(env: Any, steps: int) -> list[dict[str, Any]]:
+def first_episodes(steps: list[tuple[Any, Any, Any]]) -> list[tuple[float, int, bool]]:
+    """Return and length of the first episode of every row, and whether it ended."""
     rows = []
-    for row in range(env.num_envs):
+    for row in range(5):
         rewards, finished = [], False
-        for _, _, after in loop(env, steps):
+        for _, _, after in steps:
             if not finished and after.valid[row]:
                 rewards.append(float(after.reward[row]))
                 finished = bool(after.done[row])
-        rows.append({"episode_return": sum(rewards), "episode_length": len(rewards), "finished": finished})
+        rows.append((sum(rewards), len(rewards), finished))
     return rows
 
 
+def same(one: Any, other: Any, rtol: float = 1e-5) -> None:
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=rtol), one, other)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
-def test_a_rollout_is_a_loop(counters: Any, mode: str) -> None:
-    env = counters(autoreset_mode=mode)
-    trajectory, state, carry = rollout(env, policy, PARAMS, env.reset(new_key(0)), (), new_key(1), 20, ("steps", "odd"))
-    assert carry == ()
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rollout_is_a_loop_and_a_recurrent_policy_forgets_where_an_episode_begins(make: Any, mode: str) -> None:
+    env = make(mode)
+    info = "odd" if hasattr(env, "single_env") else "left"
+    program = jax.jit(lambda *some: rollout(env, policy, *some, 20, ("steps", "done", info)))
+    trajectory, state, _ = program(*args(env)[1:])
+    memory = np.zeros(5, int)
     for t, (before, action, after) in enumerate(loop(env, 20)):
-        np.testing.assert_allclose(trajectory.action[t], action, rtol=1e-5)
-        np.testing.assert_allclose(trajectory.obs["place"][t], before.obs["place"], rtol=1e-5)
-        np.testing.assert_allclose(trajectory.next_obs["place"][t], after.next_obs["place"], rtol=1e-5)
-        np.testing.assert_array_equal(trajectory.first[t], before.first)
-        np.testing.assert_array_equal(trajectory.policy_extras["seen"][t], before.obs["step"])
-        np.testing.assert_array_equal(trajectory.env_extras["steps"][t], after.steps)
-        np.testing.assert_array_equal(trajectory.env_extras["odd"][t], after.info["odd"])
-        for name in ("terminated", "truncated", "valid"):
-            np.testing.assert_array_equal(getattr(trajectory, name)[t], getattr(after, name))
+        found = jax.tree.map(lambda leaf, t=t: leaf[t], trajectory)
+        memory = np.where(before.first, 1, memory + 1)
+        same((found.action, found.obs, found.next_obs), (action, before.obs, after.next_obs))
+        same((found.first, found.reward, found.done), (before.first, after.reward, after.done))
+        same((found.terminated, found.truncated, found.valid), (after.terminated, after.truncated, after.valid))
+        same(found.env_extras, {"steps": after.steps, "done": after.done, info: after.info[info]})
+        np.testing.assert_array_equal(found.policy_extras["memory"], memory)
+        np.testing.assert_array_equal(memory[after.valid & ~after.done & (mode != "SameStep")],
+                                      after.steps[after.valid & ~after.done & (mode != "SameStep")])  # fmt: skip
     np.testing.assert_array_equal(state.steps, after.steps)
+    assert trajectory.terminated.any()
+    assert trajectory.truncated.any()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+def test_all_evaluations_agree_with_a_plain_loop_and_make_no_step_too_many(make: Any, mode: str) -> None:
+    env = make(mode, 0.5)
+    wanted = first_episodes(loop(env, 12))
+    whole = jax.jit(lambda *some: eval_rollout_episode(env, policy, *some, 12))
+    part = jax.jit(lambda *some: eval_rollout_episode(env.step, policy, *some, 12, keep=("reward", "done"))[0])
+    trajectory, metrics, state = whole(*args(env)[1:])
+    kept = part(*args(env)[1:])
+    fast, last = jax.jit(lambda *some: fast_eval_rollout_episode(env, policy, *some, 12))(*args(env)[1:])
+    returns, lengths, finished = (np.array(column) for column in zip(*wanted, strict=True))
+    assert 1 < len(set(lengths)) <= max(lengths) < 12
+    assert int(metrics.env_steps) == int(fast.env_steps) == max(lengths)
+    if state.token is not None:
+        assert state.token[1] == last.token[1] == max(lengths)  # the calls since the reset
+    for found in (metrics, fast):
+        same((found.episode_return, found.episode_length, found.finished), (returns, lengths, finished))
+        assert (found.terminated | found.truncated).tolist() == found.finished.tolist()
+    same(metrics, fast)
+    over = np.arange(12)[:, None] >= lengths
+    weights = 0.5 ** np.arange(12)[:, None]
+    np.testing.assert_array_equal(trajectory.valid, ~over)
+    np.testing.assert_allclose(trajectory.reward.sum(0), returns, rtol=1e-5)
+    np.testing.assert_allclose((weights * trajectory.reward).sum(0), metrics.discounted_return, rtol=1e-5)
+    np.testing.assert_array_equal(trajectory.done, np.arange(12)[:, None] >= lengths - 1)  # told until the end
+    assert (kept.obs, kept.action, kept.next_obs, kept.valid) == (None,) * 4
+    same((kept.reward, kept.done), (trajectory.reward, trajectory.done))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+def test_many_episodes_are_shared_out_evenly(make: Any, mode: str) -> None:
+    """Rows that do not reset themselves are reset while they have episodes left."""
+    env = make(mode)
+    program = jax.jit(lambda *some: fast_eval_rollout_episode(env, policy, *some, 12, 13))
+    (metrics, _), (again, _) = program(*args(env)[1:]), program(*args(env)[1:])
+    assert metrics.finished.tolist() == [True] * 13
+    same(metrics, again)
+    assert len(np.unique(metrics.episode_return)) == 13
+    ended: list[list[tuple[float, int]]] = [[] for _ in range(5)]
+    for _, _, after in loop(env, int(metrics.env_steps)):
+        for row in np.flatnonzero(after.done & after.valid).tolist():
+            ended[row].append((float(after.last_return[row]), int(after.last_length[row])))
+    for index in range(13 if mode != "Disabled" else 5):  # (what is reset by a mask begins elsewhere than in the loop)
+        total, length = ended[index % 5][index // 5]
+        assert int(metrics.episode_length[index]) == length
+        assert abs(float(metrics.episode_return[index]) - total) < 1e-4
 
 
 @pytest.mark.long
@@ -73,82 +160,14 @@ def test_two_rollouts_in_a_row_are_one_long_one(counters: Any) -> None:
     whole, _, _ = rollout(env, still, PARAMS, env.reset(new_key(0)), (), new_key(1), 20)
     first, state, carry = rollout(env, still, PARAMS, env.reset(new_key(0)), (), new_key(1), 12)
     second, _, _ = rollout(env, still, PARAMS, state, carry, new_key(1), 8)
+    assert carry == ()
     jax.tree.map(lambda w, a, b: np.testing.assert_array_equal(w, np.concatenate([a, b])), whole, first, second)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
-def test_a_recurrent_policy_forgets_where_an_episode_begins(counters: Any, mode: str) -> None:
-    env = counters(autoreset_mode=mode)
-
-    def counting(params: Any, carry: Any, obs: Any, first: Any, key: Any) -> Any:
-        carry = reset_carry(first, carry, jnp.zeros((), jnp.int32)) + 1
-        return carry, jnp.full((5, 1), params), {"memory": carry}
-
-    trajectory, _, _ = rollout(env, counting, PARAMS, env.reset(new_key(0)), jnp.full(5, 99), new_key(1), 30)
-    acting = ~(trajectory.terminated | trajectory.truncated)
-    memory, step = trajectory.policy_extras["memory"], trajectory.obs["step"]
-    begun = np.asarray(trajectory.first) | (np.asarray(step) > 0)
-    np.testing.assert_array_equal(np.asarray(memory)[begun], np.asarray(step)[begun] + 1)
-    assert acting.any()
-
-
-def test_unknown_extras_are_refused(counters: Any) -> None:
-    env = counters()
-    with pytest.raises(ValueError, match=r"'speed'.*'steps'.*'odd'"):
-        rollout(env, policy, PARAMS, env.reset(new_key(0)), (), new_key(1), 2, ("speed",))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
-def test_all_evaluations_agree_with_a_plain_loop(counters: Any, mode: str) -> None:
-    env = counters(autoreset_mode=mode)
-    wanted = first_episodes(env, 12)
-    state = env.reset(new_key(0))
-    trajectory, metrics, _ = eval_rollout_episode(env, policy, PARAMS, state, (), new_key(1), 12)
-    masked, plain, _ = eval_rollout_episode(env, policy, PARAMS, state, (), new_key(1), 12, early_stop=False)
-    fast, _ = fast_eval_rollout_episode(env, policy, PARAMS, state, (), new_key(1), 12)
-    longest = max(row["episode_length"] for row in wanted)
-    assert int(metrics.env_steps) == int(fast.env_steps) == longest < 12
-    for found in (metrics, plain, fast):
-        np.testing.assert_allclose(found.episode_return, [row["episode_return"] for row in wanted], rtol=1e-5)
-        assert found.episode_length.tolist() == [row["episode_length"] for row in wanted]
-        assert found.finished.tolist() == [row["finished"] for row in wanted]
-        assert (found.terminated | found.truncated).tolist() == found.finished.tolist()
-    np.testing.assert_array_equal(trajectory.valid, masked.valid)
-    np.testing.assert_array_equal(trajectory.valid.sum(0), metrics.episode_length)
-    np.testing.assert_allclose(trajectory.reward.sum(0), metrics.episode_return, rtol=1e-5)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
-def test_how_an_episode_ended_is_told_until_the_end_whether_or_not_the_evaluation_stops_early(
-    counters: Any, mode: str
-) -> None:
-    env = counters(autoreset_mode=mode)
-    args = (policy, PARAMS, env.reset(new_key(0)), (), new_key(1), 12)
-    trajectories = [eval_rollout_episode(env, *args, early_stop=early)[0] for early in (True, False)]
-    kept = ("reward", "done")
-    trajectories += [eval_rollout_episode(env, *args, early_stop=early, keep=kept)[0] for early in (True, False)]
-    trajectories += [jax.jit(lambda: eval_rollout_episode(env, *args)[0])()]
-    lengths = np.array([row["episode_length"] for row in first_episodes(env, 12)])
-    assert 1 < len(set(lengths)) <= max(lengths) < 12
-    for trajectory in trajectories:
-        np.testing.assert_array_equal(trajectory.done, np.arange(12)[:, None] >= lengths - 1)
-        assert not (trajectory.reward * (np.arange(12)[:, None] >= lengths)).any()
-        for name in ("terminated", "truncated"):
-            np.testing.assert_array_equal(getattr(trajectory, name), getattr(trajectories[0], name))
-    if mode == "Disabled":  # rows that ended stay as they are, so a rollout says the same
-        np.testing.assert_array_equal(trajectories[0].done, rollout(env, *args)[0].done)
 
 
 @pytest.mark.long
 def test_an_evaluation_that_is_too_short_says_so(counters: Any) -> None:
     env = counters(discount=0.5)
-    for metrics in (
-        eval_rollout_episode(env, policy, PARAMS, env.reset(new_key(0)), (), new_key(1), 2)[1],
-        fast_eval_rollout_episode(env, policy, PARAMS, env.reset(new_key(0)), (), new_key(1), 2)[0],
-    ):
+    for metrics in (eval_rollout_episode(env, *args(env), 2)[1], fast_eval_rollout_episode(env, *args(env), 2)[0]):
         assert not metrics.finished.any()
         assert metrics.episode_length.tolist() == [2] * 5
         first, second = (np.asarray(step[2].reward) for step in loop(env, 2))
@@ -156,92 +175,14 @@ def test_an_evaluation_that_is_too_short_says_so(counters: Any) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
-def test_many_episodes_are_shared_out_evenly(counters: Any, mode: str) -> None:
-    env = counters(autoreset_mode=mode)
-    metrics, _ = fast_eval_rollout_episode(env, policy, PARAMS, env.reset(new_key(0)), (), new_key(1), 12, 13)
-    assert metrics.finished.shape == (13,)
-    assert metrics.finished.all()
-    ended: list[list[tuple[float, int]]] = [[] for _ in range(5)]
-    for _, _, after in loop(env, int(metrics.env_steps)):
-        for row in range(5):
-            if after.done[row] and after.valid[row]:
-                ended[row].append((float(after.last_return[row]), int(after.last_length[row])))
-    for index in range(13):
-        total, length = ended[index % 5][index // 5]
-        assert int(metrics.episode_length[index]) == length
-        assert abs(float(metrics.episode_return[index]) - total) < 1e-4
-
-
-@pytest.mark.long
-def test_no_step_is_made_that_is_not_wanted(counters: Any) -> None:
-    calls = []
-
-    class Counted:
-        discount = 1.0
-
-        def step(self, state: Any, action: Any) -> Any:
-            jax.debug.callback(lambda: calls.append(1), ordered=True)
-            return counters().step(state, action)
-
-    state = counters().reset(new_key(0))
-    for run, expected in (
-        (lambda: rollout(Counted(), policy, PARAMS, state, (), new_key(1), 6), 6),
-        (lambda: eval_rollout_episode(Counted(), policy, PARAMS, state, (), new_key(1), 12), None),
-        (lambda: fast_eval_rollout_episode(Counted(), policy, PARAMS, state, (), new_key(1), 12), None),
-    ):
-        calls.clear()
-        result = jax.block_until_ready(run())
-        jax.effects_barrier()
-        wanted = expected or max(row["episode_length"] for row in first_episodes(counters(), 12))
-        assert len(calls) == wanted
-        del result
-
-
-@pytest.mark.long
 def test_evaluations_may_be_mapped_over_parameters(counters: Any) -> None:
     env = counters()
-    state = env.reset(new_key(0))
+    _, _, *rest = args(env)
 
     def evaluate(params: Any) -> Any:
-        return eval_rollout_episode(env, policy, params, state, (), new_key(1), 12, early_stop=False)[1]
+        whole = eval_rollout_episode(env, policy, params, *rest, 12)[1]
+        return whole.episode_length, fast_eval_rollout_episode(env, policy, params, *rest, 12)[0].episode_length
 
     together = jax.vmap(evaluate)(jnp.array([0.2, 0.9], jnp.float32))
-    alone = evaluate(jnp.float32(0.9))
-    np.testing.assert_array_equal(together.episode_length[1], alone.episode_length)
-
-
-@pytest.mark.long
-def test_a_step_function_is_enough_and_done_is_both_flags(counters: Any) -> None:
-    env = counters()
-    state = env.reset(new_key(0))
-    whole, _, _ = rollout(env, policy, PARAMS, state, (), new_key(1), 12, ("done", "steps"))
-    bare, _, _ = rollout(env.step, policy, PARAMS, state, (), new_key(1), 12, ("done", "steps"))
-    jax.tree.map(np.testing.assert_array_equal, whole, bare)
-    np.testing.assert_array_equal(whole.done, whole.terminated | whole.truncated)
-    np.testing.assert_array_equal(whole.done, whole.env_extras["done"])
-    assert whole.done.any()
-
-
-@pytest.mark.long
-def test_an_evaluation_keeps_what_was_asked_for(counters: Any) -> None:
-    env = counters()
-    args = (policy, PARAMS, env.reset(new_key(0)), (), new_key(1), 12)
-    whole, metrics, _ = eval_rollout_episode(env, *args)
-    part, again, _ = eval_rollout_episode(env.step, *args, keep=("reward", "done"))
-    assert (part.obs, part.action, part.next_obs, part.valid) == (None,) * 4
-    np.testing.assert_array_equal(part.reward, whole.reward)
-    np.testing.assert_array_equal(part.done, whole.done)
-    jax.tree.map(np.testing.assert_array_equal, metrics, again)
-
-
-@pytest.mark.long
-def test_under_disabled_more_episodes_come_by_resets(counters: Any) -> None:
-    env = counters(autoreset_mode="Disabled")
-    metrics, _ = fast_eval_rollout_episode(env, policy, PARAMS, env.reset(new_key(0)), (), new_key(1), 12, 13)
-    once, _ = fast_eval_rollout_episode(env, policy, PARAMS, env.reset(new_key(0)), (), new_key(1), 12)
-    assert metrics.finished.shape == (13,)
-    assert metrics.finished.all()
-    np.testing.assert_array_equal(metrics.episode_return[:5], once.episode_return)
-    assert len(np.unique(metrics.episode_return)) == 13
-    assert metrics.env_steps > once.env_steps
+    for mapped, alone in zip(together, evaluate(jnp.float32(0.9)), strict=True):
+        np.testing.assert_array_equal(mapped[1], alone)

@@ -66,7 +66,7 @@ def test_what_is_outside_is_not_contained() -> None:
 
 
 @pytest.mark.parametrize("space", SPACES, ids=str)
-def test_it_is_the_same_space_to_everybody_else(space: Any) -> None:
+def test_it_is_the_same_space_to_all_other_code(space: Any) -> None:
     known = jax_space(space)
     assert known == space == pickle.loads(pickle.dumps(known)) == copy.deepcopy(known)
     known.seed(3)

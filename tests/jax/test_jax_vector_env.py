@@ -6,6 +6,7 @@ import copy
 import gc
 import importlib
 import sys
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import gymnasium as gym
@@ -13,16 +14,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gymnasium.error import ClosedEnvironmentError, ResetNeeded
+from forks import in_a_fork
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, ResetNeeded
 from gymnasium.vector import AutoresetMode, VectorEnv
-from jax_envs import Counter, Jumanji, NewGymnax, OldGymnax, Switch, sync
+from jax_envs import Counter, Gymnax, Jumanji, Switch, sync
 
-from vecenv.backends.jax_native import JaxVectorEnv, make_jax_vec
-from vecenv.errors import StaleStateError
+from vecenv.backends import JaxVectorEnv
+from vecenv.errors import ForkedError, StaleStateError, StepTimeout
 from vecenv.jax import FunctionalVectorEnv, GymEnv, adapt, available_envs
 from vecenv.testing.contract import VectorEnvContract, assert_identical, assert_same_trajectory
 
 MODES = list(AutoresetMode)
+PUSH = np.full((5, 1), 0.6, np.float32)
 
 
 @pytest.mark.long
@@ -92,59 +95,48 @@ def test_thousands_of_episodes_of_real_physics_leave_nothing(pendulum: Any, mode
 # -- against SyncVectorEnv -----------------------------------------------------------------------------------------
 
 
-def assert_equals_sync(env: Any, limit: int | None, steps: int, mode: AutoresetMode, num_envs: int = 3) -> None:
-    single = GymEnv(env, max_episode_steps=limit, lanes=num_envs)
-    envs = JaxVectorEnv(env, num_envs, autoreset_mode=mode, max_episode_steps=limit)
-    reference = sync(single, num_envs, autoreset_mode=mode)
-    assert_same_trajectory(envs, reference, steps, seed=3)
+def brax(name: str) -> Any:
+    pytest.importorskip("brax", reason="needs Brax")
+    return adapt(name, backend="spring")
+
+
+def of(library: str, name: str, why: str) -> Any:
+    return adapt(pytest.importorskip(library, reason=why).make(name))
+
+
+NO_GYMNAX = "needs gymnax, which asks for an older Gymnasium: nox -s gymnax"
+SMALL: list[Any] = [Counter, Switch, Gymnax, Jumanji]
+REAL = {  # what it is, and its time limit
+    "inverted_pendulum": (lambda asymmetric: brax("inverted_pendulum"), 20),
+    "ant": (lambda asymmetric: brax("ant"), 15),
+    "playground": (lambda asymmetric: adapt(asymmetric()), 15),
+    "gymnax": (lambda asymmetric: of("gymnax", "CartPole-v1", NO_GYMNAX), 15),
+    "jumanji": (lambda asymmetric: of("jumanji", "Snake-v1", "needs jumanji"), 15),
+}
+
+
+def assert_equals_sync(env: Any, limit: int | None, mode: AutoresetMode) -> None:
+    envs = JaxVectorEnv(env, 3, autoreset_mode=mode, max_episode_steps=limit)
+    reference = sync(GymEnv(env, max_episode_steps=limit, lanes=3), 3, autoreset_mode=mode)
+    assert_same_trajectory(envs, reference, 60, seed=3)
     envs.close()
     reference.close()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("env", [Counter(), Switch(), NewGymnax(), OldGymnax(), Jumanji()], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("env", SMALL)
 def test_small_environments_equal_sync_vector_env(env: Any, mode: AutoresetMode) -> None:
-    assert_equals_sync(adapt(env), None, 60, mode)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_inverted_pendulum_equals_sync_vector_env(pendulum: Any, mode: AutoresetMode) -> None:
-    assert_equals_sync(pendulum, 20, 60, mode)
+    assert_equals_sync(adapt(env()), None, mode)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", MODES)
-def test_ant_equals_sync_vector_env(mode: AutoresetMode) -> None:
-    pytest.importorskip("brax", reason="needs Brax")
-    assert_equals_sync(adapt("ant", backend="spring"), 15, 60, mode)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("mode", MODES)
-def test_playground_with_dict_observations_equals_sync_vector_env(asymmetric: Any, mode: AutoresetMode) -> None:
-    assert_equals_sync(adapt(asymmetric), 15, 60, mode)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("mode", MODES)
-def test_gymnax_equals_sync_vector_env(mode: AutoresetMode) -> None:
-    gymnax = pytest.importorskip(
-        "gymnax", reason="needs gymnax, which asks for an older Gymnasium: nox -s gymnax"
-    )
-    assert_equals_sync(adapt(gymnax.make("CartPole-v1")), 15, 60, mode)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("mode", MODES)
-def test_jumanji_equals_sync_vector_env(mode: AutoresetMode) -> None:
-    jumanji = pytest.importorskip("jumanji", reason="needs jumanji")
-    assert_equals_sync(adapt(jumanji.make("Snake-v1")), 15, 60, mode)
+@pytest.mark.parametrize("name", REAL)
+def test_real_environments_equal_sync_vector_env(request: Any, name: str, mode: AutoresetMode) -> None:
+    make, limit = REAL[name]
+    assert_equals_sync(make(lambda: request.getfixturevalue("asymmetric")), limit, mode)
 
 
 @pytest.mark.long
@@ -159,103 +151,91 @@ def test_the_time_limit_is_that_of_gymnasiums_own_wrapper() -> None:
 # -- seeds, masks --------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def make(counters: Any) -> Callable[..., JaxVectorEnv]:
+    """``make(num_envs=5, mode=..., seed=..., **options)``: over :class:`Counter`, and reset where there is a seed."""
+
+    def build(num_envs: int = 5, *, mode: Any = "NextStep", seed: int | None = 0, **options: Any) -> JaxVectorEnv:
+        envs = JaxVectorEnv(counters(num_envs, autoreset_mode=mode), **options)
+        if seed is not None:
+            envs.reset(seed=seed)
+        return envs
+
+    return build
+
+
 def trajectory(envs: Any, steps: int, row: int) -> list[Any]:
     """Row ``row`` under the same actions in every row and every vector."""
     return [copy.deepcopy(envs.step(np.full((envs.num_envs, 1), 0.4, np.float32))[0]["place"][row]) for _ in range(steps)]
 
 
-@pytest.mark.long
-def test_a_row_does_not_depend_on_how_many_there_are(counters: Any) -> None:
-    few, many = JaxVectorEnv(counters(3)), JaxVectorEnv(counters(9))
-    few.reset(seed=10)
-    many.reset(seed=8)
-    assert_identical(trajectory(few, 30, 0), trajectory(many, 30, 2))
-
-
-def test_reset_without_a_seed_goes_on_to_the_next_episode(counters: Any) -> None:
-    one, other = JaxVectorEnv(counters()), JaxVectorEnv(counters())
-    first, _ = one.reset(seed=1)
-    second, _ = one.reset()
-    assert not np.array_equal(first["place"], second["place"])
-    other.reset(seed=1)
+def test_reset_without_a_seed_goes_on_to_the_next_episode(make: Any) -> None:
+    one, other, another = make(seed=1), make(seed=1), make(seed=None)
+    second = one.reset()[0]
     assert_identical(other.reset()[0], second)
     assert one.np_random_seed == (1, 2, 3, 4, 5)
+    assert not np.array_equal(make(seed=None).reset()[0]["place"], another.reset()[0]["place"])
 
 
-def test_resets_without_any_seed_differ(counters: Any) -> None:
-    one, other = JaxVectorEnv(counters()), JaxVectorEnv(counters())
-    assert not np.array_equal(one.reset()[0]["place"], other.reset()[0]["place"])
-
-
-def test_some_seeds_may_be_none(counters: Any) -> None:
-    envs, again = JaxVectorEnv(counters()), JaxVectorEnv(counters())
-    envs.reset(seed=0)
-    mixed, _ = envs.reset(seed=[7, None, None, None, 8])
-    fresh, _ = again.reset(seed=[7, 1, 2, 3, 8])
-    assert_identical(mixed["place"][[0, 4]], fresh["place"][[0, 4]])
-    assert (mixed["place"][1:4] != fresh["place"][1:4]).all()
-
-
-def test_large_seeds_differ_from_their_low_halves(counters: Any) -> None:
-    envs = JaxVectorEnv(counters())
-    low, _ = envs.reset(seed=3)
-    high, _ = envs.reset(seed=3 + 2**32)
+def test_seeds_are_those_of_their_own_rows_and_large_ones_differ_from_their_low_halves(make: Any) -> None:
+    envs = make(seed=0)
+    envs.reset(seed=10, options={"reset_mask": np.array([True, False, True, False, False])})
+    assert envs.np_random_seed == (10, 1, 12, 3, 4)
+    low, high = envs.reset(seed=3)[0], envs.reset(seed=3 + 2**32)[0]
     assert (low["place"] != high["place"]).all()
+    for wrong in (-1, 2**64):
+        with pytest.raises(gym.error.Error, match="Seed must be"):
+            envs.reset(seed=wrong)
 
 
-@pytest.mark.parametrize("seed", [-1, 2**64, "3"])
-def test_what_is_no_seed_is_refused(counters: Any, seed: Any) -> None:
-    with pytest.raises((gym.error.Error, TypeError)):
-        JaxVectorEnv(counters()).reset(seed=seed)
-
-
-def test_the_first_reset_cannot_be_partial(counters: Any) -> None:
-    with pytest.raises(ResetNeeded, match="first reset"):
-        JaxVectorEnv(counters()).reset(options={"reset_mask": np.array([True, False, False, False, False])})
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda e: e.step(PUSH),
+        lambda e: e.state,
+        lambda e: e.step_chunk(PUSH[None]),
+        lambda e: e.save(),
+        lambda e: e.reset(seed=3, options={"reset_mask": np.arange(5) < 2}),
+    ],
+)
+def test_what_needs_a_reset_of_all_says_so(make: Any, call: Any) -> None:
+    envs = make(seed=None)
+    with pytest.raises(ResetNeeded):
+        call(envs)
+    assert envs.np_random_seed == (None,) * 5
+    envs.reset(seed=0)
 
 
 # -- state, chunks, warmup -----------------------------------------------------------------------------------------
 
 
-def test_a_state_is_a_checkpoint_that_can_be_returned_to_many_times(counters: Any) -> None:
-    envs = JaxVectorEnv(counters())
-    envs.reset(seed=0)
+def test_a_state_is_a_checkpoint_for_any_vector_and_any_number_of_times(make: Any) -> None:
+    envs, other = make(), make(seed=None)
     trajectory(envs, 5, 0)
-    kept = envs.state
+    kept, saved = envs.state, jax.tree.map(np.asarray, envs.state)
     once = trajectory(envs, 20, 1)
     for _ in range(2):
         envs.state = kept
         assert_identical(trajectory(envs, 20, 1), once)
-
-
-def test_a_state_survives_a_trip_through_numpy_and_into_another_vector(counters: Any) -> None:
-    envs, other = JaxVectorEnv(counters()), JaxVectorEnv(counters())
-    envs.reset(seed=0)
-    saved = jax.tree.map(np.asarray, envs.state)
-    once = trajectory(envs, 20, 1)
     other.state = saved
     assert_identical(trajectory(other, 20, 1), once)
 
 
-def test_a_state_whose_arrays_are_gone_is_refused(counters: Any) -> None:
-    envs = JaxVectorEnv(counters())
-    envs.reset(seed=0)
+def test_a_state_whose_arrays_are_gone_is_refused(make: Any) -> None:
+    envs = make()
     state = envs.state
-    envs.functional.step_donating(state, np.zeros((5, 1), np.float32))
+    envs.functional.step_donating(state, PUSH)
     with pytest.raises(StaleStateError, match="copy"):
         envs.state = state
-    with pytest.raises(StaleStateError, match="donated"):
-        envs.functional.step(state, np.zeros((5, 1), np.float32))
-    with pytest.raises(StaleStateError, match="donated"):
-        envs.functional.step_donating(state, np.zeros((5, 1), np.float32))
+    for step in (envs.functional.step, envs.functional.step_donating):
+        with pytest.raises(StaleStateError, match="donated"):
+            step(state, PUSH)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("to", ["numpy", "jax"])
-def test_a_chunk_is_so_many_steps(counters: Any, to: str) -> None:
-    one, many = JaxVectorEnv(counters()), JaxVectorEnv(counters(), to=to)
-    one.reset(seed=0)
-    many.reset(seed=0)
+def test_a_chunk_is_so_many_steps(make: Any, to: str) -> None:
+    one, many = make(), make(to=to)
     actions = np.random.default_rng(0).uniform(-1, 2, (30, 5, 1)).astype(np.float32)
     chunk = many.step_chunk(actions)
     for t in range(30):
@@ -276,17 +256,16 @@ def test_warmup_reports_compile_times_and_changes_nothing() -> None:
     assert all(value > 0 for value in seconds.values())
     assert_identical(jax.tree.map(np.asarray, envs.state.obs["place"]), observations["place"])
     assert envs.np_random_seed == (4, 5)
+    assert (envs.stats()["steps"], envs.stats()["resets"]) == (0, 2)
 
 
-def test_render_draws_the_chosen_environments(counters: Any) -> None:
-    envs = JaxVectorEnv(counters(), render_mode="rgb_array")
-    envs.reset(seed=0)
-    envs.step(np.zeros((5, 1), np.float32))
+def test_render_draws_the_chosen_environments(make: Any) -> None:
+    envs = make(render_mode="rgb_array")
+    envs.step(PUSH)
     frames = envs.render([0, 3])
-    assert frames is not None
     assert [frame.tolist() for frame in frames] == [np.full((2, 2, 3), 1).tolist()] * 2
-    assert len(envs.render() or ()) == 5
-    assert JaxVectorEnv(counters()).render() is None
+    assert len(envs.render()) == 5
+    assert make().render() is None
 
 
 # -- the three kinds of arrays -------------------------------------------------------------------------------------
@@ -294,13 +273,12 @@ def test_render_draws_the_chosen_environments(counters: Any) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
-def test_jax_arrays_hold_what_numpy_arrays_hold(counters: Any, mode: AutoresetMode) -> None:
-    host, device = JaxVectorEnv(counters(autoreset_mode=mode)), JaxVectorEnv(counters(autoreset_mode=mode), to="jax")
-    host.reset(seed=0)
-    assert isinstance(device.reset(seed=0)[0]["place"], jax.Array)
+def test_jax_arrays_hold_what_numpy_arrays_hold(make: Any, mode: AutoresetMode) -> None:
+    host, device = make(mode=mode), make(mode=mode, to="jax")
+    first = device.reset(seed=0)[0]["place"]
+    kept = np.array(first)
     for _ in range(12):
-        actions = np.full((5, 1), 0.6, np.float32)
-        mine, theirs = host.step(actions), device.step(jnp.asarray(actions))
+        mine, theirs = host.step(PUSH), device.step(jnp.asarray(PUSH))
         for one, other in zip(mine[:4], theirs[:4], strict=True):
             jax.tree.map(np.testing.assert_array_equal, one, jax.tree.map(np.asarray, other))
         infos = theirs[4]
@@ -311,22 +289,29 @@ def test_jax_arrays_hold_what_numpy_arrays_hold(counters: Any, mode: AutoresetMo
             for row in np.flatnonzero(mine[4]["_final_obs"]):
                 final = jax.tree.map(lambda x, row=row: np.asarray(x)[row], infos["final_obs"])
                 jax.tree.map(np.testing.assert_array_equal, mine[4]["final_obs"][row], final)
+    np.testing.assert_array_equal(first, kept)  # steps do not write into what was handed out
 
 
-def test_earlier_jax_observations_stay_as_they_were(counters: Any) -> None:
-    envs = JaxVectorEnv(counters(), to="jax")
-    first, _ = envs.reset(seed=0)
-    kept = np.array(first["place"])
-    for _ in range(3):
-        envs.step(np.ones((5, 1), np.float32))
-    np.testing.assert_array_equal(first["place"], kept)
-
-
-def test_infos_can_be_switched_off(counters: Any) -> None:
-    envs = JaxVectorEnv(counters(autoreset_mode="SameStep"), infos=False)
-    envs.reset(seed=0)
+def test_infos_can_be_switched_off(make: Any) -> None:
+    envs = make(mode="SameStep", infos=False)
     seen = [set(envs.step(np.ones((5, 1), np.float32))[4]) for _ in range(5)]
     assert set().union(*seen) == {"final_obs", "_final_obs", "final_info", "_final_info"}
+
+
+@pytest.mark.long
+def test_wrappers_of_gymnasium_give_masks_of_jax_and_find_them_after_the_reset(make: Any) -> None:
+    envs = make(3, mode="Disabled", to="jax")
+    for _ in range(2):
+        envs.step(np.ones((3, 1), np.float32))
+    observations, _ = envs.reset(options={"reset_mask": jnp.array([False, True, False])})
+    assert observations["step"].tolist() == [2, 0, 2]
+    with pytest.raises(TypeError, match=r"dtype=np\.bool_"):
+        envs.reset(options={"reset_mask": jnp.ones(3)})
+    counted = gym.wrappers.vector.RecordEpisodeStatistics(make())
+    counted.reset(seed=0)
+    counted.step(PUSH)
+    counted.reset(options={"reset_mask": np.arange(5) < 2})
+    assert counted.episode_lengths.tolist() == [0, 0, 1, 1, 1]
 
 
 # -- bad input -----------------------------------------------------------------------------------------------------
@@ -343,9 +328,8 @@ def test_infos_can_be_switched_off(counters: Any) -> None:
         ([[0.0]] * 4, ValueError, "(4, 1)"),
     ],
 )
-def test_wrong_actions_are_refused_before_anything_is_stepped(counters: Any, actions: Any, error: Any, words: str) -> None:
-    envs = JaxVectorEnv(counters())
-    envs.reset(seed=0)
+def test_wrong_actions_are_refused_before_anything_is_stepped(make: Any, actions: Any, error: Any, words: str) -> None:
+    envs = make()
     with pytest.raises(error) as caught:
         envs.step(actions)
     assert words in str(caught.value)
@@ -353,7 +337,9 @@ def test_wrong_actions_are_refused_before_anything_is_stepped(counters: Any, act
 
 
 @pytest.mark.long
-def test_floats_are_no_discrete_actions() -> None:
+def test_doubles_and_lists_are_taken_for_floats_but_floats_for_no_choice(make: Any) -> None:
+    one, other = make(), make()
+    assert_identical(one.step([[0.5]] * 5), other.step(np.full((5, 1), 0.5)))
     envs = JaxVectorEnv(Switch(), 2)
     envs.reset(seed=0)
     with pytest.raises(TypeError, match="float64"):
@@ -361,40 +347,25 @@ def test_floats_are_no_discrete_actions() -> None:
     assert envs.step([0, 1])[0].tolist() == [0, 1]
 
 
-def test_doubles_and_lists_are_taken_for_floats(counters: Any) -> None:
-    one, other = JaxVectorEnv(counters()), JaxVectorEnv(counters())
-    one.reset(seed=0)
-    other.reset(seed=0)
-    assert_identical(one.step([[0.5]] * 5), other.step(np.full((5, 1), 0.5)))
-
-
-def test_step_before_reset_says_so(counters: Any) -> None:
-    for call in (lambda e: e.step(np.zeros((5, 1))), lambda e: e.state, lambda e: e.step_chunk(np.zeros((2, 5, 1)))):
-        with pytest.raises(ResetNeeded):
-            call(JaxVectorEnv(counters()))
-
-
-def test_every_call_after_close_says_so(counters: Any) -> None:
-    envs = JaxVectorEnv(counters(), render_mode="rgb_array")
-    envs.reset(seed=0)
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"to": "cupy"}, ValueError, "'numpy', 'jax' or 'torch'"),
+        ({"num_envs": 0}, ValueError, "num_envs"),
+        ({"backend": "spring"}, TypeError, "backend"),
+        ({"render_mode": "human"}, ValueError, "render_mode"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_and_what_was_not_built_is_closed(
+    counters: Any, options: Any, error: Any, words: str
+) -> None:
+    envs = JaxVectorEnv.__new__(JaxVectorEnv)
+    with pytest.raises(error, match=words):
+        envs.__init__(Counter(), **options)  # type: ignore[misc]
     envs.close()
-    for call in (lambda: envs.state, lambda: envs.send(0), envs.recv, envs.warmup, envs.render):
-        with pytest.raises(ClosedEnvironmentError):
-            call()
-    assert "closed" in repr(envs)
-
-
-def test_options_that_make_no_sense_are_refused(counters: Any) -> None:
-    with pytest.raises(ValueError, match="'numpy', 'jax' or 'torch'"):
-        JaxVectorEnv(Counter(), to="cupy")
-    with pytest.raises(ValueError, match="num_envs"):
-        JaxVectorEnv(Counter(), 0)
-    with pytest.raises(TypeError, match="backend"):
-        JaxVectorEnv(Counter(), 2, backend="spring")
+    assert repr(envs) == "JaxVectorEnv(closed)"
     with pytest.raises(ValueError, match="options already"):
         JaxVectorEnv(counters(), 3)
-    with pytest.raises(ValueError, match="render_mode"):
-        JaxVectorEnv(Counter(), render_mode="human")
 
 
 @pytest.mark.parametrize("missing", ["jax", "torch"])
@@ -411,30 +382,104 @@ def test_tensors_without_torch_are_refused_at_once(monkeypatch: pytest.MonkeyPat
         JaxVectorEnv(Counter(), to="torch")
 
 
+# -- its own calls are guarded as those of every backend are (tests/contract) ----------------------------------------
+
+OWN_CALLS: dict[str, Callable[[Any], Any]] = {
+    "state": lambda e: e.state, "step_chunk": lambda e: e.step_chunk(PUSH[None]), "warmup": lambda e: e.warmup(),
+    "render": lambda e: e.render(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("begin", ["step_async", "send"])
+def test_calls_of_its_own_are_refused_while_a_step_is_pending_and_change_nothing(make: Any, begin: str) -> None:
+    one, other = make(render_mode="rgb_array"), make()
+    getattr(one, begin)(PUSH)
+    words = "while waiting for a pending call to `step`" if begin == "step_async" else r"for envs 0\.\.4, which are still"
+    for name, call in OWN_CALLS.items():
+        with pytest.raises(AlreadyPendingCallError, match=f"Calling `{name}` {words}"):
+            call(one)
+    answer = one.step_wait() if begin == "step_async" else one.recv()
+    assert_identical(answer[:4], other.step(PUSH)[:4])
+
+
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning", "ignore:.*fork.*:DeprecationWarning")
+def test_calls_of_its_own_are_refused_in_a_forked_child_and_after_close(make: Any) -> None:
+    envs = make(render_mode="rgb_array")
+
+    def refused_by(error: type[Exception]) -> None:
+        for call in OWN_CALLS.values():
+            with pytest.raises(error):
+                call(envs)
+
+    assert in_a_fork(lambda: refused_by(ForkedError)) == 0
+    envs.step(PUSH)
+    envs.close()
+    refused_by(ClosedEnvironmentError)
+    assert "closed" in repr(envs)
+
+
+def test_it_says_what_it_can_do_and_counts_the_steps_of_a_chunk(make: Any) -> None:
+    envs = make()
+    able = "jax: timeouts, row_seeds, reset_mask, masked_seeds, snapshots, in_this_process, runs_jax"
+    assert str(envs.capabilities) == able
+    envs.step_chunk(np.broadcast_to(PUSH, (3, 5, 1)))
+    assert (envs.stats()["steps"], envs.stats()["resets"]) == (15, 5)
+    assert 0 <= envs.stats()["wait_fraction"] < 1
+
+
+class Slow(Counter):
+    def step(self, state: Any, action: Any, key: Any) -> Any:
+        work = jax.lax.fori_loop(0, 300, lambda _, m: jnp.tanh(m @ m), jnp.ones((300, 300)) * action[0])
+        return super().step({**state, "x": state["x"] + 0 * work[0, 0]}, action, key)
+
+
+@pytest.mark.long
+def test_the_time_that_it_waits_for_the_device_counts() -> None:
+    envs = JaxVectorEnv(Slow(), 2)
+    envs.reset(seed=0)
+    envs.step_async(PUSH[:2])
+    with pytest.raises(StepTimeout, match="`step_wait` has timed out"):
+        envs.step_wait(timeout=0.0)
+    envs.step_wait(timeout=60)
+    assert envs.stats()["wait_fraction"] > 0
+
+
+class Raising(Counter):
+    """Raises in the step after the one that put it beyond 1.5."""
+
+    def step(self, state: Any, action: Any, key: Any) -> Any:
+        def look(x: Any) -> Any:
+            if x > 1.5:
+                raise ZeroDivisionError("beyond")
+            return x
+
+        x = jax.pure_callback(look, jax.ShapeDtypeStruct((), jnp.float32), state["x"], vmap_method="sequential")
+        return super().step({**state, "x": x}, action, key)
+
+
+@pytest.mark.long
+def test_an_environment_that_raises_leaves_a_vector_that_can_be_reset() -> None:
+    envs = JaxVectorEnv(Raising(), 2)
+    envs.reset(seed=0)
+    envs.step(np.full((2, 1), 2, np.float32))
+    with pytest.raises((RuntimeError, ValueError), match="beyond"):  # JAX says it in either
+        envs.step(np.zeros((2, 1), np.float32))
+    with pytest.raises(ResetNeeded):
+        envs.step(np.zeros((2, 1), np.float32))
+    envs.reset(seed=0)
+    assert envs.step(np.zeros((2, 1), np.float32))[4]["deep"]["step"].tolist() == [1, 1]
+
+
 # -- by name -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
 def test_make_by_name(pendulum: Any) -> None:
     del pendulum  # only for its skip
-    envs = make_jax_vec("inverted_pendulum", 2, library="brax", vector_kwargs={"to": "jax"}, backend="spring")
+    envs = JaxVectorEnv("inverted_pendulum", 2, library="brax", to="jax", backend="spring")
     assert isinstance(envs, VectorEnv)
     assert envs.num_envs == 2
     assert envs.functional.max_episode_steps == 1000
     assert envs.single_action_space == gym.spaces.Box(-1, 1, (1,), np.float32)
     assert "ant" in available_envs("brax")["brax"]
     assert repr(envs) == "JaxVectorEnv(InvertedPendulum, num_envs=2, to='jax', autoreset_mode=NEXT_STEP, before reset)"
-
-
-@pytest.mark.long
-def test_masks_of_jax_choose_rows_as_wrappers_that_convert_arrays_give_them() -> None:
-    envs = JaxVectorEnv(Counter(), 3, to="jax", autoreset_mode="Disabled")
-    envs.reset(seed=1)
-    for _ in range(2):
-        envs.step(np.ones((3, 1), np.float32))
-    mask = jnp.array([False, True, False])
-    observations, _ = envs.reset(options={"reset_mask": mask})
-    assert observations["step"].tolist() == [2, 0, 2]
-    with pytest.raises(TypeError, match=r"dtype=np\.bool_"):
-        envs.reset(options={"reset_mask": jnp.ones(3)})
-    envs.close()

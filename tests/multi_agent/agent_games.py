@@ -218,29 +218,28 @@ class Broken(Scripted):
     def step(self, actions: dict[Any, Any]) -> Any:
         observations, rewards, terminations, truncations, infos = super().step(actions)
         if self.time == 3:
-            if self.fault == "unknown agent":
-                self.agents = [*self.agents, "stranger"]
-            elif self.fault == "unknown reward":
-                rewards["stranger"] = 1.0
-            elif self.fault == "wrong shape":
-                observations["b"] = np.zeros(7, np.float32)
-            elif self.fault == "blind":
-                del observations["b"]
-            elif self.fault == "unpaid":
-                del rewards["b"]
-            elif self.fault == "unpaid at its end":
-                del rewards["b"]
-                terminations["b"] = True
-                self.agents = ["a"]
-            elif self.fault == "reward":
-                rewards["b"] = "a lot"
-            elif self.fault == "raises":
-                raise ValueError("out of luck")
-            elif self.fault == "four values":
-                return observations, rewards, terminations, infos
-            elif self.fault == "revival":
-                terminations["a"] = True
-                self.agents = ["b"]
+            match self.fault:
+                case "unknown agent":
+                    self.agents = [*self.agents, "stranger"]
+                case "unknown reward":
+                    rewards["stranger"] = 1.0
+                case "wrong shape":
+                    observations["b"] = np.zeros(7, np.float32)
+                case "blind":
+                    del observations["b"]
+                case "unpaid" | "unpaid at its end":
+                    del rewards["b"]
+                    terminations["b"] = self.fault == "unpaid at its end"
+                    self.agents = ["a"] if terminations["b"] else self.agents
+                case "reward":
+                    rewards["b"] = "a lot"
+                case "raises":
+                    raise ValueError("out of luck")
+                case "four values":
+                    return observations, rewards, terminations, infos
+                case "revival":
+                    terminations["a"] = True
+                    self.agents = ["b"]
         if self.time == 4 and self.fault == "revival":
             observations["a"] = np.zeros(2, np.float32)
             self.agents = ["a", "b"]

@@ -22,6 +22,7 @@ class Seen:
     acting: list[Any] = field(default_factory=list)
     infos: dict[Any, Any] = field(default_factory=dict)
     done: bool = False
+    terminated: bool = False
     final: dict[Any, Any] | None = None
     final_infos: dict[Any, Any] | None = None
 
@@ -33,6 +34,7 @@ class PlainLoop:
         self.envs = [env_fn() for env_fn in env_fns]
         self.mode = mode
         self.over = [False] * len(self.envs)
+        self.truncated = [False] * len(self.envs)  # an agent was, in this episode
 
     def _acting(self, env: Any) -> list[Any]:
         return list(env.agents_to_act if hasattr(env, "agents_to_act") else env.agents)
@@ -60,8 +62,11 @@ class PlainLoop:
         observations, rewards, terminations, truncations, infos = env.step({agent: actions[agent] for agent in acted})
         seen = Seen(dict(observations), dict(rewards), dict(terminations), dict(truncations), acted, infos=infos)
         seen.done = not env.agents
+        self.truncated[index] |= any(truncations.values())
+        seen.terminated = seen.done and not self.truncated[index]
         seen.acting = self._acting(env)
         if seen.done:
+            self.truncated[index] = False
             if self.mode is AutoresetMode.SAME_STEP:
                 seen.final, seen.final_infos = seen.observations, infos
                 seen.observations, seen.infos = env.reset()
@@ -127,5 +132,5 @@ def assert_seen(envs: Any, row: int, seen: Seen, result: tuple[Any, ...], pad: f
             last = agents_view(envs, infos["final_obs"], row, agent)
             assert same(last, seen.final[agent]) if agent in seen.final else is_padding(last, pad), where
     if len(result) == 5:
-        assert infos["env_done"][row] == seen.done
+        assert (infos["env_done"][row], infos["env_terminated"][row]) == (seen.done, seen.terminated)
         assert bool(infos.get("_final_obs", np.zeros(row + 1))[row]) == (seen.final is not None)

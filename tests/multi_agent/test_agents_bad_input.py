@@ -308,11 +308,3 @@ def test_nobody_there_after_a_reset_is_an_error() -> None:
         pytest.raises(ValueError, match="env 0: no agent is there"),
     ):
         envs.reset(seed=0)
-
-
-def test_wrong_seeds_and_masks_are_refused() -> None:
-    with MultiAgentVecEnv([Scripted] * 2, num_workers=0) as envs:
-        with pytest.raises(ValueError, match="2"):
-            envs.reset(seed=[1, 2, 3])
-        with pytest.raises(TypeError, match="reset_mask"):
-            envs.reset(options={"reset_mask": [True, False]})

@@ -65,16 +65,6 @@ def test_attributes_are_set_on_the_wrapper_that_has_them() -> None:
         )
 
 
-@WORKERS
-def test_options_reach_every_environment(num_workers: int) -> None:
-    with MultiAgentVecEnv([RandomGame] * 2, num_workers=num_workers) as envs:
-        options = {"level": 3}
-        envs.reset(seed=0, options=options)
-        assert envs.get_attr("options") == ({"level": 3},) * 2
-        envs.reset(options=[{"level": 4}, None])
-        assert envs.get_attr("options") == ({"level": 4}, None)
-
-
 class Mortal(Scripted):
     """Ends its process, hangs or raises at the third step of its first life. ``flag`` tells lives apart."""
 
@@ -138,32 +128,6 @@ def test_a_dead_process_is_an_error_and_a_reset_brings_it_back(tmp_path: Any) ->
         obs, _ = envs.reset(seed=0)
         assert obs[:, 0, 0].tolist() == [100, 100]
         assert envs.step(actions)[1].tolist() == [[1, 1]] * 2
-
-
-def test_a_late_answer_is_still_owed(tmp_path: Any) -> None:
-    class Slow(Scripted):
-        def step(self, actions: Any) -> Any:
-            time.sleep(0.3)
-            return super().step(actions)
-
-    with MultiAgentVecEnv([Slow] * 2, num_workers=2) as envs:
-        envs.reset(seed=0)
-        envs.step_send(np.zeros((2, 3), np.int64))
-        with pytest.raises(vecenv.errors.StepTimeout):
-            envs.step_fetch(timeout=0.02)
-        assert envs.step_fetch(timeout=20)[1].tolist() == [[1, 1, 1]] * 2
-
-
-def test_rows_come_back_by_send_and_recv_in_any_order() -> None:
-    with MultiAgentVecEnv([Scripted] * 4, num_workers=2, batch_size=2, layout="agents") as envs:
-        envs.reset(seed=0)
-        envs.send({agent: np.zeros(2, np.int64) for agent in "abc"}, [3, 1])
-        obs, rewards, _, _, infos = envs.recv(timeout=20)
-        assert sorted(infos["env_id"].tolist()) == [1, 3]
-        assert rewards.shape == (2, 3)
-        assert obs["a"][:, 0].tolist() == [101, 101]
-        with pytest.raises(ValueError, match=r"'c' in envs \[0\]"):
-            envs.send({"a": [0], "b": [0]}, [0])
 
 
 def test_layouts_have_the_spaces_of_what_they_give() -> None:

@@ -24,32 +24,6 @@ def play(envs: MultiAgentVecEnv, steps: int) -> list[Any]:
     return [envs.step(np.zeros((envs.num_envs, envs.num_agents), np.int64)) for _ in range(steps)]
 
 
-def of(results: list[Any], what: int | str, row: int = 0) -> list[list[Any]]:
-    return [(result[-1][what] if isinstance(what, str) else result[what])[row].tolist() for result in results]
-
-
-def test_a_death_is_reported_on_its_step_with_its_observation_and_never_again() -> None:
-    with MultiAgentVecEnv(scripted(lives={"a": (0, 2), "b": (0, 4)}), num_workers=0) as envs:
-        envs.reset(seed=0)
-        results = play(envs, 5)
-    assert of(results, 2) == [[F, F], [T, F], [F, F], [F, T], [F, F]]
-    assert of(results, 1) == [[1, 1], [1, 1], [0, 1], [0, 1], [0, 0]]
-    assert of(results, "agent_mask") == [[T, T], [F, T], [F, T], [F, F], [T, T]]
-    assert of(results, "transition_mask") == [[T, T], [T, T], [F, T], [F, T], [F, F]]
-    assert [result[0][0, :, 0].tolist() for result in results] == [[101, 101], [102, 102], [0, 103], [0, 104], [100, 100]]
-    assert [bool(result[-1]["env_done"][0]) for result in results] == [F, F, F, T, F]
-
-
-def test_an_episode_of_mixed_ends_is_over_and_counts_as_truncated() -> None:
-    fns = [*scripted(1, truncated=("a",)), *scripted(1)]
-    with MultiAgentVecEnv(fns, num_workers=0) as envs:
-        envs.reset(seed=0)
-        results = play(envs, 7)
-    assert [result[-1]["env_done"].tolist() for result in results] == [[F, F]] * 5 + [[T, T], [F, F]]
-    assert results[5][-1]["env_terminated"].tolist() == [F, T]
-    assert results[1][3].tolist() == [[T, F, F], [F, F, F]]
-
-
 def test_an_agent_without_a_last_observation_gets_padding_and_no_error() -> None:
     with MultiAgentVecEnv(scripted(1, silent=("a",)), pad_value=-3, num_workers=0) as envs:
         envs.reset(seed=0)
@@ -57,16 +31,6 @@ def test_an_agent_without_a_last_observation_gets_padding_and_no_error() -> None
     assert results[1][0][0, 0].tolist() == [-3, -3]
     assert results[1][2][0, 0]
     assert results[1][-1]["transition_mask"][0, 0]
-
-
-def test_an_agent_that_is_born_has_a_row_first_and_a_transition_later() -> None:
-    with MultiAgentVecEnv(scripted(1, lives={"a": (0, 4), "b": (2, 4)}), num_workers=0) as envs:
-        envs.reset(seed=0)
-        results = play(envs, 4)
-    assert of(results, "agent_mask") == [[T, F], [T, T], [T, T], [F, F]]
-    assert of(results, "transition_mask") == [[T, F], [T, F], [T, T], [T, T]]
-    assert results[0][0][0, 1].tolist() == [0, 0]
-    assert results[1][0][0, 1].tolist() == [102, 102]
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
@@ -84,22 +48,6 @@ def test_any_end_is_the_end_of_the_episode_where_asked(mode: AutoresetMode) -> N
         assert infos["agent_mask"].all() == (mode is AutoresetMode.SAME_STEP)
         if mode is AutoresetMode.SAME_STEP:
             assert infos["final_obs"][0, :, 0].tolist() == [102, 102, 102]
-
-
-def test_same_step_keeps_the_last_rows_and_shows_the_first_ones() -> None:
-    with MultiAgentVecEnv(
-        scripted(1, lives={"a": (0, 1), "b": (0, 2)}), autoreset_mode="SameStep", state=False, num_workers=0
-    ) as envs:
-        envs.reset(seed=0)
-        results = play(envs, 2)
-    obs, rewards, terminations, _, infos = results[1]
-    assert obs[0, :, 0].tolist() == [100, 100]
-    assert rewards.tolist() == [[0, 1]]
-    assert terminations.tolist() == [[F, T]]
-    assert infos["agent_mask"].tolist() == [[T, T]]
-    assert infos["transition_mask"].tolist() == [[F, T]]
-    assert infos["final_obs"][0, :, 0].tolist() == [0, 102]
-    assert "final_obs" not in results[0][-1]
 
 
 def test_without_autoreset_a_finished_environment_asks_for_a_reset_and_others_go_on() -> None:

@@ -40,10 +40,9 @@ def players(game: Callable[[], Any], mode: str, elsewhere: bool) -> Any:
 
 
 def device(library: str, name: str, config: dict[str, Any], mode: str, elsewhere: bool) -> Any:
-    from vecenv.backends.jax_native import make_jax_vec
+    from vecenv.backends import JaxVectorEnv
 
-    options = {"autoreset_mode": mode, "max_episode_steps": 60}
-    return make_jax_vec(name, ROWS, library=library, vector_kwargs=options, **config)
+    return JaxVectorEnv(name, ROWS, library=library, autoreset_mode=mode, max_episode_steps=60, **config)
 
 
 brax = functools.partial(device, "brax", "inverted_pendulum", {"backend": "spring"})

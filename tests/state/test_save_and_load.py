@@ -218,6 +218,43 @@ def test_a_failed_row_is_not_saved_and_a_load_brings_it_back() -> None:
         assert envs.step(np.ones(ROWS, np.int64))[0].ravel().tolist() == [4, 5, 4, 5]
 
 
+class Falls(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Raises at action 8, and kills its worker at 9."""
+
+    def __init__(self) -> None:
+        super().__init__(kept_envs.Counts())
+        self.action_space = gymnasium.spaces.Discrete(10)
+
+    def step(self, action: Any) -> Any:
+        if action == 8:
+            raise ConnectionError("told to")
+        if action == 9:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.env.step(action)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("fault", "lost"), [(8, [2]), (9, [2, 3])])
+def test_a_restarted_row_goes_on_from_a_loaded_snapshot(fault: int, lost: list[int], mode: str) -> None:
+    with engine(Falls, mode, num_workers=2, on_failure="restart") as envs, engine(Falls, mode, num_workers=0) as twin:
+        envs.reset(seed=1)
+        for _ in range(3):
+            envs.step(np.ones(ROWS, np.int64))
+        kept = envs.save(verify=False)
+        twin.load(kept)
+        envs.step(np.ones(ROWS, np.int64))
+        actions = np.ones(ROWS, np.int64)
+        actions[2] = fault
+        *_, infos = envs.step(actions)
+        back = np.flatnonzero(infos["restarted"])
+        assert back.tolist() == lost
+        assert_identical(list(envs.load([kept[row] for row in back], env_id=back)), [kept[row].observation for row in back])
+        for number in range(3):
+            found, wanted = envs.step(np.full(ROWS, number)), twin.step(np.full(ROWS, number))
+            for field in range(4):
+                assert_identical(found[field][lost], wanted[field][lost], f"step {number}, field {field}")
+
+
 def test_rows_of_the_living_are_saved_loaded_and_called_while_another_worker_is_dead() -> None:
     def process_of(env: Any) -> int:
         return os.getpid()

@@ -1,19 +1,60 @@
-"""What the package does and refuses on the system that it is run on, or that is emulated, as a line of JSON."""
+"""What the package does and refuses on the system that the variable ``WORLD`` names, as a line of JSON.
+
+Names are taken out of the standard library before the package is imported, here and in every process that imports this file
+again. What is shown is that nothing is used that is not there; how another system does what both have is not shown.
+"""
 
 from __future__ import annotations
 
 import functools
 import json
-import multiprocessing
+import multiprocessing.connection
+import multiprocessing.pool
+import os
+import runpy
+import select
+import signal
+import subprocess  # noqa: F401 - imported while the names are there
+import sys
 import warnings
 from typing import Any
 
+import cloudpickle  # noqa: F401 - imported while the names are there
 import gymnasium
 import numpy as np
 
-import vecenv
-from vecenv.system import cores, supervision
-from vecenv.tools.doctor import examine
+LINUX_ONLY = {
+    os: "memfd_create MFD_CLOEXEC MFD_ALLOW_SEALING pidfd_open sched_getaffinity sched_setaffinity posix_fallocate eventfd",
+    select: "epoll",
+    signal: "pidfd_send_signal SIGRTMIN SIGRTMAX",
+}
+POSIX_ONLY = {
+    os: "fork forkpty register_at_fork setsid getpgrp getpgid setpgid killpg getuid geteuid sysconf statvfs set_blocking "
+    "pread pwrite mkfifo getloadavg wait waitid WNOHANG uname O_CLOEXEC O_NONBLOCK O_ASYNC",
+    select: "poll",
+    signal: "SIGALRM SIGKILL SIGUSR1 SIGUSR2 SIGCHLD SIGHUP SIGSTOP SIGCONT SIGQUIT SIGBUS pthread_sigmask pthread_kill "
+    "alarm setitimer siginterrupt sigwait",
+}
+
+
+def take_away(world: str) -> None:
+    """Be on this system, as far as names tell."""
+    for missing in (LINUX_ONLY, POSIX_ONLY) if world == "windows" else (LINUX_ONLY,):
+        for module, names in missing.items():
+            for name in names.split():
+                vars(module).pop(name, None)
+    if world == "windows":
+        sys.modules["fcntl"] = sys.modules["resource"] = None  # type: ignore[assignment]
+        multiprocessing.get_all_start_methods = lambda: ["spawn"]  # type: ignore[method-assign, assignment]
+    multiprocessing.set_start_method("spawn", force=True)
+    sys.platform = {"windows": "win32", "macos": "darwin"}[world]
+
+
+take_away(os.environ["WORLD"])
+
+import vecenv  # noqa: E402
+from vecenv.system import cores, supervision  # noqa: E402
+from vecenv.tools.doctor import examine  # noqa: E402
 
 MAKE = functools.partial(gymnasium.make, "CartPole-v1")
 ASKED: dict[str, dict[str, Any]] = {
@@ -50,7 +91,8 @@ def plan_of(**options: Any) -> str:
         return str(error)
 
 
-if __name__ == "__main__":
+def tell_all() -> None:
+    """Print what there is to know."""
     warnings.simplefilter("ignore")
     facts = {
         "asked": {
@@ -61,9 +103,15 @@ if __name__ == "__main__":
         "plan": plan_of(),
         "isolated plan": plan_of(isolate=True),
         "doctor": {finding.name: [finding.verdict, finding.value, finding.advice] for finding in examine()},
-        "start method": multiprocessing.get_start_method(),
-        "spins": cores.placements(1)[1],
-        "times itself": type(cores.Patience(1e-4, np.zeros(1))).__name__ == "_SelfTimed",
+        "spins": [cores.placements(1)[1], *(placement.spin for placement in cores.placements(1)[0])],
         "stack signals": supervision.STACK_SIGNALS,
     }
     print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:  # a program of the package itself
+        sys.argv[0] = "vecenv"
+        runpy.run_module("vecenv", run_name="__main__")
+    else:
+        tell_all()

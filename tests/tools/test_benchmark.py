@@ -1,10 +1,13 @@
-"""The measuring core: what it counts, what it compares, and that one dead candidate spoils only its own row."""
+"""``vecenv bench``: what it counts, what it compares, what it shows, and that one dead candidate spoils only its own row."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-import shutil
+import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -15,22 +18,29 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.vector import SyncVectorEnv
+from observe import PATIENCE, remaining
 
-from bench import micro, train
-from vecenv.tools import benchmark
-from vecenv.tools.benchmark import BareLockstep, BarePipes, Candidate, Report, Row, Sample, Stream, Summary, VectorRunner
-from vecenv.tools.benchmark.compare import _lock_step as lock_step
-from vecenv.tools.benchmark.runners import digest
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
 
-CARTPOLE = partial(benchmark.make_env, "CartPole-v1")
-SHORT = {"seconds": 0.05, "repeats": 2}
+from bench import train
+from vecenv.tools import benchmark, report, runners
+from vecenv.tools.benchmark import Candidate, Report, Row, Summary
+from vecenv.tools.runners import BareLockstep, BareLoop, BareLoops, BarePipes, Step, VectorRunner, digest, first_difference
+
+CARTPOLE = partial(runners.make_env, "CartPole-v1")
+SHORT: dict[str, Any] = {"seconds": 0.05, "repeats": 2}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def fonts_are_open(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Matplotlib opens its fonts with the first picture and keeps them; that is not a leak of the test that draws first."""
-    report = Report("none", 1, 1.0, 1, "", benchmark.machine(), [Row("a", "a", "vecenv", [1.0])])
-    benchmark.draw_bars(report, tmp_path_factory.mktemp("fonts") / "bars.png")
+    report.draw_bars(reported(Row("a", "a", "vecenv", [1.0])), tmp_path_factory.mktemp("fonts") / "bars.png")
+
+
+def reported(*rows: Row) -> Report:
+    about: dict[str, Any] = {"cpu": "a processor", "usable_cores": 2, "python": "3", "gymnasium": "1"}
+    return Report("CartPole-v1", 64, 1.0, 3, "fine", about, list(rows))
 
 
 # --- figures ------------------------------------------------------------------------------------
@@ -44,10 +54,9 @@ def test_summary_leaves_out_samples_that_were_never_taken() -> None:
 
 
 def test_ratio_is_formed_round_by_round() -> None:
-    fast, slow = Row("a", "a", "vecenv", [10.0, 40.0, 30.0]), Row("b", "b", "other", [5.0, 10.0, 10.0])
-    found = benchmark.ratio(fast, slow)
+    found = reported(Row("a", "a", "vecenv", [10.0, 40.0, 30.0]), Row("b", "b", "other", [5.0, 10.0, 10.0])).ratio("a", "b")
     assert found is not None
-    assert (found.minimum, found.median, found.maximum) == (2.0, 3.0, 4.0)  # medians alone would give 3.0 as well, not 2.0
+    assert (found.minimum, found.median, found.maximum) == (2.0, 3.0, 4.0)
 
 
 def test_run_for_counts_what_it_ran() -> None:
@@ -58,9 +67,9 @@ def test_run_for_counts_what_it_ran() -> None:
         time.sleep(0.0005)
         return 3
 
-    sample = benchmark.run_for(step, 0.05)
-    assert sample.units == 3 * len(calls)
-    assert 0.05 <= sample.seconds < 30
+    began = time.perf_counter()
+    rate = runners.run_for(step, 0.05)
+    assert 3 * len(calls) / (time.perf_counter() - began) <= rate <= 3 * len(calls) / 0.05
 
 
 class CountingEnv(gymnasium.Env[np.ndarray, np.int64]):
@@ -83,66 +92,36 @@ class CountingEnv(gymnasium.Env[np.ndarray, np.int64]):
 
 
 def test_bare_loop_resets_where_an_episode_has_ended_and_counts_it() -> None:
-    loop = benchmark.BareLoop(CountingEnv, 0, 2, 2)
-    units = loop._step()
-    assert units == 64
-    assert loop.envs[0].resets == 1 + units // 2 // 4  # three steps and a reset, over and over
+    loop = BareLoop(CountingEnv, range(2), 2)
+    assert loop.step(32) == 64
+    assert loop.envs[0].resets == 1 + 32 // 4  # type: ignore[attr-defined]  # three steps and a reset, over and over
 
 
-class Computing(CountingEnv):
-    """Resets take 10 ms."""
-
-    def reset(self, **options: Any) -> Any:
-        until = time.thread_time() + 0.01
-        while time.thread_time() < until:
-            pass
-        return super().reset(**options)
+def test_the_bare_loop_uses_no_more_processes_than_environments_and_each_environment_once() -> None:
+    assert benchmark._shares(5, 3) == [range(1), range(1, 3), range(3, 5)]
+    assert benchmark._shares(1, 8) == [range(1)]
 
 
-class Sleeping(CountingEnv):
-    def reset(self, **options: Any) -> Any:
-        time.sleep(0.01)
-        return super().reset(**options)
-
-
-@pytest.mark.parametrize("kind", [Computing, Sleeping])
-def test_turns_are_measured_from_the_seeds_on(kind: type[CountingEnv]) -> None:
-    loop = benchmark.BareLoop(kind, 0, 1, 1)
-    loop._step()
-    turns = loop.turns(0.2)
-    assert len(turns) > 7
-    assert all(took > 0.009 for took in turns[3::4])  # three steps and a reset, over and over
-    assert min(turns) < 0.009
-
-
-def test_lock_step_reaches_what_the_longest_share_of_each_turn_leaves() -> None:
-    class Limit:
-        usable = True
-
-        def __init__(self, *shares: list[float]) -> None:
-            self.shares = shares
-            self.candidate = replace(benchmark.limit_candidate(CARTPOLE, 2, 2), builds=(print,) * len(shares))
-
-        def ask(self, method: str, seconds: float) -> list[list[float]]:
-            assert method == "turns"
-            return list(self.shares)
-
-    assert lock_step([Limit([1.0, 3.0, 9.0], [3.0, 1.0])], 1.0) == pytest.approx(2 / 3)  # type: ignore[list-item]
-    assert lock_step([Limit([1.0, 3.0], [1.0, 3.0])], 1.0) == 1.0  # type: ignore[list-item]
-    assert lock_step([Limit([1.0, 3.0])], 1.0) is None  # type: ignore[list-item]
-    assert lock_step([Limit([1.0], [])], 1.0) is None  # type: ignore[list-item]
-
-
-def test_where_the_time_of_trainings_goes_is_drawn(tmp_path: Path) -> None:
-    report = Report("PPO", 4, 1.0, 2, "", benchmark.machine(), [Row("a", "a", "vecenv", [100.0, 200.0])])
-    train.draw_shares(report, {"a": {"environments": 0.5, "policy": 0.2, "learning": 0.3}}, tmp_path / "shares.png")
-    assert (tmp_path / "shares.png").stat().st_size > 1000
-
-
-def test_limit_uses_no_more_processes_than_environments_and_each_once() -> None:
-    shares = [build.args[1:3] for build in benchmark.limit_candidate(CARTPOLE, 5, 3).builds]
-    assert shares == [(0, 1), (1, 2), (3, 2)]
-    assert len(benchmark.limit_candidate(CARTPOLE, 1, 8).builds) == 1
+@pytest.mark.parametrize(
+    ("kind", "shares", "said"),
+    [
+        (BarePipes, None, "bare pipes to 3 processes"),
+        (BareLoops, [range(2), range(2, 3)], "bare loop in 2 processes"),
+        (BareLockstep, [range(3)], "bare lock-step of 1 processes"),
+        (BareLockstep, [range(1), range(1, 3)], "bare lock-step of 2 processes"),
+    ],
+)
+def test_upper_bounds_step_every_environment_once_and_give_the_cores_back(kind: Any, shares: Any, said: str) -> None:
+    before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    runner = kind(CARTPOLE, 3, shares)
+    try:
+        assert runner.describe() == said
+        assert runner._step() == 3
+        time.sleep(0.05)  # longer than lock-step polls: it sleeps then, and wakes for the next step
+        assert runner.run(0.05) > 0
+    finally:
+        runner.close()
+    assert before is None or os.sched_getaffinity(0) == before
 
 
 # --- trajectories -------------------------------------------------------------------------------
@@ -150,40 +129,29 @@ def test_limit_uses_no_more_processes_than_environments_and_each_once() -> None:
 
 def test_digest_tells_types_shapes_and_bits_apart() -> None:
     values = [
-        np.zeros(2, np.float32),
-        np.zeros(2, np.float64),
-        np.zeros((2, 1), np.float32),
-        np.array([0.0, -0.0], np.float32),
-        np.array([None, 1], object),
-        {"a": 1},
-        {"a": 1.0},
-        {"a": True},
-        {"a": {"b": 1}},
-        (1, 2),
-    ]
+        np.zeros(2, np.float32), np.zeros(2, np.float64), np.zeros((2, 1), np.float32), np.array([0.0, -0.0], np.float32),
+        np.array([None, 1], object), {"a": 1}, {"a": 1.0}, {"a": True}, {"a": {"b": 1}}, (1, 2),
+    ]  # fmt: skip
     assert len({digest(value) for value in values}) == len(values)
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
 
 
-def stream() -> Stream:
+def trajectory() -> list[Step]:
     return VectorRunner(partial(SyncVectorEnv, [CARTPOLE] * 2)).trajectory(30)
 
 
-def test_equal_engines_give_equal_streams_and_any_difference_is_named() -> None:
-    reference = stream()
-    assert benchmark.first_difference(reference, stream()) is None
-    assert reference.terminations.any(), "no episode ended: nothing was checked about autoreset"
-
-    other = stream()
-    other.rewards[3, 1] = 0.5
-    assert benchmark.first_difference(reference, other) == "at step 3, env 1: reward 0.5 instead of 1.0"
-    other = stream()
-    other.observations[0][1] = b""
-    assert benchmark.first_difference(reference, other) == "at the reset, env 1: another observation"
-    other = stream()
-    assert other.infos is not None
-    other.infos[7] = b""
-    assert benchmark.first_difference(reference, other) == "at step 7: other infos"
+def test_equal_engines_give_equal_trajectories_and_any_difference_is_named() -> None:
+    reference = trajectory()
+    assert first_difference(reference, trajectory()) is None
+    assert any(step["termination"].any() for step in reference), "no episode ended: nothing was checked about autoreset"
+    changes: dict[str, tuple[int, Any]] = {
+        "at step 3, env 1: reward 0.5 instead of 1.0": (3, {"reward": np.array([1.0, 0.5])}),
+        "at the reset, env 1: another observation": (0, {"observation": [reference[0]["observation"][0], b""]}),
+        "at step 7: other infos": (7, {"infos": b"others"}),
+    }
+    for words, (step, change) in changes.items():
+        other = [*reference[:step], {**reference[step], **change}, *reference[step + 1 :]]
+        assert first_difference(reference, other) == words
 
 
 class Late(SyncVectorEnv):
@@ -197,14 +165,11 @@ class Late(SyncVectorEnv):
         return (observations, rewards + (self.calls == 5), *rest)
 
 
-def late(name: str = "late") -> Candidate:
-    return Candidate(name, "a wrong engine", (partial(VectorRunner, partial(Late, [CARTPOLE] * 2)),), "vecenv", True)
-
-
 @pytest.mark.long
 def test_engine_with_other_trajectories_is_refused_before_anything_is_timed() -> None:
+    late = Candidate("late", "a wrong engine", partial(VectorRunner, partial(Late, [CARTPOLE] * 2)), "vecenv", checked=True)
     with pytest.raises(benchmark.TrajectoryMismatch, match=r"a wrong engine differs .* at step 5, env 0: reward 2.0"):
-        benchmark.compare("CartPole-v1", CARTPOLE, 2, [late()], **SHORT)
+        benchmark.compare("CartPole-v1", CARTPOLE, 2, [late], **SHORT)
 
 
 class Unseeded(CountingEnv):
@@ -216,19 +181,32 @@ class Unseeded(CountingEnv):
 
 @pytest.mark.long
 def test_environment_that_ignores_its_seed_is_not_blamed_on_the_engine() -> None:
-    same = benchmark.gymnasium_candidate("same", "SyncVectorEnv", Unseeded, 1)
-    candidate = Candidate("same", "same", same.builds, "vecenv", checked=True)
-    report = benchmark.compare("unseeded", Unseeded, 1, [candidate], **SHORT)
-    assert report.check.startswith("not comparable")
-    assert report.rows[0].summary
+    candidate = replace(benchmark.gymnasium_candidate("same", "SyncVectorEnv", Unseeded, 1), checked=True)
+    found = benchmark.compare("unseeded", Unseeded, 1, [candidate], **SHORT)
+    assert found.check.startswith("not comparable")
+    assert found.rows[0].summary
+
+
+def test_an_environment_that_fails_is_known_before_any_engine_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def reference(*_: Any) -> Any:
+        raise benchmark.HostFailed("it always fails")
+
+    monkeypatch.setattr(benchmark, "_reference", reference)
+    monkeypatch.setattr(benchmark, "started", lambda *_: pytest.fail("engines were started"))
+    rows = benchmark.default_candidates(CARTPOLE, 2, 1)
+    with pytest.raises(benchmark.HostFailed, match="it always fails"):
+        benchmark.compare("x", CARTPOLE, 2, rows, progress=lambda *said: asked.append(said[0]))
+    assert asked == ["checking the environment in SyncVectorEnv"]
 
 
 # --- candidates that fail -----------------------------------------------------------------------
 
 
 class Steady:
-    def run(self, seconds: float) -> Sample:
-        return Sample(10, 1.0)
+    def run(self, seconds: float) -> float:
+        return 10.0
 
     def close(self) -> None:
         pass
@@ -237,7 +215,7 @@ class Steady:
 class Exits(Steady):
     turns = 0
 
-    def run(self, seconds: float) -> Sample:
+    def run(self, seconds: float) -> float:
         self.turns += 1
         if self.turns == 3:  # the warm-up and one round are fine
             os._exit(7)
@@ -256,117 +234,162 @@ class Absent(Steady):
 
 @pytest.mark.long
 def test_dead_candidate_spoils_only_its_own_row() -> None:
-    kinds = (Steady, Exits, Raises, Absent)
-    candidates = [Candidate(kind.__name__, kind.__name__, (kind,)) for kind in kinds]
-    report = benchmark.compare("none", CARTPOLE, 1, candidates, seconds=0.0, repeats=3)
-    rows = {row.name: row for row in report.rows}
+    candidates = [Candidate(kind.__name__, kind.__name__, kind) for kind in (Steady, Exits, Raises, Absent)]
+    found = benchmark.compare("none", CARTPOLE, 1, candidates, seconds=0.0, repeats=3)
+    rows = {row.name: row for row in found.rows}
     assert rows["Steady"].rates == [10.0] * 3
     assert rows["Exits"].failed == "its process ended with exit code 7"
     assert rows["Raises"].failed == "ValueError: no such thing"
     assert "Traceback" in rows["Raises"].log
     assert rows["Absent"].missing == "nothing is installed"
-    kept = report.to_dict()["rows"]
-    assert kept[1]["rates"] == [10.0, None, None]
+    assert found.to_dict()["rows"][1]["rates"] == [10.0, None, None]
 
 
 class Hangs(Steady):
-    def run(self, seconds: float) -> Sample:
+    def run(self, seconds: float) -> float:
         time.sleep(60)
-        return super().run(seconds)
+        return 0.0
 
 
 @pytest.mark.long
-def test_candidate_that_hangs_is_given_up_and_ended() -> None:
-    with benchmark.started([Candidate("hangs", "hangs", (Hangs,))]) as (live,):
-        host = live.hosts[0]
-        host.close = partial(host.close, timeout=0.1)  # type: ignore[method-assign]
-        assert live.ask("run", 0.0, timeout=0.2) == []
-        assert live.failed == "gave no answer within 0 s"
-        assert math.isnan(live.rate(0.1))
+def test_candidate_that_hangs_is_given_up_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark.Host.close, "__defaults__", (0.1,))
+    with benchmark.started([Candidate("hangs", "hangs", Hangs)]) as (host,):
+        assert host.ask("run", 0.0, timeout=0.2) is None
+        assert host.failed == "gave no answer within 0 s"
+        assert math.isnan(host.rate(0.1))
+
+
+class Family(Steady):
+    """Starts what a host would leave behind."""
+
+    def __init__(self) -> None:
+        self.pids = [subprocess.Popen(["sleep", "60"], start_new_session=own).pid for own in (False, True)]
+
+    def describe(self) -> str:
+        return " ".join(map(str, self.pids))
+
+    def run(self, seconds: float) -> float:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0.0
 
 
 @pytest.mark.long
-def test_a_crowd_lives_only_while_it_is_measured() -> None:
-    candidate = replace(benchmark.bare_pipes_candidate(CARTPOLE, 2), crowd=True)
-    with benchmark.started([candidate]) as (live,):
-        assert live.description == "bare pipes to 2 processes"
-        assert not live.hosts
-        assert live.rate(0.05) > 0
-        assert live.hosts
-        live.rest()
-        assert not live.hosts
-        assert live.usable
+@pytest.mark.skipif(sys.platform == "win32", reason="sessions and signals of POSIX")
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_host_that_ends_takes_its_helpers_along(killed: bool) -> None:
+    with benchmark.started([Candidate("family", "family", Family)]) as (host,):
+        pids = [int(pid) for pid in host.description.split()]
+        assert remaining(pids, 0.0) == pids
+        if killed:
+            assert host.ask("run", 0.0) is None
+            assert host.failed == "its process was killed by SIGKILL"
+    assert not remaining(pids, PATIENCE)
 
 
-def test_engines_with_a_process_for_each_of_many_environments_are_crowds() -> None:
-    crowds = [c.name for c in benchmark.default_candidates(CARTPOLE, 64, 2) if c.crowd]
-    assert crowds == ["per-env", "gym-async", "bare-pipes"]
+# --- candidates with many processes ---------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_a_crowd_lives_only_while_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "usable_cores", lambda: 2)
+    with benchmark.started([replace(benchmark.bare_pipes_candidate(CARTPOLE, 2), processes=17)]) as (host,):
+        assert host.description == "bare pipes to 2 processes"
+        assert not host.running
+        assert host.rate(0.05) > 0
+        assert host.running
+        host.rest()
+        assert not host.running
+        assert host.usable
+
+
+def test_engines_with_a_process_for_each_of_many_environments_are_crowds_and_start_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(benchmark, "usable_cores", lambda: 2)
+    names = [[c.name for c in group] for group in benchmark._start_order(benchmark.default_candidates(CARTPOLE, 64, 2))]
+    assert names[0] == ["auto"]
+    assert names[2:] == [["per-env"], ["gym-async"], ["bare-pipes"]]
     assert not any(c.crowd for c in benchmark.default_candidates(CARTPOLE, 8, 2))
 
 
-def test_bare_pipes_step_every_environment_once() -> None:
-    pipes = BarePipes(CARTPOLE, 3)
-    try:
-        assert pipes._step() == 3
-        assert pipes.run(0.05).units % 3 == 0
-    finally:
-        pipes.close()
+# --- what is shown ------------------------------------------------------------------------------
+
+ROWS = (
+    Row("auto", "vecenv, auto", "vecenv", [1_234_567.0, 1_334_567.0, 1_134_567.0]),
+    Row("gym-async", "Gymnasium AsyncVectorEnv", "gymnasium", [math.nan] * 3, failed="its process was killed by SIGKILL"),
+    Row("bare-loop", "bare loop, 2 processes", "bound", [2_345_678.0, 2_145_678.0, 2_545_678.0]),
+    Row("sb3", "another library", "other", [math.nan] * 3, missing="it is not installed"),
+)
+TABLE = """\
+Trajectories: fine.
+CartPole-v1, 64 environments: 3 interleaved rounds of 1 s
+engine                      steps/s   least - most  x Async  of bare loop
+vecenv, auto              1,234,567  1.13M - 1.33M        -         0.526
+Gymnasium AsyncVectorEnv       died
+bare loop, 2 processes    2,345,678  2.15M - 2.55M        -         1.000
+another library            left out
+a processor, 2 usable cores; Python 3, Gymnasium 1
+The bare loop is the upper bound: env.step and nothing else, on all cores.
+Gymnasium AsyncVectorEnv died: its process was killed by SIGKILL
+another library left out: it is not installed
+"""
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_bare_lockstep_steps_every_environment_once(workers: int) -> None:
-    """The caller has a share; the process has its cores back afterwards."""
-    before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-    lockstep = BareLockstep(CARTPOLE, 3, workers)
-    try:
-        assert lockstep.describe() == f"bare lock-step of {workers} processes"
-        assert lockstep._step() == 3
-        time.sleep(0.05)  # longer than it polls: it sleeps then, and wakes for the next step
-        assert lockstep.run(0.05).units % 3 == 0
-    finally:
-        lockstep.close()
-    assert before is None or os.sched_getaffinity(0) == before
+@pytest.mark.parametrize("width", [80, 140])
+def test_the_table_is_the_same_at_every_width(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    report.print_report(reported(*ROWS))
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == TABLE.splitlines()
 
 
-def test_bare_lockstep_is_a_row_beside_the_limit() -> None:
-    names = [candidate.name for candidate in benchmark.default_candidates(CARTPOLE, 3, 8)]
-    assert names[-2:] == ["bare-lockstep", "limit"]
-    assert benchmark.default_candidates(CARTPOLE, 3, 8)[-2].label == "bare lock-step, 3 processes"
+@pytest.mark.parametrize(
+    ("rate", "shown"),
+    [(12.34, "12.3"), (999, "999"), (1234, "1.23k"), (58_946, "58.9k"), (308_817, "309k"), (1_250_000, "1.25M")],
+)
+def test_short_rates(rate: float, shown: str) -> None:
+    assert report.show_rate(rate) == shown
 
 
-@pytest.mark.long
-def test_unknown_option_leaves_the_row_out() -> None:
-    candidate = benchmark.vecenv_candidate("odd", "odd", CARTPOLE, 1, frobnicate=True)
-    with benchmark.started([candidate]) as (live,):
-        assert live.missing == "this version of vecenv has no option 'frobnicate'"
+def test_a_picture_names_the_rows_that_died_and_its_labels_do_not_touch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Any] = []
+    make = report.new_figure
+    monkeypatch.setattr(report, "new_figure", lambda *size: figures.append(make(*size)) or figures[-1])
+    assert report.draw_bars(reported(*ROWS), tmp_path / "bars.png")
+    (axes,) = figures[0].axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == [row.label for row in ROWS[2::-1]]
+    assert [note.get_text().strip() for note in axes.texts] == ["2.35M", "died", "1.23M"]
+    boxes = [label.get_window_extent() for label in axes.get_xticklabels() if label.get_text()]
+    assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
 
 
-# --- what an engine copies --------------------------------------------------------------------------
+def test_there_is_no_picture_of_nothing(tmp_path: Path) -> None:
+    dead = Row("auto", "vecenv, auto", "vecenv", [math.nan], failed="it raised")
+    assert not report.draw_bars(reported(dead), tmp_path / "bars.png")
+    assert not report.draw_scale([reported(dead)], tmp_path / "scale.png")
+    assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.long
-@pytest.mark.skipif(shutil.which("cc") is None and shutil.which("gcc") is None, reason="counting copies needs a C compiler")
-def test_observations_are_copied_once_into_shared_memory_and_once_out_of_it() -> None:
-    counted = micro.counted_copies()
-    assert counted["copy=False"] == pytest.approx(1.0, abs=0.01)
-    assert counted["copy=True"] == pytest.approx(2.0, abs=0.01)
-
-
-# --- the whole of it ----------------------------------------------------------------------------
+def test_where_the_time_of_trainings_goes_is_drawn(tmp_path: Path) -> None:
+    found = reported(Row("a", "a", "vecenv", [100.0, 200.0]))
+    train.draw_shares(found, {"a": {"environments": 0.5, "policy": 0.2, "learning": 0.3}}, tmp_path / "shares.png")
+    assert (tmp_path / "shares.png").stat().st_size > 1000
 
 
 @pytest.mark.long
 def test_every_vecenv_row_equals_sync_and_is_measured(tmp_path: Path) -> None:
-    candidates = [c for c in benchmark.default_candidates(CARTPOLE, 3, 2) if c.kind in ("vecenv", "limit")]
-    report = benchmark.compare("CartPole-v1", CARTPOLE, 3, candidates, **SHORT)
-    assert [row.failed for row in report.rows] == [None] * len(candidates)
-    assert "engines equal SyncVectorEnv over 256 steps of 3 environments" in report.check
-    assert all(row.missing or len(row.rates) == 2 for row in report.rows)
-    benchmark.draw_bars(report, tmp_path / "bars.png")
-    benchmark.draw_scale([report, smaller(report)], tmp_path / "scale.png")
+    candidates = [c for c in benchmark.default_candidates(CARTPOLE, 3, 2) if c.kind in ("vecenv", "bound")]
+    assert [c.name for c in candidates[-2:]] == ["bare-lockstep", "bare-loop"]
+    found = benchmark.compare("CartPole-v1", CARTPOLE, 3, candidates, **SHORT)
+    assert [row.failed for row in found.rows] == [None] * len(candidates)
+    assert "engines equal SyncVectorEnv over 256 steps of 3 environments" in found.check
+    assert all(row.missing or len(row.rates) == 2 for row in found.rows)
+    smaller = replace(found, num_envs=1, rows=found.rows[:1])
+    assert report.draw_bars(found, tmp_path / "bars.png")
+    assert report.draw_scale([smaller, found], tmp_path / "scale.png")
     for name in ("bars.png", "scale.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-
-
-def smaller(report: Report) -> Report:
-    return Report(report.env, 1, report.seconds, report.repeats, report.check, report.machine, report.rows[:1])

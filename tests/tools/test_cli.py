@@ -15,7 +15,7 @@ import pytest
 from gymnasium.vector import SyncVectorEnv
 
 from vecenv.errors import how_to_install
-from vecenv.tools import benchmark, cli, usage
+from vecenv.tools import benchmark, cli, runners, usage
 
 BENCH = how_to_install("bench")
 TINY = ["--num-envs", "2", "--seconds", "0.05", "--repeats", "2"]
@@ -30,10 +30,10 @@ def test_plan_wraps_at_the_width_of_the_terminal_and_keeps_every_word(monkeypatc
     text = "Plan:\n  " + "a step of 1.5 us, " * 12 + "measured\n  1 + caller          84,937 steps per second"
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr("shutil.get_terminal_size", lambda **given: os.terminal_size(given["fallback"]))
-    assert cli._fitted(text) == text  # no terminal: a file or a pipe gets whole lines
+    assert usage.fitted(text) == text  # no terminal: a file or a pipe gets whole lines
     monkeypatch.undo()
     monkeypatch.setenv("COLUMNS", "60")
-    fitted = cli._fitted(text).splitlines()
+    fitted = usage.fitted(text).splitlines()
     assert max(map(len, fitted)) <= 60
     assert " ".join(fitted).split() == text.split()
     assert fitted[-1] == text.splitlines()[-1]
@@ -41,16 +41,16 @@ def test_plan_wraps_at_the_width_of_the_terminal_and_keeps_every_word(monkeypatc
 
 @pytest.mark.long
 def test_bench_prints_json_and_writes_json_and_picture(tmp_path: Path) -> None:
-    done = run("bench", "CartPole-v1", *TINY, "--json", "--engines", "workers,gym-async,limit", cwd=tmp_path)
+    done = run("bench", "CartPole-v1", *TINY, "--json", "--engines", "workers,gym-async,bare-loop", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     printed = json.loads(done.stdout)
     assert json.loads((tmp_path / "bench-results" / "CartPole-v1-2.json").read_text()) == printed
     assert (tmp_path / "bench-results" / "CartPole-v1-2.png").read_bytes().startswith(b"\x89PNG")
     assert "1 engine equals SyncVectorEnv over 256 steps" in printed["check"]
     by_name = {row["name"]: row for row in printed["rows"]}
-    assert list(by_name) == ["workers", "gym-async", "limit"]
+    assert list(by_name) == ["workers", "gym-async", "bare-loop"]
     assert by_name["workers"]["ratios"]["gym-async"]["count"] == 2
-    assert by_name["limit"]["ratios"]["limit"]["median"] == 1.0
+    assert by_name["bare-loop"]["ratios"]["bare-loop"]["median"] == 1.0
     assert "Traceback" not in done.stderr
 
 
@@ -81,7 +81,7 @@ gymnasium.register("Tiny-v0", Tiny)
 @pytest.mark.long
 def test_bench_takes_environments_from_modules_in_the_current_folder(tmp_path: Path) -> None:
     (tmp_path / "tiny_envs.py").write_text(TINY_ENV)
-    for name, engines in (("Tiny-v0", "workers"), ("Tiny", "limit")):
+    for name, engines in (("Tiny-v0", "workers"), ("Tiny", "bare-loop")):
         done = run("bench", f"tiny_envs:{name}", *TINY, "--engines", engines, cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "chatter" not in done.stdout
@@ -123,10 +123,10 @@ def test_ctrl_c_while_libraries_are_imported_ends_at_once_and_quietly(tmp_path: 
 
 @pytest.mark.slow
 def test_scale_draws_sizes_and_worker_counts(tmp_path: Path) -> None:
-    engines = ["--engines", "workers-1,workers-2,limit"]
+    engines = ["--engines", "workers-1,workers-2,bare-loop"]
     done = run("bench", *TINY, "--workers", "2", "--scale", *engines, "--out", "o", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    for row in ("vecenv, 1 worker", "vecenv, 2 workers", "the limit: bare loop, 2 processes"):
+    for row in ("vecenv, 1 worker", "vecenv, 2 workers", "bare loop, 2 processes"):
         assert row in done.stdout
     reports = json.loads((tmp_path / "o" / "CartPole-v1-2-scale.json").read_text())
     assert [report["num_envs"] for report in reports] == [1, 2]
@@ -137,9 +137,9 @@ def test_scale_draws_sizes_and_worker_counts(tmp_path: Path) -> None:
 def test_wrong_trajectories_end_with_code_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    longer = partial(benchmark.make_env, "CartPole-v0")  # ends after 200 steps, and rewards and observations are the same
-    build = partial(benchmark.VectorRunner, partial(SyncVectorEnv, [longer] * 2))
-    wrong = benchmark.Candidate("wrong", "a wrong engine", (build,), "vecenv", checked=True)
+    longer = partial(runners.make_env, "CartPole-v0")  # ends after 200 steps, and rewards and observations are the same
+    build = partial(runners.VectorRunner, partial(SyncVectorEnv, [longer] * 2))
+    wrong = benchmark.Candidate("wrong", "a wrong engine", build, "vecenv", checked=True)
     monkeypatch.setattr(benchmark, "default_candidates", lambda *_: [wrong])
     assert cli.main(["bench", "Acrobot-v1", *TINY, "--out", str(tmp_path)]) == cli.WRONG
     error = capsys.readouterr().err
@@ -246,15 +246,6 @@ def test_results_that_cannot_be_written_are_known_before_anything_is_measured(
     (tmp_path / "file").write_text("")
     assert cli.main(["bench", *TINY, "--out", str(tmp_path / "file")]) == cli.USAGE
     assert "cannot write the results" in capsys.readouterr().err
-
-
-@pytest.mark.long
-def test_suite_is_passed_on_to_the_checkout(tmp_path: Path) -> None:
-    if not (Path(cli.__file__).parents[2] / "bench" / "__main__.py").exists():
-        pytest.skip("not a source checkout")
-    done = run("bench", "--suite", "list", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "workload CartPole-v1" in done.stdout
 
 
 def test_doctor_speaks_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import vecenv
-from vecenv.tools import pictures
-from vecenv.tools.pictures import render_grid, tile, write_video
+from vecenv.tools import watch as pictures
+from vecenv.tools.watch import render_grid, tile, write_video
 
 
 class Painted(gymnasium.Env[Any, Any]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import select
@@ -309,6 +310,68 @@ def test_nothing_to_show_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--once or --json" in capsys.readouterr().err
 
 
+# --- the screen ------------------------------------------------------------------------------------
+
+
+def program(workers: int, name: str = "a long training") -> top.ProgramRow:
+    rows = [
+        top.WorkerRow(i, 10_000 + i, "process", "stepping", (4 * i, 4 * i + 3), 1e3 + i, 0.4, 4 * i, 1e-3 * (i % 7), i % 3)
+        for i in range(workers)
+    ]
+    return top.ProgramRow(name, 4711, 4 * workers, 41_234.0, 0.35, 0.0, 12, 7, 9, rows)
+
+
+def lines(rows: list[top.ProgramRow], view: top.View, width: int = 80, height: int = 24) -> list[str]:
+    console = pytest.importorskip("rich.console").Console(file=io.StringIO(), width=width, height=height)
+    with console.capture() as captured:
+        console.print(top.draw(rows, [], view, height))
+    return captured.get().splitlines()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_forty_workers_fit_with_their_summary_and_can_be_scrolled(width: int) -> None:
+    view = top.View()
+    shown = lines([program(40)], view, width)
+    assert len(shown) == 24
+    assert shown[0].startswith("a long training: 160 environments, pid 4711")
+    assert "41,234 steps/s, waits for envs 35%; 12 resets, 7 restarts, 9 errors" in shown[1]
+    assert shown[3].split()[:4] == ["0", "10000", "stepping", "0-3"]
+    assert "workers 1-20 of 40 by worker" in shown[-1]
+    view.press(b"\x1b[6~\x1b[B")
+    assert lines([program(40)], view, width)[3].split()[0] == "20"  # no further than to the last
+    view.press(b"\x1b[A")
+    assert lines([program(40)], view, width)[3].split()[0] == "19"
+    assert max(map(len, shown)) <= width
+
+
+def test_workers_are_sorted_by_the_next_column() -> None:
+    view = top.View()
+    for order, first in (("steps/s", "39"), ("waiting", "0"), ("slowest env", "6"), ("restarts", "2")):
+        view.press(b"s")
+        shown = lines([program(40)], view)
+        assert f"by {order}" in shown[-1]
+        assert shown[3].split()[0] == first
+    view.press(b"q")
+    assert view.ended
+
+
+def test_several_programs_have_their_summaries_first() -> None:
+    shown = lines([program(3), program(3, "another")], top.View())
+    assert [line.partition(":")[0] for line in shown[:4:2]] == ["a long training", "another"]
+    assert shown[4].split()[0] == "program"
+    assert "workers 1-6 of 6" in shown[-1]
+
+
+def test_a_worker_that_steps_and_mostly_waits_is_said_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vecenv.tools.top.process_state", lambda pid: ("S", worker.started))
+    worker = published.PublishedWorker.__new__(published.PublishedWorker)
+    for name, value in (("pid", 1), ("started", 5), ("kind", "process")):
+        object.__setattr__(worker, name, value)
+    assert top._state(worker, stepped=True, waiting=0.5) == "stepping"
+    assert top._state(worker, stepped=True, waiting=0.99) == "waiting"
+    assert top._state(worker, stepped=False, waiting=1.0) == "idle"
+
+
 # --- files that cannot be trusted -----------------------------------------------------------------
 
 WORKER = {
@@ -409,9 +472,9 @@ def test_a_name_does_nothing_to_the_terminal(name: str, shown: str, folder: Path
     found = rows()
     assert found[0].name == name
     with console.capture() as captured:
-        console.print(top.table(found, ["a file of pid 1: [/] it is odd"]))
+        console.print(top.draw(found, ["a file of pid 1: [/] it is odd"]))
     text = captured.get()
-    assert shown in text.replace("\n", "")  # a title is as wide as its table
+    assert shown in text
     assert "Left out: a file of pid 1: [/] it is odd." in text
     assert not {one for one in text.replace("\x1b[3m", "").replace("\x1b[0m", "").replace("\x1b[2m", "") if one < " "} - {
         "\n"

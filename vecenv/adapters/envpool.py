@@ -90,8 +90,7 @@ class EnvPoolLike:
 
     def send(self, action: Any, env_id: Ids = None) -> None:
         """Step the environments ``env_id``; default, those of the latest :meth:`recv`, in its order."""
-        ids = None if env_id is None else np.asarray(env_id).astype(np.intp)
-        self.vector_env.send(action, ids)
+        self.vector_env.send(action, _indices(env_id))
 
     def step(self, action: Any, env_id: Ids = None) -> Step:
         """:meth:`send`, and then :meth:`recv`."""
@@ -110,7 +109,7 @@ class EnvPoolLike:
             gymnasium.error.AlreadyPendingCallError: ``env_id`` is given while others are in flight, whose steps would be
                 handed out as resets: :meth:`recv` them first.
         """
-        ids = None if env_id is None else np.asarray(env_id).astype(np.intp)
+        ids = _indices(env_id)
         if ids is not None and (others := self._in_flight()):
             raise AlreadyPendingCallError(
                 f"Calling `reset` for envs {ids.tolist()} while {others} are in flight: `recv` them first, or reset all.",
@@ -159,3 +158,7 @@ class EnvPoolLike:
 
     def __repr__(self) -> str:
         return f"EnvPoolLike({self.vector_env!r})"
+
+
+def _indices(env_id: Ids) -> npt.NDArray[np.intp] | None:
+    return None if env_id is None else np.asarray(env_id).astype(np.intp)

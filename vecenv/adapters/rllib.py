@@ -22,8 +22,7 @@ from ray.rllib.env.multi_agent_env_runner import MultiAgentEnvRunner
 from ray.rllib.env.vector.vector_multi_agent_env import VectorMultiAgentEnv
 from ray.tune.registry import ENV_CREATOR, _global_registry
 
-from vecenv.adapters.single import mapped
-from vecenv.front.phases import dropping_pending
+from vecenv.adapters.single import mapped, reset_all
 from vecenv.multi_agent import MultiAgentVecEnv
 from vecenv.multi_agent.infos import RESERVED, own_keys, row_of
 
@@ -86,8 +85,7 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
         """Begin an episode in every environment; environment i has the seed ``seed + i``."""
-        envs = self.vector_env
-        obs, infos = dropping_pending(envs, lambda: envs.reset(seed=seed, options=options))
+        obs, infos = reset_all(self.vector_env, seed, options)
         acting = infos["agent_mask"]
         return self._observations(obs, acting), self._infos(infos, acting)
 
@@ -113,7 +111,7 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
         )
 
     def _actions(self, actions: Sequence[Mapping[Any, Any]]) -> Any:
-        """In the layout of the vector environment; who does not act does anything."""
+        """In the layout of the vector environment; an agent that does not act does anything."""
         acting = self.vector_env.agent_mask
         missing = [
             f"{agent!r} in env {i}"
@@ -173,11 +171,13 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """An attribute of every environment, called with the arguments if it can be called."""
-        return self.vector_env.call(name, *args, **kwargs)
+        results: tuple[Any, ...] = self.vector_env.call(name, *args, **kwargs)
+        return results
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """An attribute of every environment."""
-        return self.vector_env.get_attr(name)
+        values: tuple[Any, ...] = self.vector_env.get_attr(name)
+        return values
 
     def close_extras(self, **kwargs: Any) -> None:
         """Close the environments."""

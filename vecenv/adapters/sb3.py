@@ -3,7 +3,7 @@
 SB3's interface is older than Gymnasium's: one ``done`` flag, a list of infos, and in the step that ends an episode the first
 observation of the next one, with the last one in ``info["terminal_observation"]``. ``AutoresetMode.SAME_STEP`` is that in
 other words, and is translated row by row. In the other modes the rows of a step hold the true last observations, and
-environments whose episode is over are reset at once, by a mask; so no transition is lost and none is made up, in any mode.
+environments whose episode has ended are reset at once, by a mask; so no transition is lost and none is made up, in any mode.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.preprocessing import check_for_nested_spaces
 from stable_baselines3.common.vec_env import VecEnv
 
-from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, added_keys, info_rows, mapped, require
+from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, added_keys, info_rows, mapped, require, reset_all
 from vecenv.evaluating.episodes import EpisodeResult, Listed
 from vecenv.evaluating.evaluate import evaluate
 from vecenv.front.arguments import OnlyMask
-from vecenv.front.phases import dropping_pending
 
 __all__ = ["SB3VecEnv", "as_sb3", "evaluate_sb3"]
 
@@ -81,8 +80,7 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
         options: Any = self._options
         if all(each == options[0] for each in options):
             options = options[0] or None
-        envs = self.vector_env
-        observations, infos = dropping_pending(envs, lambda: envs.reset(seed=self._seeds, options=options))
+        observations, infos = reset_all(self.vector_env, self._seeds, options)
         self.reset_infos = info_rows(infos, self.num_envs)
         self._reset_seeds()
         self._reset_options()
@@ -133,8 +131,8 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
         elif ended:
             for row in ended:
                 rows[row], self.reset_infos[row] = _parted(rows[row], self._added)
-        for info, cut in zip(rows, (truncations & ~terminations).tolist(), strict=True):
-            info["TimeLimit.truncated"] = cut
+        for info, truncated in zip(rows, (truncations & ~terminations).tolist(), strict=True):
+            info["TimeLimit.truncated"] = truncated
         return observations, rewards.astype(np.float32), dones, rows
 
     # -- single environments ----------------------------------------------------------------------------------------
@@ -233,12 +231,12 @@ class _Predicting:
         if self._normalize is not None:
             observations = self._normalize.normalize_obs(observations)
         state = None if self._states is None else tuple(part[:, rows] for part in self._states)
-        actions, said = self._model.predict(
+        actions, states = self._model.predict(
             observations, state=state, episode_start=begins, deterministic=self._deterministic
         )
-        if said is not None:
+        if states is not None:
             if self._states is None:
-                self._states = tuple(np.zeros((len(part), self._rows, *part.shape[2:]), part.dtype) for part in said)
-            for kept, part in zip(self._states, said, strict=True):
+                self._states = tuple(np.zeros((len(part), self._rows, *part.shape[2:]), part.dtype) for part in states)
+            for kept, part in zip(self._states, states, strict=True):
                 kept[:, rows] = part
         return actions

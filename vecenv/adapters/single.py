@@ -13,8 +13,9 @@ from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
 from vecenv.front.capabilities import capabilities_of
 from vecenv.front.infos import info_rows
+from vecenv.front.phases import dropping_pending
 
-__all__ = ["SingleEnvs", "added_keys", "info_rows", "mapped", "require"]
+__all__ = ["SingleEnvs", "added_keys", "info_rows", "mapped", "require", "reset_all"]
 
 AnyEnv = Env[Any, Any]
 AnyVectorEnv = VectorEnv[Any, Any, Any]
@@ -47,6 +48,19 @@ def require(
     if not converted and not any_arrays and getattr(inner, "to", "numpy") != "numpy":
         raise ValueError(f"{client} needs to='numpy', got to={inner.to!r}")
     return AutoresetMode(mode)
+
+
+def reset_all(envs: Any, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+    """Reset all environments, for a client whose library cannot fetch what is pending.
+
+    After a failure, a timeout or a Ctrl-C the answer to a step may still be pending. It is fetched and dropped first, so the
+    next reset of a client always goes on.
+
+    Raises:
+        StepTimeout: The pending answer is still not there; it stays pending.
+    """
+    answer: tuple[Any, dict[str, Any]] = dropping_pending(envs, lambda: envs.reset(seed=seed, options=options))
+    return answer
 
 
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:

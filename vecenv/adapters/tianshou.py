@@ -1,6 +1,6 @@
 """``as_tianshou``: a vector environment as Tianshou's collectors want one.
 
-Tianshou resets environments itself, by index and as soon as their episodes are over, and when it has enough episodes steps
+Tianshou resets environments itself, by index and as soon as their episodes have ended, and when it has enough episodes steps
 only some of them. That is a reset mask, which also takes the place of a pending autoreset, and ``send`` and ``recv``.
 """
 
@@ -15,15 +15,15 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, iterate
 from tianshou.env import BaseVectorEnv
 
-from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, info_rows, require
+from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, info_rows, require, reset_all
 from vecenv.front.arguments import OnlyMask
-from vecenv.front.phases import dropping_pending
 
 __all__ = ["TianshouVectorEnv", "as_tianshou"]
 
 Ids = int | Sequence[int] | npt.NDArray[np.integer[Any]] | None
 Objects = npt.NDArray[np.object_]
 Row = tuple[Any, Any, Any, Any, dict[str, Any]]
+Columns = tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[np.bool_], npt.NDArray[np.bool_], Objects]
 
 
 def as_tianshou(envs: AnyVectorEnv, wait_num: int | None = None) -> TianshouVectorEnv:
@@ -67,9 +67,9 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         if not 1 <= self.wait_num <= envs.num_envs:
             raise ValueError(f"wait_num must be within 1..{envs.num_envs}, got {wait_num!r}")
         self.is_async = self.wait_num < envs.num_envs
-        inner: Any = envs.unwrapped
-        if self.is_async and inner is not envs:
-            raise ValueError(f"wait_num steps and resets single rows, which vector wrappers do not see: give {inner}")
+        self._inner: Any = envs.unwrapped
+        if self.is_async and self._inner is not envs:
+            raise ValueError(f"wait_num steps and resets single rows, which vector wrappers do not see: give {self._inner}")
         self._held: list[Row] = []  # steps that were done while something else was waited for
         self._resetting: set[int] = set()  # resets that were asked for, and not handed out
         self.timeout = None
@@ -123,18 +123,15 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
             options = OnlyMask({**(options or {}), "reset_mask": mask})
         # (without seeds it is None, which environments that can only be seeded all at once want)
         given_seeds = None if all(one is None for one in seeds) else seeds
-        envs = self.vector_env
         if every:
-            observations, infos = dropping_pending(envs, lambda: envs.reset(seed=given_seeds, options=options))
+            observations, infos = reset_all(self.vector_env, given_seeds, options)
             self._held, self._resetting = [], set()
         else:
-            observations, infos = envs.reset(seed=given_seeds, options=options)
+            observations, infos = self.vector_env.reset(seed=given_seeds, options=options)
         rows = info_rows(infos, self.env_num)
         return self._observations(observations, ids), _objects([rows[i] for i in ids])
 
-    def step(
-        self, action: Any, id: Ids = None
-    ) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[np.bool_], npt.NDArray[np.bool_], Objects]:
+    def step(self, action: Any, id: Ids = None) -> Columns:
         """Step the environments ``id`` (all).
 
         Returns:
@@ -144,31 +141,24 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         self._assert_is_not_closed()
         ids = self._ids(id)
         if self.is_async:
-            answered: tuple[Any, Any, Any, Any, Objects] = self._step_in_flight(action, ids)
-            return answered
+            return self._step_in_flight(action, ids)
         if action is None or len(action) != len(ids):
             raise ValueError(f"step wants an action for each of {len(ids)} environments, got {action!r}")
         actions = np.asarray(action)
-        if len(ids) == self.env_num:
-            back = np.empty_like(ids)
-            back[ids] = np.arange(len(ids))
-            results, order = self.vector_env.step(actions[back]), ids
-        else:
-            results = self._step_some(actions, ids)
-            back = np.empty(self.env_num, np.intp)
-            back[results[4]["env_id"]] = np.arange(len(ids))
-            order = back[ids]
+        if len(ids) < self.env_num:
+            self._inner.send(actions, ids)
+            received = {row[4]["env_id"]: row for row in self._received(len(ids))}
+            return self._columns([received[i] for i in ids.tolist()])
+        results = self.vector_env.step(actions[np.argsort(ids)])
         observations, rewards, terminations, truncations, infos = results
-        rows = info_rows(infos, len(rewards))
-        for position, i in zip(order.tolist(), ids.tolist(), strict=True):
-            rows[position]["env_id"] = i
-        listed = _objects([rows[position] for position in order])
-        return self._observations(observations, order), rewards[order], terminations[order], truncations[order], listed
+        rows = [{**info, "env_id": i} for i, info in enumerate(info_rows(infos, len(rewards)))]
+        listed = _objects([rows[i] for i in ids])
+        return self._observations(observations, ids), rewards[ids], terminations[ids], truncations[ids], listed
 
     # -- some step while others are reset ---------------------------------------------------------------------------
 
-    def _step_in_flight(self, action: Any, ids: npt.NDArray[np.intp]) -> Any:
-        """Send ``action``, if there is one, and hand out who is done: ``wait_num`` environments, or all that are left."""
+    def _step_in_flight(self, action: Any, ids: npt.NDArray[np.intp]) -> Columns:
+        """Send ``action``, if there is one, and hand out the next ``wait_num`` rows, or all that are left."""
         self._finish_resets()
         if action is not None:
             self._assert_id(ids)
@@ -181,13 +171,15 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         done, self._held = self._held, []
         if not done:
             raise ValueError("no environment is stepping: step(None) fetches what was sent before")
-        observations, rewards, terminations, truncations, infos = zip(*done, strict=True)
-        return (
-            _stacked(observations), np.stack(rewards), np.stack(terminations), np.stack(truncations), _objects(infos),
-        )  # fmt: skip
+        return self._columns(done)
+
+    def _columns(self, rows: Sequence[Row]) -> Columns:
+        observations, *numbers, infos = zip(*rows, strict=True)
+        rewards, terminations, truncations = map(np.stack, numbers)
+        return _stacked(observations), rewards, terminations, truncations, _objects(infos)
 
     def _reset_in_flight(self, ids: npt.NDArray[np.intp], seeds: Any, options: Any) -> tuple[Any, Objects]:
-        """Reset environments that are not stepping; what others have to say meanwhile is kept for the next step."""
+        """Reset environments that are not stepping; rows of others that arrive meanwhile are kept for the next step."""
         self._finish_resets()
         self._assert_id(ids)
         known = None if all(one is None for one in seeds) else seeds
@@ -213,18 +205,12 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         return begun
 
     def _received(self, count: int) -> list[Row]:
-        observations, rewards, terminations, truncations, infos = self.vector_env.recv(count=count)
-        everyone = np.arange(count)
+        observations, rewards, terminations, truncations, infos = self._inner.recv(count=count)
         listed = info_rows({key: value for key, value in infos.items() if key not in ("env_id", "_env_id")}, count)
         for info, index in zip(listed, infos["env_id"].tolist(), strict=True):
             info["env_id"] = index
-        seen = self._observations(observations, everyone, count)
+        seen = self._observations(observations, np.arange(count), count)
         return list(zip(seen, rewards, terminations, truncations, listed, strict=True))
-
-    def _step_some(self, actions: npt.NDArray[Any], ids: npt.NDArray[np.intp]) -> Any:
-        envs: Any = self.vector_env.unwrapped
-        envs.send(actions, ids)
-        return envs.recv(count=len(ids))
 
     def _ids(self, env_id: Ids) -> npt.NDArray[np.intp]:
         ids: npt.NDArray[np.intp] = np.arange(self.env_num)[self._wrap_id(env_id)]

@@ -6,13 +6,14 @@ observation of an episode and the first of the next. ``_Rows`` brings the three 
 * SAME_STEP has begun the next episode by then: its first observation is kept, and handed out by the reset, at no cost.
 * NEXT_STEP and DISABLED are reset by a mask, before anything else happens to the row.
 
-Rows that are over and are stepped nevertheless stay as they are and pay 0. Where the engine can step some rows, they are
+Rows that have ended and are stepped nevertheless stay as they are and pay 0. Where the engine can step some rows, they are
 left alone; where it steps all together, their steps happen and are not shown (with autoreset disabled, after a reset that is
 not shown either), and their reset is a real one.
 """
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,10 +29,9 @@ from tensordict import TensorDict
 from torchrl.data.tensor_specs import Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase
 
-from vecenv.adapters.single import mapped, require
+from vecenv.adapters.single import mapped, require, reset_all
 from vecenv.adapters.torchrl_spaces import Codec, Tensors, codec_of, moved, put, rows_of, tensor_of
 from vecenv.front.capabilities import capabilities_of
-from vecenv.front.phases import dropping_pending
 from vecenv.make import make_vec
 from vecenv.multi_agent.infos import own_keys
 
@@ -99,9 +99,9 @@ def as_torchrl(
     if isinstance(envs, VectorEnv) or _is_pool(envs) or (num_envs is None and callable(envs)):
         if options or num_envs is not None:
             raise TypeError(f"{envs!r} is built already, or builds itself: it takes no num_envs and no {sorted(options)}")
-        build = _Given(envs)
+        build = _from_given(envs)
     else:
-        build = _Recipe(envs, num_envs, backend, options)
+        build = _from_name(envs, num_envs, backend, options)
     return TorchRLEnv(
         build, device=device, frame_skip=frame_skip, onehot=not categorical_action_encoding, infos=infos,
         allow_done_after_reset=allow_done_after_reset,
@@ -112,7 +112,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where To
     """What :func:`as_torchrl` returns.
 
     The first step resets, if nothing was reset yet; after ``close`` the next reset opens it again. A ``"_reset"``
-    mask without any True does nothing. A row that is over stays as it is and pays 0 until it is reset.
+    mask without any True does nothing. A row that has ended stays as it is and pays 0 until it is reset.
     ``set_seed(s)`` is of the next reset of all environments, where environment i gets ``s + i``; ``reset(seed=...,
     options=...)`` says both at once.
 
@@ -221,10 +221,10 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where To
         tensordict = self.step(tensordict)
         after = self.step_mdp(tensordict)
         rows = self._rows
-        if rows.over.any():
+        if rows.ended.any():
             if not rows.all_begun():
                 return tensordict, self.maybe_reset(after)
-            rows.restart(rows.over)
+            rows.restart(rows.ended)
             after.update(self._shown())
         return tensordict, after
 
@@ -236,7 +236,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where To
         shown = dict(rows.observations) if self._named else {"observation": rows.observations}
         for name, column in rows.infos.items():
             shown[self._names[name]] = column
-        for name, flags in (("done", rows.over), ("terminated", rows.terminated), ("truncated", rows.truncated)):
+        for name, flags in (("done", rows.ended), ("terminated", rows.terminated), ("truncated", rows.truncated)):
             shown[name] = torch.from_numpy(flags[:, None].copy())  # the caller may write to it
         if rewards is not None:
             shown["reward"] = rewards.unsqueeze(-1)
@@ -285,7 +285,7 @@ class _Rows:
 
     Attributes:
         begun: Whether there was a reset.
-        over: bool ``(n,)``; the episodes that ended and were not reset.
+        ended: bool ``(n,)``; the episodes that ended and were not reset.
         terminated, truncated: How; bool ``(n,)``.
         observations: What is shown of all rows.
         infos: The same of the columns.
@@ -301,26 +301,26 @@ class _Rows:
         # a wrapper would not see what is sent beside it
         self._by_row = envs.unwrapped is envs and able is not None and (able.first_ready or able.backend == "envpool")
         self._same_step = mode is AutoresetMode.SAME_STEP
-        self._everyone = np.arange(n)
+        self._all_rows = np.arange(n)
         # what the engine would refuse to step, or is undefined where it does not
         self._spent = np.zeros(n, np.bool_) if mode is AutoresetMode.DISABLED and not self._by_row else None
         # first observations and infos of episodes that were not asked for yet, where `_fresh`
         self._starts: tuple[Tensors, Tensors] | None = None
         self._fresh = np.zeros(n, np.bool_)
         self.begun = False
-        self.over, self.terminated, self.truncated = (np.zeros(n, np.bool_) for _ in range(3))
+        self.ended, self.terminated, self.truncated = (np.zeros(n, np.bool_) for _ in range(3))
         self.observations: Tensors = None
         self.infos: dict[str, torch.Tensor] = {}
 
     def reset(self, seed: Any = None, options: Any = None) -> None:
         """Begin an episode in every row; an answer that is still pending, as of an interrupted step, is dropped."""
-        observations, infos = dropping_pending(self._envs, lambda: self._envs.reset(seed=seed, options=options))
+        observations, infos = reset_all(self._envs, seed, options)
         self.observations = self._observations.encode(observations)
-        self.infos = self._read(infos, self._everyone)
+        self.infos = self._read(infos, self._all_rows)
         self._fresh = np.zeros_like(self._fresh)
         if self._spent is not None:
             self._spent = np.zeros_like(self._spent)
-        self.over, self.terminated, self.truncated = (np.zeros_like(self.over) for _ in range(3))
+        self.ended, self.terminated, self.truncated = (np.zeros_like(self.ended) for _ in range(3))
         self.begun = True
 
     def restart(self, mask: Mask, options: Mapping[str, Any] | None = None) -> None:
@@ -332,48 +332,48 @@ class _Rows:
             self._put(ready, *self._starts, ready)
         if asked.any():
             observations, infos = self._envs.reset(options={**(options or {}), "reset_mask": asked.copy()})
-            self._put(asked, self._observations.encode(observations), self._read(infos, self._everyone), asked)
+            self._put(asked, self._observations.encode(observations), self._read(infos, self._all_rows), asked)
             if self._spent is not None:
                 self._spent = self._spent & ~asked
         self._fresh = self._fresh & ~mask
-        self.over, self.terminated, self.truncated = (
-            flags & ~mask for flags in (self.over, self.terminated, self.truncated)
+        self.ended, self.terminated, self.truncated = (
+            flags & ~mask for flags in (self.ended, self.terminated, self.truncated)
         )
 
     def all_begun(self) -> bool:
-        """Whether all rows that are over have begun their next episode already, so that a reset costs nothing."""
-        return not (self.over & ~self._fresh).any()
+        """Whether all rows that have ended have begun their next episode already, so that a reset costs nothing."""
+        return not (self.ended & ~self._fresh).any()
 
     def step(self, tensors: Any, chosen: Mask | None, frames: int) -> torch.Tensor:
-        """Step the rows that are not over, and of those the ``chosen``; each until its episode ends or for ``frames``.
+        """Step the rows that have not ended, and of those the ``chosen``; each until its episode ends or for ``frames``.
 
         Returns:
             The sums of the rewards, float32 ``(n,)``; 0 where there was no step.
 
         Raises:
-            NotImplementedError: Rows that are not over are to stay, and the engine steps all rows together.
+            NotImplementedError: Rows that have not ended are to stay, and the engine steps all rows together.
         """
         actions = self._actions.decode(tensors)
-        if chosen is not None and not self._by_row and (left := ~chosen & ~self.over).any():
+        if chosen is not None and not self._by_row and (left := ~chosen & ~self.ended).any():
             raise NotImplementedError(
                 f"{type(self._envs).__name__} steps all its environments together: it cannot leave out "
-                f"{np.flatnonzero(left).tolist()}, whose episodes are not over"
+                f"{np.flatnonzero(left).tolist()}, whose episodes have not ended"
             )
         rewards = None
         for _ in range(frames):
-            live = ~self.over if chosen is None else chosen & ~self.over
+            live = ~self.ended if chosen is None else chosen & ~self.ended
             if not live.any():
                 break
             paid = self._frame(actions, live)
             rewards = paid if rewards is None else rewards + paid
-        return torch.zeros(len(self._everyone)) if rewards is None else rewards
+        return torch.zeros(len(self._all_rows)) if rewards is None else rewards
 
     def _frame(self, actions: Any, live: Mask) -> torch.Tensor:
         every = bool(live.all())
         if every or not self._by_row:
             if self._spent is not None and self._spent.any():
                 self._envs.reset(options={"reset_mask": self._spent.copy()})
-            answer, ids = self._envs.step(actions), self._everyone
+            answer, ids = self._envs.step(actions), self._all_rows
         else:
             wanted = np.flatnonzero(live)
             self._envs.send(mapped(lambda leaf: leaf[wanted], actions), wanted)
@@ -392,7 +392,7 @@ class _Rows:
             self.observations, self.infos, self.terminated, self.truncated = observations, columns, terminated, truncated
         else:
             rewards = self._show(observations, columns, rewards, (terminated, truncated), ids, live)
-        self.over = self.terminated | self.truncated
+        self.ended = self.terminated | self.truncated
         return rewards
 
     def _show(
@@ -469,62 +469,54 @@ def _numeric(infos: Mapping[str, Any], n: int) -> dict[str, torch.Tensor]:
     return found
 
 
-class _Recipe:
-    """Builds a vector environment of a name, as often as it is asked to."""
+def _from_name(what: Any, num_envs: int | None, backend: str, options: dict[str, Any]) -> Callable[[], Any]:
+    """What builds a vector environment of a name, as often as it is called."""
+    vector = dict(options.pop("vector_kwargs", {}))
+    num_workers = options.pop("num_workers", None)
+    if backend == "envpool":
+        if num_workers is not None and num_envs is not None:
+            raise TypeError("EnvPool has threads, no worker processes: vector_kwargs={'num_threads': ...} says how many")
+        num_envs = num_workers if num_envs is None else num_envs
+        what = what.removeprefix("ALE/") if isinstance(what, str) else what
+    elif num_workers is not None:
+        vector["num_workers"] = num_workers
+    elif backend == "process" and multiprocessing.current_process().daemon:
+        vector.setdefault("num_workers", 0)  # such a process may have no children; TorchRL's collectors' are
+    if backend in ("brax", "playground"):
+        vector.setdefault("to", "torch")
 
-    def __init__(self, what: Any, num_envs: int | None, backend: str, options: dict[str, Any]) -> None:
-        options = dict(options)
-        self._vector = dict(options.pop("vector_kwargs", {}))
-        num_workers = options.pop("num_workers", None)
-        if backend == "envpool":
-            if num_workers is not None and num_envs is not None:
-                raise TypeError("EnvPool has threads, no worker processes: vector_kwargs={'num_threads': ...} says how many")
-            num_envs = num_workers if num_envs is None else num_envs
-            what = what.removeprefix("ALE/") if isinstance(what, str) else what
-        elif num_workers is not None:
-            self._vector["num_workers"] = num_workers
-        elif backend == "process" and multiprocessing.current_process().daemon:
-            self._vector.setdefault("num_workers", 0)  # such a process may have no children; TorchRL's collectors' are
-        if backend in ("brax", "playground"):
-            self._vector.setdefault("to", "torch")
-        self._what, self._num_envs, self._backend, self._options = what, num_envs or 1, backend, options
+    make = functools.partial(make_vec, what, num_envs or 1, backend, **options)
 
-    def __call__(self) -> Any:
-        if "autoreset_mode" in self._vector:
-            return self._made({})
+    def build() -> Any:
         try:
-            return self._made({"autoreset_mode": AutoresetMode.SAME_STEP})
-        except NotImplementedError:  # a library's own vector environment
-            return self._made({})
+            return make(vector_kwargs={"autoreset_mode": AutoresetMode.SAME_STEP, **vector})
+        except NotImplementedError:
+            if "autoreset_mode" in vector:
+                raise
+            return make(vector_kwargs=vector)  # a library's own vector environment, which does not offer it
 
-    def _made(self, mode: dict[str, Any]) -> Any:
-        return make_vec(
-            self._what, self._num_envs, self._backend, vector_kwargs={**self._vector, **mode}, **self._options
-        )
+    return build
 
 
-class _Given:
-    """Hands over what is built already, once; or calls what builds it."""
+def _from_given(what: Any) -> Callable[[], Any]:
+    """What hands over a vector environment that is built already, once; or builds one, as often as it is called."""
+    if _is_pool(what):
+        from vecenv.backends import EnvPoolVectorEnv
 
-    def __init__(self, what: Any) -> None:
-        self._what = what
-        self._builds = callable(what) and not isinstance(what, VectorEnv) and not _is_pool(what)
-        self._gone = False
+        return functools.partial(EnvPoolVectorEnv.over, what, autoreset_mode=AutoresetMode.SAME_STEP)
+    if not isinstance(what, VectorEnv):
+        return lambda: _checked(what())
+    left = [what]
 
-    def __call__(self) -> Any:
-        if self._builds:
-            return _checked(self._what())
-        if _is_pool(self._what):
-            from vecenv.backends import EnvPoolVectorEnv
-
-            return EnvPoolVectorEnv.over(self._what, autoreset_mode=AutoresetMode.SAME_STEP)
-        if self._gone:
+    def hand_over() -> Any:
+        if not left:
             raise ClosedEnvironmentError(
-                f"{self._what!r} was closed, and only what built it can build it again: give as_torchrl a name, or a "
-                "function that builds a vector environment"
+                f"{what!r} was closed, and only what built it can build it again: give as_torchrl a name, or a function "
+                "that builds a vector environment"
             )
-        self._gone = True
-        return self._what
+        return left.pop()
+
+    return hand_over
 
 
 def _checked(envs: Any) -> Any:
@@ -537,12 +529,12 @@ def _checked(envs: Any) -> Any:
 
 
 def require_rows(envs: Any) -> AutoresetMode:
-    """Refuse a vector environment whose rows cannot be told or reset; returns its autoreset mode."""
+    """Refuse a vector environment whose rows cannot be reset; returns its autoreset mode."""
     mode = require(envs, "TorchRL", list(AutoresetMode), any_arrays=True)
     able = capabilities_of(envs)
     if mode is not AutoresetMode.SAME_STEP and able is not None and not able.reset_mask:
         raise ValueError(
-            f"TorchRL resets the environments whose episodes are over, and {type(envs).__name__} cannot reset some: "
+            f"TorchRL resets the environments whose episodes have ended, and {type(envs).__name__} cannot reset some: "
             "it needs autoreset_mode='SameStep', and EnvPool batch_size=None"
         )
     if getattr(envs, "batch_size", envs.num_envs) not in (None, envs.num_envs):

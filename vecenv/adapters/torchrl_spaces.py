@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import gymnasium as gym
 import numpy as np
@@ -34,25 +34,10 @@ Tensors: TypeAlias = Any
 """A tensor ``[n, ...]``, or nested dicts of them."""
 
 
-class Codec(Protocol):
-    """What a space is in TorchRL.
-
-    Attributes:
-        spec: Of a batch of ``n``.
-    """
-
-    @property
-    def spec(self) -> Any: ...
-
-    def encode(self, batch: Any) -> Tensors:
-        """A batch of the space, of any number of rows, as tensors; shares memory where it can."""
-
-    def decode(self, tensors: Any) -> Any:
-        """A batch of the space, as Gymnasium's vector environments take it."""
-
-
 @dataclass(frozen=True)
 class _Leaf:
+    """A space that is one tensor; see :data:`Codec`."""
+
     spec: Any
     encode: Callable[[Any], Tensors]
     decode: Callable[[Any], Any]
@@ -61,7 +46,7 @@ class _Leaf:
 class _Branch:
     """A Dict or a Tuple."""
 
-    def __init__(self, children: dict[str, Codec], keys: tuple[Any, ...] | None, n: int) -> None:
+    def __init__(self, children: dict[str, Any], keys: tuple[Any, ...] | None, n: int) -> None:
         self.children = children
         self._keys = keys  # a Dict's, None for a Tuple
         self.spec = Composite({name: child.spec for name, child in children.items()}, shape=(n,))
@@ -73,6 +58,11 @@ class _Branch:
     def decode(self, tensors: Any) -> Any:
         values = [child.decode(tensors[name]) for name, child in self.children.items()]
         return tuple(values) if self._keys is None else dict(zip(self._keys, values, strict=True))
+
+
+Codec: TypeAlias = _Leaf | _Branch
+"""What a space is in TorchRL: the ``spec`` of a batch; ``encode``, a batch of any number of rows as tensors, which shares
+memory where it can; ``decode``, tensors as a batch for Gymnasium's vector environments."""
 
 
 def codec_of(space: gym.Space[Any], n: int, onehot: bool, names: Callable[[str], str] = str) -> Codec:
@@ -103,7 +93,7 @@ def codec_of(space: gym.Space[Any], n: int, onehot: bool, names: Callable[[str],
 def _box(space: Any, n: int, onehot: bool) -> _Leaf:
     dtype = _dtype(space.dtype)
     if dtype is torch.bool:
-        return _Leaf(Binary(shape=(n, *space.shape), dtype=dtype), tensor_of, _array)
+        return _binary(space, n, onehot)
     low, high = torch.as_tensor(space.low), torch.as_tensor(space.high)
     if dtype.is_floating_point and bool(low.isinf().all()) and bool(high.isinf().all()):
         spec: Any = Unbounded(shape=space.shape, dtype=dtype)
@@ -155,7 +145,7 @@ def _multi_discrete(space: Any, n: int, onehot: bool) -> _Leaf:
     return _Leaf(spec.expand(n, *spec.shape), encode, decode)
 
 
-def _multi_binary(space: Any, n: int, onehot: bool) -> _Leaf:
+def _binary(space: Any, n: int, onehot: bool) -> _Leaf:
     return _Leaf(Binary(shape=(n, *space.shape), dtype=_dtype(space.dtype)), tensor_of, _array)
 
 
@@ -163,7 +153,7 @@ _LEAVES: dict[type[Any], Callable[[Any, int, bool], _Leaf]] = {
     spaces.Box: _box,
     spaces.Discrete: _discrete,
     spaces.MultiDiscrete: _multi_discrete,
-    spaces.MultiBinary: _multi_binary,
+    spaces.MultiBinary: _binary,
 }
 
 

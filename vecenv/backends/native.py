@@ -111,8 +111,7 @@ class _Library(Together):
 
     @property
     def asked(self) -> Call | None:
-        call: Call | None = self._latest[0]
-        return call
+        return self._latest[0]  # type: ignore[no-any-return]
 
     @property
     def capabilities(self) -> Capabilities:

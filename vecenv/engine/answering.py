@@ -31,8 +31,8 @@ from vecenv.engine.recovery import Recovery
 from vecenv.errors import StepTimeout
 from vecenv.front.deadlines import deadline_of
 from vecenv.link.infos import InfoReader
+from vecenv.link.messages import decode_outcome
 from vecenv.link.observations import Store
-from vecenv.link.sealing import load
 from vecenv.shm import Batch
 from vecenv.worker.stacks import place
 
@@ -116,7 +116,6 @@ class Answering(PendingRequests):
             if request.command == "reset":
                 for row in settlement.rows:
                     self.ledger.mark_recovered(row)
-                self.recovery.forget(settlement.rows)
             settlement.result = self.read((worker, request.answers[worker.index]) for worker in request.workers)
         return settlement
 
@@ -142,7 +141,7 @@ class Answering(PendingRequests):
             result.columns = True
         if answer.death is not None:
             result.deaths.append(answer.death)
-        out = answer.outcome if answer.sealed is None else load(answer.sealed)
+        out = answer.outcome if answer.sealed is None else decode_outcome(answer.sealed)
         if out is None:
             return
         self._infos.learn(out.schemas)

@@ -15,7 +15,7 @@ from vecenv.engine.pending import Result, Worker
 from vecenv.front.arguments import ResetOptions, env_ids_of, reset_mask_of, rows_of, seeds_of
 from vecenv.front.guard import exclusive
 from vecenv.front.phases import Phase, advance
-from vecenv.link.protocol import Op
+from vecenv.link.messages import Op
 
 __all__ = ["Attributes"]
 

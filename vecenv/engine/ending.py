@@ -14,11 +14,10 @@ from gymnasium import logger
 
 from vecenv.engine.handles import ProcessWorker
 from vecenv.link.channel import ChannelClosed
-from vecenv.link.outcomes import Failure
-from vecenv.link.protocol import Op, Reply, encode
-from vecenv.link.sealing import load
-from vecenv.system.descendants import end_marked, snapshot
-from vecenv.system.supervision import Lifeline, close_process, end_group
+from vecenv.link.messages import Failure, Op, Reply, decode_outcome, encode
+from vecenv.system.descendants import end_group, end_marked
+from vecenv.system.spawning import Lifeline
+from vecenv.system.supervision import close_process
 
 __all__ = ["CLOSING", "end", "end_unclosed"]
 
@@ -41,8 +40,7 @@ def end(
         failures: Where to note what environments raised in their ``close``, and by whom.
     """
     deadline = time.monotonic() + timeout
-    helpers = snapshot([worker.pid for worker in workers if not worker.gone])
-    alive = [worker for worker in workers if worker.death is None and not _ended(worker)]
+    alive = [worker for worker in workers if worker.death is None and not worker.watch.has_ended()]
     if terminate:
         for worker in alive:
             worker.signal(signal.SIGTERM)
@@ -53,17 +51,17 @@ def end(
     patient = [worker for worker in alive if not worker.is_stopped()]
     _wait_for_ends(patient, deadline, failures)
     if not terminate:
-        late = [worker for worker in alive if not _ended(worker)]
+        late = [worker for worker in alive if not worker.watch.has_ended()]
         for worker in late:
             worker.signal(signal.SIGTERM)
         _wait_for_ends([w for w in late if not w.is_stopped()], time.monotonic() + _TERM_GRACE, failures)
     for worker in alive:
-        if not _ended(worker):
+        if not worker.watch.has_ended():
             worker.signal(signal.SIGKILL)
     _wait_for_ends(alive, time.monotonic() + _KILLED, failures)
     end_group(worker.pid for worker in alive)
-    helpers.end()
-    helpers.close()
+    for worker in workers:
+        worker.watch.exit_code()
     end_marked([worker.token for worker in workers])
 
 
@@ -107,25 +105,17 @@ def _ask(worker: ProcessWorker) -> None:
             worker.channel.write(encode(Op.CLOSE, CLOSING), [])
 
 
-def _ended(worker: ProcessWorker) -> bool:
-    if worker.gone:
-        return True
-    poll = select.poll()
-    poll.register(worker.descriptor, select.POLLIN)
-    return bool(poll.poll(0))
-
-
 def _wait_for_ends(workers: Sequence[ProcessWorker], deadline: float, failures: list[tuple[Failure, Any]] | None) -> None:
     for worker in workers:
-        if worker.gone:
+        if (descriptor := worker.watch.descriptor) < 0:
             continue
         poll = select.poll()
-        poll.register(worker.descriptor, select.POLLIN)
+        poll.register(descriptor, select.POLLIN)
         open_end = worker.channel.fd
         if open_end >= 0:
             poll.register(open_end, select.POLLIN)
-        while not _ended(worker) and (left := deadline - time.monotonic()) > 0:
-            for descriptor, _ in poll.poll(left * 1000):
+        while not worker.watch.has_ended() and (left := deadline - time.monotonic()) > 0:
+            for descriptor, _ in worker.watch.sleep(poll, left * 1000):
                 if descriptor == open_end and not _drain(worker, failures):
                     poll.unregister(open_end)
                     open_end = -1
@@ -138,7 +128,7 @@ def _drain(worker: ProcessWorker, failures: list[tuple[Failure, Any]] | None) ->
         while (message := worker.channel.read()) is not None:
             word, seq, payload = message
             if word == Reply.FULL and seq == CLOSING and payload is not None and failures is not None:
-                said = load(payload)
+                said = decode_outcome(payload)
                 failures += [(failure, worker) for failure in said.failures]
                 for _, text in said.warnings:
                     logger.warn("%s", f"worker {worker.index} (pid {worker.pid}): {text}")

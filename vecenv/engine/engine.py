@@ -30,10 +30,8 @@ from vecenv.engine.pool import PoolOptions, WorkerPool
 from vecenv.engine.recovery import Recovery
 from vecenv.front.arguments import ResetOptions, options_of_rows
 from vecenv.link.infos import InfoReader
+from vecenv.link.messages import Failure, Op, PackedError, summary
 from vecenv.link.observations import Store
-from vecenv.link.outcomes import Failure
-from vecenv.link.packing import PackedError, summary
-from vecenv.link.protocol import Op
 from vecenv.link.schemas import NO_INFO, Definition
 from vecenv.shm import Arena, Batch, Layout
 from vecenv.shm.layout import Array

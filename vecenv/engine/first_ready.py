@@ -192,7 +192,6 @@ class FirstReady(Answering):
             self.batch.truncations[rows] = False
             for row in rows:
                 self.ledger.mark_recovered(row)
-            self.recovery.forget(rows)
         if not answer.columns:
             self.batch.info_schemas[rows] = NO_INFO
         worker = next((worker for worker in request.workers if worker.index == index), None)

@@ -19,13 +19,11 @@ from vecenv.engine.episodes import Wish
 from vecenv.engine.pending import COMMANDS, ONLY_COLUMNS, PLAIN, Answer, Death, PendingRequests, Request, WorkerRequest
 from vecenv.errors import EnvError
 from vecenv.link.channel import CallerEnd, ChannelClosed
-from vecenv.link.outcomes import NOTHING_SAID, Outcome
-from vecenv.link.packing import dumps, dumps_by_value, summary, unpack
-from vecenv.link.protocol import Reply, encode
-from vecenv.system.descendants import reap_group
-from vecenv.system.draws import unwatch, watch
-from vecenv.system.holdings import Holdings
-from vecenv.system.supervision import STACK_SIGNALS, BlackBox, DeathWatch, catches, close_process, describe_exit, end_group
+from vecenv.link.messages import PLAIN_OUTCOME, Outcome, Reply, dumps, dumps_by_value, encode, summary, unpack_error
+from vecenv.system.descendants import end_group
+from vecenv.system.descriptors import DescriptorOwner
+from vecenv.system.generators import unwatch, watch
+from vecenv.system.supervision import STACK_SIGNALS, BlackBox, ProcessWatch, catches, close_process, describe_exit
 from vecenv.worker.keeping import KeptRows
 from vecenv.worker.main import answer
 from vecenv.worker.stacks import innermost, reaches_down
@@ -37,7 +35,6 @@ _LAST_MOMENTS: Final = 0.5  # between the end of a worker's pipe and the end of 
 _FIRST_WORD: Final = 0.05  # until a late worker begins to write its stack, if it can
 _LAST_WORD: Final = 0.3  # until it has written it, if it has begun, or waits for a core to begin
 _OWN_TIME: Final = 0.02  # on a core, within which a worker begins to write, if it can
-_REAP: Final = 0.5  # for the exit code of a process that has ended
 
 
 def staged(part: WorkerRequest, seq: int) -> WorkerRequest:
@@ -92,7 +89,7 @@ class CallerWorker:
         else:
             outcome = self._carried_out(request)
         seq = request.seq
-        if outcome is NOTHING_SAID:
+        if outcome is PLAIN_OUTCOME:
             said = PLAIN
         elif outcome.is_plain():
             said = ONLY_COLUMNS if outcome.columns else PLAIN
@@ -157,10 +154,9 @@ class ProcessWorker:
         process: Any,
         channel: CallerEnd,
         black_box: BlackBox,
-        held: Holdings,
-        watch: DeathWatch,
+        held: DescriptorOwner,
         table: PendingRequests,
-        token: str,
+        token: int,
         with_caller: bool = False,
     ) -> None:
         self.index = index
@@ -181,11 +177,10 @@ class ProcessWorker:
         self.paid = False  # its death is in the budget of restarts
         self.asked_to_close = False
         self._table = table
-        self._watch = watch
-        self.descriptor = watch.add(self.pid, process.sentinel, self)
+        self.watch = ProcessWatch(process, held)
         self._poll = select.poll()
         self._poll.register(channel.fd, select.POLLIN)
-        self._poll.register(self.descriptor, select.POLLIN)
+        self._poll.register(self.watch.descriptor, select.POLLIN)
 
     def __repr__(self) -> str:
         state = "dead" if self.death else "busy" if self._table.is_pending(self) else "idle"
@@ -241,7 +236,7 @@ class ProcessWorker:
 
     def wait(self, timeout_ms: float | None) -> bool:
         """Sleep until there is something to receive or the worker has ended; false when the time is up."""
-        events = self._poll.poll(timeout_ms)
+        events = self.watch.sleep(self._poll, timeout_ms)
         if not events:
             return False
         ended = self.channel.fd not in dict(events)
@@ -254,10 +249,10 @@ class ProcessWorker:
         if self.death is None:
             busy = self._table.oldest_of(self)
             command = "start" if self.starting else "idle" if busy is None else command_of(busy, self)
-            if not self._watch_says_dead():  # whatever it is that has no pipe any more, it is no worker
+            if not self.watch.has_ended(_LAST_MOMENTS):  # whatever it is that has no pipe any more, it is no worker
                 self.signal(signal.SIGKILL)
                 reason = reason or "it closed its pipe, and was ended for that"
-            self.exitcode = self._reap()
+            self.exitcode = self.watch.exit_code()
             stack = innermost(self.black_box.read()) if (self.exitcode or 0) < 0 else ""
             where = f"worker {self.index} (pid {self.pid}, {envs_text(self.rows)})"
             doing = {"idle": "while idle", "start": "during its start"}.get(command, f"during {command}")
@@ -267,25 +262,8 @@ class ProcessWorker:
             end_group([self.pid])
             self.death = Death(text, self.index, tuple(self.rows), self.pid, self.exitcode, command)
         self._table.mark_lost(self, self.death)
-        self._watch.remove(self.descriptor, self)
+        self.watch.close()
         self.channel.close()
-
-    def _watch_says_dead(self) -> bool:
-        poll = select.poll()
-        poll.register(self.descriptor, select.POLLIN)
-        return bool(poll.poll(_LAST_MOMENTS * 1000))
-
-    def _reap(self) -> int | None:
-        """The exit code: never by join(), which a forked helper that holds the sentinel can delay."""
-        deadline = time.monotonic() + _REAP
-        while time.monotonic() < deadline:
-            code: int | None = self.process.exitcode
-            if code is not None:
-                return code
-            if not self._state() and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
-                return None  # the kernel has reaped it, and nobody gets the code
-            time.sleep(0.001)
-        return None
 
     def stack(self) -> str:
         """The Python stack of a worker that is late, from its black box; empty if it cannot be had. Does it no harm."""
@@ -314,11 +292,6 @@ class ProcessWorker:
             return int(file.read().split()[0]) * 1e-9
         return 0.0
 
-    @property
-    def gone(self) -> bool:
-        """It was seen to its end."""
-        return not self._watch.watches(self.descriptor, self)
-
     def half_told(self) -> bool:
         """Whether a message to it is written in part: what is written next is taken for the rest of it."""
         return any(
@@ -329,7 +302,7 @@ class ProcessWorker:
 
     def signal(self, number: int) -> None:
         """Send a signal to the worker process."""
-        self._watch.signal(self.descriptor, self, number)
+        self.watch.signal(number)
 
     def is_stopped(self) -> bool:
         """Whether somebody stopped the process (SIGSTOP); only known on Linux."""
@@ -344,14 +317,12 @@ class ProcessWorker:
 
     def release(self) -> None:
         """Close everything the caller holds of an ended worker. Idempotent."""
-        self._watch.remove(self.descriptor, self)
+        self.watch.close()
         self.channel.close()
         self.held.close()
         if self.exitcode is None:
-            with contextlib.suppress(ValueError):  # its process object is closed
-                self.exitcode = self._reap()
+            self.exitcode = self.watch.exit_code()
         close_process(self.process)
-        reap_group(self.pid)
 
 
 def command_of(request: Request, worker: Any) -> str:
@@ -373,7 +344,7 @@ def raise_ready(error: Any, note: str) -> Exception:
     One that is no ``Exception`` (``sys.exit`` in an environment of the caller's own share) gets a stand-in.
     """
     if not isinstance(error, BaseException):
-        return unpack(error, note)
+        return unpack_error(error, note)
     if isinstance(error, Exception):
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)

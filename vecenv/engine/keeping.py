@@ -19,7 +19,7 @@ from vecenv.engine.pending import Result, Worker
 from vecenv.errors import SnapshotMismatch
 from vecenv.front.arguments import rows_of
 from vecenv.front.guard import exclusive
-from vecenv.link.protocol import Op
+from vecenv.link.messages import Op
 from vecenv.state.registry import Codec, how_of
 from vecenv.state.snapshots import FORMAT, Kind, Row, Snapshot, Snapshots, StateDict, each_of
 from vecenv.system.uninterrupted import succeeds_when_repeated
@@ -133,18 +133,14 @@ class Keeping(Attributes):
         for kind in self._proved:
             new.pop(kind, None)
         if not new:
-            return self._given(rows, snapshots, dress)
-        then = partial(self._said_proved, frozenset(new), partial(self._given, rows, snapshots, dress))
+            return dress(snapshots)
+        then = partial(self._said_proved, frozenset(new), partial(dress, snapshots))
         self._driver.ask_call(Op.PROVE, _own_rows(sorted(new.values())), "save", sequel=then, alone=True)
         return self._call_answer(timeout)
 
     def _said_proved(self, kinds: frozenset[Kind], answer: Callable[[], Any], result: Result, timeout: float | None) -> Any:
         self._proved |= kinds
         return answer()
-
-    def _given(self, rows: list[int], snapshots: list[Snapshot], dress: Callable[[list[Snapshot]], Any]) -> Any:
-        self._driver.recovery.keep(rows, snapshots)
-        return dress(snapshots)
 
     def _dict_of(self, snapshots: list[Snapshot]) -> dict[str, Any]:
         engine = self._driver
@@ -212,8 +208,6 @@ class Keeping(Attributes):
             engine.ledger.mark_recovered(row)
         if engine.policy.restart:
             engine.recovery.remembered.keep(rows, everyone=len(rows) == self.num_envs)
-            engine.recovery.forget(rows)
-            engine.recovery.keep(rows, list(of_row.values()))
         extras()
         return engine.store.take(np.array(rows, np.intp)) if all(one.used for one in known.values()) else None
 

@@ -14,8 +14,7 @@ from gymnasium import logger
 from vecenv.engine.handles import raise_ready
 from vecenv.engine.pending import Death, Settlement, Worker
 from vecenv.errors import EnvFailed, ErrorRecord
-from vecenv.link.outcomes import Failure
-from vecenv.link.packing import PackedError, pack, summary, unpack
+from vecenv.link.messages import Failure, PackedError, pack_error, summary, unpack_error
 
 __all__ = ["Ledger", "note_once"]
 
@@ -80,12 +79,12 @@ class Ledger:
         """The exception of a failure, and the record of it."""
         note = f"env {failure.env}, {worker.who}, during {command}"
         error = raise_ready(failure.error, note)
-        packed = failure.error if isinstance(failure.error, PackedError) else pack(error)
+        packed = failure.error if isinstance(failure.error, PackedError) else pack_error(error)
         failure.error = packed  # what raised it holds the failure: a cycle, with the program's frames in it
         if "daemonic processes are not allowed" in summary(error):
             note_once(error, "environments that start processes of their own need AsyncVectorEnv(..., daemon=False)")
         index = -1 if worker.local else worker.index
-        kept = unpack(packed, note)
+        kept = unpack_error(packed, note)
         return error, ErrorRecord(failure.env, index, worker.pid, command, kept, packed.text, time.monotonic())
 
     def mark_failed(

@@ -32,7 +32,7 @@ from vecenv.front.deadlines import seconds_of
 from vecenv.front.guard import exclusive, is_within_a_call
 from vecenv.front.phases import Phase, advance
 from vecenv.planning.plan import Plan as WorkerPlan
-from vecenv.system.main_module import end_if_importing_main
+from vecenv.system.spawning import end_if_importing_main
 
 __all__ = ["EngineOwner"]
 

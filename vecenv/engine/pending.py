@@ -19,8 +19,7 @@ import numpy as np
 from vecenv.errors import WorkerDied
 from vecenv.front.driver import Driver
 from vecenv.front.phases import Phase
-from vecenv.link.outcomes import Failure, Outcome
-from vecenv.link.protocol import Op
+from vecenv.link.messages import Failure, Op, Outcome
 from vecenv.shm.layout import Array
 
 __all__ = [
@@ -94,7 +93,7 @@ class Answer:
     Attributes:
         columns: There are infos or final observations in shared memory.
         outcome: What did not fit there; of the caller's own share.
-        sealed: The same, as it came from a process (:mod:`vecenv.link.sealing`).
+        sealed: The same, as it came from a process (:mod:`vecenv.link.messages`).
         death: There will never be an answer.
     """
 
@@ -179,7 +178,6 @@ class Settlement:
         records: For the ledger, and not there yet.
         error: The exception that is the answer.
         todo, rebuilt, rebuild: How far rebuilding has got (:mod:`vecenv.engine.recovery`).
-        restored: Of the rebuilt ones, those that go on from a snapshot.
         settled: What had failed is raised or rebuilt, and everything is where the caller is to see it.
         entries: Of rows that are received one by one: they, ready.
     """
@@ -198,7 +196,6 @@ class Settlement:
         self.error: Exception | None = None
         self.todo: set[int] | None = None
         self.rebuilt: set[int] = set()
-        self.restored: set[int] = set()
         self.rebuild: Request | None = None
         self.settled = False
         self.entries: list[ReadyRow] | None = None

@@ -30,7 +30,6 @@ class Policy:
         restart_limit, restart_period: See :class:`RestartBudget`.
         step_timeout: Seconds until a reset or a step is taken to hang; ``None``: never.
         start_timeout: Seconds a worker has for building its environments; ``None``: as long as it takes.
-        from_snapshot: What is rebuilt goes on from its last snapshot, where there is one.
         gymnasiums_words: Log what environments raise as Gymnasium's class does, before it is raised. Programs that were
             written for that class, and its own tests, count these lines, though no worker is shut down here.
     """
@@ -41,17 +40,16 @@ class Policy:
     step_timeout: float | None = None
     start_timeout: float | None = 60.0
     gymnasiums_words: bool = False
-    from_snapshot: bool = False
 
     @classmethod
     def of(
         cls, on_failure: str, restart_limit: int | None, restart_period: float, step_timeout: Any, start_timeout: Any,
-        *, gymnasiums_words: bool = False, restart_from: str = "reset",
+        *, gymnasiums_words: bool = False,
     ) -> Policy:  # fmt: skip
         """From the options of a vector environment."""
         return cls(
             on_failure == "restart", restart_limit, restart_period, seconds_of(step_timeout, "step_timeout"),
-            seconds_of(start_timeout, "start_timeout"), gymnasiums_words, restart_from == "snapshot",
+            seconds_of(start_timeout, "start_timeout"), gymnasiums_words,
         )  # fmt: skip
 
 

@@ -26,12 +26,12 @@ from vecenv.engine.starting import PoolOptions, Workplace, await_ready, launch, 
 from vecenv.engine.watchdog import Watchdog
 from vecenv.front.deadlines import deadline_of, milliseconds
 from vecenv.front.guard import left_in_a_fork
-from vecenv.link.outcomes import Failure
-from vecenv.link.protocol import Op, Reply, encode
+from vecenv.link.messages import Failure, Op, Reply, encode
 from vecenv.shm import Arena, Batch
-from vecenv.system.cores import Patience
+from vecenv.system.cores import SpinPolicy
 from vecenv.system.descendants import end_marked
-from vecenv.system.holdings import Holdings
+from vecenv.system.descriptors import DescriptorOwner
+from vecenv.system.supervision import SLICE_MS
 from vecenv.worker.main import Plan, Ready
 
 __all__ = ["PoolOptions", "WorkerPool"]
@@ -62,11 +62,11 @@ class WorkerPool:
         self.batch = batch
         self.table = table
         self._options = options
-        self._place = Workplace(plan, arena, options, table, Holdings(self))
+        self._place = Workplace(plan, arena, options, table, DescriptorOwner(self))
         self._finalizer = weakref.finalize(self, end_unclosed, self._place.lifeline, self._place.processes, os.getpid())
         self._env_fns: dict[int, Sequence[Any]] = {}
         shares_core = any(placement.with_caller for placement in options.placements)
-        self._patience = Patience(options.caller_spin, batch.resting_until, shares=shares_core)
+        self._patience = SpinPolicy(options.caller_spin, batch.no_spin_until, shares=shares_core)
         self._seq = 0
         self._prepared = Request(0, "step", ())  # the next step, unless something else is asked first
         self.sender = Sender(table, options.max_busy)
@@ -319,6 +319,8 @@ class WorkerPool:
             self.sender.pump()
         poll = self._poll_for_any()
         longest = self.watchdog.milliseconds(None)
+        if asks := bool(self.processes) and self.processes[0].watch.asks:
+            longest = min(longest, SLICE_MS)
         began = time.perf_counter()
         events = poll.poll(longest if timeout_ms is None else min(timeout_ms, longest))
         now = time.perf_counter()
@@ -326,7 +328,7 @@ class WorkerPool:
         self._check()
         if now > self.watchdog.next_look:
             self.watchdog.look()
-        died = False
+        died = asks and not events
         for descriptor, _ in events:
             writer = self._writers.get(descriptor)
             if writer is None:
@@ -345,14 +347,16 @@ class WorkerPool:
         if self._any is None:
             writers = {worker.channel.fd: worker for worker in self._everyones_processes() if worker.death is None}
             poll = select.poll()
-            for descriptor in (*writers, *self._place.watch.descriptors()):
+            for descriptor in (*writers, *(worker.watch.descriptor for worker in writers.values())):
                 poll.register(descriptor, select.POLLIN)
             self._writers, self._any = writers, poll
         if not self.sender.behind:
             return self._any
         poll = select.poll()
-        for descriptor in (*self._writers, *self._place.watch.descriptors()):
-            poll.register(descriptor, select.POLLIN)
+        for worker in self._writers.values():
+            if worker.death is None:
+                poll.register(worker.channel.fd, select.POLLIN)
+                poll.register(worker.watch.descriptor, select.POLLIN)
         for request in self.table.requests.values():
             for part in (request.parts or {}).values():
                 if isinstance(part.worker, ProcessWorker) and part.written and not part.sent and part.worker.death is None:
@@ -360,8 +364,8 @@ class WorkerPool:
         return poll
 
     def _mark_the_dead(self) -> None:
-        for worker in self._place.watch.dead():
-            if not worker.receive():
+        for worker in self._everyones_processes():
+            if worker.death is None and worker.watch.has_ended() and not worker.receive():
                 worker.mark_dead()
         for worker in self._everyones_processes():
             if worker.death is not None:
@@ -396,7 +400,6 @@ class WorkerPool:
             return
         for worker in self._everyones_processes():
             worker.release()
-        self._place.watch.close()
         self._place.lifeline.close()
         self._place.forget()
         if self.own is not None:
@@ -422,7 +425,6 @@ class WorkerPool:
         self.table.abandon()
         for channel in list(self._place.channels):
             channel.forget()
-        self._place.lifeline.let_go()
         self._finalizer.detach()
 
     def __repr__(self) -> str:

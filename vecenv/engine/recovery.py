@@ -5,8 +5,7 @@ done twice, so how far it has got stands in the :class:`~vecenv.engine.pending.S
 wait goes on there.
 
 Under ``on_failure="restart"`` a row that was lost comes back in the same step: truncated, reward 0, ``restarted`` in its
-info, its last good observation as ``final_obs``, and then what the autoreset mode has to say. With
-``restart_from="snapshot"`` the last snapshot of the row takes the place of a new episode.
+info, its last good observation as ``final_obs``, and then what the autoreset mode has to say.
 """
 
 from __future__ import annotations
@@ -25,13 +24,11 @@ from vecenv.errors import ClusterError, RestartsExhausted, StartupTimeout, Worke
 from vecenv.front.arguments import options_of_rows
 from vecenv.front.deadlines import deadline_of
 from vecenv.link.infos import InfoReader
+from vecenv.link.messages import Failure, Op
 from vecenv.link.observations import SharedStore, Store
-from vecenv.link.outcomes import Failure
-from vecenv.link.protocol import Op
 from vecenv.link.schemas import NO_INFO
 from vecenv.shm import Batch, Layout
 from vecenv.shm.layout import Array, Tree
-from vecenv.state.snapshots import Snapshot
 from vecenv.worker.main import Ready
 
 __all__ = ["Recovery", "Remembered", "Workers"]
@@ -121,7 +118,6 @@ class Recovery:
     ) -> None:
         self.seeds = np.random.SeedSequence()
         self.remembered = Remembered(store, layout.observations)
-        self.snapshots: dict[int, Snapshot] = {}  # row -> what a restart goes on from
         self._pool = pool
         self._policy = policy
         self._mode = mode
@@ -133,19 +129,6 @@ class Recovery:
         self._end_late = end_late
         self._budget = RestartBudget(policy.restart_limit, policy.restart_period, steps)
         self._log = RestartLog()
-
-    # -- snapshots --------------------------------------------------------------------------------------------------
-
-    def keep(self, rows: Sequence[int], snapshots: Sequence[Snapshot]) -> None:
-        """These rows were saved, or loaded: restarts go on from there, if they are to. It may be done again."""
-        if self._policy.from_snapshot:
-            self.snapshots.update((row, one) for row, one in zip(rows, snapshots, strict=True) if one.row.used)
-
-    def forget(self, rows: Sequence[int]) -> None:
-        """These rows were reset by their user: what they were before is over."""
-        if self.snapshots:
-            for row in rows:
-                self.snapshots.pop(row, None)
 
     def show_whole(self, rows: Sequence[int]) -> None:
         """These rows failed and stay so: what they were writing then may be there in part. Show the last whole observation
@@ -284,10 +267,8 @@ class Recovery:
     def _rebuild_request(self, rows: list[int], cause: Settlement) -> Request:
         """A request for new environments.
 
-        Those that failed in a reset get the seed and the options of that reset again, all others a fresh seed. In a step
-        their last snapshot comes before that, where there is one.
+        Those that failed in a reset get the seed and the options of that reset again, all others a fresh seed.
         """
-        back = self.snapshots if cause.command == "step" else {}
         reset_next = cause.command == "step" and self._mode is AutoresetMode.NEXT_STEP
         request = Request(self._pool.next_seq(), "rebuild", ())
         self._batch.requested[rows] = request.seq
@@ -298,8 +279,7 @@ class Recovery:
             if cause.seeds is not None:
                 asked = [cause.mask is None or bool(cause.mask[row]) for row in mine]
                 seeds = [cause.seeds[row] if was else fresh for row, was, fresh in zip(mine, asked, seeds, strict=True)]
-            snapshots = [back.get(row) for row in mine]
-            payload = (seeds, options_of_rows(cause.options, mine), reset_next, snapshots)
+            payload = (seeds, options_of_rows(cause.options, mine), reset_next)
             parts[worker.index] = self._pool.stage(WorkerRequest(worker, mine, Op.REBUILD_SOME, payload), request.seq)
         request.parts = parts
         request.workers = tuple(part.worker for part in parts.values())
@@ -317,11 +297,9 @@ class Recovery:
             self._ledger.mark_failed(again.failures, again.deaths, attempt.rows, all_of_them=True)
             failed = {row for death in again.deaths for row in death.envs} | {failure.env for failure, _ in again.failures}
             self._ledger.paid -= failed
-            self.forget(sorted(failed))  # each snapshot is tried once: it may be what they failed of
         settlement.result = writeable(settlement.result)
         settlement.result.infos.update(again.infos)
         settlement.rebuilt |= settlement.todo - failed
-        settlement.restored |= again.results.keys() - failed
         records, todo = settlement.records + attempt.records, settlement.todo & failed
         settlement.records, settlement.todo, settlement.rebuild = records, todo, None
 
@@ -342,12 +320,10 @@ class Recovery:
         """Write what the caller is to see of the rows that were rebuilt."""
         assert settlement.result is not None
         result = settlement.result = writeable(settlement.result)
-        stepping, reset_next = settlement.command == "step", self._mode is AutoresetMode.NEXT_STEP
+        stepping = settlement.command == "step"
         result.columns = True
         for row in sorted(settlement.rebuilt):
             info: dict[Any, Any] = {"restarted": True}
-            if row in settlement.restored:
-                info["from_snapshot"] = True
             if not stepping or self._mode is AutoresetMode.SAME_STEP:
                 info = {**(result.infos.get(row) or self._infos.one(row)), **info}
             result.infos[row] = info
@@ -360,7 +336,7 @@ class Recovery:
                 self._batch.truncations[row] = True
                 if (last := self.remembered.of(row)) is not None:
                     result.finals[row] = last
-                    if self._mode is not AutoresetMode.SAME_STEP and (reset_next or row not in settlement.restored):
+                    if self._mode is not AutoresetMode.SAME_STEP:
                         self._store.put_row(row, self.remembered.of(row))
 
 

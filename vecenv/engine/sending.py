@@ -15,7 +15,7 @@ from typing import Final
 
 from vecenv.engine.handles import ProcessWorker
 from vecenv.engine.pending import PendingRequests, Request, WorkerRequest
-from vecenv.link.protocol import Op
+from vecenv.link.messages import Op
 
 __all__ = ["HEAD_START", "Sender"]
 

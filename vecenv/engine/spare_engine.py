@@ -27,7 +27,7 @@ from vecenv.engine.pending import Request, Result, Settlement, Worker, WorkerReq
 from vecenv.engine.spares import SparePool
 from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import unable
-from vecenv.link.protocol import Op
+from vecenv.link.messages import Op
 from vecenv.link.schemas import NO_INFO
 from vecenv.shm.layout import Array
 from vecenv.worker.ahead import WithAttributes

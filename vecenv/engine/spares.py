@@ -25,7 +25,7 @@ from vecenv.engine.handles import ProcessWorker
 from vecenv.engine.pending import Worker
 from vecenv.engine.pool import WorkerPool
 from vecenv.link.channel import ChannelClosed
-from vecenv.link.protocol import Op, encode
+from vecenv.link.messages import Op, encode
 
 __all__ = ["SparePool", "refuse_different"]
 

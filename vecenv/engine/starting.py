@@ -24,12 +24,11 @@ from vecenv.link.channel import CallerEnd, ChannelClosed
 from vecenv.shm import Arena
 from vecenv.system.cores import Placement
 from vecenv.system.descendants import new_token
-from vecenv.system.holdings import Holdings
-from vecenv.system.main_module import NO_GUARD, missing_guard, start_process
-from vecenv.system.streams import stream_of_caller
-from vecenv.system.supervision import BlackBox, DeathWatch, Lifeline, close_process
+from vecenv.system.descriptors import DescriptorOwner
+from vecenv.system.generators import stream_of_caller
+from vecenv.system.spawning import NO_GUARD, Lifeline, Variables, missing_guard, spawn
+from vecenv.system.supervision import BlackBox, close_process
 from vecenv.system.uninterrupted import Uninterrupted
-from vecenv.system.variables import Variables, named
 from vecenv.worker.main import Plan, Ready, Start, main
 
 if sys.platform != "win32":
@@ -40,8 +39,8 @@ __all__ = [
     "require_descriptors",
 ]  # fmt: skip
 
-DESCRIPTORS: Final = 6 if hasattr(os, "pidfd_open") else 7
-"""What a worker costs the caller: two pipes, black box, pidfd (or a pipe for it), sentinel and, under fork, one more."""
+DESCRIPTORS: Final = 6
+"""What a worker costs the caller: two pipes, black box, pidfd, sentinel and, under fork, one more."""
 SPARE_DESCRIPTORS: Final = 16
 """For the length of a start."""
 
@@ -79,14 +78,15 @@ class Workplace:
         processes: Every process that was started and not seen to its end: whoever collects the pool ends them.
     """
 
-    def __init__(self, plan: Plan, arena: Arena, options: PoolOptions, table: PendingRequests, holdings: Holdings) -> None:
+    def __init__(
+        self, plan: Plan, arena: Arena, options: PoolOptions, table: PendingRequests, holdings: DescriptorOwner
+    ) -> None:
         self.plan = plan
         self.arena: Arena | None = arena
         self.options = options
         self.table = table
         self.holdings = holdings
         self.lifeline = Lifeline(holdings)
-        self.watch = DeathWatch()
         self.processes: list[Any] = []
         self.lives: Counter[int] = Counter()
         self.channels: weakref.WeakSet[CallerEnd] = weakref.WeakSet()
@@ -129,8 +129,8 @@ def launch(
     variables = options.variables[index] if options.variables else {}
     life = place.lives[index]
     place.lives[index] += 1
-    held = place.holdings.part()
-    process: Any = None
+    held = place.holdings.child()
+    known = len(place.processes)
     try:
         channel = CallerEnd(held)
         place.channels.add(channel)
@@ -138,26 +138,25 @@ def launch(
         token = new_token()
         assert place.arena is not None
         start = Start(
-            index, rows[0], blobs, not forks, place.plan, place.arena, channel.theirs, place.lifeline, black_box, placement,
-            token, variables, stream_of_caller(), life,
+            index, rows[0], blobs, not forks, place.plan, place.arena, channel.theirs, black_box, placement,
+            stream_of_caller(), life,
         )  # fmt: skip
         with Uninterrupted():  # half-way it is nobody's
-            name = named(f"Worker<{options.name}>-{index}", variables)
-            process = options.context.Process(target=main, name=name, args=(start,))
-            process.daemon = options.daemon
-            place.processes.append(process)
-            start_process(process, options.context.get_start_method())
+            name = f"Worker<{options.name}>-{index}"
+            process = spawn(
+                options.context, main, (start,), name=name, daemon=options.daemon, lifeline=place.lifeline, token=token,
+                variables=variables, into=place.processes,
+            )  # fmt: skip
             worker = ProcessWorker(
-                index, rows, process, channel, black_box, held, place.watch, place.table, token, placement.with_caller
+                index, rows, process, channel, black_box, held, place.table, token, placement.with_caller
             )  # fmt: skip
             into.append(worker)
         channel.started()
     except BaseException as error:
         if not any(worker.held is held for worker in into):
-            place.watch.forget(held)
             held.close()
-            if process is not None:
-                place.end_stray(process)
+            for stray in place.processes[known:]:
+                place.end_stray(stray)
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             raise _too_few_descriptors(error, workers) from error
         raise

@@ -31,19 +31,17 @@ from vecenv.planning.options import (
     BatchSize,
     NumWorkers,
     OnFailure,
-    RestartFrom,
     StartMethod,
     check_options,
-    require_a_way,
-    spares_of,
-    workers_and_share,
+    parse_spares,
+    require_processes_for,
 )  # fmt: skip
-from vecenv.planning.scout import Trial
+from vecenv.planning.plan import workers_and_share
+from vecenv.planning.probe import EnvProbe
 from vecenv.shm import Batch, Layout, fixed_tree
 from vecenv.system.cores import usable_cores
 from vecenv.system.generators import GeneratorsOption
-from vecenv.system.main_module import is_about_main
-from vecenv.system.variables import WorkerEnv, too_late, variables_of
+from vecenv.system.spawning import WorkerEnv, is_about_main, too_late, variables_of
 from vecenv.worker.envs import Expected
 from vecenv.worker.main import Plan
 
@@ -85,8 +83,6 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             tried, and it is half of them, or all where halves would not pay; where a core is free, or steps wait, each
             worker has two messages in flight then. ``print(envs.plan)`` says why.
         on_failure: ``"raise"``, or ``"restart"`` what died, raised or hung.
-        restart_from: With ``on_failure="restart"``: ``"reset"``, or ``"snapshot"``: the last one that :meth:`save` took of
-            the environment, or that :meth:`load` put into it; a reset where there is none, or none since your reset.
         restart_limit: At most this many restarts of all environments within ``restart_period`` seconds. ``None``: each
             environment, and each worker that dies, has 5 in that time, and one more for every 1,000 steps it made.
         restart_period: Seconds.
@@ -175,7 +171,6 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         use_caller: bool = False,
         batch_size: BatchSize = None,
         on_failure: OnFailure = "raise",
-        restart_from: RestartFrom = "reset",
         restart_limit: int | None = None,
         restart_period: float = 60.0,
         step_timeout: float | None = None,
@@ -194,27 +189,27 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         self.worker, self.generators = worker, generators
         check_options(
             self.num_envs, batch_size, num_workers=num_workers, use_caller=use_caller, on_failure=on_failure,
-            restart_from=restart_from, restart_limit=restart_limit, restart_period=restart_period, step_timeout=step_timeout,
+            restart_limit=restart_limit, restart_period=restart_period, step_timeout=step_timeout,
             start_timeout=start_timeout, threads_per_worker=threads_per_worker, strict=strict, dummy_env=dummy_env,
             isolate=isolate, worker_env=worker_env, ragged_infos=ragged_infos, env_threads=env_threads,
             generators=generators,
         )  # fmt: skip
-        self._take_spares(spare_workers, num_workers, use_caller, batch_size, env_threads, restart_from)
+        self._take_spares(spare_workers, num_workers, use_caller, batch_size, env_threads)
         policy = Policy.of(
             on_failure, restart_limit, restart_period, step_timeout, start_timeout,
-            gymnasiums_words=num_workers is None and not use_caller, restart_from=restart_from,
+            gymnasiums_words=num_workers is None and not use_caller,
         )  # fmt: skip
         if policy.restart or step_timeout is not None or worker_env:
             isolate = True
-        require_a_way(type(self).__name__, num_workers, use_caller, isolate, dummy_env)
+        require_processes_for(type(self).__name__, num_workers, use_caller, isolate, dummy_env)
         mp = multiprocessing.get_context(context)
         here = False if dummy_env is None and worker_env else dummy_env
-        self._trial = Trial(
-            env_fns, mp, start_timeout, here, step="auto" in (num_workers, batch_size) or use_caller, daemon=daemon,
+        self._probe = EnvProbe(
+            env_fns, mp, start_timeout, here=here, step="auto" in (num_workers, batch_size) or use_caller, daemon=daemon,
             variables=variables_of(worker_env, 0),
         )  # fmt: skip
         if about_main := self._look_and_open(
-            (num_workers, use_caller, isolate, self._trial.measure, batch_size),
+            (num_workers, use_caller, isolate, self._probe.times, batch_size),
             (mp, policy, batch_size, threads_per_worker, strict, ragged_infos, worker_env, env_threads),
         ):
             raise about_main
@@ -237,13 +232,11 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         return None
 
     def _take_spares(
-        self, spare_workers: int, num_workers: NumWorkers, use_caller: bool, batch_size: BatchSize, env_threads: int,
-        restart_from: RestartFrom,
-    ) -> None:  # fmt: skip
-        self._spares = spares_of(
+        self, spare_workers: int, num_workers: NumWorkers, use_caller: bool, batch_size: BatchSize, env_threads: int
+    ) -> None:
+        self._spares = parse_spares(
             spare_workers, self.num_envs, self.autoreset_mode, num_workers=num_workers, use_caller=use_caller,
             batch_size=batch_size, max_concurrency=self.max_concurrency, env_threads=env_threads,
-            restart_from=restart_from,
         )  # fmt: skip
         if self._spares:
             refuse_different(self.env_fns)
@@ -311,7 +304,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
     def _read_spaces(self, env_fns: Sequence[Callable[[], Env[Any, Any]]]) -> None:
         """Metadata and spaces, from an environment that is built here or elsewhere."""
         mode = self.observation_mode
-        found = self._trial.describe(everyone=isinstance(mode, str) and mode == "different")
+        found = self._probe.describe(all_envs=isinstance(mode, str) and mode == "different")
         self.metadata = {**found.metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode = found.render_mode
         self.single_action_space = found.action_space

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -90,16 +90,15 @@ class EpisodeResults(list[EpisodeResult]):
 
     @property
     def mean(self) -> float:
-        ended = self._ended()
-        return float(ended.mean()) if len(ended) else float("nan")
+        return self._of_ended(np.mean)
 
     @property
     def std(self) -> float:
-        ended = self._ended()
-        return float(ended.std()) if len(ended) else float("nan")
+        return self._of_ended(np.std)
 
-    def _ended(self) -> NDArray[np.float64]:
-        return np.array([each.episode_return for each in self if each.error is None], np.float64)
+    def _of_ended(self, figure: Callable[..., Any]) -> float:
+        returns = [each.episode_return for each in self if each.error is None]
+        return float(figure(np.array(returns, np.float64))) if returns else float("nan")
 
     def __repr__(self) -> str:
         failed = sum(each.error is not None for each in self)
@@ -113,28 +112,28 @@ Listed: TypeAlias = int | Sequence[Episode | Snapshot]
 """How many episodes, or which; a snapshot stands for the episode that begins with it."""
 
 
+@dataclass(slots=True, eq=False)
 class Attempt:
     """One time that an episode is run.
 
     Attributes:
         index: The episode's place in the list.
-        row: Where.
+        row: The environment that runs it.
         rng: The policy's own, for this episode: the same at every attempt.
         begins: Its first observation has not been shown to the policy.
         episode_return, length: So far.
+        frames: As far as they were asked for.
+        began: ``time.perf_counter()`` at its beginning.
     """
 
-    __slots__ = ("began", "begins", "episode_return", "frames", "index", "length", "rng", "row")
-
-    def __init__(self, index: int, row: int, rng: np.random.Generator) -> None:
-        self.index = index
-        self.row = row
-        self.rng = rng
-        self.begins = True
-        self.episode_return = 0.0
-        self.length = 0
-        self.frames: list[Any] = []
-        self.began = time.perf_counter()
+    index: int
+    row: int
+    rng: np.random.Generator
+    begins: bool = True
+    episode_return: float = 0.0
+    length: int = 0
+    frames: list[Any] = field(default_factory=list)
+    began: float = field(default_factory=time.perf_counter)
 
 
 @dataclass(slots=True)
@@ -173,21 +172,19 @@ class Episodes:
         rng = np.random.default_rng(np.random.SeedSequence(self.entropy, spawn_key=(index,)))
         return Attempt(index, row, rng)
 
-    def ended(self, attempt: Attempt, terminated: bool, truncated: bool, info: dict[Any, Any]) -> EpisodeResult:
-        """An episode is over."""
-        return self._put(attempt, attempt.episode_return, terminated, truncated, info, None)
-
     def failed(self, attempt: Attempt, error: Exception) -> EpisodeResult | None:
         """An attempt failed: the result, or ``None`` if the episode is to be begun again."""
         failures = self.failures[attempt.index] = self.failures.get(attempt.index, 0) + 1
         if failures <= self.retries:
             return None
-        return self._put(attempt, float("nan"), False, False, {}, error)
+        return self.ended(attempt, False, False, {}, error)
 
-    def _put(
-        self, attempt: Attempt, episode_return: float, terminated: bool, truncated: bool, info: Any, error: Exception | None
+    def ended(
+        self, attempt: Attempt, terminated: bool, truncated: bool, info: Any, error: Exception | None = None
     ) -> EpisodeResult:
+        """An episode is over: its result."""
         index = attempt.index
+        episode_return = attempt.episode_return if error is None else float("nan")
         episode = self.episodes[index]
         seed = self.seed(index) if episode.snapshot is None else None
         result = self.results[index] = EpisodeResult(
@@ -243,7 +240,7 @@ def _require_beginning(index: int, episode: Episode) -> None:
     except SnapshotMismatch as error:
         raise SnapshotMismatch(f"{name}: {error}") from None
     known = snapshot.row
-    if not known.used or known.pending or known.announces is not None:
+    if not known.used or known.pending:
         when = "before the first reset" if not known.used else "when its episode was over: the next step resets it"
         raise ValueError(f"{name} was taken {when}")
 

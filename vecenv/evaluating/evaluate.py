@@ -112,13 +112,13 @@ def evaluate(
     limit = seconds_of(timeout)
     bar: Any = None
 
-    def tell(result: EpisodeResult) -> None:
+    def report(result: EpisodeResult) -> None:
         if bar is not None:
             bar.update()
         if on_episode is not None:
             on_episode(result)
 
-    runner = _runner(envs, todo, act, tell, limit, filmed)
+    runner = _runner(envs, todo, act, report, limit, filmed)
     if progress:
         bar = _bar(len(wanted))
     try:
@@ -130,7 +130,7 @@ def evaluate(
     if getattr(getattr(envs.unwrapped, "_engine", None), "warned_of_draws", ""):
         logger.warn(
             "%s",
-            "what evaluate gave depends on which row each episode ran in, and on who else was in its process: environments "
+            "what evaluate gave depends on the environment that ran each episode, and on the others in its process: they "
             "draw from generators that they share. generators='own' makes results the same for every number of environments",
         )
     return EpisodeResults(todo.results[index] for index in range(len(wanted)))
@@ -148,7 +148,7 @@ def _runner(
     envs: Any,
     todo: Episodes,
     act: Acting,
-    tell: Callable[[EpisodeResult], None],
+    report: Callable[[EpisodeResult], None],
     limit: float | None,
     filmed: frozenset[int],
 ) -> FirstReadyRunner | LockstepRunner:
@@ -172,14 +172,14 @@ def _runner(
         if limit is None and not able.in_this_process:
             limit = envs.step_timeout
         _require_fitting(envs, begun)
-        return FirstReadyRunner(envs, todo, act, tell, limit, filmed)
+        return FirstReadyRunner(envs, todo, act, report, limit, filmed)
     if filmed:
         unable(envs, "give frames of single environments", "they step together")
     if limit is not None:
         unable(envs, "end environments that hang", "they are no processes of vecenv's")
     in_waves = _in_waves(envs, able, todo)
     _require_fitting(envs, begun)
-    return LockstepRunner(envs, todo, act, tell, in_waves=in_waves)
+    return LockstepRunner(envs, todo, act, report, in_waves=in_waves)
 
 
 def _one_of_each_kind(todo: Episodes) -> dict[int, Snapshot]:

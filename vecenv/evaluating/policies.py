@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -120,7 +121,7 @@ class Acting:
             given["infos"] = [*map(info_row, infos, places), *[{} for _ in range(padding)]]
         if "state" in named:
             states = [self._initial if each.begins else self._states[each.row] for each in attempts]
-            given["state"] = stack_trees([*states, *[self._initial] * padding])
+            given["state"] = map_leaves(_stack, *states, *[self._initial] * padding)
         with _without_gradients(self._arrays):
             said = self._policy(self._converted(observations), **given)
         if "state" in named:
@@ -131,7 +132,7 @@ class Acting:
         if not isinstance(said, tuple) or len(said) != 2:
             raise TypeError(f"a policy that takes `state` returns (actions, state), got {type(said).__name__}")
         for place, attempt in enumerate(attempts):
-            self._states[attempt.row] = tree_row(said[1], place)
+            self._states[attempt.row] = map_leaves(operator.itemgetter(place), said[1])
         return said[0]
 
     def _checked(self, actions: Any, wanted: int, count: int) -> Any:
@@ -195,46 +196,54 @@ def _without_gradients(arrays: str | None) -> contextlib.AbstractContextManager[
         return contextlib.nullcontext()
     import torch
 
-    gradients: contextlib.AbstractContextManager[Any] = torch.no_grad()
-    return gradients
+    return torch.no_grad()  # type: ignore[no-any-return, unused-ignore]
+
+
+def map_parts(function: Callable[..., Any], space: Space[Any], *batches: Any) -> Any:
+    """A function of the parts of batches of elements of a space, one for each part that is neither Dict nor Tuple."""
+    if isinstance(space, spaces.Dict):
+        return {key: map_parts(function, part, *(each[key] for each in batches)) for key, part in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(map_parts(function, part, *(each[at] for each in batches)) for at, part in enumerate(space.spaces))
+    return function(*batches)
 
 
 def take_rows(space: Space[Any], batch: Any, places: Sequence[int]) -> Any:
     """Some rows of a batch of elements of a space, in the same form."""
-    if isinstance(space, spaces.Dict):
-        return {key: take_rows(part, batch[key], places) for key, part in space.spaces.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(take_rows(part, batch[at], places) for at, part in enumerate(space.spaces))
-    if isinstance(batch, tuple | list):
-        return tuple(batch[place] for place in places)
-    return batch[np.asarray(places, np.intp)]
+
+    def take(part: Any) -> Any:
+        return (
+            tuple(part[place] for place in places) if isinstance(part, tuple | list) else part[np.asarray(places, np.intp)]
+        )
+
+    return map_parts(take, space, batch)
 
 
 def put_rows(space: Space[Any], batch: Any, places: Sequence[int], rows: Any) -> Any:
     """A batch with some of its rows replaced; ``batch`` itself stays as it is."""
-    if isinstance(space, spaces.Dict):
-        return {key: put_rows(part, batch[key], places, rows[key]) for key, part in space.spaces.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(put_rows(part, batch[at], places, rows[at]) for at, part in enumerate(space.spaces))
-    if isinstance(batch, tuple | list):
-        of_place = dict(zip(places, rows, strict=True))
-        return tuple(of_place.get(place, item) for place, item in enumerate(batch))
-    if hasattr(batch, "at"):  # JAX's
-        return batch.at[np.asarray(places, np.intp)].set(rows)
-    whole = batch.clone() if hasattr(batch, "clone") else batch.copy()
-    whole[np.asarray(places, np.intp)] = rows
-    return whole
+
+    def put(part: Any, new: Any) -> Any:
+        if isinstance(part, tuple | list):
+            of_place = dict(zip(places, new, strict=True))
+            return tuple(of_place.get(place, item) for place, item in enumerate(part))
+        if hasattr(part, "at"):  # JAX's
+            return part.at[np.asarray(places, np.intp)].set(new)
+        whole = part.clone() if hasattr(part, "clone") else part.copy()
+        whole[np.asarray(places, np.intp)] = new
+        return whole
+
+    return map_parts(put, space, batch, rows)
 
 
 def join_rows(space: Space[Any], batches: Sequence[Any]) -> Any:
     """Batches one after the other."""
-    if isinstance(space, spaces.Dict):
-        return {key: join_rows(part, [batch[key] for batch in batches]) for key, part in space.spaces.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(join_rows(part, [batch[at] for batch in batches]) for at, part in enumerate(space.spaces))
-    if all(isinstance(batch, np.ndarray) for batch in batches):
-        return np.concatenate(batches)
-    return tuple(item for batch in batches for item in batch)
+
+    def join(*parts: Any) -> Any:
+        if all(isinstance(part, np.ndarray) for part in parts):
+            return np.concatenate(parts)
+        return tuple(item for part in parts for item in part)
+
+    return map_parts(join, space, *batches)
 
 
 def count_rows(space: Space[Any], batch: Any) -> set[int]:
@@ -243,11 +252,9 @@ def count_rows(space: Space[Any], batch: Any) -> set[int]:
     Raises:
         TypeError, KeyError, IndexError: It is none, or lacks a part.
     """
-    if isinstance(space, spaces.Dict):
-        return {count for key, part in space.spaces.items() for count in count_rows(part, batch[key])}
-    if isinstance(space, spaces.Tuple):
-        return {count for at, part in enumerate(space.spaces) for count in count_rows(part, batch[at])}
-    return {len(batch)}
+    found: set[int] = set()
+    map_parts(lambda part: found.add(len(part)), space, batch)
+    return found
 
 
 def to_numpy(batch: Any) -> Any:
@@ -275,17 +282,8 @@ def map_leaves(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
     return function(tree, *others)
 
 
-def tree_row(tree: Any, place: int) -> Any:
-    """One row of a tree of arrays."""
-    return map_leaves(lambda leaf: leaf[place], tree)
-
-
-def stack_trees(trees: Sequence[Any]) -> Any:
-    """Trees as one, whose leaves have a new first axis; by the library that the leaves are of."""
-    return map_leaves(_stack, *trees)
-
-
 def _stack(*leaves: Any) -> Any:
+    """Leaves as one with a new first axis, by the library that they are of."""
     if hasattr(leaves[0], "detach"):
         import torch
 

@@ -10,65 +10,32 @@ from typing import Any
 
 from vecenv.errors import how_to_install
 
-__all__ = [
-    "Bridge",
-    "EnvState",
-    "EpisodeMetrics",
-    "FunctionalVectorEnv",
-    "GymEnv",
-    "JaxEnv",
-    "NativeState",
-    "Trajectory",
-    "adapt",
-    "available_envs",
-    "bridge",
-    "differentiability",
-    "eval_rollout_episode",
-    "fast_eval_rollout_episode",
-    "jax_space",
-    "make_env",
-    "require_gradient",
-    "reset_carry",
-    "rollout",
-    "run",
-    "stateless",
-    "truncated_bptt",
-]
+# No module here may be called as a public function is: importing a submodule binds its name in the package, and would hide
+# the function.
+_NAMES: dict[str, tuple[str, ...]] = {
+    # module -> the public names that it holds
+    "bridging": ("Bridge", "bridge"),
+    "env": ("EnvState", "JaxEnv", "NativeState"),
+    "functional": ("FunctionalVectorEnv",),
+    "host_call": ("run",),
+    "interop": ("GymEnv", "jax_space"),
+    "libraries": ("adapt", "available_envs", "differentiability", "make_env", "require_gradient"),
+    "rollouts": (
+        "EpisodeMetrics", "Trajectory", "eval_rollout_episode", "fast_eval_rollout_episode", "reset_carry", "rollout",
+        "stateless", "truncated_bptt",
+    ),
+}  # fmt: skip
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
-# Public name -> module that holds it. No module here may be called as a public function is: importing a submodule binds its
-# name in the package, and would hide the function.
-_LAZY: dict[str, str] = {
-    "Bridge": "bridging",
-    "EnvState": "state",
-    "EpisodeMetrics": "rollouts",
-    "FunctionalVectorEnv": "functional",
-    "GymEnv": "interop",
-    "JaxEnv": "env",
-    "NativeState": "state",
-    "Trajectory": "rollouts",
-    "adapt": "libraries",
-    "available_envs": "libraries",
-    "bridge": "bridging",
-    "differentiability": "libraries",
-    "eval_rollout_episode": "rollouts",
-    "fast_eval_rollout_episode": "rollouts",
-    "jax_space": "spaces",
-    "make_env": "libraries",
-    "require_gradient": "libraries",
-    "reset_carry": "rollouts",
-    "rollout": "rollouts",
-    "run": "host_call",
-    "stateless": "rollouts",
-    "truncated_bptt": "rollouts",
-}
+__all__ = sorted(_MODULE_OF)  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name on first use (PEP 562)."""
-    if name not in _LAZY:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'vecenv.jax' has no attribute {name!r}")
     try:
-        module = importlib.import_module(f"vecenv.jax.{_LAZY[name]}")
+        module = importlib.import_module(f"vecenv.jax.{_MODULE_OF[name]}")
     except ModuleNotFoundError as error:
         if error.name not in ("jax", "jaxlib"):
             raise

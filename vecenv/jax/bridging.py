@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-import gymnasium
 import gymnasium as gym
 import jax
 import jax.numpy as jnp
@@ -27,12 +26,11 @@ from gymnasium.vector.utils import batch_space
 
 from vecenv.front.capabilities import capabilities_of
 from vecenv.front.gymnasiums import GymnasiumSync
-from vecenv.jax.env import merge_rows
+from vecenv.jax.env import Array, EnvState, PyTree
 from vecenv.jax.functional import action_spec, check_action
 from vecenv.jax.host import Host, InfoColumns, leaves_of
 from vecenv.jax.host_call import HostFunction, call_in_lanes, choose_transport, host_call, original_errors, struct
-from vecenv.jax.spaces import jax_space
-from vecenv.jax.state import Array, EnvState, PyTree
+from vecenv.jax.interop import jax_space
 
 __all__ = ["Bridge", "bridge"]
 
@@ -64,15 +62,9 @@ class Bridge:
     """
 
     def __init__(
-        self,
-        envs: VectorEnv[Any, Any, Any],
-        info_spec: Mapping[str, Any] | None,
-        discount: float,
-        float64: str,
-        transport: str,
-        timeout: float | str | None,
-        lanes: int | None,
-    ) -> None:
+        self, envs: VectorEnv[Any, Any, Any], info_spec: Mapping[str, Any] | None, discount: float, float64: str,
+        transport: str, timeout: float | str | None, lanes: int | None,
+    ) -> None:  # fmt: skip
         _check_options(envs, float64, timeout, lanes)
         refuse_jax_in_process(envs)
         warn_of_fork(envs)
@@ -87,19 +79,12 @@ class Bridge:
         self.single_observation_space: gym.Space[Any] = jax_space(envs.single_observation_space)
         self.single_action_space: gym.Space[Any] = jax_space(envs.single_action_space)
         self._action_spec = action_spec(envs.single_action_space)
-        self.observation_space: gym.Space[Any] = jax_space(envs.observation_space)
-        self.action_space: gym.Space[Any] = jax_space(envs.action_space)
-        if lanes is not None:
-            self.observation_space = jax_space(batch_space(envs.single_observation_space, self.num_envs))
-            self.action_space = jax_space(batch_space(envs.single_action_space, self.num_envs))
+        self.observation_space: gym.Space[Any] = jax_space(batch_space(envs.single_observation_space, self.num_envs))
+        self.action_space: gym.Space[Any] = jax_space(batch_space(envs.single_action_space, self.num_envs))
         self.transport = choose_transport(transport)
         self._functions: dict[str, Callable[..., EnvState]] = {
-            "reset": self._reset,
-            "step": self._step,
-            "send": self._send,
-            "recv": self._recv,
-            "reset_mask": self._reset_mask,
-        }
+            "reset": self._reset, "step": self._step, "send": self._send, "recv": self._recv, "reset_mask": self._reset_mask,
+        }  # fmt: skip
         self._compiled = {name: jax.jit(function) for name, function in self._functions.items()}
 
     # -- the interface -----------------------------------------------------------------------------------------------
@@ -212,12 +197,12 @@ class Bridge:
     # -- the functions -----------------------------------------------------------------------------------------------
 
     def _reset(self, key: Array) -> EnvState:
-        token, *arrays = self._call("reset", [*self._observations(), *self._info_results()], [self._seeds(key)])
+        token, *arrays = self._call("reset", self._results(stepped=False), [self._seeds(key)])
         obs, arrays = self._split_obs(arrays)
         return EnvState.at_start(obs, (self.num_envs,), self._infos.build(arrays), token=token)
 
     def _step(self, state: EnvState, action: PyTree) -> EnvState:
-        arrays = self._call("step", self._stepped_results(), [state.token, *self._action_leaves(action)])
+        arrays = self._call("step", self._results(stepped=True), [state.token, *self._action_leaves(action)])
         return self._after(state, arrays)
 
     def _send(self, state: EnvState, action: PyTree) -> EnvState:
@@ -225,15 +210,14 @@ class Bridge:
         return state.replace(token=token)
 
     def _recv(self, state: EnvState) -> EnvState:
-        return self._after(state, self._call("recv", self._stepped_results(), [state.token]))
+        return self._after(state, self._call("recv", self._results(stepped=True), [state.token]))
 
     def _reset_mask(self, state: EnvState, mask: Array, key: Array) -> EnvState:
         args = [state.token, mask, self._seeds(key)]
-        token, *arrays = self._call("reset_mask", [*self._observations(), *self._info_results()], args)
+        token, *arrays = self._call("reset_mask", self._results(stepped=False), args)
         obs, arrays = self._split_obs(arrays)
-        begun = state.restarted(obs, info=self._infos.build(arrays), token=None)
-        merged: EnvState = merge_rows(mask, begun, state.replace(token=None))
-        return merged.replace(token=token)
+        state = state.replace(token=None).restarted(mask, obs, info=self._infos.build(arrays))
+        return state.replace(token=token)
 
     def _after(self, state: EnvState, arrays: list[Array]) -> EnvState:
         """The state after a step of ``state`` with these results."""
@@ -242,20 +226,11 @@ class Bridge:
         next_obs = obs
         if self.autoreset_mode is AutoresetMode.SAME_STEP:
             next_obs, arrays = self._split_obs(arrays)
-        ended, no = state.done, jnp.zeros_like(terminated)
-        after = state.replace(
-            obs=obs, next_obs=next_obs, reward=reward, terminated=terminated, truncated=truncated, valid=~no, first=no,
-            info=self._infos.build(arrays), token=None,
+        after = state.replace(token=None).advanced(
+            self.autoreset_mode, self.discount, obs=obs, next_obs=next_obs, reward=reward, terminated=terminated,
+            truncated=truncated, info=self._infos.build(arrays),
         )  # fmt: skip
-        if self.autoreset_mode is AutoresetMode.NEXT_STEP:  # rows that had ended were reset instead of stepped
-            after = after.replace(reward=jnp.where(ended, 0.0, reward), valid=~ended, first=ended)
-            return after.counted(ended, self.discount).replace(token=token)
-        after = after.counted(no, self.discount)
-        if self.autoreset_mode is AutoresetMode.DISABLED:  # rows that had ended stay as they are
-            frozen = state.replace(reward=jnp.zeros_like(reward), valid=no, first=no, token=None)
-            merged: EnvState = merge_rows(ended, frozen, after)
-            return merged.replace(token=token)
-        return after.counted_anew(after.done, token=token)
+        return after.replace(token=token)
 
     # -- the host call -----------------------------------------------------------------------------------------------
 
@@ -273,51 +248,31 @@ class Bridge:
         return call_in_lanes(call, [struct((2,), jnp.int32), *results], args, self.lanes, self.num_envs)
 
     def _seeds(self, key: Array) -> Array:
-        seeds: Array = (jax.random.bits(key, (self.num_envs,), jnp.uint32) >> 1).astype(jnp.int32)
-        return seeds
+        return (jax.random.bits(key, (self.num_envs,), jnp.uint32) >> 1).astype(jnp.int32)
 
     def _action_leaves(self, action: PyTree) -> list[Array]:
         return [jnp.asarray(leaf) for leaf in leaves_of(self._host.action_tree, action)]
 
-    def _observations(self) -> list[Struct]:
-        return [self._result(leaf.shape, leaf.dtype) for leaf in self._host.observation_tree.leaves()]
-
-    def _info_results(self) -> list[Struct]:
-        return [
-            result
-            for column in self._infos.columns
-            for result in (self._result(column.shape, column.dtype), self._result((), np.bool_))
-        ]
-
-    def _stepped_results(self) -> list[Struct]:
-        obs = self._observations()
-        numbers = [self._result((), dtype) for dtype in (jnp.result_type(float), np.bool_, np.bool_)]
-        final = obs if self.autoreset_mode is AutoresetMode.SAME_STEP else []
-        return [*obs, *numbers, *final, *self._info_results()]
+    def _results(self, stepped: bool) -> list[Struct]:
+        """Shapes and dtypes of what JAX gets for the arrays of a step or a reset."""
+        seen: Any = jax.dtypes.canonicalize_dtype
+        every: list[Any] = [*self._host.observation_tree.leaves(), *self._infos.columns]
+        wide = any(each.dtype == np.float64 for each in every)
+        if wide and self._float64 == "keep" and seen(np.float64) != np.float64:
+            raise ValueError(
+                "float64='keep' needs JAX's 64-bit mode (jax.config.update('jax_enable_x64', True)); 'cast' gives float32."
+            )
+        return [struct((self.num_envs, *shape), seen(dtype)) for shape, dtype in self._host.specs(stepped)]
 
     def _split_obs(self, arrays: list[Array]) -> tuple[PyTree, list[Array]]:
         left: Iterator[Any] = iter(arrays)
         return self._host.observation_tree.build(left), list(left)
 
-    def _result(self, shape: tuple[int, ...], dtype: Any) -> Struct:
-        """Shape and dtype of what JAX gets for an array of the environments."""
-        seen = jax.dtypes.canonicalize_dtype(dtype)
-        if self._float64 == "keep" and np.dtype(dtype) == np.float64 != seen:
-            raise ValueError(
-                "float64='keep' needs JAX's 64-bit mode (jax.config.update('jax_enable_x64', True)); 'cast' gives float32."
-            )
-        return struct((self.num_envs, *shape), seen)
-
 
 def bridge(
-    envs: VectorEnv[Any, Any, Any],
-    info_spec: Mapping[str, Any] | None = None,
-    discount: float = 1.0,
-    float64: str = "cast",
-    transport: str = "auto",
-    timeout: float | str | None = "auto",
-    lanes: int | None = None,
-) -> Bridge:
+    envs: VectorEnv[Any, Any, Any], info_spec: Mapping[str, Any] | None = None, discount: float = 1.0, float64: str = "cast",
+    transport: str = "auto", timeout: float | str | None = "auto", lanes: int | None = None,
+) -> Bridge:  # fmt: skip
     """A vector env for use inside compiled programs.
 
     Args:
@@ -404,7 +359,7 @@ def _layers(env: Any) -> Iterator[Any]:
     """An environment and what it wraps."""
     while env is not None:
         yield env
-        env = getattr(env, "env", None) if isinstance(env, gymnasium.Wrapper) else None
+        env = getattr(env, "env", None) if isinstance(env, gym.Wrapper) else None
 
 
 def _uses_jax(env: Any) -> bool:

@@ -1,9 +1,14 @@
-"""One protocol for JAX-native environments, whatever library they come from.
+"""``EnvState``, the state of a batch of environments, and ``JaxEnv``, one environment as pure functions.
+
+Bridged process environments and JAX-native ones share :class:`EnvState`, so one set of rollouts serves both. What an
+algorithm reads has the same name and the same meaning in every autoreset mode. Above all ``next_obs`` is always the true
+successor of the observation that was acted on, never the first observation of the next episode. Two fields are for the
+implementation alone: ``token`` (the bridge's order of calls) and ``inner`` (the physics of a JAX-native environment).
 
 Brax, MuJoCo Playground, gymnax, jumanji and Gymnasium's ``FuncEnv`` all offer pure functions of a state, a key and an
 action, and all disagree on names, on what ``done`` means and on what resets. :class:`JaxEnv` is the smallest common form: a
-single environment, no batch, no autoreset, no time limit but its own. Everything else (batching, autoreset, limits,
-statistics) is written once, against this protocol, in :mod:`vecenv.jax.functional`.
+single environment, no batch, no autoreset, no time limit but its own. Everything else is written once, against this
+protocol, in :mod:`vecenv.jax.functional`.
 
 Each subclass of :class:`Wrapped` changes one thing about an environment. :func:`probe` says what can be differentiated,
 before it fails: JAX notices a missing derivative deep inside a trace, in words about ``lax.while_loop``, or not at all. An
@@ -13,22 +18,179 @@ environment that only compares its action with zero has a gradient that is exact
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import gymnasium as gym
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-from vecenv.jax.state import Array, PyTree
+from gymnasium.vector import AutoresetMode
 
 __all__ = [
-    "Adapter", "Fixed", "FrameSkip", "JaxEnv", "Override", "Rescaled", "Start", "Stepped", "default_key", "merge_rows",
-    "probe", "select",
+    "Adapter", "Array", "EnvState", "Fixed", "FrameSkip", "JaxEnv", "Limited", "NativeState", "PyTree", "Rescaled", "Start",
+    "Stepped", "default_key", "merge_rows", "probe", "register", "select",
 ]  # fmt: skip
 
+Array: TypeAlias = jax.Array
+PyTree: TypeAlias = Any
 Start: TypeAlias = tuple[PyTree, PyTree]  # state, obs
 Stepped: TypeAlias = tuple[PyTree, PyTree, Array, Array, Array, dict[str, Any]]  # state, obs, reward, two flags, info
+
+
+def select(mask: Array, yes: Array, no: Array) -> Array:
+    """``where`` with a mask over the leading axes of arrays of any further shape."""
+    return jnp.where(mask.reshape(mask.shape + (1,) * (yes.ndim - mask.ndim)), yes, no)
+
+
+def merge_rows(mask: Array, yes: Any, no: Any) -> Any:
+    """Row by row ``yes`` where ``mask`` holds, else ``no``, over two trees of the same structure."""
+    return jax.tree.map(lambda one, other: select(mask, one, other), yes, no)
+
+
+def register(cls: Any) -> Any:
+    """Make a dataclass a pytree whose children are all its fields, in the order they are written."""
+    names = [field.name for field in dataclasses.fields(cls)]
+    return jax.tree_util.register_dataclass(cls, data_fields=names, meta_fields=[])
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class EnvState:
+    """The state of ``num_envs`` environments after a reset or a step. ``B`` is the batch shape, usually ``(num_envs,)``.
+
+    Attributes:
+        obs: What to act on next. Leaves ``[*B, ...]`` in the dtypes of the observation space.
+        reward: ``float[*B]`` of the last step; 0 after a reset, on the reset step of NEXT_STEP, and on finished rows of
+            DISABLED.
+        terminated: ``bool[*B]``: the episode ended in a terminal state of the task.
+        truncated: ``bool[*B]``: the episode was cut, by a time limit for instance. Both may be true at once.
+        next_obs: The observation that followed the action, also where the episode ended. Leaves as ``obs``.
+        valid: ``bool[*B]``: a real transition happened. False after a reset, on NEXT_STEP's reset steps, and on finished
+            rows of DISABLED. Learn only from valid transitions.
+        first: ``bool[*B]``: ``obs`` is the first of its episode; recurrent policies reset their carry here.
+        steps: ``int32[*B]``: steps taken in the episode that ``obs`` belongs to.
+        episode_return: ``float[*B]``: sum of rewards of that episode so far.
+        discounted_return: ``float[*B]``: the same, discounted by the environment's ``discount``.
+        last_return: ``float[*B]``: return of the last episode that ended; 0 before there was one.
+        last_length: ``int32[*B]``: its length in steps.
+        last_discounted_return: ``float[*B]``: its discounted return.
+        info: A dict of arrays ``[*B, ...]`` of fixed structure, reported by the last step; meaningful where ``valid``.
+        token: Of bridged environments: ``int32[2]``, a ticket for the next call. ``None`` elsewhere.
+        inner: Of JAX-native environments: a :class:`NativeState`. ``None`` elsewhere.
+    """
+
+    obs: PyTree
+    reward: Array
+    terminated: Array
+    truncated: Array
+    next_obs: PyTree
+    valid: Array
+    first: Array
+    steps: Array
+    episode_return: Array
+    discounted_return: Array
+    last_return: Array
+    last_length: Array
+    last_discounted_return: Array
+    info: dict[str, Any]
+    token: Any = None
+    inner: Any = None
+
+    @property
+    def done(self) -> Array:
+        """``bool[*B]``: terminated or truncated."""
+        return self.terminated | self.truncated
+
+    def replace(self, **changes: Any) -> EnvState:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    @classmethod
+    def at_start(cls, obs: PyTree, shape: tuple[int, ...], info: dict[str, Any], **hidden: Any) -> EnvState:
+        """The state of ``shape`` environments after a reset; ``hidden`` is ``token`` or ``inner``."""
+        zero, no, none = jnp.zeros(shape, jnp.result_type(float)), jnp.zeros(shape, bool), jnp.zeros(shape, jnp.int32)
+        return cls(
+            obs=obs, reward=zero, terminated=no, truncated=no, next_obs=obs, valid=no, first=~no, steps=none,
+            episode_return=zero, discounted_return=zero, last_return=zero, last_length=none,
+            last_discounted_return=zero, info=info, **hidden,
+        )  # fmt: skip
+
+    def restarted(self, mask: Array, obs: PyTree, **changes: Any) -> EnvState:
+        """The rows under ``mask`` at the start of another episode, with what is known of the last one."""
+        zero, no = jnp.zeros_like(self.reward), jnp.zeros_like(self.terminated)
+        begun = self.replace(
+            obs=obs, next_obs=obs, reward=zero, terminated=no, truncated=no, valid=no, first=~no,
+            steps=jnp.zeros_like(self.steps), episode_return=zero, discounted_return=zero, **changes,
+        )  # fmt: skip
+        return merge_rows(mask, begun, self)  # type: ignore[no-any-return]
+
+    def advanced(
+        self, mode: AutoresetMode, discount: float, *, obs: PyTree, next_obs: PyTree, reward: Array, terminated: Array,
+        truncated: Array, info: dict[str, Any],
+    ) -> EnvState:  # fmt: skip
+        """The state after a step of this one; what becomes of rows that had ended, or end now, depends on ``mode``.
+
+        Args:
+            mode: NEXT_STEP: rows that had ended have begun their next episode instead of stepping. SAME_STEP: rows that end
+                have an ``obs`` of their next episode. DISABLED: rows that had ended stay as they are.
+            discount: For ``discounted_return``.
+            obs, next_obs, reward, terminated, truncated, info: Of the step; of rows that did not step, anything.
+        """
+        no = jnp.zeros_like(self.terminated)
+        idle = no if mode is AutoresetMode.SAME_STEP else self.done  # rows that did not step
+        begins = idle if mode is AutoresetMode.NEXT_STEP else no
+        terminated, truncated = terminated & ~idle, truncated & ~idle
+        done = terminated | truncated
+        reward = jnp.where(idle, 0.0, reward)
+        steps = jnp.where(begins, 0, self.steps + 1)
+        total = jnp.where(begins, 0.0, self.episode_return + reward)
+        discounted = total
+        if discount != 1.0:
+            weight = jnp.asarray(discount, total.dtype) ** self.steps
+            discounted = jnp.where(begins, 0.0, self.discounted_return + weight * reward)
+        last = {
+            "last_return": jnp.where(done, total, self.last_return),
+            "last_length": jnp.where(done, steps, self.last_length),
+            "last_discounted_return": jnp.where(done, discounted, self.last_discounted_return),
+        }
+        if mode is AutoresetMode.SAME_STEP:
+            begins = done
+            steps, total, discounted = (jnp.where(done, jnp.zeros_like(x), x) for x in (steps, total, discounted))
+        after = self.replace(
+            obs=obs, next_obs=next_obs, reward=reward, terminated=terminated, truncated=truncated, valid=~idle,
+            first=begins, info=info, steps=steps, episode_return=total, discounted_return=discounted, **last,
+        )  # fmt: skip
+        if mode is AutoresetMode.DISABLED:
+            frozen = self.replace(reward=jnp.zeros_like(reward), valid=no, first=no)
+            return merge_rows(idle, frozen, after)  # type: ignore[no-any-return]
+        return after
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class NativeState:
+    """What a JAX-native environment carries besides what algorithms read. All leaves ``[*B, ...]``.
+
+    Attributes:
+        env: The states of the single environments, stacked.
+        key: ``uint32[*B, k]``: each row's own random key; with ``episode`` it decides every start state and every noise.
+        episode: ``int32[*B]``: how many episodes of this key came before.
+        elapsed: ``int32[*B]``: steps counted against the time limit (``steps``, and more in a staggered first episode).
+        pool: Stored start states ``[*B, pool_size, ...]`` with their observations, for ``reset="cached"`` and ``"pool"``.
+        model: The leaves of the physics model that domain randomisation made different from row to row.
+    """
+
+    env: PyTree
+    key: Array
+    episode: Array
+    elapsed: Array
+    pool: PyTree = None
+    model: PyTree = None
+
+    def replace(self, **changes: Any) -> NativeState:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
 
 
 @runtime_checkable
@@ -123,16 +285,6 @@ def fixed(x: Any) -> Array:
     return jnp.asarray(x, jnp.result_type(x))
 
 
-def select(mask: Array, yes: Array, no: Array) -> Array:
-    """``where`` with a mask over the leading axes of arrays of any further shape."""
-    return jnp.where(mask.reshape(mask.shape + (1,) * (yes.ndim - mask.ndim)), yes, no)
-
-
-def merge_rows(mask: Array, yes: Any, no: Any) -> Any:
-    """Row by row ``yes`` where ``mask`` holds, else ``no``, over two trees of the same structure."""
-    return jax.tree.map(lambda one, other: select(mask, one, other), yes, no)
-
-
 def default_key(seed: int) -> Array:
     """A raw key of the default generator, ``uint32[k]``: what all adapters hand to their environments."""
     return jax.random.key_data(jax.random.key(seed))
@@ -153,18 +305,14 @@ def probe(env: JaxEnv) -> str:
 
     def outcome(action: PyTree, state: PyTree) -> list[jax.Array]:
         after, obs, reward, *_ = env.step(state, action, key)
-        return [
-            jnp.asarray(leaf)
-            for leaf in jax.tree.leaves((after, obs, reward))
-            if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
-        ]
+        leaves = jax.tree.leaves((after, obs, reward))
+        return [jnp.asarray(leaf) for leaf in leaves if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)]
 
     def total(action: PyTree, state: PyTree) -> jax.Array:
         return sum((jnp.sum(leaf) for leaf in outcome(action, state)), jnp.zeros(()))
 
     def tangents(push: PyTree, action: PyTree, state: PyTree) -> list[jax.Array]:
-        pushed: list[jax.Array] = jax.jvp(lambda a: outcome(a, state), (action,), (push,))[1]
-        return pushed
+        return jax.jvp(lambda a: outcome(a, state), (action,), (push,))[1]  # type: ignore[no-any-return]
 
     try:
         traced = jax.make_jaxpr(tangents)(action, action, state)
@@ -192,7 +340,8 @@ class Wrapped(Adapter):
     """An adapter around another that changes one thing and forwards the rest."""
 
     def __init__(self, env: JaxEnv) -> None:
-        self.env: Any = env  # a JaxEnv, and whatever optional parts of an Adapter it has
+        self.env = env
+        self._more: Any = env  # with whatever optional parts of an Adapter it has
         self.name = getattr(env, "name", type(env).__name__)
         self.single_observation_space = env.single_observation_space
         self.single_action_space = env.single_action_space
@@ -201,42 +350,34 @@ class Wrapped(Adapter):
 
     @property
     def differentiable(self) -> str:
-        return str(self.env.differentiable)
+        return self.env.differentiable
 
     def gradient_advice(self) -> str:
-        advice = getattr(self.env, "gradient_advice", super().gradient_advice)
-        return str(advice())
+        return str(getattr(self.env, "gradient_advice", super().gradient_advice)())
 
     def init(self, key: Array) -> Start:
-        start: Start = self.env.init(key)
-        return start
+        return self.env.init(key)
 
     def step(self, state: PyTree, action: PyTree, key: Array) -> Stepped:
-        stepped: Stepped = self.env.step(state, action, key)
-        return stepped
+        return self.env.step(state, action, key)
 
-    def render(self, state: PyTree) -> np.ndarray[Any, Any]:
-        frame: np.ndarray[Any, Any] = self.env.render(state)
-        return frame
+    def render(self, state: PyTree) -> Any:
+        return self._more.render(state)
 
     @property
     def model(self) -> PyTree:
-        return self.env.model if hasattr(self.env, "model") else super().model
+        return self._more.model if hasattr(self.env, "model") else super().model
 
-    def using(self, model: PyTree) -> contextlib.AbstractContextManager[None]:
-        context: contextlib.AbstractContextManager[None] = self.env.using(model)
-        return context
+    def using(self, model: PyTree) -> Any:
+        return self._more.using(model)
 
 
-class Override(Wrapped):
-    """Another action space or time limit than the environment's own (-1: no limit)."""
+class Limited(Wrapped):
+    """Another time limit than the environment's own (-1: none)."""
 
-    def __init__(self, env: JaxEnv, action_space: gym.Space[Any] | None, max_episode_steps: int | None) -> None:
+    def __init__(self, env: JaxEnv, max_episode_steps: int) -> None:
         super().__init__(env)
-        if action_space is not None:
-            self.single_action_space = action_space
-        if max_episode_steps is not None:
-            self.max_episode_steps = None if max_episode_steps == -1 else max_episode_steps
+        self.max_episode_steps = None if max_episode_steps == -1 else max_episode_steps
 
 
 class FrameSkip(Wrapped):
@@ -255,12 +396,10 @@ class FrameSkip(Wrapped):
             done = terminated | truncated
             nxt = self.env.step(state, action, jax.random.fold_in(key, i))
             nxt = (*nxt[:2], reward + nxt[2], *nxt[3:])
-            return jax.tree.map(lambda old, new: select(done, old, new), out, nxt), None
+            return merge_rows(done, out, nxt), None
 
         first = self.env.step(state, action, jax.random.fold_in(key, 0))
-        out, _ = jax.lax.scan(frame, first, jnp.arange(1, self.count))
-        stepped: Stepped = out
-        return stepped
+        return jax.lax.scan(frame, first, jnp.arange(1, self.count))[0]
 
 
 class Rescaled(Wrapped):
@@ -279,8 +418,7 @@ class Rescaled(Wrapped):
         self._shift = own.low - low * self._scale
 
     def step(self, state: PyTree, action: PyTree, key: Array) -> Stepped:
-        stepped: Stepped = self.env.step(state, action * self._scale + self._shift, key)
-        return stepped
+        return self.env.step(state, action * self._scale + self._shift, key)
 
 
 class Fixed(Wrapped):
@@ -295,8 +433,7 @@ class Fixed(Wrapped):
         self._spec: Any = jax.eval_shape(env.init, default_key(0))
 
     def init(self, key: Array) -> Start:
-        start: Start = self._like(self.env.init(key), "init")
-        return start
+        return self._like(self.env.init(key), "init")  # type: ignore[no-any-return]
 
     def step(self, state: PyTree, action: PyTree, key: Array) -> Stepped:
         state, obs, reward, terminated, truncated, info = self.env.step(state, action, key)
@@ -320,10 +457,8 @@ class Fixed(Wrapped):
         def cast(path: Any, spec: Any, leaf: Any) -> Any:
             leaf = fixed(leaf)
             if leaf.shape != spec.shape:
-                where_in = jax.tree_util.keystr(path)
-                raise ValueError(
-                    f"{self.name}: {where} returned {where_in} of shape {leaf.shape}, init of shape {spec.shape}."
-                )
+                what = jax.tree_util.keystr(path)
+                raise ValueError(f"{self.name}: {where} returned {what} of shape {leaf.shape}, init of shape {spec.shape}.")
             return leaf if leaf.dtype == spec.dtype else leaf.astype(spec.dtype)
 
         return jax.tree_util.tree_map_with_path(cast, self._spec, value)

@@ -16,6 +16,7 @@ the rest:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -31,13 +32,16 @@ from jax.dtypes import float0
 
 from vecenv.errors import StaleStateError
 from vecenv.front.arguments import mode_of
-from vecenv.jax.env import Fixed, FrameSkip, JaxEnv, default_key, merge_rows, select
+from vecenv.jax.env import Array, EnvState, Fixed, FrameSkip, JaxEnv, NativeState, PyTree, default_key, merge_rows, select
+from vecenv.jax.interop import jax_space
 from vecenv.jax.libraries import adapt
-from vecenv.jax.spaces import jax_space
-from vecenv.jax.state import Array, EnvState, NativeState, PyTree
 
-__all__ = ["Episodes", "FunctionalVectorEnv", "Randomize", "action_spec", "check_action"]
+__all__ = ["GONE", "Episodes", "FunctionalVectorEnv", "Randomize", "action_spec", "check_action"]
 
+GONE = (
+    "The arrays of this state are gone: it was donated to another computation (jit with donate_argnums). A state can be "
+    "kept across such a call only as a copy: jax.tree.map(jnp.copy, state), or envs.state of a JaxVectorEnv."
+)
 _RESETS = ("fresh", "cached", "pool")
 
 
@@ -83,29 +87,17 @@ class FunctionalVectorEnv:
     """
 
     def __init__(
-        self,
-        env: Any,
-        num_envs: int | tuple[int, ...] = 1,
-        autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
-        max_episode_steps: int | None = None,
-        reset: str = "fresh",
-        stagger: bool = False,
-        frame_skip: int = 1,
-        randomize: Randomize | None = None,
-        *,
-        discount: float = 1.0,
-        pool_size: int = 8,
-        micro_batch: int | None = None,
+        self, env: Any, num_envs: int | tuple[int, ...] = 1, autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
+        max_episode_steps: int | None = None, reset: str = "fresh", stagger: bool = False, frame_skip: int = 1,
+        randomize: Randomize | None = None, *, discount: float = 1.0, pool_size: int = 8, micro_batch: int | None = None,
         devices: Sequence[Any] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.batch_shape = (int(num_envs),) if isinstance(num_envs, int | np.integer) else tuple(num_envs)
         self.num_envs = math.prod(self.batch_shape)
         self.autoreset_mode = mode_of(autoreset_mode)
         self.discount = float(discount)
         self.reset_source = reset
-        adapted: JaxEnv = adapt(env)
-        if frame_skip != 1:
-            adapted = FrameSkip(adapted, frame_skip)
+        adapted: JaxEnv = adapt(env) if frame_skip == 1 else FrameSkip(adapt(env), frame_skip)
         self.single_env = adapted
         self.max_episode_steps = _limit(adapted.max_episode_steps if max_episode_steps is None else max_episode_steps)
         self._check_options(reset, stagger, pool_size, micro_batch)
@@ -114,15 +106,9 @@ class FunctionalVectorEnv:
         self.observation_space = jax_space(batch_space(adapted.single_observation_space, self.num_envs))
         self.action_space = jax_space(batch_space(adapted.single_action_space, self.num_envs))
         self._episodes = Episodes(
-            Fixed(adapted),
-            self.autoreset_mode,
-            self.max_episode_steps,
-            pool_size={"fresh": 0, "cached": 1, "pool": pool_size}[reset],
-            stagger=stagger,
-            randomize=randomize,
-            discount=self.discount,
-            micro_batch=micro_batch,
-        )
+            Fixed(adapted), self.autoreset_mode, self.max_episode_steps, {"fresh": 0, "cached": 1, "pool": pool_size}[reset],
+            stagger, randomize, self.discount, micro_batch,
+        )  # fmt: skip
         self._action_spec = action_spec(self.single_action_space)
         spread = self._spread_over(devices)
         self._begin = jax.jit(self._shaped(spread(self._episodes.begin)))
@@ -161,8 +147,7 @@ class FunctionalVectorEnv:
         """Begin episode number ``episode`` (``int32[*B]``, default 0) of each row's own raw key ``uint32[*B, k]``."""
         if episode is None:
             episode = jnp.zeros(self.batch_shape, jnp.int32)
-        state: EnvState = self._begin(key, episode)
-        return state
+        return self._begin(key, episode)  # type: ignore[no-any-return]
 
     def step(self, state: EnvState, action: PyTree) -> EnvState:
         """One step of every row.
@@ -177,24 +162,23 @@ class FunctionalVectorEnv:
             TypeError: Wrong dtype: floats for a Discrete space, say; or ``state`` is no state of a native environment.
             StaleStateError: The arrays of ``state`` have been donated to another computation.
         """
-        self._check_state(state)
-        action = self.check_action(action)
-        try:
-            after: EnvState = self._step(state, action)
-        except (RuntimeError, ValueError) as error:
-            raise self._explained(error) from error
-        return after
+        self.check_state(state)
+        return self._attempted(self._step, state, self.check_action(action))
 
     def step_donating(self, state: EnvState, action: PyTree) -> EnvState:
         """As :meth:`step`, but ``state.inner`` is given up: its memory is used for the result, and stepping ``state`` again
         raises ``StaleStateError``. Everything else in ``state`` stays readable."""
-        self._check_state(state)
-        action = self.check_action(action)
+        self.check_state(state)
+        return self._attempted(self._step_donating, state.inner, state.replace(inner=None), self.check_action(action))
+
+    @staticmethod
+    def _attempted(step: Callable[..., EnvState], *args: Any) -> EnvState:
         try:
-            after: EnvState = self._step_donating(state.inner, state.replace(inner=None), action)
+            return step(*args)
         except (RuntimeError, ValueError) as error:
-            raise self._explained(error) from error
-        return after
+            if "deleted" in str(error) or "donated" in str(error):
+                raise StaleStateError(GONE) from error
+            raise
 
     def reset_mask(self, state: EnvState, mask: Array, key: Array | None = None) -> EnvState:
         """Begin another episode in some rows, in any autoreset mode; the others stay exactly as they are.
@@ -207,7 +191,7 @@ class FunctionalVectorEnv:
         Raises:
             ValueError: ``mask`` is not ``bool[*B]``.
         """
-        self._check_state(state)
+        self.check_state(state)
         if jnp.shape(mask) != self.batch_shape or not jnp.issubdtype(jnp.result_type(mask), jnp.bool_):
             raise ValueError(
                 f"mask must be bool{list(self.batch_shape)}, got {jnp.result_type(mask)}{list(jnp.shape(mask))}."
@@ -219,9 +203,6 @@ class FunctionalVectorEnv:
         """One raw key a row, ``uint32[*B, k]``, of the default generator; see :meth:`reset`."""
         key = jnp.asarray(key)
         if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-            if str(key.dtype) != str(jax.random.key(0).dtype):  # another generator's: draw a key of the default one
-                draw = jax.random.bits if key.ndim == 0 else jax.vmap(jax.random.bits)
-                key = jax.vmap(jax.random.key)(jnp.atleast_1d(draw(key))).reshape(key.shape)
             key = jax.random.key_data(key)
         width = default_key(0).shape
         if key.shape == width:
@@ -244,21 +225,13 @@ class FunctionalVectorEnv:
         """``action`` in the dtypes of the space; raises as :meth:`step` does."""
         return check_action(action, self._action_spec, self.batch_shape, self.single_action_space)
 
-    def _check_state(self, state: Any) -> None:
+    def check_state(self, state: Any) -> None:
+        """Raises as :meth:`step` does where ``state`` is none of these environments'."""
         if not isinstance(state, EnvState) or state.inner is None:
             kind = "a state of a bridged environment" if isinstance(state, EnvState) else type(state).__name__
             raise TypeError(f"step and reset_mask take the EnvState that reset returned, not {kind}.")
         if state.terminated.shape != self.batch_shape:
             raise ValueError(f"The state is of {state.terminated.shape} environments, this vector is of {self.batch_shape}.")
-
-    @staticmethod
-    def _explained(error: Exception) -> Exception:
-        if "deleted" not in str(error) and "donated" not in str(error):
-            return error
-        return StaleStateError(
-            "The arrays of this state are gone: it was donated to another computation (jit with donate_argnums). A state "
-            "can be kept across such a call only as a copy: jax.tree.map(jnp.copy, state)."
-        )
 
     # -- batch shapes and devices ----------------------------------------------------------------------------------
 
@@ -341,33 +314,24 @@ _FIRST = 0  # folded into an episode's key: the start state; step t folds in t >
 _POOL, _MODEL, _STAGGER = 2**31 - 1, 2**31 - 2, 2**31 - 3  # folded into a row's key; no episode count comes near
 
 
+@dataclasses.dataclass(eq=False)
 class Episodes:
     """The batch logic over one adapted environment; see :class:`vecenv.jax.FunctionalVectorEnv` for the options."""
 
-    def __init__(
-        self,
-        env: Fixed,
-        autoreset_mode: AutoresetMode,
-        limit: int | None,
-        *,
-        pool_size: int = 0,
-        stagger: bool = False,
-        randomize: Randomize | None = None,
-        discount: float = 1.0,
-        micro_batch: int | None = None,
-    ) -> None:
-        self.env = env
-        self.mode = autoreset_mode
-        self.limit = limit
-        self.pool_size = pool_size
-        self.stagger = stagger
-        self.randomize = randomize
-        self.discount = discount
-        self.micro_batch = micro_batch
+    env: Fixed
+    mode: AutoresetMode
+    limit: int | None
+    pool_size: int
+    stagger: bool
+    randomize: Randomize | None
+    discount: float
+    micro_batch: int | None
+
+    def __post_init__(self) -> None:
         self._varied: list[int] = []  # which leaves of the model differ from row to row
         self._restart_rows = jax.custom_jvp(self._restart_loop)
         self._restart_rows.defjvp(self._restart_derivative)
-        if randomize is not None:
+        if self.randomize is not None:
             jax.eval_shape(self._models, default_key(0)[None])  # learns which leaves vary
 
     # -- what the outside calls ------------------------------------------------------------------------------------
@@ -384,11 +348,35 @@ class Episodes:
             draw: Any = jax.vmap(lambda k: jax.random.randint(jax.random.fold_in(k, _STAGGER), (), 0, limit))
             elapsed = draw(key).astype(jnp.int32)
         inner = NativeState(env, key, episode, elapsed, pool, model)
-        return EnvState.at_start(obs, (n,), self._empty_info(n), inner=inner)
+        info = jax.tree.map(lambda leaf: jnp.zeros((n, *leaf.shape), leaf.dtype), self._info_spec)
+        return EnvState.at_start(obs, (n,), info, inner=inner)
 
     def step(self, state: EnvState, action: PyTree) -> EnvState:
-        """One step of every row that is in an episode; what the others do depends on the mode."""
-        return _STEP[self.mode](self, state, action)
+        """One step of every row that is in an episode; what becomes of the others says :meth:`EnvState.advanced`."""
+        ended, mode = state.done, self.mode
+        # Rows that do not step are stepped too, past their end, and their results are thrown away: restarts write a few rows
+        # in place, where choosing between two whole states would read both and write a third.
+        idle = None if mode is AutoresetMode.SAME_STEP else ended
+        steps = jnp.where(ended, 0, state.steps)
+        stepped = self._advance(_cut(idle, state.inner), steps, _cut(idle, action))
+        env, obs, reward, terminated, truncated, info = stepped
+        inner = state.inner.replace(env=env, elapsed=state.inner.elapsed + 1)
+        if self.limit is not None:
+            truncated = truncated | (inner.elapsed >= self.limit)
+        next_obs = obs
+        if mode is AutoresetMode.DISABLED:
+            kept = {"env": state.inner.env, "elapsed": state.inner.elapsed}
+            inner = inner.replace(**merge_rows(ended, kept, {"env": env, "elapsed": inner.elapsed}))
+        elif mode is AutoresetMode.SAME_STEP:
+            inner, obs = self._next_episode(terminated | truncated, inner, obs)
+        else:
+            inner, obs = self._next_episode(ended, inner, obs)
+            next_obs, info = obs, merge_rows(ended, jax.tree.map(jnp.zeros_like, info), info)
+        after = state.replace(inner=None).advanced(
+            mode, self.discount, obs=obs, next_obs=next_obs, reward=reward, terminated=terminated, truncated=truncated,
+            info=info,
+        )  # fmt: skip
+        return after.replace(inner=inner)
 
     def restart(self, state: EnvState, mask: Array, key: Array | None) -> EnvState:
         """Begin the next episode of the rows under ``mask``; with ``key`` (``uint32[n, k]``) the first of that key."""
@@ -399,55 +387,7 @@ class Episodes:
             keys = jnp.where(mask[:, None], key, inner.key)
             anew = self.begin(keys, jnp.where(mask, 0, inner.episode))
             inner, obs = merge_rows(mask, (anew.inner, anew.obs), (inner, state.obs))
-        merged: EnvState = merge_rows(mask, state.restarted(obs, inner=None), state.replace(inner=None))
-        return merged.replace(inner=inner)
-
-    # -- the three autoreset modes ---------------------------------------------------------------------------------
-
-    def _step_next(self, state: EnvState, action: PyTree) -> EnvState:
-        """NEXT_STEP: a row that ended begins its next episode instead of stepping; its action is ignored."""
-        begins = state.terminated | state.truncated
-        steps = jnp.where(begins, 0, state.steps)
-        # Rows that begin are stepped too, past their end, and begun over the result: restarts write a few rows in place,
-        # where choosing between two whole states would read both and write a third.
-        env, obs, reward, terminated, truncated, info = self._advance(_cut(begins, state.inner), steps, _cut(begins, action))
-        inner, obs = self._next_episode(begins, state.inner.replace(env=env), obs)
-        info = merge_rows(begins, jax.tree.map(jnp.zeros_like, info), info)
-        after = state.replace(
-            obs=obs, next_obs=obs, reward=jnp.where(begins, 0.0, reward), terminated=terminated & ~begins,
-            valid=~begins, first=begins, info=info, inner=inner,
-        )  # fmt: skip
-        return self._count(after, truncated & ~begins, begins)
-
-    def _step_same(self, state: EnvState, action: PyTree) -> EnvState:
-        """SAME_STEP: a row that ends begins its next episode within the step; ``next_obs`` keeps what it ended on."""
-        inner = state.inner
-        env, obs, reward, terminated, truncated, info = self._advance(inner, state.steps, action)
-        none = jnp.zeros_like(terminated)
-        after = state.replace(
-            obs=obs, next_obs=obs, reward=reward, terminated=terminated, valid=~none, info=info,
-            inner=inner.replace(env=env),
-        )  # fmt: skip
-        after = self._count(after, truncated, none)
-        ended = after.terminated | after.truncated
-        inner, obs = self._next_episode(ended, after.inner, obs)
-        return after.counted_anew(ended, obs=obs, inner=inner)
-
-    def _step_disabled(self, state: EnvState, action: PyTree) -> EnvState:
-        """DISABLED: a row that ended stays as it is, pays nothing and is not valid, until it is reset."""
-        over = state.terminated | state.truncated
-        inner = state.inner
-        stepped = self._advance(_cut(over, inner), state.steps, _cut(over, action))
-        env, obs, reward, terminated, truncated, info = stepped
-        env, obs, info = merge_rows(over, (inner.env, state.obs, state.info), (env, obs, info))
-        after = state.replace(
-            obs=obs, next_obs=obs, reward=jnp.where(over, 0.0, reward), first=jnp.zeros_like(over), valid=~over,
-            terminated=jnp.where(over, state.terminated, terminated), info=info, inner=inner.replace(env=env),
-        )  # fmt: skip
-        counted = self._count(after, truncated, jnp.zeros_like(over))
-        frozen = merge_rows(over, _counters(state), _counters(counted))
-        elapsed = jnp.where(over, inner.elapsed, counted.inner.elapsed)
-        return counted.replace(**frozen, inner=counted.inner.replace(elapsed=elapsed))
+        return state.replace(inner=None).restarted(mask, obs).replace(inner=inner)
 
     def _advance(self, inner: NativeState, steps: Array, action: PyTree) -> Any:
         """Step every row once: ``(env, obs, reward, terminated, truncated, info)``, no limits, no resets."""
@@ -463,15 +403,6 @@ class Episodes:
             return jax.vmap(one)(rows)
         return jax.lax.map(one, rows, batch_size=self.micro_batch)
 
-    def _count(self, state: EnvState, truncated: Array, begins: Array) -> EnvState:
-        """Time limit and statistics after a step; rows under ``begins`` are at step 0 of an episode."""
-        inner = state.inner
-        elapsed = jnp.where(begins, 0, inner.elapsed + 1)
-        if self.limit is not None:
-            truncated = truncated | (elapsed >= self.limit)
-        counted = state.replace(truncated=truncated).counted(begins, self.discount)
-        return counted.replace(inner=inner.replace(elapsed=elapsed))
-
     # -- the beginning of episodes ---------------------------------------------------------------------------------
 
     def _start(self, row: Any) -> tuple[PyTree, PyTree]:
@@ -479,11 +410,9 @@ class Episodes:
         key, episode, model, pool = row
         key = jax.random.fold_in(jax.random.fold_in(key, episode), _FIRST)
         if pool is None:
-            start: tuple[PyTree, PyTree] = self._with(model, lambda: self.env.init(key))
-            return start
+            return self._with(model, lambda: self.env.init(key))  # type: ignore[no-any-return]
         drawn = jax.random.randint(key, (), 0, self.pool_size) if self.pool_size > 1 else 0
-        picked: tuple[PyTree, PyTree] = jax.tree.map(lambda leaf: leaf[drawn], pool)
-        return picked
+        return jax.tree.map(lambda leaf: leaf[drawn], pool)  # type: ignore[no-any-return]
 
     def _next_episode(self, need: Array, inner: NativeState, obs: PyTree) -> tuple[NativeState, PyTree]:
         episode = inner.episode + need.astype(jnp.int32)
@@ -538,12 +467,8 @@ class Episodes:
             return None
         keys = jax.vmap(lambda k: jax.random.fold_in(k, _MODEL))(key)
         models, in_axes = self.randomize(self.env.model, keys)
-        spread = jax.tree.map(
-            lambda axis, part: jax.tree.map(lambda _: -1 if axis is None else axis, part),
-            in_axes,
-            models,
-            is_leaf=lambda axis: axis is None,
-        )
+        every: Any = lambda axis, part: jax.tree.map(lambda _: -1 if axis is None else axis, part)  # noqa: E731
+        spread = jax.tree.map(every, in_axes, models, is_leaf=lambda axis: axis is None)
         axes = jax.tree.leaves(spread)
         if set(axes) - {-1, 0}:
             raise ValueError(f"randomize must batch leaves along axis 0 (or None for not at all), got {sorted(set(axes))}.")
@@ -560,10 +485,6 @@ class Episodes:
             leaves[i] = leaf
         with self.env.using(jax.tree.unflatten(structure, leaves)):
             return body()
-
-    def _empty_info(self, n: int) -> dict[str, Any]:
-        empty: dict[str, Any] = jax.tree.map(lambda leaf: jnp.zeros((n, *leaf.shape), leaf.dtype), self._info_spec)
-        return empty
 
     @functools.cached_property
     def _info_spec(self) -> Any:
@@ -583,24 +504,10 @@ def _apart(function: Callable[[Any], Any], always: Array, argument: Any, otherwi
     return jax.lax.cond(always, lambda: function(argument), lambda: otherwise)
 
 
-def _cut(mask: Array, tree: PyTree) -> PyTree:
+def _cut(mask: Array | None, tree: PyTree) -> PyTree:
     """``tree``, through whose rows under ``mask`` no gradient passes; the compiler sees that nothing is chosen.
 
     A step past the end of an episode may have a derivative that is not finite. Its result is thrown away, but zero times
     infinity is NaN, which would reach the action and all steps before.
     """
-    return jax.tree.map(lambda leaf: select(mask, jax.lax.stop_gradient(leaf), leaf), tree)
-
-
-def _counters(state: EnvState) -> dict[str, Array]:
-    names = (
-        "truncated", "steps", "episode_return", "discounted_return", "last_return", "last_length", "last_discounted_return",
-    )  # fmt: skip
-    return {name: getattr(state, name) for name in names}
-
-
-_STEP: dict[AutoresetMode, Callable[[Episodes, EnvState, PyTree], EnvState]] = {
-    AutoresetMode.NEXT_STEP: Episodes._step_next,
-    AutoresetMode.SAME_STEP: Episodes._step_same,
-    AutoresetMode.DISABLED: Episodes._step_disabled,
-}
+    return tree if mask is None else merge_rows(mask, jax.lax.stop_gradient(tree), tree)

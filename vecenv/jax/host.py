@@ -16,8 +16,7 @@ import itertools
 import multiprocessing
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import gymnasium
 import numpy as np
@@ -30,39 +29,36 @@ from vecenv.front.capabilities import capabilities_of
 from vecenv.front.gymnasiums import GymnasiumAsync
 from vecenv.shm.layout import Tree, fixed_tree
 
-__all__ = ["Host", "InfoColumns", "Requests", "autoreset_mode_of", "leaves_of", "space_tree"]
+__all__ = ["Host", "InfoColumns", "Requests", "leaves_of"]
 
 Array: TypeAlias = npt.NDArray[Any]
 Result: TypeAlias = tuple[tuple[int, ...], np.dtype[Any]]  # shape and dtype
+Rows: TypeAlias = npt.NDArray[np.intp]
+Stepped: TypeAlias = tuple[Any, Array, Array, Array, dict[str, Any]]
 
+_USUAL_TIMEOUT: Final = 60.0
+_FLAG: Final[Result] = ((), np.dtype(np.bool_))
 _epochs = itertools.count(1)  # of all bridges, so that a state of another one is recognised
 _last_reset_by: weakref.WeakValueDictionary[int, Host] = weakref.WeakValueDictionary()
 """Id of a vector env -> which of the hosts over it reset it last; no other one's states are of use."""
 
 
-def space_tree(space: gymnasium.Space[Any], name: str) -> Tree:
+def _tree_of(space: gymnasium.Space[Any], name: str) -> Tree:
     """The arrays of a space.
 
     Raises:
         TypeError: Its values have no fixed size, so they cannot be arrays of a compiled program.
     """
-    tree = fixed_tree(space, name)
-    if tree is None:
-        raise TypeError(
-            f"The bridge needs {name}s of fixed size (Box, Discrete, MultiDiscrete, MultiBinary, and Dict or Tuple of "
-            f"those), got {space}."
-        )
+    if (tree := fixed_tree(space, name)) is None:
+        kinds = "Box, Discrete, MultiDiscrete, MultiBinary, and Dict or Tuple of those"
+        raise TypeError(f"The bridge needs {name}s of fixed size ({kinds}), got {space}.")
     return tree
 
 
 def leaves_of(tree: Tree, value: Any) -> list[Any]:
     """The arrays of a batch, in the order of the space."""
     found: list[Any] = []
-
-    def keep(leaf: Any) -> Any:
-        found.append(leaf)
-        return leaf
-
+    keep: Any = found.append
     tree.map(keep, value)
     return found
 
@@ -83,19 +79,18 @@ class Host:
     def __init__(self, envs: VectorEnv[Any, Any, Any], infos: InfoColumns, timeout: float | str | None) -> None:
         self.envs = envs
         self.num_envs = envs.num_envs
-        self.mode = autoreset_mode_of(envs)
-        self.observation_tree = space_tree(envs.single_observation_space, "observation")
-        self.action_tree = space_tree(envs.single_action_space, "action")
+        self.observation_tree = _tree_of(envs.single_observation_space, "observation")
+        self.action_tree = _tree_of(envs.single_action_space, "action")
         self.failure: tuple[int, BaseException] | None = None
         self.closed = False
         self._infos = infos
         self._requests = Requests(envs, timeout)
+        self.mode = self._requests.mode
         self._action_specs = [((self.num_envs, *leaf.shape), leaf.dtype) for leaf in self.action_tree.leaves()]
         self._epoch = self._count = 0
         self._why_not: str | None = "before the first reset"  # there is no newest state, because ...
-        self._underway: Rows | None = None  # the rows of a step of some
-        self._pending = False
-        self._over = np.zeros(self.num_envs, np.bool_)  # DISABLED: rows that ended and were not reset
+        self._pending: Rows | None = None  # the rows of the step that was sent
+        self._ended = np.zeros(self.num_envs, np.bool_)  # DISABLED: rows that ended and were not reset
 
     def call(self, command: str, results: Sequence[Result], *arrays: Array) -> list[Array]:
         """One call of a program: a ticket and arrays in, a ticket and arrays of the shapes and dtypes ``results`` out."""
@@ -116,13 +111,11 @@ class Host:
 
     def _reset(self, seeds: Array) -> list[Array]:
         self._why_not = "because a reset failed"
-        self._pending, self._underway = False, None
+        self._pending = None
         self._take_over()
-        observations, infos = self._requests.reset(seeds.reshape(-1).tolist())
-        self._over[:] = False
-        outcome = self._apart(observations, self.num_envs) + self._infos.read(infos, self.num_envs)
-        self._epoch, self._count = next(_epochs), 0
-        self._why_not = None
+        outcome = self._reset_outcome(self._requests.reset(seeds.reshape(-1).tolist()))
+        self._ended[:] = False
+        self._epoch, self._count, self._why_not = next(_epochs), 0, None
         return outcome
 
     def _step(self, ticket: Array, *actions: Array) -> list[Array]:
@@ -133,23 +126,25 @@ class Host:
     def _send(self, ticket: Array, *actions: Array) -> list[Array]:
         self._spend(ticket)
         self._begin(actions)
-        self._pending = True
         return self._renew([])
 
     def _recv(self, ticket: Array) -> list[Array]:
         self._spend(ticket, pending=True)
-        self._pending = False
         return self._renew(self._finish())
 
     def _reset_mask(self, ticket: Array, mask: Array, seeds: Array) -> list[Array]:
         self._spend(ticket)
         mask = mask.reshape(-1)
         if not mask.any():
-            return self._renew(self._blank(self._outcome_specs(stepped=False)))
+            return self._renew(self._blank(stepped=False))
         seeded = seeds.reshape(-1).tolist() if self._requests.seeded_masks else None
-        observations, infos = self._requests.reset(seeded, mask.copy())
-        self._over[mask] = False
-        return self._renew(self._apart(observations, self.num_envs) + self._infos.read(infos, self.num_envs))
+        outcome = self._reset_outcome(self._requests.reset(seeded, mask.copy()))
+        self._ended[mask] = False
+        return self._renew(outcome)
+
+    def _reset_outcome(self, answer: tuple[Any, dict[str, Any]]) -> list[Array]:
+        observations, infos = answer
+        return self._leaves(observations, self.num_envs) + self._infos.read(infos, self.num_envs)
 
     # -- a step ----------------------------------------------------------------------------------------------------------
 
@@ -157,39 +152,35 @@ class Host:
         # Copies, in the dtypes of the space: arguments are read-only, and environments may write to what they are given.
         specs = self._action_specs
         own = [np.array(array, dtype).reshape(shape) for array, (shape, dtype) in zip(actions, specs, strict=True)]
-        build = self.action_tree.build
-        if self.mode is not AutoresetMode.DISABLED or not self._over.any():
-            self._underway = None
+        build, rows = self.action_tree.build, np.flatnonzero(~self._ended)
+        if len(rows) == self.num_envs:
             self._requests.begin(build(iter(own)))
-            return
-        rows = self._underway = np.flatnonzero(~self._over)
-        if len(rows):
-            self._requests.begin_some(rows, build(iter(own)), build(array[rows] for array in own))
+        elif len(rows):
+            self._requests.begin(build(iter(own)), rows, build(array[rows] for array in own))
+        self._pending = rows
 
     def _finish(self) -> list[Array]:
-        rows = self._underway
-        if rows is None:
-            stepped = self._requests.finish()
+        assert self._pending is not None
+        rows, self._pending = self._pending, None
+        if not len(rows):
+            return self._blank(stepped=True)
+        answered, stepped = self._requests.finish()
+        outcome, ended = self._outcome(stepped, len(answered)), np.asarray(stepped[2] | stepped[3])
+        if len(rows) == self.num_envs:
             if self.mode is AutoresetMode.DISABLED:
-                self._over = np.asarray(stepped[2] | stepped[3])
-            return self._outcome(stepped, self.num_envs)
-        whole = self._blank(self._outcome_specs(stepped=True))
-        if len(rows):
-            answered, stepped = self._requests.finish_some()
-            part = self._outcome(stepped, self.num_envs if answered is None else len(rows))
-            if answered is None:
-                part = [array[rows] for array in part]
-                answered = rows
-            for array, values in zip(whole, part, strict=True):
-                array[answered] = values
-            ended = stepped[2] | stepped[3]
-            self._over[answered] = ended[rows] if len(ended) != len(answered) else ended
+                self._ended = ended
+            return outcome
+        mine = np.isin(answered, rows)  # the others were stepped along, and their results are ignored
+        whole = self._blank(stepped=True)
+        for array, values in zip(whole, outcome, strict=True):
+            array[answered[mine]] = values[mine]
+        self._ended[answered[mine]] = ended[mine]
         return whole
 
     def _outcome(self, stepped: Stepped, rows: int) -> list[Array]:
         """Observations, reward, flags, in same-step mode what was observed last, and infos."""
         observations, rewards, terminations, truncations, infos = stepped
-        leaves = self._apart(observations, rows)
+        leaves = self._leaves(observations, rows)
         outcome = [*leaves, rewards, terminations, truncations]
         if self.mode is AutoresetMode.SAME_STEP:
             outcome += self._successors(leaves, terminations | truncations, infos)
@@ -207,7 +198,7 @@ class Host:
                 leaf[row] = value
         return successors
 
-    def _apart(self, observations: Any, rows: int) -> list[Array]:
+    def _leaves(self, observations: Any, rows: int) -> list[Array]:
         """The arrays of a batch of observations, checked."""
         exact = self.observation_tree.exact(observations, rows)
         if exact is not None:
@@ -221,14 +212,19 @@ class Host:
                 raise ObservationError(f"{leaf.name}: got {array.shape}, wanted {(rows, *leaf.shape)}")
         return arrays
 
-    def _outcome_specs(self, stepped: bool) -> list[Result]:
-        observations = [(leaf.shape, leaf.dtype) for leaf in self.observation_tree.leaves()]
-        numbers: list[Result] = [((), np.dtype(np.float64)), ((), np.dtype(np.bool_)), ((), np.dtype(np.bool_))]
-        infos = [spec for column in self._infos.columns for spec in ((column.shape, column.dtype), ((), np.dtype(np.bool_)))]
-        return observations + (numbers if stepped else []) + infos  # rows are stepped apart under DISABLED only
+    def specs(self, stepped: bool) -> list[Result]:
+        """Shape and dtype of one environment's part of each array that a step, or a reset, gives, the ticket apart."""
+        observations: list[Result] = [(leaf.shape, leaf.dtype) for leaf in self.observation_tree.leaves()]
+        specs = [*observations]
+        if stepped:
+            specs += [((), np.dtype(np.float64)), _FLAG, _FLAG]
+            specs += observations if self.mode is AutoresetMode.SAME_STEP else []
+        for column in self._infos.columns:
+            specs += [(column.shape, column.dtype), _FLAG]
+        return specs
 
-    def _blank(self, specs: Sequence[Result]) -> list[Array]:
-        return [np.zeros((self.num_envs, *shape), dtype) for shape, dtype in specs]
+    def _blank(self, stepped: bool) -> list[Array]:
+        return [np.zeros((self.num_envs, *shape), dtype) for shape, dtype in self.specs(stepped)]
 
     # -- several bridges over one vector env -----------------------------------------------------------------------------
 
@@ -239,7 +235,7 @@ class Host:
         if holder is not None and holder is not self:
             holder._why_not = "because another bridge over the same vector env has reset them"
             holder._requests.drain()  # raises while there is an answer that does not come; then it is still the holder
-            holder._pending, holder._underway = False, None
+            holder._pending = None
         _last_reset_by[name] = self
 
     # -- the ticket ------------------------------------------------------------------------------------------------------
@@ -250,9 +246,9 @@ class Host:
         for row in ticket.reshape(-1, 2).tolist():
             if row != newest or self._why_not is not None:
                 self._refuse(*row)
-        if pending and not self._pending:
+        if pending and self._pending is None:
             raise NoAsyncCallError("Calling `recv` of a state that was not returned by `send`.", "recv")
-        if self._pending and not pending:
+        if self._pending is not None and not pending:
             raise AlreadyPendingCallError("This state was returned by `send`: call `recv` of it first.", "send")
         self._why_not = "because an earlier call failed"
 
@@ -272,12 +268,8 @@ class Host:
 
 
 _COMMANDS: dict[str, Callable[..., list[Array]]] = {
-    "reset": Host._reset,
-    "step": Host._step,
-    "send": Host._send,
-    "recv": Host._recv,
-    "reset_mask": Host._reset_mask,
-}
+    "reset": Host._reset, "step": Host._step, "send": Host._send, "recv": Host._recv, "reset_mask": Host._reset_mask,
+}  # fmt: skip
 
 
 def _fitted(array: Array, result: Result) -> Array:
@@ -288,24 +280,6 @@ def _fitted(array: Array, result: Result) -> Array:
             raise OverflowError(f"an integer of the environments does not fit {dtype}: enable JAX's 64-bit mode")
         array = narrow
     return array if array.shape == shape else array.reshape(shape)
-
-
-_USUAL_TIMEOUT: Final = 60.0
-
-Rows: TypeAlias = npt.NDArray[np.intp]
-Stepped: TypeAlias = tuple[Any, npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any], dict[str, Any]]
-
-
-def autoreset_mode_of(envs: VectorEnv[Any, Any, Any]) -> AutoresetMode:
-    """The autoreset mode that a vector env says it has.
-
-    Raises:
-        ValueError: It says none.
-    """
-    mode = (envs.metadata or {}).get("autoreset_mode")
-    if mode is None:
-        raise ValueError(f"{envs} does not say when it resets: metadata['autoreset_mode'] is missing.")
-    return AutoresetMode(mode)
 
 
 class Requests:
@@ -319,71 +293,71 @@ class Requests:
         envs: The vector env.
         timeout: As of :func:`vecenv.jax.bridge`.
 
+    Raises:
+        ValueError: It does not say when it resets.
+
     Attributes:
+        mode: When the env resets its rows.
         timeout: Seconds that a wait may take; ``None``: for ever, or as long as the env itself says.
         seeded_masks: Whether a reset of some rows takes seeds.
     """
 
     def __init__(self, envs: VectorEnv[Any, Any, Any], timeout: float | str | None) -> None:
         self.envs: Any = envs
+        mode = (envs.metadata or {}).get("autoreset_mode")
+        if mode is None:
+            raise ValueError(f"{envs} does not say when it resets: metadata['autoreset_mode'] is missing.")
+        self.mode = AutoresetMode(mode)
         able = capabilities_of(envs)
         if timeout == "auto":  # an engine that is given no timeout goes by its own step_timeout
-            timeout = _USUAL_TIMEOUT if able is None or own_timeout(envs) is None else None
+            timeout = _USUAL_TIMEOUT if able is None or _own_timeout(envs) is None else None
         assert not isinstance(timeout, str)
         self.timeout = timeout
         self._splits = hasattr(envs, "step_async") and not isinstance(envs, VectorWrapper)
         self._steps_some = self._splits and able is not None and able.first_ready
         inner = capabilities_of(envs.unwrapped)
         self.seeded_masks = inner is None or inner.masked_seeds
-        self._disabled = autoreset_mode_of(envs) is AutoresetMode.DISABLED
-        self._ended = np.zeros(envs.num_envs, np.bool_)  # rows that ended by now and were not reset
+        self._all = np.arange(envs.num_envs)
+        self._ended = np.zeros(envs.num_envs, np.bool_)  # DISABLED: rows of `envs` that ended by now and were not reset
         self._pending: Callable[..., Any] | None = None  # what waits for the answer
+        self._some = False  # ... which is of some rows
         self._lost: BaseException | None = None
 
     def reset(self, seeds: list[int] | None, mask: npt.NDArray[np.bool_] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset all rows, or those under ``mask``."""
         options = None if mask is None else {"reset_mask": mask}
         self._ended[... if mask is None else mask] = False
-        if self._splits:
-            self.drain()
-            self.envs.reset_async(seed=seeds, options=options)
-            self._pending = self.envs.reset_wait
-            observations, infos = self._wait()
-        else:
-            observations, infos = self.envs.reset(seed=seeds, options=options)
-        return observations, infos
+        if not self._splits:
+            return self.envs.reset(seed=seeds, options=options)  # type: ignore[no-any-return]
+        self.drain()
+        self.envs.reset_async(seed=seeds, options=options)
+        self._pending = self.envs.reset_wait
+        return self._wait()  # type: ignore[no-any-return]
 
-    def begin(self, actions: Any) -> None:
-        """Begin a step of all rows."""
-        if self._splits:
-            self._require_count()
-            self.envs.step_async(actions)
-        self._pending = self.envs.step_wait if self._splits else functools.partial(self.envs.step, actions)
-
-    def finish(self) -> Stepped:
-        """The outcome of :meth:`begin`."""
-        stepped: Stepped = self._wait()
-        if self._disabled:
-            self._ended = stepped[2] | stepped[3]
-        return stepped
-
-    def begin_some(self, rows: Rows, actions: Any, chosen: Any) -> None:
-        """Begin a step of ``rows``; ``actions`` are of all rows, ``chosen`` those of ``rows``. The others have ended."""
-        if self._steps_some:
-            self._require_count()
+    def begin(self, actions: Any, rows: Rows | None = None, chosen: Any = None) -> None:
+        """Begin a step of all rows, or of ``rows``, whose actions are ``chosen``; the others have ended."""
+        self._some = rows is not None and self._steps_some
+        if rows is not None and not self._some and self._ended.any():
+            self.reset(None, self._ended.copy())
+        if not self._splits:
+            self._pending = functools.partial(self.envs.step, actions)
+            return
+        self._require_count()
+        if rows is not None and self._some:
             self.envs.send(chosen, rows)
             self._pending = functools.partial(self.envs.recv, count=len(rows))
-            return
-        if self._ended.any():
-            self.reset(None, self._ended.copy())
-        self.begin(actions)
+        else:
+            self.envs.step_async(actions)
+            self._pending = self.envs.step_wait
 
-    def finish_some(self) -> tuple[Rows | None, Stepped]:
-        """The outcome of :meth:`begin_some`, and of which rows it is; ``None``: of all."""
-        if not self._steps_some:
-            return None, self.finish()
+    def finish(self) -> tuple[Rows, Stepped]:
+        """The outcome of :meth:`begin`, and of which rows it is: of all, where the env cannot step some."""
         stepped: Stepped = self._wait()
-        return np.asarray(stepped[4]["env_id"], np.intp), stepped
+        if self._some:
+            return np.asarray(stepped[4]["env_id"], np.intp), stepped
+        if self.mode is AutoresetMode.DISABLED:
+            self._ended = stepped[2] | stepped[3]
+        return self._all, stepped
 
     def drain(self) -> None:
         """Wait for an answer that is still pending, and drop it."""
@@ -391,13 +365,12 @@ class Requests:
         if self._pending is None or not self._splits:
             self._pending = None
             return
-        with contextlib.suppress(NoAsyncCallError):
-            try:
-                self._wait()
-            except multiprocessing.TimeoutError:
-                raise
-            except Exception:  # of a step that no program waits for; the reset will show whether it mattered
-                return
+        try:
+            self._wait()
+        except multiprocessing.TimeoutError:
+            raise
+        except Exception:  # of a step that no program waits for; the reset will show whether it mattered
+            return
 
     def _wait(self) -> Any:
         assert self._pending is not None
@@ -421,18 +394,15 @@ class Requests:
             ) from self._lost
 
 
-def own_timeout(envs: VectorEnv[Any, Any, Any]) -> float | None:
+def _own_timeout(envs: VectorEnv[Any, Any, Any]) -> float | None:
     """After how many seconds a vector env itself takes a step to hang; ``None``: never."""
-    try:
-        seconds: float | None = getattr(envs, "step_timeout", None)
-    except NotImplementedError:  # a backend without one
-        return None
-    return seconds
+    with contextlib.suppress(NotImplementedError):  # of a backend without one
+        return getattr(envs, "step_timeout", None)
+    return None
 
 
-@dataclass(frozen=True, slots=True)
-class InfoColumn:
-    """One number or array an environment may report, by its place in the info dict."""
+class InfoColumn(NamedTuple):
+    """One number or array that an environment may report, by its place in the info dict."""
 
     path: tuple[str, ...]
     shape: tuple[int, ...]
@@ -475,12 +445,10 @@ class InfoColumns:
             raise TypeError(f"info_spec must be a dict of names, got {type(spec).__name__}.")
         plain = isinstance(spec, type | str | np.dtype)  # scalar types have attributes called shape and dtype, too
         try:
-            shape = () if plain else tuple(spec.shape)
-            dtype = np.dtype(spec if plain else spec.dtype)
+            shape, dtype = () if plain else tuple(spec.shape), np.dtype(spec if plain else spec.dtype)
         except (TypeError, AttributeError) as error:
-            raise TypeError(
-                f"info_spec{list(path)} must be a dtype or something with shape and dtype, got {spec!r}."
-            ) from error
+            wanted = "a dtype or something with shape and dtype"
+            raise TypeError(f"info_spec{list(path)} must be {wanted}, got {spec!r}.") from error
         if dtype.kind not in "biuf":
             raise TypeError(f"info_spec{list(path)} must be of numbers or bools, got {dtype}.")
         self.columns.append(InfoColumn(path, shape, dtype))

@@ -7,8 +7,8 @@ callback blocks: with as many callbacks at once as there are cores, nothing move
 
 So there are two transports of the same meaning. ``"primitive"`` is a primitive of our own with the same ordered effect,
 lowered to the same XLA call, whose host function is given numpy arrays and nothing else. It leans on names that JAX does
-not promise to keep, hence a self-test before its first use. ``"io_callback"`` is JAX's, with large arguments cut into
-pieces that are copied on the spot.
+not promise to keep, all of them in :func:`private_parts`, hence a self-test before its first use. ``"io_callback"`` is
+JAX's, with large arguments cut into pieces that are copied on the spot.
 
 Neither is safe from being hoisted out of a differentiated ``scan`` when its arguments do not change from step to step
 (jax-ml/jax#16637): a caller must pass something that does, such as a count.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
+import inspect
 import itertools
 import math
 import re
@@ -26,17 +26,18 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import jaxlib.version
 import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.experimental import io_callback
 from jax.extend.core import Primitive
 
 from vecenv.errors import VecEnvError
-from vecenv.jax.state import Array
+from vecenv.jax.env import Array
 
 __all__ = [
     "TRANSPORTS", "HostCallFailed", "HostFunction", "call_in_lanes", "choose_transport", "host_call", "original_errors",
@@ -61,8 +62,8 @@ def host_call(function: Callable[..., Sequence[Any]], results: Results, args: Se
         transport: From :func:`choose_transport`.
     """
     if transport == "primitive":
-        called: list[Any] = _primitive().bind(*args, function=function, results=tuple(map(_aval, results)))
-        return called
+        shapes = tuple(jax.core.ShapedArray(result.shape, result.dtype) for result in results)
+        return _primitive().bind(*args, function=function, results=shapes)  # type: ignore[no-any-return]
     pieces = [_cut(arg) for arg in args]
     call = _Whole(function, [(len(cut), arg.shape) for cut, arg in zip(pieces, args, strict=True)])
     return list(io_callback(call, tuple(results), *itertools.chain(*pieces), ordered=True))
@@ -108,7 +109,7 @@ def primitive_problem(platform: str) -> str | None:
         return jax.lax.scan(lambda i, _: (host_call(count, [shape], [i], "primitive")[0], None), start, None, length=3)[0]
 
     try:
-        importlib.import_module("vecenv.jax.private")  # looks for what is needed, outside of any program
+        private_parts()  # looks for what is needed, outside of any program
         with jax.disable_jit(False), jax.ensure_compile_time_eval():
             last = int(jax.jit(program)(np.int32(0)))
     except Exception as error:  # whatever a version that moved things around may raise
@@ -116,47 +117,66 @@ def primitive_problem(platform: str) -> str | None:
     return None if (last, log) == (3, [0, 1, 2]) else f"three calls in a row were executed as {log}"
 
 
+TESTED: Final = "0.10.2"
+"""The version of JAX that vecenv's own tests run with."""
+
+
+@functools.cache
+def private_parts() -> tuple[Any, Any, Any]:
+    """The parts of JAX that are not public: the effect of an ordered callback, how one is lowered, and how it is sharded.
+
+    Raises:
+        ImportError: One is missing or has other arguments in the installed version, which the message names.
+    """
+    try:
+        from jax._src.callback import _callback_op_sharding as callback_sharding
+        from jax.interpreters import mlir
+
+        emit_python_callback: Any = mlir.emit_python_callback
+        inspect.signature(callback_sharding).bind("axis_context", "sharding", "avals_out")
+        inspect.signature(emit_python_callback).bind(
+            "ctx", "callback", "token", "operands", "operand_avals", "result_avals", has_side_effect=True,
+            returns_token=True, sharding=None,
+        )  # fmt: skip
+        mlir.TokenSet, mlir.register_lowering  # noqa: B018
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ImportError(
+            f"vecenv's fast host calls need parts of JAX that are not public, and jax {jax.__version__} with jaxlib "
+            f"{jaxlib.version.__version__} has them no longer, or changed ({error}). They were tested with jax {TESTED}; "
+            "transport='io_callback' works with every version."
+        ) from error
+    with jax.disable_jit(False):
+        traced: Any = jax.make_jaxpr(lambda: io_callback(lambda: np.int32(0), struct((), np.int32), ordered=True))()
+    (effect,) = traced.effects
+    return effect, emit_python_callback, callback_sharding
+
+
 @functools.cache
 def _primitive() -> Any:
-    from vecenv.jax.private import ORDERED, callback_sharding, emit_python_callback, mlir
+    from jax.interpreters import mlir
 
+    ordered, emit_python_callback, callback_sharding = private_parts()
     primitive: Any = Primitive("vecenv_host_call")
     primitive.multiple_results = True
-
-    primitive.def_effectful_abstract_eval(lambda *_, function, results: (list(results), {ORDERED}))
+    primitive.def_effectful_abstract_eval(lambda *_, function, results: (list(results), {ordered}))
 
     def lower(ctx: Any, *args: Any, function: Any, results: Any) -> Any:
         called, token, _ = emit_python_callback(
-            ctx,
-            lambda *arrays: tuple(function(*arrays)),
-            ctx.tokens_in.get(ORDERED),
-            list(args),
-            ctx.avals_in,
-            ctx.avals_out,
-            has_side_effect=True,
-            returns_token=True,
+            ctx, lambda *arrays: tuple(function(*arrays)), ctx.tokens_in.get(ordered), list(args), ctx.avals_in,
+            ctx.avals_out, has_side_effect=True, returns_token=True,
             sharding=callback_sharding(ctx.module_context.axis_context, None, ctx.avals_out),
-        )
-        ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({ORDERED: token})))
+        )  # fmt: skip
+        ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({ordered: token})))
         return called
 
-    mlir.register_lowering(primitive, lower, cacheable=False)
-    primitive.def_impl(_compiled(primitive))
-    return primitive
-
-
-def _compiled(primitive: Any) -> Callable[..., Any]:
-    """A call outside of any program, as a program of its own: also under ``disable_jit``, which would come back here."""
-
-    def call(*args: Any, **params: Any) -> Any:
+    def alone(*args: Any, **params: Any) -> Any:
+        """A call outside of any program, as a program of its own: also under ``disable_jit``, which would come back here."""
         with jax.disable_jit(False):
             return jax.jit(lambda *arrays: primitive.bind(*arrays, **params))(*args)
 
-    return call
-
-
-def _aval(result: jax.ShapeDtypeStruct) -> Any:
-    return jax.core.ShapedArray(result.shape, result.dtype)
+    mlir.register_lowering(primitive, lower, cacheable=False)
+    primitive.def_impl(alone)
+    return primitive
 
 
 # -- transport: JAX's io_callback ------------------------------------------------------------------------------------
@@ -192,10 +212,6 @@ class HostCallFailed(VecEnvError, RuntimeError):
     """Stands in for an exception on its way through XLA, which keeps nothing of it but the text."""
 
 
-class _Owner(Protocol):
-    failure: tuple[int, BaseException] | None
-
-
 class HostFunction:
     """A method of a host object in the form that programs keep it: without keeping the object.
 
@@ -216,8 +232,7 @@ class HostFunction:
         if method is None:
             raise HostCallFailed("the environments of this program are gone: keep a reference to the bridge")
         try:
-            outcome: Sequence[Any] = method(*self._args, *arrays)
-            return outcome
+            return method(*self._args, *arrays)  # type: ignore[no-any-return]
         except BaseException as error:  # Ctrl-C too: XLA would make a text of it
             failed = _stand_in(method.__self__, error)
         # Raised out here, with nothing of the environments in reach: JAX logs it, and logs are kept.
@@ -256,10 +271,10 @@ def original_errors() -> Iterator[None]:
 
 def _original(error: BaseException) -> BaseException | None:
     mark = _MARK.search(str(error))
-    owner: _Owner | None = _failed.pop(int(mark[1]), None) if mark else None
+    owner: Any = _failed.pop(int(mark[1]), None) if mark else None
     if owner is None or owner.failure is None or mark is None or owner.failure[0] != int(mark[1]):
         return None
-    original = owner.failure[1]
+    original: BaseException = owner.failure[1]
     owner.failure = None
     return original
 
@@ -326,8 +341,7 @@ def call_in_lanes(call: Call, results: list[Any], args: list[Array], lanes: int 
 
         return _with_rule(alone, mapped)
 
-    called: list[Array] = under(())(*args)
-    return called
+    return under(())(*args)  # type: ignore[no-any-return]
 
 
 def _over(sizes: tuple[int, ...]) -> str:

@@ -9,8 +9,7 @@ What the libraries do not say in their types, and what the adapters therefore pu
   (``humanoid`` 0.4, ``inverted_pendulum`` 3, ``pusher`` 2: these rescale inside ``step``). ``done`` is termination; the time
   limit is the wrapper's business. ``info["time_out"]`` of some environments equals ``done`` and says nothing about a limit.
   Some of their wrappers change the ``info`` dict of the state they are given, so it is copied first.
-* gymnax: ``step`` resets by itself and computes a reset at every step; ``step_env`` does neither. Before 1.0 its ``done``
-  includes the time limit.
+* gymnax: ``step`` resets by itself and computes a reset at every step; ``step_env`` does neither.
 * jumanji: ``last`` with a discount of 0 is termination, any other ``last`` is truncation.
 """
 
@@ -19,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import dis
 import importlib
 import importlib.util
 import inspect
@@ -35,33 +33,24 @@ import numpy as np
 from gymnasium import spaces
 
 from vecenv.errors import how_to_install
-from vecenv.jax.env import Adapter, FrameSkip, JaxEnv, Override, Rescaled, Start, Stepped, default_key
-from vecenv.jax.state import Array, PyTree
+from vecenv.jax.env import Adapter, Array, FrameSkip, JaxEnv, Limited, PyTree, Rescaled, Start, Stepped, default_key
 
 __all__ = [
     "BraxAdapter", "FuncAdapter", "GymnaxAdapter", "JumanjiAdapter", "adapt", "available_envs", "differentiability",
     "make_env", "require_gradient",
 ]  # fmt: skip
 
+
 def adapt(
-    env: Any,
-    *,
-    params: Any = None,
-    action_space: gym.Space[Any] | None = None,
-    rescale: str | tuple[Any, Any] | None = None,
-    max_episode_steps: int | None = None,
-    **env_kwargs: Any,
+    env: Any, *, rescale: str | tuple[Any, Any] | None = None, max_episode_steps: int | None = None, **env_kwargs: Any
 ) -> JaxEnv:
     """Make a :class:`JaxEnv` of an environment of Brax, MuJoCo Playground, gymnax, jumanji or Gymnasium's ``FuncEnv``.
 
     Args:
-        env: The environment; or a name known to Brax or Playground; or gymnax's pair ``(env, params)``; or a ``JaxEnv``,
-            which is returned as it is. Brax's and Playground's training wrappers around an environment are recognised: an
-            ``AutoResetWrapper`` is taken off (autoreset is done better outside), the limit of an ``EpisodeWrapper`` is
-            adopted, wrappers that batch are refused.
-        params: gymnax's or FuncEnv's parameters; default, the environment's own.
-        action_space: Replaces the space that is advertised. Brax's and Playground's environments take ``Box(-1, 1)``,
-            whatever the control range of their actuators; say otherwise here for one that does not.
+        env: The environment; or a name known to Brax or Playground; or a pair ``(env, params)`` of gymnax's or a
+            ``FuncEnv``; or a ``JaxEnv``, which is returned as it is. Brax's and Playground's training wrappers around an
+            environment are recognised: an ``AutoResetWrapper`` is taken off (autoreset is done better outside), the limit
+            of an ``EpisodeWrapper`` is adopted, wrappers that batch are refused.
         rescale: ``(low, high)`` advertises ``Box(low, high)`` and maps actions linearly onto the native bounds;
             ``"actuator"`` takes the control range of the physics model's actuators for ``low`` and ``high``.
         max_episode_steps: Replaces the time limit in steps; -1 for none.
@@ -76,9 +65,9 @@ def adapt(
         env = make_env(env, **env_kwargs)
     elif env_kwargs:
         raise TypeError(f"{sorted(env_kwargs)} can only be given together with a name, not with {env!r}.")
-    result: JaxEnv = env if isinstance(env, JaxEnv) else recognise(env, params)
-    if action_space is not None or max_episode_steps is not None:
-        result = Override(result, action_space, max_episode_steps)
+    result: JaxEnv = env if isinstance(env, JaxEnv) else recognise(env)
+    if max_episode_steps is not None:
+        result = Limited(result, max_episode_steps)
     if rescale is not None:
         low, high = actuator_range(result) if isinstance(rescale, str) else rescale
         result = Rescaled(result, low, high)
@@ -175,30 +164,14 @@ def _unknown(name: str, library: str | None) -> str:
 
 def _build_brax(name: str, **kwargs: Any) -> Any:
     envs = importlib.import_module("brax.envs")
-    if swallowed := _swallowed(envs._envs[name], kwargs):
-        raise TypeError(f"Brax's {name} has no arguments {swallowed}, and would silently ignore them.")
+    kind = envs._envs[name]
+    signatures = [inspect.signature(vars(cls)["__init__"]) for cls in kind.__mro__[:-1] if "__init__" in vars(cls)]
+    if unknown := sorted(kwargs.keys() - {parameter for each in signatures for parameter in each.parameters}):
+        raise TypeError(f"Brax's {name} has no arguments {unknown}.")  # which it might ignore
     try:
         return envs.get_environment(name, **kwargs)
-    except TypeError as error:
-        if "argument" not in str(error):
-            raise
-        raise TypeError(f"Brax's {name} refuses {_shown(kwargs)}: {error}.") from error
     except ValueError as error:
         raise ValueError(f"Brax's {name} refuses {_shown(kwargs)}: {error}") from error
-
-
-def _swallowed(make: Any, kwargs: Mapping[str, Any]) -> list[str]:
-    """The arguments that ``make`` would accept and never look at: it takes ``**kwargs``, and no line of it reads them."""
-    function: Any = inspect.getattr_static(make, "__init__") if isinstance(make, type) else make
-    if not inspect.isfunction(function):
-        return []
-    parameters = inspect.signature(function).parameters.values()
-    named = {each.name for each in parameters if each.kind is not each.VAR_KEYWORD}
-    for rest in (each.name for each in parameters if each.kind is each.VAR_KEYWORD):
-        used = (line.argval for line in dis.get_instructions(function) if line.opname.startswith("LOAD"))
-        if not any(rest == found or (isinstance(found, tuple) and rest in found) for found in used):
-            return sorted(kwargs.keys() - named)
-    return []
 
 
 def _build_playground(name: str, *, config: Any = None, config_overrides: Any = None, **unknown: Any) -> Any:
@@ -235,24 +208,18 @@ def _shown(kwargs: dict[str, Any]) -> str:
 _BUILDERS: dict[str, Callable[..., Any]] = {"brax": _build_brax, "playground": _build_playground}
 
 
-_BATCHING = {
-    "VmapWrapper",
-    "EvalWrapper",
-    "DomainRandomizationVmapWrapper",
-    "BraxDomainRandomizationVmapWrapper",
-}
+_BATCHING = {"VmapWrapper", "EvalWrapper", "DomainRandomizationVmapWrapper", "BraxDomainRandomizationVmapWrapper"}
 _AUTORESET = {"AutoResetWrapper", "BraxAutoResetWrapper"}
 _EPISODE = {"EpisodeWrapper"}
 
 
-def recognise(env: Any, params: Any = None) -> JaxEnv:
+def recognise(env: Any) -> JaxEnv:
     """The adapter for an environment object, chosen by what it can do.
 
     Raises:
         TypeError: It is like nothing known; the message lists what is.
     """
-    if isinstance(env, tuple) and len(env) == 2 and hasattr(env[0], "step_env"):
-        env, params = env[0], env[1] if params is None else params
+    env, params = env if isinstance(env, tuple) and len(env) == 2 else (env, None)
     if hasattr(env, "step_env") and hasattr(env, "reset_env"):
         return GymnaxAdapter(env, params)
     if callable(getattr(env, "reset", None)) and hasattr(env, "observation_spec") and hasattr(env, "action_spec"):
@@ -288,7 +255,7 @@ def _unwrap(env: Any) -> JaxEnv:
     adapter: JaxEnv = BraxAdapter(layer)
     if skip > 1:
         adapter = FrameSkip(adapter, skip)
-    return adapter if limit is None else Override(adapter, None, limit)
+    return adapter if limit is None else Limited(adapter, limit)
 
 
 class BraxAdapter(Adapter):
@@ -361,14 +328,14 @@ class BraxAdapter(Adapter):
 
 
 class GymnaxAdapter(Adapter):
-    """gymnax, 1.0 and before: ``reset_env(key, params)``, ``step_env(key, state, action, params)``."""
+    """gymnax: ``reset_env(key, params)``, ``step_env(key, state, action, params)``."""
 
     def __init__(self, env: Any, params: Any = None) -> None:
         self.env = env
         self.params = env.default_params if params is None else params
         self.name = str(getattr(env, "name", type(env).__name__))
         _, obs = jax.eval_shape(self.init, default_key(0))
-        self.single_observation_space = _as_observed(_gymnax_space(env.observation_space(self.params)), obs)
+        self.single_observation_space = _gymnax_space(env.observation_space(self.params), obs)
         self.single_action_space = _gymnax_space(env.action_space(self.params))
 
     def init(self, key: Array) -> Start:
@@ -376,14 +343,8 @@ class GymnaxAdapter(Adapter):
         return state, plain(obs)
 
     def step(self, state: PyTree, action: PyTree, key: Array) -> Stepped:
-        obs, state, reward, done, info = self.env.step_env(key, state, action, self.params)
-        if hasattr(self.env, "is_truncated"):
-            terminated, truncated = done, self.env.is_truncated(state, self.params)
-        elif hasattr(self.params, "max_steps_in_episode"):
-            truncated = state.time >= self.params.max_steps_in_episode
-            terminated = done & ~truncated
-        else:
-            terminated, truncated = done, jnp.zeros((), bool)
+        obs, state, reward, terminated, info = self.env.step_env(key, state, action, self.params)
+        truncated = self.env.is_truncated(state, self.params)
         return state, plain(obs), reward, terminated, truncated, _numeric(info)
 
     def gradient_advice(self) -> str:
@@ -411,14 +372,8 @@ class JumanjiAdapter(Adapter):
                 "jumanji.wrappers.MultiToSingleWrapper, which adds them up."
             )
         last, dead = timestep.last(), timestep.discount == 0
-        return (
-            state,
-            plain(timestep.observation),
-            timestep.reward,
-            last & dead,
-            last & ~dead,
-            _numeric(timestep.extras or {}),
-        )
+        info = _numeric(timestep.extras or {})
+        return state, plain(timestep.observation), timestep.reward, last & dead, last & ~dead, info
 
 
 class FuncAdapter(Adapter):
@@ -505,28 +460,18 @@ def _box(low: Any, high: Any, shape: Any, dtype: Any) -> gym.Space[Any]:
     return spaces.Box(low.astype(dtype), high.astype(dtype), tuple(shape), dtype.type)
 
 
-def _gymnax_space(space: Any) -> gym.Space[Any]:
+def _gymnax_space(space: Any, obs: PyTree = None) -> gym.Space[Any]:
+    """A space of gymnax, its Boxes in the dtypes of ``obs``: ``Catch-bsuite`` announces int32 and returns float32."""
     kind = type(space).__name__
     if kind == "Discrete":
         return spaces.Discrete(int(space.n))
     if kind == "Box":
-        return _box(space.low, space.high, space.shape, space.dtype)
+        return _box(space.low, space.high, space.shape, space.dtype if obs is None else obs.dtype)
     if kind == "Dict":
-        return spaces.Dict({key: _gymnax_space(value) for key, value in space.spaces.items()})
+        return spaces.Dict({key: _gymnax_space(sub, obs and obs[key]) for key, sub in space.spaces.items()})
     if kind == "Tuple":
-        return spaces.Tuple([_gymnax_space(value) for value in space.spaces])
+        return spaces.Tuple([_gymnax_space(sub, obs and obs[i]) for i, sub in enumerate(space.spaces)])
     raise TypeError(f"A gymnax space of class {kind} has no counterpart in Gymnasium.")
-
-
-def _as_observed(space: gym.Space[Any], obs: PyTree) -> gym.Space[Any]:
-    """``space`` with Boxes in the dtypes that observations have: ``Catch-bsuite`` announces int32 and returns float32."""
-    if isinstance(space, spaces.Dict):
-        return spaces.Dict({key: _as_observed(sub, obs[key]) for key, sub in space.spaces.items()})
-    if isinstance(space, spaces.Tuple):
-        return spaces.Tuple([_as_observed(sub, part) for sub, part in zip(space.spaces, obs, strict=True)])
-    if isinstance(space, spaces.Box) and space.dtype != obs.dtype:
-        return _box(space.low, space.high, space.shape, obs.dtype)
-    return space
 
 
 def _jumanji_space(spec: Any) -> gym.Space[Any]:

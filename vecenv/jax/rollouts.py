@@ -31,9 +31,8 @@ import jax.numpy as jnp
 from gymnasium.vector import AutoresetMode
 from jax.custom_batching import custom_vmap
 
-from vecenv.jax.env import select
+from vecenv.jax.env import Array, EnvState, PyTree, register, select
 from vecenv.jax.libraries import require_gradient
-from vecenv.jax.state import Array, EnvState, PyTree, register
 
 __all__ = [
     "EpisodeMetrics", "FunctionalEnv", "Policy", "SplitEnv", "StepFunction", "Trajectory", "eval_rollout_episode",
@@ -115,18 +114,10 @@ def stateless(function: Callable[[PyTree, PyTree, Array], tuple[PyTree, dict[str
 
 
 def rollout(
-    env: FunctionalEnv | StepFunction | tuple[SplitEnv, SplitEnv],
-    policy: Policy,
-    params: PyTree,
-    state: EnvState | tuple[EnvState, EnvState],
-    carry: PyTree,
-    key: Array,
-    length: int,
-    extras: Sequence[str] = (),
-    *,
-    overlap: bool = False,
-    checkpoint: bool = False,
-) -> tuple[Trajectory, Any, PyTree]:
+    env: FunctionalEnv | StepFunction | tuple[SplitEnv, SplitEnv], policy: Policy, params: PyTree,
+    state: EnvState | tuple[EnvState, EnvState], carry: PyTree, key: Array, length: int, extras: Sequence[str] = (), *,
+    overlap: bool = False, checkpoint: bool = False,
+) -> tuple[Trajectory, Any, PyTree]:  # fmt: skip
     """``length`` steps of a policy.
 
     Args:
@@ -198,17 +189,9 @@ def _transition(
     before: EnvState, action: PyTree, policy_extras: dict[str, Any], after: EnvState, extras: Sequence[str]
 ) -> Trajectory:
     return Trajectory(
-        obs=before.obs,
-        action=action,
-        reward=after.reward,
-        terminated=after.terminated,
-        truncated=after.truncated,
-        next_obs=after.next_obs,
-        valid=after.valid,
-        first=before.first,
-        policy_extras=policy_extras,
-        env_extras={name: _field(after, name) for name in extras},
-    )
+        before.obs, action, after.reward, after.terminated, after.truncated, after.next_obs, after.valid, before.first,
+        policy_extras, {name: _field(after, name) for name in extras},
+    )  # fmt: skip
 
 
 def _field(state: EnvState, name: str) -> Any:
@@ -251,18 +234,19 @@ def _overlapped(
         after = envs[half].recv(request.pending)
         return after, _transition(request.pending, request.action, request.policy_extras, after, extras)
 
-    def write(trajectory: Trajectory, half: int, t: Any, transition: Trajectory) -> Trajectory:
+    def received(half: int, request: _Request, trajectory: Trajectory, t: Any) -> tuple[EnvState, Trajectory]:
+        """The state after the step that is pending, and ``trajectory`` with its row t."""
+        state, transition = recv(half, request)
+
         def put(whole: Array, part: Array) -> Array:
             return jax.lax.dynamic_update_slice(whole, part[None], (t, half * rows) + (0,) * (part.ndim - 1))
 
-        written: Trajectory = jax.tree.map(put, trajectory, transition)
-        return written
+        return state, jax.tree.map(put, trajectory, transition)
 
     def turn(t: Array, carried: Any) -> Any:
         requests, trajectory = list(carried[0]), carried[1]
         for half in (0, 1):
-            state, transition = recv(half, requests[half])
-            trajectory = write(trajectory, half, t - 1, transition)
+            state, trajectory = received(half, requests[half], trajectory, t - 1)
             requests[half] = send(half, state, requests[half].carry, t)
         return tuple(requests), trajectory
 
@@ -271,12 +255,9 @@ def _overlapped(
     # Rows are written into the trajectory as they come, because the last one comes after the loop: appending it would copy
     # all the others.
     requests, trajectory = jax.lax.fori_loop(1, length, turn, (requests, trajectory))
-    after = []
-    for half in (0, 1):
-        state, transition = recv(half, requests[half])
-        trajectory = write(trajectory, half, length - 1, transition)
-        after.append(state)
-    return trajectory, tuple(after), tuple(request.carry for request in requests)
+    first, trajectory = received(0, requests[0], trajectory, length - 1)
+    second, trajectory = received(1, requests[1], trajectory, length - 1)
+    return trajectory, (first, second), tuple(request.carry for request in requests)
 
 
 def _blank(transitions: list[Trajectory], length: int) -> Trajectory:
@@ -288,8 +269,7 @@ def _blank(transitions: list[Trajectory], length: int) -> Trajectory:
             raise ValueError(f"overlap=True joins the rows of both halves; the policy's {where} has no axis of rows.")
         return jnp.zeros((length, first.shape[0] + second.shape[0], *first.shape[1:]), first.dtype)
 
-    trajectory: Trajectory = jax.tree_util.tree_map_with_path(zeros, *transitions)
-    return trajectory
+    return jax.tree_util.tree_map_with_path(zeros, *transitions)  # type: ignore[no-any-return]
 
 
 def _check_halves(env: Any, state: Any, carry: Any, length: int) -> None:
@@ -299,10 +279,7 @@ def _check_halves(env: Any, state: Any, carry: Any, length: int) -> None:
             raise ValueError(f"overlap=True takes a pair as {name}, one for each half of the environments; got {found}.")
     for half in env:
         if not (hasattr(half, "send") and hasattr(half, "recv")):
-            raise TypeError(
-                f"overlap=True needs environments that step elsewhere, with send and recv, as vecenv.jax.bridge makes; "
-                f"{type(half).__name__} has none."
-            )
+            raise TypeError(f"overlap=True needs send and recv, as bridges have them; {type(half).__name__} has none.")
     if env[0] is env[1]:
         raise ValueError("overlap=True needs two environments, and got one twice.")
     if length < 1:
@@ -334,15 +311,13 @@ class EpisodeMetrics:
 
 def eval_rollout_episode(
     env: FunctionalEnv | StepFunction, policy: Policy, params: PyTree, state: EnvState, carry: PyTree, key: Array,
-    max_steps: int, *, early_stop: bool = True, keep: Sequence[str] | None = None,
-) -> tuple[Trajectory, EpisodeMetrics, EnvState]:
-    """The first episode of every row, step by step.
+    max_steps: int, *, keep: Sequence[str] | None = None,
+) -> tuple[Trajectory, EpisodeMetrics, EnvState]:  # fmt: skip
+    """The first episode of every row, step by step, until the last of them has ended.
 
     Args:
         env, policy, params, state, carry, key: As for :func:`~vecenv.jax.rollout`; ``state`` fresh from ``reset``.
         max_steps: Steps at most; the trajectory has this length.
-        early_stop: Step no further once every first episode has ended; of a bridged environment with lanes, in all of them,
-            because they can only be stepped together. With False, ``max_steps`` steps are made.
         keep: The fields of the trajectory that are wanted, as ``("reward", "done")``; the others are ``None``, and cost
             neither time nor memory. Default, all.
 
@@ -351,8 +326,8 @@ def eval_rollout_episode(
 
     Returns:
         The trajectory, its metrics, and the last state. After a row's first episode ``reward`` is 0, ``valid`` is False,
-        and ``terminated``, ``truncated`` and ``done`` stay as the episode ended, whatever ``early_stop`` is: the length of
-        the episode is the number of rows up to the first ``done``. The other fields mean nothing there.
+        and ``terminated``, ``truncated`` and ``done`` stay as the episode ended: the length of the episode is the number of
+        rows up to the first ``done``. The other fields mean nothing there. Lanes of a bridge stop together.
     """
     whole = _counted_step(env, policy, params, key)
 
@@ -367,21 +342,18 @@ def eval_rollout_episode(
         flags = {name: flag for name, flag in carried[2].last_flags().items() if getattr(blank, name) is not None}
         return carried, dataclasses.replace(blank, **flags)
 
-    def maybe(carried: _Carried) -> tuple[_Carried, Trajectory]:
-        result: tuple[_Carried, Trajectory] = jax.lax.cond(
-            _in_any_lane(state, jnp.any(carried[2].active)), act, skip, carried
-        )
-        return result
+    def maybe(carried: _Carried, _: None) -> tuple[_Carried, Trajectory]:
+        going = _in_any_lane(state, jnp.any(carried[2].active))
+        return jax.lax.cond(going, act, skip, carried)  # type: ignore[no-any-return]
 
-    body = maybe if early_stop else act
-    (state, _, tally), trajectory = jax.lax.scan(lambda carried, _: body(carried), start, length=max_steps)
+    (state, _, tally), trajectory = jax.lax.scan(maybe, start, length=max_steps)
     return trajectory, tally.metrics(), state
 
 
 def fast_eval_rollout_episode(
     env: FunctionalEnv | StepFunction, policy: Policy, params: PyTree, state: EnvState, carry: PyTree, key: Array,
-    max_steps: int, num_episodes: int | None = None, *, early_stop: bool = True,
-) -> tuple[EpisodeMetrics, EnvState]:
+    max_steps: int, num_episodes: int | None = None,
+) -> tuple[EpisodeMetrics, EnvState]:  # fmt: skip
     """Metrics of whole episodes and nothing else; stops as soon as the last of them has ended.
 
     Args:
@@ -389,12 +361,11 @@ def fast_eval_rollout_episode(
         max_steps: Steps at most for one episode per row, and as many times more for several.
         num_episodes: Default, one episode per row. Otherwise the number of all of them, the same share for each row, decided
             beforehand (taking whichever end first would favour short ones); entry ``r * n + i`` is episode r of row i. Rows
-            that do not reset themselves (DISABLED) are reset, by ``env.reset_mask``, when all have had an episode.
-        early_stop: As for :func:`eval_rollout_episode`.
+            that do not reset themselves (DISABLED) are reset, by ``env.reset_mask``, while they have episodes left.
 
     Returns:
-        Metrics, and the last state. With ``early_stop`` a while loop: not differentiable in reverse mode, and under ``vmap``
-        a JAX-native environment is stepped until the last lane is ready.
+        Metrics, and the last state. It is a while loop, so it is not differentiable in reverse mode, and under ``vmap`` a
+        JAX-native environment is stepped until the last lane is ready.
 
     Raises:
         ValueError: ``num_episodes`` is not positive.
@@ -403,58 +374,36 @@ def fast_eval_rollout_episode(
     rounds = 1 if num_episodes is None else -(-num_episodes // n)
     if rounds < 1:
         raise ValueError(f"num_episodes must be positive, got {num_episodes}.")
-    if rounds > 1 and getattr(env, "autoreset_mode", None) is AutoresetMode.DISABLED:
-        return _reset_between(env, policy, params, state, carry, key, max_steps, rounds, num_episodes, early_stop)
     quota = jnp.full(n, rounds) if num_episodes is None else (num_episodes - jnp.arange(n) + n - 1) // n
     start = (state, carry, _Tally.begin(state, rounds, quota.reshape(state.reward.shape)))
     act, limit = _counted_step(env, policy, params, key), max_steps * rounds
+    resets: Any = env if rounds > 1 and getattr(env, "autoreset_mode", None) is AutoresetMode.DISABLED else None
 
-    def unfinished(carried: _Carried) -> Array:
+    def going(carried: _Carried) -> Array:
         return _in_any_lane(state, jnp.any(carried[2].active) & (carried[2].env_steps < limit))
 
-    if early_stop:
-        state, _, tally = jax.lax.while_loop(unfinished, lambda carried: act(carried)[0], start)
-    else:
-        state, _, tally = jax.lax.fori_loop(0, limit, lambda _, carried: act(carried)[0], start)
+    def advance(carried: _Carried) -> _Carried:
+        state, carry, tally = act(carried)[0]
+        if resets is not None:
+            again, now = state.done & tally.active, jax.random.fold_in(jax.random.fold_in(key, 0), tally.env_steps)
+            some = _in_any_lane(state, jnp.any(again))
+            state = jax.lax.cond(some, lambda state: resets.reset_mask(state, again, now), lambda state: state, state)
+        return state, carry, tally
+
+    state, _, tally = jax.lax.while_loop(going, advance, start)
     metrics = tally.metrics()
-    if num_episodes is None:
-        return metrics, state
-    return _flat(metrics, num_episodes), state
-
-
-def _flat(metrics: EpisodeMetrics, num_episodes: int) -> EpisodeMetrics:
-    """The first ``num_episodes`` of ``[rounds, *B]``."""
-    names = [field.name for field in dataclasses.fields(metrics) if field.name != "env_steps"]
-    return dataclasses.replace(metrics, **{name: getattr(metrics, name).reshape(-1)[:num_episodes] for name in names})
-
-
-def _reset_between(
-    env: Any, policy: Policy, params: PyTree, state: EnvState, carry: PyTree, key: Array, max_steps: int, rounds: int,
-    num_episodes: Any, early_stop: bool,
-) -> tuple[EpisodeMetrics, EnvState]:
-    """Rounds of one episode a row, with a reset of all rows between them."""
-
-    def episode(state: EnvState, key: Array) -> tuple[EpisodeMetrics, EnvState]:
-        return fast_eval_rollout_episode(env, policy, params, state, carry, key, max_steps, early_stop=early_stop)
-
-    def again(state: EnvState, now: Array) -> tuple[EnvState, EpisodeMetrics]:
-        begin, act = jax.random.split(jax.random.fold_in(key, now))
-        metrics, state = episode(env.reset_mask(state, jnp.ones(state.reward.shape, bool), begin), act)
-        return state, metrics
-
-    first, state = episode(state, key)
-    state, others = jax.lax.scan(again, state, jnp.arange(1, rounds))
-    joined: EpisodeMetrics = jax.tree.map(lambda one, rest: jnp.concatenate([one[None], rest]), first, others)
-    metrics = _flat(joined, num_episodes)
-    return dataclasses.replace(metrics, env_steps=jnp.sum(joined.env_steps)), state
+    if num_episodes is not None:  # the first of [rounds, *B]
+        names = [field.name for field in dataclasses.fields(metrics) if field.name != "env_steps"]
+        flat = {name: getattr(metrics, name).reshape(-1)[:num_episodes] for name in names}
+        metrics = dataclasses.replace(metrics, **flat)
+    return metrics, state
 
 
 def _in_any_lane(state: EnvState, going: Array) -> Array:
     """Whether ``going`` holds in any lane: those of a bridged environment can only be stepped together."""
     if state.token is None:
         return going
-    anywhere: Array = _anywhere(going)
-    return anywhere
+    return _anywhere(going)  # type: ignore[no-any-return]
 
 
 @custom_vmap
@@ -499,14 +448,14 @@ class _Tally:
         ended = here & (state.terminated | state.truncated)
         sums = self.sums
         weight = jnp.asarray(discount, sums.episode_return.dtype) ** sums.episode_length
-        sums = EpisodeMetrics(
+        sums = dataclasses.replace(
+            sums,
             episode_return=sums.episode_return + jnp.where(here, state.reward, 0.0),
             discounted_return=sums.discounted_return + jnp.where(here, weight * state.reward, 0.0),
             episode_length=sums.episode_length + here,
             terminated=sums.terminated | (here & state.terminated),
             truncated=sums.truncated | (here & state.truncated),
             finished=sums.finished | ended,
-            env_steps=sums.env_steps,
         )
         return _Tally(sums, self.count + jnp.any(ended, axis=0), self.quota, self.env_steps + 1)
 
@@ -536,35 +485,18 @@ def _counted_step(
         state, carry, tally = carried
         now = jax.random.fold_in(key, tally.env_steps)
         state, carry, transition = take_step(env, policy, params, state, carry, now)
-        ended: dict[str, Any] = {
-            name: jnp.where(tally.active, getattr(transition, name), flag) for name, flag in tally.last_flags().items()
-        }
-        transition = dataclasses.replace(
-            transition,
-            reward=jnp.where(tally.active, transition.reward, 0.0),
-            valid=transition.valid & tally.active,
-            **ended,
-        )
+        active = tally.active
+        flags = tally.last_flags()
+        ended: Any = {name: jnp.where(active, getattr(transition, name), flag) for name, flag in flags.items()}
+        reward, valid = jnp.where(active, transition.reward, 0.0), transition.valid & active
+        transition = dataclasses.replace(transition, reward=reward, valid=valid, **ended)
         return (state, carry, tally.add(state, discount)), transition
 
     return act
 
 
-Loss = Callable[[Trajectory], Array]
-
-
-def mean_negative_reward(trajectory: Trajectory) -> Array:
-    """Minus the mean reward over valid transitions: the loss whose descent is ascent in reward."""
-    return -jnp.sum(trajectory.reward * trajectory.valid) / jnp.maximum(1, jnp.sum(trajectory.valid))
-
-
 def truncated_bptt(
-    env: FunctionalEnv,
-    policy: Policy,
-    horizon: int,
-    loss: Loss = mean_negative_reward,
-    *,
-    checkpoint: bool = False,
+    env: FunctionalEnv, policy: Policy, horizon: int, loss: Callable[[Trajectory], Array]
 ) -> Callable[[PyTree, EnvState, PyTree, Array, int], tuple[Array, PyTree, EnvState, PyTree]]:
     """A function that rolls out and differentiates in pieces of ``horizon`` steps.
 
@@ -573,7 +505,6 @@ def truncated_bptt(
         policy: As for :func:`~vecenv.jax.rollout`.
         horizon: Steps that a gradient reaches back.
         loss: Scalar of the trajectory of one piece (leaves ``[horizon, *B, ...]``).
-        checkpoint: As for :func:`~vecenv.jax.rollout`.
 
     Returns:
         ``gradients(params, state, carry, key, pieces) -> (loss, grads, state, carry)``: means over ``pieces`` pieces, and
@@ -587,7 +518,7 @@ def truncated_bptt(
     require_gradient(env)
 
     def piece_loss(params: PyTree, state: EnvState, carry: PyTree, key: Array) -> Any:
-        trajectory, state, carry = rollout(env, policy, params, state, carry, key, horizon, checkpoint=checkpoint)
+        trajectory, state, carry = rollout(env, policy, params, state, carry, key, horizon)
         return loss(trajectory), (state, carry)
 
     def gradients(params: PyTree, state: EnvState, carry: PyTree, key: Array, pieces: int) -> Any:

@@ -1,15 +1,12 @@
 """The two byte streams between the caller and one worker.
 
-Two pipes a worker, one each way, never shared, so that order and end-of-file mean something. Pipes and not a socket pair,
-because they cost half as much a round trip (5 against 9 us on one core here).
+Each worker has two pipes, one each way, which no other process shares, so that order and end-of-file mean something. They
+are pipes and not a socket pair, because a round trip costs half as much (5 against 9 us on one core).
 
-The caller's end (:class:`CallerEnd`) never blocks, and never loses its place: a read puts what it took into a list, and a
-write notes how much it wrote, in one call of C each, so that no exception can fall between. What was read stays there until
-whoever reads it has put it where it belongs and says so (:meth:`CallerEnd.drop`). The worker's end (:class:`WorkerEnd`) may
-block, which saves system calls: the caller drains while it sends, so that a worker's blocking write always ends.
-
-Waiting is the caller's business (:mod:`vecenv.waiting`); a worker waits with :meth:`WorkerEnd.wait`, which spins on the
-non-blocking read for a while if a core is free for that, and then sleeps.
+The caller's end (:class:`CallerEnd`) never blocks and never loses its place: a read appends its bytes to a list, and a write
+notes how much it wrote, in one call of C each, so that no exception can fall between. The bytes stay in the list until the
+message was delivered (:meth:`CallerEnd.drop`). The worker's end (:class:`WorkerEnd`) may block, which saves system calls:
+the caller reads while it sends, so that a worker's blocking write always ends.
 """
 
 from __future__ import annotations
@@ -21,43 +18,18 @@ from multiprocessing import reduction
 from os import read, write
 from typing import Any, Final
 
-from vecenv.link.protocol import HEADER, LENGTH, PAYLOAD, encode
-from vecenv.system.cores import Patience
-from vecenv.system.holdings import Holdings
+from vecenv.link.messages import FULL_HEAD, HEAD, PAYLOAD, Message, decode, encode, missing_bytes
+from vecenv.system.cores import SpinPolicy
+from vecenv.system.descriptors import DescriptorOwner
 
-__all__ = ["CallerEnd", "ChannelClosed", "Ends", "Message", "WorkerEnd", "write_once"]
+__all__ = ["CallerEnd", "ChannelClosed", "Ends", "WorkerEnd", "write_once"]
 
-Message = tuple[int, int, bytes | None]  # word, sequence number, pickled payload
-
-_HEAD: Final = HEADER.size
-_FULL_HEAD: Final = _HEAD + LENGTH.size
 _CHUNK: Final = 1 << 20
-_SHORT: Final = (_HEAD,)
+_SHORT: Final = (HEAD,)
 
 
 class ChannelClosed(Exception):
     """The other side is gone."""
-
-
-def missing(data: bytes | bytearray) -> int:
-    """How many bytes the message at the beginning of ``data`` still lacks."""
-    have = len(data)
-    if have < _HEAD:
-        return _HEAD - have
-    if data[0] < PAYLOAD:
-        return 0
-    if have < _FULL_HEAD:
-        return _FULL_HEAD - have
-    (length,) = LENGTH.unpack_from(data, _HEAD)
-    return max(_FULL_HEAD + int(length) - have, 0)
-
-
-def decode(data: bytes | bytearray) -> Message:
-    """The whole message that is ``data``."""
-    word, seq = HEADER.unpack_from(data)
-    if word < PAYLOAD:
-        return word, seq, None
-    return word & ~PAYLOAD, seq, bytes(memoryview(data)[_FULL_HEAD:])
 
 
 def write_once(written: list[int], descriptors: Sequence[int], messages: Any) -> None:
@@ -88,10 +60,10 @@ class CallerEnd:
     """A framed message stream over the caller's ends of two pipes.
 
     Args:
-        holdings: Who holds the descriptors.
+        holdings: Owns the descriptors.
     """
 
-    def __init__(self, holdings: Holdings) -> None:
+    def __init__(self, holdings: DescriptorOwner) -> None:
         self._in, self._their_out = holdings.pipe()
         self._their_in, self._out = holdings.pipe()
         self.fd, self.out = self._in.number, self._out.number
@@ -99,15 +71,15 @@ class CallerEnd:
         os.set_blocking(self.fd, False)
         os.set_blocking(self.out, False)
         self.bytes_pickled = 0
-        self.raw: list[bytes] = []  # read, and not dropped ...
-        self._counted = 0, 0  # ... of which so many chunks are so many bytes
+        self.raw: list[bytes] = []  # read, and not dropped yet ...
+        self._counted = 0, 0  # ... of which this many chunks have this many bytes
         self._reading, self._writing = (self.fd,), (self.out,)
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)
         self.poll = poll.poll
 
     def started(self) -> None:
-        """The worker has its ends: ours of them can go."""
+        """Close our copies of the worker's ends, once the worker has its own."""
         self._their_in.close()
         self._their_out.close()
 
@@ -127,7 +99,7 @@ class CallerEnd:
             except OSError as error:
                 raise ChannelClosed from error
         head = raw[0]
-        if len(head) == _HEAD and head[0] < PAYLOAD:  # nearly always
+        if len(head) == HEAD and head[0] < PAYLOAD:  # nearly always
             return head[0], int.from_bytes(head[1:], "little"), None
         while True:
             if raw[-1] == b"":
@@ -143,23 +115,19 @@ class CallerEnd:
                 raise ChannelClosed from error
 
     def _lacking(self) -> int:
-        """How many bytes the message that has begun lacks."""
+        """How many bytes the message that has begun lacks. Each chunk is counted once: a long message has thousands."""
         head = b""
         for chunk in self.raw:
             head += chunk
-            if len(head) >= _FULL_HEAD:
+            if len(head) >= FULL_HEAD:
                 break
-        if len(head) < _FULL_HEAD or head[0] < PAYLOAD:
-            return missing(head)
-        (length,) = LENGTH.unpack_from(head, _HEAD)
         chunks, have = self._counted
-        if chunks < len(self.raw):
-            have += sum(map(len, self.raw[chunks:]))
-            self._counted = len(self.raw), have
-        return _FULL_HEAD + int(length) - have
+        have += sum(map(len, self.raw[chunks:]))
+        self._counted = len(self.raw), have
+        return missing_bytes(head, have)
 
     def take(self, expected: bytes) -> bool:
-        """Whether the next message is this one, a few bytes without a payload; reads once at most."""
+        """Whether the next message is ``expected``, which has no payload; reads once at most."""
         raw = self.raw
         if not raw:
             try:
@@ -170,12 +138,12 @@ class CallerEnd:
         return len(raw) == 1 and raw[0] == expected
 
     def drop(self) -> None:
-        """The message that :meth:`read` gave is where it belongs."""
+        """Forget the message that :meth:`read` gave: it was delivered."""
         self._counted = 0, 0
         self.raw.clear()
 
     def write(self, data: bytes, written: list[int]) -> bool:
-        """Write what is left of a message, of which ``written`` tells; false if the pipe is full.
+        """Write the rest of a message, of which the counts in ``written`` are written already; false if the pipe is full.
 
         Raises:
             ChannelClosed: The other side is gone.
@@ -200,12 +168,12 @@ class CallerEnd:
         return self.fd
 
     def forget(self) -> None:
-        """In a forked child: close the copies of the ends that are the caller's alone."""
+        """In a forked child: close the copies of the ends that belong to the caller alone."""
         self._in.close()
         self._out.close()
 
     def close(self) -> None:
-        """Close all that is ours. Idempotent."""
+        """Close the caller's ends. Idempotent."""
         self._reading = self._writing = (-1,)
         self.fd = self.out = -1
         self.started()
@@ -231,10 +199,10 @@ class WorkerEnd:
         self.poll = poll.poll
 
     def send(self, word: int, seq: int, payload: bytes | None = None) -> None:
-        """Send one message, however long the caller takes to read it: it is gone when the pipe says so.
+        """Send one message, however long the caller takes to read it.
 
         Raises:
-            ChannelClosed: The caller is gone.
+            ChannelClosed: The caller is gone: the pipe is broken.
         """
         data = encode(word, seq, payload)
         try:
@@ -244,18 +212,18 @@ class WorkerEnd:
         except OSError as error:
             raise ChannelClosed from error
 
-    def wait(self, patience: Patience) -> Message:
+    def wait(self, patience: SpinPolicy) -> Message:
         """Block until a message is there; ``patience`` says how long to poll without sleeping first."""
         if not self.blocks and not patience.spin(self.poll):
             self.poll()
         try:
-            data = os.read(self._in, _HEAD)
-        except OSError:  # nothing is there yet, or nothing will be: looked at below
+            data = os.read(self._in, HEAD)
+        except OSError:  # nothing is there yet, or the pipe is broken: read again below
             data = b""
-        if len(data) == _HEAD and data[0] < PAYLOAD:  # nearly always
+        if len(data) == HEAD and data[0] < PAYLOAD:  # nearly always
             return data[0], int.from_bytes(data[1:], "little"), None
-        whole = bytearray(data or self._read(_HEAD))
-        while lacking := missing(whole):
+        whole = bytearray(data or self._read(HEAD))
+        while lacking := missing_bytes(whole):
             whole += self._read(min(lacking, _CHUNK))
         return decode(whole)
 

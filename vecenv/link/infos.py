@@ -2,10 +2,10 @@
 
 An info whose keys, types and shapes repeat has a schema (:mod:`vecenv.link.schemas`). The worker writes its values into the
 environment's own record with one ``struct.pack_into`` and notes the schema's number; the caller turns whole columns of
-records into arrays, one copy a key, whatever the number of environments. A worker tells a schema's definition once, when it
-first uses it. An info that has no schema (strings, objects, changing keys without end, more than the record holds) travels
-as it is, and only the steps in which one does are merged environment by environment with :func:`add_info`, which is
-``gymnasium.vector.VectorEnv._add_info`` in behaviour: the first environment that has a key decides the dtype of its column.
+records into arrays, one copy per key for any number of environments. A worker sends the definition of a schema once, when it
+first uses it. An info that has no schema (strings, objects, keys that change without end, more than a record holds) travels
+as it is. Only the steps with such an info are merged environment by environment, by :func:`add_info`, which behaves as
+``gymnasium.vector.VectorEnv._add_info``: the first environment that has a key decides the dtype of its column.
 """
 
 from __future__ import annotations
@@ -15,23 +15,26 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from vecenv.link.schemas import BY_PICKLE, NO_INFO, Column, Definition, Schema
+from vecenv.link.messages import shown
+from vecenv.link.schemas import BY_PICKLE, NO_INFO, Definition, Schema
 from vecenv.shm.layout import INFO_BYTES, Array
 
-__all__ = ["InfoReader", "add_info", "shown"]
+__all__ = ["InfoReader", "add_info"]
 
-_MAX_PLANS: Final = 256  # remembered by a reader: keys that come and go make a new combination of schemas at every step
-_MAX_VIEWS: Final = 4096
+_MOST_PLANS: Final = 256  # kept by a reader: keys that come and go make a new combination of schemas at every step
+_MOST_VIEWS: Final = 4096
 
-_Columns: TypeAlias = list[Any]  # of (key, name of its mask, column or the columns of a dict)
-_Plan: TypeAlias = Any  # nested: key -> ("d", {...}, numbers) | ("c", dtype, shape, {number: offset})
+_Entry: TypeAlias = tuple[Any, dict[Any, Any], dict[int, int]]
+"""(dtype and shape, or ``None`` for a dict; its own entries by key; schema that has this key -> offset in a record)"""
+_Plan: TypeAlias = list[tuple[Any, str, Any, "_Plan", Any, dict[int, Any]]]
+"""Of each key: (key, name of its mask, dtype and shape, a dict's own plan, column of all records, and all by schema)"""
 
 
 class InfoReader:
-    """The caller's side: makes Gymnasium's dict of arrays out of rows, their records and what came by pickle.
+    """The caller's side: makes Gymnasium's dict of arrays out of rows, their records and the infos that came by pickle.
 
-    It keeps every schema that it was told, because it is told once; that is no more than a worker may have. What it makes of
-    them can be made again, and is forgotten all at once when there is too much.
+    It keeps every schema that it learns, because each is sent once; a worker has a limited number. Its plans and views can
+    be made again, and all are forgotten at once when there are too many.
 
     Args:
         schemas: uint64 ``(n,)``.
@@ -44,13 +47,12 @@ class InfoReader:
         self._numbers = schemas
         self._records = records
         self._schemas: dict[int, Schema] = {}
-        self._plans: dict[tuple[int, ...], _Plan | None] = {}
+        self._plans: dict[Any, _Plan | None] = {}
         self._views: dict[tuple[int, str, tuple[int, ...]], Array] = {}
-        self._alike: dict[bytes, _Columns | None] = {}
-        self._everyone = np.ones(len(schemas), np.bool_)
+        self._all_rows = np.ones(len(schemas), np.bool_)
 
     def learn(self, definitions: Mapping[int, Definition]) -> None:
-        """Take in the definitions a worker announced."""
+        """Take in the definitions that a worker sent."""
         for number, definition in definitions.items():
             if number not in self._schemas:
                 self._schemas[number] = Schema(definition)
@@ -90,69 +92,53 @@ class InfoReader:
             pickled: Position in the result -> info, for the rows that came by pickle.
             final_obs: Position -> last observation of the episode that ended in this step.
         """
-        numbers = self._numbers if rows is None else self._numbers[rows]
         if pickled:
             return self._one_by_one(rows, count, pickled, final_obs)
+        numbers = self._numbers if rows is None else self._numbers[rows]
+        key: Any = numbers[:1].tobytes()  # as bytes: for few rows an operation of NumPy costs more than all the rest
+        alike = numbers.tobytes() == key * count
+        if not alike:
+            key = tuple(dict.fromkeys(numbers.tolist()))  # as they first appear, which is the order of the keys
+        if key not in self._plans:
+            _make_room(self._plans, _MOST_PLANS)
+            self._plans[key] = self._plan([int(numbers[0])] if alike else key)
+        plan = self._plans[key]
+        if plan is None:
+            return self._one_by_one(rows, count, pickled, final_obs)
         infos: dict[Any, Any] = {}
-        first = numbers[:1].tobytes()  # as bytes: for few rows an operation of NumPy costs more than all the rest
-        if numbers.tobytes() == first * count:
-            if first not in self._alike:
-                _make_room(self._alike, _MAX_PLANS)
-                self._alike[first] = self._columns_of(int(numbers[0]))
-            columns = self._alike[first]
-            if columns is None:
-                return self._one_by_one(rows, count, pickled, final_obs)
-            _fill(infos, columns, rows, self._everyone[:count])
+        if alike:
+            _fill(infos, plan, rows, self._all_rows[:count])
         else:
-            present = tuple(dict.fromkeys(numbers.tolist()))  # as they first appear, which is the order of the keys
-            if present not in self._plans:
-                _make_room(self._plans, _MAX_PLANS)
-                self._plans[present] = _plan([self._schemas[number] for number in present if number != NO_INFO])
-            plan = self._plans[present]
-            if plan is None:
-                return self._one_by_one(rows, count, pickled, final_obs)
-            self._build(plan, infos, rows, count, numbers)
-        _add_final_obs(infos, final_obs, count)
+            _fill_by_schema(infos, plan, rows, numbers)
+        for position, observation in final_obs.items():
+            add_info(infos, {"final_obs": observation}, position, count, position)
         return infos
 
-    def _columns_of(self, number: int) -> _Columns | None:
-        """What rows that all follow one schema are filled from; ``None`` where only one by one will do."""
-        plan = _plan([self._schemas[number]] if number != NO_INFO else [])
-        return None if plan is None else self._columns_by(plan, number)
+    def _plan(self, numbers: Sequence[int]) -> _Plan | None:
+        """One plan for rows that follow these schemas; ``None`` where the order of environments decides a dtype."""
+        entries: dict[Any, _Entry] = {}
+        for number in numbers:
+            if number != NO_INFO:
+                schema = self._schemas[number]
+                if not _add_entries(entries, schema.definition, number, iter(schema.columns)):
+                    return None
+        return None if _has_mask_conflict(entries) else self._compiled(entries)
 
-    # no function within a function: one that calls itself is a circle, which would keep the shared memory after close()
-    def _columns_by(self, plan: _Plan, number: int) -> _Columns:
-        return [
-            (key, f"_{key}", self._columns_by(rest[0], number) if what == "d" else self._view(rest[2][number], *rest[:2]))
-            for key, (what, *rest) in plan.items()
-        ]
-
-    def _build(self, plan: _Plan, infos: dict[Any, Any], rows: Array | None, count: int, numbers: Array) -> None:
-        """Fill ``infos`` by whole columns, from rows that follow several schemas."""
-        for key, (what, *rest) in plan.items():
-            if what == "d":
-                children, owners = rest
-                value: Any = {}
-                self._build(children, value, rows, count, numbers)
-            else:
-                dtype, shape, owners = rest
-                value = np.zeros((count, *shape), dtype)
-                for number, offset in owners.items():
-                    chosen = numbers == number
-                    source = chosen if rows is None else rows[chosen]
-                    value[chosen] = self._view(offset, dtype, shape)[source]
-            infos[key] = value
-            infos[f"_{key}"] = _any_of(numbers, owners)
+    def _compiled(self, entries: Mapping[Any, _Entry]) -> _Plan:
+        plan: _Plan = []
+        for key, (column, children, owners) in entries.items():
+            views = {number: column and self._view(offset, *column) for number, offset in owners.items()}
+            plan.append((key, f"_{key}", column, self._compiled(children), next(iter(views.values())), views))
+        return plan
 
     def _view(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
         """The column at ``offset`` of all records."""
         name = (offset, dtype.str, shape)
-        view = self._views.get(name)
-        if view is None:
+        if name not in self._views:
             record = np.dtype({"names": ["v"], "formats": [(dtype, shape)], "offsets": [offset], "itemsize": INFO_BYTES})
-            _make_room(self._views, _MAX_VIEWS)
-            view = self._views[name] = self._records.reshape(-1).view(record)["v"]
-        return view
+            _make_room(self._views, _MOST_VIEWS)
+            self._views[name] = self._records.reshape(-1).view(record)["v"]
+        return self._views[name]
 
     def _one_by_one(
         self,
@@ -176,63 +162,52 @@ def _make_room(cache: dict[Any, Any], limit: int) -> None:
         cache.clear()
 
 
-def _fill(infos: dict[Any, Any], columns: _Columns, rows: Array | None, everyone: Array) -> None:
-    for key, mask, column in columns:
-        if column.__class__ is list:
+def _fill(infos: dict[Any, Any], plan: _Plan, rows: Array | None, all_rows: Array) -> None:
+    """Fill ``infos`` by whole columns, from rows that all follow one schema."""
+    for key, mask, column, children, view, _ in plan:
+        if column is None:
             infos[key] = {}
-            _fill(infos[key], column, rows, everyone)
+            _fill(infos[key], children, rows, all_rows)
         else:
-            infos[key] = column.copy() if rows is None else column[rows]
-        infos[mask] = everyone.copy()  # takes a tenth of the time of `np.ones`, which is written in Python
+            infos[key] = view.copy() if rows is None else view[rows]
+        infos[mask] = all_rows.copy()  # takes a tenth of the time of `np.ones`, which is written in Python
 
 
-def _any_of(numbers: Array, owners: Sequence[int]) -> Array:
-    mask = np.zeros(len(numbers), np.bool_)
-    for number in owners:
-        mask |= numbers == number
-    return mask
+def _fill_by_schema(infos: dict[Any, Any], plan: _Plan, rows: Array | None, numbers: Array) -> None:
+    """Fill ``infos`` by whole columns, from rows that follow several schemas."""
+    for key, mask, column, children, _, views in plan:
+        if column is None:
+            infos[key] = {}
+            _fill_by_schema(infos[key], children, rows, numbers)
+        else:
+            dtype, shape = column
+            infos[key] = np.zeros((len(numbers), *shape), dtype)
+        infos[mask] = np.zeros(len(numbers), np.bool_)
+        for number, view in views.items():
+            chosen = numbers == number
+            infos[mask] |= chosen
+            if column is not None:
+                infos[key][chosen] = view[chosen if rows is None else rows[chosen]]
 
 
-def _plan(schemas: Sequence[Schema]) -> _Plan | None:
-    """One plan for rows that follow several schemas, or ``None`` where the order of environments decides a dtype."""
-    plan: dict[Any, Any] = {}
-    for schema in schemas:
-        columns = iter(schema.columns)
-        if not _plan_into(plan, schema.definition, schema.number, columns):
-            return None
-    return None if _mask_conflict(plan) else plan
-
-
-def _plan_into(plan: dict[Any, Any], definition: Definition, number: int, columns: Any) -> bool:
+def _add_entries(entries: dict[Any, _Entry], definition: Definition, number: int, columns: Any) -> bool:
+    """Add a schema's keys to those of others; false where a key has two types."""
     for key, spec in definition:
-        if spec[0] == "d":
-            entry = plan.setdefault(key, ("d", {}, []))
-            if entry[0] != "d" or not _plan_into(entry[1], spec[1], number, columns):
-                return False
-            entry[2].append(number)
-        else:
-            column: Column = next(columns)
-            entry = plan.setdefault(key, ("c", column.dtype, column.shape, {}))
-            if entry[0] != "c" or entry[1] != column.dtype or entry[2] != column.shape:
-                return False
-            entry[3][number] = column.offset
+        column, offset = (None, 0) if spec[0] == "d" else next(columns)
+        entry = entries.setdefault(key, (column, {}, {}))
+        if entry[0] != column or (column is None and not _add_entries(entry[1], spec[1], number, columns)):
+            return False
+        entry[2][number] = offset
     return True
 
 
-def _mask_conflict(plan: dict[Any, Any]) -> bool:
-    if len({str(key) for key in plan}) < len(plan):  # 1 and "1" have one mask
+def _has_mask_conflict(entries: Mapping[Any, _Entry]) -> bool:
+    if len({str(key) for key in entries}) < len(entries):  # 1 and "1" have one mask
         return True
-    return any(f"_{key}" in plan or (entry[0] == "d" and _mask_conflict(entry[1])) for key, entry in plan.items())
+    return any(f"_{key}" in entries or _has_mask_conflict(children) for key, (_, children, _) in entries.items())
 
 
-def _add_final_obs(infos: dict[Any, Any], final_obs: Mapping[int, Any], count: int) -> None:
-    for position, observation in final_obs.items():
-        add_info(infos, {"final_obs": observation}, position, count, position)
-
-
-def add_info(
-    infos: dict[Any, Any], info: Any, position: int, count: int, env: int, *, ragged: bool = False
-) -> None:
+def add_info(infos: dict[Any, Any], info: Any, position: int, count: int, env: int, *, ragged: bool = False) -> None:
     """Merge one environment's info into ``infos`` in place, as ``gymnasium.vector.VectorEnv._add_info`` does.
 
     Args:
@@ -270,14 +245,6 @@ def add_info(
             mask = np.zeros(count, np.bool_)
         mask[position] = True
         infos[key], infos[name] = array, mask
-
-
-def shown(value: Any) -> str:
-    """Its repr, where it has one."""
-    try:
-        return repr(value)
-    except Exception:  # it is the environment's
-        return f"a {type(value).__name__}"
 
 
 def _merge(infos: dict[Any, Any], key: Any, value: Any, position: int, count: int, env: int, ragged: bool) -> Any:

@@ -1,10 +1,10 @@
-"""Where observations are kept: three stores with one interface, each with a worker's side and the caller's side.
+"""Keeps the observations of a batch: three stores with one interface, each with a worker's side and the caller's side.
 
 * :class:`SharedStore`: spaces of fixed size lie in shared memory; the worker writes every leaf once, in place, after
-  checking its shape, and the caller copies a leaf at a time or hands out the views themselves;
-* :class:`PickledStore`: everything else (``Text``, ``OneOf``, ``Graph``, ``Sequence``, custom spaces), and all spaces under
+  checking its shape, and the caller copies a leaf at a time or gives out the views themselves;
+* :class:`PickledStore`: all other spaces (``Text``, ``OneOf``, ``Graph``, ``Sequence``, custom ones), and every space under
   ``shared_memory=False``: the reply carries the value, Gymnasium's ``concatenate`` makes the batch;
-* :class:`RegisteredStore`: custom spaces whose author registered shared-memory functions with Gymnasium: those are used.
+* :class:`RegisteredStore`: custom spaces whose author registered shared-memory functions with Gymnasium: it calls those.
 """
 
 from __future__ import annotations
@@ -28,20 +28,15 @@ from vecenv.shm import Tree
 from vecenv.shm.layout import Array, Leaf
 
 __all__ = [
-    "KEPT",
-    "PickledStore",
-    "Put",
-    "RegisteredStore",
-    "SharedStore",
-    "Store",
-    "checked_value",
-    "has_dynamic_part",
-    "tree_writer",
-]
+    "KEPT", "PickledStore", "Put", "RegisteredStore", "SharedStore", "Store", "checked_value", "flat_of", "has_dynamic_part",
+    "require_leaves", "tree_writer",
+]  # fmt: skip
 
 KEPT: Final = object()
 Put: TypeAlias = Callable[[int, Any], Any]
-"""``put(k, observation)`` keeps the observation of a worker's k-th row and returns :data:`KEPT`, or what has to travel."""
+"""``put(k, observation)`` keeps the observation of a worker's k-th row and returns :data:`KEPT`, or the value to be sent."""
+
+_Warn: TypeAlias = Callable[[str, str], None]
 
 
 class Store(Protocol):
@@ -119,6 +114,11 @@ def require_leaves(batches: Sequence[Array], leaves: Sequence[Any]) -> None:
             raise ObservationError(f"got {_brief(leaf)}, wanted an array of shape {batch.shape[1:]} ({batch.dtype})")
 
 
+def _one_row(space: Space[Any], observation: Any) -> None:
+    """Refuse an observation that Gymnasium cannot make a batch of, by an exception."""
+    concatenate(space, [observation], create_empty_array(space, n=1, fn=np.zeros))  # type: ignore[arg-type]
+
+
 class PickledStore:
     """Observations that travel in the replies."""
 
@@ -151,7 +151,7 @@ class PickledStore:
         self.accept(row, observation)
 
     def require(self, observation: Any) -> None:
-        concatenate(self._space, [observation], create_empty_array(self._space, n=1, fn=np.zeros))  # type: ignore[arg-type]
+        _one_row(self._space, observation)
 
     def _require(self, rows: Sequence[int]) -> None:
         missing = [row for row in rows if not self._known[row]]
@@ -164,7 +164,7 @@ class PickledStore:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             for row, item in zip(rows, items, strict=True):
                 try:
-                    concatenate(self._space, [item], create_empty_array(self._space, n=1, fn=np.zeros))  # type: ignore[arg-type]
+                    _one_row(self._space, item)
                 except Exception as reason:
                     raise ObservationError(
                         f"env {row}: observation does not fit its space: got {_brief(item)}, wanted {self._space} ({reason})"
@@ -211,12 +211,12 @@ def has_dynamic_part(space: Space[Any]) -> bool:
     return isinstance(space, (spaces.Text, spaces.OneOf, spaces.Graph, spaces.Sequence))
 
 
-def tree_writer(tree: Tree, leaves: Sequence[Array], first: int, warn: Callable[[str, str], None]) -> Put:
+def tree_writer(tree: Tree, leaves: Sequence[Array], first: int, warn: _Warn) -> Put:
     """A function that writes one environment's observation into row k of every leaf, shape-checked.
 
     Args:
         tree: Structure of one observation.
-        leaves: One array a leaf, row k for the worker's k-th environment.
+        leaves: One array per leaf, row k for the worker's k-th environment.
         first: Index of the environment in row 0, for error texts.
         warn: Called with (field, text) when a value had to be changed to fit the dtype of its space.
 
@@ -233,8 +233,8 @@ def tree_writer(tree: Tree, leaves: Sequence[Array], first: int, warn: Callable[
     return put
 
 
-def checked_value(tree: Tree, first: int, warn: Callable[[str, str], None], count: int) -> Put:
-    """As :func:`tree_writer`, but the observation travels: checked and cast in memory of the worker's own."""
+def checked_value(tree: Tree, first: int, warn: _Warn, count: int) -> Put:
+    """As :func:`tree_writer`, but the observation is sent: it is checked and cast in memory of the worker's own."""
     leaves = [np.zeros((count, *leaf.shape), leaf.dtype) for leaf in tree.leaves()]
     write = _writer(tree, iter(leaves), first, warn, "observation")
 
@@ -245,64 +245,53 @@ def checked_value(tree: Tree, first: int, warn: Callable[[str, str], None], coun
     return put
 
 
-def _writer(tree: Tree, leaves: Any, first: int, warn: Callable[[str, str], None], name: str) -> Callable[[int, Any], None]:
+def _misfit(env: int, name: str, got: str, wanted: str) -> ObservationError:
+    return ObservationError(f"env {env}: {name}: got {got}, wanted {wanted}")
+
+
+def _writer(tree: Tree, leaves: Any, first: int, warn: _Warn, name: str) -> Callable[[int, Any], None]:
     if tree.leaf is not None:
         return _leaf_writer(tree.leaf, next(leaves), first, warn)
-    parts = [
-        (key, _writer(child, leaves, first, warn, f"{name}[{key!r}]" if tree.keyed else f"{name}[{key}]"))
-        for key, child in tree.children
-    ]
-    size = len(parts)
+    parts = [(key, _writer(child, leaves, first, warn, f"{name}[{key!r}]")) for key, child in tree.children]
 
     def write_dict(k: int, value: Any) -> None:
         try:
             for key, write in parts:
                 write(k, value[key])
         except (KeyError, TypeError, IndexError) as error:
-            keys = [key for key, _ in parts]
-            raise ObservationError(f"env {first + k}: {name}: got {_brief(value)}, wanted a dict with {keys}") from error
+            raise _misfit(first + k, name, _brief(value), f"a dict with {[key for key, _ in parts]}") from error
 
     def write_tuple(k: int, value: Any) -> None:
-        if not isinstance(value, (tuple, list)) or len(value) != size:
-            raise ObservationError(f"env {first + k}: {name}: got {_brief(value)}, wanted a tuple of {size}")
+        if not isinstance(value, (tuple, list)) or len(value) != len(parts):
+            raise _misfit(first + k, name, _brief(value), f"a tuple of {len(parts)}")
         for index, write in parts:
             write(k, value[index])
 
     return write_dict if tree.keyed else write_tuple
 
 
-def _leaf_writer(leaf: Leaf, array: Array, first: int, warn: Callable[[str, str], None]) -> Callable[[int, Any], None]:
+def _leaf_writer(leaf: Leaf, array: Array, first: int, warn: _Warn) -> Callable[[int, Any], None]:
     dtype, shape = leaf.dtype, leaf.shape
     rows = [array[k : k + 1].reshape(shape) for k in range(len(array))]
     write_any = _converting_writer(leaf, rows, first, warn)
+    exact = {dtype.type, {"i": int, "u": int, "f": float, "b": bool}.get(dtype.kind)}
 
-    if shape == ():
-        native = {"i": int, "u": int, "f": float, "b": bool}.get(dtype.kind)
-        exact = {dtype.type, native}
-
-        def write_scalar(k: int, value: Any) -> None:
-            if type(value) in exact:
-                try:
-                    array[k] = value
-                except OverflowError as error:
-                    raise ObservationError(f"env {first + k}: {leaf.name}: got {value!r}, wanted {dtype}") from error
-            else:
-                write_any(k, value)
-
-        return write_scalar
-
-    if leaf.flat:
-        cells = [memoryview(row) for row in rows]  # type: ignore[arg-type]
-
-        def write_flat(k: int, value: Any) -> None:
+    def write_scalar(k: int, value: Any) -> None:
+        if type(value) in exact:
             try:
-                cells[k][:] = value  # checks dtype and shape, and costs a third of an array's assignment
-                return
-            except (TypeError, ValueError):
-                pass
+                array[k] = value
+            except OverflowError as error:
+                raise _misfit(first + k, leaf.name, repr(value), str(dtype)) from error
+        else:
             write_any(k, value)
 
-        return write_flat
+    def write_flat(k: int, value: Any) -> None:
+        try:
+            cells[k][:] = value  # checks dtype and shape, and costs a third of an array's assignment
+            return
+        except (TypeError, ValueError):
+            pass
+        write_any(k, value)
 
     def write(k: int, value: Any) -> None:
         if type(value) is np.ndarray and value.dtype == dtype and value.shape == shape:
@@ -312,40 +301,42 @@ def _leaf_writer(leaf: Leaf, array: Array, first: int, warn: Callable[[str, str]
         else:
             write_any(k, value)
 
-    return write
+    if shape == ():
+        return write_scalar
+    if not leaf.flat:
+        return write
+    cells = [memoryview(row) for row in rows]  # type: ignore[arg-type]
+    return write_flat
 
 
-def _converting_writer(
-    leaf: Leaf, rows: Sequence[Array], first: int, warn: Callable[[str, str], None]
-) -> Callable[[int, Any], None]:
-    """Writes everything but the exact match: converts, checks, casts, and says so if that changed the value."""
+def _converting_writer(leaf: Leaf, rows: Sequence[Array], first: int, warn: _Warn) -> Callable[[int, Any], None]:
+    """Writes everything but the exact match: converts, checks, casts, and warns if that changed the value."""
     dtype, shape = leaf.dtype, leaf.shape
 
     def write_any(k: int, value: Any) -> None:
+        def misfit(got: str, wanted: str) -> ObservationError:
+            return _misfit(first + k, leaf.name, got, wanted)
+
         try:
             plain = given = np.asarray(value)
             if plain.dtype == object:
                 given = np.asarray(value, dtype=dtype)
         except (ValueError, TypeError, OverflowError) as error:
-            raise ObservationError(
-                f"env {first + k}: {leaf.name}: got {_brief(value)}, wanted {dtype} of shape {shape}: {error}"
-            ) from error
+            raise misfit(_brief(value), f"{dtype} of shape {shape}: {error}") from error
         if given.shape != shape:
             got = _brief(value) if plain.dtype == object else f"shape {given.shape} ({given.dtype})"
-            raise ObservationError(f"env {first + k}: {leaf.name}: got {got}, wanted shape {shape} ({dtype})")
+            raise misfit(got, f"shape {shape} ({dtype})")
         try:
             with np.errstate(all="ignore"):
                 rows[k][...] = given if given.dtype == dtype else given.astype(dtype)
         except (ValueError, TypeError) as error:
-            raise ObservationError(f"env {first + k}: {leaf.name}: got {_brief(value)}, wanted {dtype}: {error}") from error
+            raise misfit(_brief(value), f"{dtype}: {error}") from error
         if given.dtype == dtype or _survives(given, rows[k]):
             return
+        where = f"env {first + k}: {leaf.name}:"
         if given.dtype.kind != "f" or dtype.kind != "f":
-            raise ObservationError(
-                f"env {first + k}: {leaf.name}: got {_brief(value)}, whose values the {dtype} of the space cannot hold"
-            )
-        text = f"env {first + k}: {leaf.name}: {given.dtype} values became infinite in the cast to the {dtype} of the space"
-        warn(leaf.name, text)
+            raise ObservationError(f"{where} got {_brief(value)}, whose values the {dtype} of the space cannot hold")
+        warn(leaf.name, f"{where} {given.dtype} values became infinite in the cast to the {dtype} of the space")
 
     return write_any
 

@@ -1,13 +1,13 @@
-"""Infos as records: what the values of a dict that repeats look like in shared memory.
+"""Infos as records: how the values of a dict that repeats lie in shared memory.
 
-A schema's number is a hash of its definition, so workers need not agree with each other.
+A schema's number is a hash of its definition, so that workers need not agree with each other.
 """
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from typing import Any, Final, TypeAlias
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from vecenv.shm.layout import INFO_BYTES
 
-__all__ = ["BY_PICKLE", "NO_INFO", "Column", "Definition", "Schema", "define", "number_of"]
+__all__ = ["BY_PICKLE", "NO_INFO", "Definition", "Schema", "define", "number_of"]
 
 NO_INFO: Final = 0
 BY_PICKLE: Final = 1
@@ -64,48 +64,39 @@ def number_of(definition: Definition) -> int:
     return int.from_bytes(blake2b(repr(definition).encode(), digest_size=8).digest(), "little") | 2
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One value of a record, in the order of the info and of the dicts in it."""
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    offset: int
-
-
 class Schema:
-    """A definition, compiled for both directions."""
+    """A definition, compiled for both directions.
+
+    Attributes:
+        columns: Of each value of a record, in the order of the info and of the dicts in it: (dtype and shape, offset).
+    """
 
     def __init__(self, definition: Definition) -> None:
         self.definition = definition
         self.number = number_of(definition)
-        self.columns: list[Column] = []
-        self._format = ["="]
+        self.columns: list[tuple[tuple[np.dtype[Any], tuple[int, ...]], int]] = []
         self.size = 0
-        self._compile(definition)
-        self._struct = struct.Struct("".join(self._format))
+        self._struct = struct.Struct("=" + "".join(self._compile(definition)))
         self.fits = self._struct.size <= INFO_BYTES
         self._keys = tuple(key for key, _ in definition)
         self._key_types = tuple(map(type, self._keys))
         self._types = tuple(_type_of(spec) for _, spec in definition)
         self._flat = all(spec[0] == "s" for _, spec in definition)
 
-    def _compile(self, definition: Definition) -> None:
+    def _compile(self, definition: Definition) -> Iterator[str]:
+        """The columns of the values, and the parts of their format."""
         for _, spec in definition:
             if spec[0] == "d":
-                self._compile(spec[1])
-            elif spec[0] == "s":
-                kind = _BY_NAME[spec[1]]
-                self._column(np.dtype(kind), (), _SCALARS[kind])
+                yield from self._compile(spec[1])
+                continue
+            if spec[0] == "s":
+                dtype, shape, part = np.dtype(_BY_NAME[spec[1]]), (), _SCALARS[_BY_NAME[spec[1]]]
             else:
-                dtype = np.dtype(spec[1])
-                size = int(np.prod(spec[2], dtype=np.int64)) * dtype.itemsize
-                self._column(dtype, spec[2], f"{size}s")
-
-    def _column(self, dtype: np.dtype[Any], shape: tuple[int, ...], fmt: str) -> None:
-        self.columns.append(Column(dtype, shape, self.size))
-        self._format.append(fmt)
-        self.size += struct.calcsize("=" + fmt)
+                dtype, shape = np.dtype(spec[1]), spec[2]
+                part = f"{math.prod(shape) * dtype.itemsize}s"
+            self.columns.append(((dtype, shape), self.size))
+            self.size += struct.calcsize("=" + part)
+            yield part
 
     def write(self, info: Mapping[Any, Any], record: memoryview) -> bool:
         """Write ``info`` into its record; ``False``, and nothing of use written, if it does not follow this schema."""
@@ -115,10 +106,8 @@ class Schema:
             return False
         if tuple(map(type, info.values())) != self._types:
             return False
-        values: list[Any] = []
-        if self._flat:
-            values = list(info.values())
-        elif not _collect(info, self.definition, values):
+        values: list[Any] = list(info.values()) if self._flat else []
+        if not self._flat and not _collect(info, self.definition, values):
             return False
         try:
             self._struct.pack_into(record, 0, *values)
@@ -140,14 +129,11 @@ def _type_of(spec: Any) -> type:
     return np.ndarray if spec[0] == "a" else dict
 
 
-def _is_of(value: Any, spec: Any) -> bool:
-    return type(value) is _type_of(spec)
-
-
 def _collect(info: Mapping[Any, Any], definition: Definition, values: list[Any]) -> bool:
     for (key, spec), name in zip(definition, info, strict=True):
         value: Any = info[name]
-        if key != name or type(key) is not type(name) or not _is_of(value, spec):
+        kind = type(value)
+        if key != name or type(key) is not type(name) or kind is not _type_of(spec):
             return False
         if spec[0] == "s":
             values.append(value)

@@ -183,19 +183,18 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         present = self._present()
         if not (rewards.keys() <= self._known and terminations.keys() <= self._known):
             self._require_known({*rewards, *terminations} - {ALL})
-        paid, ended, cut = self._take(present, observations, rewards, terminations, truncations)
-        over = not any(self._alive)
-        self._truncated = self._truncated or any(cut)
-        truncated = self._truncated
-        if self.roster.any_end and not over and (any(ended) or any(cut)):
-            over = True
-            cut = [one or alive for one, alive in zip(cut, self._alive, strict=True)]
+        paid, terminated, truncated = self._take(present, observations, rewards, terminations, truncations)
+        ended = not any(self._alive)
+        by_truncation = self._truncated = self._truncated or any(truncated)
+        if self.roster.any_end and not ended and (any(terminated) or any(truncated)):
+            ended = True
+            truncated = [one or alive for one, alive in zip(truncated, self._alive, strict=True)]
             self._alive = [False] * len(self._alive)
         self._acting = self._agents_to_act()
-        self._write(paid, terminations=ended, truncations=cut, transition_mask=acting)
+        self._write(paid, terminations=terminated, truncations=truncated, transition_mask=acting)
         all_single = len(self._single_arrays) == len(self._names)
         self._all_acted = all(acting) and all(self._acting) and not self._takes_turns and all_single
-        return self._finish(), 0.0, over and not truncated, over and truncated, self._info(infos)
+        return self._finish(), 0.0, ended and not by_truncation, ended and by_truncation, self._info(infos)
 
     def _take_uneventful(self, result: tuple[Any, ...]) -> bool:
         """The short way for what most steps are: every agent was there and is there, nothing ended, and there are no infos.
@@ -239,15 +238,15 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
 
         ``"__all__"`` among the flags, as RLlib's games have it, ends the episode of every agent that is there.
         """
-        all_ended, all_cut = self._of_all(terminations), self._of_all(truncations)
+        all_terminated, all_truncated = self._of_all(terminations), self._of_all(truncations)
         count = len(self._names)
-        paid, ended, cut = [0.0] * count, [False] * count, [False] * count
+        paid, flags_terminated, flags_truncated = [0.0] * count, [False] * count, [False] * count
         alive, dead, puts = self._alive, self._dead, self._puts
         for i, name in enumerate(self._names):
             terminated, truncated = bool(terminations.get(name, False)), bool(truncations.get(name, False))
             named = terminated or truncated
-            if (all_ended or all_cut) and not dead[i] and (alive[i] or name in present or named):
-                terminated, truncated = terminated or all_ended, truncated or all_cut
+            if (all_terminated or all_truncated) and not dead[i] and (alive[i] or name in present or named):
+                terminated, truncated = terminated or all_terminated, truncated or all_truncated
             lives = name in present and not (terminated or truncated)
             if dead[i]:
                 if lives:
@@ -264,8 +263,8 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
             if name in rewards or (self._acting[i] and (lives or named)):  # one that vanished or was just born may lack it
                 paid[i] = self._reward(name, rewards)
             dead[i] = (alive[i] and not lives) or terminated or truncated
-            alive[i], ended[i], cut[i] = lives, terminated, truncated
-        return paid, ended, cut
+            alive[i], flags_terminated[i], flags_truncated[i] = lives, terminated, truncated
+        return paid, flags_terminated, flags_truncated
 
     def _present(self) -> frozenset[Any]:
         present = frozenset(self.env.agents)

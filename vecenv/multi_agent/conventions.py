@@ -12,7 +12,7 @@ imported only to convert a parallelizable AEC game.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import gymnasium
 import numpy as np
@@ -22,6 +22,8 @@ __all__ = ["ALL", "MASK_KEYS", "Adapted", "OneAgent", "RLlibGame", "StackedAgent
 
 ALL: Final = "__all__"
 """The key of RLlib's flags that are about all agents."""
+
+Step: TypeAlias = tuple[Any, Any, Any, Any, Any]
 
 MASK_KEYS: Final = ("action_mask", "action_masks")
 """Keys of an info that hold an action mask."""
@@ -61,6 +63,8 @@ def from_aec(env: Any) -> Any:
 class Adapted:
     """What all adapted environments share: the environment is ``env``, and every agent has its spaces."""
 
+    agents: Any = ()
+
     def __init__(self, env: Any, possible_agents: Any) -> None:
         self.env = env
         self.possible_agents = list(possible_agents)
@@ -82,6 +86,11 @@ class Adapted:
     def action_space(self, agent: Any) -> Any:
         """The action space of one agent."""
         return self.env.action_space
+
+    def _stepped(self, observations: Any, rewards: Any, terminations: Any, truncations: Any, infos: Any) -> Step:
+        """What ``step`` returns; agents whose flags are set leave ``agents``."""
+        self.agents = [one for one in self.agents if not (terminations.get(one, False) or truncations.get(one, False))]
+        return observations, rewards, terminations, truncations, infos
 
     def render(self) -> Any:
         """The environment's frame."""
@@ -136,7 +145,7 @@ class TurnBased(Adapted):
         self._skip_dead_agents()
         return {agent: self.env.observe(agent) for agent in self.agents}, dict(self.env.infos)
 
-    def step(self, actions: Mapping[Any, Any]) -> tuple[Any, Any, Any, Any, Any]:
+    def step(self, actions: Mapping[Any, Any]) -> Step:
         """Make one move; returns what it brought each agent that was in the game."""
         game = self.env
         before, mover = list(game.agents), game.agent_selection
@@ -153,7 +162,7 @@ class TurnBased(Adapted):
         return observations, rewards, terminations, truncations, infos
 
     def _skip_dead_agents(self) -> None:
-        """AEC games expect one more step, with no action, from an agent that is over."""
+        """AEC games expect one more step, with no action, from an agent whose episode has ended."""
         game = self.env
         while game.agents and (game.terminations[game.agent_selection] or game.truncations[game.agent_selection]):
             game.step(None)
@@ -175,7 +184,6 @@ class StackedAgents(Adapted):
     def __init__(self, env: Any) -> None:
         self.agent_num = _agent_num(env)
         super().__init__(env, [f"agent_{index}" for index in range(self.agent_num)])
-        self.agents: list[str] = []
         self.env_name = getattr(env, "env_name", None)
         self._next_episode: Any = None  # what `has_auto_reset` began
         self.values = 4  # that its latest step returned
@@ -191,7 +199,7 @@ class StackedAgents(Adapted):
         self.agents = list(self.possible_agents)
         return self._by_agent(observations), self._infos(info)
 
-    def step(self, actions: Mapping[Any, Any]) -> tuple[Any, Any, Any, Any, Any]:
+    def step(self, actions: Mapping[Any, Any]) -> Step:
         """Step all agents; an agent that is done stays in the environment's arrays, and leaves ``agents``."""
         nothing = np.zeros_like(np.asarray(next(iter(actions.values()))))  # fills the places of agents that are done
         result = self.env.step(np.stack([np.asarray(actions.get(agent, nothing)) for agent in self.possible_agents]))
@@ -212,8 +220,7 @@ class StackedAgents(Adapted):
             dict(zip(self.possible_agents, column.tolist(), strict=True))
             for column in (np.asarray(rewards).reshape(self.agent_num), *ended)
         )
-        self.agents = [agent for agent in self.agents if not (terminated[agent] or truncated[agent])]
-        return self._by_agent(observations), rewards, terminated, truncated, self._infos(info)
+        return self._stepped(self._by_agent(observations), rewards, terminated, truncated, self._infos(info))
 
     def _time_limit_reached(self, info: Any) -> Any:
         each = info if isinstance(info, (list, tuple)) else [info] * self.agent_num
@@ -273,7 +280,6 @@ class OneAgent(Adapted):
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         super().__init__(env, ["agent_0"])
-        self.agents: list[str] = []
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
         """Start an episode."""
@@ -281,13 +287,11 @@ class OneAgent(Adapted):
         self.agents = ["agent_0"]
         return {"agent_0": observation}, self._infos(info)
 
-    def step(self, actions: Mapping[Any, Any]) -> tuple[Any, Any, Any, Any, Any]:
+    def step(self, actions: Mapping[Any, Any]) -> Step:
         """Step the environment."""
         *values, info = self.env.step(actions["agent_0"])
         observations, rewards, terminations, truncations = ({"agent_0": value} for value in values)
-        if terminations["agent_0"] or truncations["agent_0"]:
-            self.agents = []
-        return observations, rewards, terminations, truncations, self._infos(info)
+        return self._stepped(observations, rewards, terminations, truncations, self._infos(info))
 
     def _infos(self, info: Mapping[Any, Any]) -> dict[Any, Any]:
         masks = [info[key] for key in MASK_KEYS if key in info]
@@ -306,7 +310,6 @@ class RLlibGame(Adapted):
     def __init__(self, env: Any) -> None:
         inner = getattr(env, "unwrapped", env)
         super().__init__(env, getattr(inner, "possible_agents", None) or inner.observation_spaces or ())
-        self.agents: list[Any] = []
         self.agents_to_act: tuple[Any, ...] = ()
         self._latest: dict[Any, Any] = {}
 
@@ -326,17 +329,17 @@ class RLlibGame(Adapted):
         self.agents_to_act = tuple(observations)
         return observations, self._infos(infos)
 
-    def step(self, actions: Mapping[Any, Any]) -> tuple[Any, Any, Any, Any, Any]:
+    def step(self, actions: Mapping[Any, Any]) -> Step:
         """Step the agents that act."""
         observations, rewards, terminations, truncations, infos = self.env.step(dict(actions))
-        over = terminations.get(ALL, False) or truncations.get(ALL, False)
         there = [*self.agents, *(agent for agent in observations if agent not in self.agents)]
         self._latest.update(observations)
-        self.agents = [] if over else [a for a in there if not (terminations.get(a, False) or truncations.get(a, False))]
-        self.agents_to_act = tuple(agent for agent in self.agents if agent in observations)
         given = {agent: self._latest[agent] for agent in there}
         paid = {agent: rewards.get(agent, 0.0) for agent in there}
-        return given, paid, terminations, truncations, self._infos(infos)
+        self.agents = [] if terminations.get(ALL, False) or truncations.get(ALL, False) else there
+        stepped = self._stepped(given, paid, terminations, truncations, self._infos(infos))
+        self.agents_to_act = tuple(agent for agent in self.agents if agent in observations)
+        return stepped
 
     def _infos(self, infos: Mapping[Any, Any] | None) -> dict[Any, Any]:
         own = dict(infos or {})

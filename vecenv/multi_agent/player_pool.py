@@ -16,8 +16,8 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
-from vecenv.backends.envpool.drivers import PlayerDriver, Seeding
-from vecenv.backends.envpool.rows import PlayerRows
+from vecenv.backends.envpool.drivers import FirstReadyDriver, Seeding
+from vecenv.backends.envpool.rows import PlayerBatch, PlayerRows
 from vecenv.backends.envpool.task import Task, check_options, spread
 from vecenv.backends.envpool.vector_env import PoolVectorEnv
 from vecenv.front.arguments import env_ids_of
@@ -32,7 +32,7 @@ _OBSERVATIONS = ("obs", "obs:players.obs")
 _BOOKKEEPING = ("info:env_id", "info:players.env_id", "info:players.id", "info:current_player", "info:legal_action_mask")
 
 
-class PlayerPool(PoolVectorEnv[PlayerDriver]):
+class PlayerPool(PoolVectorEnv[FirstReadyDriver]):
     """A pool with several players an environment, whose observations are rows of all agents.
 
     Args:
@@ -62,14 +62,14 @@ class PlayerPool(PoolVectorEnv[PlayerDriver]):
             task_id, config, num_envs=self.num_envs, batch_size=batch_size, num_threads=num_threads or 0,
             max_episode_steps=max_episode_steps,
         )  # fmt: skip
-        read = _Reader(task)
+        rows = PlayerRows(task, self.num_envs, _Reader(task))
         self.roster = _roster(task.max_num_players, task.observation_space, task.action_space)
         self.metadata = {"name": task_id, "autoreset_mode": self.autoreset_mode}
         self.single_observation_space = self.observation_space = self.roster.observation_space()
         self.single_action_space = self.roster.action_space()
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         seeding = Seeding(spread(None, self.num_envs, self.np_random), self.np_random)
-        self._open(PlayerDriver(task, batch_size, seeding, read))
+        self._open(FirstReadyDriver(task, batch_size, seeding, self.autoreset_mode, rows))
 
     def rows(self, env_id: Any) -> npt.NDArray[np.intp]:
         """Which environments a ``send`` is about."""
@@ -93,7 +93,7 @@ class _Reader:
             raise ValueError(f"{task.id}: observations must be one array a player, got {space}")
         self._observed, self._dtype = found[0], space.dtype
 
-    def __call__(self, rows: PlayerRows, acted: Array, acting: Array) -> Stepped:
+    def __call__(self, rows: PlayerBatch, acted: Array, acting: Array) -> Stepped:
         envs, players = rows.envs, rows.players
         begins = envs["elapsed_step"] == 0
         done = envs["done"].astype(np.bool_) & ~begins
@@ -113,7 +113,7 @@ class _Reader:
         }
         return batch, np.zeros(len(done)), terminated, truncated, self._infos(rows, acting)
 
-    def _infos(self, rows: PlayerRows, acting: Array) -> dict[Any, Any]:
+    def _infos(self, rows: PlayerBatch, acting: Array) -> dict[Any, Any]:
         everywhere = np.ones(len(rows.env_ids), np.bool_)
         out: dict[Any, Any] = {}
         for key, value in rows.envs.items():

@@ -2,7 +2,7 @@
 
 It has no engine of its own: every environment is adapted to an ordinary one whose observation holds those of all agents
 (:mod:`vecenv.multi_agent.adapter`), and :class:`~vecenv.AsyncVectorEnv` runs those. This class unpacks such batches, and
-records for each environment which agents are alive and whether its episode is over.
+records for each environment which agents are alive and whether its episode has ended.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vecenv.multi_agent.adapter import AgentsEnv, EnvFn
 from vecenv.multi_agent.conventions import as_parallel
 from vecenv.multi_agent.infos import ActionMasks, agents_to_axis
 from vecenv.multi_agent.roster import FLAGS, AgentActions, Roster, env_name, flat, read_roster, tree_of, zeros
-from vecenv.multi_agent.views import FlattenAgents, OpenRLView, forwarded, forwarded_values
+from vecenv.multi_agent.views import FlattenAgents, OpenRLView, forwarding
 from vecenv.planning.options import EngineOptions, StartMethod
 from vecenv.shm.layout import Array
 from vecenv.state.snapshots import Snapshot, Snapshots, StateDict
@@ -64,6 +64,13 @@ class AgentRows(AsyncVectorEnv[Any, Any]):
 AgentRows.__name__ = "MultiAgentVecEnv"  # the name in the engine's own messages
 
 
+@forwarding(
+    "_rows", "abandon", "call", "call_async", "call_wait", "capabilities", "close", "closed", "context", "copy", "daemon",
+    "error_queue", "errors", "exec_func_fetch", "generators", "get_attr", "in_flight", "local_envs", "max_concurrency",
+    "observation_mode", "observations", "parent_pipes", "plan", "processes", "publish_stats", "render", "set_attr",
+    "set_next_options", "shared_memory", "spec", "stats", "step_timeout", "worker", "worker_rows",
+    call_send="call_async", call_fetch="call_wait",
+)  # fmt: skip
 class MultiAgentVecEnv:
     """Vectors of PettingZoo parallel environments: arrays ``[num_envs, num_agents, ...]`` with masks.
 
@@ -124,8 +131,6 @@ class MultiAgentVecEnv:
             raise TypeError(f"MultiAgentVecEnv has no arguments {refused}")
         if "spare_workers" in engine:
             unable(self, "have spare workers", "each of its environments is of one row, whose players it keeps")
-        if engine.get("restart_from", "reset") != "reset":
-            raise NotImplementedError("MultiAgentVecEnv restarts by reset only: its engine's snapshots lack who is alive")
         if isinstance(seed_stride, bool) or not isinstance(seed_stride, (int, np.integer)):
             raise ValueError(f"`seed_stride` must be an int, got {seed_stride!r}")
         self.reward_dtype = np.dtype(reward_dtype)
@@ -214,7 +219,7 @@ class MultiAgentVecEnv:
         self._masks = ActionMasks(roster, masks, self.num_envs)
         self._tree = tree_of(roster.observation_space(), "observation")
         self._alive = np.zeros((self.num_envs, self.num_agents), np.bool_)
-        self._over = np.zeros(self.num_envs, np.bool_)
+        self._ended = np.zeros(self.num_envs, np.bool_)
         self._begun = np.zeros(self.num_envs, np.bool_)
         self._all_begun = False
         self._reset_mask: Bools | None = None  # of the latest reset
@@ -367,9 +372,9 @@ class MultiAgentVecEnv:
         new = rows[~self._begun[rows]].tolist()
         if new:
             raise ResetNeeded(f"envs {new} have to be reset before their first step")
-        if disabled and self._over[rows].any():
+        if disabled and self._ended[rows].any():
             raise ResetNeeded(
-                f"the episodes of envs {rows[self._over[rows]].tolist()} are over: "
+                f"the episodes of envs {rows[self._ended[rows]].tolist()} are over: "
                 "reset(options={'reset_mask': infos['env_done']}) begins new ones"
             )
 
@@ -401,7 +406,7 @@ class MultiAgentVecEnv:
         out.update(final)
         where: Any = slice(None) if rows is self._all_rows else rows
         self._alive[where] = mask
-        self._over[where] = done if untouched is None else untouched & self._over
+        self._ended[where] = done if untouched is None else untouched & self._ended
         return obs, rewards, flags["terminations"], flags["truncations"], out
 
     def _final(self, ends: Array, rewards: Array, flags: dict[str, Bools]) -> dict[str, Any]:
@@ -428,26 +433,13 @@ class MultiAgentVecEnv:
         if self.autoreset_mode is not AutoresetMode.SAME_STEP:
             flags["agent_mask"][lost] = False
 
-    reset_send = reset_async
-    reset_fetch = reset_wait
-    step_send = step_async
-    step_fetch = step_wait
+    reset_send, reset_fetch, step_send, step_fetch = reset_async, reset_wait, step_async, step_wait
+
+    if TYPE_CHECKING:  # what is forwarded
+
+        def __getattr__(self, name: str) -> Any: ...
 
     # -- calls into environments ------------------------------------------------------------------------------------
-
-    call = forwarded("_rows", AsyncVectorEnv.call)
-    call_async = forwarded("_rows", AsyncVectorEnv.call_async)
-    call_wait = forwarded("_rows", AsyncVectorEnv.call_wait)
-    exec_func_fetch = forwarded("_rows", AsyncVectorEnv.exec_func_fetch)
-    get_attr = forwarded("_rows", AsyncVectorEnv.get_attr)
-    set_attr = forwarded("_rows", AsyncVectorEnv.set_attr)
-    set_next_options = forwarded("_rows", AsyncVectorEnv.set_next_options)
-    render = forwarded("_rows", AsyncVectorEnv.render)
-    stats = forwarded("_rows", AsyncVectorEnv.stats)
-    abandon = forwarded("_rows", AsyncVectorEnv.abandon)
-    publish_stats = forwarded("_rows", AsyncVectorEnv.publish_stats)
-    call_send = call_async
-    call_fetch = call_wait
 
     def exec_func(self, func: Callable[..., Any], indices: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """``func(env, *args, **kwargs)`` of the environments ``indices``; ``None`` for the others.
@@ -456,7 +448,8 @@ class MultiAgentVecEnv:
         :class:`TurnBased`, as of RLlib's, it is the environment inside.
         """
         self.exec_func_send(func, indices, *args, **kwargs)
-        return self.exec_func_fetch()
+        results: tuple[Any, ...] = self.exec_func_fetch()
+        return results
 
     def exec_func_send(self, func: Callable[..., Any], indices: Any = None, *args: Any, **kwargs: Any) -> None:
         """Begin an :meth:`exec_func`."""
@@ -496,7 +489,7 @@ class MultiAgentVecEnv:
 
     def _with_agents(self, snapshots: Sequence[Snapshot], rows: Sequence[int]) -> tuple[Snapshot, ...]:
         def of(row: int) -> Any:
-            return self._alive[row].copy(), bool(self._over[row]), bool(self._begun[row]), self._masks.of_env(row)
+            return self._alive[row].copy(), bool(self._ended[row]), bool(self._begun[row]), self._masks.of_env(row)
 
         return Snapshots(one.having(beside=of(row)) for one, row in zip(snapshots, rows, strict=True))
 
@@ -513,19 +506,11 @@ class MultiAgentVecEnv:
 
     def _set_agents(self, rows: Sequence[int], beside: Sequence[Any]) -> None:
         for row, known in zip(rows, beside, strict=True):
-            self._alive[row], self._over[row], self._begun[row], masks = known
+            self._alive[row], self._ended[row], self._begun[row], masks = known
             self._masks.set_env(row, masks)
         self._all_begun = bool(self._begun.all())
 
     # -- views, and the end -----------------------------------------------------------------------------------------
-
-    closed, capabilities, errors = forwarded_values("_rows", "closed", "capabilities", "errors")
-    error_queue, in_flight, step_timeout = forwarded_values("_rows", "error_queue", "in_flight", "step_timeout")
-    processes, parent_pipes, worker_rows = forwarded_values("_rows", "processes", "parent_pipes", "worker_rows")
-    local_envs, observations, spec = forwarded_values("_rows", "local_envs", "observations", "spec")
-    shared_memory, copy, context, daemon = forwarded_values("_rows", "shared_memory", "copy", "context", "daemon")
-    worker, observation_mode = forwarded_values("_rows", "worker", "observation_mode")
-    plan, max_concurrency, generators = forwarded_values("_rows", "plan", "max_concurrency", "generators")
 
     @property
     def env_fns(self) -> list[Callable[[], Any]]:
@@ -540,10 +525,6 @@ class MultiAgentVecEnv:
     def to_openrl(self) -> OpenRLView:
         """A view with the shapes of the ``agent_num`` convention; see :class:`~vecenv.multi_agent.OpenRLView`."""
         return OpenRLView(self)
-
-    def close(self, **kwargs: Any) -> None:
-        """Close all environments and end all workers; arguments as of ``AsyncVectorEnv.close``."""
-        self._rows.close(**kwargs)
 
     def __enter__(self) -> Self:
         return self

@@ -10,11 +10,12 @@ on-policy trainers like it expect.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import queue
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from vecenv.engine.vector_env import AsyncVectorEnv
+from vecenv.front.arguments import reset_mask_of
 from vecenv.front.gymnasiums import NotClosedUnasked
 from vecenv.front.phases import dropping_pending
 from vecenv.multi_agent.adapter import AgentsEnv
@@ -30,30 +32,42 @@ from vecenv.multi_agent.infos import list_of_dicts, own_keys
 from vecenv.multi_agent.roster import map_checked, tree_of
 from vecenv.shm.layout import Array, Leaf
 
-__all__ = ["ErrorQueue", "FlattenAgents", "OpenRLView", "forwarded", "forwarded_values"]
+__all__ = ["ErrorQueue", "FlattenAgents", "OpenRLView", "forwarding"]
 
 Bools = npt.NDArray[np.bool_]
-P = ParamSpec("P")
-T = TypeVar("T")
+C = TypeVar("C")
 
 
-def forwarded(inner: str, method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """A method that calls the method of the same name of ``self.<inner>``, with its signature and documentation."""
-    name = method.__name__
+def forwarding(inner: str, *names: str, **renamed: str) -> Callable[[type[C]], type[C]]:
+    """A class decorator: these methods and attributes are those of ``self.<inner>``.
+
+    Args:
+        inner: Name of the attribute that holds it.
+        *names: Of :class:`~vecenv.AsyncVectorEnv`, whose signatures and documentation methods have.
+        **renamed: Name here -> name there.
+    """
+
+    def decorate(kind: type[C]) -> type[C]:
+        for here, there in {**dict(zip(names, names, strict=True)), **renamed}.items():
+            setattr(kind, here, _forwarded(inner, there))
+        return kind
+
+    return decorate
+
+
+def _forwarded(inner: str, name: str) -> Any:
+    method = inspect.getattr_static(AsyncVectorEnv, name, None)
+    if not inspect.isfunction(method):
+        return property(attrgetter(f"{inner}.{name}"), doc=f"As of ``AsyncVectorEnv.{name}``.")
 
     @functools.wraps(method)
-    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        answer: T = getattr(getattr(self, inner), name)(*args, **kwargs)
-        return answer
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return getattr(getattr(self, inner), name)(*args, **kwargs)
 
     return call
 
 
-def forwarded_values(inner: str, *names: str) -> list[Any]:
-    """Properties that are the attributes of these names of ``self.<inner>``."""
-    return [property(attrgetter(f"{inner}.{name}"), doc=f"As of ``AsyncVectorEnv.{name}``.") for name in names]
-
-
+@forwarding("envs", "render", "stats")
 class FlattenAgents(NotClosedUnasked, VectorEnv[Any, Any, Any]):
     """The agents of a :class:`~vecenv.MultiAgentVecEnv` with stacked layout as rows of one vector environment.
 
@@ -108,21 +122,13 @@ class FlattenAgents(NotClosedUnasked, VectorEnv[Any, Any, Any]):
                 raise ValueError(f"got {len(seed)} seeds for {self.num_envs} rows")
             seeds = list(seed)[:: self.num_agents]
         chosen = np.ones(self.num_envs, np.bool_)
-        if options is not None and "reset_mask" in options:
-            chosen = self._whole_envs(options["reset_mask"])
+        if isinstance(options, Mapping) and (mask := reset_mask_of(options, self.num_envs)[0]) is not None:
+            chosen = self._whole_envs(mask)
             options = {**options, "reset_mask": chosen[:: self.num_agents].copy()}
         obs, infos = dropping_pending(self.envs, lambda: self.envs.reset(seed=seeds, options=options))
         return self._rows(obs), self._infos(infos, chosen)
 
-    def _whole_envs(self, mask: Any) -> Bools:
-        if not isinstance(mask, np.ndarray):
-            raise TypeError(f"`options['reset_mask']` must be a numpy array, got {type(mask)}")
-        if mask.shape != (self.num_envs,):
-            raise ValueError(f"`options['reset_mask']` must have shape ({self.num_envs},), got {mask.shape}")
-        if mask.dtype != np.bool_:
-            raise TypeError(f"`options['reset_mask']` must have dtype bool, got {mask.dtype}")
-        if not mask.any():
-            raise ValueError("`options['reset_mask']` chooses no environment")
+    def _whole_envs(self, mask: Bools) -> Bools:
         split = mask.reshape(-1, self.num_agents)
         torn = np.flatnonzero(split.any(axis=1) & ~split.all(axis=1)).tolist()
         if torn:
@@ -130,7 +136,7 @@ class FlattenAgents(NotClosedUnasked, VectorEnv[Any, Any, Any]):
                 f"`options['reset_mask']` chooses some rows of envs {torn} and not others: all agents of an environment are "
                 "reset together (infos['env_done'] tells when)"
             )
-        return mask.copy()
+        return mask
 
     def step(self, actions: Any) -> tuple[Any, Array, Bools, Bools, dict[str, Any]]:
         """Step all environments: actions of ``action_space``; rows of padding may hold anything."""
@@ -213,9 +219,6 @@ class FlattenAgents(NotClosedUnasked, VectorEnv[Any, Any, Any]):
             values = list(values)[:: self.num_agents]
         self.envs.set_attr(name, values)
 
-    render = forwarded("envs", AsyncVectorEnv.render)
-    stats = forwarded("envs", AsyncVectorEnv.stats)
-
     def close_extras(self, **kwargs: Any) -> None:
         """Close the environments."""
         self.envs.close(**kwargs)
@@ -229,6 +232,10 @@ SEED_STRIDE: Final = 10086
 RENDER_MODES: Final = tuple(f"{kind}{mode}" for kind in ("", "group_", "single_") for mode in ("human", "rgb_array"))
 
 
+@forwarding(
+    "envs", "call", "close", "closed", "env_fns", "exec_func", "exec_func_fetch", "exec_func_send", "get_attr", "metadata",
+    "parent_pipes", "processes", "set_attr", call_send="call_async", call_fetch="call_wait",
+)  # fmt: skip
 class OpenRLView:
     """A view with that convention's shapes: rewards ``[n, A, 1]``, dones ``[n, A]``, infos a list of n dicts.
 
@@ -393,25 +400,11 @@ class OpenRLView:
     def seed(self, seed: int | None = None) -> None:
         """Nothing, as in OpenRL: seeds are given to :meth:`reset`."""
 
-    def exec_func(self, func: Callable[..., Any], indices: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """``func(env, *args, **kwargs)`` of the environments ``indices``; ``None`` for the others."""
-        return self.envs.exec_func(func, indices, *args, **kwargs)  # type: ignore[no-any-return]
-
-    def exec_func_send(self, func: Callable[..., Any], indices: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Begin an :meth:`exec_func`."""
-        self.envs.exec_func_send(func, indices, *args, **kwargs)
-
-    exec_func_fetch = forwarded("envs", AsyncVectorEnv.exec_func_fetch)
-    call = forwarded("envs", AsyncVectorEnv.call)
-    call_send = forwarded("envs", AsyncVectorEnv.call_async)
-    call_fetch = forwarded("envs", AsyncVectorEnv.call_wait)
-    get_attr = forwarded("envs", AsyncVectorEnv.get_attr)
-    set_attr = forwarded("envs", AsyncVectorEnv.set_attr)
-
     # -- what can be looked at, and the end -------------------------------------------------------------------------
 
-    closed, metadata, env_fns = forwarded_values("envs", "closed", "metadata", "env_fns")
-    processes, parent_pipes = forwarded_values("envs", "processes", "parent_pipes")
+    if TYPE_CHECKING:  # what is forwarded
+
+        def __getattr__(self, name: str) -> Any: ...
 
     @property
     def unwrapped(self) -> OpenRLView:
@@ -423,16 +416,12 @@ class OpenRLView:
         """The latest batch; ``None`` before the first reset."""
         return self._latest
 
-    def close(self, **kwargs: Any) -> None:
-        """Close the environments."""
-        self.envs.close(**kwargs)
-
     def __repr__(self) -> str:
         return f"OpenRLView({self.envs!r})"
 
 
 class ErrorQueue:
-    """What failed, as OpenRL's queue tells it: oldest first, each once."""
+    """What failed, as OpenRL's queue gives it: oldest first, each once."""
 
     def __init__(self, envs: Any) -> None:
         self._envs = envs
@@ -458,11 +447,11 @@ class ErrorQueue:
     get_nowait = get
 
     def empty(self) -> bool:
-        """Whether nothing failed that was not told yet."""
+        """Whether every failure was given already."""
         return not self._new()
 
     def qsize(self) -> int:
-        """How many failures were not told yet."""
+        """How many failures were not given yet."""
         return len(self._new())
 
 
@@ -490,7 +479,7 @@ def _one_hot(space: spaces.Space[Any], obs: Any) -> Any:
 
 
 def _unfold(info: dict[str, Any]) -> None:
-    """What the environment said of itself stands where it put it; Python's numbers are Python's again."""
+    """Put infos of the environment beside the others, with Python's numbers as such."""
     for key, value in info.pop("common", {}).items():
         plain = isinstance(value, np.generic) and value.dtype.char in "?ld"
         info.setdefault(key, value.item() if plain else value)

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from vecenv.errors import ArenaError
-from vecenv.system.abilities import why_no_processes
-from vecenv.system.holdings import Descriptor, Holdings
+from vecenv.system.descriptors import Descriptor, DescriptorOwner
+from vecenv.system.spawning import why_no_processes
 
 if sys.platform != "win32":
     import fcntl
@@ -119,7 +119,7 @@ class Arena:
                 "(the smaller of MemAvailable and what the control group has left); use fewer environments or smaller "
                 "observations"
             )
-        holdings = Holdings(self)
+        holdings = DescriptorOwner(self)
         memfd = hasattr(os, "memfd_create") if memfd is None else memfd
         if memfd:
             self._file = holdings.open(os.memfd_create, "vecenv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -153,7 +153,7 @@ class Arena:
 def _attach(size: int, handle: Any) -> Arena:
     arena = Arena.__new__(Arena)
     arena.size = size
-    arena._file = Holdings(arena).open(handle.detach)
+    arena._file = DescriptorOwner(arena).open(handle.detach)
     arena.buffer = mmap.mmap(arena.fileno(), size)
     arena.close()
     return arena

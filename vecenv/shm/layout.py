@@ -27,7 +27,7 @@ ALIGNMENT: Final = 64
 INFO_BYTES: Final = 4096
 """Room for one environment's numeric infos: about 500 numbers. What does not fit goes by pickle."""
 _NUMBERS: Final = 16  # of latest preparations, for each environment
-_NOT_BY_ROW: Final = ("worker_time", "worker_steps", "resting_until", "ahead")
+_NOT_BY_ROW: Final = ("worker_time", "worker_steps", "no_spin_until", "ahead")
 
 
 def _canonical(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -177,7 +177,7 @@ class Batch:
         worker_time, worker_steps: float64 seconds and steps spent inside environments, a row a worker; short messages are
             extrapolated, and a few of them may not be in it yet.
         step_time: float64 ``(n,)``: seconds of the last sampled step of each environment.
-        resting_until: float64 ``(1,)``: until when nobody spins (:class:`vecenv.system.cores.Patience`).
+        no_spin_until: float64 ``(1,)``: until when nobody spins (:class:`vecenv.system.cores.SpinPolicy`).
         ahead: uint64, empty where there are no spare workers: the number of a preparation lies at its place, modulo the
             length, when that is done (:mod:`vecenv.engine.spares`).
     """
@@ -195,7 +195,7 @@ class Batch:
     worker_time: Array
     worker_steps: Array
     step_time: Array
-    resting_until: Array
+    no_spin_until: Array
     ahead: Array
 
 
@@ -243,7 +243,7 @@ class Layout:
         layout._add("worker_time", np.float64, rows=max(num_workers, 1) + spares)
         layout._add("worker_steps", np.float64, rows=max(num_workers, 1) + spares)
         layout._add("step_time", np.float64)
-        layout._add("resting_until", np.float64, rows=1)
+        layout._add("no_spin_until", np.float64, rows=1)
         layout._add("ahead", np.uint64, rows=_NUMBERS * (num_envs + spares) if spares else 0)
         return layout
 

@@ -20,7 +20,7 @@ import numpy as np
 from vecenv.errors import NotRestorable, VecEnvError
 from vecenv.state.capture import captured, layers_of, opened
 from vecenv.state.snapshots import kind_of
-from vecenv.system.generators import Generators, install, uninstall
+from vecenv.system.generators import Generators, InUse, install, uninstall
 from vecenv.system.uninterrupted import Noted, by_handler
 from vecenv.trajectories import STEP_FIELDS, assert_identical
 
@@ -169,7 +169,7 @@ class _Trial:
 
     def _turn(self, env: Any, seed: int | None = None, *, begins: bool = False) -> AbstractContextManager[None]:
         own = self._generators.get(id(env))
-        return nullcontext() if own is None else own.turn(seed, begins=begins)
+        return nullcontext() if own is None else InUse(own, seed, begins)
 
     def _step(self, env: Any, action: Any) -> tuple[Any, ...]:
         with self._turn(env):

@@ -20,7 +20,7 @@ from vecenv.system.uninterrupted import succeeds_when_repeated
 
 __all__ = ["FORMAT", "Kind", "Row", "Snapshot", "Snapshots", "StateDict", "each_of", "kind_of"]
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 
 _T = TypeVar("_T")
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
@@ -80,7 +80,6 @@ class Row:
         used: It was reset before.
         upcoming: Seed and options of the next episode that autoreset begins, where they were set.
         observation: The row's last observation.
-        announces: ``(observation,)``: after a restart, the next step only says where the environment is.
         beside: What a vector environment over the engine knows of the row.
         generators: With ``generators="own"``, the states of the row's.
     """
@@ -90,7 +89,6 @@ class Row:
     used: bool = True
     upcoming: tuple[Any, Any] | None = None
     observation: Any = None
-    announces: tuple[Any] | None = None
     beside: Any = None
     generators: Any = None
 

@@ -2,8 +2,7 @@
 
 Sleeping and being woken costs 20 to 40 microseconds on a virtual machine, several environment steps' worth; polling instead
 is free exactly as long as the core has nothing better to do. So a process may spin only where a core is left over for it,
-and a :class:`Patience` looks now and then at how long its process had to wait for the core, and has the whole engine rest
-from spinning for a while if others wanted it too.
+and a :class:`SpinPolicy` stops the whole engine from spinning for a while if other programs wanted the core too.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["SPIN_SECONDS", "Patience", "Placement", "placements", "seconds_waited", "usable_cores"]
+__all__ = ["SPIN_SECONDS", "Placement", "SpinPolicy", "placements", "seconds_waited", "usable_cores"]
 
 SPIN_SECONDS: Final = 150e-6
 """Longest spin before a process goes to sleep: a few wake-ups' worth."""
@@ -31,8 +30,6 @@ _REVIEW_SPINS: Final = 16  # between two reviews at least
 _FIRST_REST: Final = 0.25  # seconds without spinning after a bad review, doubled with every further one
 _LONGEST_REST: Final = 4.0
 _BEARABLE: Final = 0.25  # of the time; 0.04 in 95 of 100 reviews on a quiet machine, about half beside another busy process
-_LEAST_SPUN: Final = 0.02  # seconds of spinning that tell enough by themselves: a few time slices
-_GAP: Final = 1e-4  # seconds between two looks at the clock that take a few millionths of one
 
 
 def usable_cores() -> int:
@@ -58,8 +55,6 @@ def _cgroup_quota() -> float | None:
 
 def _words(path: str) -> list[str]:
     """The words of a file of the kernel's; none where there is no such file."""
-    if not os.path.exists(path):
-        return []
     try:
         return Path(path).read_text().split()
     except OSError:
@@ -81,18 +76,15 @@ class Placement:
 def placements(workers: int) -> tuple[list[Placement], float]:
     """A placement for every worker process, and for how many seconds the caller may spin while it waits.
 
-    With fewer workers than cores everybody has a core, the caller included, and everybody spins. With as many workers as
-    cores one worker shares its core with the caller: that one sleeps as soon as it has answered, which hands the core over
-    without a wake-up across cores, and the others spin on theirs. With more workers than cores nobody spins. The caller is
-    never bound to anything: where workers are leaves it one place to be. On a system that binds nobody, as many spin, and it
-    is the system's business where.
+    With fewer workers than cores every process has a core, the caller included, and every process spins. With as many
+    workers as cores one worker shares its core with the caller: that one sleeps as soon as it has answered, which hands the
+    core over without a wake-up across cores, and the others spin on theirs. With more workers than cores no process spins.
+    The caller is never bound to anything: where workers are leaves it one place to be. On a system that cannot bind
+    processes, or does not tell how long they wait for a core, no process spins.
     """
     cores = usable_cores()
-    try:
-        cpus = sorted(os.sched_getaffinity(0))
-    except AttributeError:
-        return _unbound(workers, cores)
-    if workers > cores or cores < 2 or len(cpus) > cores:
+    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if workers > cores or cores < 2 or len(cpus) != cores or seconds_waited() is None:
         return [Placement()] * workers, 0.0
     spinning = [Placement(frozenset({cpu}), SPIN_SECONDS) for cpu in cpus[1:]]
     if workers < cores:
@@ -100,16 +92,8 @@ def placements(workers: int) -> tuple[list[Placement], float]:
     return [Placement(frozenset({cpus[0]}), with_caller=True), *spinning], SPIN_SECONDS
 
 
-def _unbound(workers: int, cores: int) -> tuple[list[Placement], float]:
-    """:func:`placements` where processes cannot be bound to cores."""
-    if workers > cores or cores < 2:
-        return [Placement()] * workers, 0.0
-    sleeping = [Placement(with_caller=True)] if workers == cores else []
-    return [*sleeping, *[Placement(None, SPIN_SECONDS)] * (workers - len(sleeping))], SPIN_SECONDS
-
-
 def seconds_waited() -> float | None:
-    """How long this thread was ready to run and no core was given to it, since it began; ``None`` where that is not told."""
+    """How long this thread, ready to run, has waited for a core since it began; ``None``: the kernel does not tell."""
     try:
         with FileIO("/proc/thread-self/schedstat") as file:  # a tenth of what `open` takes
             ran, waited = file.read(64).split()[:2]
@@ -118,35 +102,30 @@ def seconds_waited() -> float | None:
         return None
 
 
-class Patience:
+class SpinPolicy:
     """How long to poll before going to sleep, here and now.
 
-    Where somebody else wants the core too, spinning does harm: a process that never sleeps has used up its share of the core
-    and stands in line for whole time slices, while one that sleeps now and then is let in as soon as it wakes; and a core
-    on which one process spins is not there for the other that it waits for. So each process looks now and then at how long
-    it had to wait for its core. If that was too long, all processes of the engine sleep at once when they wait, bound to no
-    core, for a while that doubles as long as the reviews stay bad.
+    Where another process wants the core too, spinning does harm: a process that never sleeps has used up its share of the
+    core and stands in line for whole time slices, while one that sleeps now and then is let in as soon as it wakes; and a
+    core on which one process spins is not there for the other that it waits for. So each process looks now and then at how
+    long it had to wait for its core. If that was too long, all processes of the engine sleep at once when they wait, bound
+    to no core, for a while that doubles as long as the reviews stay bad.
 
     Args:
         spin: Seconds, when all is well.
-        resting_until: float64 ``(1,)``, shared by all processes of an engine: nobody spins before ``time.perf_counter()`` is
+        no_spin_until: float64 ``(1,)``, shared by all processes of an engine: none spins before ``time.perf_counter()`` is
             that far (one clock for all processes of a machine, where there are placements to spin on).
         cpus: Cores this process is bound to while it spins.
         shares: By design another process of the engine sits on the same core, so that waiting for the core tells nothing.
-
-    Where the kernel does not tell how long a process waited for a core, it is a :class:`_SelfTimed` one.
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Patience:
-        return object.__new__(cls if seconds_waited() is not None else _SelfTimed)
-
     def __init__(
-        self, spin: float, resting_until: npt.NDArray[np.float64], cpus: frozenset[int] | None = None, shares: bool = False
+        self, spin: float, no_spin_until: npt.NDArray[np.float64], cpus: frozenset[int] | None = None, shares: bool = False
     ) -> None:
         self.rests = 0  # bad reviews of this process
         self._resting = False
         self._seconds = spin
-        self._resting_until = resting_until.data.cast("B").cast("d")  # four times quicker to look at
+        self._no_spin_until = no_spin_until.data.cast("B").cast("d")  # four times quicker to look at
         self._cpus = cpus
         self._free = os.sched_getaffinity(0) if cpus else None
         self._shares = shares
@@ -155,8 +134,8 @@ class Patience:
         self._begin_review(time.perf_counter(), _REVIEW_SECONDS)
 
     def forget(self) -> None:
-        """Let go of the shared memory."""
-        self._resting_until = memoryview(bytes(8)).cast("d")
+        """Drop the shared memory."""
+        self._no_spin_until = memoryview(bytes(8)).cast("d")
         self._seconds = 0.0
 
     def spin(self, poll: Callable[[int], object]) -> bool:
@@ -165,7 +144,7 @@ class Patience:
             return False
         clock = time.perf_counter
         now = clock()
-        if now < self._resting_until[0]:
+        if now < self._no_spin_until[0]:
             if not self._resting:
                 self._resting = True
                 self._bind(self._free)
@@ -198,7 +177,7 @@ class Patience:
             self._begin_review(now, _REVIEW_SECONDS)
         else:
             self.rests += 1
-            self._resting_until[0] = max(self._resting_until[0], now + self._rest)
+            self._no_spin_until[0] = max(self._no_spin_until[0], now + self._rest)
             self._rest = min(2 * self._rest, _LONGEST_REST)
         return good
 
@@ -206,49 +185,3 @@ class Patience:
         if self._cpus and cpus:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, cpus)
-
-
-class _SelfTimed(Patience):
-    """A patience that asks no kernel: it times its own spins.
-
-    Who spins looks at the clock every few microseconds, unless somebody else has the core meanwhile, or another thread of
-    this process the interpreter. So a gap between two looks was lost; and of the rest of the time, in which a process that
-    does not run may as well be asleep, the same share is taken to be lost. (A clock of the time that a thread ran would tell
-    as much, but Linux takes being asked for it as an occasion to let others in, and then all is lost in spins.)
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._looked = 0.0
-        super().__init__(*args, **kwargs)
-
-    def spin(self, poll: Callable[[int], object]) -> bool:
-        if not self._seconds:
-            return False
-
-        def look(timeout: int) -> object:
-            found = poll(timeout)
-            self._look_at_the_clock()
-            return found
-
-        began = self._looked = time.perf_counter()
-        found = super().spin(look)
-        self._look_at_the_clock()
-        self._spun += self._looked - began
-        return found
-
-    def _look_at_the_clock(self) -> None:
-        now = time.perf_counter()
-        if now - self._looked > _GAP:
-            self._lost += now - self._looked
-        self._looked = now
-
-    def _begin_review(self, now: float, seconds: float) -> None:
-        super()._begin_review(now, seconds)
-        self._spun = self._lost = 0.0
-
-    def _review(self, now: float) -> bool:
-        if self._spun < _LEAST_SPUN:
-            self._review_at = now + _TRIAL_SECONDS
-            return True
-        self._waited = -self._lost / self._spun * (now - self._began)  # which is subtracted from what the kernel tells: 0
-        return super()._review(now)

@@ -1,38 +1,65 @@
-"""The generators that all code of a process shares, ``random``'s, ``numpy.random``'s and torch's: a state an environment.
+"""Gives each environment its own states of the generators that all code of a process shares.
 
-Environments draw from them, and then what one says depends on which others are in its process. :class:`Generators` are the
-states of one environment, and :meth:`Generators.turn` puts them in place for a call into it. Most environments never draw,
-and a step of some takes 5 us, so a call costs two assignments until one does:
+Environments draw from ``random``, ``numpy.random`` and torch's default generator, and then the results of one depend on
+which others are in its process. :class:`Generators` are the states of one environment, and an :class:`InUse` block puts them
+in place for a call into it. Most environments never draw, and a step of some takes 5 us, so a call costs two assignments
+until one does:
 
-- numpy takes the lock of its bit generator before it draws, seeds, or is asked for its state. Between draws a bit generator
-  stands there whose lock first puts the right one in place (:mod:`~vecenv.system.stand_ins`); that stays for the call.
-- ``random``'s functions are methods of one hidden object. That gets a class whose methods ask the environment's own
+- numpy takes the lock of its bit generator before it draws, seeds, or is asked for its state. Between draws a *trap* stands
+  in place of a bit generator: taking its lock puts the right one in place, which then stays for the call.
+- ``random``'s functions are methods of one hidden object. It gets a class whose methods ask the environment's own
   ``random.Random``; the two that are written in C are replaced where modules have them.
-- torch says nothing. Where it has been imported, its state is exchanged whenever another environment gets its turn.
+- torch cannot tell. Where it has been imported, its state is exchanged whenever another environment gets its turn.
 
-The same looks tell which environment draws where all share one state: :mod:`vecenv.system.draws`.
+The same traps tell which environment draws where all share one state (:func:`watch`).
 """
 
 from __future__ import annotations
 
+import _random
 import hashlib
 import operator
 import random
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import length_hint
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 
-from vecenv.system.stand_ins import HIDDEN, NUMPY, Brief, Stand, Trap, gauss_of, put
-
-__all__ = ["PROCESS", "Generators", "GeneratorsOption", "Own", "Turn", "become_worker", "install", "uninstall"]
+__all__ = [
+    "Generators",
+    "GeneratorsOption",
+    "InUse",
+    "RowGenerators",
+    "begin_worker",
+    "install",
+    "look_at_torch",
+    "stream_of_caller",
+    "uninstall",
+    "unwatch",
+    "unwatched",
+    "watch",
+    "watch_by",
+]  # fmt: skip
 
 GeneratorsOption: TypeAlias = Literal["shared", "own"]
 
-_NUMPY, _PYTHON, _TORCH = "numpy.random", "random", "torch"
+_NUMPY: Final[Any] = np.random
+_HIDDEN: Final[Any] = random._inst  # whose methods the functions of ``random`` are
+_WRITTEN_IN_C: Final = {"random": random.random, "getrandbits": random.getrandbits}
+
+
+def _torch_generator() -> Any:
+    """torch's default generator; ``None`` where torch has not been imported, or not to its end."""
+    return getattr(sys.modules.get("torch"), "default_generator", None)
+
+
+def _torch_state(generator: Any) -> bytes:
+    state: bytes = generator.get_state().numpy().tobytes()
+    return state
 
 
 class Generators:
@@ -41,7 +68,7 @@ class Generators:
     Attributes:
         seed: Of the latest reset that had one.
         episode: The number of resets since.
-        numpy: A bit generator, and what its ``RandomState`` knows beside it: the second of a pair of normal numbers.
+        numpy: A bit generator; beside it ``gauss``, the second of a pair of normal numbers, which its ``RandomState`` keeps.
         python: The state of ``random``, in an object of its own.
         torch: The state of torch's default generator.
     """
@@ -58,9 +85,9 @@ class Generators:
         self.numpy: Any = None
         self.gauss: float | None = None
         self.python: random.Random | None = None
-        self.torch: Any = None
-        if PROCESS.torch_of is self:
-            PROCESS.torch_of = None
+        self.torch: bytes | None = None
+        if _process.torch_of is self:
+            _process.torch_of = None
 
     def begin(self, seed: Any) -> None:
         """An episode begins, by a reset with this seed.
@@ -74,8 +101,7 @@ class Generators:
             self.episode += 1
         else:
             return
-        if self.numpy is not None or self.python is not None or self.torch is not None or PROCESS.torch_of is self:
-            self._clear()
+        self._clear()
 
     def _sequence(self, which: int) -> np.random.SeedSequence:
         return np.random.SeedSequence(self.entropy if self.seed is None else self.seed, spawn_key=(self.episode, which))
@@ -85,76 +111,45 @@ class Generators:
 
     def of_numpy(self) -> Any:
         """The bit generator, made if there is none."""
-        self.numpy = self.numpy or Brief(self._sequence(0))
+        self.numpy = self.numpy or _BitGenerator(self._sequence(0))
         return self.numpy
 
     def of_python(self) -> random.Random:
         """What ``random`` draws from, made if there is none."""
-        if self.python is None:
-            self.python = random.Random(self._integer(1))
+        self.python = self.python or random.Random(self._integer(1))
         return self.python
 
-    def of_torch(self, torch: Any) -> Any:
-        """The state of torch's generator, made if there is none."""
-        if self.torch is None:
-            return torch.Generator().manual_seed(self._integer(2) >> 65).get_state()
-        if isinstance(self.torch, bytes):
-            self.torch = torch.frombuffer(bytearray(self.torch), dtype=torch.uint8)
-        return self.torch
+    def _fresh_torch(self) -> bytes:
+        return _torch_state(sys.modules["torch"].Generator().manual_seed(self._integer(2) >> 65))
 
-    def _have_drawn(self) -> bool:
-        if self.torch is None or self.numpy is not None or self.python is not None:
-            return self.numpy is not None or self.python is not None
-        torch, now, self.torch = sys.modules[_TORCH], self.torch, None  # torch's is there where nothing was drawn, too
-        fresh, self.torch = self.of_torch(torch), now
-        return bool((self.of_torch(torch) != fresh).any())
-
-    def turn(self, seed: Any = None, *, begins: bool = False) -> Turn:
-        """``with generators.turn():`` they are what is drawn from. ``begins``: an episode begins, with this seed."""
-        return Turn(self, seed, begins)
-
-    def around(self, steps: Sequence[Callable[[Any], Any]], k: int) -> Callable[[Any], Any]:
-        """What calls ``steps[k]`` in a turn."""
-        process, own = PROCESS, steps[k]
-
-        def step(action: Any) -> Any:
-            before = process.current
-            if not process.idle:
-                process.prepare(self)
-            process.current = self
-            try:
-                return own(action)
-            finally:
-                process.current = before
-                if not process.idle:
-                    process.prepare(before)
-
-        return step
+    def put_torch(self, generator: Any) -> None:
+        """Put the state of torch's generator in place, made if there is none."""
+        state = self._fresh_torch() if self.torch is None else self.torch
+        generator.set_state(sys.modules["torch"].frombuffer(bytearray(state), dtype=sys.modules["torch"].uint8))
 
     def state(self) -> dict[str, Any]:
-        """All of it, to be pickled. Not to be asked within a turn."""
-        PROCESS.leave()
-        if PROCESS.torch_of is self:
-            self.torch = sys.modules["torch"].default_generator.get_state()
-        return {
-            "used": self._have_drawn(),
-            "entropy": self.entropy,
-            "seed": self.seed,
-            "episode": self.episode,
+        """All of it, to be pickled; ``used``: something was drawn. Not to be asked within a turn."""
+        _process.leave()
+        if _process.torch_of is self:
+            self.torch = _torch_state(_torch_generator())
+        states = {
             "numpy": None if self.numpy is None else self.numpy.state,
-            "gauss": self.gauss,
             "python": None if self.python is None else self.python.getstate(),
-            "torch": self.torch if self.torch is None or isinstance(self.torch, bytes) else self.torch.numpy().tobytes(),
+            "torch": None if self.torch is None or self.torch == self._fresh_torch() else self.torch,
         }
+        used = any(state is not None for state in states.values())
+        return {
+            "used": used, "entropy": self.entropy, "seed": self.seed, "episode": self.episode, "gauss": self.gauss, **states,
+        }  # fmt: skip
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`state` gave. It may be done again."""
-        PROCESS.leave()
+        _process.leave()
         self._clear()
         self.entropy, self.seed, self.episode = state["entropy"], state["seed"], state["episode"]
         if state["numpy"] is not None:
             kind = state["numpy"]["bit_generator"]
-            self.numpy = Brief(0) if kind == "MT19937" else getattr(np.random, kind)(0)
+            self.numpy = _BitGenerator(0) if kind == "MT19937" else getattr(np.random, kind)(0)
             self.numpy.state = state["numpy"]
         self.gauss, self.torch = state["gauss"], state["torch"]
         if state["python"] is not None:
@@ -162,36 +157,40 @@ class Generators:
             self.python.setstate(state["python"])
 
 
-class Turn:
-    """See :meth:`Generators.turn`."""
+def _number(seed: Any) -> int:
+    try:
+        return abs(operator.index(seed))
+    except TypeError:  # the environment's own affair
+        return int.from_bytes(hashlib.sha256(repr(seed).encode()).digest(), "little")
+
+
+class InUse:
+    """``with InUse(generators):`` they are what is drawn from. ``begins``: an episode begins, with this seed."""
 
     __slots__ = ("_before", "_begins", "_generators", "_seed")
 
-    def __init__(self, generators: Generators, seed: Any, begins: bool) -> None:
+    def __init__(self, generators: Generators, seed: Any = None, begins: bool = False) -> None:
         self._generators, self._seed, self._begins = generators, seed, begins
 
     def __enter__(self) -> None:
-        process = PROCESS
+        process = _process
         self._before = process.current
         if self._begins:
-            if process.inside is not None:
-                process.leave()
+            process.leave()
             self._generators.begin(self._seed)
         if not process.idle:
             process.prepare(self._generators)
         process.current = self._generators
 
     def __exit__(self, *_: object) -> None:
-        PROCESS.current = self._before
-        if not PROCESS.idle:
-            PROCESS.prepare(self._before)
+        _process.hand_back(self._before)
 
 
-class Own:
+class RowGenerators:
     """The generators of the rows of one worker.
 
     A turn for each step would take a twentieth of CartPole's. So there are none until one of these environments draws in a
-    step. Whose step that was is told by how far the loop over the rows has come, and the rest of them get theirs.
+    step. How far the loop over the rows has come tells whose step that was, and the rest of them get their turns.
 
     Attributes:
         each: Of each row.
@@ -201,7 +200,7 @@ class Own:
         self.each = [Generators() for _ in range(count)]
         self._draw = False
         self._message: tuple[list[Any], Sequence[int], Any] | None = None
-        self._before: Generators | Own | None = None
+        self._before: Generators | RowGenerators | None = None
         install()
 
     def steps(self, steps: list[Any], where: Sequence[int], walk: Any) -> list[Any]:
@@ -212,97 +211,211 @@ class Own:
             where: Which rows these are of.
             walk: The iterator over these rows that the loop goes by.
         """
-        process = PROCESS
-        self._before = process.current
-        if self._draw or _TORCH in sys.modules:
-            return [self.each[k].around(steps, at) for at, k in enumerate(where)]
-        process.prepare(self)
+        self._before = _process.current
+        if self._draw or "torch" in sys.modules:
+            return [_in_turns(step, self.each[k]) for step, k in zip(steps, where, strict=True)]
+        _process.prepare(self)
         steps = list(steps)
         self._message = steps, where, walk
-        process.current = self
+        _process.current = self
         return steps
 
     def running(self) -> Generators:
-        """One draws for the first time: of whose row the environment is."""
+        """Of the row whose environment is the first to draw; the rows behind it get their turns."""
         assert self._message is not None
         steps, where, walk = self._message
         at = len(steps) - length_hint(walk)
         self._draw = True
-        for later in range(at, len(steps)):
-            steps[later] = self.each[where[later]].around(steps, later)
+        steps[at:] = [_in_turns(step, self.each[k]) for step, k in zip(steps[at:], where[at:], strict=True)]
         return self.each[where[at - 1]]
 
     def done(self) -> None:
         """The message is done, or was interrupted."""
         self._message = None
-        PROCESS.current = self._before
-        if not PROCESS.idle:
-            PROCESS.prepare(self._before)
+        _process.hand_back(self._before)
 
 
-def _number(seed: Any) -> int:
+def _in_turns(step: Callable[[Any], Any], generators: Generators) -> Callable[[Any], Any]:
+    def stepped(action: Any) -> Any:
+        with InUse(generators):
+            return step(action)
+
+    return stepped
+
+
+# -- what stands in for numpy's bit generator -------------------------------------------------------------------------------
+
+
+class _BitGenerator(np.random.MT19937):
+    """numpy's usual one. While ``brief``, its ``RandomState`` reads and writes only its own part of the state: a tenth of a
+    millisecond less."""
+
+    brief = False
+
+    @property
+    def state(self) -> Any:
+        return {"bit_generator": "MT19937", "state": {}} if _BitGenerator.brief else np.random.MT19937.state.__get__(self)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if not _BitGenerator.brief:
+            np.random.MT19937.state.__set__(self, value)  # type: ignore[attr-defined]
+
+
+_BitGenerator.__name__ = "MT19937"  # which is looked for in a state
+
+
+def _gauss(put: float | None = None) -> float | None:
+    """The normal number that the global ``RandomState`` has drawn already; put one there before, if there is one to put."""
+    _BitGenerator.brief = isinstance(_NUMPY.get_bit_generator(), _BitGenerator)
     try:
-        return abs(operator.index(seed))
-    except TypeError:  # the environment's own affair
-        return int.from_bytes(hashlib.sha256(repr(seed).encode()).digest(), "little")
+        if put is not None:
+            _NUMPY.set_state({**_NUMPY.get_state(legacy=False), "has_gauss": 1, "gauss": put})
+        state: Any = _NUMPY.get_state(legacy=False)
+    finally:
+        _BitGenerator.brief = False
+    return state["gauss"] if state["has_gauss"] else None
 
 
-# -- the process ----------------------------------------------------------------------------------------------------
+def _put(bit_generator: Any, gauss: float | None) -> None:
+    """Let the global ``RandomState`` draw from there."""
+    _NUMPY.set_bit_generator(bit_generator)
+    if gauss is not None:
+        _gauss(put=gauss)
+
+
+class _Trap(np.random.MT19937):
+    """Stands where nothing has been drawn yet, and is its own lock, which ``RandomState`` takes before it does anything.
+
+    Versions of numpy that take no lock for some of it ask the other methods.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self._held: list[Any] = []
+        self._is_being_set = False
+
+    def set(self) -> None:
+        """Put it in place."""
+        self._is_being_set = True  # some versions of numpy take its lock for that
+        try:
+            _NUMPY.set_bit_generator(self)
+        finally:
+            self._is_being_set = False
+
+    @property
+    def lock(self) -> Any:  # type: ignore[override]
+        return self
+
+    def acquire(self, *_: Any) -> bool:
+        if not self._is_being_set:
+            lock = _process.touched().lock
+            lock.acquire()
+            self._held.append(lock)
+        return True
+
+    def release(self) -> None:
+        if not self._is_being_set:
+            self._held.pop().release()
+
+    __enter__ = acquire
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    @property
+    def state(self) -> Any:
+        return _process.touched().state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        _process.touched()
+        _NUMPY.set_state(value)
+
+    def _legacy_seeding(self, seed: Any) -> None:
+        _process.touched()._legacy_seeding(seed)
+
+
+# -- what stands in for the functions of random -----------------------------------------------------------------------------
+
+
+class _Asks(_random.Random):
+    """The part that is written in C, asked of what is to be drawn from."""
+
+
+def _asking(method: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *args: method(_process.python(), *args)
+
+
+for _name in ("random", "getrandbits", "seed", "getstate", "setstate"):
+    setattr(_Asks, _name, _asking(getattr(_random.Random, _name)))
+
+
+class _Stand(random.Random, _Asks):  # in this order: what random.Random asks of its base is asked of _Asks
+    """The class of the hidden object, while environments have states of their own."""
+
+    @property
+    def gauss_next(self) -> Any:
+        return vars(_process.python())["gauss_next"]
+
+    @gauss_next.setter
+    def gauss_next(self, value: Any) -> None:
+        vars(_process.python())["gauss_next"] = value
+
+
+# -- the process ------------------------------------------------------------------------------------------------------------
 
 
 class _Process:
     """What is drawn from in this process just now.
 
     Attributes:
-        current: Whose turn it is; ``None``: no environment's; ``Own``: one's of these.
+        current: The states whose turn it is; ``None``: no environment's; ``RowGenerators``: one of these rows'.
         idle: There is nothing to do before and after a turn.
-        inside: Whose numpy state is in place; ``None``: the trap is.
+        inside: The states whose numpy state is in place; ``None``: the trap is.
         outside: The process's own states. (That of ``random`` stays in the hidden object.)
-        torch_of: Whose state torch has; ``None``: it is to be thrown away.
+        original: The bit generator that the process had.
+        torch_of: The states that torch's state is one of; ``None``: it is to be thrown away.
         alone: In this process there is nothing but environments.
-        users: How many want what is :func:`install`-ed.
+        users: How many calls of :meth:`acquire` were not followed by :meth:`release`.
         seen: Called, once, with the name of the generator that is used.
+        replaced: What modules had for the functions that are written in C.
     """
 
-    __slots__ = (
-        "alone", "current", "idle", "inside", "original", "outside", "seen", "torch_of", "trap", "users",
-    )  # fmt: skip
+    current: Generators | RowGenerators | None = None
+    inside: Generators | None = None
+    outside: Any = None
+    torch_of: Generators | None = None
+    original: Any = None
+    trap: Any = None
+    idle = alone = False
+    users = 0
+    seen: Callable[[str], None] | None = None
 
     def __init__(self) -> None:
-        self.current: Generators | Own | None = None
-        self.idle = False
-        self.inside: Generators | None = None
-        self.outside: Any = None
-        self.torch_of: Generators | None = None
-        self.original: Any = None
-        self.trap: Any = None
-        self.alone = False
-        self.users = 0
-        self.seen: Callable[[str], None] | None = None
+        self.replaced: list[tuple[dict[str, Any], str, Any]] = []
 
     def touched(self) -> Any:
         """numpy's generator is about to be used: put the bit generator there whose turn it is."""
         if self.current is None and self.seen is not None:
-            self.saw(_NUMPY)
-            if self.trap is None:
-                return NUMPY.get_bit_generator()
-        row = self.outside if self.current is None else self.whose()
-        if self.inside is None:
+            self.saw("numpy.random")
+        if self.trap is not None and self.inside is None:
+            row = self.outside if self.current is None else self.whose()
             self.inside, self.idle = row, False
-            put(row.of_numpy(), row.gauss)
-        return NUMPY.get_bit_generator()
+            _put(row.of_numpy(), row.gauss)
+        return _NUMPY.get_bit_generator()
 
     def python(self) -> Any:
         """What ``random`` draws from."""
         if self.current is not None:
             return self.whose().of_python()
         if self.seen is not None:
-            self.saw(_PYTHON)
-        return HIDDEN
+            self.saw("random")
+        return _HIDDEN
 
     def whose(self) -> Generators:
-        """Whose turn it is. It is some environment's."""
-        if isinstance(self.current, Own):
+        """The states whose turn it is, where it is some environment's."""
+        if isinstance(self.current, RowGenerators):
             self.current = self.current.running()
         assert self.current is not None
         return self.current
@@ -314,104 +427,193 @@ class _Process:
         if seen is not None:
             seen(generator)
 
-    def prepare(self, row: Generators | Own | None) -> None:
-        """Before or after a turn: have the states in place of whoever has the turn from now on, or the trap.
+    def prepare(self, row: Generators | RowGenerators | None) -> None:
+        """Before or after a turn: put the states of what has the turn from now on in place, or the trap.
 
         Where there is nothing but environments, a state stays until another environment has its turn.
         """
         if row is None and self.alone:
             return
-        if not isinstance(row, Generators) or row is not self.inside:
-            if isinstance(row, Generators) and row.numpy is not None and self.inside is not None and self.alone:
-                self._keep()
-                self.inside = row
-                put(row.numpy, row.gauss)
-            else:
-                self.leave()
-        if self.inside is None and NUMPY.get_bit_generator() is not self.trap:  # somebody has put another one there
+        row = row or self.outside
+        if row is not self.inside:
+            self.leave()
+        if self.inside is None and _NUMPY.get_bit_generator() is not self.trap:  # the process has put another one there
             self._take_outside()
-        torch = sys.modules.get(_TORCH)
-        generator = getattr(torch, "default_generator", None)
+        generator = _torch_generator()
         self.idle = generator is None and self.inside is None
-        if row is None:
-            row = self.outside
         if generator is not None and isinstance(row, Generators) and self.torch_of is not row:
             if self.torch_of is not None:
-                self.torch_of.torch = generator.get_state()
+                self.torch_of.torch = _torch_state(generator)
             self.torch_of = None
-            generator.set_state(row.of_torch(torch))
+            row.put_torch(generator)
             self.torch_of = row
+
+    def hand_back(self, before: Generators | RowGenerators | None) -> None:
+        """A turn is over."""
+        self.current = before
+        if not self.idle:
+            self.prepare(before)
 
     def leave(self) -> None:
         """Keep numpy's state for the one whose it is, and set the trap. It may be done again after an interruption."""
         if self.inside is not None:
-            self._keep()
+            now = _NUMPY.get_bit_generator()
+            if now is not self.trap:
+                self.inside.gauss = _gauss()
+                self.inside.numpy = now
             self.trap.set()
             self.inside = None
 
-    def _keep(self) -> None:
-        row, now = self.inside, NUMPY.get_bit_generator()
-        if row is not None and now is not self.trap:
-            gauss = gauss_of(now)
-            row.numpy, row.gauss = now, gauss
-
     def _take_outside(self) -> None:
         """The bit generator that is in place is the process's own."""
-        own = NUMPY.get_bit_generator()
-        state: Any = NUMPY.get_state(legacy=False)
+        own = _NUMPY.get_bit_generator()
+        state: Any = _NUMPY.get_state(legacy=False)
         self.original, self.outside.numpy = own, own
         if type(own) is np.random.MT19937:
-            self.outside.numpy = Brief(0)
+            self.outside.numpy = _BitGenerator(0)
             self.outside.numpy.state = state
         self.outside.gauss = state["gauss"] if state["has_gauss"] else None
         self.trap.set()
 
     def acquire(self) -> None:
-        """Set traps, or note one more who wants them."""
+        """Set traps, or note one more that wants them."""
         self.users += 1
         if self.users > 1:
             return
-        self.outside, self.trap, self.inside, self.idle = Generators(), Trap(self.touched), None, False
+        self.outside, self.trap, self.inside, self.idle = Generators(), _Trap(), None, False
         self.torch_of = self.outside
         self._take_outside()
-        Stand.set()
+        _HIDDEN.__class__ = _Stand
+        for name in _WRITTEN_IN_C:
+            setattr(random, name, getattr(_HIDDEN, name))
+
+    def replace_references(self) -> None:
+        """Give modules that have imported a function of ``random`` that is written in C the one that asks."""
+        asking = {id(function): getattr(random, name) for name, function in _WRITTEN_IN_C.items()}
+        for module in list(sys.modules.values()):
+            names: Any = getattr(module, "__dict__", None)
+            for name, value in list(names.items()) if isinstance(names, dict) else ():
+                if id(value) in asking:
+                    self.replaced.append((names, name, value))
+                    names[name] = asking[id(value)]
 
     def release(self) -> None:
-        """Nobody, or one fewer, wants the traps."""
+        """One fewer wants the traps; with the last one all is as it was."""
         self.users -= 1
         if self.users:
             return
         self.leave()
         outside = self.outside
-        if NUMPY.get_bit_generator() is self.trap:
-            own = outside.numpy
-            if isinstance(own, Brief):
-                own, self.original.state = self.original, own.state
-            put(own, outside.gauss)
+        if _NUMPY.get_bit_generator() is self.trap:
+            if isinstance(outside.numpy, _BitGenerator):
+                self.original.state = outside.numpy.state
+                outside.numpy = self.original
+            _put(outside.numpy, outside.gauss)
         self.trap, self.idle = None, False
-        torch = sys.modules.get("torch")
-        if self.torch_of is not outside and torch is not None and outside.torch is not None:
-            torch.default_generator.set_state(outside.of_torch(torch))
+        generator = _torch_generator()
+        if self.torch_of is not outside and generator is not None and outside.torch is not None:
+            outside.put_torch(generator)
         self.torch_of = None
-        Stand.unset()
+        _HIDDEN.__class__ = random.Random
+        for name, function in _WRITTEN_IN_C.items():
+            setattr(random, name, function)
+        while self.replaced:
+            names, name, value = self.replaced.pop()
+            names[name] = value
 
 
-PROCESS: Final[_Process] = _Process()
-Stand.asked = PROCESS.python
+_process: Final[_Process] = _Process()
 
 
 def install() -> None:
     """From now on environments may have generators of their own in this process, until :func:`uninstall`."""
-    PROCESS.acquire()
-    Stand.replace_references()
+    _process.acquire()
+    _process.replace_references()
 
 
-uninstall = PROCESS.release
+uninstall = _process.release
 
 
-def become_worker() -> None:
-    """In a new worker process, where there is nothing but environments. Traps of the one that it was forked from go."""
-    if PROCESS.users:
-        PROCESS.users, PROCESS.seen, PROCESS.current = 1, None, None
-        PROCESS.release()
-    PROCESS.alone = True
+# -- which environment draws where all share one state --------------------------------------------------------------------
+
+
+def watch(seen: Callable[[str], None]) -> None:
+    """Call ``seen`` with the name of the first generator that is used, outside of all turns; once, and not for torch's."""
+    if _process.seen is None:
+        _process.acquire()
+        _process.leave()
+    _process.seen = seen
+
+
+def watch_by(seen: Callable[[str], None]) -> None:
+    """Have another function called by the watch, if there is one."""
+    if _process.seen is not None:
+        _process.seen = seen
+
+
+def look_at_torch() -> None:
+    """While there is a watch, in a worker: has torch's generator been drawn from since the last look?"""
+    if _process.seen is not None and _process.alone and (generator := _torch_generator()) is not None:
+        before, _process.outside.torch = _process.outside.torch, _torch_state(generator)
+        if before is not None and before != _process.outside.torch:
+            _process.saw("torch")
+
+
+def unwatch() -> None:
+    """End a :func:`watch`, if there is one."""
+    if _process.seen is not None:
+        _process.seen = None
+        _process.release()
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """No :func:`watch` sees that the engine itself looks at generators."""
+    seen = _process.seen
+    unwatch()
+    try:
+        yield
+    finally:
+        if seen is not None:
+            watch(seen)
+
+
+# -- the states that workers begin with -----------------------------------------------------------------------------------
+
+
+def stream_of_caller() -> bytes:
+    """What the generators of this process stand at, in a few bytes; they stay as they are."""
+    digest = hashlib.sha256(repr(random.getstate()).encode())
+    numbers: Any = _NUMPY.get_state(legacy=False)
+    for name, value in (*sorted(numbers["state"].items()), ("gauss", (numbers["has_gauss"], numbers["gauss"]))):
+        digest.update(name.encode() + (value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode()))
+    if (generator := _torch_generator()) is not None:
+        digest.update(_torch_state(generator))
+    return digest.digest()
+
+
+def begin_worker(stream: bytes, key: tuple[int, ...]) -> Callable[[], None]:
+    """In a new worker process: give it states of its own, which follow from the caller's. Traps of the caller's go.
+
+    Args:
+        stream: Of the caller.
+        key: Which worker it is, and how many there were in its place before.
+
+    Returns:
+        Seeds torch: to be called again where torch may have been imported since.
+    """
+    if _process.users:
+        _process.users, _process.seen, _process.current = 1, None, None
+        _process.release()
+    _process.alone = True
+    numpy, python, torch = np.random.SeedSequence(int.from_bytes(stream, "little"), spawn_key=key).spawn(3)
+    _NUMPY.set_bit_generator(type(_NUMPY.get_bit_generator())(numpy))
+    random.seed(int.from_bytes(python.generate_state(8).tobytes(), "little"))
+    seeds = [int(torch.generate_state(1, np.uint64)[0]) >> 1]
+
+    def seed_torch() -> None:
+        if seeds and (generator := _torch_generator()) is not None:
+            generator.manual_seed(seeds.pop())
+
+    seed_torch()
+    return seed_torch

@@ -1,10 +1,8 @@
-"""What users need to test their own vector environments, and their own training loops, against the same
-rules as ours.
+"""What users need to test their own vector environments and training loops.
 
-:class:`VectorEnvContract` is a mixin for pytest: inherit, override one factory, and every promise of
-Gymnasium's vector interface is checked. The other names are environments that fail on purpose. Each loads
-when it is first touched, so that a training loop can be tested against the faulty environments where pytest
-is not installed.
+:class:`VectorEnvContract` is a mixin for pytest: inherit, override one factory, and every promise of Gymnasium's vector
+interface is checked. :mod:`vecenv.testing.faulty` has environments that fail on purpose. Each name loads when it is first
+used, so that a training loop can be tested against faulty environments where pytest is not installed.
 """
 
 from __future__ import annotations
@@ -24,26 +22,28 @@ __all__ = [
 ]  # fmt: skip
 
 
+_MODULES = {
+    "DoubleVectorEnv": "vecenv.testing.double", "assert_isolated": "vecenv.testing.isolated",
+    "assert_restorable": "vecenv.state.proof",
+}  # fmt: skip
+"""Public name -> the module that defines it; all others are the contract's."""
+
+
 def __getattr__(name: str) -> Any:
-    """Load a public name on first use (PEP 562); what the contract does not define, ``faulty`` may."""
-    if name == "DoubleVectorEnv":
-        return importlib.import_module("vecenv.testing.double").DoubleVectorEnv
-    if name == "assert_isolated":
-        return importlib.import_module("vecenv.testing.isolated").assert_isolated
-    if name == "assert_restorable":
-        return importlib.import_module("vecenv.state.proof").prove
-    if name in __all__:
+    """Load a public name on first use (PEP 562); names of ``faulty`` are names of this package too."""
+    if name.startswith("__"):
+        raise AttributeError(f"module 'vecenv.testing' has no attribute {name!r}")
+    if name in __all__ and name not in _MODULES:
         import pytest
 
         # Its assertions explain themselves, as those of a test module do.
         pytest.register_assert_rewrite("vecenv.trajectories", "vecenv.testing.contract")
-        return getattr(importlib.import_module("vecenv.testing.contract"), name)
-    if not name.startswith("__"):
-        try:
-            faulty = importlib.import_module("vecenv.testing.faulty")
-            return faulty if name == "faulty" else getattr(faulty, name)
-        except (ModuleNotFoundError, AttributeError) as error:
-            raise AttributeError(f"module 'vecenv.testing' has no attribute {name!r}") from error
+    if name in __all__:
+        module = importlib.import_module(_MODULES.get(name, "vecenv.testing.contract"))
+        return getattr(module, "prove" if name == "assert_restorable" else name)
+    faulty = importlib.import_module("vecenv.testing.faulty")
+    if name in ("faulty", *faulty.__all__):
+        return faulty if name == "faulty" else getattr(faulty, name)
     raise AttributeError(f"module 'vecenv.testing' has no attribute {name!r}")
 
 

@@ -25,9 +25,6 @@ from vecenv.front.vector_env import DrivenVectorEnv
 
 __all__ = ["DoubleVectorEnv"]
 
-_CAPABILITIES: Final = Capabilities(
-    "double", attributes=False, first_ready=False, reset_options=False, row_options=False, in_this_process=True
-)
 _LENGTH: Final = 5  # steps an episode
 _Answer: TypeAlias = tuple[npt.NDArray[np.float32], Any, Any, Any]
 
@@ -63,13 +60,15 @@ class DoubleVectorEnv(DrivenVectorEnv["_Memory"]):
 class _Memory(Together):
     """A :class:`vecenv.front.driver.Driver`: an answer is computed when it is asked for, handed out when it is ready."""
 
-    capabilities = _CAPABILITIES
+    capabilities = Capabilities(
+        "double", attributes=False, first_ready=False, reset_options=False, row_options=False, in_this_process=True
+    )
 
     def __init__(self, num_envs: int, delay: float) -> None:
         super().__init__(num_envs)
         self._delay = delay
         self._due = 0.0  # when the answer is there
-        self._latest: tuple[Call, _Answer, npt.NDArray[np.bool_]] | None = None  # what was asked, the answer, who is over
+        self._latest: tuple[Call, _Answer, npt.NDArray[np.bool_]] | None = None  # the call, its answer, ended rows
         self.ready = threading.Event()
         self.ready.set()
 

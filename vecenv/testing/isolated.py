@@ -1,4 +1,4 @@
-"""``assert_isolated``: does anything that an environment does not hold itself reach its results?
+"""``assert_isolated`` checks that nothing outside an environment reaches its results.
 
 An environment runs alone, and another of its kind does the same while others are stepped between its steps and while the
 generators that all code shares are put elsewhere. Where the two differ, they run again with one disturbance at a time, to
@@ -8,6 +8,7 @@ tell which it was; what is seen to change in classes and modules is named.
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 import sys
 from collections.abc import Callable
@@ -44,40 +45,40 @@ def assert_isolated(env_fn: Callable[[], Any], *, steps: int = 64, seed: int = 0
         AssertionError: Its results depend on something outside: names the generator, the attribute of a class or module, and
             what differs first.
     """
-    trial = _Trial(env_fn, steps, seed)
-    alone = trial.said()
-    if (differs := trial.differs(alone, trial.said())) is not None:
-        raise AssertionError(trial.text(differs, _again(trial), "a second one, alone, with the same seed and actions"))
+    runs = _Comparison(env_fn, steps, seed)
+    alone = runs.results()
+    if (differs := runs.differs(alone, runs.results())) is not None:
+        raise AssertionError(runs.text(differs, _again(runs), "a second one, alone, with the same seed and actions"))
     everything = ("others", *_GENERATORS)
-    if (differs := trial.differs(alone, trial.said(everything))) is None:
+    if (differs := runs.differs(alone, runs.results(everything))) is None:
         return
     for one in (*_GENERATORS, "others"):
-        if (own := trial.differs(alone, trial.said((one,)))) is not None:
+        if (own := runs.differs(alone, runs.results((one,)))) is not None:
             if one == "others":
-                raise AssertionError(trial.text(own, trial.shared(), "beside others of its kind"))
+                raise AssertionError(runs.text(own, runs.shared(), "beside others of its kind"))
             advice = " (draw from self.np_random, or use generators='own')"
-            raise AssertionError(trial.text(own, [_GENERATORS[one]], f"where something else has drawn from it{advice}"))
-    raise AssertionError(trial.text(differs, trial.shared(), "beside others, with shared generators put elsewhere"))
+            raise AssertionError(runs.text(own, [_GENERATORS[one]], f"where something else has drawn from it{advice}"))
+    raise AssertionError(runs.text(differs, runs.shared(), "beside others, with shared generators put elsewhere"))
 
 
-def _again(trial: _Trial) -> list[str]:
+def _again(runs: _Comparison) -> list[str]:
     """What made one go differently the second time, alone."""
-    fixed = trial.differs(trial.said(fixed=True), trial.said(fixed=True)) is None
-    drawn = [_GENERATORS[name] for name in trial.drawn()]
-    return drawn if fixed and drawn else trial.shared()
+    fixed = runs.differs(runs.results(fixed=True), runs.results(fixed=True)) is None
+    drawn = [_GENERATORS[name] for name in runs.drawn()]
+    return drawn if fixed and drawn else runs.shared()
 
 
-class _Trial:
+class _Comparison:
     """Environments that are to do the same."""
 
     def __init__(self, env_fn: Callable[[], Any], steps: int, seed: int) -> None:
         self._env_fn, self._steps, self._seed = env_fn, steps, seed
         self._name = ""
-        self._shared: Shared | None = None
+        self._shared: Shared
         self._drawn: set[str] = set()
 
-    def said(self, disturbances: tuple[str, ...] = (), *, fixed: bool = False) -> dict[str, Any]:
-        """What one says, while ``disturbances`` happen between its steps; ``fixed``: shared generators are seeded before."""
+    def results(self, disturbances: tuple[str, ...] = (), *, fixed: bool = False) -> dict[str, Any]:
+        """The results of one run with ``disturbances`` between its steps; ``fixed``: shared generators are seeded first."""
         kept = _states()
         if fixed:
             _put_elsewhere(tuple(_GENERATORS), 0)
@@ -91,18 +92,18 @@ class _Trial:
             if "others" in disturbances:
                 envs += [self._env_fn(), self._env_fn()]
             with Noted():
-                return self._recorded(envs[0], envs[1:], [space.sample() for _ in range(self._steps)], disturbances)
+                return self._run(envs[0], envs[1:], [space.sample() for _ in range(self._steps)], disturbances)
         finally:
             ended = _states()
-            self._drawn |= {name for name in kept if repr(began[name]) != repr(ended[name])}
+            self._drawn |= {name for name in kept if began[name] != ended[name]}
             _put_back(kept)
             for env in envs:
                 env.close()
 
-    def _recorded(self, env: Any, others: list[Any], actions: list[Any], disturbances: tuple[str, ...]) -> dict[str, Any]:
-        said: dict[str, Any] = {}
+    def _run(self, env: Any, others: list[Any], actions: list[Any], disturbances: tuple[str, ...]) -> dict[str, Any]:
+        results: dict[str, Any] = {}
         elsewhere = tuple(name for name in _GENERATORS if name in disturbances)
-        over = True
+        ended = True
         for number, action in enumerate(actions):
             _put_elsewhere(elsewhere, number)
             for place, other in enumerate(others):
@@ -114,18 +115,17 @@ class _Trial:
                     if by_handler(error):
                         raise
             _put_elsewhere(elsewhere, number + 1000)
-            if over:
+            if ended:
                 answer = env.reset(seed=self._seed) if number == 0 else env.reset()
-                said[f"reset before step {number}"] = copy.deepcopy(answer)
-                over = False
+                results[f"reset before step {number}"] = copy.deepcopy(answer)
+                ended = False
                 _put_elsewhere(elsewhere, number + 2000)
             step = stepped(env, action)
-            if self._shared is not None:
-                self._shared.look()
+            self._shared.look()
             parts = zip(("exception",) if len(step) == 1 else STEP_FIELDS, timeless(step), strict=True)
-            said.update((f"step {number}, {field}", copy.deepcopy(value)) for field, value in parts)
-            over = len(step) == 1 or bool(step[2] or step[3])
-        return said
+            results.update((f"step {number}, {field}", copy.deepcopy(value)) for field, value in parts)
+            ended = len(step) == 1 or bool(step[2] or step[3])
+        return results
 
     def differs(self, one: dict[str, Any], other: dict[str, Any]) -> str | None:
         """What differs first; ``None``: nothing."""
@@ -146,8 +146,7 @@ class _Trial:
 
     def shared(self) -> list[str]:
         """What environments of this kind are seen to change outside of themselves."""
-        self.said(("others",))
-        assert self._shared is not None
+        self.results(("others",))
         return [name for name in self._shared.look() if "generator" not in name.partition(".")[0]]
 
     def text(self, differs: str, what: list[str], when: str) -> str:
@@ -160,27 +159,24 @@ def _torch() -> Any:
     return getattr(sys.modules.get("torch"), "default_generator", None)
 
 
-def _states() -> dict[str, Any]:
-    numbers: Any = np.random.get_state(legacy=False)
-    numbers["state"] = {name: np.asarray(value).tolist() for name, value in numbers["state"].items()}
+def _states() -> dict[str, bytes]:
+    """The shared generators' states, as bytes that can be compared."""
     torch = _torch()
-    return {"random": random.getstate(), "numpy": numbers, "torch": None if torch is None else torch.get_state().tolist()}
+    states = random.getstate(), np.random.get_state(legacy=False), None if torch is None else torch.get_state().numpy()
+    return {name: pickle.dumps(state) for name, state in zip(_GENERATORS, states, strict=True)}
 
 
-def _put_back(states: dict[str, Any]) -> None:
-    random.setstate(states["random"])
-    numbers = states["numpy"]
-    key = {name: np.asarray(value, np.uint32) if name == "key" else value for name, value in numbers["state"].items()}
-    np.random.set_state({**numbers, "state": key})
-    if states["torch"] is not None:
-        torch = sys.modules["torch"]
-        torch.default_generator.set_state(torch.tensor(states["torch"], dtype=torch.uint8))
+def _put_back(states: dict[str, bytes]) -> None:
+    numbers, normals, torchs = (pickle.loads(state) for state in states.values())
+    random.setstate(numbers)
+    np.random.set_state(normals)
+    if torchs is not None:
+        _torch().set_state(sys.modules["torch"].from_numpy(torchs))
 
 
 def _put_elsewhere(names: tuple[str, ...], seed: int) -> None:
-    if "random" in names:
-        random.seed(seed)
-    if "numpy" in names:
-        np.random.seed(seed)
-    if "torch" in names and (torch := _torch()) is not None:
-        torch.manual_seed(seed)
+    torch = _torch()
+    seeds = random.seed, np.random.seed, None if torch is None else torch.manual_seed
+    for name, put in zip(_GENERATORS, seeds, strict=True):
+        if name in names and put is not None:
+            put(seed)

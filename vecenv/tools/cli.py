@@ -1,44 +1,49 @@
 """The command line: ``vecenv run | bench | doctor | plan | watch | top``, and ``python -m vecenv`` the same.
 
-Every command says what is wrong in one line instead of a traceback, and takes ``--json``. Exit codes: 0 all
-is well; 1 an engine gave wrong answers, ``doctor`` found a problem, or ``top`` found no program; 2 the command
-was called wrongly, or lacks something it needs; 3 something died while it was measured; 130 interrupted.
+A command says what is wrong in one line instead of a traceback, and takes ``--json``. Exit codes: 0 all is well; 1 an
+engine gave wrong answers, ``doctor`` found a problem, or ``top`` found no program; 2 the command was called wrongly, or
+lacks something it needs; 3 something died while it was measured; 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
 import re
-import shutil
-import signal
 import sys
-import textwrap
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from vecenv._version import __version__
 from vecenv.planning.plan import plan as make_plan
-from vecenv.tools.run import OPTIONS, Option
+from vecenv.system.cores import usable_cores
+from vecenv.system.spawning import why_no_processes
+from vecenv.tools import doctor, run
 from vecenv.tools.usage import (
+    DIED,
     INTERRUPTED,
     USAGE,
     WRONG,
     CliError,
     did_you_mean,
+    fitted,
     hint_of_arguments,
     one_line,
     require,
     resolve,
 )
 
+if TYPE_CHECKING:
+    from vecenv.tools.benchmark import Candidate, Progress
+    from vecenv.tools.runners import EnvFn
+
 __all__ = ["INTERRUPTED", "USAGE", "WRONG", "main"]
+
+Command = Callable[[argparse.Namespace], "int | Callable[[], None]"]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -77,20 +82,7 @@ def _positive(kind: type[Any]) -> Callable[[str], Any]:
     return parse
 
 
-def _build_parser() -> _Parser:
-    parser = _Parser(
-        prog="vecenv",
-        description="A fast, fault-tolerant vector environment engine for Gymnasium.",
-        epilog="Try: vecenv bench CartPole-v1 --num-envs 64",
-    )
-    parser.add_argument("--version", action="version", version=f"vecenv {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-    for command in _COMMANDS:
-        its = commands.add_parser(command.name, help=command.help, description=command.description, epilog=command.epilog)
-        for names, settings in command.options:
-            its.add_argument(*names, **settings)
-        its.set_defaults(run=command.run)
-    return parser
+_count, _number = _positive(int), _positive(float)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,19 +106,56 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-# --- the commands ---------------------------------------------------------------------------------
+def _build_parser() -> _Parser:
+    parser = _Parser(
+        prog="vecenv",
+        description="A fast, fault-tolerant vector environment engine for Gymnasium.",
+        epilog="Try: vecenv bench CartPole-v1 --num-envs 64",
+    )
+    parser.add_argument("--version", action="version", version=f"vecenv {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
 
+    def add(name: str, command: Command, **texts: Any) -> Callable[..., Any]:
+        its = commands.add_parser(name, **texts)
+        its.set_defaults(run=command)
+        return its.add_argument
 
-def _bench(arguments: argparse.Namespace) -> int:
-    require("bench", "rich", "matplotlib")
-    from vecenv.tools.benchmark import command
-
-    return command.main(arguments)
+    run.add_options(
+        add(
+            "run",
+            run.prepare,
+            help="run a program as it stands, with vecenv in the place of Gymnasium's AsyncVectorEnv",
+            description="Runs a Python program in which gymnasium.vector.AsyncVectorEnv, and "
+            'gymnasium.make_vec(..., vectorization_mode="async"), are vecenv\'s. Options are for arguments that the '
+            "program does not give. Arguments, exit code and tracebacks are the program's own.",
+            epilog="Try: vecenv run --on-failure restart train.py --seed 1",
+        )
+    )
+    _add_bench(add)
+    option = add("doctor", _doctor, help="look at this machine: what works, what is missing, what to do about it")
+    option("--json", action="store_true", help="print the findings as JSON")
+    option = add("plan", _plan, help="how many workers? steps one real environment for a moment and says why")
+    option("env_id", metavar="ENV_ID", help="as for bench")
+    option("--num-envs", type=_count, default=64, metavar="N", help="environments (default: 64)")
+    option("--json", action="store_true", help="print the plan as JSON")
+    _add_watch(add)
+    option = add(
+        "top",
+        _top,
+        help="a live table of the workers of running programs",
+        description="Shows the workers of every program of this user that publishes its figures: one that has called "
+        "envs.publish_stats(), or was started with VECENV_TOP=1. Keys: s sorts by the next column, arrows and pages "
+        "move, q or Ctrl-C ends.",
+        epilog="Exit codes: 0 shown; 1 with --json or --once: no program publishes anything; 2 wrong usage.",
+    )
+    option("--pid", type=_count, metavar="PID", help="only this program")
+    option("--interval", type=_number, default=1.0, metavar="S", help="seconds between two readings (default: 1)")
+    option("--once", action="store_true", help="print one table and end")
+    option("--json", action="store_true", help="print one snapshot as JSON and end")
+    return parser
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from vecenv.tools import doctor
-
     return doctor.main(as_json=arguments.json)
 
 
@@ -137,27 +166,37 @@ def _plan(arguments: argparse.Namespace) -> int:
     except Exception as error:
         text = one_line(error)
         raise CliError(f"{arguments.env_id} cannot be measured: {text}{hint_of_arguments(text)}") from None
-    if arguments.json:
-        print(json.dumps(dataclasses.asdict(plan), indent=1, default=str))
-    else:
-        print(_fitted(str(plan)))
+    print(json.dumps(dataclasses.asdict(plan), indent=1, default=str) if arguments.json else fitted(str(plan)))
     return 0
 
 
-def _fitted(text: str) -> str:
-    """The lines of a text, wrapped between words at the width of the terminal; as they are where there is none."""
-    width = shutil.get_terminal_size(fallback=(sys.maxsize, 0)).columns
+def _top(arguments: argparse.Namespace) -> int:
+    from vecenv.tools import top
 
-    def fit(line: str) -> str:
-        if len(line) <= width:
-            return line
-        margin = " " * (len(line) - len(line.lstrip()))
-        wrapped = textwrap.wrap(
-            line, max(width, 40), subsequent_indent=margin + "  ", break_long_words=False, break_on_hyphens=False
-        )
-        return "\n".join(wrapped)
+    return top.main(arguments)
 
-    return "\n".join(map(fit, text.splitlines()))
+
+# --- watch ------------------------------------------------------------------------------------------
+
+
+def _add_watch(add: Callable[..., Callable[..., Any]]) -> None:
+    option = add(
+        "watch",
+        _watch,
+        help="write a short video of some environments side by side",
+        description="Steps some environments, tiles their frames into one image, and writes a GIF or an MP4.",
+        epilog="A policy is a function of yours: it gets a batch of observations and returns a batch of actions.",
+    )
+    option("env_id", metavar="ENV_ID", help="as for bench")
+    option("--policy", metavar="MODULE:FUNCTION", help="what acts (default: at random)")
+    option("--out", type=Path, metavar="FILE", help=".gif, or .mp4 by moviepy (default: ENV_ID.gif)")
+    option("--num-envs", type=_count, default=4, metavar="N", help="environments (default: 4)")
+    option("--steps", type=_count, default=200, metavar="N", help="of each environment (default: 200)")
+    option("--backend", default="process", help="as for make_vec: process, envpool, ... (default: process)")
+    option("--seed", type=int, metavar="S", help="of the environments and of the random policy")
+    option("--fps", type=_number, default=30.0, metavar="F", help="frames per second (default: 30)")
+    option("--width", type=_count, default=800, metavar="W", help="pixels at most (default: 800)")
+    option("--json", action="store_true", help="print what was written as JSON")
 
 
 def _watch(arguments: argparse.Namespace) -> int:
@@ -165,7 +204,7 @@ def _watch(arguments: argparse.Namespace) -> int:
     if arguments.backend in ("process", "serial"):
         resolve(arguments.env_id)
     from vecenv.tools import watch
-    from vecenv.tools.benchmark.tables import progress_bar
+    from vecenv.tools.report import progress_bar
 
     path = arguments.out or Path(re.sub(r"[^\w.-]+", "_", arguments.env_id) + ".gif")
     names = ("policy", "backend", "num_envs", "steps", "seed", "fps", "width")
@@ -188,166 +227,136 @@ def _watch(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _run(arguments: argparse.Namespace) -> Callable[[], None]:
-    from vecenv.tools import run
-
-    return run.prepare(arguments)
+# --- bench ------------------------------------------------------------------------------------------
 
 
-def _top(arguments: argparse.Namespace) -> int:
-    from vecenv.engine import published
-    from vecenv.tools import top
-
-    if not published.available():
-        raise CliError("vecenv top needs Linux; envs.stats() gives the figures in the program itself")
-    watcher = top.Watcher(arguments.pid)
-    if not arguments.json:
-        require("top", "rich")
-    if not arguments.json and not arguments.once:
-        from rich.console import Console
-
-        from vecenv.tools import top_screen
-
-        if not Console().is_terminal:
-            raise CliError("top shows a live table in a terminal; elsewhere: --once or --json")
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout 9 vecenv top` gives the terminal back, too
-        with contextlib.suppress(KeyboardInterrupt):  # the way to end it
-            top_screen.show(watcher, Console(), arguments.interval)
-        return 0
-    watcher.read()
-    time.sleep(arguments.interval)
-    programs = watcher.read()
-    for word in watcher.left_out:
-        print(f"vecenv: left out: {word}", file=sys.stderr)
-    if arguments.json:
-        print(json.dumps(top.to_dict(programs), indent=1))
-    elif programs:
-        top.print_table(programs)
-    else:
-        who = "" if arguments.pid is None else f" of process {arguments.pid}"
-        others = sorted({row.pid for row in top.Watcher().read()}) if who else []
-        seen = f"; those that publish: {', '.join(map(str, others))}" if others else ""
-        print(f"vecenv: nothing to show{who}: {top.HOW_TO_PUBLISH}{seen}", file=sys.stderr)
-    return 0 if programs else WRONG
-
-
-# --- what they take -------------------------------------------------------------------------------
-
-@dataclass(frozen=True, slots=True)
-class _Command:
-    name: str
-    run: Callable[[argparse.Namespace], int | Callable[[], None]]
-    options: tuple[Option, ...]
-    help: str
-    description: str | None = None
-    epilog: str | None = None
-
-
-def _option(*names: str, **settings: Any) -> Option:
-    """Arguments of ``ArgumentParser.add_argument``."""
-    return names, settings
-
-
-def _number_of_envs(default: int) -> Option:
-    return _option("--num-envs", type=_count, default=default, metavar="N", help=f"environments (default: {default})")
-
-
-def _json(what: str, more: str = "") -> Option:
-    return _option("--json", action="store_true", help=f"print {what} as JSON{more}")
-
-
-_count, _number = _positive(int), _positive(float)
-_ENV_ID: Final = _option("env_id", metavar="ENV_ID", help="as for bench")
-
-_COMMANDS: Final = (
-    _Command(
-        "run",
-        _run,
-        OPTIONS,
-        help="run a program as it stands, with vecenv in the place of Gymnasium's AsyncVectorEnv",
-        description="Runs a Python program in which gymnasium.vector.AsyncVectorEnv, and "
-        'gymnasium.make_vec(..., vectorization_mode="async"), are vecenv\'s. Options are for arguments that the '
-        "program does not give. Arguments, exit code and tracebacks are the program's own.",
-        epilog="Try: vecenv run --on-failure restart train.py --seed 1",
-    ),
-    _Command(
+def _add_bench(add: Callable[..., Callable[..., Any]]) -> None:
+    option = add(
         "bench",
         _bench,
-        (
-            _option(
-                "env_id",
-                nargs="?",
-                default="CartPole-v1",
-                metavar="ENV_ID",
-                help="a registered id, module:Env-v0 (the module registers it), or module:name, a class or function "
-                "of yours that builds an environment without arguments; default: CartPole-v1",
-            ),
-            _number_of_envs(64),
-            _option("--workers", type=_count, metavar="W", help="worker processes (default: the usable cores)"),
-            _option("--seconds", type=_number, metavar="S", help="length of one sample (default: 1; with --scale 0.4)"),
-            _option("--repeats", type=_count, metavar="R", help="interleaved rounds (default: 7; with --scale 3)"),
-            _option("--engines", metavar="NAMES", help="only these rows, separated by commas (default: all)"),
-            _option("--scale", action="store_true", help="throughput over the number of environments and workers, drawn"),
-            _option("--out", type=Path, default=Path("bench-results"), metavar="DIR", help="default: bench-results"),
-            _json("the results", " instead of a table"),
-            _option(
-                "--suite",
-                nargs=argparse.REMAINDER,
-                metavar="...",
-                help="run the whole suite of a source checkout (python -m bench) with everything that follows",
-            ),
-        ),
-        help="measure the engine on an environment, beside Gymnasium's engines and the bare-loop limit",
+        help="measure the engine on an environment, beside Gymnasium's engines and the bare loop (upper bound)",
         description="First checks that the engine's trajectories equal SyncVectorEnv's for the same seeds "
         "and actions, then measures all engines in interleaved rounds. Prints a table and writes JSON and "
         "a PNG. The defaults take about two minutes.",
         epilog="Exit codes: 0 measured; 1 an engine's trajectories differ from SyncVectorEnv's; "
         "2 wrong usage; 3 a row died while it was measured.",
-    ),
-    _Command(
-        "doctor",
-        _doctor,
-        (_json("the findings"),),
-        help="look at this machine: what works, what is missing, what to do about it",
-    ),
-    _Command(
-        "plan",
-        _plan,
-        (_ENV_ID, _number_of_envs(64), _json("the plan")),
-        help="how many workers? steps one real environment for a moment and says why",
-    ),
-    _Command(
-        "watch",
-        _watch,
-        (
-            _ENV_ID,
-            _option("--policy", metavar="MODULE:FUNCTION", help="what acts (default: at random)"),
-            _option("--out", type=Path, metavar="FILE", help=".gif, or .mp4 by moviepy (default: ENV_ID.gif)"),
-            _number_of_envs(4),
-            _option("--steps", type=_count, default=200, metavar="N", help="of each environment (default: 200)"),
-            _option("--backend", default="process", help="as for make_vec: process, envpool, ... (default: process)"),
-            _option("--seed", type=int, metavar="S", help="of the environments and of the random policy"),
-            _option("--fps", type=_number, default=30.0, metavar="F", help="frames per second (default: 30)"),
-            _option("--width", type=_count, default=800, metavar="W", help="pixels at most (default: 800)"),
-            _json("what was written"),
-        ),
-        help="write a short video of some environments side by side",
-        description="Steps some environments, tiles their frames into one image, and writes a GIF or an MP4.",
-        epilog="A policy is a function of yours: it gets a batch of observations and returns a batch of actions.",
-    ),
-    _Command(
-        "top",
-        _top,
-        (
-            _option("--pid", type=_count, metavar="PID", help="only this program"),
-            _option("--interval", type=_number, default=1.0, metavar="S", help="seconds between two readings (default: 1)"),
-            _option("--once", action="store_true", help="print one table and end"),
-            _json("one snapshot", " and end"),
-        ),
-        help="a live table of the workers of running programs",
-        description="Shows the workers of every program of this user that publishes its figures: one that has called "
-        "envs.publish_stats(), or was started with VECENV_TOP=1. Keys: s sorts by the next column, arrows and pages "
-        "move, q or Ctrl-C ends.",
-        epilog="Exit codes: 0 shown; 1 with --json or --once: no program publishes anything; 2 wrong usage.",
-    ),
-)
+    )
+    option(
+        "env_id",
+        nargs="?",
+        default="CartPole-v1",
+        metavar="ENV_ID",
+        help="a registered id, module:Env-v0 (the module registers it), or module:name, a class or function "
+        "of yours that builds an environment without arguments; default: CartPole-v1",
+    )
+    option("--num-envs", type=_count, default=64, metavar="N", help="environments (default: 64)")
+    option("--workers", type=_count, default=usable_cores(), metavar="W", help="processes (default: the usable cores)")
+    option("--seconds", type=_number, metavar="S", help="length of one sample (default: 1; with --scale 0.4)")
+    option("--repeats", type=_count, metavar="R", help="interleaved rounds (default: 7; with --scale 3)")
+    option("--engines", metavar="NAMES", help="only these rows, separated by commas (default: all)")
+    option("--scale", action="store_true", help="throughput over the number of environments and workers, drawn")
+    option("--out", type=Path, default=Path("bench-results"), metavar="DIR", help="default: bench-results")
+    option("--json", action="store_true", help="print the results as JSON instead of a table")
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    require("bench", "rich", "matplotlib")
+    from vecenv.tools import benchmark, report
+
+    if (why := why_no_processes()) is not None:
+        raise CliError(f"vecenv bench compares engines in processes of their own: {why}")
+    env_fn = resolve(arguments.env_id)
+    measure = _measure_scale if arguments.scale else _measure_once
+    try:
+        reports = measure(arguments, env_fn)
+    except benchmark.Interrupted as stop:
+        if not arguments.json:
+            report.print_report(stop.report)
+        raise
+    except benchmark.TrajectoryMismatch as error:
+        raise CliError(f"WRONG RESULTS, nothing was timed: {error}", WRONG) from None
+    except benchmark.HostFailed as error:
+        raise CliError(f"{arguments.env_id}: {error}{hint_of_arguments(str(error))}") from None
+    except OSError as error:
+        raise CliError(f"cannot write the results to {arguments.out}: {error}") from None
+    return DIED if any(row.failed for each in reports for row in each.rows) else 0
+
+
+def _measure_once(arguments: argparse.Namespace, env_fn: EnvFn) -> list[Any]:
+    from vecenv.tools import benchmark, report
+
+    rows = _choose(benchmark.default_candidates(env_fn, arguments.num_envs, arguments.workers), arguments)
+    settings: dict[str, Any] = {"seconds": arguments.seconds or 1.0, "repeats": arguments.repeats or 7}
+    with report.progress_bar() as progress:
+        found = benchmark.compare(arguments.env_id, env_fn, arguments.num_envs, rows, progress=progress, **settings)
+    _show(arguments, "", found.to_dict(), partial(report.draw_bars, found), partial(report.print_report, found))
+    return [found]
+
+
+def _measure_scale(arguments: argparse.Namespace, env_fn: EnvFn) -> list[Any]:
+    from vecenv.tools import benchmark, report
+
+    sizes, workers = _doubling(arguments.num_envs), _doubling(arguments.workers)
+    largest = _choose(benchmark.scale_candidates(env_fn, arguments.num_envs, workers), arguments)
+    names = {candidate.name for candidate in largest}  # some need more than one environment
+    settings: dict[str, Any] = {"seconds": arguments.seconds or 0.4, "repeats": arguments.repeats or 3}
+    found = []
+    with report.progress_bar() as bar:
+        for turn, size in enumerate(sizes):
+            rows = [row for row in benchmark.scale_candidates(env_fn, size, workers) if row.name in names]
+            progress = partial(_with_size, bar, size, turn, len(sizes))
+            found.append(benchmark.compare(arguments.env_id, env_fn, size, rows, progress=progress, **settings))
+    everything = [each.to_dict() for each in found]
+    _show(arguments, "-scale", everything, partial(report.draw_scale, found), partial(report.print_scale, found))
+    return found
+
+
+def _doubling(top: int) -> list[int]:
+    """1, 2, 4 and so on, up to and with ``top``."""
+    return [1 << k for k in range(top.bit_length()) if 1 << k < top] + [top]
+
+
+def _with_size(progress: Progress, size: int, turn: int, turns: int, stage: str, done: int, total: int) -> None:
+    """One bar for all sizes: it fills once."""
+    progress(f"{size} environments ({turn + 1} of {turns}): {stage}", turn * total + done, turns * total)
+
+
+def _show(
+    arguments: argparse.Namespace, suffix: str, values: Any, draw: Callable[[Path], bool], show: Callable[[], None]
+) -> None:
+    """Write what was measured as JSON and as a picture, and print it."""
+    name = re.sub(r"[^\w.-]+", "_", arguments.env_id)
+    table, picture = (arguments.out / f"{name}-{arguments.num_envs}{suffix}.{kind}" for kind in ("json", "png"))
+    text = json.dumps(values, indent=1)
+    table.write_text(text + "\n")
+    drawn = draw(picture)
+    if arguments.json:
+        print(text)
+    else:
+        show()
+        print(f"Written: {table}{f', {picture}' if drawn else ''}")
+
+
+def _choose(candidates: list[Candidate], arguments: argparse.Namespace) -> list[Candidate]:
+    """The rows of ``--engines``. Those that this machine cannot hold are refused before anything is started."""
+    if arguments.engines is not None:
+        known = {candidate.name: candidate for candidate in candidates}
+        wanted = [name.strip() for name in arguments.engines.split(",") if name.strip()]
+        for name in wanted:
+            if name not in known:
+                close = did_you_mean(name, list(known)) or "."
+                raise CliError(f"no engine {name!r}{close} There are: {', '.join(known)}")
+        if not wanted:
+            raise CliError(f"--engines names no engine. There are: {', '.join(known)}")
+        candidates = [candidate for candidate in candidates if candidate.name in wanted]
+    crowds = [candidate.processes + 1 for candidate in candidates if candidate.crowd]
+    others = sum(candidate.processes + 1 for candidate in candidates if not candidate.crowd)
+    most = max((candidate.processes for candidate in candidates), default=0)
+    reason = doctor.shortage(others + max(crowds, default=0), most)
+    if reason is not None:
+        greedy = [candidate.name for candidate in candidates if candidate.crowd]
+        rest = [candidate.name for candidate in candidates if not candidate.crowd]
+        advice = f", or leave out {', '.join(greedy)} (--engines {','.join(rest)})" if greedy and rest else ""
+        raise CliError(f"{reason}; take fewer environments or workers{advice}")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    return candidates

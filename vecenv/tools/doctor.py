@@ -1,9 +1,9 @@
 """``vecenv doctor``: what decides reliability on this machine, and what to do about what is not right.
 
-Every fact is one :class:`Finding`, made by one small function that looks at one thing and changes nothing.
-Nothing is imported to find out whether it is installed, no start method is fixed by asking for it, and
-whatever a system does not have (no ``/proc``, no control groups, no ``resource``) is a finding too, not an
-error; what is for worker processes only is left out where there can be none.
+Every fact is one :class:`Finding`, made by one small function that looks at one thing and changes nothing. Nothing is
+imported to find out whether it is installed, and no start method is fixed by asking for it. What a system does not have
+(``/proc``, control groups, ``resource``) is a finding too, not an error. What is for worker processes only is left out
+where there can be none. The findings are printed without any library, since one of them is that libraries are missing.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from vecenv.engine.starting import DESCRIPTORS, SPARE_DESCRIPTORS
 from vecenv.errors import how_to_install
 from vecenv.shm.arena import available_memory, memory_limits
-from vecenv.system.abilities import why_no_processes
 from vecenv.system.cores import usable_cores
+from vecenv.system.spawning import why_no_processes
+from vecenv.tools.usage import fitted
 
 if sys.platform != "win32":
     import resource
@@ -105,7 +106,15 @@ def main(as_json: bool = False) -> int:
     if as_json:
         print(json.dumps({"verdict": worst, "findings": [dataclasses.asdict(f) for f in findings]}, indent=2))
     else:
-        _print(findings)
+        width = max(len(finding.name) for finding in findings)
+        for finding in findings:
+            mark = "-" if finding.verdict == "none" else finding.verdict
+            print(fitted(f"{mark:<4}  {finding.name:<{width}}  {finding.value}"))
+            if finding.advice:
+                print(fitted(f"      {'':<{width}}  -> {finding.advice}"))
+        bad, warn = (sum(finding.verdict == verdict for finding in findings) for verdict in ("bad", "warn"))
+        works = "Everything that vecenv relies on works here."
+        print(f"{bad} bad, {warn} to think about." if bad or warn else works)
     return 1 if worst == "bad" else 0
 
 
@@ -162,33 +171,33 @@ def _thread_count() -> int:
 
 
 def _memfd() -> Iterator[Finding]:
-    advice = "shared memory falls back to an unlinked file in /dev/shm, bounded by its size, or else among temporary files"
-    if why_no_processes() is not None:  # nobody to share with
-        return
-    if not hasattr(os, "memfd_create"):
-        yield Finding("memfd", "not available", "warn", advice)
-        return
-    try:
-        os.close(os.memfd_create("vecenv-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-    except OSError as error:
-        yield Finding("memfd", f"refused: {error}", "bad", "the sandbox forbids memfd_create; allow the system call")
-    else:
-        yield Finding("memfd", "works, with seals")
+    yield from _system_call(
+        "memfd",
+        "memfd_create",
+        lambda: os.memfd_create("vecenv-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING),
+        "shared memory falls back to an unlinked file in /dev/shm, bounded by its size, or else among temporary files",
+        Finding("memfd", "refused", "bad", "the sandbox forbids memfd_create; allow the system call"),
+    )
 
 
 def _pidfd() -> Iterator[Finding]:
     advice = "deaths are looked for 20 times per second; signals go to process ids"
-    if why_no_processes() is not None:
+    refused = Finding("pidfd", "refused", "warn", f"{advice}; Linux 5.3 or a laxer sandbox would have it")
+    yield from _system_call("pidfd", "pidfd_open", lambda: os.pidfd_open(os.getpid()), advice, refused)
+
+
+def _system_call(name: str, function: str, call: Callable[[], int], advice: str, refused: Finding) -> Iterator[Finding]:
+    if why_no_processes() is not None:  # there is no other process to share with or to wait for
         return
-    if not hasattr(os, "pidfd_open"):
-        yield Finding("pidfd", "not available", "warn", advice)
+    if not hasattr(os, function):
+        yield Finding(name, "not available", "warn", advice)
         return
     try:
-        os.close(os.pidfd_open(os.getpid()))
+        os.close(call())
     except OSError as error:
-        yield Finding("pidfd", f"refused: {error}", "warn", f"{advice}; Linux 5.3 or a laxer sandbox would have it")
+        yield dataclasses.replace(refused, value=f"refused: {error}")
     else:
-        yield Finding("pidfd", "works")
+        yield Finding(name, "works")
 
 
 def _dev_shm() -> Iterator[Finding]:
@@ -344,9 +353,6 @@ _LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (
 )
 
 
-# --- printing -----------------------------------------------------------------------------------
-
-
 def _read(path: str) -> str:
     try:
         return Path(path).read_text()
@@ -356,51 +362,3 @@ def _read(path: str) -> str:
 
 def _bytes(number: int) -> str:
     return f"{number / GIB:.1f} GiB" if number >= GIB else f"{number / MIB:.0f} MiB"
-
-
-_MARKS: Final[dict[Verdict, str]] = {"ok": "ok", "warn": "warn", "bad": "bad", "none": "-"}
-
-
-def _print(findings: list[Finding]) -> None:
-    try:
-        from rich.console import Console
-    except ImportError:
-        _print_plain(findings)
-    else:
-        _print_rich(findings, Console())
-
-
-def _print_plain(findings: list[Finding]) -> None:
-    width = max(len(finding.name) for finding in findings)
-    for finding in findings:
-        print(f"{_MARKS[finding.verdict]:<4}  {finding.name:<{width}}  {finding.value}")
-        if finding.advice:
-            print(f"      {'':<{width}}  -> {finding.advice}")
-    print(_summary(findings))
-
-
-def _print_rich(findings: list[Finding], console: Any) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    colours = {"ok": "green", "warn": "yellow", "bad": "bold red", "none": "dim"}
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for finding in findings:
-        about = Text(finding.value)
-        if finding.advice:
-            quiet = finding.verdict in ("ok", "none")
-            about.append(f"\n{finding.advice}", style="dim" if quiet else colours[finding.verdict])
-        table.add_row(Text(_MARKS[finding.verdict], style=colours[finding.verdict]), Text(finding.name, style="bold"), about)
-    console.print(table)
-    console.print(Text(_summary(findings)))
-
-
-def _summary(findings: list[Finding]) -> str:
-    bad = sum(finding.verdict == "bad" for finding in findings)
-    warn = sum(finding.verdict == "warn" for finding in findings)
-    if not bad and not warn:
-        return "Everything that vecenv relies on works here."
-    return f"{bad} bad, {warn} to think about."

@@ -19,7 +19,7 @@ from typing import Any, Final
 from vecenv.patching import REPORT, install
 from vecenv.tools.usage import CliError, one_line
 
-__all__ = ["OPTIONS", "Option", "prepare"]
+__all__ = ["add_options", "prepare"]
 
 _DEFAULTS: Final = ("num_workers", "on_failure", "step_timeout", "context", "copy", "generators")
 
@@ -176,23 +176,19 @@ def _without_us(
     hook(kind, error.with_traceback(own), own)
 
 
-Option = tuple[tuple[str, ...], dict[str, Any]]
-"""Arguments of ``ArgumentParser.add_argument``."""
+def add_options(option: Callable[..., Any]) -> None:
+    """Declare what comes before the program; everything behind its name is its own.
 
-OPTIONS: Final[tuple[Option, ...]] = (
-    (("--num-workers",), {
-        "type": _workers, "default": "auto", "metavar": "N", "help": "processes: a number, auto, or each (default: auto)",
-    }),
-    (("--on-failure",), {"choices": ("raise", "restart"), "help": "what to do about an environment that fails"}),
-    (("--step-timeout",), {"type": float, "metavar": "S", "help": "seconds after which a step counts as hanging"}),
-    (("--context",), {"choices": ("fork", "spawn", "forkserver"), "help": "how worker processes are started"}),
-    (("--copy",), {"action": argparse.BooleanOptionalAction, "help": "whether observations are copies"}),
-    (("--generators",), {"choices": ("shared", "own"), "help": "whether each environment has global generators of its own"}),
-    (("--sync",), {"action": "store_true", "help": "replace gymnasium.vector.SyncVectorEnv too"}),
-    (("--quiet",), {"action": "store_true", "help": "say nothing at the beginning and at the end"}),
-    (("-m",), {
-        "dest": "module", "nargs": argparse.REMAINDER, "metavar": "MODULE", "help": "run a module, as python -m does",
-    }),
-    (("program",), {"nargs": argparse.REMAINDER, "metavar": "PROGRAM ...", "help": "a file, and its own arguments"}),
-)  # fmt: skip
-"""What comes before the program; everything behind its name is its own."""
+    Args:
+        option: ``ArgumentParser.add_argument``.
+    """
+    option("--num-workers", type=_workers, default="auto", metavar="N", help="a number, auto, or each (default: auto)")
+    option("--on-failure", choices=("raise", "restart"), help="what to do about an environment that fails")
+    option("--step-timeout", type=float, metavar="S", help="seconds after which a step counts as hanging")
+    option("--context", choices=("fork", "spawn", "forkserver"), help="how worker processes are started")
+    option("--copy", action=argparse.BooleanOptionalAction, help="whether observations are copies")
+    option("--generators", choices=("shared", "own"), help="whether each environment has global generators of its own")
+    option("--sync", action="store_true", help="replace gymnasium.vector.SyncVectorEnv too")
+    option("--quiet", action="store_true", help="say nothing at the beginning and at the end")
+    option("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module, as python -m does")
+    option("program", nargs=argparse.REMAINDER, metavar="PROGRAM ...", help="a file, and its own arguments")

@@ -1,36 +1,39 @@
 """``vecenv top``: the workers of running programs, as a live table or as one snapshot.
 
-Two states of the file that a program writes (:mod:`vecenv.engine.published`) give the rates of the time between them; what
-the kernel says of a worker's process gives its state. The programs themselves are not asked anything, and so a program that
-hangs is shown as well as one that runs.
+Two states of the file that a program writes (:mod:`vecenv.engine.published`) give the rates of the time between them. What
+the kernel says about a worker's process gives its state. The programs themselves are not asked anything, so a program that
+hangs is shown as well as one that runs. Drawing is a function of the rows, the view and the height, so that tests need no
+terminal.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import json
+import os
+import select
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from vecenv.engine.published import BadFile, PublishedStats, PublishedWorker, process_state, published
+from vecenv.engine.published import BadFile, PublishedStats, PublishedWorker, available, process_state, published
+from vecenv.tools.usage import WRONG, CliError, require
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = [
-    "HEADINGS", "HOW_TO_PUBLISH", "ProgramRow", "Watcher", "WorkerRow", "cells", "print_table", "summary", "table",
-    "to_dict",
-]  # fmt: skip
+__all__ = ["ProgramRow", "View", "Watcher", "WorkerRow", "draw", "main"]
 
-HOW_TO_PUBLISH: Final = "a program shows its workers here after envs.publish_stats(), or when run with VECENV_TOP=1"
-_WIDTH: Final = 110  # of a table that does not go to a terminal
+_HOW_TO_PUBLISH: Final = "a program shows its workers here after envs.publish_stats(), or when run with VECENV_TOP=1"
 _LONGEST_NAME: Final = 80
 _LATE: Final = 1.5  # seconds without an answer that are worth a word, and after which old rates hold no more
 _WAITS: Final = 0.95  # share of the time outside environments above which a worker that steps is said to wait
-HEADINGS: Final = ("worker", "pid", "state", "envs", "steps/s", "waiting", "slowest env", "restarts")
+_HEADINGS: Final = ("worker", "pid", "state", "envs", "steps/s", "waiting", "slowest env", "restarts")
 _COLOURS: Final = {"stepping": "green", "busy": "yellow", "stopped": "red", "dead": "red"}
 
 
@@ -87,11 +90,6 @@ class ProgramRow:
     restarts: int
     errors: int
     workers: list[WorkerRow]
-
-
-def to_dict(rows: list[ProgramRow]) -> dict[str, Any]:
-    """Plain values for JSON."""
-    return {"programs": [asdict(row) for row in rows]}
 
 
 class Watcher:
@@ -189,16 +187,78 @@ def _state(worker: PublishedWorker, *, stepped: bool, waiting: float) -> str:
     return "busy" if state[0] == "R" and worker.kind == "process" else "idle"
 
 
-# --- for people -----------------------------------------------------------------------------------
+# --- what is shown ----------------------------------------------------------------------------------
+
+_ORDERS: Final[dict[str, Callable[[WorkerRow], Any]]] = {
+    "worker": lambda worker: 0,
+    "steps/s": lambda worker: -worker.steps_per_second,
+    "waiting": lambda worker: -worker.waiting,
+    "slowest env": lambda worker: -(worker.slowest_env_seconds or 0.0),
+    "restarts": lambda worker: -worker.restarts,
+    "state": lambda worker: worker.state,
+}
+_MOVES: Final = {b"\x1b[A": -1, b"k": -1, b"\x1b[B": 1, b"j": 1}
+_PAGES: Final = {b"\x1b[5~": -1, b"\x1b[6~": 1, b" ": 1}
 
 
-def table(rows: list[ProgramRow], left_out: Sequence[str] = ()) -> RenderableType:
-    """All programs, a table each, and what was left out."""
+@dataclass
+class View:
+    """What the keys have chosen: the order of the workers, and the first one that is shown."""
+
+    order: str = "worker"
+    first: int = 0
+    room: int = 1  # workers that the latest picture had room for
+    ended: bool = False
+
+    def press(self, keys: bytes) -> None:
+        """Follow what was typed: ``s`` sorts by the next column, arrows and pages move, ``q`` ends."""
+        while keys:
+            key = next((known for known in (*_MOVES, *_PAGES) if keys.startswith(known)), keys[:1])
+            keys = keys[len(key) :]
+            self.first += _MOVES.get(key, 0) + _PAGES.get(key, 0) * self.room
+            if key == b"s":
+                names = list(_ORDERS)
+                self.order, self.first = names[(names.index(self.order) + 1) % len(names)], 0
+            self.ended |= key == b"q"
+
+
+def draw(rows: Sequence[ProgramRow], left_out: Sequence[str], view: View | None = None, height: int = 0) -> RenderableType:
+    """The summaries of all programs, and below them their workers as one table.
+
+    Args:
+        rows: The programs.
+        left_out: A word on each file that cannot be read.
+        view: What the keys have chosen, which is moved to where there are workers; ``None``: all workers.
+        height: Lines that there are.
+    """
     from rich.console import Group
+    from rich.table import Table
     from rich.text import Text
 
-    shown: list[RenderableType] = [_table(row) for row in rows] or [Text(f"Nothing to show: {HOW_TO_PUBLISH}.")]
-    return Group(*shown, *(Text(f"Left out: {word}.", style="dim") for word in left_out))
+    def line(text: str, style: str = "") -> Text:  # and no markup: names are the programs' own
+        return Text(text, style, no_wrap=True, overflow="ellipsis")
+
+    words = [line(f"Left out: {word}.", "dim") for word in left_out]
+    if not rows:
+        return Group(Text(f"Nothing to show: {_HOW_TO_PUBLISH}."), *words)
+    head = [line(text, "bold") for row in rows for text in _summary(row)] + words
+    workers = [(row.pid, worker) for row in rows for worker in row.workers]
+    below = []
+    if view is not None:
+        order, view.room = view.order, max(1, height - len(head) - 2)
+        view.first = max(0, min(view.first, len(workers) - view.room))
+        first, last = view.first, min(view.first + view.room, len(workers))
+        keys = f"workers {first + 1}-{last} of {len(workers)} by {order}; keys: s sort, arrows and pages move, q end"
+        workers = sorted(workers, key=lambda pair: _ORDERS[order](pair[1]))[first:last]
+        below = [line(keys, "dim")]
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    several = len(rows) > 1
+    for heading in (*(["program"] if several else []), *_HEADINGS):
+        justify: Literal["left", "right"] = "left" if heading in ("state", "envs") else "right"
+        table.add_column(heading, justify=justify, no_wrap=True)
+    for pid, worker in workers:
+        table.add_row(*([str(pid)] if several else []), *_cells(worker))
+    return Group(*head, table, *below)
 
 
 def _plain(name: str) -> str:
@@ -207,8 +267,8 @@ def _plain(name: str) -> str:
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in short)
 
 
-def summary(program: ProgramRow) -> tuple[str, str]:
-    """What there is to say of a program as a whole, in two lines of a narrow terminal."""
+def _summary(program: ProgramRow) -> tuple[str, str]:
+    """A program as a whole, in two lines of a narrow terminal."""
     late = f", no answer for {program.since_answer:.1f} s" if program.since_answer > _LATE else ""
     return (
         f"{_plain(program.name)}: {program.num_envs} environments, pid {program.pid}",
@@ -217,7 +277,7 @@ def summary(program: ProgramRow) -> tuple[str, str]:
     )
 
 
-def cells(worker: WorkerRow) -> tuple[RenderableType, ...]:
+def _cells(worker: WorkerRow) -> tuple[RenderableType, ...]:
     """A worker's line of the table."""
     from rich.text import Text
 
@@ -235,27 +295,86 @@ def cells(worker: WorkerRow) -> tuple[RenderableType, ...]:
     )
 
 
-def _table(program: ProgramRow) -> RenderableType:
-    from rich.table import Table
-    from rich.text import Text
-
-    title = Text("\n".join(summary(program)), style="table.title")  # and no markup: the name is the program's
-    found = Table(title=title, title_justify="left")
-    for heading in HEADINGS:
-        found.add_column(heading, justify="left" if heading in ("state", "envs") else "right")
-    for worker in program.workers:
-        found.add_row(*cells(worker))
-    return found
-
-
 def _duration(seconds: float) -> str:
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:,.1f} s"
 
 
-def print_table(rows: list[ProgramRow]) -> None:
-    """The table as it is now, on stdout."""
-    from rich.console import Console
+# --- the command ------------------------------------------------------------------------------------
 
-    Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False).print(table(rows))
+
+def main(arguments: argparse.Namespace) -> int:
+    """Show the live table, or print one; returns the exit code."""
+    if not available():
+        raise CliError("vecenv top needs Linux; envs.stats() gives the figures in the program itself")
+    watcher = Watcher(arguments.pid)
+    if not arguments.json:
+        require("top", "rich")
+        if not arguments.once:
+            return _show(watcher, arguments.interval)
+    watcher.read()
+    time.sleep(arguments.interval)
+    programs = watcher.read()
+    for word in watcher.left_out:
+        print(f"vecenv: left out: {word}", file=sys.stderr)
+    if arguments.json:
+        print(json.dumps({"programs": [asdict(row) for row in programs]}, indent=1))
+    elif programs:
+        from rich.console import Console
+
+        Console(highlight=False).print(draw(programs, ()))
+    else:
+        of = "" if arguments.pid is None else f" of process {arguments.pid}"
+        others = sorted({row.pid for row in Watcher().read()}) if of else []
+        seen = f"; those that publish: {', '.join(map(str, others))}" if others else ""
+        print(f"vecenv: nothing to show{of}: {_HOW_TO_PUBLISH}{seen}", file=sys.stderr)
+    return 0 if programs else WRONG
+
+
+def _show(watcher: Watcher, interval: float) -> int:
+    """Show the workers and renew them every ``interval`` seconds, until ``q`` or Ctrl-C."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console()
+    if not console.is_terminal:
+        raise CliError("top shows a live table in a terminal; elsewhere: --once or --json")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout 9 vecenv top` gives the terminal back, too
+    view, rows = View(), watcher.read()
+    with (
+        contextlib.suppress(KeyboardInterrupt),  # the way to end it
+        _keys() as wait,
+        Live(draw(rows, watcher.left_out, view, console.height), console=console, screen=True, auto_refresh=False) as live,
+    ):
+        due = time.monotonic() + interval
+        while not view.ended:
+            view.press(wait(max(due - time.monotonic(), 0.0)))
+            if time.monotonic() >= due:
+                rows, due = watcher.read(), time.monotonic() + interval
+            live.update(draw(rows, watcher.left_out, view, console.height), refresh=True)
+    return 0
+
+
+def _nothing_typed(seconds: float) -> bytes:
+    time.sleep(seconds)
+    return b""
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], bytes]]:
+    """A function that waits for some seconds and returns what was typed; the terminal is as before afterwards."""
+    import termios
+    import tty
+
+    terminal = sys.stdin.fileno()
+    try:
+        before = termios.tcgetattr(terminal)
+    except termios.error:  # stdin is no terminal
+        yield _nothing_typed
+        return
+    try:
+        tty.setcbreak(terminal, termios.TCSADRAIN)  # what was typed while this started is kept
+        yield lambda seconds: os.read(terminal, 64) if select.select([terminal], [], [], seconds)[0] else b""
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)

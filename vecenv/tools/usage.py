@@ -1,4 +1,4 @@
-"""What the commands share: how they end, what they say of a wrong name, and environments by name."""
+"""What the commands share: how they end, what they say about a wrong name, and environments by name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import difflib
 import importlib
 import importlib.util
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -14,10 +16,10 @@ from typing import TYPE_CHECKING, Final
 from vecenv.errors import how_to_install
 
 if TYPE_CHECKING:
-    from vecenv.tools.benchmark import EnvFn
+    from vecenv.tools.runners import EnvFn
 
 __all__ = [
-    "DIED", "INTERRUPTED", "USAGE", "WRONG", "CliError", "did_you_mean", "hint_of_arguments", "one_line",
+    "DIED", "INTERRUPTED", "USAGE", "WRONG", "CliError", "did_you_mean", "fitted", "hint_of_arguments", "one_line",
     "require", "resolve",
 ]  # fmt: skip
 
@@ -46,6 +48,17 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {first}"
 
 
+def fitted(text: str) -> str:
+    """The lines of a text, wrapped between words at the width of the terminal; as they are where there is none."""
+    width = max(shutil.get_terminal_size(fallback=(sys.maxsize, 0)).columns, 40)
+
+    def fit(line: str) -> str:
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+    return "\n".join(fit(line) if len(line) > width else line for line in text.splitlines())
+
+
 def hint_of_arguments(error: str) -> str:
     """What to do where a class or function could not be called as it is."""
     if "TypeError" in error and re.search(r"missing \d+ required", error):
@@ -60,20 +73,15 @@ def require(command: str, *libraries: str) -> None:
             raise CliError(f"vecenv {command} needs {library}: {how_to_install('bench')}")
 
 
-def one_repr(value: object) -> str:
-    """A value in a few words."""
-    text = repr(value)
-    return text if len(text) < 60 else f"{text[:57]}..."
-
-
 def resolve(env_id: str) -> EnvFn:
     """The function that makes this environment; unknown ids name close matches."""
     import gymnasium
 
     from vecenv.registry import newest_version
-    from vecenv.tools.benchmark import make_env
+    from vecenv.tools.runners import make_env
 
     module, _, name = env_id.rpartition(":")
+    public: list[str] = []
     if module:
         if "" not in sys.path:
             sys.path.insert(0, "")  # a console script does not look into the current folder
@@ -84,7 +92,9 @@ def resolve(env_id: str) -> EnvFn:
         if name in gymnasium.registry or callable(getattr(found, name, None)):
             return partial(make_env, env_id)
         if hasattr(found, name):
-            raise CliError(f"{env_id!r} is {one_repr(getattr(found, name))}, which cannot be called to build an environment")
+            shown = textwrap.shorten(repr(getattr(found, name)), 60)
+            raise CliError(f"{env_id!r} is {shown}, which cannot be called to build an environment")
+        public = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
     elif name.startswith("ALE/"):
         if importlib.util.find_spec("ale_py") is None:
             raise CliError(f"{env_id} needs ale-py: {how_to_install('bench')}")
@@ -92,11 +102,9 @@ def resolve(env_id: str) -> EnvFn:
     newest = newest_version(name)
     if newest is not None:
         name, env_id = newest, f"{module}:{newest}" if module else newest
-    if name not in gymnasium.registry and module:
-        public = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
-        hint = did_you_mean(name, [*public, *gymnasium.registry])
-        raise CliError(f"{module!r} has no {name!r} and registers no environment of that name{hint}")
     if name not in gymnasium.registry:
-        hint = did_you_mean(name, list(gymnasium.registry))
+        hint = did_you_mean(name, [*public, *gymnasium.registry])
+        if module:
+            raise CliError(f"{module!r} has no {name!r} and registers no environment of that name{hint}")
         raise CliError(f"no environment {env_id!r} is registered{hint or '; other packages: module:Env-v0'}")
     return partial(make_env, env_id)

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 from vecenv.backends.jax_native import JaxVectorEnv, functional_of
+from vecenv.jax.env import EnvState
 from vecenv.jax.functional import FunctionalVectorEnv
 from vecenv.jax.interop import entropy_seeds, seed_keys
 from vecenv.jax.libraries import require_gradient
-from vecenv.jax.state import EnvState
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,8 +64,7 @@ class TorchState:
     @property
     def done(self) -> Tensor:
         """``bool[num_envs]``: terminated or truncated."""
-        ended: Tensor = self.terminated | self.truncated
-        return ended
+        return self.terminated | self.truncated
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "token" or name not in EnvState.__dataclass_fields__:
@@ -188,8 +187,7 @@ class DifferentiableEnv:
             leaf = (packed if slot.floating else integers)[:, slot.start : slot.stop].reshape(slot.shape)
             leaf = leaf.astype(slot.dtype) if slot.floating else _recast(leaf, slot.dtype)
             leaves.append(leaf if slot.key is None else jax.random.wrap_key_data(leaf, impl=slot.key))
-        state: EnvState = jax.tree.unflatten(self._structure, leaves)
-        return state
+        return jax.tree.unflatten(self._structure, leaves)  # type: ignore[no-any-return]
 
     def _field(self, state: TorchState, name: str) -> Any:
         """One field of ``state``: slices of the packed tensors."""
@@ -291,8 +289,7 @@ def differentiable(env: Any, num_envs: int = 1, **options: Any) -> Differentiabl
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:
-    found: torch.dtype = torch.from_numpy(np.empty(0, dtype)).dtype
-    return found
+    return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
 def _borrow(tensor: Tensor) -> Any:

@@ -20,16 +20,16 @@ from torchrl.data.tensor_specs import Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase
 
 from vecenv.adapters.torchrl_spaces import codec_of
+from vecenv.backends.jax_native import functional_of
+from vecenv.jax.env import EnvState
 from vecenv.jax.functional import FunctionalVectorEnv
 from vecenv.jax.interop import entropy_seeds, seed_keys
-from vecenv.jax.libraries import adapt, differentiability, make_env, require_gradient
-from vecenv.jax.state import EnvState
+from vecenv.jax.libraries import differentiability, require_gradient
 from vecenv.torch.differentiable import DifferentiableEnv, TorchState, torch_dtype
 
 __all__ = ["TensorDictEnv"]
 
 _TAKEN = frozenset({"reward", "done", "terminated", "truncated", "action", "next", "state", "_reset", "_step"})
-_OPTIONS = frozenset({"max_episode_steps", "frame_skip", "randomize", "reset", "pool_size", "stagger", "discount"})
 
 
 class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
@@ -53,9 +53,8 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         device: Where tensors go; they are carried to JAX's device and back if that is another.
         categorical_action_encoding: Discrete spaces as integers, not one-hot.
         allow_done_after_reset: As everywhere in TorchRL.
-        **options: ``max_episode_steps``, ``frame_skip``, ``randomize``, ``reset``, ``pool_size``, ``stagger`` and
-            ``discount`` of :class:`vecenv.jax.FunctionalVectorEnv`; others go to the named environment, as
-            ``backend="spring"``.
+        **options: Those of :class:`vecenv.jax.FunctionalVectorEnv`, except for ``autoreset_mode``; others go to the named
+            environment, as ``backend="spring"``.
 
     Attributes:
         functional: The :class:`vecenv.jax.FunctionalVectorEnv` beneath, its rows in one line.
@@ -74,16 +73,9 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
     """
 
     def __init__(
-        self,
-        env: Any,
-        batch_size: Any = (),
-        *,
-        requires_grad: bool | None = None,
-        device: Any = "cpu",
-        categorical_action_encoding: bool = False,
-        allow_done_after_reset: bool = False,
-        **options: Any,
-    ) -> None:
+        self, env: Any, batch_size: Any = (), *, requires_grad: bool | None = None, device: Any = "cpu",
+        categorical_action_encoding: bool = False, allow_done_after_reset: bool = False, **options: Any,
+    ) -> None:  # fmt: skip
         batch = torch.Size(batch_size)
         super().__init__(device=device, batch_size=batch, allow_done_after_reset=allow_done_after_reset)
         self._made_of: dict[str, Any] = {
@@ -137,6 +129,8 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         return self.tensordict_of(self._inner.wrap(self._latest()))
 
     def _latest(self) -> EnvState:
+        if self._begun is None:
+            self._begin(None)
         assert self._begun is not None
         return self._begun
 
@@ -153,7 +147,7 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
 
     def _step(self, tensordict: Any) -> Any:
         if tensordict.get("state", None) is None:
-            before = self._inner.wrap(self._latest() if self._begun is not None else self._first())
+            before = self._inner.wrap(self._latest())
         else:
             before = self.state_of(tensordict)
         action = tensordict.get("action")
@@ -173,10 +167,6 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         shown = self.tensordict_of(after)
         shown.set("reward", self._out(reward.unsqueeze(-1)))
         return shown
-
-    def _first(self) -> EnvState:
-        self._begin(None)
-        return self._latest()
 
     def _set_seed(self, seed: int | None) -> None:
         self._seed_next = seed
@@ -216,8 +206,7 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
 
     def __deepcopy__(self, memo: Any) -> TensorDictEnv:
         made_of = {**self._made_of, "device": self.device, "env": self.functional}  # which is compiled already
-        copied: TensorDictEnv = _again(type(self), made_of, self._kept())
-        return copied
+        return _again(type(self), made_of, self._kept())  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _again, (type(self), {**self._made_of, "device": self.device}, self._kept())
@@ -245,13 +234,9 @@ def _functional(env: Any, n: int, options: dict[str, Any]) -> FunctionalVectorEn
         if env.autoreset_mode is not AutoresetMode.DISABLED or env.batch_shape != (n,):
             raise ValueError(f"{env!r} resets its rows itself, or has other rows: give the environment that it was made of")
         return env
-    given = {name: value for name, value in options.items() if name in _OPTIONS}
-    for_env = {name: value for name, value in options.items() if name not in _OPTIONS}
-    if isinstance(env, str):
-        env = make_env(env, **for_env)
-    elif for_env:
-        raise TypeError(f"{sorted(for_env)} are no options of an environment that exists; these are: {sorted(_OPTIONS)}")
-    return FunctionalVectorEnv(adapt(env), n, AutoresetMode.DISABLED, **given)
+    if "autoreset_mode" in options:
+        raise TypeError("autoreset_mode is no option here: TorchRL resets the rows that are over")
+    return functional_of(env, n, None, {**options, "autoreset_mode": AutoresetMode.DISABLED})
 
 
 def _entries(functional: FunctionalVectorEnv) -> tuple[Any, ...]:

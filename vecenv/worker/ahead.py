@@ -13,8 +13,8 @@ from typing import Any
 
 import cloudpickle
 
-from vecenv.link.outcomes import Outcome
-from vecenv.system import draws
+from vecenv.link.messages import Outcome
+from vecenv.system.generators import watch_by
 from vecenv.worker.keeping import KeptRows
 from vecenv.worker.threads import Said
 
@@ -73,7 +73,7 @@ class AheadRows(KeptRows):
         self.envs, self.forked, self._used = before.envs, before.forked, before._used
         self._latest, self._kept = before._latest, before._kept
         self.generators = before.generators
-        draws.watch_by(self.saw)
+        watch_by(self.saw)
         env = self.envs[0]
         if env is None:
             self._steps[0] = self._step_failed(0)

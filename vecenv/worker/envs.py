@@ -14,10 +14,9 @@ import numpy as np
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 
 from vecenv.errors import EnvError, EnvFailed, ObservationError
-from vecenv.link.outcomes import Failure, Outcome
-from vecenv.link.packing import dumps_by_value, summary
+from vecenv.link.messages import Failure, Outcome, dumps_by_value, summary
 from vecenv.shm.layout import Array, Tree
-from vecenv.system import draws, generators
+from vecenv.system import generators
 
 __all__ = ["Envs", "Expected"]
 
@@ -101,7 +100,7 @@ class Envs:
         self._used = [False] * count
         self._next: dict[int, tuple[Any, Any]] = {}  # row -> seed and options of the next episode that autoreset begins
         self._offered: list[Any] = [None] * count  # what an environment with an observation_buffer writes into
-        self.generators: generators.Own | None = None  # of rows that have their own
+        self.generators: generators.RowGenerators | None = None  # of rows that have their own
         self._building: int | None = None
         self.warnings: list[tuple[str, str]] = []
 
@@ -113,9 +112,9 @@ class Envs:
     def use_generators(self, option: generators.GeneratorsOption) -> None:
         """Before environments are built: let each row have its own, or note who draws from those of the process."""
         if option == "own":
-            self.generators = generators.Own(self.count)
+            self.generators = generators.RowGenerators(self.count)
         elif not self._interrupts:
-            draws.watch(self.saw)
+            generators.watch(self.saw)
 
     def saw(self, generator: str) -> None:
         """An environment draws from a generator of the process: there is a warning about it."""
@@ -137,7 +136,7 @@ class Envs:
 
     def _turn(self, k: int, seed: Any = None, *, begins: bool = False) -> AbstractContextManager[None]:
         """Around every call into an environment but ``step``; ``begins``: it is a reset, with this seed."""
-        return _NO_TURN if self.generators is None else generators.Turn(self.generators.each[k], seed, begins)
+        return _NO_TURN if self.generators is None else generators.InUse(self.generators.each[k], seed, begins)
 
     def build(self) -> tuple[list[Failure], list[tuple[int, str, str]]]:
         """Build all environments; what raised, and (env, which space, its repr) for spaces that do not match."""

@@ -6,17 +6,15 @@ All of it may be done again after an interruption: a state is taken twice, or pu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
 from vecenv.errors import NotRestorable, SnapshotMismatch, VecEnvError
-from vecenv.link.outcomes import Failure, Outcome
-from vecenv.link.packing import summary
+from vecenv.link.messages import Failure, Outcome
 from vecenv.state.capture import captured, layers_of, opened
 from vecenv.state.proof import prove
 from vecenv.state.snapshots import Row, Snapshot, kind_of
-from vecenv.system.draws import unwatched
+from vecenv.system.generators import unwatched
 from vecenv.system.uninterrupted import succeeds_when_repeated
 from vecenv.worker.rows import EnvRows
 
@@ -26,7 +24,6 @@ __all__ = ["KeptRows"]
 class KeptRows(EnvRows):
     """Environments that are stepped and reset (:class:`~vecenv.worker.rows.EnvRows`), saved and loaded."""
 
-    _back: dict[int, Snapshot] = {}  # noqa: RUF012 - of rows that are being rebuilt: what they go on from
     _opened: dict[int, tuple[Callable[[], None], Snapshot]] | None = None
     """Of the rows that are about to be loaded: what fills them, and with what."""
 
@@ -42,10 +39,9 @@ class KeptRows(EnvRows):
                     state = captured(env, layers)
             except NotRestorable as error:
                 raise NotRestorable(f"{kind.env_id} cannot be saved: {error}") from error
-            announces = getattr(self._steps[k], "announces", None)
             return Snapshot.of(
                 kind, state, pending=self._is_pending(k), used=self._used[k], upcoming=self._next.get(k),
-                announces=announces, generators=None if self.generators is None else self.generators.each[k].state(),
+                generators=None if self.generators is None else self.generators.each[k].state(),
             )  # fmt: skip
 
         return self._again(seq, ks, one)
@@ -75,7 +71,7 @@ class KeptRows(EnvRows):
             fill, snapshot = self._opened[k]
             known = snapshot.row
             self._fill(k, fill, known)
-            self._steps[k] = self._step_from(k, known, known.announces)
+            self._steps[k] = self._first_step(k, known.pending)
             self._used[k] = known.used
 
         out = self._again(seq, ks, one, fatal=True)
@@ -109,68 +105,6 @@ class KeptRows(EnvRows):
         if self._offered[k] is not None:
             env.unwrapped.observation_buffer(self._offered[k])  # type: ignore[attr-defined]
 
-    def _step_from(self, k: int, known: Row, announces: tuple[Any] | None) -> Callable[[Any], Any]:
-        """The step of a row that was filled; ``announces``: it is one that only says where the environment is."""
-        env = self._env(k)
-        if known.pending:
-            return self._step_by_reset(k)
-        if announces is None:
-            return env.step
-
-        def step(_: Any) -> Any:
-            self._steps[k] = env.step
-            return deepcopy(announces[0]), 0.0, False, False, {}
-
-        step.announces = announces  # type: ignore[attr-defined]
-        return step
-
-    # -- going on from a snapshot after a failure -------------------------------------------------------------------
-
-    def rebuild_from(
-        self,
-        seq: int,
-        ks: list[int],
-        snapshots: Sequence[Snapshot | None],
-        seeds: Sequence[Any],
-        options: Any,
-        *,
-        pending: bool,
-    ) -> Outcome:
-        """As :meth:`rebuild`; rows that have a snapshot go on from there and are not reset. ``results`` says which."""
-        self._back = {k: one for k, one in zip(ks, snapshots, strict=True) if one is not None}
-        out = self.rebuild(seq, ks, seeds, options, pending=pending)
-        self._back = {}
-        return out
-
-    def _reset(self, k: int, seed: Any, options: Any) -> tuple[Any, Any]:
-        snapshot = self._back.get(k)
-        if snapshot is None:
-            return super()._reset(k, seed, options)
-        if self.envs[k] is None:
-            self._build(k)
-        try:
-            self._go_back(k, snapshot)
-        except Exception as error:
-            if succeeds_when_repeated(partial(self._go_back, k, snapshot)):  # somebody interrupted
-                raise
-            row = self.first + k
-            text = f"env {row} cannot go on from its snapshot, and was reset: {summary(error)}"
-            self.warnings.append((f"restart_from, env {row}", text))
-            self._back.pop(k)
-            self._drop(k)  # who knows how much of it was filled
-            return super()._reset(k, seed, options)
-        return _seen_in(snapshot), {}
-
-    def _go_back(self, k: int, snapshot: Snapshot) -> None:
-        self._fill(k, self._fitting(k, snapshot), snapshot.row)
-
-    def _first_step(self, k: int, pending: bool) -> Callable[[Any], Any]:
-        snapshot = self._back.get(k)
-        if snapshot is None:
-            return super()._first_step(k, pending)
-        self._out.results[self.first + k] = True
-        return self._step_from(k, snapshot.row, (_seen_in(snapshot),) if pending else None)
-
     def _again(self, seq: int, ks: Sequence[int], function: Callable[[int], Any], *, fatal: bool = False) -> Outcome:
         """``function`` of each row. One that was interrupted is done again.
 
@@ -195,12 +129,6 @@ class KeptRows(EnvRows):
                 out.failures.append(Failure(self.first + k, self._told(k, error), fatal=fatal))
             self._done += 1
         return out
-
-
-def _seen_in(snapshot: Snapshot) -> Any:
-    """The observation of the state that a snapshot has."""
-    known = snapshot.row
-    return known.observation if known.announces is None else known.announces[0]
 
 
 def _first_of(error: BaseException) -> BaseException:

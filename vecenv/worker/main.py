@@ -13,7 +13,6 @@ import gc
 import multiprocessing
 import os
 import pickle
-import signal
 import sys
 import threading
 import time
@@ -28,20 +27,13 @@ from gymnasium.vector import AutoresetMode
 
 from vecenv.errors import ObservationError
 from vecenv.link.channel import ChannelClosed, Ends, WorkerEnd
+from vecenv.link.messages import PLAIN_OUTCOME, Failure, Op, Outcome, Reply, encode_outcome, pack_error
 from vecenv.link.observations import KEPT, Put, checked_value, tree_writer
-from vecenv.link.outcomes import NOTHING_SAID, Failure, Outcome
-from vecenv.link.packing import pack
-from vecenv.link.protocol import Op, Reply
-from vecenv.link.sealing import dump
 from vecenv.shm import Arena, Batch, Layout, fixed_tree
-from vecenv.system.cores import Patience, Placement
-from vecenv.system.descendants import adopt, end_own
-from vecenv.system.draws import look_at_torch
-from vecenv.system.generators import GeneratorsOption
-from vecenv.system.streams import WorkersOwn
-from vecenv.system.supervision import BlackBox, Lifeline, flush_output
-from vecenv.system.uninterrupted import let_in
-from vecenv.system.variables import Variables, set_variables
+from vecenv.system.cores import Placement, SpinPolicy
+from vecenv.system.descendants import end_own
+from vecenv.system.generators import GeneratorsOption, begin_worker, look_at_torch
+from vecenv.system.supervision import BlackBox, flush_output
 from vecenv.worker.ahead import AheadRows
 from vecenv.worker.envs import Expected
 from vecenv.worker.keeping import KeptRows
@@ -93,11 +85,8 @@ class Start:
     plan: Plan
     arena: Arena
     ends: Ends
-    lifeline: Lifeline
     black_box: BlackBox
     placement: Placement
-    token: str
-    variables: Variables
     stream: bytes
     life: int
 
@@ -168,8 +157,8 @@ def answer(rows: KeptRows, op: int, seq: int, load: Callable[[], Any]) -> Outcom
         return rows.reset(seq, ks, seeds, options)
     payload = load()
     if op == Op.REBUILD_SOME:
-        seeds, options, pending, snapshots = payload
-        return rows.rebuild_from(seq, rows.chosen(seq), snapshots, seeds, options, pending=pending)
+        seeds, options, pending = payload
+        return rows.rebuild(seq, rows.chosen(seq), seeds, options, pending=pending)
     if op == Op.CALL:
         return rows.call(seq, *payload)
     if op == Op.SET_ATTR:
@@ -202,7 +191,7 @@ def take_place(rows: KeptRows, plan: Plan, batch: Batch, place: int, number: int
     return rows
 
 
-def serve(channel: WorkerEnd, rows: KeptRows, patience: Patience, take: Callable[..., KeptRows]) -> bool:
+def serve(channel: WorkerEnd, rows: KeptRows, patience: SpinPolicy, take: Callable[..., KeptRows]) -> bool:
     """Answer messages until told to close; true if every environment closed cleanly. ``take``: :func:`take_place`.
 
     Raises:
@@ -216,7 +205,7 @@ def serve(channel: WorkerEnd, rows: KeptRows, patience: Patience, take: Callable
         op, seq, payload = wait(patience)
         if (op, payload) == plain_step:  # all rows, actions in shared memory: nearly always
             outcome = step(seq, None, actions(None))
-            if outcome is NOTHING_SAID and os.getpid() == pid:
+            if outcome is PLAIN_OUTCOME and os.getpid() == pid:
                 send(plain, seq)
                 continue
         elif op == Op.CLOSE:
@@ -224,7 +213,7 @@ def serve(channel: WorkerEnd, rows: KeptRows, patience: Patience, take: Callable
             if left := left_behind():
                 outcome.warnings.append(("left", f"after close() environments {rows.span} left running: {left}"))
             with contextlib.suppress(ChannelClosed):
-                channel.send(Reply.FULL, seq, dump(outcome))
+                channel.send(Reply.FULL, seq, encode_outcome(outcome))
             return not outcome.failures
         elif op == Op.TAKE:
             rows = take(rows, *pickle.loads(payload or b""))
@@ -237,7 +226,7 @@ def serve(channel: WorkerEnd, rows: KeptRows, patience: Patience, take: Callable
         if outcome.is_plain():
             channel.send(Reply.COLUMNS if outcome.columns else Reply.PLAIN, seq)
         else:
-            channel.send(Reply.FULL, seq, dump(outcome))
+            channel.send(Reply.FULL, seq, encode_outcome(outcome))
 
 
 def left_behind() -> str:
@@ -257,20 +246,12 @@ def _loader(payload: bytes | None) -> Callable[[], Any]:
 
 def main(start: Start) -> None:
     """The body of a worker process."""
-    let_in()
-    set_variables(start.variables)
-    with contextlib.suppress(OSError):
-        os.setsid()  # keeps a terminal's Ctrl-C out, and makes the environments' own helpers one group with us
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    start.lifeline.arm()
     start.black_box.arm(threads=start.plan.env_threads > 1)
-    adopt(start.token)
     gc.freeze()  # what came with the fork stays shared with the caller instead of being copied by the collector
     _limit_threads(start.plan.threads)
     channel = WorkerEnd(start.ends, blocks=not start.placement.spin)
     try:
-        own = WorkersOwn(start.stream, (start.index, start.life))
+        seed_torch = begin_worker(start.stream, (start.index, start.life))
         env_fns = (
             [_load_env_fn(start.first + k, blob) for k, blob in enumerate(start.env_fns)] if start.pickled else start.env_fns
         )
@@ -280,19 +261,19 @@ def main(start: Start) -> None:
             os.register_at_fork(after_in_child=partial(rows.forked.append, True))
         rows.use_generators(start.plan.generators)
         failures, mismatches = rows.build()
-        own.seed_torch()
+        seed_torch()
         look_at_torch()
         rows.leave_if_forked()
     except BaseException as error:
         rows, failures, mismatches = None, [Failure(getattr(error, "env", start.first), error)], []
     for failure in failures:
-        failure.error = pack(failure.error)
+        failure.error = pack_error(failure.error)
     clean = False
     abandoned = False
     try:
         channel.send(Reply.READY, 0, pickle.dumps(Ready(os.getpid(), failures, mismatches)))
         if rows is not None:
-            patience = Patience(start.placement.spin, batch.resting_until, start.placement.cpus)
+            patience = SpinPolicy(start.placement.spin, batch.no_spin_until, start.placement.cpus)
             clean = serve(channel, rows, patience, lambda now, *told: take_place(now, start.plan, batch, *told))
     except ChannelClosed:  # the caller closed or died; there is nobody to tell
         clean = abandoned = True
@@ -302,7 +283,7 @@ def main(start: Start) -> None:
         traceback.print_exc()
     flush_output()
     if abandoned:  # nobody is left to see to the helpers that environments started
-        end_own(start.token)
+        end_own()
     if left_behind():  # an ordinary exit would wait for them
         os._exit(0 if clean else 1)
     if not clean:

@@ -22,11 +22,11 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from vecenv.errors import EnvError
+from vecenv.link.messages import PLAIN_OUTCOME, Failure, Outcome
 from vecenv.link.observations import KEPT, Put
-from vecenv.link.outcomes import NOTHING_SAID, Failure, Outcome
 from vecenv.link.schemas import BY_PICKLE, NO_INFO
 from vecenv.shm.layout import Array, Batch, Tree, memory_of
-from vecenv.system import draws
+from vecenv.system.generators import look_at_torch
 from vecenv.worker.envs import Envs, Expected
 from vecenv.worker.infos import InfoWriter
 from vecenv.worker.timing import StepTimes, clock
@@ -293,7 +293,7 @@ class EnvRows(Envs):
             self._begin(seq, ks)
         elif self._walk is not None:
             self._lost_place(ks)
-        draws.look_at_torch()
+        look_at_torch()
         out, start = self._out, self._done
         begun = done = -1
         walk = self._walk = iter(list(range(self.count) if ks is None else ks)[start:])
@@ -415,7 +415,7 @@ class EnvRows(Envs):
         if out.columns or not out.is_plain():
             return out
         self._silent = self._seq
-        return NOTHING_SAID
+        return PLAIN_OUTCOME
 
     def _fail(self, k: int, error: BaseException, out: Outcome) -> None:
         self.leave_if_forked()

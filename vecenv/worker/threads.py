@@ -14,7 +14,7 @@ from typing import Any
 
 from gymnasium.vector import AutoresetMode
 
-from vecenv.link.outcomes import Outcome
+from vecenv.link.messages import Outcome
 from vecenv.worker.keeping import KeptRows
 from vecenv.worker.timing import clock
 

@@ -7,11 +7,10 @@ right with checks that cost a few microseconds a step, and adds same-step resets
 errors in place of crashes.
 
 =========== ==========================================================================================
-task        finds EnvPool and its tasks, checks what a task is to be built with, and builds its pools
-probe       builds a task in a process that may die of it, before it is built here
+task        finds EnvPool and its tasks, checks options (unknown ones in a process that may die of them), builds pools
 rows        converts what a pool takes and returns: checked actions in, Gymnasium's arrays out; players in order
 wire        sends and receives so that neither Ctrl-C, a timeout nor a fork loses or breaks anything
-drivers     drives the pools of one vector environment: in lock-step, in first-ready batches, with several players
+drivers     drives the pools of one vector environment: in lock-step, or in first-ready batches
 vector_env  the class itself: its arguments, and what EnvPool alone can do
 =========== ==========================================================================================
 """

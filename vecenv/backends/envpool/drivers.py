@@ -1,8 +1,8 @@
-"""Drives the pools of one vector environment, one after the other: its pending call, and which episodes are over.
+"""Drives the pools of one vector environment: its pending call, and which episodes have ended.
 
-:class:`LockstepDriver` drives a pool whose batch is all its environments, :class:`FirstReadyDriver` one with smaller
-batches, :class:`PlayerDriver` one with several players an environment. What a call has got so far is in ``wire``, and asking
-for the answer again goes on from there. A pool cannot be seeded again, so a reset with seeds builds a new one.
+:class:`LockstepDriver` drives a pool whose batch is all its environments, :class:`FirstReadyDriver` one with smaller batches
+or several players an environment. What a call has received so far is in ``wire``, and asking for the answer again goes on
+from there. A pool cannot be seeded again, so a reset with seeds builds a new one.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
 from itertools import starmap
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
 from gymnasium.vector import AutoresetMode
 
-from vecenv.backends.envpool.rows import ActionChecker, Array, Infos, PlayerRows, PlayerSorter, RowReader, States
+from vecenv.backends.envpool.rows import Array, Infos, Latest, PlayerRows, SingleRows, States
 from vecenv.backends.envpool.task import Task, spread
 from vecenv.backends.envpool.wire import Receiver, together
 from vecenv.front.arguments import ResetOptions, env_ids_of
@@ -25,10 +25,7 @@ from vecenv.front.capabilities import Capabilities, unable
 from vecenv.front.driver import NOTHING, After, Call, Driver, Stepped, require_idle, require_no_step
 from vecenv.front.phases import Phase
 
-__all__ = ["FirstReadyDriver", "LockstepDriver", "PlayerDriver", "PoolDriver", "Seeding"]
-
-_Latest: TypeAlias = tuple[Array, bytes]
-"""The environments whose rows were taken last, int32, which ``send`` means by default; and the bytes of the same as intp."""
+__all__ = ["FirstReadyDriver", "LockstepDriver", "PoolDriver", "Seeding"]
 
 _INTP = np.dtype(np.intp)
 
@@ -49,17 +46,18 @@ class PoolDriver(Driver):
         lent: A pool that compiled code steps, or ``None``.
         seeding: Of the latest pool; of the first one before there is one.
         wire: What the pool answered.
-        all_ids, everyone: The indices of all environments, as int32 and as intp. What is of all is told by identity.
-        over: The environments whose episodes have ended, and were not reset since.
+        all_ids, all_rows: The indices of all environments, as int32 and as intp. A call of all is recognized by identity.
+        ended: The environments whose episodes have ended, and were not reset since.
     """
 
     yields = True  # what a call in another thread still needs of the pool, it holds
     failure: BaseException | None = None  # EnvPool's environments raise nothing
     name = ""
     capabilities: Capabilities
-    _check: Callable[[Any, Array], list[Array]]  # actions as the pool wants them
 
-    def __init__(self, task: Task, batch_size: int, seeding: Seeding, mode: AutoresetMode) -> None:
+    def __init__(
+        self, task: Task, batch_size: int, seeding: Seeding, mode: AutoresetMode, rows: SingleRows | PlayerRows
+    ) -> None:
         self.after: After | None = None  # (a default of the class would make every look at it slow)
         self.pool: Any = None
         self.task = task
@@ -70,16 +68,11 @@ class PoolDriver(Driver):
         self._checks_ends = mode is AutoresetMode.DISABLED
         self._num_envs = int(task.config["num_envs"])
         self.all_ids = np.arange(self._num_envs, dtype=np.int32)
-        self.everyone = np.arange(self._num_envs)  # the same as intp, which is what numpy indexes with fastest
+        self.all_rows = np.arange(self._num_envs)  # the same as intp, which is what numpy indexes with fastest
         self.receiver = Receiver(_no_pool, 0.0)
-        self._prepare()
+        self._rows = rows
+        self._check = rows.check
         self._adopt(None)
-
-    def _prepare(self) -> None:
-        """What reads and writes the arrays of pools."""
-        self._reader = RowReader(self.task.state_keys, self.task.observation_space)
-        self._actions = ActionChecker(self.task.action_space, self.task.action_keys[2:], self.task.action_dtypes[2:])
-        self._check = self._actions
 
     @abstractmethod
     def _begin_reset(self, ids: Array, *, force: bool, by_row: bool) -> None:
@@ -91,7 +84,7 @@ class PoolDriver(Driver):
         recv, self._pool_send, self._pool_reset = calls
         self.receiver = Receiver(recv, self.receiver.waited)
         self.wire: list[Any] = []
-        self.over = np.zeros(self._num_envs, dtype=np.bool_)
+        self.ended = np.zeros(self._num_envs, dtype=np.bool_)
 
     @property
     def waited(self) -> float:
@@ -133,16 +126,12 @@ class PoolDriver(Driver):
         Atari with ``episodic_life`` and ViZDoom go on with the same game in such a reset, and start a new one when told to
         reset; so episodes that are over are to be reset in this way, and only what runs by a command.
         """
-        return np.zeros(len(ids), dtype=np.bool_) if force else self.over[ids]
+        return np.zeros(len(ids), dtype=np.bool_) if force else self.ended[ids]
 
-    def _filler(self, ids: Array) -> list[Array]:
-        """What the pool's ``_send`` takes, with some action for environments that will not look at it."""
-        return [ids, ids, *self._actions.dummy(len(ids))]
-
-    def _require_not_over(self, ids: Array) -> None:
-        if (over := self.over[ids]).any():
+    def _require_running(self, ids: Array) -> None:
+        if (ended := self.ended[ids]).any():
             raise ResetNeeded(
-                f"envs {ids[over].tolist()} have ended their episodes, and autoreset is disabled: reset them with "
+                f"envs {ids[ended].tolist()} have ended their episodes, and autoreset is disabled: reset them with "
                 "reset(options={'reset_mask': ...})"
             )
 
@@ -209,16 +198,17 @@ class LockstepDriver(PoolDriver):
         "envpool", attributes=False, first_ready=False, masked_seeds=False, reset_options=False,
         row_options=False, in_this_process=True,
     )
+    _rows: SingleRows
 
     def _adopt(self, pool: Any) -> None:
         super()._adopt(pool)
         self._same_step = self._mode is AutoresetMode.SAME_STEP
         self.taken = self.wire, self.all_ids
         self._kind, self._by_row = Phase.DEFAULT, False
-        self._ids, self._rows = self.all_ids, self.everyone  # the same as intp
+        self._ids, self._places = self.all_ids, self.all_rows  # the same as intp
         self._plan: list[_Stage] = []
         self._steps = 0  # how many stages of the plan are the step (or reset) that was asked for
-        self._ended: tuple[Array, Array, Infos] | None = None  # what a step said before resets overwrite its rows
+        self._final: tuple[Array, Array, Infos] | None = None  # flags and last rows of a step, before resets overwrite them
         self._last: list[Array] = []
 
     @property
@@ -259,7 +249,7 @@ class LockstepDriver(PoolDriver):
     def _begin_step(self, actions: Any, ids: Array, *, by_row: bool) -> None:
         checked = self._check(actions, ids)
         if self._checks_ends:
-            self._require_not_over(ids)
+            self._require_running(ids)
         self._begin(Phase.WAITING_STEP, by_row, [_Stage(self._pool_send, [ids, ids, *checked], None)], ids)
 
     def _begin_reset(self, ids: Array, *, force: bool, by_row: bool) -> None:
@@ -267,15 +257,15 @@ class LockstepDriver(PoolDriver):
         soft, hard = np.flatnonzero(natural), np.flatnonzero(~natural)
         plan = []
         if soft.size:
-            plan.append(_Stage(self._pool_send, self._filler(ids[soft]), soft if hard.size else None))
+            plan.append(_Stage(self._pool_send, self._rows.filler(ids[soft]), soft if hard.size else None))
         if hard.size:
             plan.append(_Stage(self._pool_reset, ids[hard], hard if soft.size else None))
         self._begin(Phase.WAITING_RESET, by_row, plan, ids)
 
     def _begin(self, kind: Phase, by_row: bool, plan: list[_Stage], ids: Array) -> None:
         self._kind, self._by_row, self._plan, self._ids = kind, by_row, plan, ids
-        self._rows = self.everyone if ids is self.all_ids else ids.astype(np.intp)
-        self._steps, self._ended = len(plan), None
+        self._places = self.all_rows if ids is self.all_ids else ids.astype(np.intp)
+        self._steps, self._final = len(plan), None
         self.wire = []  # nothing is pending before there is something in it
         first = plan[0]
         self.wire.extend(starmap(first[0], (first[1:2],)))
@@ -283,7 +273,7 @@ class LockstepDriver(PoolDriver):
     # -- receiving ----------------------------------------------------------------------------------------------------
 
     def answer(self, kind: Phase, deadline: float | None) -> Stepped | None:
-        reader, ids = self._reader, self._ids
+        reader, ids = self._rows.reader, self._ids
         if ids is self.all_ids:
             return self._finish(deadline, ids, reader.infos)
         some = self._finish(deadline, self.taken[1], partial(reader.scattered_infos, num_rows=self._num_envs))
@@ -300,7 +290,7 @@ class LockstepDriver(PoolDriver):
         if count is not None and count < flying:
             why = "with batch_size=num_envs EnvPool answers a call as a whole"
             unable(self.name, f"`recv` {count} of {flying} environments", why)
-        return self._finish(deadline, self._ids, self._reader.infos)
+        return self._finish(deadline, self._ids, self._rows.reader.infos)
 
     def _finish(
         self, deadline: float | None, latest: Array, infos_of: Callable[[States, Array], Infos]
@@ -308,7 +298,7 @@ class LockstepDriver(PoolDriver):
         if not self._gather(deadline):
             return None
         states, leaves, terminated, truncated, final = self._read()
-        infos, rows, reader = infos_of(states, self._rows.copy()), len(self._ids), self._reader
+        infos, rows, reader = infos_of(states, self._places.copy()), len(self._ids), self._rows.reader
         if final:
             infos |= final
         taken = self.wire, latest
@@ -332,32 +322,30 @@ class LockstepDriver(PoolDriver):
         """In same-step mode, put the resets of what has just ended into the plan; whether there are any."""
         if self._kind is Phase.WAITING_RESET or trips != self._steps:
             return False
-        rows = np.flatnonzero(self._reader.flags(self.wire[1])[2])
+        states = self.wire[1]
+        terminated, truncated, ended = self._rows.reader.flags(states)
+        rows = np.flatnonzero(ended)
         if not rows.size:
             return False
-        self._plan.append(_Stage(self._pool_send, self._filler(self._ids[rows]), rows))
+        self._final = terminated, truncated, self._final_infos(states, rows)
+        self._plan.append(_Stage(self._pool_send, self._rows.filler(self._ids[rows]), rows))
         return True
 
     def _read(self) -> tuple[States, list[Array], Array, Array, Infos]:
-        """The answer that is there: the pool's arrays, those of the observation, both flags, and what is final."""
-        reader, states = self._reader, self.wire[1]
+        """The answer that is there: the pool's arrays, those of the observation, both flags, and final infos."""
+        reader, states = self._rows.reader, self.wire[1]
         final: Infos = {}
-        if len(self._plan) > self._steps:  # a step, and the resets of the rows it ended
-            resets, rows = self.wire[3], self._plan[1].rows
-            assert rows is not None
-            if self._ended is None:  # once: below, the rows are overwritten in place
-                terminated, truncated, _ = reader.flags(states)
-                self._ended = terminated, truncated, self._final(states, rows)
-            terminated, truncated, final = self._ended
-            over = np.zeros(len(self._ids), dtype=np.bool_)
+        if self._final is not None:  # a step, and the resets of the rows it ended
+            terminated, truncated, final = self._final
+            ended = np.zeros(len(self._ids), dtype=np.bool_)
             for i in reader.visible:
-                states[i][rows] = resets[i]
+                states[i][self._plan[1].rows] = self.wire[3][i]
         else:
             if len(self._plan) > 1:
                 states = self._joined()
-            terminated, truncated, over = reader.flags(states)
+            terminated, truncated, ended = reader.flags(states)
         leaves = reader.leaves(states)
-        self._remember(over, leaves)
+        self._remember(ended, leaves)
         return states, leaves, terminated, truncated, final
 
     def _joined(self) -> States:
@@ -370,9 +358,9 @@ class LockstepDriver(PoolDriver):
             joined.append(whole)
         return joined
 
-    def _final(self, states: States, rows: Array) -> Infos:
-        """What Gymnasium reports of episodes that ended in a step that also began the next ones."""
-        n, reader = len(self._ids), self._reader
+    def _final_infos(self, states: States, rows: Array) -> Infos:
+        """What Gymnasium reports of the episodes of ``rows``, which ended in a step that also begins the next ones."""
+        n, reader = len(self._ids), self._rows.reader
         leaves = reader.leaves(states)
         final_obs = np.full(n, None, dtype=object)
         for row in rows.tolist():
@@ -382,14 +370,14 @@ class LockstepDriver(PoolDriver):
         final_info = reader.scattered_infos([array[rows] for array in states], rows, n)
         return {"final_info": final_info, "_final_info": mask, "final_obs": final_obs, "_final_obs": mask.copy()}
 
-    def _remember(self, over: Array, leaves: list[Array]) -> None:
-        """Keep which episodes are over, and the latest observations of all environments."""
+    def _remember(self, ended: Array, leaves: list[Array]) -> None:
+        """Keep which episodes have ended, and the latest observations of all environments."""
         ids = self._ids
         if ids is self.all_ids:
-            self.over, self._last = over, leaves
+            self.ended, self._last = ended, leaves
             return
-        self.over, self._last = self.over.copy(), [leaf.copy() for leaf in self._last]
-        self.over[ids] = over
+        self.ended, self._last = self.ended.copy(), [leaf.copy() for leaf in self._last]
+        self.ended[ids] = ended
         for whole, leaf in zip(self._last, leaves, strict=True):
             whole[ids] = leaf
 
@@ -421,41 +409,11 @@ class FirstReadyDriver(PoolDriver):
     def _adopt(self, pool: Any) -> None:
         super()._adopt(pool)
         self.idle = set(range(self._num_envs))
-        self.taken: tuple[_Latest, list[Any], int, int] = (self.all_ids, self.everyone.tobytes()), [], 0, 0
+        self.taken: tuple[Latest, list[Any], int, int] = (self.all_ids, self.all_rows.tobytes()), [], 0, 0
         self._gone = 0
         self._call = Phase.DEFAULT  # what all environments were told together, DEFAULT where it was some
         self._resets: set[int] = set()  # the environments whose latest call is a reset
-
-    # -- what a pool with several players does differently -------------------------------------------------------------
-
-    def _payload(self, ids: Array, actions: list[Array]) -> list[Array]:
-        """What the pool's ``_send`` takes."""
-        return [ids, ids, *actions]
-
-    def _cut_out(self, states: States, first: int, last: int) -> States:
-        """Copies of the rows of environments from ``first`` to before ``last``."""
-        return [array[first:last].copy() for array in states]
-
-    def _ordered(self, batches: list[States]) -> tuple[Stepped, Any]:
-        """The answer of all environments, in their order; and what is held once it was taken."""
-        joined: States = [np.concatenate(parts) for parts in zip(*batches, strict=True)]
-        order = np.argsort(self._reader.env_ids(joined))
-        return self._stepped([array[order] for array in joined], self.everyone.copy()), (self.all_ids,)
-
-    def _answer(self, states: States) -> tuple[Stepped, _Latest, Any]:
-        """The answer that these rows are; whose they are; and what is held once it was taken, which is a tuple whose first
-        entry is the first of ``latest``."""
-        ids = self._reader.env_ids(states)
-        rows = ids.astype(np.intp)  # indexing with it is ten times as fast as with int32
-        latest = ids, rows.tobytes()
-        return self._stepped(states, rows), latest, latest
-
-    def _stepped(self, states: States, rows: Array) -> Stepped:
-        reader = self._reader
-        infos = reader.infos(states, rows)
-        terminated, truncated, over = reader.flags(states)
-        self.over[rows] = over
-        return reader.observations(states), reader.rewards(states), terminated, truncated, infos
+        self._rows.begin()
 
     # -- what is in flight --------------------------------------------------------------------------------------------
 
@@ -479,6 +437,7 @@ class FirstReadyDriver(PoolDriver):
     def _put_away(self) -> None:
         """Make the held environments idle ones like the others."""
         if held := self.taken[1]:
+            self._rows.keep(held[0])
             together((self.idle.update, held[0][0].tolist()), (held.clear,))
 
     def _require_idle(self, ids: Array, name: str) -> None:
@@ -519,18 +478,19 @@ class FirstReadyDriver(PoolDriver):
 
     def _begin_step(self, call: Phase, actions: list[Array], ids: Array) -> None:
         if self._checks_ends:
-            self._require_not_over(ids)
+            self._require_running(ids)
         if (held := self.taken[1]) and held[0][0] is ids:
-            land: tuple[Any, ...] = (held.clear,)
+            self._rows.keep(held[0])
+            depart: tuple[Any, ...] = (held.clear,)
         else:
             self._put_away()
-            land = self.idle.difference_update, ids.tolist()
-        payload = self._payload(ids, actions)
+            depart = self.idle.difference_update, ids.tolist()
+        payload = self._rows.payload(ids, actions)
         calls = [(self._pool_send, payload)]  # looked up last: after a close() meanwhile it raises, and nothing is stepped
         if self._resets:
             calls.append((self._resets.difference_update, ids.tolist()))
         self._call = call
-        together(*calls, land)
+        together(*calls, depart)
 
     def _begin_reset(self, ids: Array, *, force: bool, by_row: bool) -> None:
         if not by_row:
@@ -539,7 +499,7 @@ class FirstReadyDriver(PoolDriver):
         natural, named = self._natural(ids, force), ids.tolist()
         calls: list[tuple[Any, ...]] = []
         if natural.any():
-            filler = self._filler(ids[natural])
+            filler = self._rows.filler(ids[natural])
             calls.append((self._pool_send, filler))
         if not natural.all():
             calls.append((self._pool_reset, ids[~natural]))
@@ -554,10 +514,10 @@ class FirstReadyDriver(PoolDriver):
         while (have := len(wire)) < self._num_envs // self.batch_size:
             if not self.receiver.receive(wire, have + 1, deadline):
                 return None
-        stepped, held = self._ordered(wire[:])
+        stepped, held = self._rows.ordered(wire[:], self.all_ids, self.ended)
         latest, counts = self.taken[0], (self._num_envs, 0)
         if kind is Phase.WAITING_RESET:
-            latest, counts = (self.all_ids, self.everyone.tobytes()), (0, self._num_envs)
+            latest, counts = (self.all_ids, self.all_rows.tobytes()), (0, self._num_envs)
         self.after = (latest, [held], self._gone + have, 0), *counts
         return stepped
 
@@ -582,7 +542,7 @@ class FirstReadyDriver(PoolDriver):
             used, offset, states = self._parts(count, offset)
         else:
             used, states = 1, wire[0]
-        stepped, latest, held = self._answer(states)
+        stepped, latest, held = self._rows.answer(states, self.ended)
         resets = len(self._resets.intersection(latest[0].tolist())) if self._resets else 0
         self.after = (latest, [held], taken + used, offset), count - resets, resets
         return stepped
@@ -605,7 +565,7 @@ class FirstReadyDriver(PoolDriver):
         parts, missing, used = [], count, 0
         while missing:
             some = min(missing, self.batch_size - offset)
-            parts.append(self._cut_out(self.wire[used], offset, offset + some))
+            parts.append(self._rows.cut_out(self.wire[used], offset, offset + some))
             missing, offset = missing - some, offset + some
             if offset == self.batch_size:
                 used, offset = used + 1, 0
@@ -624,86 +584,10 @@ class FirstReadyDriver(PoolDriver):
         missing = -(self._flying() + offset) % size
         if missing:
             filler = sorted(self.idle)[:missing]
-            payload = self._filler(np.array(filler, dtype=np.int32))
+            payload = self._rows.filler(np.array(filler, dtype=np.int32))
             together((self._pool_send, payload), (self.idle.difference_update, filler))
         batches = (self._flying() + offset) // size
         while (have := len(self.wire)) < batches:
             self.receiver.receive(self.wire, have + 1, None)
         drained = latest, held, taken, 0
         together((self.wire.clear,), (setattr, self, "taken", drained), (self.idle.update, range(self._num_envs)))
-
-
-class PlayerDriver(FirstReadyDriver):
-    """The same of a pool with several players an environment; which there are, and act, is told by the rows taken.
-
-    Args:
-        task, batch_size, seeding: Of the pools.
-        read: Makes the answer of rows, and of which players acted before them and which have to act now, bool ``(n, k)``.
-    """
-
-    def __init__(
-        self, task: Task, batch_size: int, seeding: Seeding, read: Callable[[PlayerRows, Array, Array], Stepped]
-    ) -> None:
-        self._rows_to_answer = read
-        super().__init__(task, batch_size, seeding, AutoresetMode.NEXT_STEP)
-
-    def _prepare(self) -> None:
-        task = self.task
-        self._sorter = PlayerSorter(task.state_keys, task.state_specs, task.max_num_players)
-        self._action_dtype = np.dtype(task.action_dtypes[-1])
-        self._turns = "info:current_player" in task.state_keys
-        self._check = lambda actions, ids: [np.asarray(actions)]  # the caller has looked at them
-
-    def _adopt(self, pool: Any) -> None:
-        super()._adopt(pool)
-        self.present = np.zeros((self._num_envs, self.task.max_num_players), np.bool_)
-        self.acting = self.present.copy()
-
-    def _payload(self, ids: Array, actions: list[Array]) -> list[Array]:
-        order, (given,) = np.argsort(ids), actions
-        ids, given = ids[order], given[order]
-        acting = self.acting[ids]
-        given = np.where(acting.reshape(acting.shape + (1,) * (given.ndim - 2)), given, 0).astype(self._action_dtype)
-        if self._turns:  # EnvPool takes the first player's action for that of whose turn it is
-            given[:] = given[np.arange(len(ids)), acting.argmax(axis=1)][:, None]
-        return self._sorter.flatten(given, ids, self.present[ids])
-
-    def _filler(self, ids: Array) -> list[Array]:
-        mask = self.present[ids]
-        return self._sorter.flatten(np.zeros(mask.shape, self._action_dtype), ids, mask)
-
-    def _cut_out(self, states: States, first: int, last: int) -> States:
-        return self._sorter.cut_out(states, first, last)
-
-    def _ordered(self, batches: list[States]) -> tuple[Stepped, Any]:
-        stepped, rows, acting = self._read([np.concatenate(parts) for parts in zip(*batches, strict=True)])
-        return stepped, (self.all_ids, rows.mask, acting)
-
-    def _answer(self, states: States) -> tuple[Stepped, _Latest, Any]:
-        stepped, rows, acting = self._read(states)
-        ids, index = rows.env_ids.copy(), rows.env_ids.astype(np.intp)
-        stepped[4].update(env_id=index, _env_id=np.ones(len(ids), np.bool_))
-        return stepped, (ids, index.tobytes()), (ids, rows.mask, acting)
-
-    def _begin_step(self, call: Phase, actions: list[Array], ids: Array) -> None:
-        self._keep_players()
-        super()._begin_step(call, actions, ids)
-
-    def _put_away(self) -> None:
-        self._keep_players()
-        super()._put_away()
-
-    def _keep_players(self) -> None:
-        """Write down what is held besides indices. It may happen again."""
-        for ids, present, acting in self.taken[1]:
-            self.present[ids], self.acting[ids] = present, acting
-
-    def _read(self, states: States) -> tuple[Stepped, PlayerRows, Array]:
-        rows = self._sorter(states)
-        begins = rows.envs["elapsed_step"] == 0
-        done = rows.envs["done"].astype(np.bool_) & ~begins
-        acting = rows.mask & ~done[:, None]
-        if self._turns:
-            acting &= np.arange(rows.mask.shape[1]) == rows.envs["info:current_player"][:, None]
-        acted = self.acting[rows.env_ids] & ~begins[:, None]
-        return self._rows_to_answer(rows, acted, acting), rows, acting

@@ -1,17 +1,28 @@
-"""Finds EnvPool and its tasks, checks what a task is to be built with, and builds its pools.
+"""Finds EnvPool and its tasks, checks the options of a task, and builds its pools.
 
 A pool's specification is enough for the spaces, and cheap, so no environment is built before it is needed. EnvPool reports
-wrong configurations by assertions without text or by errors of the C++ binding, or not at all; here they become errors that
+wrong configurations by assertions without text, by errors of the C++ binding, or not at all; here they become errors that
 name what is right, before anything has happened.
+
+EnvPool's tasks have hundreds of options that C++ does not check: some values end the process, others overwrite memory or
+make a reset that never returns, and it depends on the other options which. Common ones are known to be harmless
+(:data:`_RANGES` and below). Any other configuration is built, reset and stepped in a process of its own first, which takes a
+second or two, once. MuJoCo tasks draw with OpenGL, and end the process by ``exit(1)`` without an OpenGL library: their first
+frame is drawn there too.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import math
 import operator
+import os
+import pickle
+import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,10 +36,10 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.error import UnregisteredEnv
 from gymnasium.vector import AutoresetMode
 
-from vecenv.backends.envpool.probe import require_drawable, require_harmless
 from vecenv.backends.envpool.wire import never_destroyed_in_a_fork
 from vecenv.errors import how_to_install
 from vecenv.front.arguments import seeds_of
+from vecenv.shm.arena import available_memory
 
 __all__ = ["Seed", "Task", "check_options", "family_of", "seeds_within", "spread", "task_ids"]
 
@@ -39,7 +50,7 @@ _NO_LIMIT: Final = _END - 1  # the ``max_episode_steps`` that EnvPool never reac
 _MOST_THREADS: Final = 4096
 
 # EnvPool's C++ takes any integer for these, and what is out of range ends the process or never returns. The last number is
-# up to where no trial is needed (see `probe`).
+# up to where no trial is needed.
 _RANGES: Final = {
     "frame_skip": (1, _END - 1, _END),  # slow
     "stack_num": (1, 256, 32),
@@ -186,8 +197,7 @@ class Task:
         """
         family = family_of(task_id)
         accepted, defaults = _check_keys(task_id, env_config)
-        if unknown := _check_env_config(task_id, family, defaults, env_config):
-            require_harmless(task_id, unknown, env_config)
+        _require_harmless(task_id, family, defaults, env_config)
         config = {**env_config, **{key: value for key, value in pool.items() if value is not None}}
         spec = _make_spec(task_id, config, accepted)
         completed = dict(zip(spec._config_keys, spec._config_values, strict=True))
@@ -197,7 +207,7 @@ class Task:
             family=family,
             pool_config=config,
             config=completed,
-            **_said_by(spec, completed),
+            **_described(spec, completed),
             env_spec=_gymnasium_spec(task_id, limit, completed.get("reward_threshold"), env_config),
             make=lambda seeds: _import_envpool().make_gymnasium(task_id, seed=seeds, **config),
         )
@@ -223,7 +233,7 @@ class Task:
 
         return cls(
             id=pool_kind.__name__, family=pool_kind.__module__, pool_config=config, config=config,
-            **_said_by(spec, config), env_spec=None, make=make,
+            **_described(spec, config), env_spec=None, make=make,
         )  # fmt: skip
 
     def build(self, seeds: list[int]) -> Any:
@@ -233,13 +243,29 @@ class Task:
             seeds: One for each environment, within int32.
         """
         if self.pool_config.get("from_pixels"):
-            require_drawable(self.id, self.family, self.pool_config)
+            self.require_drawable()
         pool = _quietly(lambda: self.make(seeds))
         never_destroyed_in_a_fork(pool)
         return pool
 
+    def require_drawable(self) -> None:
+        """Return if frames can be drawn without danger.
 
-def _said_by(spec: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+        Raises:
+            RuntimeError: The process that tried did not survive it.
+        """
+        if not self.family.startswith("mujoco."):
+            return
+        drawing = {key: value for key, value in self.pool_config.items() if key in _DRAWING}
+        options = {**drawing, "render_mode": "rgb_array"}
+        if (ended := _trial(self.id, pickle.dumps(sorted(options.items())), draw=True)) is not None:
+            raise RuntimeError(
+                f"{self.id!r} cannot be drawn on this machine: a process that tried ended with {ended}. MuJoCo tasks need "
+                "an OpenGL library: on Debian and Ubuntu, apt install libegl1 libgl1"
+            )
+
+
+def _described(spec: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     """What a pool's specification, of this configuration, says of a :class:`Task`; bounds of spaces are repaired."""
     return {
         "state_keys": tuple(spec._state_keys),
@@ -382,51 +408,52 @@ def _positive(name: str, value: Any) -> int:
     return number
 
 
-def _check_env_config(
-    task_id: str, family: str, defaults: Mapping[str, Any], env_config: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Hold a task's options against what is known of them.
+def _require_harmless(task_id: str, family: str, defaults: Mapping[str, Any], env_config: Mapping[str, Any]) -> None:
+    """Return if a task can be built with these options without danger.
 
     Args:
-        task_id: EnvPool's, for error texts.
+        task_id: EnvPool's.
         family: As ``"atari"``.
-        defaults: The task's configuration without any of them.
+        defaults: The task's configuration without any options.
         env_config: The options.
-
-    Returns:
-        Those that are neither the default nor known to be harmless.
 
     Raises:
         TypeError: Not a number, or not a name, where one is needed.
-        ValueError: Out of range, or no such name; says what is accepted.
+        ValueError: Out of range, no such name, or the process that tried them did not survive it; says what is accepted.
     """
-    unknown = {}
     whose = f"EnvPool's {task_id!r}"
-    for key, value in env_config.items():
-        default = defaults.get(key)
-        if key in _RANGES:
-            low, high, harmless = _RANGES[key]
-            if not low <= _integer(f"{whose}: {key}", value) <= high:
-                raise ValueError(f"{whose}: {key} must be from {low} to {high}, got {value}")
-            tried = value <= harmless
-        elif key in _NAMES:
-            tried = value == default
-            if not isinstance(value, str):
-                raise TypeError(f"{whose}: {key} must be a string, got {type(value).__name__}")
-            options = [options for where, _, options in _registered().values() if where == f"envpool.{family}"]
-            names = sorted({each[key] for each in options if isinstance(each.get(key), str)})
-            if not tried and value not in names:
-                accepted = f"Accepted: {', '.join(names)}; {default!r} is the default"
-                raise ValueError(f"{whose}: there is no {key} {value!r}: {_like(value, names)}{accepted}")
-        else:
-            if any(math.isnan(number) for number in _floats(value)):
-                raise ValueError(f"{whose}: {key} must be a number, got {value!r}")
-            if key in _SHARES and not 0 <= value <= 1:
-                raise ValueError(f"{whose}: {key} must be from 0 to 1, got {value!r}")
-            tried = key in _SHARES or (isinstance(value, bool) and isinstance(default, bool) and family in _SWITCHED)
-        if not tried and value != default:
-            unknown[key] = value
-    return unknown
+    known = {key: _is_known(whose, family, key, value, defaults.get(key)) for key, value in env_config.items()}
+    unknown = {key: env_config[key] for key in known if not known[key] and env_config[key] != defaults.get(key)}
+    options = {key: value for key, value in env_config.items() if key not in _DRAWING}
+    if unknown and (ended := _trial(task_id, pickle.dumps(sorted(options.items())), draw=False)) is not None:
+        given = ", ".join(f"{key}={value!r}" for key, value in unknown.items())
+        raise ValueError(
+            f"{whose} cannot be had with {given}: a process that tried, because EnvPool itself checks no such thing, ended "
+            f"with {ended}"
+        )
+
+
+def _is_known(whose: str, family: str, key: str, value: Any, default: Any) -> bool:
+    """Check one option; whether it is known to be harmless."""
+    if key in _RANGES:
+        low, high, harmless = _RANGES[key]
+        if not low <= _integer(f"{whose}: {key}", value) <= high:
+            raise ValueError(f"{whose}: {key} must be from {low} to {high}, got {value}")
+        return bool(value <= harmless)
+    if key in _NAMES:
+        if not isinstance(value, str):
+            raise TypeError(f"{whose}: {key} must be a string, got {type(value).__name__}")
+        of_family = [options for where, _, options in _registered().values() if where == f"envpool.{family}"]
+        names = sorted({options[key] for options in of_family if isinstance(options.get(key), str)})
+        if value != default and value not in names:
+            accepted = f"Accepted: {', '.join(names)}; {default!r} is the default"
+            raise ValueError(f"{whose}: there is no {key} {value!r}: {_like(value, names)}{accepted}")
+        return False
+    if any(math.isnan(number) for number in _floats(value)):
+        raise ValueError(f"{whose}: {key} must be a number, got {value!r}")
+    if key in _SHARES and not 0 <= value <= 1:
+        raise ValueError(f"{whose}: {key} must be from 0 to 1, got {value!r}")
+    return key in _SHARES or (isinstance(value, bool) and isinstance(default, bool) and family in _SWITCHED)
 
 
 def _floats(value: Any) -> list[float]:
@@ -441,6 +468,64 @@ def _like(name: str, names: Collection[str]) -> str:
     """Which of the names may have been meant."""
     close = difflib.get_close_matches(name, names, n=5, cutoff=0.6)
     return f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+
+
+# -- trials ------------------------------------------------------------------------------------------------------------
+
+_PROGRAM: Final = """
+import pickle, sys
+path, task, options, memory, draw = pickle.load(sys.stdin.buffer)
+sys.path[:] = path
+sys.modules["jax"] = None  # EnvPool imports it if it is there, which takes a second
+try:
+    import resource
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if not draw:
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+except (ImportError, ValueError, OSError):
+    pass
+import envpool
+import numpy as np
+pool = envpool.make_gymnasium(task, num_envs=2, num_threads=1, seed=1, **options)
+pool.reset()
+space = pool.action_space
+if draw:
+    pool.render()
+elif not hasattr(space, "spaces"):
+    for _ in range(32):
+        pool.step(np.stack([space.sample(), space.sample()]))
+print("survived", flush=True)
+del pool
+"""
+_DRAWING: Final = ("from_pixels", "render_width", "render_height", "render_camera_id")
+_TRIAL_SECONDS: Final = 120.0
+_TRIAL_MEMORY: Final = 16 << 30  # of addresses, most of which are never used
+
+
+@functools.cache
+def _trial(task_id: str, options: bytes, *, draw: bool) -> str | None:
+    """How a process that built a task with these options has ended; ``None`` if it survived."""
+    free = available_memory()
+    memory = _TRIAL_MEMORY if free is None else min(_TRIAL_MEMORY, max(free, 4 << 30))
+    path = [os.path.abspath(entry) for entry in sys.path]
+    payload = pickle.dumps((path, task_id, dict(pickle.loads(options)), memory, draw))
+    try:
+        with tempfile.TemporaryDirectory(prefix="vecenv-trial-") as folder:  # MuJoCo leaves a log where it fails
+            done = subprocess.run(
+                [sys.executable, "-c", _PROGRAM],
+                input=payload, capture_output=True, timeout=_TRIAL_SECONDS, check=False, cwd=folder,
+            )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"no answer within {_TRIAL_SECONDS:g} s"
+    if done.returncode == 0 and b"survived" in done.stdout:
+        return None
+    said = [line.strip() for line in (done.stderr or done.stdout).decode(errors="replace").splitlines() if line.strip()]
+    # C++ says what it was, and then where, in addresses
+    telling = [line for line in said if "what():" in line or "Check failure" in line or line.startswith("F")] or said[-1:]
+    return f"exit code {done.returncode}" + (f" ({telling[0]})" if telling else "")
+
+
+# -- seeds -------------------------------------------------------------------------------------------------------------
 
 
 def spread(seed: Any, num_envs: int, rng: np.random.Generator) -> list[int]:

@@ -16,7 +16,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
 from vecenv.backends.envpool.drivers import FirstReadyDriver, LockstepDriver, PoolDriver, Seeding
-from vecenv.backends.envpool.probe import require_drawable
+from vecenv.backends.envpool.rows import SingleRows
 from vecenv.backends.envpool.task import Seed, Task, check_options, seeds_within, spread, task_ids
 from vecenv.front.arguments import mode_of
 from vecenv.front.guard import exclusive
@@ -167,7 +167,7 @@ class EnvPoolVectorEnv(PoolVectorEnv[LockstepDriver | FirstReadyDriver]):
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
         drive = LockstepDriver if batch_size == num_envs else FirstReadyDriver
-        self._open(drive(task, batch_size, Seeding(seeds, self.np_random), mode))
+        self._open(drive(task, batch_size, Seeding(seeds, self.np_random), mode, SingleRows(task)))
 
     task_ids = staticmethod(task_ids)
 
@@ -187,12 +187,11 @@ class EnvPoolVectorEnv(PoolVectorEnv[LockstepDriver | FirstReadyDriver]):
             return None
         if flying := driver.owed.rows:
             raise RuntimeError(f"{flying} environments are in flight: recv() or *_wait() before render()")
-        task = self.task
-        require_drawable(task.id, task.family, task.pool_config)
+        self.task.require_drawable()
         try:
             return tuple(driver.pool.render(env_ids=driver.all_ids))
         except RuntimeError as error:
-            raise RuntimeError(f"EnvPool cannot draw {task.id!r}: {error}") from error
+            raise RuntimeError(f"EnvPool cannot draw {self.task.id!r}: {error}") from error
 
     @exclusive
     def xla(self) -> tuple[Any, Callable[..., Any], Callable[..., Any], Callable[..., Any]]:

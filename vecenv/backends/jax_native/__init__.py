@@ -23,14 +23,14 @@ from vecenv.front.arguments import rows_of
 from vecenv.front.driver import Stepped
 from vecenv.front.guard import exclusive
 from vecenv.front.vector_env import DrivenVectorEnv
+from vecenv.jax.env import EnvState
 from vecenv.jax.functional import FunctionalVectorEnv
 from vecenv.jax.interop import require_torch, seed_keys
-from vecenv.jax.libraries import adapt, available_envs, make_env
-from vecenv.jax.state import EnvState
+from vecenv.jax.libraries import adapt, make_env
 from vecenv.state.snapshots import FORMAT, Kind, Snapshot, Snapshots, StateDict, each_of
 from vecenv.system.uninterrupted import succeeds_when_repeated
 
-__all__ = ["JaxVectorEnv", "available_envs", "functional_of", "make_jax_vec"]
+__all__ = ["JaxVectorEnv", "functional_of"]
 
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 _OPTIONS: Final = frozenset(inspect.signature(FunctionalVectorEnv).parameters) - {"env", "num_envs"}
@@ -73,16 +73,9 @@ class JaxVectorEnv(DrivenVectorEnv[Driver]):
     _why_no_attributes = "its environments are rows of one compiled function, without methods or attributes of their own"
 
     def __init__(
-        self,
-        env: Any,
-        num_envs: int = 1,
-        *,
-        to: str = "numpy",
-        library: str | None = None,
-        infos: bool = True,
-        render_mode: str | None = None,
-        **options: Any,
-    ) -> None:
+        self, env: Any, num_envs: int = 1, *, to: str = "numpy", library: str | None = None, infos: bool = True,
+        render_mode: str | None = None, **options: Any,
+    ) -> None:  # fmt: skip
         self.closed = True  # until there is something to close
         if to not in ("numpy", "jax", "torch"):
             raise ValueError(f"to must be 'numpy', 'jax' or 'torch', got {to!r}.")
@@ -91,20 +84,12 @@ class JaxVectorEnv(DrivenVectorEnv[Driver]):
         if render_mode not in (None, "rgb_array"):
             raise ValueError(f"render_mode must be None or 'rgb_array', got {render_mode!r}.")
         functional = functional_of(env, num_envs, library, options)
-        self.functional = functional
-        self.to = to
-        self.render_mode = render_mode
-        self.num_envs = functional.num_envs
-        self.single_observation_space = functional.single_observation_space
-        self.single_action_space = functional.single_action_space
-        self.observation_space = functional.observation_space
-        self.action_space = functional.action_space
-        self.autoreset_mode = functional.autoreset_mode
-        self.metadata = {
-            "autoreset_mode": functional.autoreset_mode,
-            "render_modes": ["rgb_array"],
-            "render_fps": getattr(functional.single_env, "frames_per_second", 0) or 30,
-        }
+        self.functional, self.to, self.render_mode = functional, to, render_mode
+        for name in ("observation_space", "action_space", "single_observation_space", "single_action_space"):
+            setattr(self, name, getattr(functional, name))
+        self.num_envs, self.autoreset_mode = functional.num_envs, functional.autoreset_mode
+        fps = getattr(functional.single_env, "frames_per_second", 0) or 30
+        self.metadata = {"autoreset_mode": self.autoreset_mode, "render_modes": ["rgb_array"], "render_fps": fps}
         self.compile_seconds: dict[str, float] = {}
         self._open(Driver(functional, to, infos))
 
@@ -228,12 +213,8 @@ class JaxVectorEnv(DrivenVectorEnv[Driver]):
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
         """Go on from what :meth:`state_dict` gave; as :meth:`load`."""
         self._require_idle("load_state_dict")
-        mine = {"format": FORMAT, "num_envs": self.num_envs}
-        if (
-            not isinstance(state, Mapping)
-            or "snapshots" not in state
-            or any(state.get(key) != own for key, own in mine.items())
-        ):
+        own = {"format": FORMAT, "num_envs": self.num_envs}.items()
+        if not isinstance(state, Mapping) or "snapshots" not in state or any(state.get(key) != value for key, value in own):
             raise SnapshotMismatch(f"this is no state_dict() of {self.num_envs} environments")
         return self._loaded(state["snapshots"], rows_of(None, self.num_envs))
 
@@ -275,7 +256,7 @@ class JaxVectorEnv(DrivenVectorEnv[Driver]):
             return jax.device_put(whole, leaf.sharding)
 
         driver.latest = Latest(jax.tree.map(filled, state), seeds, driver.latest.asked)
-        observations = driver.reader.stepped(driver.current(), infos=False)[0]
+        observations = driver.stepped(infos=False)[0]
         return jax.tree.map(lambda leaf: leaf[np.array(rows, np.intp)], observations)
 
     def _kind(self, state: EnvState) -> Kind:
@@ -311,34 +292,6 @@ def functional_of(env: Any, num_envs: int, library: str | None, options: dict[st
     if isinstance(env, str):
         env = adapt(make_env(env, library, **for_env))
     elif for_env or library is not None:
-        raise TypeError(
-            f"Unknown options {sorted(for_env) or 'library'} for an environment that exists already; JaxVectorEnv knows "
-            f"{sorted(_OPTIONS)}."
-        )
+        unknown = sorted(for_env) or ["library"]
+        raise TypeError(f"{unknown} are no options of an environment that exists already; these are {sorted(_OPTIONS)}.")
     return FunctionalVectorEnv(env, int(num_envs), **given)
-
-
-
-
-
-def make_jax_vec(
-    env_id: str,
-    num_envs: int = 1,
-    *,
-    library: str | None = None,
-    vector_kwargs: dict[str, Any] | None = None,
-    **env_kwargs: Any,
-) -> JaxVectorEnv:
-    """What ``vecenv.make_vec(env_id, num_envs, backend="brax")`` and ``backend="playground"`` call.
-
-    Args:
-        env_id: Name of the environment, as in :func:`available_envs`.
-        num_envs: How many.
-        library: ``"brax"`` or ``"playground"``.
-        vector_kwargs: Options of :class:`JaxVectorEnv`.
-        **env_kwargs: For the environment, such as ``backend="spring"``; options of ``JaxVectorEnv`` are also taken here.
-
-    Raises:
-        As :class:`JaxVectorEnv`.
-    """
-    return JaxVectorEnv(env_id, num_envs, library=library, **{**(vector_kwargs or {}), **env_kwargs})

@@ -19,7 +19,7 @@ from vecenv.engine.pending import Answer, Result, Worker
 from vecenv.engine.recovery import Remembered, writeable
 from vecenv.engine.starting import PoolOptions
 from vecenv.errors import ErrorRecord
-from vecenv.link.packing import PackedError, unpack
+from vecenv.link.messages import PackedError, unpack_error
 from vecenv.shm import Arena, Batch, Layout
 from vecenv.worker.main import Plan
 
@@ -76,8 +76,8 @@ class HostsEngine(Engine):
         busy = self.oldest_of(host)
         command = "a request" if busy is None else command_of(busy, host)
         note = f"{host.who}, {envs_text(host.rows)}, during {command}"
-        record = ErrorRecord(None, host.index, host.pid, command, unpack(packed, note), packed.text, time.monotonic())
-        return unpack(packed, note), record
+        record = ErrorRecord(None, host.index, host.pid, command, unpack_error(packed, note), packed.text, time.monotonic())
+        return unpack_error(packed, note), record
 
     def stats(self) -> dict[str, float]:
         """As :meth:`Engine.stats`, of all hosts together; one that is busy for long or dead is left out."""

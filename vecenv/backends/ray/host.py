@@ -28,18 +28,15 @@ from vecenv.engine.starting import PoolOptions
 from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import WorkerDied
 from vecenv.front.arguments import options_of_rows, reset_mask_of, seeds_of
-from vecenv.link.outcomes import Failure, Outcome
-from vecenv.link.packing import PackedError, pack
-from vecenv.link.protocol import Op
+from vecenv.link.messages import Failure, Op, Outcome, PackedError, encode_outcome, pack_error
 from vecenv.link.schemas import Definition
-from vecenv.link.sealing import dump
 from vecenv.planning.plan import choose
-from vecenv.planning.scout import probe
+from vecenv.planning.probe import EnvProbe
 from vecenv.shm import Arena
 from vecenv.shm.layout import Array
 from vecenv.state.snapshots import Snapshot
 from vecenv.system.descendants import end_descendants
-from vecenv.system.variables import variables_of
+from vecenv.system.spawning import variables_of
 from vecenv.worker.main import Plan
 
 __all__ = ["Host", "HostPlan", "HostReady", "Reply"]
@@ -95,7 +92,7 @@ class Reply:
         numbers: Rewards, terminations, truncations.
         columns: There are infos or final observations.
         infos: Schema numbers, records, definitions that are new; see :meth:`vecenv.link.infos.InfoReader.export`.
-        outcome: Everything else, sealed (:mod:`vecenv.link.sealing`).
+        outcome: Everything else, sealed (:mod:`vecenv.link.messages`).
         lost: Environments that only a reset brings back, and why.
         error: What the request as a whole failed of.
     """
@@ -128,7 +125,7 @@ class Host:
             self._rows = _build(self._plan)
             self._rows.describe(ready)
         except BaseException as error:
-            ready.error = pack(error)
+            ready.error = pack_error(error)
         return ready
 
     def serve(self, seq: int, op: int, rows: list[int] | None, payload: Any) -> Reply | Packed:
@@ -136,7 +133,7 @@ class Host:
 
         Args:
             seq: Its number.
-            op: A word of :class:`~vecenv.link.protocol.Op`.
+            op: A word of :class:`~vecenv.link.messages.Op`.
             rows: Which environments, counted from this host's first; ``None``: all.
             payload: As a worker gets it, pickled; or for a step the leaves of a batch of actions.
 
@@ -151,7 +148,7 @@ class Host:
             reply = self._rows.packed(self._rows.answer(Op(op), rows, payload), rows)
         except BaseException as error:
             self._rows.give_up()
-            reply = Reply(lost=self._rows.lost(), error=pack(error))
+            reply = Reply(lost=self._rows.lost(), error=pack_error(error))
         self._answered = seq, reply
         return reply
 
@@ -190,11 +187,11 @@ def _build(plan: HostPlan) -> HostRows:
         variables = options.get("worker_env")
         wanted = options.get("on_failure") == "restart" or options.get("step_timeout") is not None or variables
         context = multiprocessing.get_context(options["context"])
-        tried = probe(
-            env_fns[0], context, options["start_timeout"], daemon=options.get("daemon", True),
+        probe = EnvProbe(
+            env_fns, context, options["start_timeout"], daemon=options.get("daemon", True),
             variables=variables_of(variables, 0),
         )  # fmt: skip
-        chosen = choose(tried, len(env_fns), plan.cpus, isolate=True if wanted else None)
+        chosen = choose(probe.times(), len(env_fns), plan.cpus, isolate=True if wanted else None)
         workers = chosen.num_workers
         if chosen.use_caller:
             options["use_caller"] = True
@@ -273,8 +270,6 @@ class HostRows(AsyncVectorEnv[Any, Any]):
         assert result is not None
         if op is Op.LOAD:
             self._put_beside([row for row in result.results if row in self._coming])
-        elif op is Op.SAVE or op is Op.PROVE:
-            self._keep_saved(op, result)
         outcome.results = self._moved(result.results)
         if op <= Op.REBUILD_SOME:
             self._page(op, rows, result, reply, outcome)
@@ -285,7 +280,7 @@ class HostRows(AsyncVectorEnv[Any, Any]):
             outcome.warnings.append(("generators", engine.warned_of_draws))
             self._told_of_draws = True
         if not outcome.is_plain():
-            reply.outcome = dump(outcome)
+            reply.outcome = encode_outcome(outcome)
         return reply
 
     def give_up(self) -> None:
@@ -299,14 +294,13 @@ class HostRows(AsyncVectorEnv[Any, Any]):
         elif op in (Op.RESET, Op.RESET_SOME):
             self._ask_reset(rows, *(payload or (None, None)))
         elif op is Op.REBUILD_SOME:
-            seeds, options, reset_next, snapshots = payload
+            seeds, options, reset_next = payload
             chosen = list(range(self.num_envs)) if rows is None else rows
             place = {row: position for position, row in enumerate(chosen)}
 
             def given(mine: list[int]) -> tuple[Any, ...]:
                 places = [place[row] for row in mine]
-                own = [snapshots[position] for position in places]
-                return [seeds[position] for position in places], options_of_rows(options, places), reset_next, own
+                return [seeds[position] for position in places], options_of_rows(options, places), reset_next
 
             engine.ask_some("reset", op, chosen, given)
         else:
@@ -363,22 +357,6 @@ class HostRows(AsyncVectorEnv[Any, Any]):
             engine.ledger.mark_recovered(row)
         if engine.policy.restart:
             engine.recovery.remembered.keep(rows, everyone=False)
-            engine.recovery.forget(rows)
-            engine.recovery.keep(rows, [self._coming[row] for row in rows])
-
-    def _keep_saved(self, op: Op, result: Result) -> None:
-        """What a host restarts its own environments from, until it turns out that it is not exact."""
-        engine = self._driver
-        if not engine.policy.from_snapshot:
-            return
-        if op is Op.PROVE and result.failures:
-            engine.recovery.snapshots.clear()
-        elif op is Op.SAVE:
-            kept = [
-                snapshot.having(observation=engine.store.row(row)) if snapshot.row.used else snapshot
-                for row, snapshot in result.results.items()
-            ]
-            engine.recovery.keep(list(result.results), kept)
 
     # -- answers ----------------------------------------------------------------------------------------------------
 
@@ -408,7 +386,7 @@ class HostRows(AsyncVectorEnv[Any, Any]):
         if engine.policy.restart and settlement.command in ("step", "reset"):
             error = engine.recovery.settle(settlement)
             if error is not None:  # more restarts than the budget has
-                reply.error = pack(error)
+                reply.error = pack_error(error)
         else:
             engine.ledger.record(settlement, result.failures, result.deaths)
             outcome.failures += [self._shipped(failure) for failure, _ in result.failures]
@@ -417,7 +395,7 @@ class HostRows(AsyncVectorEnv[Any, Any]):
             deaths = {death.worker: death for death in [*dead, *result.deaths] if death is not None}
             for death in deaths.values():
                 row = next((row for row in settlement.rows if row in death.envs), death.envs[0])
-                outcome.failures.append(Failure(self._first + row, pack(self._death(death))))
+                outcome.failures.append(Failure(self._first + row, pack_error(self._death(death))))
             engine.ledger.mark_failed(result.failures, result.deaths, settlement.rows, all_of_them=False)
         reply.lost = self.lost()
 
@@ -431,7 +409,7 @@ class HostRows(AsyncVectorEnv[Any, Any]):
         )
 
     def _shipped(self, failure: Failure) -> Failure:
-        packed = failure.error if isinstance(failure.error, PackedError) else pack(failure.error)
+        packed = failure.error if isinstance(failure.error, PackedError) else pack_error(failure.error)
         return Failure(self._first + failure.env, packed, failure.fatal)
 
     def lost(self) -> dict[int, str]:

@@ -25,9 +25,7 @@ from vecenv.engine.handles import command_of, envs_text
 from vecenv.engine.pending import ONLY_COLUMNS, PLAIN, Answer, Death, PendingRequests, Request, WorkerRequest
 from vecenv.errors import HostDied, StartupTimeout
 from vecenv.front.guard import left_in_a_fork
-from vecenv.link.outcomes import Failure
-from vecenv.link.packing import unpack
-from vecenv.link.protocol import Op
+from vecenv.link.messages import Failure, Op, unpack_error
 from vecenv.link.schemas import NO_INFO
 from vecenv.shm import Arena, Batch
 from vecenv.worker.main import Ready
@@ -212,7 +210,7 @@ class HostPool:
             ) from error
         if ready.error is not None:
             where = f"{where}, node {ready.node}, pid {ready.pid}, during start"
-            raise unpack(ready.error, f"{where}: what is called env 0 here is env {plan.rows.start}")
+            raise unpack_error(ready.error, f"{where}: what is called env 0 here is env {plan.rows.start}")
         return ready
 
     def replace(self, host: RemoteHost) -> Ready:

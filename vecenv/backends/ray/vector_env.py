@@ -28,7 +28,7 @@ from vecenv.engine.starting import dump_env_fn
 from vecenv.errors import how_to_install
 from vecenv.front.arguments import check_env_fns
 from vecenv.link.observations import PickledStore
-from vecenv.planning.options import RestartFrom, check_options
+from vecenv.planning.options import check_options
 from vecenv.shm import Batch, Layout, fixed_tree
 from vecenv.worker.envs import Expected
 from vecenv.worker.main import Plan
@@ -73,7 +73,7 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
         placement: ``"STRICT_SPREAD"`` (every host on a node of its own), ``"SPREAD"`` (if possible) or ``"PACK"`` (as few
             nodes as possible). ``None``: strict, or in a cluster that vecenv started, which is one node, packed.
         batch_size: Environments that :meth:`recv` returns at a time; a multiple of a host's share wastes nothing.
-        on_failure, restart_from, restart_limit, restart_period, autoreset_mode: As :class:`~vecenv.AsyncVectorEnv`.
+        on_failure, restart_limit, restart_period, autoreset_mode: As :class:`~vecenv.AsyncVectorEnv`.
         **engine_options: ``shared_memory``, ``copy``, ``context`` (default here: ``"forkserver"``), ``daemon``,
             ``observation_mode``, ``max_concurrency`` (a host), ``use_caller`` (the host's own process steps a share),
             ``step_timeout``, ``start_timeout``, ``threads_per_worker``, ``strict``, ``generators``, as of
@@ -105,7 +105,6 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
         placement: str | None = None,
         batch_size: int | None = None,
         on_failure: str = "raise",
-        restart_from: RestartFrom = "reset",
         restart_limit: int | None = None,
         restart_period: float = 60.0,
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
@@ -126,8 +125,7 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
         if isinstance(batch_size, str):
             raise ValueError(f"`batch_size` must be None or an int within 1..{len(env_fns)}, got {batch_size!r}.")
         recovery: dict[str, Any] = {
-            "on_failure": on_failure, "restart_from": restart_from, "restart_limit": restart_limit,
-            "restart_period": restart_period,
+            "on_failure": on_failure, "restart_limit": restart_limit, "restart_period": restart_period
         }  # fmt: skip
         checked = {
             "start_timeout", "step_timeout", "threads_per_worker", "use_caller", "strict", "worker_env", "ragged_infos",
@@ -143,9 +141,7 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
             engine_options.get("daemon", True), engine_options.get("observation_mode", "same"), autoreset_mode,
             engine_options.get("max_concurrency"),
         )  # fmt: skip
-        policy = Policy.of(
-            on_failure, restart_limit, restart_period, step_timeout, self._start_timeout, restart_from=restart_from
-        )
+        policy = Policy.of(on_failure, restart_limit, restart_period, step_timeout, self._start_timeout)
         try:
             self._read_spaces(env_fns)
             self._adopt(self._start_engine(policy), batch_size)

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -31,10 +32,10 @@ from gymnasium.spaces import GraphInstance
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, iterate
 
-from vecenv.testing.contract.base import Subject
 from vecenv.trajectories import (
     STEP_FIELDS,
     AnyVectorEnv,
+    Step,
     assert_identical,
     assert_same_steps,
     assert_same_trajectory,
@@ -42,6 +43,104 @@ from vecenv.trajectories import (
 )  # fmt: skip
 
 __all__ = ["Subject", "VectorEnvContract", "assert_identical", "assert_same_trajectory"]
+
+
+class Subject:
+    """What a contract knows of the vector environment under test.
+
+    Attributes:
+        autoreset_modes: The modes that :meth:`make` accepts; tests of the others are skipped.
+        honours_seeds: Whether the same seed gives the same trajectory.
+        supports_reset_mask: Whether ``options["reset_mask"]`` resets some environments and leaves the others.
+        seeds_masked_resets: Whether such a reset may be given seeds.
+        refuses_wrong_actions: Whether a batch of the wrong length raises before any environment is stepped.
+        fresh_observations: Whether earlier observations stay as they were (``copy=True`` in Gymnasium's
+            terms).
+        masks_infos: Whether infos are dicts of arrays with a mask for every key.
+        gives_final_observations: Whether same-step autoreset reports ``final_obs`` and ``final_info``.
+        max_steps: Some episode must end within that many random steps.
+        wrong_action_errors: What a wrong batch of actions may raise.
+    """
+
+    autoreset_modes: ClassVar[tuple[AutoresetMode, ...]] = tuple(AutoresetMode)
+    honours_seeds: ClassVar[bool] = True
+    supports_reset_mask: ClassVar[bool] = True
+    seeds_masked_resets: ClassVar[bool] = True
+    refuses_wrong_actions: ClassVar[bool] = True
+    fresh_observations: ClassVar[bool] = True
+    masks_infos: ClassVar[bool] = True
+    gives_final_observations: ClassVar[bool] = True
+    max_steps: ClassVar[int] = 500
+    wrong_action_errors: ClassVar[tuple[type[Exception], ...]] = (ValueError, TypeError)
+
+    def make(
+        self,
+        num_envs: int = 3,
+        autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP,
+        **kwargs: Any,
+    ) -> AnyVectorEnv:
+        """Build the vector environment under test, ready for its first ``reset``.
+
+        Args:
+            num_envs: Number of environments in it.
+            autoreset_mode: One of :attr:`autoreset_modes`.
+            **kwargs: For a subclass's own tests.
+        """
+        raise NotImplementedError("override make() with a factory of the vector environment under test")
+
+    def sample_actions(self, envs: AnyVectorEnv) -> Any:
+        """A batch of actions: ``envs.action_space.sample()`` unless overridden (for action masks, say)."""
+        return envs.action_space.sample()
+
+    @contextmanager
+    def opened(
+        self,
+        num_envs: int = 3,
+        autoreset_mode: AutoresetMode | None = None,
+        **kwargs: Any,
+    ) -> Iterator[AnyVectorEnv]:
+        """A vector environment with a seeded action space, closed at the end; ``None`` is the first mode."""
+        mode = self.autoreset_modes[0] if autoreset_mode is None else autoreset_mode
+        if mode not in self.autoreset_modes:
+            pytest.skip(f"{type(self).__name__} does not offer {mode}")
+        envs = self.make(num_envs=num_envs, autoreset_mode=mode, **kwargs)
+        try:
+            envs.action_space.seed(123)
+            yield envs
+        finally:
+            envs.close()
+
+    def step(self, envs: AnyVectorEnv, actions: Any = None) -> Step:
+        """One step with the given or random actions."""
+        return envs.step(self.sample_actions(envs) if actions is None else actions)
+
+    def step_until_done(self, envs: AnyVectorEnv) -> Step:
+        """Step until some environment ends its episode; the result of that step."""
+        for _ in range(self.max_steps):
+            result = self.step(envs)
+            if (result[2] | result[3]).any():
+                return result
+        pytest.fail(f"no episode ended within {self.max_steps} random steps; override max_steps or make()")
+
+    def _needs(self, attribute: str) -> None:
+        if not getattr(self, attribute):
+            pytest.skip(f"{type(self).__name__}.{attribute} is False")
+
+    def _check_step(self, envs: AnyVectorEnv, result: Step) -> None:
+        """Assert the types, shapes and dtypes of what ``step`` returned."""
+        assert isinstance(result, tuple)
+        assert len(result) == 5, f"step returned {len(result)} values instead of 5"
+        observations, rewards, terminations, truncations, infos = result
+        assert observations in envs.observation_space
+        for name, array, dtype in (
+            ("rewards", rewards, np.float64),
+            ("terminations", terminations, np.bool_),
+            ("truncations", truncations, np.bool_),
+        ):
+            assert isinstance(array, np.ndarray), f"{name} is {type(array)}"
+            assert array.dtype == dtype, f"{name} has dtype {array.dtype}, not {dtype.__name__}"
+            assert array.shape == (envs.num_envs,), f"{name} has shape {array.shape}"
+        assert isinstance(infos, dict)
 
 
 class VectorEnvContract(Subject):
@@ -52,19 +151,12 @@ class VectorEnvContract(Subject):
 
     # -- what it is and what it returns: spaces, shapes, dtypes, infos with masks -------------------------------------
 
-    def test_it_is_a_gymnasium_vector_env(self) -> None:
-        with self.opened() as envs:
+    @pytest.mark.parametrize("num_envs", [1, 3])
+    def test_it_is_a_gymnasium_vector_env_of_batched_spaces(self, num_envs: int) -> None:
+        with self.opened(num_envs) as envs:
             assert isinstance(envs, VectorEnv)
             assert isinstance(envs.unwrapped, VectorEnv)
-
-    @pytest.mark.parametrize("num_envs", [1, 3])
-    def test_it_holds_as_many_environments_as_were_asked_for(self, num_envs: int) -> None:
-        with self.opened(num_envs) as envs:
             assert envs.num_envs == num_envs
-
-    @pytest.mark.parametrize("num_envs", [1, 3])
-    def test_batched_spaces_are_the_single_spaces_batched(self, num_envs: int) -> None:
-        with self.opened(num_envs) as envs:
             assert envs.action_space == batch_space(envs.single_action_space, num_envs)
             assert envs.observation_space == batch_space(envs.single_observation_space, num_envs)
 
@@ -79,17 +171,14 @@ class VectorEnvContract(Subject):
             assert envs.render_mode is None or isinstance(envs.render_mode, str)
             assert envs.spec is None or isinstance(envs.spec, gymnasium.envs.registration.EnvSpec)
 
-    def test_a_spec_can_be_assigned_and_shows_up_in_the_repr(self) -> None:
-        with self.opened() as envs:
+    def test_the_repr_names_the_class_the_number_of_environments_and_the_spec(self) -> None:
+        with self.opened(3) as envs:
+            assert type(envs).__name__ in repr(envs)
+            assert "num_envs=3" in repr(envs)
             spec = gymnasium.envs.registration.EnvSpec("Contract-v0")
             envs.unwrapped.spec = spec
             assert envs.spec is spec
             assert "Contract-v0" in repr(envs)
-
-    def test_the_repr_names_the_class_and_the_number_of_environments(self) -> None:
-        with self.opened(3) as envs:
-            assert type(envs).__name__ in repr(envs)
-            assert "num_envs=3" in repr(envs)
 
     @pytest.mark.parametrize("num_envs", [1, 3])
     def test_reset_returns_an_observation_of_the_batched_space_and_an_info_dict(self, num_envs: int) -> None:
@@ -358,28 +447,23 @@ class VectorEnvContract(Subject):
             self.step(envs, actions)
             assert_identical(actions, before, "the caller's actions")
 
-    def test_close_may_be_called_twice(self) -> None:
+    @pytest.mark.parametrize("begun", [True, False], ids=["after-a-reset", "before-the-first-reset"])
+    def test_close_may_be_called_twice(self, begun: bool) -> None:
         with self.opened() as envs:
-            envs.reset(seed=1)
-            envs.close()
-            assert envs.closed is True
-            envs.close()
-            assert envs.closed is True
-
-    def test_it_can_be_closed_before_its_first_reset(self) -> None:
-        with self.opened() as envs:
-            envs.close()
-            assert envs.closed is True
+            if begun:
+                envs.reset(seed=1)
+            for _ in range(2):
+                envs.close()
+                assert envs.closed is True
 
     def test_use_after_close_says_so(self) -> None:
         with self.opened() as envs:
             envs.reset(seed=1)
             actions = self.sample_actions(envs)
             envs.close()
-            with pytest.raises(ClosedEnvironmentError):
-                envs.reset(seed=1)
-            with pytest.raises(ClosedEnvironmentError):
-                envs.step(actions)
+            for call in (lambda: envs.reset(seed=1), lambda: envs.step(actions)):
+                with pytest.raises(ClosedEnvironmentError):
+                    call()
 
     # -- Gymnasium's vector wrappers ----------------------------------------------------------------------------------
 

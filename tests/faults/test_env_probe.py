@@ -23,8 +23,8 @@ from vandals import Obedient
 
 import vecenv
 from vecenv.errors import StartupTimeout, WorkerDied
-from vecenv.planning import scout as scouting
-from vecenv.planning.scout import Described, Trial, probe, scout
+from vecenv.planning import probe as probing
+from vecenv.planning.probe import EnvDescription, EnvProbe
 from vecenv.system.cores import usable_cores
 from vecenv.testing.faulty import NestedEnv
 
@@ -73,9 +73,10 @@ class HoldsThePipe(Obedient):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("step", [False, True])
 def test_the_environment_that_was_tried_is_closed(tmp_path: Path, method: str, step: bool) -> None:
-    found = scout([functools.partial(Closes, tmp_path / "closed")], multiprocessing.get_context(method), step=step)
-    assert isinstance(found.described, Described)
-    assert (found.probe is not None) == step
+    context = multiprocessing.get_context(method)
+    probe = EnvProbe([functools.partial(Closes, tmp_path / "closed")], context, here=False, step=step)
+    assert isinstance(probe.describe(), EnvDescription)
+    assert (probe._times is not None) == step
     assert (tmp_path / "closed").exists()
 
 
@@ -87,9 +88,9 @@ def test_engines_that_try_an_environment_close_it(tmp_path: Path, options: dict[
 
 
 def test_a_close_that_takes_for_ever_is_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scouting, "_CLOSE_SECONDS", 0.3)
+    monkeypatch.setattr(probing, "_CLOSE_SECONDS", 0.3)
     began = time.monotonic()
-    assert probe(functools.partial(Closes, tmp_path / "closed", 60.0)).steps > 0
+    assert EnvProbe([functools.partial(Closes, tmp_path / "closed", 60.0)]).times().steps > 0
     assert time.monotonic() - began < 30
     assert not (tmp_path / "closed").exists()
 
@@ -100,7 +101,7 @@ class ClosesBadly(Obedient):
 
 
 def test_a_close_that_raises_costs_nothing() -> None:
-    assert probe(functools.partial(ClosesBadly, 0)).steps > 0
+    assert EnvProbe([functools.partial(ClosesBadly, 0)]).times().steps > 0
 
 
 def stop() -> None:
@@ -130,10 +131,10 @@ def test_helpers_end_with_it(tmp_path: Path, end: str, own_session: bool) -> Non
     then, expected = ENDS[end]
     env_fn = functools.partial(Helped, tmp_path / "helper", own_session, then)
     if expected is None:
-        probe(env_fn)
+        EnvProbe([env_fn]).times()
     else:
         with pytest.raises(expected):
-            probe(env_fn, timeout=1.0)
+            EnvProbe([env_fn], timeout=1.0).times()
     helper = int((tmp_path / "helper").read_text())
     assert not remaining([helper], PATIENCE)
 
@@ -169,11 +170,10 @@ def test_an_environment_that_fails_while_it_is_stepped_is_one_to_be_careful_with
     tmp_path: Path, end: str, says: str, at: int
 ) -> None:
     env_fn = functools.partial(Trips, tmp_path / "helper", ENDS[end][0], at)
-    found = scout([env_fn], timeout=1.0)
-    assert isinstance(found.described, Described)
-    assert found.probe is not None
-    assert found.probe.steps == 0
-    assert says in found.probe.failure
+    probe = EnvProbe([env_fn], timeout=1.0, here=False)
+    assert isinstance(probe.describe(), EnvDescription)
+    assert probe.times().steps == 0
+    assert says in probe.times().failure
     assert not remaining([int((tmp_path / "helper").read_text())], PATIENCE)
 
 
@@ -207,7 +207,7 @@ def test_the_caller_takes_an_even_share_of_what_could_not_be_timed() -> None:
 def test_death_is_noticed_while_a_helper_holds_its_pipe(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(WorkerDied, match="exit code 5"):
-        probe(functools.partial(HoldsThePipe, tmp_path / "helper"))
+        EnvProbe([functools.partial(HoldsThePipe, tmp_path / "helper")]).times()
     assert time.monotonic() - began < 30
     assert not remaining([int((tmp_path / "helper").read_text())], PATIENCE)
 
@@ -220,16 +220,16 @@ def test_without_daemon_an_environment_may_have_children(method: str) -> None:
     inner = functools.partial(vecenv.AsyncVectorEnv, [functools.partial(Obedient, k) for k in range(2)], context=method)
     env_fn = functools.partial(NestedEnv, inner)
     with pytest.raises(Exception, match="daemon"):
-        probe(env_fn, context, 15.0)
-    trial = Trial([env_fn], context, 15.0, False, step=True, daemon=False)
-    assert trial.describe(False).metadata is not None
-    assert trial.measure().steps > 0
-    assert probe(env_fn, context, 15.0, daemon=False).steps > 0
+        EnvProbe([env_fn], context, 15.0).times()
+    probe = EnvProbe([env_fn], context, 15.0, here=False, daemon=False)
+    assert probe.describe().metadata is not None
+    assert probe.times().steps > 0
+    assert EnvProbe([env_fn], context, 15.0, daemon=False).times().steps > 0
 
 
 @pytest.mark.parametrize("timeout", [math.inf, 1e7, 1e300])
 def test_any_timeout_can_be_waited_for(timeout: float) -> None:
-    assert probe(functools.partial(Obedient, 0), timeout=timeout).steps > 0
+    assert EnvProbe([functools.partial(Obedient, 0)], timeout=timeout).times().steps > 0
 
 
 class Large(Obedient):
@@ -242,7 +242,8 @@ class Large(Obedient):
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_built_may_be_larger_than_a_pipe(method: str) -> None:
     env_fn = functools.partial(Large, b"x" * 2_000_000)
-    assert isinstance(scout([env_fn], multiprocessing.get_context(method), step=False).described, Described)
+    probe = EnvProbe([env_fn], multiprocessing.get_context(method), here=False, step=False)
+    assert isinstance(probe.describe(), EnvDescription)
 
 
 # --- interrupted callers ------------------------------------------------------------------------
@@ -281,7 +282,7 @@ def alarm_after(seconds: float, interval: float = 0.0) -> Iterator[None]:
 def test_an_exception_while_the_caller_waits_ends_everything(tmp_path: Path) -> None:
     env_fn = functools.partial(Helped, tmp_path / "helper", True, stop)
     with pytest.raises(Alarm), alarm_after(1.0):
-        probe(env_fn)
+        EnvProbe([env_fn]).times()
     assert not remaining([int((tmp_path / "helper").read_text())], PATIENCE)
     assert not multiprocessing.active_children()
 
@@ -290,14 +291,14 @@ def test_an_exception_while_the_caller_waits_ends_everything(tmp_path: Path) -> 
 def test_an_exception_at_any_moment_leaves_nothing(take_stock: Callable[[], Any]) -> None:
     """Compared after each: a later trial could hide what an earlier one left."""
     env_fn = functools.partial(Obedient, 0)
-    scout([env_fn], step=False)
+    EnvProbe([env_fn], here=False, step=False).describe()
     moments = random.Random(1)
     interrupted = 0
     for _ in range(60):
         before = take_stock()
         try:
             with alarm_after(moments.uniform(1e-4, 0.03)):
-                scout([env_fn], step=False)
+                EnvProbe([env_fn], here=False, step=False).describe()
         except Alarm:
             interrupted += 1
         left = take_stock().beyond(before, ("processes", "descriptors"))
@@ -309,7 +310,7 @@ def test_one_exception_after_the_other_leaves_nothing(take_stock: Callable[[], A
     before = take_stock()
     for _ in range(10):
         with pytest.raises(Alarm), alarm_after(0.002, 0.0005):
-            scout([functools.partial(Obedient, 0)], step=False)
+            EnvProbe([functools.partial(Obedient, 0)], here=False, step=False).describe()
     gc.collect()
     assert not take_stock().beyond(before, ("processes", "descriptors"))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -319,7 +320,7 @@ KILLED = """
 import functools, multiprocessing, os, subprocess, sys, time
 from pathlib import Path
 from vandals import Obedient
-from vecenv.planning.scout import probe
+from vecenv.planning.probe import EnvProbe
 
 def build(folder):
     helper = subprocess.Popen(["sleep", "60"])
@@ -328,7 +329,7 @@ def build(folder):
     time.sleep(60)
 
 if __name__ == "__main__":
-    probe(functools.partial(build, Path(sys.argv[2])), multiprocessing.get_context(sys.argv[1]))
+    EnvProbe([functools.partial(build, Path(sys.argv[2]))], multiprocessing.get_context(sys.argv[1])).times()
 """
 
 
@@ -354,8 +355,7 @@ def test_it_lives_in_a_session_of_its_own_where_ctrl_c_does_not_reach() -> None:
             super().__init__(0)
             self.metadata = {"session": os.getsid(0), "pid": os.getpid(), "sigint": signal.getsignal(signal.SIGINT)}
 
-    described = scout([Tells], multiprocessing.get_context("fork"), step=False).described
-    assert isinstance(described, Described)
-    found = [described.metadata[name] for name in ("session", "pid", "sigint")]
+    description = EnvProbe([Tells], multiprocessing.get_context("fork"), here=False, step=False).describe()
+    found = [description.metadata[name] for name in ("session", "pid", "sigint")]
     assert found[0] == found[1] != os.getpid()
     assert found[2] == signal.SIG_IGN

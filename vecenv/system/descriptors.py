@@ -1,11 +1,10 @@
-"""Descriptors with one owner each.
+"""File descriptors with exactly one owner each.
 
-A descriptor is a number, and the kernel gives a number that was closed to whoever opens a file next. So two who both believe
-that a number is theirs will one day close, or read, somebody else's file; finalizers, which run in any order when the
-collector meets a cycle, are who does. Here a number lives in a :class:`Descriptor`, which it enters as it is opened and
-leaves as it is closed, each in a single call of C that no signal handler and no other thread can get into. There is no
-moment at which a number is open and in none of them, or in one and not open. What is left of them is closed when their owner
-is collected or the program ends.
+The kernel gives the number of a closed descriptor to the next file that is opened. Two objects that both believe that a
+number is theirs will one day close, or read, the wrong file; finalizers, which run in any order when the collector meets a
+cycle, are where that happens. Here a number lives in a :class:`Descriptor`, which it enters as it is opened and leaves as it
+is closed, each in a single call of C that no signal handler and no other thread can interrupt. What is left of them is
+closed when their owner is collected or the program ends.
 """
 
 from __future__ import annotations
@@ -16,13 +15,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from itertools import chain, starmap
+from multiprocessing import reduction
 from typing import Any, TypeVar
 
-__all__ = ["Descriptor", "Holdings", "take_standard_numbers"]
+__all__ = ["Descriptor", "DescriptorOwner", "take_standard_numbers"]
 
 
 class Descriptor:
-    """An open file number, until :meth:`close`."""
+    """An open file number, until :meth:`close`. It can be pickled while a process is being started, which gets a copy."""
 
     __slots__ = ("_cell",)
 
@@ -37,6 +37,9 @@ class Descriptor:
     def __bool__(self) -> bool:
         return bool(self._cell)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (reduction.DupFd(self.number),)
+
     def close(self) -> None:
         """Close it. Idempotent."""
         while self._cell:  # of a pipe that was interrupted between its two ends, both
@@ -45,6 +48,12 @@ class Descriptor:
 
     def __repr__(self) -> str:
         return f"Descriptor({self.number})"
+
+
+def _received(handle: Any) -> Descriptor:
+    descriptor = Descriptor()
+    descriptor._cell.append(handle.detach())
+    return descriptor
 
 
 def take_standard_numbers() -> None:
@@ -64,41 +73,38 @@ def take_standard_numbers() -> None:
                 os.set_inheritable(opened, True)
 
 
-Held = TypeVar("Held", "Descriptor", "Holdings")
+Held = TypeVar("Held", "Descriptor", "DescriptorOwner")
 
 
-class Holdings:
+class DescriptorOwner:
     """Descriptors that are closed at the latest when ``owner`` is collected.
 
     Args:
-        owner: Whose they are; ``None`` for a part of others.
+        owner: The object that they belong to; ``None`` for the child of another owner.
     """
 
     def __init__(self, owner: object | None) -> None:
-        self._held: list[Descriptor | Holdings] = []
+        self._held: list[Descriptor | DescriptorOwner] = []
         if owner is not None:
             take_standard_numbers()
             weakref.finalize(owner, _close_all, self._held, os.getpid())
 
-    def part(self) -> Holdings:
-        """Some that can be closed together, before the rest: also those that an interruption left without another owner."""
-        return self._kept(Holdings(None))
+    def child(self) -> DescriptorOwner:
+        """An owner whose descriptors can be closed together, before the rest."""
+        return self._kept(DescriptorOwner(None))
 
     def open(self, function: Callable[..., int], *args: Any) -> Descriptor:
-        """What ``function(*args)`` opens."""
-        descriptor = self._new()
+        """The descriptor that ``function(*args)`` opens."""
+        descriptor = self._kept(Descriptor())
         descriptor._cell.extend(starmap(function, (args,)))
         return descriptor
 
     def pipe(self) -> tuple[Descriptor, Descriptor]:
         """A new pipe: its reading and its writing end."""
-        reader, writer = self._new(), self._new()
+        reader, writer = self._kept(Descriptor()), self._kept(Descriptor())
         reader._cell.extend(chain.from_iterable(starmap(os.pipe, ((),))))
         writer._cell.extend(map(reader._cell.pop, (-1,)))
         return reader, writer
-
-    def _new(self) -> Descriptor:
-        return self._kept(Descriptor())
 
     def _kept(self, held: Held) -> Held:
         if len(self._held) > 64:
@@ -111,11 +117,11 @@ class Holdings:
         _close_all(self._held, os.getpid())
 
     def __len__(self) -> int:
-        return sum(len(held) if isinstance(held, Holdings) else bool(held) for held in self._held)
+        return sum(len(held) if isinstance(held, DescriptorOwner) else bool(held) for held in self._held)
 
 
-def _close_all(held: list[Descriptor | Holdings], owner: int) -> None:
-    if os.getpid() != owner:  # at the end of a forked child, whose copies these are: it closes what it likes itself
+def _close_all(held: list[Descriptor | DescriptorOwner], owner: int) -> None:
+    if os.getpid() != owner:  # at the end of a forked child, which holds copies
         return
     for descriptor in held:
         descriptor.close()

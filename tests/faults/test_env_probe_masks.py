@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from vecenv.planning import scout
+from vecenv.planning import probe
 
 
 class Strict(gym.Env[Any, Any]):
@@ -46,11 +46,11 @@ class Strict(gym.Env[Any, Any]):
 @pytest.mark.parametrize("where", ["observation", "action_mask", "action_masks"])
 @pytest.mark.parametrize("start", [0, 3])
 def test_masks_are_honoured(where: str, start: int) -> None:
-    found = scout._step_for_a_moment(Strict(where, start), None)
+    found = probe._time_steps(Strict(where, start), None)
     assert found.steps > 10
     assert not found.failure
 
 
 def test_where_there_are_no_processes_a_failed_trial_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scout, "why_no_processes", lambda: "for this test")
-    assert "illegal" in scout.probe(lambda: Strict("hidden", 0)).failure
+    monkeypatch.setattr(probe, "why_no_processes", lambda: "for this test")
+    assert "illegal" in probe.EnvProbe([lambda: Strict("hidden", 0)]).times().failure

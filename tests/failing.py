@@ -1,0 +1,127 @@
+"""An environment that fails as its action says, and what every client does after a failure: its next reset goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+import vecenv
+from vecenv.errors import StepTimeout, WorkerDied
+
+COUNT, FAULTY = 4, 1
+FINE, RAISES, DIES, LATE = range(4)
+SECONDS = 3.0
+"""How late an environment is: later than ``step_timeout``, and there before two more calls have timed out."""
+FAULTS = [pytest.param(fault, id=name) for fault, name in ((RAISES, "raises"), (DIES, "dies"), (LATE, "late"))]
+
+R = TypeVar("R")
+
+
+class Faulty(gym.Env[Any, Any]):
+    """Observes how many steps it took and with which seed it began.
+
+    Args:
+        resets_that_fail: A file; while it is there, resets raise.
+    """
+
+    observation_space = gym.spaces.Box(-1, 1e6, (2,))
+    action_space = gym.spaces.Discrete(4)
+
+    def __init__(self, resets_that_fail: str = "") -> None:
+        self.resets_that_fail = resets_that_fail
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        if self.resets_that_fail and os.path.exists(self.resets_that_fail):
+            raise ValueError("the lid is stuck")
+        self.steps, self.seed = 0, -1 if seed is None else seed
+        return np.array([0, self.seed], np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        if action == RAISES:
+            raise ValueError("the lid is stuck")
+        if action == DIES:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if action == LATE:
+            time.sleep(SECONDS)
+        self.steps += 1
+        return np.array([self.steps, self.seed], np.float32), 1.0, False, False, {}
+
+
+def engine(on_failure: str = "raise", fns: Any = None, **options: Any) -> Any:
+    """Four of them, each in a process; not forked from one with torch's threads."""
+    context = "forkserver" if "torch" in sys.modules else None
+    options = {"context": context, "step_timeout": SECONDS / 2, **options}
+    return vecenv.AsyncVectorEnv(fns or [Faulty] * COUNT, num_workers=COUNT, on_failure=on_failure, **options)
+
+
+def one_fails(fault: int) -> Any:
+    """Actions of which one goes wrong."""
+    return np.where(np.arange(COUNT) == FAULTY, fault, FINE)
+
+
+def patiently(reset: Callable[[], R]) -> R:
+    """A reset waits for an environment that is late, and may say again that it is."""
+    for _ in range(3):
+        try:
+            return reset()
+        except StepTimeout:
+            continue
+    return reset()
+
+
+def begins_again(client: Any) -> None:
+    """Every environment begins an episode and takes a step, and no row of before comes between."""
+    assert patiently(client.reset)[:, 0].tolist() == [0.0] * COUNT
+    assert client.step(np.zeros(COUNT, np.int64))[:, 0].tolist() == [1.0] * COUNT
+
+
+def assert_goes_on(make: Callable[[Any], Any], on_failure: str, fault: int, **options: Any) -> None:
+    """After a failure the next reset of a client goes on.
+
+    Args:
+        make: The client over an engine: ``reset`` and ``step`` give observations in the order of environments.
+        on_failure: Of the engine.
+        fault: What goes wrong.
+        **options: Of the engine.
+    """
+    client = make(engine(on_failure, **options))
+    client.reset()
+    if on_failure == "raise":
+        with pytest.raises({RAISES: ValueError, DIES: WorkerDied, LATE: StepTimeout}[fault]):
+            client.step(one_fails(fault))
+    else:
+        client.step(one_fails(fault))
+    begins_again(client)
+    client.close()
+
+
+def assert_goes_on_after_a_signal(make: Callable[[Any], Any]) -> None:
+    """What was interrupted by a signal handler is dropped by the next reset of a client."""
+
+    class Pressed(Exception):
+        pass
+
+    def press(*_: Any) -> None:
+        raise Pressed
+
+    client = make(engine())
+    client.reset()
+    before = signal.signal(signal.SIGALRM, press)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(Pressed):
+            client.step(one_fails(LATE))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    begins_again(client)
+    client.close()

@@ -1,0 +1,309 @@
+"""``python -m bench`` and the programs of ``bench/``: each runs, tables hold what was measured, and sizes are counted."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+from bench import micro, programs, size, tables, train
+from vecenv.tools import runners
+
+BENCH = Path(programs.__file__).parent
+TINY = "--seconds 0.05 --repeats 1"
+PROGRAMS = {
+    # program -> small settings, and what it prints
+    "bridge_cost.py": ("--length 4 --steps 4 --repeats 1", "scan"),
+    "envpool_rate.py": ("--task CartPole-v1 --num-envs 2 --seconds 0.05 --repeats 1", "CartPole-v1"),
+    "envpool_row.py": ("--num-envs 2 --seconds 0.05 --repeats 1", "CartPole-v1"),
+    "first_ready_cost.py": ("CartPole-v1 --num-envs 2 --workers 1 --rounds 1 --seconds 0.05", "us per environment step"),
+    "jax_cost.py": ("--help", "--limit"),  # three minutes of compiling
+    "many_cores.py": ("--costs 1 1 1 --each 2", "per worker"),
+    "multi_agent_rate.py": ("--help", "--game"),  # it needs SuperSuit, which no extra brings
+    "overlap_rate.py": ("--env-ms 1 --policy-ms 1 --envs 2 --workers 1 --length 2 --repeats 1", "halves"),
+    "ray_rate.py": ("--help", "--rounds"),  # a cluster is started in tests/distributed
+    "state.py": ("--tries 1 --only CartPole", "CartPole"),
+    "torchrl_brax.py": ("--help", "usage"),
+    "torchrl_rate.py": ("--help", "usage"),
+    "versions.py": (". --num-envs 1 --num-workers 0 --pairs 2 --processes 2", "CartPole"),
+    "watched.py": ("", ""),  # run by test_programs_that_are_equal_and_such_as_are_not, inside another program
+    "__main__.py": ("list", "program  cleanrl-ppo            https://github.com/vwxyzjn/cleanrl"),
+}
+PARTS = {
+    # part of `python -m bench` -> small settings, and what it prints
+    "compare": ("--workloads empty --num-envs 2 --engines workers,gym-async,bare-loop", "of bare loop"),
+    "micro": ("round-trip", "bare ping-pong, spinning"),
+    "waits": ("--workloads free-resets --num-envs 4 --engines per-env,deadline,threads", "vecenv, those ready within 2 ms"),
+    "episodes": ("--num-envs 2 --engines evaluate,batches,gym-sync", "vecenv.evaluate"),
+    "goals": ("round-trip --quick", "round-trip: "),
+}
+
+
+def test_every_program_is_listed() -> None:
+    found = {path.name for path in BENCH.glob("*.py") if re.search(r"^if __name__ == ", path.read_text(), re.MULTILINE)}
+    assert found == set(PROGRAMS)
+
+
+def printed(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command], cwd=BENCH.parent, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name, (settings, _) in PROGRAMS.items() if settings])
+def test_a_program_runs(name: str) -> None:
+    if name.startswith("torchrl") and importlib.util.find_spec("torchrl") is None:
+        pytest.skip("TorchRL is not installed (pip install -e '.[clients]')")
+    settings, wanted = PROGRAMS[name]
+    assert wanted in printed(*(["-m", "bench"] if name == "__main__.py" else [f"bench/{name}"]), *settings.split())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_runs_and_nothing_of_it_dies(name: str, tmp_path: Path) -> None:
+    settings, wanted = PARTS[name]
+    shown = printed("-m", "bench", name, *settings.split(), *TINY.split(), "--out", str(tmp_path))
+    assert wanted in shown
+    assert " died" not in shown
+    assert list(tmp_path.glob("*.json"))
+
+
+@pytest.mark.long
+def test_memory_is_that_of_the_hosts_and_of_all_their_workers(tmp_path: Path) -> None:
+    settings = f"waits --workloads long-resets --num-envs 2 --engines per-env,free {TINY} --out {tmp_path}"
+    memory = re.findall(r"memory, long-resets +(\S+) .* in (\d) processes", printed("-m", "bench", *settings.split()))
+    assert memory == [("per-env", "3"), ("free", "3")]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("cc") is None and shutil.which("gcc") is None, reason="counting copies needs a C compiler")
+def test_observations_are_copied_once_into_shared_memory_and_once_out_of_it() -> None:
+    counted = micro.counted_copies()
+    assert counted["copy=False"] == pytest.approx(1.0, abs=0.01)
+    assert counted["copy=True"] == pytest.approx(2.0, abs=0.01)
+
+
+# --- tables -----------------------------------------------------------------------------------------
+
+
+def report(env: str, **rates: list[float | None]) -> dict[str, Any]:
+    rows = [{"name": name, "rates": each, "steps_per_second": {"median": each[0]}} for name, each in rates.items()]
+    return {"env": env, "num_envs": 8, "unit": "steps/s", "rows": rows}
+
+
+def test_each_table_is_written_into_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = {name: tmp_path / name for name in ("README.md", "bench/README.md", "docs/benchmarks.md")}
+    for name, page in pages.items():
+        page.parent.mkdir(exist_ok=True)
+        shutil.copyfile(tables.ROOT / name, page)
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    compared = [
+        report(env, **{"gym-async": [1.0, 2.0, 4.0], "gym-sync": [2.0, 2.0, 2.0], "auto": [6.0, 4.0, None]})
+        for env in tables.GAINS
+    ]
+    waited = [report("long-resets", **{"gym-async": [10.0], "deadline": [125.0]})]
+    for name, reports in (("compare", compared), ("waits", waited), ("episodes", waited)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(reports))
+    tables.write_tables(tmp_path)
+    written = {name: page.read_text() for name, page in pages.items()}
+    assert "| CartPole-v1 | 4 | 2.5 |" in written["README.md"]  # medians of 6 and 2, of 3 and 2
+    assert "| Pong | 4 | 2.5 |" in written["README.md"]
+    assert "| Ant-v5 | 4 (2 - 6) | 1 (0.5 - 2) | - | - |" in written["docs/benchmarks.md"]
+    assert written["bench/README.md"].count("| long-resets, 8 | 10 | 12 |") == 2
+    assert "| CartPole-v1, 8 | 1 | 1 | 4 |" in written["bench/README.md"]
+
+
+# --- published programs -----------------------------------------------------------------------------
+
+TRAINS = """
+import argparse, random
+import gymnasium
+import numpy as np
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int)
+parser.add_argument("--file")
+parser.add_argument("--luck", action="store_true")
+given = parser.parse_args()
+if given.file:
+    given.steps = int(open(given.file).read())
+chance = random.Random(None if given.luck else 3)
+if __name__ == "__main__":
+    envs = gymnasium.vector.AsyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 3)
+    envs.reset(seed=1)
+    for step in range(given.steps):
+        envs.step(np.array([chance.randrange(2) for _ in range(3)]))
+    envs.close()
+"""
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "trains.py").write_text(TRAINS)
+    (tmp_path / "own" / "steps.yaml").write_text("1000000")
+
+    def program(*words: str, **options: Any) -> programs.Program:
+        return programs.Program("somebody/own", ("trains.py", *words), "AsyncVectorEnv, CartPole-v1, 3", **options)
+
+    known = {
+        "same": program("--file", "{settings}", configuration=("steps.yaml", "1000000", "40")),
+        "other": program("--steps", "40", "--luck"),
+        "stopped": program("--steps", "1000000", watch=("--stop", "5")),
+        "fails": program("--no-such-option"),
+    }
+    monkeypatch.setattr(programs, "PROGRAMS", known)
+    return tmp_path
+
+
+@pytest.mark.long
+def test_programs_that_are_equal_and_such_as_are_not(sources: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = sources / "results"
+    programs.compare(["same", "other", "stopped", "fails"], sources, sys.executable, 1, out)
+    rows = dict(zip(("same", "other", "stopped", "fails"), capfd.readouterr().out.splitlines()[2:], strict=True))
+    assert rows["same"].startswith("| somebody/own `trains.py` | AsyncVectorEnv, CartPole-v1, 3 | 40 x 3 | yes | ")
+    assert "| 40 x 3 | NO | " in rows["other"]
+    assert "| 5 x 3 | yes | " in rows["stopped"]
+    assert rows["fails"].startswith("| fails | failed: ")
+    kept = json.loads((out / "program-same.json").read_text())
+    engines = [kept[kind][0]["figures"]["engines"] for kind in ("plain", "ours")]
+    assert engines == [["gymnasium: AsyncVectorEnv"], ["vecenv: AsyncVectorEnv"]]
+    assert kept["plain"][0]["figures"]["rewards"] == kept["ours"][0]["figures"]["rewards"] > 0
+
+
+def test_a_program_that_is_not_there_is_named(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = programs.Program("somebody/else", ("main.py",), "nothing")
+    with pytest.raises(SystemExit, match=r"no .*else/main\.py: git clone https://github\.com/somebody/else "):
+        programs.live(missing, sources, sys.executable, ours=False)
+
+
+def test_scalars_of_tensorboard_are_read_without_those_that_are_times(tmp_path: Path) -> None:
+    def part(number: int, value: bytes) -> bytes:
+        return bytes([number << 3 | 2, len(value)]) + value
+
+    data = b""
+    for step, name, value in ((1, b"losses/value", 0.5), (1, b"charts/SPS", 99.0), (300, b"losses/value", 0.25)):
+        scalar = part(1, name) + b"\x15" + struct.pack("<f", value)
+        step_field = b"\x10" + (bytes([step]) if step < 128 else bytes([step & 127 | 128, step >> 7]))
+        written = b"\x09" + struct.pack("<d", 1e9) + step_field + part(5, part(1, scalar))
+        data += struct.pack("<QI", len(written), 0) + written + struct.pack("<I", 0)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "events.out.tfevents.1").write_bytes(data)
+    assert programs.scalars(tmp_path) == {"losses/value": [[1, "0.5"], [300, "0.25"]]}
+
+
+# --- sizes ------------------------------------------------------------------------------------------
+
+SOURCE = '''"""A docstring
+of two lines."""
+
+# a comment
+TEXT = """two lines
+of code"""
+
+
+class Odd:
+    """What it is."""
+
+    value = 1  # code, and a comment
+
+    def method(self):
+        """What it does."""
+
+        return [
+
+            self.value,
+        ]
+'''
+
+
+def test_docstrings_comments_and_blanks_are_no_code() -> None:
+    assert size.code_lines(SOURCE) == len(["TEXT", "of code", "class", "value", "def", "return", "self.value", "]"])
+
+
+def test_everything_is_counted(tmp_path: Path) -> None:
+    for folder in ("vecenv", "tests", "docs", "bench"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "vecenv" / "one.py").write_text("class A: ...\nclass Flight: ...\n# nobody asks\n" + "x = 1\n" * 800)
+    (tmp_path / "vecenv" / "two.py").write_text("class A: ...\ndef long():\n" + "    x = 1\n" * 60)
+    (tmp_path / "tests" / "test_a.py").write_text("a = 1\n\n")
+    (tmp_path / "docs" / "a.md").write_text("three words here\n")
+    assert list(size.measure(tmp_path).values()) == [2 + 800 + 1 + 61, 2, 1, 1, 1, 3, 1, 1, 1, 0]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_table_has_a_line_for_each(as_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    size.show(as_json=as_json)
+    out = capsys.readouterr().out
+    names = list(json.loads(out)) if as_json else [line[:38].rstrip() for line in out.splitlines()]
+    assert {"code lines in vecenv/", "files on the path of a step"} <= set(names)
+    assert len(names) == 12
+
+
+def test_the_path_of_a_step_is_measured_on_both_sides() -> None:
+    found = size.path_of_a_step()
+    assert 10 < found["Python calls of a step, caller's side"] < 100
+    assert 5 < found["files on the path of a step"] < 40
+
+
+# --- whole trainings --------------------------------------------------------------------------------
+
+CARTPOLE = partial(runners.make_env, "CartPole-v1")
+WAYS: dict[str, Any] = {
+    "all": partial(train.Training, partial(train._vecenv, CARTPOLE, 4, None, num_workers=2)),
+    "halves": partial(train.Training, partial(train._vecenv, CARTPOLE, 4, 2, num_workers=2)),
+    "gymnasium": partial(train.Training, partial(train._gymnasium, "SyncVectorEnv", CARTPOLE, 4)),
+    "bridge": partial(train.Bridged, CARTPOLE, 4, 2),
+}
+
+
+def noted(seen: list[dict[str, np.ndarray]], learn: Any, rows: Any, last: Any) -> None:
+    seen.append({name: np.asarray(field) for name, field in rows.items()})
+    learn(rows, last)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[] if way == "bridge" else pytest.mark.slow) for way in WAYS]
+)
+def test_rows_are_transitions(way: str) -> None:
+    """CartPole moves by 0.02 times the velocity it had; the row after one that has weight and does not end goes on."""
+    pytest.importorskip("flax")
+    pytest.importorskip("optax")
+    training = WAYS[way]()
+    seen: list[dict[str, np.ndarray]] = []
+    learn = training.learner.learn
+    try:
+        before = training.learner.params
+        training.learner.learn = partial(noted, seen, learn)
+        counted = [training._step() for _ in range(2)]
+        shares = training.run(0.01) and training.shares()
+    finally:
+        training.close()
+    assert counted == [rows["weight"].sum() for rows in seen[:2]]
+    assert sum(shares.values()) == pytest.approx(1)
+    changed = training.learner.jax.tree.map(lambda a, b: bool((a != b).any()), before, training.learner.params)
+    assert any(training.learner.jax.tree.leaves(changed))
+    for rows in seen:
+        observations, on = rows["observation"], rows["weight"] & ~rows["done"]
+        assert observations.shape == (train.ROLLOUT, 4, 4)
+        assert 0.5 < on.mean() < 1
+        moved = observations[:-1, :, 0] + 0.02 * observations[:-1, :, 1]
+        np.testing.assert_allclose(observations[1:, :, 0][on[:-1]], moved[on[:-1]], atol=1e-6)
+        assert (rows["reward"][rows["weight"]] == 1).all()
+        assert (rows["log_prob"] <= 0).all()

@@ -1,0 +1,384 @@
+"""Messages between the caller and its workers: what they say, and their bytes. Values and pure functions, no I/O.
+
+A message is five bytes, a word and a sequence number; the high bit of the word says that a pickled payload follows. A step
+or a reset, and its answer, is five bytes and nothing else, because everything else lies in shared memory. The sequence
+number makes it impossible to give an answer to another request, for example to one made after a timeout.
+
+The payload of an answer is an :class:`Outcome`. Each info value, result and observation in it is a pickle of its own: one
+that cannot be pickled, or does harm when it is unpickled, is reported with its environment and key, and the others arrive.
+
+Pickle sends a class by its name, cloudpickle sends those of ``__main__`` by value, as copies; but ``except MyError`` and
+``isinstance`` around a call of the engine mean the program's own class. So everything that can be found by its name is sent
+by it. A spawned worker has copies of the classes of ``__main__``; these are sent by their name as well, together with the
+copy for a program that has no such name. An exception is sent as an object only if it survives a pickle, and as text always.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import operator
+import pickle
+import struct
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from types import FunctionType
+from typing import Any, Final
+
+import cloudpickle
+
+from vecenv.errors import EnvError, RemoteTraceback
+from vecenv.link.schemas import Definition
+from vecenv.system.uninterrupted import succeeds_when_repeated
+
+__all__ = [
+    "FULL_HEAD", "HEAD", "PAYLOAD", "PLAIN_OUTCOME", "Failure", "Message", "Op", "Outcome", "PackedError", "Reply", "decode",
+    "decode_outcome", "dumps", "dumps_by_value", "encode", "encode_outcome", "missing_bytes", "pack_error", "shown",
+    "summary", "unpack_error",
+]  # fmt: skip
+
+
+# -- words and their bytes ---------------------------------------------------------------------------------------------
+
+
+class Op(IntEnum):
+    """What the caller asks of a worker. ``*_SOME`` means the rows whose ``requested`` number equals the message's own."""
+
+    STEP = 1
+    STEP_SOME = 2
+    RESET = 3
+    RESET_SOME = 4
+    REBUILD_SOME = 5
+    CALL = 6
+    SET_ATTR = 7
+    EXEC = 8
+    CLOSE = 9
+    SET_NEXT = 10  # options and seeds of the episodes that autoreset begins
+    SAVE = 11
+    PROVE = 12
+    CHECK = 13  # snapshots to be loaded: read them and refuse those that do not fit, but touch nothing ...
+    LOAD = 14  # ... until all were found to fit
+    TAKE = 15  # another row, and an episode to begin ahead of time: not answered, and may be sent twice
+
+
+class Reply(IntEnum):
+    """What a worker answers."""
+
+    READY = 17  # start-up is over; the payload holds what went wrong, per environment
+    PLAIN = 18  # done, every info is empty
+    COLUMNS = 19  # done, infos lie in shared memory
+    FULL = 20  # done, the payload (an Outcome) holds what shared memory could not
+
+
+Message = tuple[int, int, bytes | None]
+"""Word, sequence number, pickled payload."""
+
+PAYLOAD: Final = 0x80
+_HEADER: Final = struct.Struct("<BI")
+_LENGTH: Final = struct.Struct("<Q")
+HEAD: Final = _HEADER.size
+"""Bytes of a message without a payload."""
+FULL_HEAD: Final = HEAD + _LENGTH.size
+"""Bytes before a payload."""
+
+
+def encode(word: int, seq: int, payload: bytes | None = None) -> bytes:
+    """The bytes of one message; ``payload`` is an already pickled object or nothing."""
+    if payload is None:
+        return _HEADER.pack(word, seq)
+    return _HEADER.pack(word | PAYLOAD, seq) + _LENGTH.pack(len(payload)) + payload
+
+
+def decode(data: bytes | bytearray) -> Message:
+    """The message whose bytes are ``data``, all of them."""
+    word, seq = _HEADER.unpack_from(data)
+    if word < PAYLOAD:
+        return word, seq, None
+    return word & ~PAYLOAD, seq, bytes(memoryview(data)[FULL_HEAD:])
+
+
+def missing_bytes(data: bytes | bytearray, have: int | None = None) -> int:
+    """How many bytes a message still lacks, but for one that lacks its length: then as many as that takes.
+
+    Args:
+        data: Its first bytes.
+        have: How many bytes of it are there, where that is more than ``data``.
+    """
+    have = len(data) if have is None else have
+    if have < HEAD:
+        return HEAD - have
+    if data[0] < PAYLOAD:
+        return 0
+    if have < FULL_HEAD:
+        return FULL_HEAD - have
+    (length,) = _LENGTH.unpack_from(data, HEAD)
+    return max(FULL_HEAD + int(length) - have, 0)
+
+
+# -- outcomes ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Failure:
+    """One environment's exception. ``error`` is the exception itself, in a message a :class:`PackedError`."""
+
+    env: int
+    error: Any
+    fatal: bool = True
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a request brought about, apart from what lies in shared memory. All keys are environment indices.
+
+    Attributes:
+        infos: Infos that could not be written as columns.
+        observations: Observations of spaces without a fixed size.
+        finals: Last observations of ended episodes, where they are not in shared memory.
+        failures: Environments that raised.
+        results: Results of ``call`` and functions.
+        schemas: Definitions of info columns used for the first time.
+        warnings: (field, text) that the caller logs once.
+        columns: Some infos or final observations lie in shared memory.
+    """
+
+    infos: dict[int, Any] = field(default_factory=dict)
+    observations: dict[int, Any] = field(default_factory=dict)
+    finals: dict[int, Any] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+    results: dict[int, Any] = field(default_factory=dict)
+    schemas: dict[int, Definition] = field(default_factory=dict)
+    warnings: list[tuple[str, str]] = field(default_factory=list)
+    columns: bool = False
+
+    def is_plain(self) -> bool:
+        """Nothing here that would have to travel."""
+        return not (
+            self.infos or self.observations or self.finals or self.failures or self.results or self.schemas or self.warnings
+        )
+
+
+PLAIN_OUTCOME: Final = Outcome()
+"""The outcome of a step or a reset that has nothing to report, the same object every time: it is never written to."""
+
+_WHAT: Final = {"results": "result", "observations": "observation", "finals": "observation"}
+
+
+def encode_outcome(outcome: Outcome) -> bytes:
+    """The payload of an outcome. It never raises because of an environment's values: each becomes a failure."""
+    failures = [
+        one if isinstance(one.error, PackedError) else Failure(one.env, pack_error(one.error), one.fatal)
+        for one in outcome.failures
+    ]
+
+    def note(row: int, error: BaseException, text: str) -> None:
+        error.add_note(f"env {row}: its {text}")
+        failures.append(Failure(row, pack_error(error), fatal=False))
+
+    def items_of(row: int, info: Any) -> list[tuple[Any, Any]]:
+        if not isinstance(info, Mapping):
+            return [(None, info)]
+        try:
+            return [(key, value) for key, value in info.items()]
+        except BaseException as error:  # the environment's own code; the worker goes on
+            note(row, error, f"info, a {type(info).__name__}, cannot be read")
+            return []
+
+    def pickled(row: int, value: Any, what: str = "") -> bytes | None:
+        try:
+            return dumps(value)
+        except Exception as error:
+            note(row, error, f"{what or f'info key {shown(value[0])}'} cannot be pickled")
+            return None
+
+    infos = {}
+    for row, info in outcome.infos.items():
+        items = [pickled(row, item) for item in items_of(row, info)]
+        infos[row] = isinstance(info, Mapping), [blob for blob in items if blob is not None]
+    tables = {
+        name: {row: pickled(row, each, what) for row, each in getattr(outcome, name).items()} for name, what in _WHAT.items()
+    }
+    message = Outcome(
+        infos, failures=failures, schemas=outcome.schemas, warnings=outcome.warnings, columns=outcome.columns, **tables
+    )
+    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+
+
+def decode_outcome(payload: bytes) -> Outcome:
+    """The outcome again; each value that cannot be unpickled becomes a failure of its environment."""
+    outcome: Outcome = pickle.loads(payload)
+    for row, (is_mapping, blobs) in list(outcome.infos.items()):
+        items = [item for blob in blobs if (item := _unpickled(outcome, row, "info", blob)) is not None]
+        outcome.infos[row] = dict(items) if is_mapping else items[0][1] if items else {}
+    for name, what in _WHAT.items():
+        table = getattr(outcome, name)
+        for row, blob in list(table.items()):
+            table[row] = None if blob is None else _unpickled(outcome, row, what, blob)
+    return outcome
+
+
+def _unpickled(outcome: Outcome, row: int, what: str, blob: bytes) -> Any:
+    try:
+        return pickle.loads(blob)
+    except BaseException as error:  # SystemExit included: an environment must not end its caller
+        if succeeds_when_repeated(lambda: pickle.loads(blob)):  # a signal handler raised; the payload is decoded again later
+            raise
+        stand_in = EnvError(f"env {row}: its {what}{_key_in(blob)} cannot be unpickled: {summary(error)}")
+        stand_in.__cause__ = error if isinstance(error, Exception) else None
+        outcome.failures.append(Failure(row, stand_in, fatal=False))
+        return None
+
+
+def _key_in(blob: bytes) -> str:
+    """The key of an info value that cannot be unpickled: the first string in its pickle."""
+    import pickletools
+
+    for opcode, argument, _ in pickletools.genops(blob):
+        if opcode.name in ("SHORT_BINUNICODE", "BINUNICODE", "BININT1", "BININT"):
+            return f" key {argument!r}"
+        if opcode.name not in ("PROTO", "FRAME", "MARK", "MEMOIZE"):
+            break
+    return ""
+
+
+# -- pickles -----------------------------------------------------------------------------------------------------------
+
+
+def _of_main(qualname: str, copy: bytes) -> Any:
+    """What the main module has by this name; else the copy."""
+    try:
+        return operator.attrgetter(qualname)(sys.modules["__main__"])
+    except AttributeError:
+        return pickle.loads(copy)
+
+
+class _ByName:
+    """A pickler's rule: what the main module defines is pickled by its name."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (type, FunctionType)) and value.__module__ in ("__main__", "__mp_main__"):
+            try:
+                if operator.attrgetter(value.__qualname__)(sys.modules[value.__module__]) is value:
+                    return NotImplemented  # pickle sends its name
+            except (AttributeError, KeyError):
+                pass
+            if "<locals>" not in value.__qualname__:
+                return _of_main, (value.__qualname__, cloudpickle.dumps(value))
+        other: Any = getattr(super(), "reducer_override", None)
+        return NotImplemented if other is None else other(value)
+
+
+class _Pickler(_ByName, pickle.Pickler):
+    pass
+
+
+class _CloudPickler(_ByName, cloudpickle.Pickler):  # type: ignore[misc]
+    pass
+
+
+def dumps(value: Any, *, by_value: bool = False) -> bytes:
+    """Pickle for the other side, instances of the copied classes of a spawned worker included.
+
+    Args:
+        value: What is sent.
+        by_value: Send by value what has no name on the other side, a lambda for example.
+    """
+    try:
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except (pickle.PicklingError, TypeError, AttributeError):  # not the exception of a time limit
+        buffer = io.BytesIO()
+        (_CloudPickler if by_value else _Pickler)(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+        return buffer.getvalue()
+
+
+def dumps_by_value(value: Any) -> bytes:
+    """Pickle for a spawned process, which has copies of the classes of ``__main__``: they came with its functions."""
+    blob: bytes = dumps(value, by_value=True)
+    if b"__main__" in blob:
+        blob = cloudpickle.dumps(value)
+    return blob
+
+
+# -- exceptions --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PackedError:
+    """An exception in a message.
+
+    Attributes:
+        blob: The pickled object, ``None`` if it does not survive a pickle.
+        summary: ``Type: text``, always.
+        text: The traceback as the worker would have printed it.
+    """
+
+    blob: bytes | None
+    summary: str
+    text: str
+
+
+def shown(value: Any) -> str:
+    """The repr of an environment's value, also of one whose ``__repr__`` raises."""
+    try:
+        return repr(value)
+    except Exception:
+        return f"a {type(value).__name__}"
+
+
+def summary(error: BaseException) -> str:
+    """``Type: text``, also of an exception whose own ``__str__`` raises."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except BaseException:
+        if succeeds_when_repeated(lambda: str(error)):
+            raise
+        return f"{type(error).__name__} (it could not be printed)"
+
+
+def pack_error(error: BaseException) -> PackedError:
+    """Make an exception ready for a message, in the process that raised it. Errors of its own code are contained."""
+    try:
+        text = "".join(traceback.format_exception(error))
+    except BaseException:
+        if succeeds_when_repeated(lambda: traceback.format_exception(error)):
+            raise
+        text = f"{type(error).__name__} (its traceback could not be formatted)\n"
+    blob: bytes | None = None
+    if isinstance(error, Exception):
+        try:
+            blob = dumps(error, by_value=True)
+            if type(pickle.loads(blob)).__qualname__ != type(error).__qualname__:
+                blob = None
+        except BaseException:  # pickling or unpickling does harm, SystemExit included: here, and so not in the caller
+            if succeeds_when_repeated(lambda: pickle.loads(dumps(error, by_value=True))):
+                raise
+            blob = None
+    return PackedError(blob, summary(error), text)
+
+
+def unpack_error(packed: PackedError, note: str) -> Exception:
+    """The exception again, with the remote traceback as its cause and ``note`` attached.
+
+    An exception that did not survive pickling, or is no ``Exception`` (an environment's ``sys.exit`` must not end the
+    caller), becomes an :class:`~vecenv.errors.EnvError`.
+    """
+    error: Exception | None = None
+    if packed.blob is not None:
+        try:
+            loaded = pickle.loads(packed.blob)
+            error = loaded if isinstance(loaded, Exception) else None
+        except BaseException:
+            if succeeds_when_repeated(functools.partial(pickle.loads, packed.blob)):
+                raise
+    if error is None:
+        error = EnvError(f"{note}: {packed.summary}")
+    error.__cause__ = RemoteTraceback(packed.text)
+    try:
+        error.add_note(note)
+    except Exception:
+        if succeeds_when_repeated(functools.partial(error.add_note, note)):
+            raise
+    return error

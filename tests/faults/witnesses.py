@@ -78,7 +78,7 @@ class Setting:
 
     def open(self) -> vecenv.AsyncVectorEnv:
         envs = vecenv.AsyncVectorEnv(self.env_fns(), **{"context": "fork", **self.options})
-        envs._engine.rows_at_once = self.at_once or None
+        envs._driver.rows_at_once = self.at_once or None
         return envs
 
     def reference(self) -> SyncVectorEnv:
@@ -318,7 +318,7 @@ def in_flight(envs: Any) -> int:
     stats = envs.stats()
     if "in_flight" in stats:
         return int(stats["in_flight"])
-    flow = envs._engine.first_ready
+    flow = envs._driver
     return flow.underway + len(flow.ready) + (envs.num_envs if envs._state.value == "reset" else 0)
 
 

@@ -24,7 +24,7 @@ from gymnasium.vector.utils import iterate
 from vecenv.front.arguments import ResetOptions, seeds_of
 from vecenv.front.capabilities import Capabilities
 from vecenv.front.driver import Call, Once, Stepped
-from vecenv.front.guard import guarded
+from vecenv.front.guard import exclusive
 from vecenv.front.phases import Phase
 from vecenv.front.together import Together
 from vecenv.front.vector_env import DrivenVectorEnv
@@ -85,7 +85,7 @@ class NativeVectorEnv(DrivenVectorEnv["_Library"]):
         """The library's vector environment; ``None`` after :meth:`close`."""
         return self._driver.library
 
-    @guarded
+    @exclusive
     def render(self) -> Any:
         """One frame an environment; ``None`` without a render mode."""
         self._require_idle("render")

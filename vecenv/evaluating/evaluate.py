@@ -127,7 +127,7 @@ def evaluate(
     finally:
         if bar is not None:
             bar.close()
-    if getattr(getattr(envs.unwrapped, "_engine", None), "warned_of_draws", ""):
+    if getattr(getattr(envs.unwrapped, "_driver", None), "warned_of_draws", ""):
         logger.warn(
             "%s",
             "what evaluate gave depends on which row each episode ran in, and on the others in its process: they draw "

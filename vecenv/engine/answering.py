@@ -107,7 +107,8 @@ class Answering(PendingRequests):
 
     def settlement_of(self, request: Request) -> Settlement:
         """The answers to a call, read."""
-        settlement = request.settlement(
+        settlement = self.settlement(
+            request,
             ALL,
             lambda: [*(row for worker in request.workers for row in request.rows_of(worker)), *request.lost],
             request.lost,

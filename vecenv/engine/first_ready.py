@@ -140,6 +140,8 @@ class FirstReady(Answering):
         for request in now.requests.values() if self.policy.restart else seen.values():  # rebuilding has requests of its own
             if request.seq not in waiting and (request.answered or not request.by_row):
                 requests.pop(request.seq, None)
+        if now.settlements:
+            then.settlements = {key: one for key, one in now.settlements.items() if key not in seen and key[0] in requests}
         steps = resets = 0
         for (_, index), request in seen.items():
             if index != ALL:
@@ -162,9 +164,8 @@ class FirstReady(Answering):
 
     def _absorb(self, request: Request, index: int) -> Settlement:
         """Read one worker's answer, see to what failed, and make its rows ready. It can be called again."""
-        settlement = request.settlement(
-            index, lambda: request.rows_at(index), request.rows_at(index) if index == ALL else ()
-        )
+        lost = request.rows_at(index) if index == ALL else ()
+        settlement = self.settlement(request, index, lambda: request.rows_at(index), lost)
         if settlement.entries is not None:
             return settlement
         rows, answer = list(settlement.rows), request.answers[index]
@@ -211,7 +212,7 @@ class FirstReady(Answering):
                     break
                 self._end_or_raise(None, limit)
         for (_, index), request in list(self.pending.arrived.items()):
-            if index == ALL or (request.settlements and index in request.settlements):
+            if index == ALL or (request.seq, index) in self.pending.settlements:
                 continue  # it was looked at
             worker = next(worker for worker in request.workers if worker.index == index)
             result = self.read([(worker, request.answers[index])])
@@ -219,7 +220,7 @@ class FirstReady(Answering):
             self.ledger.record(settlement, result.failures, result.deaths)
             self.ledger.mark_failed(result.failures, result.deaths, settlement.rows, all_of_them=False)
             settlement.result, settlement.entries = result, []
-            request.settlements = {**(request.settlements or {}), index: settlement}
+            self.note(request, index, settlement)
 
     def require_no_rows(self, method: str) -> None:
         """First-ready batches and calls as a whole do not mix."""

@@ -212,7 +212,6 @@ class Request:
         parts: By the worker's index, what each is asked; ``None``: all the same, :attr:`data`, about all their rows.
         sent: Of a request without parts: the bytes that each write to a worker process took, in their order.
         answers: By the worker's index.
-        settlements: By the worker's index, or :data:`ALL`: what is done about answers that are being looked at.
         by_row: The answers are taken row by row, by ``recv``.
         steps, resets: Rows that are stepped or reset by it.
         sequel: (result, deadline) -> what the caller gets, of a call that makes something of its answers, or asks again.
@@ -222,7 +221,6 @@ class Request:
     parts: dict[int, WorkerRequest] | None = None
     data: bytes = b""
     sent: list[int]
-    settlements: dict[int, Settlement] | None = None
     by_row: bool = False
     lost: Sequence[int] = ()  # rows that had failed before and were left out, to be rebuilt
     mask: Array | None = None
@@ -274,14 +272,6 @@ class Request:
             return self.parts[index].rows
         return next(worker.rows for worker in self.workers if worker.index == index)
 
-    def settlement(self, index: int, rows: Callable[[], Sequence[int]], lost: Sequence[int]) -> Settlement:
-        """How far the answer of one worker, or of :data:`ALL`, has got; it is made of ``rows`` the first time."""
-        if self.settlements is None:
-            self.settlements = {}
-        if index not in self.settlements:
-            self.settlements[index] = Settlement(self, rows(), lost)
-        return self.settlements[index]
-
     def __repr__(self) -> str:
         return f"Request({self.seq}, {self.command}, {len(self.answers)} of {len(self.workers)} answered)"
 
@@ -300,13 +290,16 @@ class Pending:
         requests: By number, in order. One call at most that is answered as a whole, or any number that are answered by row;
             and the ``"rebuild"`` requests that are made on the way to answer those.
         arrived: (number, worker's index) of the answers to requests by row, in the order in which they came.
+        settlements: By (number, worker's index, or :data:`ALL`): what is done about answers that are being looked at. They
+            are not the requests' own: the frames of an exception hold requests, and settlements hold exceptions.
         ready: Rows that were answered and not received, the earliest first.
         latest: The rows of the latest ``recv``, which ``send`` means by default.
         steps, resets: Of environments, whose answers were taken.
     """
 
-    # Defaults of attributes that nothing writes into while no request is answered by row.
+    # Defaults of attributes that nothing writes into: in place of them, a dict of its own is put there.
     arrived: dict[tuple[int, int], Request] = {}  # noqa: RUF012
+    settlements: dict[tuple[int, int], Settlement] = {}  # noqa: RUF012
     ready: Sequence[ReadyRow] = ()
     requests: dict[int, Request]
     latest: Array
@@ -367,6 +360,17 @@ class PendingRequests(Driver):
         """Steps of rows that arrived and that a reset of all rows drops: they were made."""
         return sum(len(request.rows_at(index)) for (_, index), request in self.pending.arrived.items()
                    if request.command == "step" and index != ALL)  # fmt: skip
+
+    def settlement(self, request: Request, index: int, rows: Callable[[], Sequence[int]], lost: Sequence[int]) -> Settlement:
+        """How far the answer of one worker, or of :data:`ALL`, has got; it is made of ``rows`` the first time."""
+        if (found := self.pending.settlements.get((request.seq, index))) is None:
+            found = self.note(request, index, Settlement(request, rows(), lost))
+        return found
+
+    def note(self, request: Request, index: int, settlement: Settlement) -> Settlement:
+        """Keep what is done about an answer until that is taken."""
+        self.pending.settlements = {**self.pending.settlements, (request.seq, index): settlement}
+        return settlement
 
     def deliver(self, seq: int, index: int, answer: Answer) -> None:
         """Put an answer where it belongs. Idempotent; an answer that is not wanted, or that is there, goes nowhere."""

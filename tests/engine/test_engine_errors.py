@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from envs import CounterEnv, Options, RaisingEnv, counters, opened, raises_logged, started
+from envs import CounterEnv, Options, RaisingEnv, ReturningEnv, counters, opened, raises_logged, started
 
 from vecenv.errors import EnvFailed
 
@@ -136,6 +136,18 @@ def test_a_masked_reset_of_the_failed_environment_alone_is_enough(every_engine: 
         observations, _ = envs.reset(seed=1, options={"reset_mask": np.array([False, False, True])})
         assert observations[:, 1:3].tolist() == [[2, 1], [2, 1], [0, 1]]
         assert envs.step([0, 0, 0])[0][:, 1].tolist() == [3, 3, 1]
+
+
+def test_nothing_of_a_step_that_failed_is_told_beside_its_restart(process_engine: Options) -> None:
+    """Its reward is no number: that is noticed when its observation and its info are taken."""
+    zeros = np.zeros(4, np.float32)
+    good, bad = (zeros, 1.0, False, False, {}), (zeros + 9, object(), False, False, {"said": ["by pickle"], "number": 3})
+    fns = [functools.partial(ReturningEnv, [(zeros, {})], [step]) for step in (good, bad)]
+    with started(fns, on_failure="restart", **process_engine) as envs:
+        observations, rewards, _, truncations, infos = envs.step([0, 0])
+        assert {key.removeprefix("_") for key in infos} == {"restarted", "final_obs"}
+        assert (observations == 0).all()
+        assert (rewards.tolist(), truncations.tolist()) == ([1.0, 0.0], [False, True])
 
 
 def test_a_failing_autoreset_is_reported_as_an_error_of_the_step(process_engine: Options) -> None:

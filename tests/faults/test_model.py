@@ -12,9 +12,10 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +31,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from interruption import Interruption, Stopped
 from observe import FAULTS, PATIENCE, remaining
+from sampling import each_once
 from witnesses import (
     RESTART,
     SETTINGS,
@@ -807,11 +809,18 @@ class Machine(Calm):
         self.model.armed = self.model.armed or [AtRandom("ALARM", delay), *([AtRandom("ALARM", delay / 3)] if again else [])]
 
 
-def play(machine: type[Calm], examples: int, moves: int) -> None:
+@contextlib.contextmanager
+def alarms() -> Iterator[None]:
+    """A real signal may raise in what :class:`AtRandom` is about."""
     with pythons_own_ctrl_c(), contextlib.ExitStack() as stack:
         stack.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, alarmed))
         stack.callback(setattr, sys, "unraisablehook", sys.unraisablehook)
         sys.unraisablehook = ignored  # a timer that goes off in a finalizer, or in what the collector calls
+        yield
+
+
+def play(machine: type[Calm], examples: int, moves: int) -> None:
+    with alarms():
         run_state_machine_as_test(
             machine,
             settings=settings(
@@ -823,6 +832,48 @@ def play(machine: type[Calm], examples: int, moves: int) -> None:
                 phases=[Phase.generate],  # to shrink what kills processes takes minutes; the last moves are in the note
             ),
         )
+
+
+def send_and_receive(model: Model) -> None:
+    """The wait that is interrupted is the one for those that come last."""
+    armed, model.armed = model.armed, []
+    model.send([3, 0, 2, 1], [1, 2, 3, 4])
+    model.recv(None)
+    model.armed = armed
+    model.recv(None)
+
+
+EXAMPLES: dict[str, Callable[[Model], None]] = {
+    "step": lambda model: model.step([1, 2, 3, 4]),
+    "reset": lambda model: model.reset(50, None),
+    "reset of some": lambda model: model.reset(50, [True, False, True, False]),
+    **{name: lambda model, name=name: model.call(name, False) for name in CALLS},
+    "save": lambda model: model.save(False),
+    "send, recv": send_and_receive,
+}
+
+
+@pytest.mark.parametrize(
+    ("choice", "call"),
+    each_once(["one worker", "two workers", "max_concurrency", "list actions", "restart", "same step"], list(EXAMPLES)),
+)
+def test_a_time_limit_that_falls_into_a_wait_loses_nothing(choice: str, call: str) -> None:
+    """A worker is stopped for a moment, and the call that waits for it is interrupted, twice."""
+    with alarms():
+        model = Model(choice)
+        pid = model.worker_pids()[-1]
+        go_on = threading.Timer(0.5, os.kill, (pid, signal.SIGCONT))
+        try:
+            model.step([1, 2, 3, 4])
+            os.kill(pid, signal.SIGSTOP)
+            go_on.start()
+            model.armed = [AtRandom("ALARM", 0.1), AtRandom("ALARM", 0.1)]
+            model.guard(lambda: EXAMPLES[call](model))
+            model.armed = []
+            model.step([4, 3, 2, 1])
+        finally:
+            go_on.join()
+            model.close(terminate=True)
 
 
 @pytest.mark.timeout(600)

@@ -68,15 +68,6 @@ def makers(
     return [(lambda i=i: Counting(i, fault if i == env else None, at)) for i in range(count)]
 
 
-ENGINES: dict[str, dict[str, Any]] = {
-    "one worker": {"num_workers": 1},
-    "two workers": {"num_workers": 2},
-    "one process per environment": {},
-    "turns": {"max_concurrency": 2},
-    "caller's share": {"num_workers": 1, "use_caller": True},
-}
-
-
 class TimeIsUp(Exception):
     """What a time limit's signal handler raises."""
 
@@ -101,62 +92,7 @@ def quick(count: int) -> Any:
     return np.zeros(count)
 
 
-def slow(count: int) -> Any:
-    return np.full(count, 300.0)
-
-
 # --- a time limit falls into a wait ---------------------------------------------------------------
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("actions", ["array", "list"])
-def test_an_answer_that_a_time_limit_interrupted_is_still_owed(engine: str, actions: str) -> None:
-    with ended(makers(4), **ENGINES[engine]) as envs:
-        envs.reset(seed=0)
-        for step in range(1, 4):
-            given = slow(4) if actions == "array" else slow(4).tolist()
-            with pytest.raises(TimeIsUp), alarm(0.1):
-                envs.step(given)
-            if "caller" in engine:  # it fell into an environment, which has to be reset
-                with pytest.raises(vecenv.errors.EnvFailed, match="env 0"):
-                    envs.step(quick(4))
-                assert envs.reset()[0][:, 2].tolist() == [0] * 4
-                assert envs.step(quick(4))[1].tolist() == [1] * 4
-                return
-            answer = envs.step_wait()
-            assert answer[0][:, 2].tolist() == [step] * 4
-            assert answer[1].tolist() == [step] * 4
-            assert answer[4]["tag"].tolist() == [f"{i}:{step}" for i in range(4)]
-
-
-@pytest.mark.parametrize("call", ["reset", "call", "set_attr", "exec_func"])
-def test_every_call_is_still_owed(call: str) -> None:
-    with ended(makers(4), num_workers=2) as envs:
-        envs.reset(seed=0)
-        pid = envs.processes[1].pid
-        os.kill(pid, signal.SIGSTOP)
-        make: dict[str, Callable[[], Any]] = {
-            "reset": envs.reset,
-            "call": lambda: envs.call("_observation"),
-            "set_attr": lambda: envs.set_attr("mark", [1, 2, 3, 4]),
-            "exec_func": lambda: envs.exec_func(lambda env: env.index),
-        }
-        with pytest.raises(TimeIsUp), alarm(0.2):
-            make[call]()
-        assert envs._state.value == ("reset" if call == "reset" else "call")
-        os.kill(pid, signal.SIGCONT)
-        if call == "reset":
-            assert envs.reset_wait()[0][:, 1].tolist() == [2] * 4
-        elif call == "call":
-            assert [found.tolist() for found in envs.call_wait()] == [[i, 1, 0] for i in range(4)]
-        elif call == "set_attr":
-            assert envs.call_wait() == (None,) * 4
-            assert envs.get_attr("mark") == (1, 2, 3, 4)
-        else:
-            assert envs.call_wait() == (0, 1, 2, 3)
-        assert envs._state.value == "default"
-        assert envs.step(quick(4))[1].tolist() == [1] * 4
 
 
 @pytest.mark.parametrize("timeout", [math.inf, 1e7, 3e6, 10**400])

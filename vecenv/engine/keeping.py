@@ -20,8 +20,8 @@ from vecenv.errors import SnapshotMismatch
 from vecenv.front.arguments import rows_of
 from vecenv.front.guard import exclusive
 from vecenv.link.messages import Op
-from vecenv.state.registry import Codec, how_of
-from vecenv.state.snapshots import FORMAT, Kind, Row, Snapshot, Snapshots, StateDict, each_of
+from vecenv.state.codecs import Codec, how_of
+from vecenv.state.snapshots import FORMAT, Kind, Row, Snapshot, Snapshots, StateDict, parse_snapshots
 from vecenv.system.uninterrupted import succeeds_when_repeated
 
 __all__ = ["Keeping"]
@@ -86,7 +86,7 @@ class Keeping(Attributes):
         """
         rows = rows_of(env_id, self.num_envs)
         self._require_nothing_owed("call_async", "load")
-        self._ask_load(rows, each_of(snapshots, rows), _nothing)
+        self._ask_load(rows, parse_snapshots(snapshots, rows), _nothing)
         return self._call_answer(None)
 
     @exclusive
@@ -109,7 +109,7 @@ class Keeping(Attributes):
                 raise SnapshotMismatch(f"its {key} is {state[key]!r}, and that of this vector environment is {own!r}")
         rows = list(range(self.num_envs))
         self._require_nothing_owed("call_async", "load_state_dict")
-        self._ask_load(rows, each_of(state["snapshots"], rows), self._rest_of(state))
+        self._ask_load(rows, parse_snapshots(state["snapshots"], rows), self._rest_of(state))
         return self._call_answer(None)
 
     # -- saving -----------------------------------------------------------------------------------------------------

@@ -82,6 +82,7 @@ class WorkerPool:
         self.everyone = tuple(workers)
         self.processes = tuple(worker for worker in workers if isinstance(worker, ProcessWorker))
         self.own = next((worker for worker in workers if isinstance(worker, CallerWorker)), None)
+        self._asks = any(worker.watch.asks for worker in self.processes)  # whether they have ended, while it waits
         self.sender.settle(self.processes)
         self._forget_any()
         self.workers[:] = workers
@@ -320,7 +321,7 @@ class WorkerPool:
             self.sender.pump()
         poll = self._poll_for_any()
         longest = self.watchdog.milliseconds(None)
-        if asks := bool(self.processes) and self.processes[0].watch.asks:
+        if self._asks:
             longest = min(longest, SLICE_MS)
         began = time.perf_counter()
         events = poll.poll(longest if timeout_ms is None else min(timeout_ms, longest))
@@ -329,7 +330,7 @@ class WorkerPool:
         self._check()
         if now > self.watchdog.next_look:
             self.watchdog.look()
-        died = asks and not events
+        died = self._asks and not events
         for descriptor, _ in events:
             writer = self._writers.get(descriptor)
             if writer is None:

@@ -27,7 +27,7 @@ from vecenv.jax.env import EnvState
 from vecenv.jax.functional import FunctionalVectorEnv
 from vecenv.jax.interop import require_torch, seed_keys
 from vecenv.jax.libraries import adapt, make_env
-from vecenv.state.snapshots import FORMAT, Kind, Snapshot, Snapshots, StateDict, each_of
+from vecenv.state.snapshots import FORMAT, Kind, Snapshot, Snapshots, StateDict, parse_snapshots
 from vecenv.system.uninterrupted import succeeds_when_repeated
 
 __all__ = ["JaxVectorEnv", "functional_of"]
@@ -228,7 +228,7 @@ class JaxVectorEnv(DrivenVectorEnv[Driver]):
         state = driver.state
         if state is None:
             state = driver.functional.begin(seed_keys([0] * self.num_envs))
-        given = each_of(snapshots, rows)
+        given = parse_snapshots(snapshots, rows)
         kind = self._kind(state)
         for place, one in enumerate(given):
             if wrong := one.row.kind.differs_from(kind):

@@ -60,6 +60,7 @@ class WorkerPool:
         self.time_waiting = 0.0
         self.replaced = 0  # how many workers were
         self.batch = batch
+        self._num_rows = len(batch.rewards)
         self.table = table
         self._options = options
         self._place = Workplace(plan, arena, options, table, DescriptorOwner(self))
@@ -157,8 +158,9 @@ class WorkerPool:
         """Ask everybody for a step of all rows, with actions in shared memory."""
         self._seq = seq = self._seq % 0xFFFFFFFF + 1
         if not self.processes:
-            request = self._plain_step(seq)
-            self.table.requests[seq] = request
+            request = Request(seq, "step", self.everyone)
+            request.steps = self._num_rows
+            self.table.pending.requests[seq] = request
             return request
         request = self._prepared
         if request.seq != seq or request.workers is not self.everyone:
@@ -169,10 +171,9 @@ class WorkerPool:
 
     def _plain_step(self, seq: int) -> Request:
         request = Request(seq, "step", self.everyone)
-        request.steps = len(self.batch.rewards)
-        if self.processes:
-            request.data = encode(_STEP, seq)
-            request.sent = []
+        request.steps = self._num_rows
+        request.data = encode(_STEP, seq)
+        request.sent = []
         return request
 
     def stage(self, part: WorkerRequest, seq: int) -> WorkerRequest:

@@ -64,7 +64,9 @@ def exclusive(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[
                 _require_right(self, driver, name)
         try:
             ended = driver.last_call_ended
-            driver.caller, driver.last_call_ended, driver.next_pending, driver.pending_error = me, False, None, None
+            driver.caller = me
+            driver.last_call_ended = False
+            driver.next_pending = driver.pending_error = None
             if not ended:
                 driver.resume()
             answer = method(self, *args, **kwargs)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from bench import goals, micro, plots, programs, size, suites, tables, train, waits
 from bench.programs import PROGRAMS
@@ -33,8 +34,22 @@ def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def _names(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
+def _one_of(known: Iterable[str]) -> Callable[[str], str]:
+    """Parses a name that has to be one of these."""
+    names = list(known)
+
+    def parse(name: str) -> str:
+        if name not in names:
+            raise argparse.ArgumentTypeError(f"no {name!r}; there are: {', '.join(names)}")
+        return name
+
+    return parse
+
+
+def _some_of(known: Iterable[str] | None = None) -> Callable[[str], list[str]]:
+    """Parses names that are separated by commas."""
+    check = str if known is None else _one_of(known)
+    return lambda text: [check(part.strip()) for part in text.split(",") if part.strip()]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -43,71 +58,53 @@ def _parser() -> argparse.ArgumentParser:
     pace.add_argument("--seconds", type=float, default=0.5, help="length of one sample (default: 0.5)")
     pace.add_argument("--repeats", type=int, default=7, help="interleaved rounds (default: 7)")
     pace.add_argument("--workers", type=int, default=usable_cores(), help="default: the usable cores")
-    pace.add_argument("--out", type=Path, default=Path("bench-results"), help="default: bench-results")
     pace.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    out = argparse.ArgumentParser(add_help=False)
+    out.add_argument("--out", type=Path, default=Path("bench-results"), help="default: bench-results")
     commands = parser.add_subparsers(dest="command", required=True, metavar="PART")
 
-    command = commands.add_parser("list", help="workloads, micro-benchmarks and goals")
-    command.set_defaults(run=_list)
+    def add(name: str, run: Callable[..., None], text: str, *parents: argparse.ArgumentParser) -> Callable[..., Any]:
+        its = commands.add_parser(name, help=text, parents=list(parents))
+        its.set_defaults(run=run, paced=pace in parents)
+        return its.add_argument
 
-    command = commands.add_parser("compare", parents=[pace], help="all engines side by side on some workloads")
-    command.add_argument("--workloads", type=_names, default=list(WORKLOADS), help="separated by commas (default: all)")
-    command.add_argument("--num-envs", type=_numbers, default=[64], help="separated by commas (default: 64)")
-    command.add_argument("--engines", type=_names, help="only these rows (default: all)")
-    command.set_defaults(run=_compare)
+    def compared(
+        name: str, run: Callable[..., None], text: str, num_envs: int | list[int], workloads: Iterable[str] = ()
+    ) -> None:
+        option = add(name, run, text, pace, out)
+        if workloads:
+            several = {"default": list(workloads), "help": "separated by commas (default: all)"}
+            option("--workloads", type=_some_of(workloads), **several)
+        counts = int if isinstance(num_envs, int) else _numbers
+        option("--num-envs", type=counts, default=num_envs, help=f"default: {num_envs}")
+        option("--engines", type=_some_of(), help="only these rows, separated by commas (default: all)")
 
-    command = commands.add_parser("sweep", parents=[pace], help="throughput and memory over the number of environments")
-    command.add_argument("--workload", default="CartPole-v1", choices=WORKLOADS)
-    command.add_argument("--num-envs", type=_numbers, default=[1, 8, 64, 256, 1024])
-    command.add_argument("--engines", type=_names, help="only these rows (default: all)")
-    command.set_defaults(run=_sweep)
-
-    command = commands.add_parser("micro", parents=[pace], help="one cost at a time")
-    command.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(MICRO)} (default: all)")
-    command.set_defaults(run=_micro)
-
-    command = commands.add_parser("waits", parents=[pace], help="long resets, uneven steps, services, simulators")
-    command.add_argument("--workloads", type=_names, default=list(WAITS), help="separated by commas (default: all)")
-    command.add_argument("--num-envs", type=int, default=16)
-    command.add_argument("--engines", type=_names, help="only these rows (default: all)")
-    command.set_defaults(run=_waits)
-
-    command = commands.add_parser("episodes", parents=[pace], help="a list of episodes: evaluate, and batch after batch")
-    command.add_argument("--num-envs", type=int, default=8)
-    command.add_argument("--engines", type=_names, help="only these rows (default: all)")
-    command.set_defaults(run=_episodes)
-
-    command = commands.add_parser("train", parents=[pace], help="whole trainings: frames per second, where time goes")
-    command.add_argument("--workloads", type=_names, default=list(TRAININGS), help="separated by commas (default: all)")
-    command.add_argument("--num-envs", type=int, default=16)
-    command.add_argument("--engines", type=_names, help="only these rows (default: all)")
-    command.set_defaults(run=_train)
-
-    command = commands.add_parser("busy", parents=[pace], help="with and without spinning, quiet and disturbed")
-    command.add_argument("--workload", default="CartPole-v1", choices=WORKLOADS)
-    command.add_argument("--num-envs", type=int, default=64)
-    command.set_defaults(run=_busy)
-
-    command = commands.add_parser("goals", parents=[pace], help="measure rows of the table in bench/README.md")
-    command.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(goals.PARTS)} (default: all)")
-    command.add_argument("--quick", action="store_true", help="tiny settings, to see that it runs; never written down")
-    command.set_defaults(run=_goals)
-
-    command = commands.add_parser("programs", help="published programs: Gymnasium's engine and vecenv's")
-    command.add_argument("names", nargs="*", metavar="PROGRAM", help=f"of {', '.join(PROGRAMS)} (default: all)")
-    command.add_argument("--sources", type=Path, required=True, help="a folder with a checkout of each program's repository")
-    command.add_argument("--python", default=sys.executable, help="with the programs' requirements (default: this one)")
-    command.add_argument("--rounds", type=int, default=3, help="pairs of runs of each program (default: 3)")
-    command.add_argument("--out", type=Path, default=Path("bench-results"), help="default: bench-results")
-    command.set_defaults(run=_programs)
-
-    command = commands.add_parser("size", help="how large the package is, and how much of it is in words of its own")
-    command.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    command.set_defaults(run=_size)
-
-    command = commands.add_parser("table", help="write what was measured into bench/README.md and docs/benchmarks.md")
-    command.add_argument("--out", type=Path, default=Path("bench-results"))
-    command.set_defaults(run=_table)
+    add("list", _list, "workloads, micro-benchmarks and goals")
+    compared("compare", _compare, "all engines side by side on some workloads", [64], WORKLOADS)
+    option = add("sweep", _sweep, "throughput and memory over the number of environments", pace, out)
+    option("--workload", default="CartPole-v1", choices=WORKLOADS)
+    option("--num-envs", type=_numbers, default=[1, 8, 64, 256, 1024])
+    option("--engines", type=_some_of(), help="only these rows (default: all)")
+    option = add("micro", _micro, "one cost at a time", pace, out)
+    option("parts", nargs="*", type=_one_of(MICRO), metavar="PART", help=f"of {', '.join(MICRO)} (default: all)")
+    compared("waits", _waits, "long resets, uneven steps, services, simulators", 16, WAITS)
+    compared("episodes", _episodes, "a list of episodes: evaluate, and batch after batch", 8)
+    compared("train", _train, "whole trainings: frames per second, where time goes", 16, TRAININGS)
+    option = add("busy", _busy, "with and without spinning, quiet and disturbed", pace, out)
+    option("--workload", default="CartPole-v1", choices=WORKLOADS)
+    option("--num-envs", type=int, default=64)
+    option = add("goals", _goals, "measure rows of the table in bench/README.md", pace, out)
+    parts = goals.PARTS
+    option("parts", nargs="*", type=_one_of(parts), metavar="PART", help=f"of {', '.join(parts)} (default: all)")
+    option("--quick", action="store_true", help="tiny settings, to see that it runs; never written down")
+    option = add("programs", _programs, "published programs: Gymnasium's engine and vecenv's", out)
+    option("names", nargs="*", type=_one_of(PROGRAMS), metavar="PROGRAM", help=f"of {', '.join(PROGRAMS)} (default: all)")
+    option("--sources", type=Path, required=True, help="a folder with a checkout of each program's repository")
+    option("--python", default=sys.executable, help="with the programs' requirements (default: this one)")
+    option("--rounds", type=int, default=3, help="pairs of runs of each program (default: 3)")
+    option = add("size", _size, "how large the package is, and how much has to be read to follow a step")
+    option("--json", action="store_true", help="print JSON instead of a table")
+    add("table", _table, "write what was measured into bench/README.md and docs/benchmarks.md", out)
     return parser
 
 
@@ -249,20 +246,10 @@ def _table(arguments: argparse.Namespace, pace: suites.Pace) -> None:
 
 
 def main() -> int:
-    parser = _parser()
-    arguments = parser.parse_args()
-    lists = {
-        "compare": list(WORKLOADS), "waits": list(WAITS), "train": list(TRAININGS), "micro": list(MICRO),
-        "goals": list(goals.PARTS), "programs": list(PROGRAMS),
-    }  # fmt: skip
-    known = lists.get(arguments.command, [])
-    chosen = [getattr(arguments, name, None) for name in ("parts", "workloads", "names")]
-    for name in next(filter(None, chosen), ()):
-        if name not in known:
-            parser.error(f"no {name!r}; there are: {', '.join(known)}")
+    arguments = _parser().parse_args()
     with progress_bar() as progress:
         pace = {}
-        if arguments.command not in ("list", "size", "table", "programs"):
+        if arguments.paced:
             pace = {"seconds": arguments.seconds, "repeats": arguments.repeats, "progress": progress}
         arguments.run(arguments, pace)
     return 0

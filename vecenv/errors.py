@@ -1,11 +1,10 @@
-"""Every exception vecenv raises.
+"""Defines every exception class of vecenv.
 
-The class says whose fault it is, and where the standard library or Gymnasium already has a class that callers catch for
-the same reason, ours is also one of those: a timeout is a ``multiprocessing.TimeoutError`` as in Gymnasium *and* the
-builtin one, a dead worker is a ``RuntimeError``. Protocol errors (a call out of order, a call after ``close``) are
-Gymnasium's own classes, from ``gymnasium.error``. An exception that an environment raised is re-raised as itself, with the
-worker's traceback as its cause and a note that says which environment it was; :class:`EnvError` stands in for one that
-cannot make the trip between processes.
+The class says what is at fault. Where the standard library or Gymnasium has a class that callers catch for the same reason,
+ours is a subclass of it: a timeout is a ``multiprocessing.TimeoutError`` as in Gymnasium *and* the builtin one, a dead
+worker is a ``RuntimeError``. Protocol errors (a call out of order, a call after ``close``) are Gymnasium's own classes, from
+``gymnasium.error``. An exception of an environment is raised again as itself, with the worker's traceback as its cause and a
+note that names the environment; :class:`EnvError` replaces one that cannot be sent between processes.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ __all__ = [
 
 
 def how_to_install(extra: str, *besides: str) -> str:
-    """What brings the libraries of an extra, and packages besides, for messages."""
+    """The command that installs an extra, and packages besides, for messages."""
     more = "".join(f" {package}" for package in besides)
     return f"pip install 'vecenv[{extra}]'{more} (in a checkout: pip install -e '.[{extra}]'{more})"
 
@@ -99,9 +98,9 @@ class HostDied(WorkerDied):
 class RestartsExhausted(WorkerDied):
     """``on_failure="restart"`` gave up: the budget of restarts is used up.
 
-    The message says whose, what the last causes were and which option raises it. It is a :class:`WorkerDied`, although the
-    cause may be an exception of an environment whose worker is well: to a program it means the same, that a ``reset()`` has
-    to build anew what was lost. ``envs`` are the environments that wait for that.
+    The message says which budget, what the last causes were and which option increases it. It is a :class:`WorkerDied`,
+    although the cause may be an exception of an environment whose worker is alive: for a program it means the same, that a
+    ``reset()`` has to rebuild what was lost. ``envs`` are the environments that wait for that.
     """
 
 
@@ -110,11 +109,11 @@ class ClusterError(VecEnvError, RuntimeError):
 
 
 class StepTimeout(VecEnvError, multiprocessing.TimeoutError, TimeoutError):
-    """A reply did not come within the timeout. It is still owed: call the same ``*_wait`` again, or ``close()``."""
+    """A reply did not come within the timeout. It is still pending: call the same ``*_wait`` again, or ``close()``."""
 
 
 class StartupTimeout(VecEnvError, multiprocessing.TimeoutError, TimeoutError):
-    """A worker did not report ready within ``start_timeout`` seconds. Everything that was started has been ended."""
+    """A worker was not ready within ``start_timeout`` seconds. Everything that was started has been ended."""
 
 
 class ArenaError(VecEnvError, MemoryError):
@@ -134,7 +133,7 @@ class StaleStateError(VecEnvError, RuntimeError):
 
 
 class NotRestorable(VecEnvError, RuntimeError):
-    """An environment cannot be saved, or would not go on exactly as it did: says which, what differs, and where."""
+    """An environment cannot be saved, or would not continue exactly as it did: says which, what differs, and where."""
 
 
 class SnapshotMismatch(VecEnvError, ValueError):
@@ -163,9 +162,9 @@ class ErrorRecord:
         command: ``"step"``, ``"reset"``, ``"call"``, ``"start"`` ...
         error: The exception as it was (or would have been) raised.
         traceback: The traceback text from the worker, or the stack from its black box.
-        time: ``time.monotonic()`` of the moment the parent learnt of it.
+        time: ``time.monotonic()`` of the moment when the caller learnt of it.
 
-    ``str(record)`` is one line for people, which begins with the time of day.
+    ``str(record)`` is one line, which begins with the date and time of day.
     """
 
     env: int | None

@@ -1,4 +1,4 @@
-"""vecenv in the place of Gymnasium's engines: for programs that build those themselves, and are not to be edited."""
+"""Replaces Gymnasium's vector environments by vecenv's, for programs that build those and are not to be edited."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ DEFAULTS: dict[str, Any] = {}
 
 
 class Report:
-    """What became of the vector environments that were built in the place of Gymnasium's.
+    """Counts the vector environments that were built in the place of Gymnasium's.
 
     Attributes:
         engines, environments: How many were built.
         steps: Environment steps made by those that were closed or dropped.
         restarts, failures: Of those.
         began: When the first was built (``time.monotonic()``).
-        kept: Names of classes that were derived from Gymnasium's and stay so, as they reach into its inside.
+        kept: Names of classes that stay derived from Gymnasium's, because they use its private parts.
     """
 
     _SLOTS: Final = 512
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        # Forked children write here how many vector environments and environments they built, each into the slot of its pid.
+        # Forked children write here how many vector environments and environments they build, each into the slot of its pid.
         self._children = np.frombuffer(mmap.mmap(-1, self._SLOTS * 16), np.int64).reshape(self._SLOTS, 2)
         self.engines = self.environments = 0
         self.steps = self.restarts = self.failures = 0.0
@@ -65,9 +65,9 @@ class Report:
         envs._reported = False
 
     def ended(self, envs: _Instead) -> None:
-        """One was closed, or is looked at for the last time. Once for each."""
+        """Add the figures of one that is closed, or dropped, or still open at the end; once for each."""
         if not envs._reported:
-            envs._reported = True  # not by `_open`: in the garbage collector's hands it is in there no more
+            envs._reported = True  # `_open` does not tell: the garbage collector takes out what it collects
             self._open.discard(envs)
             figures = envs.stats()
             self.steps += figures["steps"]
@@ -102,7 +102,7 @@ class Report:
 
     @staticmethod
     def _loaded_anew() -> bool:
-        """Whether the name means a class now that is neither ours nor the one that was replaced."""
+        """Whether the name ``AsyncVectorEnv`` is now a class that is neither ours nor the one that was replaced."""
         modules = (sys.modules.get(name) for name in ("gymnasium.vector", GymnasiumAsync.__module__))
         found = [vars(module).get("AsyncVectorEnv") for module in modules if module is not None]
         return any(kind not in (None, _Instead, GymnasiumAsync) for kind in found)
@@ -129,7 +129,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _inside(theirs: type[Any]) -> frozenset[str]:
-    """What a class derived from Gymnasium's may use that is no interface of it."""
+    """The names of Gymnasium's class that a subclass may use although they are no interface."""
     bodies = [vars(theirs), vars(VectorEnv)]
     used = {name for body in bodies for function in _functions(body) for name in _names(function.__code__)}
     private = {name for name in used.union(*bodies) if name.startswith("_") and not name.startswith("__")}
@@ -143,10 +143,10 @@ def _reaches(body: Mapping[str, Any], inside: frozenset[str]) -> bool:
 
 
 class _StandsFor(type):
-    """``isinstance`` and ``issubclass`` hold for Gymnasium's class too, which had this name before.
+    """``isinstance`` and ``issubclass`` hold for instances of Gymnasium's class too, which had this name before.
 
-    A class derived from one of these whose methods reach into the inside of Gymnasium's, its pipes or the methods that it
-    calls itself (``_add_info``), is derived from Gymnasium's: here it would find nothing to reach, or not be called.
+    A subclass whose methods use private parts of Gymnasium's class, its pipes or the methods that it calls itself
+    (``_add_info``), is derived from Gymnasium's class: ours does not have these parts, or does not call them.
     """
 
     def __new__(cls, name: str, bases: tuple[type[Any], ...], body: dict[str, Any], **keywords: Any) -> Any:
@@ -166,9 +166,10 @@ class _StandsFor(type):
 class _Instead(  # type: ignore[misc, override]
     AsyncVectorEnv[ObsType, ActType], VectorEnv[ObsType, ActType, np.ndarray], metaclass=_StandsFor
 ):
-    """:class:`vecenv.AsyncVectorEnv`, with :data:`DEFAULTS` for what is not given.
+    """:class:`vecenv.AsyncVectorEnv`, with :data:`DEFAULTS` for arguments that are not given.
 
-    ``VectorEnv`` is named as a base, which it is anyway, for those who read ``__bases__`` to learn whose API this is (skrl).
+    ``VectorEnv`` is a base by inheritance already. It is named for libraries that read ``__bases__`` to recognise
+    Gymnasium's API (skrl).
     """
 
     stands_for: type[Any] = GymnasiumAsync
@@ -191,7 +192,7 @@ class _Instead(  # type: ignore[misc, override]
 
 
 class _InsteadOfSync(_Instead[ObsType, ActType], VectorEnv[ObsType, ActType, np.ndarray]):  # type: ignore[misc, override]
-    """The same with the arguments of ``gymnasium.vector.SyncVectorEnv``, which has its environments in this process."""
+    """The same with the arguments of ``gymnasium.vector.SyncVectorEnv``, whose environments live in this process."""
 
     stands_for = GymnasiumSync
 
@@ -231,17 +232,17 @@ _REPLACED: Final[set[type[Any]]] = set()
 
 
 def install(*, sync: bool = False, **defaults: Any) -> None:
-    """Put :class:`vecenv.AsyncVectorEnv` in the place of ``gymnasium.vector.AsyncVectorEnv``, wherever that is known.
+    """Replace ``gymnasium.vector.AsyncVectorEnv`` by :class:`vecenv.AsyncVectorEnv` in all loaded modules.
 
-    What is built from now on is ours: ``gymnasium.make_vec(..., vectorization_mode="async")`` and modules that have
-    imported the class already as well. Classes that were derived from it before keep it for a base: install first, import
-    afterwards; and so do those whose methods reach into its inside (``parent_pipes``, ``_add_info``, ...). A vector
-    environment with a ``worker`` function of its own is Gymnasium's, as always.
+    Vector environments that are built from now on are ours, also by ``gymnasium.make_vec(..., vectorization_mode="async")``
+    and by modules that have imported the class already. Classes that were derived from it before keep their base, so install
+    first and import afterwards; so do classes whose methods use its private parts (``parent_pipes``, ``_add_info``, ...). A
+    vector environment with a ``worker`` function is Gymnasium's, as always.
 
     Args:
-        sync: ``gymnasium.vector.SyncVectorEnv`` too.
+        sync: Replace ``gymnasium.vector.SyncVectorEnv`` too.
         **defaults: Options of :class:`vecenv.AsyncVectorEnv` for constructions that do not give them, as
-            ``num_workers="auto"``, ``on_failure="restart"``, ``copy=False``. Said again, they replace the earlier ones.
+            ``num_workers="auto"``, ``on_failure="restart"``, ``copy=False``. A second call replaces all of them.
 
     Raises:
         TypeError: No such option; nothing was replaced.
@@ -257,7 +258,7 @@ def install(*, sync: bool = False, **defaults: Any) -> None:
 
 
 def uninstall() -> None:
-    """Put Gymnasium's classes back. Vector environments that were built meanwhile stay what they are. Idempotent."""
+    """Put Gymnasium's classes back. Vector environments that were built meanwhile stay as they are. Idempotent."""
     DEFAULTS.clear()
     _REPLACED.clear()
     _put(_Instead, GymnasiumAsync)
@@ -272,7 +273,7 @@ def _put(old: type[Any], new: type[Any]) -> None:
 
 
 def _modules() -> Iterator[ModuleType]:
-    """Modules of others."""
+    """All loaded modules but those of this package."""
     for name, module in list(sys.modules.items()):
         if isinstance(module, ModuleType) and name.partition(".")[0] != "vecenv":
             yield module

@@ -1,4 +1,4 @@
-"""Ids of environments and names of their options, as Gymnasium's registry knows them; errors name what is right."""
+"""Looks up environments and the names of their options in Gymnasium's registry; errors name what is right."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = [
 
 
 def find_spec(env_id: str) -> EnvSpec:
-    """A spec of Gymnasium's registry.
+    """The spec of an id in Gymnasium's registry.
 
     Raises:
-        gymnasium.error.UnregisteredEnv: There is none (in one of its subclasses); names close ones, and where else there
-            is one of this name.
+        gymnasium.error.UnregisteredEnv: There is none (or a subclass of this error); names close ids, and other places that
+            have this name.
         ModuleNotFoundError: The module of a ``module:Env`` id cannot be imported.
     """
     try:
@@ -38,7 +38,7 @@ def find_spec(env_id: str) -> EnvSpec:
 
 
 def newest_version(env_id: str) -> str | None:
-    """The id that an id without its version means; ``None`` if it is none of those that are registered."""
+    """The registered id that an id without its version means; ``None`` if there is none."""
     level, gymnasium.logger.min_level = gymnasium.logger.min_level, logging.ERROR  # it warns that there was no version
     try:
         return str(_find_spec(env_id).id)
@@ -49,7 +49,7 @@ def newest_version(env_id: str) -> str | None:
 
 
 def _other_places(env_id: str) -> str:
-    """Where an environment that Gymnasium does not know may be found."""
+    """Where else an unregistered environment may be found, for messages."""
     name = env_id.rpartition(":")[2]
     hints = []
     close = difflib.get_close_matches(name, registry, n=3, cutoff=0.7)
@@ -102,7 +102,7 @@ _NATIVE_OPTIONS = ("autoreset_mode", "copy")
 
 
 def parameters_of(entry_point: Any) -> Mapping[str, inspect.Parameter] | None:
-    """Those of the function behind an entry point; ``None`` where it does not tell."""
+    """The parameters of the function behind an entry point; ``None`` where it has no signature."""
     creator = load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
     try:
         return inspect.signature(creator).parameters

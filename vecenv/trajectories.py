@@ -1,4 +1,4 @@
-"""Values and trajectories that must be the same, bit for bit."""
+"""Asserts that values and trajectories are the same, bit for bit."""
 
 from __future__ import annotations
 

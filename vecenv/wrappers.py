@@ -1,4 +1,4 @@
-"""Wrappers around vector environments, for what Gymnasium's do not know: rows that come one by one."""
+"""Wrappers around vector environments that know what Gymnasium's do not: batches of some of the environments."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
 
     Where an episode has ended, ``infos["episode"]`` has its ``"r"`` (float64), ``"l"`` (int64) and ``"t"`` (seconds,
     float64), and ``infos["_episode"]`` says where: arrays with as many rows as the batch has. It counts through ``step``,
-    ``step_wait`` and ``recv``, in every autoreset mode, through masks and through resets of single environments. What it has
-    counted of an episode is saved and loaded with the environment. Everything else that the vector environment has is there
-    too.
+    ``step_wait`` and ``recv``, in every autoreset mode, through masks and through resets of single environments. Its counts
+    of an episode are saved and loaded with the environment. Every other attribute is the vector environment's own.
 
     Args:
         env: A vector environment of any engine whose results are NumPy arrays.
@@ -37,7 +36,7 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         super().__init__(env, buffer_length, stats_key)
         self._key = stats_key
         self._same_step = env.metadata.get("autoreset_mode") is AutoresetMode.SAME_STEP
-        self._asked = np.zeros(self.num_envs, np.bool_)  # to be reset, and the answer was not fetched
+        self._resetting = np.zeros(self.num_envs, np.bool_)  # a reset is pending
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -47,10 +46,10 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
     # -- resets -----------------------------------------------------------------------------------------------------
 
     def reset(self, *, seed: Any = None, options: ResetOptions = None) -> tuple[Any, dict[str, Any]]:  # type: ignore[override]
-        """As the vector environment's; the episodes of what was reset begin."""
+        """As the vector environment's; new episodes begin in the environments that were reset."""
         rows = self._chosen(options)
         answer = self.env.reset(seed=seed, options=options)  # type: ignore[arg-type]
-        self._asked[:] = False
+        self._resetting[:] = False
         self._begin(rows)
         return answer
 
@@ -59,15 +58,15 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         rows = self._chosen(options) if env_id is None else env_ids_of(env_id, self.num_envs)
         if env_id is None:
             self.env.reset_async(seed=seed, options=options)  # type: ignore[attr-defined]
-            self._asked[:] = False
+            self._resetting[:] = False
         else:
             self.env.reset_async(seed=seed, options=options, env_id=env_id)  # type: ignore[attr-defined]
-        self._asked[rows] = True
+        self._resetting[rows] = True
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """As the vector environment's."""
         answer: tuple[Any, dict[str, Any]] = self.env.reset_wait(timeout)  # type: ignore[attr-defined]
-        self._begin(np.flatnonzero(self._asked))
+        self._begin(np.flatnonzero(self._resetting))
         return answer
 
     def _chosen(self, options: ResetOptions) -> npt.NDArray[np.intp]:
@@ -79,12 +78,12 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         self.episode_returns[rows] = 0
         self.episode_lengths[rows] = 0
         self.prev_dones[rows] = False
-        self._asked[rows] = False
+        self._resetting[rows] = False
 
     # -- saving and loading -----------------------------------------------------------------------------------------
 
     def save(self, env_id: Any = None, *, verify: bool = True) -> tuple[Snapshot, ...]:
-        """As the vector environment's; each snapshot also has what was counted of its row's episode."""
+        """As the vector environment's; each snapshot also has the counts of its environment's episode."""
         snapshots: tuple[Snapshot, ...] = self.env.save(env_id, verify=verify)  # type: ignore[attr-defined]
         counted = self._saved(rows_of(env_id, self.num_envs))
         return Snapshots(
@@ -93,7 +92,7 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         )
 
     def load(self, snapshots: Any, env_id: Any = None) -> Any:
-        """As the vector environment's. A snapshot that was taken without this wrapper is the beginning of an episode."""
+        """As the vector environment's. The counts of a snapshot that was saved without this wrapper begin at zero."""
         rows = rows_of(env_id, self.num_envs)
         each = [snapshots] * len(rows) if isinstance(snapshots, Snapshot) else snapshots
         observations = self.env.load(snapshots, env_id)  # type: ignore[attr-defined]
@@ -101,13 +100,13 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         return observations
 
     def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
-        """As the vector environment's, with all that was counted."""
+        """As the vector environment's, with all counts."""
         state: dict[str, Any] = self.env.state_dict(verify=verify)  # type: ignore[attr-defined]
         counted = self._saved(rows_of(None, self.num_envs)), self.episode_count, [list(queue) for queue in self._queues()]
         return StateDict({**state, f"statistics {self._key}": counted})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
-        """As the vector environment's; episodes of a state that has no statistics begin with it."""
+        """As the vector environment's; the counts of a state without statistics begin at zero."""
         observations = self.env.load_state_dict(state)  # type: ignore[attr-defined]
         rows = rows_of(None, self.num_envs)
         counted, self.episode_count, queues = state.get(f"statistics {self._key}", ([None] * len(rows), 0, [[], [], []]))
@@ -121,17 +120,18 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         return self.return_queue, self.length_queue, self.time_queue
 
     def _saved(self, rows: list[int]) -> list[Any]:
-        """Of each row: return, length, seconds so far, whether its episode is over, whether a reset of it is owed."""
+        """Of each row: return, length, seconds so far, whether its episode is over, whether a reset is pending."""
         seconds = time.perf_counter() - self.episode_start_times[rows]
-        columns = self.episode_returns, self.episode_lengths, self.prev_dones, self._asked
-        episode_returns, lengths, over, asked = (np.asarray(column)[rows].tolist() for column in columns)
-        return list(zip(episode_returns, lengths, seconds.tolist(), over, asked, strict=True))
+        columns = self.episode_returns, self.episode_lengths, self.prev_dones, self._resetting
+        episode_returns, lengths, over, resetting = (np.asarray(column)[rows].tolist() for column in columns)
+        return list(zip(episode_returns, lengths, seconds.tolist(), over, resetting, strict=True))
 
     def _restore(self, rows: list[int], counted: list[Any]) -> None:
         self._begin(rows)
         for row, one in zip(rows, counted, strict=True):
             if one is not None:
-                self.episode_returns[row], self.episode_lengths[row], seconds, self.prev_dones[row], self._asked[row] = one
+                self.episode_returns[row], self.episode_lengths[row], seconds = one[:3]
+                self.prev_dones[row], self._resetting[row] = one[3:]
                 self.episode_start_times[row] -= seconds
 
     # -- steps ------------------------------------------------------------------------------------------------------
@@ -154,13 +154,13 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
     step_fetch = step_wait
 
     def _counted(self, rows: npt.NDArray[np.intp], answer: Any) -> Any:
-        """The answer, with what has ended put into its infos.
+        """The answer, with the statistics of ended episodes in its infos.
 
         Raises:
             ValueError: Its infos have the key already.
         """
         _, rewards, terminations, truncations, infos = answer
-        first = self._asked[rows]  # the first row of an episode: its reward is none
+        first = self._resetting[rows]  # the first row of an episode has no reward
         if not self._same_step:
             first = first | self.prev_dones[rows]
         self._begin(rows[first])
@@ -168,10 +168,10 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         self.episode_lengths[rows[~first]] += 1
         self.prev_dones[rows] = over = np.logical_or(terminations, truncations)
         if over.any():
-            self._tell(infos, rows, over)
+            self._add_statistics(infos, rows, over)
         return answer
 
-    def _tell(self, infos: dict[str, Any], rows: npt.NDArray[np.intp], over: npt.NDArray[np.bool_]) -> None:
+    def _add_statistics(self, infos: dict[str, Any], rows: npt.NDArray[np.intp], over: npt.NDArray[np.bool_]) -> None:
         if self._key in infos or f"_{self._key}" in infos:
             raise ValueError(f"infos have a key {self._key!r} already: set another stats_key; got {sorted(map(str, infos))}")
         ended = rows[over]

@@ -376,7 +376,7 @@ def test_an_error_of_the_library_is_raised_once_and_the_next_call_goes_on(counte
     assert envs.step([0, 0, 0])[0]["count"].tolist() == [[1, 1]] * 3
 
 
-def test_an_interruption_while_waiting_leaves_the_answer_owed(counters: Any) -> None:
+def test_an_interruption_while_waiting_leaves_the_answer_pending(counters: Any) -> None:
     envs = counters({"threads"})
     envs.reset()
     envs.library.gate.clear()
@@ -411,7 +411,7 @@ def test_ale_refuses_what_it_would_hang_over() -> None:
         assert envs.recv(timeout=60)[4]["_env_id"].all()
         envs.reset_async(options={"reset_mask": np.array([True])})
         assert not envs.recv(timeout=60)[1].any()
-        envs.step_async(np.array([1]))  # close() takes an answer that is owed along
+        envs.step_async(np.array([1]))  # close() drops an answer that is pending
 
 
 @pytest.mark.parametrize("does", [(), ("threads",)], ids=["without-threads", "with-threads"])

@@ -149,7 +149,7 @@ def test_any_engine_and_any_order_of_sending(context: str, data: st.DataObject) 
     except ValueError:  # options that exclude each other, or more workers than environments
         assume(False)
     chance = random.Random(data.draw(st.integers(0, 2**32), "chance"))  # who is first is chance, and hypothesis wants none
-    envs._engine.rows_at_once = data.draw(st.sampled_from([None, 1, 2]), "rows_at_once")
+    envs._driver.rows_at_once = data.draw(st.sampled_from([None, 1, 2]), "rows_at_once")
     with closing(envs):
         envs.reset_async(seed=5)
         wanted = {i: loop.reset(5 + i) for i, loop in enumerate(loops)}

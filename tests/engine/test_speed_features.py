@@ -153,7 +153,7 @@ def test_dtypes_that_came_by_pickle_take_the_short_way_too(monkeypatch: pytest.M
         envs.reset()
         actions = envs.action_space.sample()
         assert actions.dtype is not np.dtype(np.float32), "nothing would be shown"
-        for rows in (worker._rows for worker in envs._engine.pool.workers):
+        for rows in (worker._rows for worker in envs._driver.pool.workers):
             monkeypatch.setattr(rows, "_put", lambda k, observation: pytest.fail("the long way to write an observation"))
         monkeypatch.setattr(Tree, "exact", lambda *args: pytest.fail("the long way to stage actions"))
         assert (envs.step(actions)[0] == 1).all()
@@ -473,7 +473,7 @@ def test_messages_that_are_not_timed_are_counted_as_if_they_had_been(monkeypatch
         envs.reset()
         for _ in range(1000):
             envs.step(np.zeros((4, 2), np.float32))
-        (told,), (spent,) = envs._engine.batch.worker_steps, envs._engine.batch.worker_time
+        (told,), (spent,) = envs._driver.batch.worker_steps, envs._driver.batch.worker_time
     assert 1000 - 31 <= told / 4 <= 1000
     assert spent == pytest.approx(told / 4 * 1e-5)
     assert next(ticks) < 2 * (1000 / 32 + 2), "as often as all that it looks"
@@ -485,7 +485,7 @@ def test_short_messages_are_counted_and_some_of_them_timed() -> None:
         envs.reset()
         for _ in range(1000):
             envs.step(np.zeros((4, 2), np.float32))
-        told, spent = (np.array(column) for column in (envs._engine.batch.worker_steps, envs._engine.batch.worker_time))
+        told, spent = (np.array(column) for column in (envs._driver.batch.worker_steps, envs._driver.batch.worker_time))
         stats = envs.stats()
         assert stats["steps"] == 4000
         assert [2000 - 2 * 31 <= steps <= 2000 for steps in told] == [True, True, False]
@@ -496,7 +496,7 @@ def test_short_messages_are_counted_and_some_of_them_timed() -> None:
             *_, infos = envs.recv()
             envs.send(np.zeros((3, 2), np.float32), infos["env_id"])
         envs.recv()
-        more = float(envs._engine.batch.worker_steps.sum() - told.sum())
+        more = float(envs._driver.batch.worker_steps.sum() - told.sum())
         assert 4000 + 2999 <= envs.stats()["steps"] <= 4000 + 3000  # the last one may be out still
     assert more == pytest.approx(3000, rel=0.2)
 

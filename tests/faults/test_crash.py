@@ -345,7 +345,7 @@ def test_a_forked_copy_never_writes_into_the_rows(launch: Launch, when: str, rai
     ledger = Ledger.of(envs)
     for step in range(5):
         ledger.step([step, step], envs.step([step, step]))
-    batch = envs._engine.batch
+    batch = envs._driver.batch
     before = [array.copy() for array in (envs.observations, batch.rewards, batch.terminations, batch.truncations)]
     (tmp_path / "go").touch()
     assert not remaining([int((tmp_path / "copy").read_text())], 10.0)

@@ -29,7 +29,7 @@ from interruption import PACKAGE, Interruption
 from spare_twins import twin
 
 import vecenv
-from vecenv.state.capture import captured, opened
+from vecenv.state.capture import capture_state, prepare_restore
 from vecenv.state.snapshots import FORMAT, Snapshot, kind_of
 from vecenv.testing import assert_identical
 
@@ -78,7 +78,7 @@ class Setting:
 
     def open(self) -> vecenv.AsyncVectorEnv:
         envs = vecenv.AsyncVectorEnv(self.env_fns(), **{"context": "fork", **self.options})
-        envs._engine.rows_at_once = self.at_once or None
+        envs._driver.rows_at_once = self.at_once or None
         return envs
 
     def reference(self) -> SyncVectorEnv:
@@ -194,7 +194,7 @@ def make_call(name: str, setting: Setting, tick: int) -> Call:
 
         def filled(same: SyncVectorEnv) -> Any:
             for row, snapshot in enumerate(kept):
-                opened(same.envs[row], snapshot.body)()
+                prepare_restore(same.envs[row], snapshot.body)()
                 same._autoreset_envs[row] = snapshot.row.pending
                 same._env_obs[row] = snapshot.observation
             return [as_list(snapshot.observation) for snapshot in kept]
@@ -241,7 +241,7 @@ def shown(setting: Setting, snapshots: Sequence[Snapshot]) -> list[Any]:
     seen = []
     for env_fn, snapshot in zip(setting.env_fns(), snapshots, strict=True):
         env = env_fn()
-        opened(env, snapshot.body)()
+        prepare_restore(env, snapshot.body)()
         seen.append((*known(env), as_list(snapshot.observation)))
     return seen
 
@@ -268,7 +268,7 @@ def snapshot_of(env: Any, seed: int, steps: int, ends: bool) -> Snapshot:
     """A state that none of the rows was ever in."""
     env.reset(seed=seed)
     env.steps = steps
-    return Snapshot.of(kind_of(env), captured(env), pending=ends and steps == 3, observation=env.observe())
+    return Snapshot.of(kind_of(env), capture_state(env), pending=ends and steps == 3, observation=env.observe())
 
 
 # --- what is there ------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ def in_flight(envs: Any) -> int:
     stats = envs.stats()
     if "in_flight" in stats:
         return int(stats["in_flight"])
-    flow = envs._engine.first_ready
+    flow = envs._driver
     return flow.underway + len(flow.ready) + (envs.num_envs if envs._state.value == "reset" else 0)
 
 

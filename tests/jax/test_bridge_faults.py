@@ -27,6 +27,7 @@ from bridge_envs import Logged, faulty, tracks
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from jax.random import key as new_key
+from jax_envs import Counter
 
 import vecenv
 import vecenv.jax as vj
@@ -110,21 +111,13 @@ def test_two_bridges_over_one_vector_env_do_not_take_each_others_resets_for_thei
     again = first.reset(new_key(0))
     with pytest.raises(StaleStateError, match="another bridge over the same vector env"):
         second.step(new, still(second))
-    assert first.step(again, still(first)).valid.all()
-    first.close()
-
-
-@pytest.mark.long
-def test_a_bridge_that_is_gone_has_reset_the_environments_all_the_same(transport: str) -> None:
-    envs = Logged()
-    first = vj.bridge(envs, transport=transport)
-    state = first.reset(new_key(0))
-    second = vj.bridge(envs, transport=transport)
+    newest = first.step(again, still(first))
+    assert newest.valid.all()
     second.reset(new_key(0))
-    del second
+    del second, new
     gc.collect()
-    with pytest.raises(StaleStateError, match="another bridge"):
-        first.step(state, still(first))
+    with pytest.raises(StaleStateError, match="another bridge"):  # which is gone, and yet has reset them
+        first.step(newest, still(first))
     first.close()
 
 
@@ -306,38 +299,27 @@ def test_options_without_meaning_are_refused() -> None:
             vj.bridge(envs, **options)
     with pytest.raises(TypeError, match="VectorEnv"):
         vj.bridge(tracks(1)[0]())
+    envs.single_observation_space = gym.spaces.Text(5)
+    with pytest.raises(TypeError, match="observations of fixed size"):
+        vj.bridge(envs)
     envs.close()
 
 
-def test_spaces_without_a_fixed_size_are_refused() -> None:
-    class Words(gym.Env[Any, Any]):
-        observation_space = gym.spaces.Text(5)
-        action_space = gym.spaces.Discrete(2)
-
-    with pytest.raises(TypeError, match="observations of fixed size"):
-        vj.bridge(SyncVectorEnv([Words]))
-
-
 @pytest.mark.long
-def test_states_of_the_wrong_kind_are_refused(logged: vj.Bridge) -> None:
-    state = logged.reset(new_key(0))
-    with pytest.raises(TypeError, match="not tuple"):
-        logged.step((), jnp.zeros((2, 1)))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="on the device"):
-        logged.step(state.replace(token=None), jnp.zeros((2, 1)))
-    with pytest.raises(ValueError, match=r"\(3, 2\) environments"):
-        logged.step(jax.tree.map(lambda x: jnp.stack([x] * 3), state), jnp.zeros((2, 1)))
-
-
-@pytest.mark.long
-def test_reset_mask_is_for_environments_that_do_not_reset_themselves(logged: vj.Bridge) -> None:
-    state = logged.reset(new_key(0))
-    with pytest.raises(ValueError, match="DISABLED"):
-        logged.reset_mask(state, jnp.ones(2, bool), new_key(0))
+def test_states_and_masks_of_the_wrong_kind_are_refused(logged: vj.Bridge) -> None:
+    state, action, mask = logged.reset(new_key(0)), jnp.zeros((2, 1)), jnp.ones(2, bool)
+    many = jax.tree.map(lambda x: jnp.stack([x] * 3), state)
     with vj.bridge(SyncVectorEnv(tracks(2), autoreset_mode=AutoresetMode.DISABLED)) as env:
-        state = env.reset(new_key(0))
-        with pytest.raises(ValueError, match=r"mask must be bool\[2\], got bool\[3\]"):
-            env.reset_mask(state, jnp.ones(3, bool), new_key(0))
+        for error, text, call in (
+            (TypeError, "not tuple", lambda: logged.step((), action)),  # type: ignore[arg-type]
+            (TypeError, "on the device", lambda: logged.step(state.replace(token=None), action)),
+            (ValueError, r"\(3, 2\) environments", lambda: logged.step(many, action)),
+            (ValueError, "DISABLED", lambda: logged.reset_mask(state, mask, new_key(0))),
+            (ValueError, r"mask must be bool\[2\], got bool\[3\]",
+             lambda: env.reset_mask(env.reset(new_key(0)), jnp.ones(3, bool), new_key(0))),
+        ):  # fmt: skip
+            with pytest.raises(error, match=text):
+                call()
 
 
 @pytest.mark.long
@@ -380,17 +362,10 @@ def test_environments_that_run_jax_in_this_process_are_refused(cls: type[gym.Env
     wrapped = lambda: gym.wrappers.TimeLimit(cls(), 5)  # noqa: E731
     with pytest.raises(ValueError, match=r"runs JAX in this process.*worker processes"):
         vj.bridge(SyncVectorEnv([wrapped]))
-    envs = vecenv.AsyncVectorEnv([wrapped], num_workers=0)
-    with pytest.raises(ValueError, match="runs JAX in this process"):
-        vj.bridge(envs)
-    envs.close()
-
-
-def test_vector_envs_on_the_device_are_refused() -> None:
-    from jax_envs import Counter
-
-    with pytest.raises(ValueError, match="FunctionalVectorEnv"):
-        vj.bridge(vecenv.backends.JaxVectorEnv(Counter(), 2))
+    for envs in (vecenv.AsyncVectorEnv([wrapped], num_workers=0), vecenv.backends.JaxVectorEnv(Counter(), 2)):
+        with pytest.raises(ValueError, match=r"runs JAX in this process.*FunctionalVectorEnv"):
+            vj.bridge(envs)
+        envs.close()
 
 
 # -- processes -------------------------------------------------------------------------------------------------------

@@ -60,13 +60,13 @@ def test_a_restart_forgets_the_gradient(counters: Any) -> None:
 
 
 class Cliff(Counter):
-    """Ends at 1; beyond, a step has neither a value nor a derivative, unless there is a ``fence``."""
+    """Ends at 1; beyond, a step has no value, nor a derivative by state or action, unless there is a ``fence``."""
 
     def __init__(self, fence: bool) -> None:
         self.fence = fence
 
     def step(self, state: Any, action: Any, key: Any) -> Any:
-        left = 1.0 - state["x"]
+        left = 1.0 - state["x"] - 1e-3 * action[0]
         left = jnp.sqrt(jnp.where(left > 0, left, 1.0) if self.fence else left)
         moved = {"x": state["x"] + 0.2 + 0.3 * action[0], "t": state["t"] + 1}
         return moved, self._obs(moved), left, moved["x"] > 1, False, {"left": left}

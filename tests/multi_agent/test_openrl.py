@@ -116,6 +116,22 @@ def test_truncations_are_not_lost() -> None:
     env.close()
 
 
+class Timed(Stacked):
+    """Says in its info that its time is up, as Gym did before 0.26."""
+
+    def step(self, actions: Any) -> Any:
+        *rest, info = super().step(actions)
+        return *rest, {**info, "TimeLimit.truncated": True}
+
+
+def test_a_time_limit_in_the_info_of_four_values_is_a_truncation() -> None:
+    with MultiAgentVecEnv([functools.partial(Timed, 4)], num_workers=0) as envs:
+        envs.reset(seed=0)
+        steps = [envs.step(np.zeros((1, 2, 1), int)) for _ in range(4)]
+    assert not any(step[2].any() for step in steps)
+    assert [step[3][0].tolist() for step in steps] == [[False] * 2, [True, False], [False] * 2, [False, True]]
+
+
 def test_gymnasiums_environments_are_one_agent() -> None:
     env = make_openrl([lambda: gym.make("CartPole-v1", render_mode="rgb_array")] * 2, num_workers=0)
     rows = gym.vector.SyncVectorEnv([lambda: gym.make("CartPole-v1")] * 2, autoreset_mode="SameStep")

@@ -11,7 +11,7 @@ import pytest
 from gymnasium.wrappers import AtariPreprocessing
 
 from vecenv.errors import NotRestorable
-from vecenv.state.capture import captured, opened
+from vecenv.state.capture import capture_state, prepare_restore
 from vecenv.trajectories import assert_identical
 
 ale_py = pytest.importorskip("ale_py")
@@ -63,10 +63,10 @@ def differing(make: Callable[[], Any], count: int, steps: int = STEPS) -> int:
     for number in range(count):
         for env in (one, other):
             stepped(env, [env.action_space.sample() for _ in range(3 + number % 5)])
-        state = captured(one)
+        state = capture_state(one)
         actions = [one.action_space.sample() for _ in range(steps)]
         wanted = stepped(one, actions)
-        opened(other, state)()
+        prepare_restore(other, state)()
         try:
             assert_identical(stepped(other, actions), wanted)
         except AssertionError:
@@ -107,7 +107,7 @@ def test_saving_does_not_change_what_follows(make: Callable[[], Any]) -> None:
     for _ in range(25):
         actions = [left.action_space.sample() for _ in range(4)]
         assert_identical(stepped(saved, actions), stepped(left, actions))
-        captured(saved)
+        capture_state(saved)
     saved.close()
     left.close()
 
@@ -117,5 +117,5 @@ def test_an_emulator_that_blends_frames_is_refused() -> None:
     env.reset(seed=0)
     env.unwrapped.ale.setBool("color_averaging", True)
     with pytest.raises(NotRestorable, match="color_averaging"):
-        captured(env)
+        capture_state(env)
     env.close()

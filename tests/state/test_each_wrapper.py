@@ -15,7 +15,7 @@ import pytest
 from gymnasium import wrappers
 from gymnasium.spaces import Box, Dict, Discrete
 
-from vecenv.state.capture import captured, opened
+from vecenv.state.capture import capture_state, prepare_restore
 from vecenv.testing import assert_identical, assert_restorable
 
 Env = Any  # gymnasium.Env[Any, Any], which each wrapper has type parameters of its own for
@@ -194,9 +194,9 @@ def test_an_episode_that_is_over_and_begins_by_itself_does_so_after_a_load() -> 
     other.reset(seed=4)
     while not any(one.step(1)[2:4]):
         pass
-    state = captured(one)
+    state = capture_state(one)
     wanted = [one.step(1) for _ in range(3)]
-    opened(other, state)()
+    prepare_restore(other, state)()
     assert_identical([other.step(1) for _ in range(3)], wanted)
     for env in (one, other):
         env.close()

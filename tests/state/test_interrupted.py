@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import vecenv
-from vecenv.state.registry import Codec, name_of, put
+from vecenv.state.codecs import Codec, name_of, put
 from vecenv.testing import assert_identical, assert_isolated, assert_restorable
 
 ACTIONS = np.array([1, 2])

@@ -123,7 +123,7 @@ def test_the_file_is_this_users_and_a_forked_child_leaves_it(folder: Path) -> No
     (file,) = folder.iterdir()
     assert (folder.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
     if (child := os.fork()) == 0:
-        envs._card.close()
+        envs._driver.card.close()
         os._exit(0)
     os.waitpid(child, 0)
     assert len(rows()) == 1
@@ -294,7 +294,7 @@ def test_publishing_costs_next_to_nothing() -> None:
     envs.publish_stats()
     began = time.process_time()
     for _ in range(1000):
-        envs._card.update()
+        envs._driver.card.update()
     assert time.process_time() - began < 0.1  # a microsecond each
     envs.close()
 

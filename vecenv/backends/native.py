@@ -1,9 +1,9 @@
 """Vector environments that a library steps by itself: any ``vector_entry_point``, and ALE's native ``AtariVectorEnv``.
 
 The library does the work. This class gives its calls the meaning that they have on the other backends: it refuses what the
-library would ignore, assert, or never return from, and puts what comes back into Gymnasium's form. What a library does
-beyond Gymnasium's interface is one row of a table. Any other is taken to have one seed for all its environments and to
-reset them together, and it steps when the answer is fetched.
+library would ignore, assert, or never return from, and puts the results into Gymnasium's form. A table says what a library
+does beyond Gymnasium's interface. Any other library is taken to have one seed for all its environments, to reset them
+together, and to step when the answer is fetched.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gymnasium.vector.utils import iterate
 from vecenv.front.arguments import ResetOptions, seeds_of
 from vecenv.front.capabilities import Capabilities
 from vecenv.front.driver import Call, Once, Stepped
-from vecenv.front.guard import guarded
+from vecenv.front.guard import exclusive
 from vecenv.front.phases import Phase
 from vecenv.front.together import Together
 from vecenv.front.vector_env import DrivenVectorEnv
@@ -85,7 +85,7 @@ class NativeVectorEnv(DrivenVectorEnv["_Library"]):
         """The library's vector environment; ``None`` after :meth:`close`."""
         return self._driver.library
 
-    @guarded
+    @exclusive
     def render(self) -> Any:
         """One frame an environment; ``None`` without a render mode."""
         self._require_idle("render")
@@ -104,7 +104,7 @@ class _Library(Together):
         self.does = _LIBRARIES.get(self.title, ())
         self.library: Any = library
         self._latest: Any = None, None, None  # the call that was made last, what answers it, and of which rows
-        self._begun: Any = None  # what a thread was told to answer
+        self._begun: Any = None  # what a thread has begun to answer
         self._own: Any = _own if copy and "fresh" not in self.does else lambda observations: observations
         # It waits in the library, so that the caller can give up waiting (a timeout, Ctrl-C) and the answer is not lost.
         self._waiter = ThreadPoolExecutor(1, "vecenv-native") if "threads" in self.does else None
@@ -186,10 +186,10 @@ class _Library(Together):
     def _dressed(self, answer: Any, mask: Any) -> Stepped:
         """What the library returned, in Gymnasium's form."""
         count = len(mask)
-        observations, *outcome, told = answer
+        observations, *outcome, infos = answer
         rewards, *flags = outcome or [np.zeros(count)] * 3
         terminations, truncations = np.array(flags, np.bool_)
-        done, infos = terminations | truncations, dict(told)
+        done, infos = terminations | truncations, dict(infos)
         if "_final_obs" not in infos and (last := infos.pop("final_obs", None)) is not None and done.any():
             final = np.full(count, None, dtype=object)
             for row, observation in enumerate(iterate(self.library.observation_space, last)):

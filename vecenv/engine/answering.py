@@ -1,118 +1,160 @@
-"""Waiting for answers and taking them in, for calls to everybody; :mod:`vecenv.engine.first_ready` does it row by row.
+"""Waiting for the answers to a call as a whole, and making something of them.
 
-How far that has got stands in the table of what is owed, so that an interrupted wait goes on where it stopped.
+:mod:`vecenv.engine.first_ready` does it row by row. How far that has got stands in the table of pending requests, so that an
+interrupted wait goes on where it stopped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from gymnasium import logger
+
 from vecenv.engine.ledger import Ledger
-from vecenv.engine.owed import ALL, COLUMNS, NOTHING, ONLY_COLUMNS, PLAIN, Answer, Flight, Owed, Part, Result, Round, Worker
+from vecenv.engine.pending import (
+    ALL,
+    COLUMNS,
+    NOTHING,
+    ONLY_COLUMNS,
+    PLAIN,
+    Answer,
+    Pending,
+    PendingRequests,
+    Request,
+    Result,
+    Settlement,
+    Worker,
+)
 from vecenv.engine.policy import Policy
 from vecenv.engine.pool import WorkerPool
-from vecenv.engine.reading import Reading
 from vecenv.engine.recovery import Recovery
 from vecenv.errors import StepTimeout
 from vecenv.front.deadlines import deadline_of
+from vecenv.link.infos import InfoReader
+from vecenv.link.messages import decode_outcome
+from vecenv.link.observations import Store
 from vecenv.shm import Batch
 from vecenv.worker.stacks import place
 
 __all__ = ["Answering"]
 
 
-class Answering:
-    """What an engine does with answers."""
+class Answering(PendingRequests):
+    """What an engine does with answers.
+
+    Attributes:
+        said: Warnings of environments by name, each of which is told once.
+    """
 
     num_envs: int
     policy: Policy
     pool: WorkerPool
-    owed: Owed
     ledger: Ledger
     recovery: Recovery
     batch: Batch
-    env_steps = 0
-    resets = 0
-    _reading: Reading
+    store: Store
+    said: dict[str, str]
+    _infos: InfoReader
 
-    def finish(self, flight: Flight, timeout: float | None) -> tuple[Result, Exception | None]:
-        """Wait for the answers to ``flight`` and take them in: what they come to, and the exception that is to be raised.
+    def finish(self, request: Request, timeout: float | None) -> tuple[Result, Exception | None]:
+        """Wait for the answers to a call: what they come to, and the exception that is to be raised.
 
-        When that has been handed over, ``owed.after`` is how the table is to be.
+        ``next_pending`` is the table without the call, for the guard.
 
         Raises:
-            StepTimeout: They are still owed.
+            StepTimeout: Not in time; the call is still pending.
         """
-        owed = self.owed
-        if len(flight.answers) < len(flight.workers):
-            self.wait_for(flight, timeout)
+        if len(request.answers) < len(request.workers):
+            self.wait_for(request, timeout)
         result = NOTHING
-        for answer in flight.answers.values():
+        for answer in request.answers.values():
             if answer is not PLAIN:
                 result = COLUMNS
                 if answer is not ONLY_COLUMNS:
                     break
         else:
-            if not flight.lost and flight.command == "step":
+            if not request.lost and request.command == "step":
                 if self.policy.restart:
                     self.recovery.remembered.keep(range(self.num_envs), everyone=True)
-                self.count(flight)
-                owed.after = {}, owed.landed, owed.ready, owed.latest, owed.rounds
+                now, then = self.pending, Pending()  # as `emptied` does
+                then.requests, then.latest, then.steps, then.resets = {}, now.latest, now.steps + request.steps, now.resets
+                self.next_pending = then
                 return result, None
-        round_ = self.round_of(flight)
-        error = self.recovery.settle(round_)
-        self.count(flight)
-        if error is None and self.policy.restart and flight.command in ("step", "reset"):
+        settlement = self.settlement_of(request)
+        error = self.recovery.settle(settlement)
+        if error is None and self.policy.restart and request.command in ("step", "reset"):
             self.recovery.remembered.keep(range(self.num_envs), everyone=True)
-        owed.after = {}, {}, [], owed.latest, {}
-        assert round_.result is not None
+        self.next_pending = self.emptied(request.steps, request.resets)
+        assert settlement.result is not None
         try:
-            return round_.result, error
+            return settlement.result, error
         finally:
-            del round_, error  # in this process the exception's frames hold this one
+            del settlement, error  # in this process the exception's frames hold this one
 
-    def wait_for(self, flight: Flight, timeout: float | None) -> None:
-        """Wait for all answers to ``flight``.
+    def wait_for(self, request: Request, timeout: float | None) -> None:
+        """Wait for all answers to a call.
 
         Raises:
-            StepTimeout: They are still owed.
+            StepTimeout: Not in time.
         """
-        hang = timeout is None and flight.command in ("step", "reset")
+        hang = timeout is None and request.command in ("step", "reset")
         limit = self.policy.step_timeout if hang else timeout
-        late = self.pool.gather(flight, None if limit is None else deadline_of(limit))
+        late = self.pool.gather(request, None if limit is None else deadline_of(limit))
         if late:
             if not (hang and self.policy.restart):
-                raise self.timeout_error(late, flight.command, limit)
+                raise self.timeout_error(late, request.command, limit)
             self.end_late(late, limit)
 
-    def round_of(self, flight: Flight) -> Round:
-        """The answers of a flight, read."""
-        key = flight.seq, ALL
-        if key not in self.owed.rounds:
-            rows = [row for worker in flight.workers for row in flight.rows_of(worker)]
-            self.owed.rounds[key] = Round(flight, [*rows, *flight.lost], flight.lost)
-        round_ = self.owed.rounds[key]
-        if round_.result is None:
-            if flight.command == "reset":
-                for row in round_.rows:
-                    self.ledger.found(row)
-            round_.result = self.read((worker, flight.answers[worker.index]) for worker in flight.workers)
-        return round_
-
-    def count_rows(self, part: Part) -> None:
-        """Count the steps of rows that are received one by one, once."""
-        self.env_steps, part.uncounted = self.env_steps + part.uncounted, 0
-
-    def count(self, flight: Flight) -> None:
-        """Count the steps, or resets, of a flight, once."""
-        if flight.uncounted:
-            self.env_steps, flight.uncounted = self.env_steps + flight.uncounted, 0
-        elif flight.unreset:
-            self.resets, flight.unreset = self.resets + flight.unreset, 0
+    def settlement_of(self, request: Request) -> Settlement:
+        """The answers to a call, read."""
+        settlement = request.settlement(
+            ALL,
+            lambda: [*(row for worker in request.workers for row in request.rows_of(worker)), *request.lost],
+            request.lost,
+        )
+        if settlement.result is None:
+            if request.command == "reset":
+                for row in settlement.rows:
+                    self.ledger.mark_recovered(row)
+            settlement.result = self.read((worker, request.answers[worker.index]) for worker in request.workers)
+        return settlement
 
     def read(self, answers: Iterable[tuple[Worker, Answer]]) -> Result:
-        """What workers said."""
-        return self._reading.read(answers)
+        """All answers together. It may be done again: to read an answer twice does no harm.
+
+        A result with nothing of its own in it is a shared one, and not to be written to.
+        """
+        result = NOTHING
+        for worker, answer in answers:
+            if answer is PLAIN or (answer is ONLY_COLUMNS and result.columns):
+                continue
+            if answer is ONLY_COLUMNS and result is NOTHING:
+                result = COLUMNS
+                continue
+            if result is NOTHING or result is COLUMNS:
+                result = Result(columns=result.columns)
+            self._add(result, worker, answer)
+        return result
+
+    def _add(self, result: Result, worker: Worker, answer: Answer) -> None:
+        if answer.columns:
+            result.columns = True
+        if answer.death is not None:
+            result.deaths.append(answer.death)
+        out = answer.outcome if answer.sealed is None else decode_outcome(answer.sealed)
+        if out is None:
+            return
+        self._infos.learn(out.schemas)
+        result.infos.update(out.infos)
+        result.finals.update(out.finals)
+        result.results.update(out.results)
+        for row, observation in out.observations.items():
+            self.store.accept(row, observation)
+        result.failures.extend((failure, worker) for failure in out.failures)
+        for name, text in out.warnings:
+            if name not in self.said:
+                self.said[name] = text
+                logger.warn("%s", text)
 
     def end_late(self, late: Sequence[Worker], limit: float | None) -> None:
         """Kill workers that hang."""
@@ -132,7 +174,7 @@ class Answering:
             worker.overdue = True
             if not worker.local:
                 stack = worker.stack() if limit else ""  # a poll asks nothing of a worker
-                busy = self.owed.oldest_of(worker)
+                busy = self.oldest_of(worker)
                 rows = [] if busy is None else list(busy.rows_of(worker))
                 state = " It is stopped (SIGSTOP)." if worker.is_stopped() else ""
                 text += f"\nenvs {rows}, {worker.who}, during {command}: no answer yet.{state}"

@@ -11,9 +11,9 @@ from gymnasium.core import RenderFrame
 from gymnasium.vector import AutoresetMode
 
 from vecenv.engine.engine import Engine
-from vecenv.engine.guard import one_call
-from vecenv.engine.owed import Owed, Result, Worker
+from vecenv.engine.pending import Result, Worker
 from vecenv.front.arguments import ResetOptions, env_ids_of, reset_mask_of, rows_of, seeds_of
+from vecenv.front.guard import exclusive
 from vecenv.front.phases import Phase, advance
 from vecenv.link.messages import Op
 
@@ -28,17 +28,16 @@ class Attributes:
     num_envs: int
     num_workers: int
     autoreset_mode: AutoresetMode
-    _engine: Engine
-    _owed: Owed
+    _driver: Engine
     _finish: Callable[[str, Phase, float | None], Result]
 
-    @one_call
+    @exclusive
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """``env.get_wrapper_attr(name)`` of every environment, called with the arguments if it can be called."""
         self._begin_call(name, args, kwargs)
         return self._call_answer(None)  # type: ignore[no-any-return]
 
-    @one_call
+    @exclusive
     def call_async(self, name: str, /, *args: object, **kwargs: object) -> None:
         """Begin a :meth:`call`."""
         self._begin_call(name, args, kwargs)
@@ -49,14 +48,14 @@ class Attributes:
             raise ValueError(f"Trying to call function `{name}` with `call`, use `{name}` directly instead.")
         payload = (name, args, kwargs)
         _require_picklable(payload, self.num_workers)
-        self._engine.ask_call(Op.CALL, lambda worker: payload, "call")
+        self._driver.ask_call(Op.CALL, lambda worker: payload, "call")
 
     def _require_nothing_owed(self, method: str, name: str) -> None:
-        if (phase := self._owed.phase) is not Phase.DEFAULT:
+        if (phase := self._driver.phase) is not Phase.DEFAULT:
             advance(phase, method, self, name)
-        self._engine.first_ready.require_nothing(name)
+        self._driver.require_no_rows(name)
 
-    @one_call
+    @exclusive
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Fetch the answer to :meth:`call_async`: a tuple of one result an environment.
 
@@ -70,13 +69,13 @@ class Attributes:
         return self._call_answer(timeout)  # type: ignore[no-any-return]
 
     def _call_answer(self, timeout: float | None) -> Any:
-        call = self._owed.call
+        call = self._driver.call
         sequel = None if call is None else call.sequel
         del call  # as in `_finish`
         result = self._finish("call_wait", Phase.WAITING_CALL, timeout)
         return tuple(result.results.get(row) for row in range(self.num_envs)) if sequel is None else sequel(result, timeout)
 
-    @one_call
+    @exclusive
     def exec_func(
         self, func: Callable[..., Any], indices: Sequence[int] | int | None = None, *args: Any, **kwargs: Any
     ) -> tuple[Any, ...]:
@@ -87,7 +86,7 @@ class Attributes:
         self._begin_exec(func, indices, args, kwargs)
         return self._call_answer(None)  # type: ignore[no-any-return]
 
-    @one_call
+    @exclusive
     def exec_func_send(
         self, func: Callable[..., Any], indices: Sequence[int] | int | None = None, *args: Any, **kwargs: Any
     ) -> None:
@@ -109,20 +108,20 @@ class Attributes:
             ks = [row - worker.rows[0] for row in worker.rows if row in chosen]
             return (ks, func, args, kwargs) if ks else None
 
-        self._engine.ask_call(Op.EXEC, payload, "exec_func")
+        self._driver.ask_call(Op.EXEC, payload, "exec_func")
 
-    @one_call
+    @exclusive
     def exec_func_fetch(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Fetch the answer to :meth:`exec_func_send`."""
         return self._call_answer(timeout)  # type: ignore[no-any-return]
 
-    @one_call
+    @exclusive
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """An attribute of every environment (of whichever wrapper has it)."""
         self._begin_call(name, (), {})
         return self._call_answer(None)  # type: ignore[no-any-return]
 
-    @one_call
+    @exclusive
     def set_attr(self, name: str, values: list[Any] | tuple[Any, ...] | object) -> None:
         """Set an attribute of every environment; a list or tuple is one value an environment, else all get the same.
 
@@ -138,10 +137,10 @@ class Attributes:
         self._require_nothing_owed("set_attr", "set_attr")
         each = values
         _require_picklable(each, self.num_workers)
-        self._engine.ask_call(Op.SET_ATTR, lambda worker: (name, [each[row] for row in worker.rows]), "set_attr")
+        self._driver.ask_call(Op.SET_ATTR, lambda worker: (name, [each[row] for row in worker.rows]), "set_attr")
         self._finish("call_wait", Phase.WAITING_CALL, None)
 
-    @one_call
+    @exclusive
     def set_next_options(
         self, options: ResetOptions = None, *, seed: int | Sequence[int | None] | None = None, env_id: Any = None
     ) -> None:
@@ -181,24 +180,24 @@ class Attributes:
             own = [given[row] if row in chosen else None for row in worker.rows]
             return own if any(item is not None for item in own) else None
 
-        self._engine.ask_call(Op.SET_NEXT, payload, "set_next_options")
+        self._driver.ask_call(Op.SET_NEXT, payload, "set_next_options")
         self._finish("call_wait", Phase.WAITING_CALL, None)
 
-    @one_call
+    @exclusive
     def render(self) -> tuple[RenderFrame, ...] | None:
         """One frame (or list of frames) an environment, in a tuple."""
         self._begin_call("render", (), {})
         return self._call_answer(None)  # type: ignore[no-any-return]
 
     @property
-    @one_call
+    @exclusive
     def np_random_seed(self) -> tuple[int, ...]:
         """The environments' seeds."""
         self._begin_call("np_random_seed", (), {})
         return self._call_answer(None)  # type: ignore[no-any-return]
 
     @property
-    @one_call
+    @exclusive
     def np_random(self) -> tuple[np.random.Generator, ...]:
         """Copies of the environments' generators."""
         self._begin_call("np_random", (), {})

@@ -1,12 +1,12 @@
 """The engine: rows of environments that are asked and answer, whatever they look like from outside.
 
-It composes the shared block, the store of observations, the table of what is owed (:mod:`vecenv.engine.owed`), the pool of
+It composes the shared block, the store of observations, the table of requests (:mod:`vecenv.engine.pending`), the pool of
 workers, and what is done about failures (:mod:`vecenv.engine.recovery`). Which calls are legal, what an action space is and
 what a caller sees is the business of the classes on top (:mod:`vecenv.engine.vector_env`).
 
-A call is made in one step and taken in another. *Asking* writes what it is about, and then puts a flight into the table;
+A call is made in one step and taken in another. *Asking* writes what it is about, and then puts a request into the table;
 before that nothing has happened. *Answering* computes, from what lies in the table, what the caller gets and what the table
-is to be afterwards (``owed.after``); whoever hands the answer over puts that in place.
+is to be afterwards (``next_pending``); whoever hands the answer over puts that in place.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from typing import Any
 import numpy as np
 from gymnasium import logger
 
-from vecenv.engine.answering import Answering
+from vecenv.engine.actions import ActionStage
 from vecenv.engine.first_ready import FirstReady
 from vecenv.engine.handles import CallerWorker, ProcessWorker
 from vecenv.engine.ledger import Ledger
-from vecenv.engine.owed import Flight, Owed, Part, Result, Worker
+from vecenv.engine.pending import Request, Result, Worker, WorkerRequest
 from vecenv.engine.policy import Policy
 from vecenv.engine.pool import PoolOptions, WorkerPool
-from vecenv.engine.reading import Reading
 from vecenv.engine.recovery import Recovery
 from vecenv.front.arguments import ResetOptions, options_of_rows
 from vecenv.link.infos import InfoReader
@@ -48,7 +47,7 @@ def shares(num_envs: int, parts: int, first: int = 0) -> list[range]:
     return [range(low, high) for low, high in itertools.pairwise(bounds)]
 
 
-class Engine(Answering):
+class Engine(FirstReady):
     """Environments in workers, and what is known of each row.
 
     Args:
@@ -63,6 +62,7 @@ class Engine(Answering):
     """
 
     _pool_class: type[WorkerPool] = WorkerPool
+    own_means = "its workers"
     rows_at_once: int | None = None
     """At most so many rows of one worker in one message of a ``send``; ``None``: all it is about."""
 
@@ -82,23 +82,24 @@ class Engine(Answering):
         self.mode = plan.autoreset_mode
         self.ledger = Ledger()
         self.failed = self.ledger.failed
-        self.resets = 0
-        self.env_steps = 0
+        self.said = {}
+        self.card: Any = None  # the file that `vecenv top` reads, where there is one
+        self.stage: ActionStage
+        self._last_figures: dict[str, float] | None = None
         self.steps_before = 0  # of which so many came with a state that was loaded
         self.began = time.monotonic()
-        self.owed = Owed(self.num_envs)
+        super().__init__(self.num_envs)
 
         arena = self.arena = Arena(layout.size)
         self.batch = layout.view(arena.buffer, spares=False)
         self.store = make_store(self.batch)
         self.layout = layout
         self._infos = InfoReader(self.batch.info_schemas, self.batch.infos, ragged=plan.ragged)
-        self._reading = Reading(self._infos, self.store)
         self.mismatches: list[tuple[int, str, str]] = []
         self.pool = self._open_pool(plan, arena, options, num_workers)
         self.recovery = Recovery(
             self.pool, policy, self.mode, layout, self.batch, self.store, self._infos, self.read, self.ledger,
-            self.end_late, lambda: self.env_steps / self.num_envs,
+            self.end_late, lambda: self.pending.steps / self.num_envs,
         )  # fmt: skip
         try:
             self._start(env_fns, plan, num_workers, caller_share)
@@ -106,11 +107,10 @@ class Engine(Answering):
             self.pool.close(0.0, terminate=True)
             self.pool.release()
             raise
-        self.first_ready = FirstReady(self)
 
     def _open_pool(self, plan: Plan, arena: Arena, options: PoolOptions, num_workers: int) -> WorkerPool:
         options.placements, options.caller_spin = placements(num_workers)
-        pool = self._pool_class(plan, arena, self.batch, options, self.owed)
+        pool = self._pool_class(plan, arena, self.batch, options, self)
         pool.watchdog.bounded = () if self.policy.step_timeout is None else ("step", "reset")
         return pool
 
@@ -118,7 +118,7 @@ class Engine(Answering):
         own: CallerWorker | None = None
         if caller_share:
             env_rows = make_rows(env_fns[:caller_share], 0, num_workers, plan, self.batch, interrupts=True)
-            own = CallerWorker(num_workers, range(caller_share), env_rows, self.owed)
+            own = CallerWorker(num_workers, range(caller_share), env_rows, self)
         started, readies = self.pool.start(self._parts(env_fns, num_workers, caller_share))
         workers: list[Worker] = [*([own] if own is not None else []), *started]
         self.pool.settle(workers)
@@ -146,7 +146,7 @@ class Engine(Answering):
     @property
     def warned_of_draws(self) -> str:
         """The warning that environments draw from generators that they share; empty if there was none."""
-        return self._reading.said.get("generators", "")
+        return self.said.get("generators", "")
 
     @property
     def restarts(self) -> int:
@@ -155,7 +155,7 @@ class Engine(Answering):
 
     # -- asking -----------------------------------------------------------------------------------------------------
 
-    def ask_step(self, actions: list[Any] | None) -> Flight:
+    def ask_step(self, actions: list[Any] | None) -> Request:
         """Step every row. ``actions``: one a row, or ``None`` if they are in shared memory."""
         failed = self.failed
         if actions is None and not failed:
@@ -163,21 +163,21 @@ class Engine(Answering):
         if failed and not self.policy.restart:
             self.ledger.refuse(failed)
         rows = range(self.num_envs)
-        flight = self._flight(
+        request = self._request(
             "step", Op.STEP, Op.STEP_SOME, rows, lambda mine: actions and [actions[row] for row in mine]
         )  # fmt: skip
-        self.pool.ask(flight)
-        return flight
+        self.pool.ask(request)
+        return request
 
     def ask_rows(self, rows: Sequence[int], actions: list[Any] | None) -> None:
         """Step some rows, to be received one by one. ``actions`` in their order; ``None``: they are in shared memory."""
         payload_of = _nothing if actions is None else _actions_payload(dict(zip(rows, actions, strict=True)))
         some, ordered = Op.STEP_SOME, sorted(rows)
         if self.rows_at_once is None:
-            self.pool.ask(self._flight("step", some, some, ordered, payload_of, by_row=True))
+            self.pool.ask(self._request("step", some, some, ordered, payload_of, by_row=True))
             return
         messages = self._in_messages(ordered, self.rows_at_once)
-        first, *others = [self._flight("step", some, some, mine, payload_of, by_row=True) for mine in messages]
+        first, *others = [self._request("step", some, some, mine, payload_of, by_row=True) for mine in messages]
         self.pool.ask(first, others)
 
     def _in_messages(self, rows: list[int], most: int) -> list[list[int]]:
@@ -195,9 +195,9 @@ class Engine(Answering):
 
     def ask_some(self, command: str, op: Op, rows: Sequence[int], payload_of: Callable[[list[int]], Any]) -> None:
         """Ask about some rows, in words of one's own."""
-        self.pool.ask(self._flight(command, op, op, rows, payload_of), alone=command == "reset")
+        self.pool.ask(self._request(command, op, op, rows, payload_of), alone=command == "reset")
 
-    def _flight(
+    def _request(
         self,
         command: str,
         whole: Op,
@@ -207,7 +207,7 @@ class Engine(Answering):
         *,
         by_row: bool = False,
         **about: Any,
-    ) -> Flight:
+    ) -> Request:
         """What the workers of some rows are to be asked, each about its own; those that have failed are left out of a step.
 
         Args:
@@ -216,35 +216,33 @@ class Engine(Answering):
             rows: Which, in order.
             payload_of: What goes with the message about some of them.
             by_row: They are received one by one.
-            about: Other attributes of the flight.
+            about: Other attributes of the request.
         """
-        flight = Flight(self.pool.next_seq(), command, ())
-        flight.by_row = by_row
+        request = Request(self.pool.next_seq(), command, ())
+        request.by_row = by_row
         left = list(rows)
         if self.failed and command == "step":
-            flight.lost = [row for row in left if row in self.failed]
+            request.lost = [row for row in left if row in self.failed]
             left = [row for row in left if row not in self.failed]
-        parts: dict[int, Part] = {}
+        parts: dict[int, WorkerRequest] = {}
         began = 0
         for worker in self.pool.workers:  # in the order of their rows
             ended = bisect_left(left, worker.rows.stop, began)
             if ended > began:
                 mine = left[began:ended]
                 op = some if whole is some or len(mine) < len(worker.rows) else whole
-                part = parts[worker.index] = self.pool.stage(Part(worker, mine, op, payload_of(mine)), flight.seq)
-                if by_row and command == "step":
-                    part.uncounted = ended - began
+                parts[worker.index] = self.pool.stage(WorkerRequest(worker, mine, op, payload_of(mine)), request.seq)
                 began = ended
-        self.batch.requested[left] = flight.seq
-        flight.parts = parts
-        flight.workers = tuple([part.worker for part in parts.values()])
-        if command == "step" and not by_row:
-            flight.uncounted = len(left)
+        self.batch.requested[left] = request.seq
+        request.parts = parts
+        request.workers = tuple([part.worker for part in parts.values()])
+        if command == "step":
+            request.steps = len(left)
         elif command == "reset":
-            flight.unreset = len(left)
+            request.resets = len(left)
         for name, value in about.items():
-            setattr(flight, name, value)
-        return flight
+            setattr(request, name, value)
+        return request
 
     def ask_reset(self, seeds: Sequence[Any], options: ResetOptions, mask: Array | None) -> None:
         """Reset the rows of ``mask`` (``None``: all), rebuilding those that had failed. What was sent by row is dropped.
@@ -252,8 +250,8 @@ class Engine(Answering):
         ``seeds`` has an entry for every row there is, and so have ``options`` if they are a list.
         """
         chosen = list(range(self.num_envs)) if mask is None else np.flatnonzero(mask).tolist()
-        if not self.owed.idle:
-            self.first_ready.drain()
+        if not self.idle:
+            self.drain()
         if mask is None and self.num_envs and isinstance(seeds[0], (int, np.integer)):
             self.recovery.seeds = np.random.SeedSequence(abs(int(seeds[0])))
         self.recovery.revive(chosen)
@@ -261,19 +259,19 @@ class Engine(Answering):
             self.batch.info_schemas[~mask] = NO_INFO
             self.batch.final[~mask] = False
             self.recovery.show_whole([row for row in self.failed if not mask[row]])
-        flight = self._flight(
+        request = self._request(
             "reset", Op.RESET, Op.RESET_SOME, chosen, _reset_payload(seeds, options), mask=mask, seeds=seeds, options=options
         )  # fmt: skip
-        self.pool.ask(flight, alone=True)
+        self.pool.ask(request, alone=True)
 
     def ask_reset_rows(self, rows: Sequence[int], seeds: Sequence[Any], options: ResetOptions) -> None:
         """Reset some rows, to be received one by one; ``seeds`` and ``options`` as of :meth:`ask_reset`."""
         self.recovery.revive(rows)
         payload_of = _reset_payload(seeds, options)
-        flight = self._flight(
+        request = self._request(
             "reset", Op.RESET_SOME, Op.RESET_SOME, sorted(rows), payload_of, by_row=True, seeds=seeds, options=options
         )  # fmt: skip
-        self.pool.ask(flight)
+        self.pool.ask(request)
 
     def ask_call(
         self,
@@ -290,24 +288,21 @@ class Engine(Answering):
         Args:
             op, command: Which.
             payload_of: What goes with it.
-            sequel: See :class:`~vecenv.engine.owed.Flight`.
+            sequel: See :class:`~vecenv.engine.pending.Request`.
             alone: It takes the place of the call whose sequel it is, at once.
             workers: Whom to ask; ``None``: those that have rows.
         """
-        asked = [
-            (worker, payload)
-            for worker in workers or self.pool.workers
-            if (payload := payload_of(worker)) is not None
-        ]
+        asked = [(worker, payload) for worker in workers or self.pool.workers if (payload := payload_of(worker)) is not None]
         if dead := [row for worker, _ in asked if worker.death is not None for row in worker.rows]:
             self.ledger.refuse({row: self.failed.get(row, "its worker died") for row in dead})
-        flight = Flight(self.pool.next_seq(), command, ())
-        flight.parts = {
-            worker.index: self.pool.stage(Part(worker, worker.rows, op, payload), flight.seq) for worker, payload in asked
+        request = Request(self.pool.next_seq(), command, ())
+        request.parts = {
+            worker.index: self.pool.stage(WorkerRequest(worker, worker.rows, op, payload), request.seq)
+            for worker, payload in asked
         }
-        flight.workers = tuple(part.worker for part in flight.parts.values())
-        flight.sequel = sequel
-        self.pool.ask(flight, alone=alone)
+        request.workers = tuple(part.worker for part in request.parts.values())
+        request.sequel = sequel
+        self.pool.ask(request, alone=alone)
 
     # -- what the caller gets ---------------------------------------------------------------------------------------
 
@@ -350,7 +345,10 @@ class Engine(Answering):
     # -- figures and end --------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, float]:
-        """Figures since the start; see :meth:`vecenv.AsyncVectorEnv.stats`."""
+        """Figures since the start; see :meth:`vecenv.AsyncVectorEnv.stats`. After :meth:`leave` they stay as they were."""
+        return self._figures() if self._last_figures is None else dict(self._last_figures)
+
+    def _figures(self) -> dict[str, float]:
         elapsed = max(time.monotonic() - self.began, 1e-9)
         timed = float(self.batch.worker_steps.sum())
         working = int(np.count_nonzero(self.batch.worker_steps))  # the caller has a row there, whether it has a share or not
@@ -359,20 +357,20 @@ class Engine(Answering):
         times = self.batch.step_time[self.batch.step_time > 0]
         busiest = float(self.batch.worker_time.max())
         return {
-            "steps": float(self.env_steps),
-            "steps_per_second": (self.env_steps - self.steps_before) / elapsed,
+            "steps": float(self.pending.steps),
+            "steps_per_second": (self.pending.steps - self.steps_before) / elapsed,
             "wait_fraction": self.pool.time_waiting / elapsed,
             "step_time_mean": spent / max(timed, 1.0),
             "step_time_slowest_env": float(times.max()) if len(times) else float(per_worker.max()),
             "straggler_share": 1.0 - spent / (busiest * working) if busiest > 0 and working else 0.0,
-            "resets": float(self.resets),
+            "resets": float(self.pending.resets),
             "restarts": float(self.restarts),
             "errors": float(len(self.ledger.errors)),
             "bytes_pickled": float(sum(w.channel.bytes_pickled for w in self.pool.workers if isinstance(w, ProcessWorker))),
-            "in_flight": float(self.owed.in_flight),
+            "in_flight": float(self.in_flight),
         }
 
-    def close(self, timeout: float, *, terminate: bool) -> None:
+    def shut(self, timeout: float, *, terminate: bool) -> None:
         """End the workers; what environments raised in their own ``close`` is said as warnings. It can be called again."""
         self.pool.close(timeout, terminate=terminate)
         said = self.pool.failures_in_close
@@ -382,10 +380,19 @@ class Engine(Answering):
             text = packed.summary if isinstance(packed, PackedError) else summary(packed)
             logger.warn("%s", f"env {failure.env} raised in close(): {text}")
 
-    def forget(self) -> None:
-        """Let go of the shared memory: it is unmapped when no array over it is held outside."""
-        for name in ("arena", "batch", "store", "_infos", "_reading", "recovery", "first_ready"):
-            self.__dict__.pop(name, None)
+    def resume(self) -> None:
+        self.pool.resume()
+
+    def leave(self) -> None:
+        """It was closed: free all memory and descriptors, where no call uses them. Idempotent."""
+        if self.barred != "closed" or self.pool.released:
+            return
+        self._last_figures = self._figures()
+        if self.card is not None:
+            self.card.close()
+        self.pool.release()
+        for name in ("arena", "batch", "store", "_infos", "recovery", "stage"):
+            self.__dict__.pop(name, None)  # memory is unmapped when no array over it is held outside
 
 
 def _nothing(mine: list[int]) -> Any:

@@ -1,6 +1,6 @@
 """Workers, seen from the caller: asked, heard, dead.
 
-What a worker was asked and has answered stands in the table of what is owed (:mod:`vecenv.engine.owed`) and nowhere else;
+What a worker was asked and has answered stands in the table of what is owed (:mod:`vecenv.engine.pending`) and nowhere else;
 here is how it is told and heard, and how it died. The caller's own share of the environments is a worker like the others
 (:class:`CallerWorker`): it answers when somebody waits for it.
 """
@@ -16,7 +16,7 @@ from copy import deepcopy
 from typing import Any, Final, Literal
 
 from vecenv.engine.episodes import Wish
-from vecenv.engine.owed import COMMANDS, ONLY_COLUMNS, PLAIN, Answer, Death, Flight, Owed, Part
+from vecenv.engine.pending import COMMANDS, ONLY_COLUMNS, PLAIN, Answer, Death, PendingRequests, Request, WorkerRequest
 from vecenv.errors import EnvError
 from vecenv.link.channel import CallerEnd, ChannelClosed
 from vecenv.link.messages import PLAIN_OUTCOME, Outcome, Reply, dumps, dumps_by_value, encode, summary, unpack_error
@@ -37,7 +37,7 @@ _LAST_WORD: Final = 0.3  # until it has written it, if it has begun, or waits fo
 _OWN_TIME: Final = 0.02  # on a core, within which a worker begins to write, if it can
 
 
-def staged(part: Part, seq: int) -> Part:
+def staged(part: WorkerRequest, seq: int) -> WorkerRequest:
     """A part made ready to be told: encoded for a process, and for the caller's own share a copy of its own.
 
     Raises:
@@ -65,11 +65,11 @@ class CallerWorker:
     overdue = False
     paid = False
 
-    def __init__(self, index: int, rows: range, env_rows: KeptRows, owed: Owed) -> None:
+    def __init__(self, index: int, rows: range, env_rows: KeptRows, table: PendingRequests) -> None:
         self.index = index
         self.rows = rows
         self._rows = env_rows
-        self._owed = owed
+        self._table = table
         self.pid = os.getpid()
         self._looks = 3  # so many of its first messages are watched for draws from the process's generators
         self.who = f"stepped by the caller, pid {self.pid}"
@@ -77,31 +77,31 @@ class CallerWorker:
     def __repr__(self) -> str:
         return f"CallerWorker(envs={_span(self.rows)})"
 
-    def perform(self, flight: Flight) -> None:
-        """Carry out what a flight asks of this worker, and answer it."""
+    def perform(self, request: Request) -> None:
+        """Carry out what a request asks of this worker, and answer it."""
         if self._looks and self._rows.generators is None:
             self._looks -= 1
             watch(self._rows.saw)
             try:
-                outcome = self._carried_out(flight)
+                outcome = self._carried_out(request)
             finally:
                 unwatch()
         else:
-            outcome = self._carried_out(flight)
-        seq = flight.seq
+            outcome = self._carried_out(request)
+        seq = request.seq
         if outcome is PLAIN_OUTCOME:
             said = PLAIN
         elif outcome.is_plain():
             said = ONLY_COLUMNS if outcome.columns else PLAIN
         else:
             said = Answer(True, outcome)
-        if flight.by_row:
-            self._owed.land(seq, self.index, said)
+        if request.by_row:
+            self._table.deliver(seq, self.index, said)
         else:
-            flight.answers[self.index] = said
+            request.answers[self.index] = said
 
-    def _carried_out(self, flight: Flight) -> Outcome:
-        rows, seq, parts = self._rows, flight.seq, flight.parts
+    def _carried_out(self, request: Request) -> Outcome:
+        rows, seq, parts = self._rows, request.seq, request.parts
         if parts is None:
             return rows.step(seq, None, rows.actions(None))
         part = parts[self.index]
@@ -155,7 +155,7 @@ class ProcessWorker:
         channel: CallerEnd,
         black_box: BlackBox,
         held: DescriptorOwner,
-        owed: Owed,
+        table: PendingRequests,
         token: int,
         with_caller: bool = False,
     ) -> None:
@@ -176,20 +176,20 @@ class ProcessWorker:
         self.starting = True
         self.paid = False  # its death is in the budget of restarts
         self.asked_to_close = False
-        self._owed = owed
+        self._table = table
         self.watch = ProcessWatch(process, held)
         self._poll = select.poll()
         self._poll.register(channel.fd, select.POLLIN)
         self._poll.register(self.watch.descriptor, select.POLLIN)
 
     def __repr__(self) -> str:
-        state = "dead" if self.death else "busy" if self._owed.is_owed(self) else "idle"
+        state = "dead" if self.death else "busy" if self._table.is_pending(self) else "idle"
         return f"ProcessWorker({self.index}, envs={_span(self.rows)}, pid={self.pid}, {state})"
 
-    def tell(self, part: Part) -> bool:
+    def send(self, part: WorkerRequest) -> bool:
         """Write what is left of a part's message; false if the pipe is full. A dead worker's parts count as told."""
         if self.death is not None:
-            self._owed.lose(self, self.death)
+            self._table.mark_lost(self, self.death)
             return True
         assert part.data is not None
         try:
@@ -198,11 +198,11 @@ class ProcessWorker:
             self.mark_dead()
             return True
 
-    def take_plain(self, flight: Flight, expected: bytes) -> None:
-        """Take in the plain answer to a flight if it is there; anything else is left to :meth:`receive`."""
+    def take_plain(self, request: Request, expected: bytes) -> None:
+        """Take in the plain answer to a request if it is there; anything else is left to :meth:`receive`."""
         try:
             if self.channel.take(expected):
-                flight.answers[self.index] = PLAIN
+                request.answers[self.index] = PLAIN
                 self.channel.drop()
         except ChannelClosed:
             self.mark_dead()
@@ -210,7 +210,7 @@ class ProcessWorker:
     def receive(self) -> bool:
         """Take in one reply if it is there; true if there was one, or if the worker turned out to be dead."""
         if self.death is not None:
-            self._owed.lose(self, self.death)
+            self._table.mark_lost(self, self.death)
             return False
         try:
             message = self.channel.read()
@@ -221,16 +221,16 @@ class ProcessWorker:
             return False
         word, seq, payload = message
         if payload is not None:
-            self._owed.land(seq, self.index, Answer(True, sealed=payload))
+            self._table.deliver(seq, self.index, Answer(True, sealed=payload))
             self.channel.bytes_pickled += len(payload)
             self.channel.drop()
             return True
         answer = PLAIN if word == _PLAIN else ONLY_COLUMNS
-        flight = self._owed.flights.get(seq)
-        if flight is not None and not flight.by_row:
-            flight.answers[self.index] = answer
+        request = self._table.pending.requests.get(seq)
+        if request is not None and not request.by_row:
+            request.answers[self.index] = answer
         else:
-            self._owed.land(seq, self.index, answer)
+            self._table.deliver(seq, self.index, answer)
         self.channel.raw.clear()  # as `drop` does, of a message in one chunk
         return True
 
@@ -247,7 +247,7 @@ class ProcessWorker:
     def mark_dead(self, reason: str = "") -> None:
         """Find out how the worker ended; everything it was asked is lost."""
         if self.death is None:
-            busy = self._owed.oldest_of(self)
+            busy = self._table.oldest_of(self)
             command = "start" if self.starting else "idle" if busy is None else command_of(busy, self)
             if not self.watch.has_ended(_LAST_MOMENTS):  # whatever it is that has no pipe any more, it is no worker
                 self.signal(signal.SIGKILL)
@@ -261,7 +261,7 @@ class ProcessWorker:
                 text += f"\nits last Python stack:\n{stack}"
             end_group([self.pid])
             self.death = Death(text, self.index, tuple(self.rows), self.pid, self.exitcode, command)
-        self._owed.lose(self, self.death)
+        self._table.mark_lost(self, self.death)
         self.watch.close()
         self.channel.close()
 
@@ -295,9 +295,9 @@ class ProcessWorker:
     def half_told(self) -> bool:
         """Whether a message to it is written in part: what is written next is taken for the rest of it."""
         return any(
-            part.worker is self and part.written and not part.told
-            for flight in self._owed.flights.values()
-            for part in (flight.parts or {}).values()
+            part.worker is self and part.written and not part.sent
+            for request in self._table.requests.values()
+            for part in (request.parts or {}).values()
         )
 
     def signal(self, number: int) -> None:
@@ -325,9 +325,9 @@ class ProcessWorker:
         close_process(self.process)
 
 
-def command_of(flight: Flight, worker: Any) -> str:
-    """What a worker does for a flight, in the words of error messages."""
-    return flight.command if flight.parts is None else COMMANDS[flight.parts[worker.index].op]
+def command_of(request: Request, worker: Any) -> str:
+    """What a worker does for a request, in the words of error messages."""
+    return request.command if request.parts is None else COMMANDS[request.parts[worker.index].op]
 
 
 def envs_text(rows: range) -> str:

@@ -18,12 +18,12 @@ from gymnasium.error import AlreadyPendingCallError
 
 from vecenv.engine import published
 from vecenv.engine.attributes import Attributes
-from vecenv.engine.guard import one_call
 from vecenv.engine.keeping import Keeping
-from vecenv.engine.owed import Flight, Result
 from vecenv.engine.owner import EngineOwner
+from vecenv.engine.pending import Request, Result
 from vecenv.front.arguments import ResetOptions, count_of, env_ids_of, least_of, reset_mask_of, seeds_of
 from vecenv.front.deadlines import seconds_of
+from vecenv.front.guard import exclusive
 from vecenv.front.phases import Phase, advance
 
 __all__ = ["EngineVectorEnv"]
@@ -36,7 +36,7 @@ class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # ty
 
     # -- reset ------------------------------------------------------------------------------------------------------
 
-    @one_call
+    @exclusive
     def reset(
         self,
         *,
@@ -47,7 +47,7 @@ class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # ty
         self._begin_reset(seed, options, None)
         return self._reset_answer(None)
 
-    @one_call
+    @exclusive
     def reset_async(
         self,
         seed: int | Sequence[int | None] | None = None,
@@ -75,21 +75,21 @@ class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # ty
     def _begin_reset(self, seed: Any, options: ResetOptions, env_id: Any) -> None:
         rows = None if env_id is None else env_ids_of(env_id, self.num_envs).tolist()
         seeds = seeds_of(seed, self.num_envs, rows)
-        if (phase := self._owed.phase) is not Phase.DEFAULT:
+        if (phase := self._driver.phase) is not Phase.DEFAULT:
             advance(phase, "reset_async", self)
         mask, options = reset_mask_of(options, self.num_envs, rows)
         if rows is not None:
             if mask is not None:
                 raise ValueError("env_id and options['reset_mask'] both say which environments are to be reset: give one")
             self._require_idle("reset_async", rows)
-        if self._card is None and published.asked_for(self._engine):
+        if self._driver.card is None and published.asked_for(self._driver):
             self._publish(None)
         if rows is None:
-            self._engine.ask_reset(seeds, options, mask)
+            self._driver.ask_reset(seeds, options, mask)
         else:
-            self._engine.ask_reset_rows(rows, seeds, options)
+            self._driver.ask_reset_rows(rows, seeds, options)
 
-    @one_call
+    @exclusive
     def reset_wait(self, timeout: float | None = None) -> tuple[ObsType, dict[str, Any]]:
         """Fetch the answer to :meth:`reset_async`.
 
@@ -101,9 +101,9 @@ class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # ty
 
     def _reset_answer(self, timeout: float | None) -> tuple[ObsType, dict[str, Any]]:
         result = self._finish("reset_wait", Phase.WAITING_RESET, timeout)
-        engine = self._engine
-        if self._card is not None:
-            self._card.update()
+        engine = self._driver
+        if self._driver.card is not None:
+            self._driver.card.update()
         try:
             return engine.store.batch(self.copy), engine.infos(result)
         except Exception as error:
@@ -112,14 +112,14 @@ class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # ty
 
     # -- step -------------------------------------------------------------------------------------------------------
 
-    @one_call
+    @exclusive
     def step(
         self, actions: ActType
     ) -> tuple[ObsType, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]:
         """Step all environments; see :meth:`step_async` and :meth:`step_wait`."""
-        return self._step_answer(self._told(self._engine.finish(self._ask_step(actions), None)))
+        return self._step_answer(self._told(self._driver.finish(self._ask_step(actions), None)))
 
-    @one_call
+    @exclusive
     def step_async(self, actions: ActType) -> None:
         """Begin a step.
 
@@ -133,16 +133,16 @@ class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # ty
         """
         self._ask_step(actions)
 
-    def _ask_step(self, actions: ActType) -> Flight:
-        engine, owed = self._engine, self._owed
-        if owed.flights or owed.ready:
-            advance(owed.phase, "step_async", self)
-            engine.first_ready.require_nothing("step_async")
+    def _ask_step(self, actions: ActType) -> Request:
+        engine = self._driver
+        if engine.pending.requests or engine.pending.ready:
+            advance(engine.phase, "step_async", self)
+            engine.require_no_rows("step_async")
         if engine.failed and not engine.policy.restart:
             engine.ledger.refuse(engine.failed)
-        return engine.ask_step(self._stage.put(actions))
+        return engine.ask_step(self._driver.stage.put(actions))
 
-    @one_call
+    @exclusive
     def step_wait(
         self, timeout: float | None = None
     ) -> tuple[ObsType, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]:
@@ -163,10 +163,10 @@ class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # ty
     def _step_answer(
         self, result: Result
     ) -> tuple[ObsType, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]:
-        engine = self._engine
+        engine = self._driver
         batch = engine.batch
-        if self._card is not None:
-            self._card.update()
+        if self._driver.card is not None:
+            self._driver.card.update()
         try:
             return (
                 engine.store.batch(self.copy),
@@ -185,16 +185,16 @@ class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # ty
             again()
         except Exception as same:
             if type(same) is type(error):
-                self._owed.verdict = error
+                self._driver.pending_error = error
 
     def _finish(self, method: str, wanted: Phase, timeout: float | None) -> Result:
         """The answer to the call that is owed."""
-        call = self._owed.call
+        call = self._driver.call
         if call is None or call.phase is not wanted:
-            advance(self._owed.phase, method, self)
+            advance(self._driver.phase, method, self)
         assert call is not None
         try:
-            return self._told(self._engine.finish(call, seconds_of(timeout)))
+            return self._told(self._driver.finish(call, seconds_of(timeout)))
         finally:
             del call  # it holds the exception, whose traceback would hold it
 
@@ -202,7 +202,7 @@ class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # ty
         """What there is to be dressed; or the exception that is the answer, raised where no frame keeps it."""
         if answer[1] is None:
             return answer[0]
-        self._owed.verdict = answer[1]
+        self._driver.pending_error = answer[1]
         try:
             raise answer[1]
         finally:
@@ -210,7 +210,7 @@ class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # ty
 
     # -- first-ready batches ----------------------------------------------------------------------------------------
 
-    @one_call
+    @exclusive
     def send(self, actions: Any, env_id: Any = None) -> None:
         """Step some idle environments, without waiting.
 
@@ -223,27 +223,27 @@ class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # ty
             AlreadyPendingCallError: One of them is in flight, or was not received yet.
             EnvFailed: One of them failed and was not reset since.
         """
-        engine, owed = self._engine, self._owed
-        if owed.call is not None:
-            advance(owed.phase, "step_async", self)
-        rows = owed.latest if env_id is None else env_ids_of(env_id, self.num_envs)
+        engine = self._driver
+        if engine.call is not None:
+            advance(engine.phase, "step_async", self)
+        rows = engine.pending.latest if env_id is None else env_ids_of(env_id, self.num_envs)
         listed = rows.tolist()
         self._require_idle("send", listed)
         if engine.failed and not engine.policy.restart and (failed := engine.failed.keys() & set(listed)):
             engine.ledger.refuse({row: engine.failed[row] for row in failed})
-        engine.ask_rows(listed, self._stage.put_some(actions, rows))
+        engine.ask_rows(listed, self._driver.stage.put_some(actions, rows))
 
     def _require_idle(self, method: str, rows: Sequence[int]) -> None:
         """None of these environments is in flight."""
-        owed = self._owed
-        if owed.flights or owed.ready:
-            on_their_way = set(owed.waiting())
+        driver = self._driver
+        if driver.pending.requests or driver.pending.ready:
+            on_their_way = set(driver.waiting())
             if waiting := [row for row in rows if row in on_their_way]:
                 raise AlreadyPendingCallError(
                     f"Calling `{method}` for envs {waiting}, which are still in flight: `recv` them first.", "send"
                 )
 
-    @one_call
+    @exclusive
     def recv(
         self,
         timeout: float | None = None,
@@ -273,16 +273,16 @@ class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # ty
             StepTimeout: Not within ``timeout`` seconds; nothing is lost, call again.
             Exception: What an environment raised; the rows of the others are kept for the next call.
         """
-        engine, owed = self._engine, self._owed
+        engine = self._driver
         number = self.batch_size if count is None else count_of(count, self.batch_size, self.num_envs)
         least = None if at_least is within is None else least_of(at_least, within, number)
-        if (call := owed.call) is not None:
+        if (call := engine.call) is not None:
             if call.phase is not Phase.WAITING_RESET:
                 advance(call.phase, "reset_async", self)
-            engine.first_ready.launch(call)
-        rows, infos, finals = self._told(engine.first_ready.receive(number, seconds_of(timeout), least))
-        if self._card is not None:
-            self._card.update()
+            engine.launch(call)
+        rows, infos, finals = self._told(engine.receive(number, seconds_of(timeout), least))
+        if self._driver.card is not None:
+            self._driver.card.update()
         batch = engine.batch
         try:
             said = engine.infos_of(rows, infos, finals)
@@ -293,7 +293,7 @@ class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # ty
         said["env_id"], said["_env_id"] = rows.copy(), rows >= 0
         return observations, batch.rewards[rows], batch.terminations[rows], batch.truncations[rows], said
 
-    @one_call
+    @exclusive
     def abandon(self, env_id: Any) -> None:
         """Wait no longer for some environments: the workers that owe their answers are killed.
 
@@ -310,9 +310,9 @@ class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # ty
         late = [
             worker
             for worker in self._pool.workers
-            if not worker.local and not rows.isdisjoint(worker.rows) and self._owed.is_owed(worker)
+            if not worker.local and not rows.isdisjoint(worker.rows) and self._driver.is_pending(worker)
         ]
-        self._engine.end_late(late, None)
+        self._driver.end_late(late, None)
 
     # The second set of names: the same methods.
 

@@ -15,13 +15,13 @@ from typing import Any, Final
 import numpy as np
 
 from vecenv.engine.attributes import Attributes
-from vecenv.engine.guard import one_call
-from vecenv.engine.owed import Result, Worker
+from vecenv.engine.pending import Result, Worker
 from vecenv.errors import SnapshotMismatch
 from vecenv.front.arguments import rows_of
+from vecenv.front.guard import exclusive
 from vecenv.link.messages import Op
-from vecenv.state.registry import Codec, how_of
-from vecenv.state.snapshots import FORMAT, Kind, Row, Snapshot, Snapshots, StateDict, each_of
+from vecenv.state.codecs import Codec, how_of
+from vecenv.state.snapshots import FORMAT, Kind, Row, Snapshot, Snapshots, StateDict, parse_snapshots
 from vecenv.system.uninterrupted import succeeds_when_repeated
 
 __all__ = ["Keeping"]
@@ -39,7 +39,7 @@ class Keeping(Attributes):
     autoreset_mode: Any
     _proved: frozenset[Kind] = frozenset()
 
-    @one_call
+    @exclusive
     def save(self, env_id: Any = None, *, verify: bool = True) -> tuple[Snapshot, ...]:
         """The state of every environment, or of some: all that decides how it goes on, bit for bit.
 
@@ -64,7 +64,7 @@ class Keeping(Attributes):
         self._ask_save(rows, verify, Snapshots)
         return self._call_answer(None)  # type: ignore[no-any-return]
 
-    @one_call
+    @exclusive
     def load(self, snapshots: Any, env_id: Any = None) -> Any:
         """Let environments go on from saved states, exactly as those that were saved would have gone on.
 
@@ -86,10 +86,10 @@ class Keeping(Attributes):
         """
         rows = rows_of(env_id, self.num_envs)
         self._require_nothing_owed("call_async", "load")
-        self._ask_load(rows, each_of(snapshots, rows), _nothing)
+        self._ask_load(rows, parse_snapshots(snapshots, rows), _nothing)
         return self._call_answer(None)
 
-    @one_call
+    @exclusive
     def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
         """All of it in one dict that can be pickled: snapshots of all environments, counters, seeds of restarts, and the
         generators of the vector environment's own spaces. Errors as of :meth:`save`."""
@@ -97,7 +97,7 @@ class Keeping(Attributes):
         self._ask_save(list(range(self.num_envs)), verify, self._dict_of)
         return self._call_answer(None)  # type: ignore[no-any-return]
 
-    @one_call
+    @exclusive
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
         """Go on from what :meth:`state_dict` gave, here or elsewhere; returns and raises as :meth:`load`."""
         for key in ("format", "num_envs", "autoreset_mode", "snapshots", "counters", "seeds", "spaces"):
@@ -109,19 +109,19 @@ class Keeping(Attributes):
                 raise SnapshotMismatch(f"its {key} is {state[key]!r}, and that of this vector environment is {own!r}")
         rows = list(range(self.num_envs))
         self._require_nothing_owed("call_async", "load_state_dict")
-        self._ask_load(rows, each_of(state["snapshots"], rows), self._rest_of(state))
+        self._ask_load(rows, parse_snapshots(state["snapshots"], rows), self._rest_of(state))
         return self._call_answer(None)
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
     def _ask_save(self, rows: list[int], verify: bool, dress: Callable[[list[Snapshot]], Any]) -> None:
-        self._engine.ask_call(Op.SAVE, _own_rows(rows), "save", sequel=partial(self._saved, rows, verify, dress))
+        self._driver.ask_call(Op.SAVE, _own_rows(rows), "save", sequel=partial(self._saved, rows, verify, dress))
 
     def _saved(
         self, rows: list[int], verify: bool, dress: Callable[[list[Snapshot]], Any], result: Result, timeout: float | None
     ) -> Any:
         """The states came: add what the engine knows, and ask for the proof of kinds that have none."""
-        store = self._engine.store
+        store = self._driver.store
         snapshots: list[Snapshot] = []
         kinds: dict[Kind, int] = {}
         for row in rows:
@@ -135,7 +135,7 @@ class Keeping(Attributes):
         if not new:
             return dress(snapshots)
         then = partial(self._said_proved, frozenset(new), partial(dress, snapshots))
-        self._engine.ask_call(Op.PROVE, _own_rows(sorted(new.values())), "save", sequel=then, alone=True)
+        self._driver.ask_call(Op.PROVE, _own_rows(sorted(new.values())), "save", sequel=then, alone=True)
         return self._call_answer(timeout)
 
     def _said_proved(self, kinds: frozenset[Kind], answer: Callable[[], Any], result: Result, timeout: float | None) -> Any:
@@ -143,13 +143,13 @@ class Keeping(Attributes):
         return answer()
 
     def _dict_of(self, snapshots: list[Snapshot]) -> dict[str, Any]:
-        engine = self._engine
+        engine = self._driver
         return StateDict(
             format=FORMAT,
             num_envs=self.num_envs,
             autoreset_mode=self.autoreset_mode.name,
             snapshots=Snapshots(snapshots),
-            counters=(engine.env_steps, engine.resets, engine.ledger.restarts),
+            counters=(engine.pending.steps, engine.pending.resets, engine.ledger.restarts),
             seeds=engine.recovery.seeds.state,
             spaces=[_space_codec(space).save(space) for space in self._spaces()],
         )
@@ -165,9 +165,9 @@ class Keeping(Attributes):
         for row, one in known.items():
             if one.used:
                 try:
-                    self._engine.store.require(one.observation)
+                    self._driver.store.require(one.observation)
                 except Exception as error:
-                    if succeeds_when_repeated(partial(self._engine.store.require, one.observation)):
+                    if succeeds_when_repeated(partial(self._driver.store.require, one.observation)):
                         raise
                     text = f"it is of {one.kind.env_id}, and its observation is none of this environment: {error}"
                     raise SnapshotMismatch(f"env {row}: the snapshot does not fit: {text}") from error
@@ -176,7 +176,7 @@ class Keeping(Attributes):
             first = worker.rows[0]
             return [(row - first, of_row[row]) for row in worker.rows if row in of_row] or None
 
-        self._engine.ask_call(Op.CHECK, payload, "load", sequel=partial(self._fits, of_row, known, extras))
+        self._driver.ask_call(Op.CHECK, payload, "load", sequel=partial(self._fits, of_row, known, extras))
 
     def _fits(
         self,
@@ -188,7 +188,7 @@ class Keeping(Attributes):
     ) -> Any:
         """All of them fit: have them put in place."""
         then = partial(self._in_place, of_row, known, extras)
-        self._engine.ask_call(Op.LOAD, _own_rows(list(of_row)), "load", sequel=then, alone=True)
+        self._driver.ask_call(Op.LOAD, _own_rows(list(of_row)), "load", sequel=then, alone=True)
         return self._call_answer(timeout)
 
     def _in_place(
@@ -200,12 +200,12 @@ class Keeping(Attributes):
         timeout: float | None,
     ) -> Any:
         """They are: put the rest beside them. It may be done again."""
-        engine = self._engine
+        engine = self._driver
         rows = list(of_row)
         for row, one in known.items():
             if one.used:
                 engine.store.put_row(row, one.observation)
-            engine.ledger.found(row)
+            engine.ledger.mark_recovered(row)
         if engine.policy.restart:
             engine.recovery.remembered.keep(rows, everyone=len(rows) == self.num_envs)
         extras()
@@ -213,7 +213,7 @@ class Keeping(Attributes):
 
     def _rest_of(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """What puts all of a ``state_dict()`` in place that no row has; refuses what does not fit."""
-        engine = self._engine
+        engine = self._driver
 
         def read() -> tuple[Any, Any, Any]:
             opened = [
@@ -231,9 +231,11 @@ class Keeping(Attributes):
             raise SnapshotMismatch(f"its counters, seeds or spaces do not fit: {type(error).__name__}: {error}") from error
 
         def put() -> None:
-            made = engine.env_steps - engine.steps_before
-            engine.env_steps, engine.resets, engine.ledger.restarts = env_steps, resets, restarts
-            engine.steps_before = engine.env_steps - made
+            now, then = engine.pending, engine.next_pending
+            assert then is not None
+            made = now.steps - engine.steps_before
+            now.steps, now.resets, engine.steps_before = env_steps, resets, env_steps - made
+            then.steps, then.resets, engine.ledger.restarts = env_steps, resets, restarts
             engine.recovery.seeds = seeds
             for space, its in opened:
                 if its is not None:

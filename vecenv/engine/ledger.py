@@ -12,7 +12,7 @@ from typing import Any, Final, NoReturn
 from gymnasium import logger
 
 from vecenv.engine.handles import raise_ready
-from vecenv.engine.owed import Death, Round, Worker
+from vecenv.engine.pending import Death, Settlement, Worker
 from vecenv.errors import EnvFailed, ErrorRecord
 from vecenv.link.messages import Failure, PackedError, pack_error, summary, unpack_error
 
@@ -42,7 +42,7 @@ class Ledger:
 
     def record(
         self,
-        round_: Round,
+        settlement: Settlement,
         failures: Sequence[tuple[Failure, Worker]],
         deaths: Sequence[Death],
         others: Sequence[tuple[Exception, ErrorRecord]] = (),
@@ -51,12 +51,12 @@ class Ledger:
 
         A record keeps an exception of its own: one that was raised keeps the program's frames, and all that is in them.
         """
-        if round_.raised is None:
-            self.make(round_, failures, deaths)
-            round_.records += [record for _, record in others]
-        self.write(round_)
+        if settlement.raised is None:
+            self.make(settlement, failures, deaths)
+            settlement.records += [record for _, record in others]
+        self.write(settlement)
 
-    def make(self, round_: Round, failures: Sequence[tuple[Failure, Worker]], deaths: Sequence[Death]) -> None:
+    def make(self, settlement: Settlement, failures: Sequence[tuple[Failure, Worker]], deaths: Sequence[Death]) -> None:
         """Make the exceptions of what failed, and their records. A death that several rounds tell of is recorded once."""
         raised, records, now = [], [], time.monotonic()
         for death in {death.worker: death for death in deaths}.values():
@@ -65,14 +65,14 @@ class Ledger:
                 records.append(ErrorRecord(None, death.worker, pid, death.command, error, death.text, now))
             self.latest_death = death
         for failure, worker in sorted(failures, key=lambda pair: pair[0].env):
-            made, record = self.exception(failure, worker, round_.command)
+            made, record = self.exception(failure, worker, settlement.command)
             raised.append((failure.env, made))
             records.append(record)
-        round_.records, round_.raised = records, raised
+        settlement.records, settlement.raised = records, raised
 
-    def write(self, round_: Round) -> None:
+    def write(self, settlement: Settlement) -> None:
         """Move a round's records into the ledger, each in one call of C, so that none is there twice or not at all."""
-        waiting = round_.records
+        waiting = settlement.records
         self.errors.extend(map(list.pop, repeat(waiting, len(waiting)), repeat(0)))
 
     def exception(self, failure: Failure, worker: Worker, command: str) -> tuple[Exception, ErrorRecord]:
@@ -87,7 +87,7 @@ class Ledger:
         kept = unpack_error(packed, note)
         return error, ErrorRecord(failure.env, index, worker.pid, command, kept, packed.text, time.monotonic())
 
-    def lose(
+    def mark_failed(
         self, failures: Sequence[tuple[Failure, Any]], deaths: Sequence[Death], rows: Sequence[int], *, all_of_them: bool
     ) -> None:
         """Note which rows have to be rebuilt.
@@ -112,7 +112,7 @@ class Ledger:
                 text = packed.summary if isinstance(packed, PackedError) else summary(packed)
                 self.failed.setdefault(failure.env, text)
 
-    def found(self, row: int) -> None:
+    def mark_recovered(self, row: int) -> None:
         """A row is well again."""
         self.failed.pop(row, None)
         self.paid.discard(row)

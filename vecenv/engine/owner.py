@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import multiprocessing
-import os
 import time
 import warnings
 from collections import deque
@@ -22,7 +21,6 @@ from gymnasium.vector.async_vector_env import AsyncState
 from vecenv.engine import published
 from vecenv.engine.actions import ActionStage
 from vecenv.engine.engine import Engine
-from vecenv.engine.guard import is_within_a_call, one_call
 from vecenv.engine.handles import ProcessWorker
 from vecenv.engine.pool import WorkerPool
 from vecenv.engine.published import StatsFile
@@ -31,7 +29,7 @@ from vecenv.front.arguments import check_env_fns, check_switches, mode_of
 from vecenv.front.base import VectorEnvBase
 from vecenv.front.capabilities import Capabilities
 from vecenv.front.deadlines import seconds_of
-from vecenv.front.guard import refuse_busy, refuse_closed, refuse_forked, refuse_nested
+from vecenv.front.guard import exclusive, is_within_a_call
 from vecenv.front.phases import Phase, advance
 from vecenv.planning.plan import Plan as WorkerPlan
 from vecenv.system.spawning import end_if_importing_main
@@ -90,18 +88,14 @@ class EngineOwner(VectorEnvBase, VectorEnv[ObsType, ActType, np.ndarray], Generi
     def _adopt(self, engine: Engine, batch_size: int | None) -> None:
         """Take over an engine that was started; it is ended if its environments do not go together."""
         self.batch_size = self.num_envs if batch_size is None else batch_size
-        self._card: StatsFile | None = None
-        self._refuses = ""  # why calls are refused: "closing" or "closed"
-        self._figures: dict[str, float] | None = None  # the last, after close()
-        self._engine = engine
+        self._driver = engine
         try:
             self._pool: WorkerPool = engine.pool
-            self._owed = engine.owed
-            self._owner = os.getpid()
-            self._stage = ActionStage(
+            engine.stage = ActionStage(
                 self.single_action_space, self.action_space, self.num_envs, engine.layout.actions, engine.batch.actions
             )
             self._check_spaces()
+            engine.open(type(self).__name__)
         except BaseException:
             engine.pool.close(0.0, terminate=True)
             engine.pool.release()
@@ -109,7 +103,7 @@ class EngineOwner(VectorEnvBase, VectorEnv[ObsType, ActType, np.ndarray], Generi
         self.closed = False
 
     def _check_spaces(self) -> None:
-        for env, which, got in self._engine.mismatches:
+        for env, which, got in self._driver.mismatches:
             if which == "action":
                 raise RuntimeError(
                     f"Some environments have an action space different from `{self.single_action_space}`. In order to "
@@ -134,7 +128,7 @@ class EngineOwner(VectorEnvBase, VectorEnv[ObsType, ActType, np.ndarray], Generi
         """The latest batch itself, not a copy; zeros before the first reset."""
         if self.closed:
             advance(Phase.CLOSED, "reset_async", self)
-        return self._engine.store.observations  # type: ignore[no-any-return]
+        return self._driver.store.observations  # type: ignore[no-any-return]
 
     @property
     def processes(self) -> list[Any]:
@@ -149,7 +143,7 @@ class EngineOwner(VectorEnvBase, VectorEnv[ObsType, ActType, np.ndarray], Generi
     @property
     def capabilities(self) -> Capabilities:
         """What this engine can do."""
-        own, engine = self._pool.own is not None, self._engine
+        own, engine = self._pool.own is not None, self._driver
         plain = not engine.layout.spares
         return Capabilities(
             self._backend, first_ready=plain, restarts=engine.policy.restart, snapshots=plain, spare_workers=not plain,
@@ -159,7 +153,7 @@ class EngineOwner(VectorEnvBase, VectorEnv[ObsType, ActType, np.ndarray], Generi
     @property
     def step_timeout(self) -> float | None:
         """Seconds until a ``reset`` or ``step`` without a timeout of its own is taken to hang; ``None``: never."""
-        return self._engine.policy.step_timeout
+        return self._driver.policy.step_timeout
 
     @property
     def local_envs(self) -> list[Env[Any, Any]]:
@@ -170,7 +164,7 @@ class EngineOwner(VectorEnvBase, VectorEnv[ObsType, ActType, np.ndarray], Generi
     @property
     def in_flight(self) -> npt.NDArray[np.intp]:
         """The environments that were sent to, or reset by name, and whose rows were not received, in no order."""
-        return np.array(self._owed.waiting(), np.intp)
+        return np.array(self._driver.waiting(), np.intp)
 
     @property
     def worker_rows(self) -> list[range]:
@@ -183,20 +177,20 @@ class EngineOwner(VectorEnvBase, VectorEnv[ObsType, ActType, np.ndarray], Generi
     @property
     def errors(self) -> deque[ErrorRecord]:
         """What failed so far, oldest first, at most 1,000 records."""
-        return self._engine.ledger.errors
+        return self._driver.ledger.errors
 
     @property
     def error_queue(self) -> deque[ErrorRecord]:
         """Gymnasium's name for :attr:`errors`."""
-        return self._engine.ledger.errors
+        return self._driver.ledger.errors
 
     @property
     def _state(self) -> AsyncState:
-        return AsyncState(self._owed.phase.value)
+        return AsyncState(self._driver.phase.value)
 
     @property
     def _phase(self) -> Phase:
-        return Phase.CLOSED if self.closed or self._refuses else self._owed.phase
+        return Phase.CLOSED if self.closed or self._driver.barred else self._driver.phase
 
     def stats(self) -> dict[str, float]:
         """Figures since construction.
@@ -208,9 +202,9 @@ class EngineOwner(VectorEnvBase, VectorEnv[ObsType, ActType, np.ndarray], Generi
         ``in_flight``: environments whose step or reset was asked for and not fetched. After :meth:`close` they stay as they
         were.
         """
-        return self._engine.stats() if self._figures is None else dict(self._figures)
+        return self._driver.stats()
 
-    @one_call
+    @exclusive
     def publish_stats(self, name: str | None = None) -> None:
         """Let ``vecenv top``, run by the same user on this machine, show the workers until :meth:`close`.
 
@@ -226,41 +220,30 @@ class EngineOwner(VectorEnvBase, VectorEnv[ObsType, ActType, np.ndarray], Generi
             OSError: The file cannot be written.
             ClosedEnvironmentError: It is closed.
         """
-        if not published.available() or not published.has_counters(self._engine):
+        if not published.available() or not published.has_counters(self._driver):
             raise NotImplementedError("publish_stats() needs Linux and workers on this machine; stats() is there everywhere")
         self._publish(name)
 
     def _publish(self, name: str | None) -> None:
-        if self._card is not None:
-            self._card.close()
-        self._card = StatsFile(name or (self.spec.id if self.spec is not None else type(self).__name__), self._engine)
+        if self._driver.card is not None:
+            self._driver.card.close()
+        self._driver.card = StatsFile(name or (self.spec.id if self.spec is not None else type(self).__name__), self._driver)
 
     def __repr__(self) -> str:
         name = f"{self.spec.id}, " if self.spec is not None else ""
-        if not hasattr(self, "_owed"):
+        if not hasattr(self, "_driver"):
             return f"{type(self).__name__}({name}closed)"
-        restarts = f", restarted={self._engine.restarts}" if self._engine.restarts else ""
-        failed = f", failed={sorted(self._engine.failed)}" if self._engine.failed else ""
+        restarts = f", restarted={self._driver.restarts}" if self._driver.restarts else ""
+        failed = f", failed={sorted(self._driver.failed)}" if self._driver.failed else ""
         caller = sum(len(worker.rows) for worker in self._pool.workers if worker.local)
         share = f", caller={caller}" if caller else ""
-        share += f", spares={spares}" if (spares := self._engine.layout.spares) else ""
+        share += f", spares={spares}" if (spares := self._driver.layout.spares) else ""
         return (
             f"{type(self).__name__}({name}num_envs={self.num_envs}, workers={self.num_workers}{share}, "
             f"phase={self._phase.name}{restarts}{failed})"
         )
 
     # -- the end ----------------------------------------------------------------------------------------------------
-
-    def _require_right(self, name: str) -> None:
-        """Refuse a call where there is a reason to."""
-        if self._pool.abandoned:
-            refuse_forked(self, self._owner, "its workers")
-        if self._refuses:
-            refuse_closed(self)
-        if self._owed.caller != get_ident():
-            refuse_busy(self, name)
-        if is_within_a_call(self, 3):  # around the one that asks
-            refuse_nested(self, name)
 
     def close(self, **kwargs: Any) -> None:
         """Close all environments and end all workers; idempotent, from any thread or signal handler, in whatever state.
@@ -276,60 +259,43 @@ class EngineOwner(VectorEnvBase, VectorEnv[ObsType, ActType, np.ndarray], Generi
         """
         if self.closed:
             return
-        if self._pool.abandoned:
+        driver, me = self._driver, get_ident()
+        if driver.barred == "forked":
             self.closed = True
             return
         inspect.signature(self.close_extras).bind(**kwargs)  # refuses what it does not know, before anything is ended
         seconds = seconds_of(kwargs.get("timeout"))
-        again, self._refuses = self._refuses == "closing", "closing"
+        again, driver.barred = driver.barred == "closing", "closing"
         self._pool.closing = True
-        owed, me = self._owed, get_ident()
-        if owed.caller and owed.caller != me:  # another thread is waiting for an answer: there will be none
+        if driver.caller and driver.caller != me:  # another thread is waiting for an answer: there will be none
             for worker in self._pool.processes:
                 worker.signal(9)
             until = time.monotonic() + _OTHER_THREAD
-            while owed.caller and time.monotonic() < until:
+            while driver.caller and time.monotonic() < until:
                 time.sleep(0.001)
-        nested = owed.caller == me and is_within_a_call(self)
+        nested = driver.caller == me and is_within_a_call(self)
         if not self._pool.released:
             hurried = again or nested
             self.close_extras(**{**kwargs, "timeout": _LITTLE_PATIENCE if hurried and seconds is None else seconds})
+        self.closed, driver.barred = True, "closed"
         if not nested:
-            self._let_go()
-        self.closed = True
+            driver.leave()
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """End the workers; see :meth:`close`."""
-        pool, call = self._pool, self._owed.call
+        pool, call = self._pool, self._driver.call
         patience = timeout
         if patience is None:
             late = any(worker.overdue or (worker.death is None and worker.is_stopped()) for worker in pool.workers)
             patience = _LITTLE_PATIENCE if late else _PATIENCE
         if call is not None:
             logger.warn(f"Calling `close` while waiting for a pending call to `{call.phase.value}` to complete.")
-        self._engine.close(0.0 if terminate else patience, terminate=terminate)
-
-    def _leave(self) -> None:
-        """A call has ended in which, or meanwhile, somebody closed us."""
-        if self._refuses == "closing" and self.closed:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        """Free all memory and descriptors. Idempotent."""
-        if self._pool.released:
-            return
-        self._figures = self._engine.stats()
-        if self._card is not None:
-            self._card.close()
-        self._pool.release()
-        self._engine.forget()
-        self._stage = None  # type: ignore[assignment]
-        self._refuses = "closed"
+        self._driver.shut(0.0 if terminate else patience, terminate=terminate)
 
     def __del__(self) -> None:
         if self.__dict__.get("closed", True):  # the class itself has `closed = False`
             return
-        if self._pool.abandoned:
+        if self._driver.barred == "forked":
             return
         warnings.warn(f"unclosed {type(self).__name__}", ResourceWarning, source=self, stacklevel=2)
         self._pool.end_unclosed()

@@ -1,8 +1,8 @@
-"""The pool of workers: who they are, and how they are told what is owed.
+"""The pool of workers: it sends requests to them and waits for their answers.
 
-A call is made by putting a flight into the table (:mod:`vecenv.engine.owed`); from then on whoever waits for it sees to it
-that all is told that has to be told: after an interruption, or where a pipe was full or enough workers were busy, the next
-wait goes on where telling stopped (:mod:`vecenv.engine.telling`). How processes are started and ended is the business of
+A call is made by putting a request into the table (:mod:`vecenv.engine.pending`). A wait for its answer sends what is not
+sent yet: after an interruption, or where a pipe was full or enough workers were busy, the next wait goes on where sending
+stopped (:mod:`vecenv.engine.sending`). How processes are started and ended is the business of
 :mod:`vecenv.engine.starting` and :mod:`vecenv.engine.ending`.
 """
 
@@ -20,11 +20,12 @@ from gymnasium.vector.utils import clear_mpi_env_vars
 
 from vecenv.engine.ending import end, end_unclosed
 from vecenv.engine.handles import CallerWorker, ProcessWorker, staged
-from vecenv.engine.owed import Flight, Owed, Part, Worker
+from vecenv.engine.pending import PendingRequests, Request, Worker, WorkerRequest
+from vecenv.engine.sending import HEAD_START, Sender
 from vecenv.engine.starting import PoolOptions, Workplace, await_ready, launch, preload, require_descriptors
-from vecenv.engine.telling import HEAD_START, Telling
 from vecenv.engine.watchdog import Watchdog
 from vecenv.front.deadlines import deadline_of, milliseconds
+from vecenv.front.guard import left_in_a_fork
 from vecenv.link.messages import Failure, Op, Reply, encode
 from vecenv.shm import Arena, Batch
 from vecenv.system.cores import SpinPolicy
@@ -33,24 +34,10 @@ from vecenv.system.descriptors import DescriptorOwner
 from vecenv.system.supervision import SLICE_MS
 from vecenv.worker.main import Plan, Ready
 
-__all__ = ["PoolOptions", "WorkerPool", "pools"]
+__all__ = ["PoolOptions", "WorkerPool"]
 
 _STEP: Final = int(Op.STEP)  # packing an enum takes longer
 _PLAIN: Final = int(Reply.PLAIN)
-
-
-pools: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Every pool of this process, to be let go of in one forked from it."""
-
-
-def _abandon_all() -> None:
-    """In a process forked from the caller: let go of every pool without touching its workers."""
-    for pool in list(pools):
-        pool.abandon()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_abandon_all)
 
 
 class WorkerPool:
@@ -61,10 +48,10 @@ class WorkerPool:
         arena: The shared block.
         batch: Views of it.
         options: How to run workers.
-        owed: The table of what is owed.
+        table: The table of what is owed.
     """
 
-    def __init__(self, plan: Plan, arena: Arena, batch: Batch, options: PoolOptions, owed: Owed) -> None:
+    def __init__(self, plan: Plan, arena: Arena, batch: Batch, options: PoolOptions, table: PendingRequests) -> None:
         self.workers: list[Worker] = []
         self.abandoned = False
         self.closing = False
@@ -73,28 +60,29 @@ class WorkerPool:
         self.time_waiting = 0.0
         self.replaced = 0  # how many workers were
         self.batch = batch
-        self.owed = owed
+        self.table = table
         self._options = options
-        self._place = Workplace(plan, arena, options, owed, DescriptorOwner(self))
+        self._place = Workplace(plan, arena, options, table, DescriptorOwner(self))
         self._finalizer = weakref.finalize(self, end_unclosed, self._place.lifeline, self._place.processes, os.getpid())
         self._env_fns: dict[int, Sequence[Any]] = {}
         shares_core = any(placement.with_caller for placement in options.placements)
         self._patience = SpinPolicy(options.caller_spin, batch.no_spin_until, shares=shares_core)
         self._seq = 0
-        self._prepared = Flight(0, "step", ())  # the next step, unless something else is asked first
-        self.telling = Telling(owed, options.max_busy)
-        self.watchdog = Watchdog(owed, self._everyones_processes)
+        self._prepared = Request(0, "step", ())  # the next step, unless something else is asked first
+        self.sender = Sender(table, options.max_busy)
+        self.watchdog = Watchdog(table, self._everyones_processes)
         self._any: select.poll | None = None
         self._writers: dict[int, ProcessWorker] = {}  # by the descriptors that are polled for any of them
         self.settle([])
-        pools.add(self)
+        left_in_a_fork.add(self)
 
     def settle(self, workers: list[Worker]) -> None:
         """These are the workers now."""
         self.everyone = tuple(workers)
         self.processes = tuple(worker for worker in workers if isinstance(worker, ProcessWorker))
         self.own = next((worker for worker in workers if isinstance(worker, CallerWorker)), None)
-        self.telling.settle(self.processes)
+        self._asks = any(worker.watch.asks for worker in self.processes)  # whether they have ended, while it waits
+        self.sender.settle(self.processes)
         self._forget_any()
         self.workers[:] = workers
 
@@ -165,104 +153,104 @@ class WorkerPool:
         self._seq = self._seq % 0xFFFFFFFF + 1
         return self._seq
 
-    def ask_plain_step(self) -> Flight:
+    def ask_plain_step(self) -> Request:
         """Ask everybody for a step of all rows, with actions in shared memory."""
         self._seq = seq = self._seq % 0xFFFFFFFF + 1
         if not self.processes:
-            flight = self._plain_step(seq)
-            self.owed.flights[seq] = flight
-            return flight
-        flight = self._prepared
-        if flight.seq != seq or flight.workers is not self.everyone:
-            flight = self._plain_step(seq)
-        self.telling.plain_step(flight)
+            request = self._plain_step(seq)
+            self.table.requests[seq] = request
+            return request
+        request = self._prepared
+        if request.seq != seq or request.workers is not self.everyone:
+            request = self._plain_step(seq)
+        self.sender.plain_step(request)
         self._prepared = self._plain_step(seq % 0xFFFFFFFF + 1)  # while the workers are busy
-        return flight
+        return request
 
-    def _plain_step(self, seq: int) -> Flight:
-        flight = Flight(seq, "step", self.everyone)
-        flight.uncounted = len(self.batch.rewards)
+    def _plain_step(self, seq: int) -> Request:
+        request = Request(seq, "step", self.everyone)
+        request.steps = len(self.batch.rewards)
         if self.processes:
-            flight.data = encode(_STEP, seq)
-            flight.told = []
-        return flight
+            request.data = encode(_STEP, seq)
+            request.sent = []
+        return request
 
-    def stage(self, part: Part, seq: int) -> Part:
+    def stage(self, part: WorkerRequest, seq: int) -> WorkerRequest:
         """A part made ready to be told. Raises whatever pickling its payload raises; nothing was sent."""
         return staged(part, seq)
 
-    def ask(self, flight: Flight, others: Sequence[Flight] = (), *, alone: bool = False) -> None:
-        """Make a call: what it is about has been written. When the flight is in the table the call was made.
+    def ask(self, request: Request, others: Sequence[Request] = (), *, alone: bool = False) -> None:
+        """Make a call: what it is about has been written. When the request is in the table the call was made.
 
         Args:
-            flight: What to ask.
+            request: What to ask.
             others: The rest of the same call, in further messages.
             alone: Nothing else is owed from then on.
         """
-        self.telling.ask(flight, others, alone=alone)
+        self.sender.ask(request, others, alone=alone)
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
     def resume(self) -> None:
         """The call before was interrupted: bring the table and the pipes into agreement."""
-        self.owed.resume()
-        self.telling.behind = True
+        self.table.repair()
+        self.sender.behind = True
         for worker in self._everyones_processes():
             while worker.channel.raw and worker.receive() and worker.death is None:
                 pass
 
-    def gather(self, flight: Flight, deadline: float | None) -> list[Worker]:
-        """Wait until everybody has answered ``flight``; returns those that had not when the time was up."""
+    def gather(self, request: Request, deadline: float | None) -> list[Worker]:
+        """Wait until everybody has answered ``request``; returns those that had not when the time was up."""
         own = self.own
         if own is not None:
-            if flight.parts is None:  # it is all there is
-                if own.index not in flight.answers:
-                    own.perform(flight)
+            if request.parts is None:  # it is all there is
+                if own.index not in request.answers:
+                    own.perform(request)
             else:
-                self._perform_until(flight)
+                self._perform_until(request)
         if not self.processes:
             return []
         began = time.perf_counter()
         try:
-            if self.telling.behind:
-                self.telling.pump(HEAD_START)
-            if not self.telling.behind:
-                return self._gather_each(flight, deadline)
-            while flight.missing() and self.take_in(milliseconds(deadline)):
+            if self.sender.behind:
+                self.sender.pump(HEAD_START)
+            if not self.sender.behind:
+                return self._gather_each(request, deadline)
+            while request.missing() and self.take_in(milliseconds(deadline)):
                 pass
-            return flight.missing()
+            return request.missing()
         finally:
             self.time_waiting += time.perf_counter() - began
 
-    def _perform_until(self, last: Flight) -> None:
+    def _perform_until(self, last: Request) -> None:
         """Carry out what the caller's own share is asked, up to ``last``."""
         own = self.own
         assert own is not None
-        for flight in list(self.owed.flights.values()):
-            if own.index not in flight.answers and (flight.parts is None or own.index in flight.parts):
-                own.perform(flight)
-            if flight is last:
+        for request in list(self.table.requests.values()):
+            if own.index not in request.answers and (request.parts is None or own.index in request.parts):
+                own.perform(request)
+            if request is last:
                 return
 
-    def _gather_each(self, flight: Flight, deadline: float | None) -> list[Worker]:
+    def _gather_each(self, request: Request, deadline: float | None) -> list[Worker]:
         """As :meth:`gather`, where everybody was told.
 
         Waiting begins with the worker that was asked last. By the time it has answered, most of the others have too, so
         that the caller wakes up once or twice a step and not once a worker.
         """
-        answers = flight.answers
+        answers = request.answers
         asked: Sequence[Any] = self.processes
-        if flight.parts is not None:
-            asked = [worker for worker in flight.workers if not worker.local]
+        if request.parts is not None:
+            asked = [worker for worker in request.workers if not worker.local]
             if not asked:
                 return []
-        expected = encode(_PLAIN, flight.seq)
+        expected = encode(_PLAIN, request.seq)
         # whoever shares our core first: it runs when we sleep, and never while we spin
         first, last = asked[0], asked[-1]
         if first.with_caller:
             while first.index not in answers:
                 if not self._sleep(first, deadline):
-                    return self._late(flight)
+                    return self._late(request)
                 if self.closing:
                     self._check()
                 first.receive()
@@ -271,17 +259,17 @@ class WorkerPool:
             self._check()
             for worker in reversed(asked):
                 if worker.index not in answers and worker.death is None:
-                    worker.take_plain(flight, expected)
+                    worker.take_plain(request, expected)
         spin = self._patience.spin
         for worker in reversed(asked):
             index = worker.index
             while index not in answers:
                 spin(worker.channel.poll)
-                worker.take_plain(flight, expected)
+                worker.take_plain(request, expected)
                 if index in answers or worker.receive():
                     continue
                 if not self._sleep(worker, deadline):
-                    return self._late(flight)
+                    return self._late(request)
                 if self.closing:
                     self._check()
         return []
@@ -293,12 +281,12 @@ class WorkerPool:
         self.watchdog.look()
         return deadline is None or time.monotonic() < deadline
 
-    def _late(self, flight: Flight) -> list[Worker]:
+    def _late(self, request: Request) -> list[Worker]:
         """Who has not answered, after one more look at each."""
-        for worker in flight.missing():
+        for worker in request.missing():
             while isinstance(worker, ProcessWorker) and worker.receive() and worker.death is None:
                 pass
-        return flight.missing()
+        return request.missing()
 
     def gather_any(self, deadline: float | None, seen: int = 0) -> bool:
         """Take in whatever has been answered, until more than ``seen`` answers by row are there; false when the time was up.
@@ -306,19 +294,19 @@ class WorkerPool:
         The caller steps its own share when nobody else has an answer, and in its turn where there always is one.
         """
         while True:
-            if self.telling.behind:
-                self.telling.pump(HEAD_START)
+            if self.sender.behind:
+                self.sender.pump(HEAD_START)
             own = self.own
-            mine = None if own is None else self.owed.oldest_of(own)
+            mine = None if own is None else self.table.oldest_of(own)
             if mine is not None and own is not None:
                 in_turn = (self._seq - mine.seq) % 0xFFFFFFFF > len(self.workers)
-                if in_turn or (len(self.owed.landed) <= seen and not (self.processes and self.take_in(0.0))):
+                if in_turn or (len(self.table.pending.arrived) <= seen and not (self.processes and self.take_in(0.0))):
                     own.perform(mine)
-            if len(self.owed.landed) > seen:
+            if len(self.table.pending.arrived) > seen:
                 return True
             if mine is not None:
                 continue
-            if not any(flight.missing() for flight in self.owed.flights.values()):
+            if not any(request.missing() for request in self.table.requests.values()):
                 return False
             if not self.take_in(milliseconds(deadline)):
                 return False
@@ -328,11 +316,11 @@ class WorkerPool:
 
         It may also have waited for a while only.
         """
-        if self.telling.behind:
-            self.telling.pump()
+        if self.sender.behind:
+            self.sender.pump()
         poll = self._poll_for_any()
         longest = self.watchdog.milliseconds(None)
-        if asks := bool(self.processes) and self.processes[0].watch.asks:
+        if self._asks:
             longest = min(longest, SLICE_MS)
         began = time.perf_counter()
         events = poll.poll(longest if timeout_ms is None else min(timeout_ms, longest))
@@ -341,11 +329,11 @@ class WorkerPool:
         self._check()
         if now > self.watchdog.next_look:
             self.watchdog.look()
-        died = asks and not events
+        died = self._asks and not events
         for descriptor, _ in events:
             writer = self._writers.get(descriptor)
             if writer is None:
-                died = died or descriptor not in self.telling.outs
+                died = died or descriptor not in self.sender.outs
                 continue
             if writer.death is not None:
                 died = True
@@ -363,16 +351,16 @@ class WorkerPool:
             for descriptor in (*writers, *(worker.watch.descriptor for worker in writers.values())):
                 poll.register(descriptor, select.POLLIN)
             self._writers, self._any = writers, poll
-        if not self.telling.behind:
+        if not self.sender.behind:
             return self._any
         poll = select.poll()
         for worker in self._writers.values():
             if worker.death is None:
                 poll.register(worker.channel.fd, select.POLLIN)
                 poll.register(worker.watch.descriptor, select.POLLIN)
-        for flight in self.owed.flights.values():
-            for part in (flight.parts or {}).values():
-                if isinstance(part.worker, ProcessWorker) and part.written and not part.told and part.worker.death is None:
+        for request in self.table.requests.values():
+            for part in (request.parts or {}).values():
+                if isinstance(part.worker, ProcessWorker) and part.written and not part.sent and part.worker.death is None:
                     poll.register(part.worker.channel.out, select.POLLOUT)
         return poll
 
@@ -382,7 +370,7 @@ class WorkerPool:
                 worker.mark_dead()
         for worker in self._everyones_processes():
             if worker.death is not None:
-                self.owed.lose(worker, worker.death)
+                self.table.mark_lost(worker, worker.death)
         self._forget_any()
 
     def _forget_any(self) -> None:
@@ -423,7 +411,7 @@ class WorkerPool:
         self.__dict__.pop("batch", None)
         self._patience.forget()
         self.released = True
-        pools.discard(self)
+        left_in_a_fork.discard(self)
 
     def end_unclosed(self) -> None:
         """Nobody closed it and nobody can any more: kill the workers, and close what is the caller's own."""
@@ -435,7 +423,7 @@ class WorkerPool:
     def abandon(self) -> None:
         """In a forked child: close the copies of what is the caller's alone."""
         self.abandoned = True
-        self.owed.caller = -1  # so that every call looks why it is refused
+        self.table.abandon()
         for channel in list(self._place.channels):
             channel.forget()
         self._finalizer.detach()

@@ -233,7 +233,7 @@ class StatsFile:
         self._workers = {worker.index: self._entry(worker) for worker in engine.pool.workers}
         stats = PublishedStats(
             format=_FORMAT, name=self._name, pid=self._pid, num_envs=engine.num_envs, began=self._began, at=now,
-            time_waiting=engine.pool.time_waiting, resets=int(engine.resets), restarts=int(engine.restarts),
+            time_waiting=engine.pool.time_waiting, resets=int(engine.pending.resets), restarts=int(engine.restarts),
             errors=len(engine.ledger.errors), workers=list(self._workers.values()),
         )  # fmt: skip
         new = self._path.with_suffix(".new")

@@ -1,7 +1,7 @@
 """What to do about failures and deaths: raise them, or rebuild what was lost and go on.
 
 Once for steps, for rows that are received one by one, and for hosts of other machines. Rebuilding takes long and cannot be
-done twice, so how far it has got stands in the round (:class:`~vecenv.engine.owed.Round`): after an interruption the next
+done twice, so how far it has got stands in the :class:`~vecenv.engine.pending.Settlement`: after an interruption the next
 wait goes on there.
 
 Under ``on_failure="restart"`` a row that was lost comes back in the same step: truncated, reward 0, ``restarted`` in its
@@ -18,7 +18,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from vecenv.engine.ledger import Ledger
-from vecenv.engine.owed import COLUMNS, NOTHING, Answer, Flight, Part, Result, Round, Worker
+from vecenv.engine.pending import COLUMNS, NOTHING, Answer, Request, Result, Settlement, Worker, WorkerRequest
 from vecenv.engine.policy import Policy, RestartBudget, RestartLog
 from vecenv.errors import ClusterError, RestartsExhausted, StartupTimeout, WorkerDied
 from vecenv.front.arguments import options_of_rows
@@ -38,17 +38,17 @@ class Workers(Protocol):
     """A pool of workers, here or on other machines, as far as recovery needs it."""
 
     workers: list[Any]
-    owed: Any
+    table: Any
 
     def next_seq(self) -> int: ...
 
     def replace(self, worker: Any) -> Ready: ...
 
-    def stage(self, part: Part, seq: int) -> Part: ...
+    def stage(self, part: WorkerRequest, seq: int) -> WorkerRequest: ...
 
-    def ask(self, flight: Flight, *, alone: bool = False) -> None: ...
+    def ask(self, request: Request, *, alone: bool = False) -> None: ...
 
-    def gather(self, flight: Flight, deadline: float | None) -> list[Any]: ...
+    def gather(self, request: Request, deadline: float | None) -> list[Any]: ...
 
 
 class Remembered:
@@ -165,80 +165,80 @@ class Recovery:
         """The exception for what environments raised while they were built."""
         if not failures:
             return None
-        round_ = Round(Flight(0, "start", ()), (), ())
-        self._ledger.record(round_, failures, ())
-        self._ledger.lose(failures, (), (), all_of_them=False)
-        return self._ledger.verdict(round_.raised or (), (), ())
+        settlement = Settlement(Request(0, "start", ()), (), ())
+        self._ledger.record(settlement, failures, ())
+        self._ledger.mark_failed(failures, (), (), all_of_them=False)
+        return self._ledger.verdict(settlement.raised or (), (), ())
 
     # -- answers ----------------------------------------------------------------------------------------------------
 
-    def settle(self, round_: Round) -> Exception | None:
+    def settle(self, settlement: Settlement) -> Exception | None:
         """See to what failed in a round whose answers were read.
 
         Returns:
             The exception that is the answer; ``None`` where all is well or rebuilt. To be called until it returns: an
             exception that comes out of it is somebody's who interrupted.
         """
-        result = round_.result
+        result = settlement.result
         assert result is not None
-        if round_.settled or round_.verdict is not None:
-            return round_.verdict
-        if result.failures or result.deaths or result.errors or round_.lost:
-            rebuilds = self._policy.restart and round_.command in ("step", "reset")
-            self._ledger.record(round_, result.failures, result.deaths, result.errors)
-            if round_.todo is None:
-                self._ledger.lose(result.failures, result.deaths, round_.rows, all_of_them=rebuilds)
+        if settlement.settled or settlement.error is not None:
+            return settlement.error
+        if result.failures or result.deaths or result.errors or settlement.lost:
+            rebuilds = self._policy.restart and settlement.command in ("step", "reset")
+            self._ledger.record(settlement, result.failures, result.deaths, result.errors)
+            if settlement.todo is None:
+                self._ledger.mark_failed(result.failures, result.deaths, settlement.rows, all_of_them=rebuilds)
             if result.errors or not rebuilds:
-                if result.failures and self._policy.gymnasiums_words and round_.command in ("step", "reset"):
+                if result.failures and self._policy.gymnasiums_words and settlement.command in ("step", "reset"):
                     self._ledger.log(result.failures)
                 others = [error for error, _ in result.errors]
-                round_.verdict = self._ledger.verdict(round_.raised or (), result.deaths, others)
-                return round_.verdict
-            if round_.todo is None:
-                todo = {row for row in round_.rows if row in self._ledger.failed}
+                settlement.error = self._ledger.verdict(settlement.raised or (), result.deaths, others)
+                return settlement.error
+            if settlement.todo is None:
+                todo = {row for row in settlement.rows if row in self._ledger.failed}
                 self.remembered.keep_lost(sorted(todo))
-                round_.todo = todo
-            if (gave_up := self._rebuild(round_)) is not None:
-                round_.verdict = gave_up
+                settlement.todo = todo
+            if (gave_up := self._rebuild(settlement)) is not None:
+                settlement.error = gave_up
                 return gave_up
-            self._write_rebuilt(round_)
-        round_.settled = True
+            self._write_rebuilt(settlement)
+        settlement.settled = True
         return None
 
-    def _rebuild(self, round_: Round) -> Exception | None:
+    def _rebuild(self, settlement: Settlement) -> Exception | None:
         """New environments for the rows that are to be rebuilt, within the budget; the exception if it is used up."""
-        while round_.todo:
-            if round_.rebuild is None:
-                if (gave_up := self._replace_dead(round_)) is not None:
+        while settlement.todo:
+            if settlement.rebuild is None:
+                if (gave_up := self._replace_dead(settlement)) is not None:
                     return gave_up
-                if any(self._worker_of(row).death is not None for row in round_.todo):
+                if any(self._worker_of(row).death is not None for row in settlement.todo):
                     continue
-                round_.rebuild = self._rebuild_flight(sorted(round_.todo), round_)
-            if round_.rebuild.seq not in self._pool.owed.flights:
-                self._pool.ask(round_.rebuild)
+                settlement.rebuild = self._rebuild_request(sorted(settlement.todo), settlement)
+            if settlement.rebuild.seq not in self._pool.table.requests:
+                self._pool.ask(settlement.rebuild)
             limit = (self._policy.start_timeout or 0.0) + (self._policy.step_timeout or 0.0)
             limit_or_never = None if self._policy.start_timeout is None else limit
-            if late := self._pool.gather(round_.rebuild, deadline_of(limit_or_never)):
+            if late := self._pool.gather(settlement.rebuild, deadline_of(limit_or_never)):
                 self._end_late(late, limit)
-            self._take_rebuilt(round_, round_.rebuild)
-        self._ledger.write(round_)
-        for row in round_.rebuilt:
-            self._ledger.found(row)
+            self._take_rebuilt(settlement, settlement.rebuild)
+        self._ledger.write(settlement)
+        for row in settlement.rebuilt:
+            self._ledger.mark_recovered(row)
         return None
 
     def _worker_of(self, row: int) -> Any:
         return next(worker for worker in self._pool.workers if row in worker.rows)
 
-    def _replace_dead(self, round_: Round) -> Exception | None:
+    def _replace_dead(self, settlement: Settlement) -> Exception | None:
         """Pay for what is to be rebuilt, and start dead workers anew."""
-        assert round_.todo is not None
+        assert settlement.todo is not None
         ledger = self._ledger
-        dead = {worker.index: worker for worker in map(self._worker_of, round_.todo) if worker.death is not None}
+        dead = {worker.index: worker for worker in map(self._worker_of, settlement.todo) if worker.death is not None}
         causes = [(worker.death.text.partition("\n")[0], list(worker.rows)) for worker in dead.values() if not worker.paid]
         covered = {row for worker in dead.values() for row in worker.rows}
         causes += [
             (f"env {row}: {ledger.failed.get(row, 'it failed again')}", [row])
-            for row in sorted(round_.todo - covered)
+            for row in sorted(settlement.todo - covered)
             if row not in ledger.paid
         ]
         for cause, rows in causes:
@@ -247,11 +247,11 @@ class Recovery:
             ledger.restarts, ledger.paid, worker.paid = ledger.restarts + 1, paid, worker.death is not None
             if not self._budget.spend(cause, rows):
                 ledger.restarts -= 1
-                return self._give_up(round_, rows)
+                return self._give_up(settlement, rows)
             self._log.say(cause)
         for worker in dead.values():
-            if not round_.by_row:  # all its rows belong to this call
-                round_.todo |= set(worker.rows) & set(round_.rows)
+            if not settlement.by_row:  # all its rows belong to this call
+                settlement.todo |= set(worker.rows) & set(settlement.rows)
             try:
                 if (failed := self._replace(worker)) is not None:
                     return failed
@@ -264,15 +264,15 @@ class Recovery:
                 return error  # there is no room for it; to be tried again in the next call
         return None
 
-    def _rebuild_flight(self, rows: list[int], cause: Round) -> Flight:
+    def _rebuild_request(self, rows: list[int], cause: Settlement) -> Request:
         """A request for new environments.
 
         Those that failed in a reset get the seed and the options of that reset again, all others a fresh seed.
         """
         reset_next = cause.command == "step" and self._mode is AutoresetMode.NEXT_STEP
-        flight = Flight(self._pool.next_seq(), "rebuild", ())
-        self._batch.requested[rows] = flight.seq
-        parts: dict[int, Part] = {}
+        request = Request(self._pool.next_seq(), "rebuild", ())
+        self._batch.requested[rows] = request.seq
+        parts: dict[int, WorkerRequest] = {}
         for worker in {id(worker): worker for worker in map(self._worker_of, rows)}.values():
             mine = [row for row in rows if row in worker.rows]
             seeds: list[Any] = [int(child.generate_state(1)[0]) for child in self.seeds.spawn(len(mine))]
@@ -280,31 +280,31 @@ class Recovery:
                 asked = [cause.mask is None or bool(cause.mask[row]) for row in mine]
                 seeds = [cause.seeds[row] if was else fresh for row, was, fresh in zip(mine, asked, seeds, strict=True)]
             payload = (seeds, options_of_rows(cause.options, mine), reset_next)
-            parts[worker.index] = self._pool.stage(Part(worker, mine, Op.REBUILD_SOME, payload), flight.seq)
-        flight.parts = parts
-        flight.workers = tuple(part.worker for part in parts.values())
-        return flight
+            parts[worker.index] = self._pool.stage(WorkerRequest(worker, mine, Op.REBUILD_SOME, payload), request.seq)
+        request.parts = parts
+        request.workers = tuple(part.worker for part in parts.values())
+        return request
 
-    def _take_rebuilt(self, round_: Round, rebuild: Flight) -> None:
+    def _take_rebuilt(self, settlement: Settlement, rebuild: Request) -> None:
         """Read what came of a request for new environments: those that failed again are to be rebuilt once more."""
-        assert round_.result is not None
-        assert round_.todo is not None
+        assert settlement.result is not None
+        assert settlement.todo is not None
         again = self._read([(worker, rebuild.answers[worker.index]) for worker in rebuild.workers])
-        attempt = Round(Flight(rebuild.seq, "reset", ()), rebuild_rows(rebuild), ())
+        attempt = Settlement(Request(rebuild.seq, "reset", ()), rebuild_rows(rebuild), ())
         failed: set[int] = set()
         if again.failures or again.deaths:
             self._ledger.make(attempt, again.failures, again.deaths)
-            self._ledger.lose(again.failures, again.deaths, attempt.rows, all_of_them=True)
+            self._ledger.mark_failed(again.failures, again.deaths, attempt.rows, all_of_them=True)
             failed = {row for death in again.deaths for row in death.envs} | {failure.env for failure, _ in again.failures}
             self._ledger.paid -= failed
-        round_.result = writeable(round_.result)
-        round_.result.infos.update(again.infos)
-        round_.rebuilt |= round_.todo - failed
-        records, todo = round_.records + attempt.records, round_.todo & failed
-        round_.records, round_.todo, round_.rebuild = records, todo, None
+        settlement.result = writeable(settlement.result)
+        settlement.result.infos.update(again.infos)
+        settlement.rebuilt |= settlement.todo - failed
+        records, todo = settlement.records + attempt.records, settlement.todo & failed
+        settlement.records, settlement.todo, settlement.rebuild = records, todo, None
 
-    def _give_up(self, round_: Round, whose: Sequence[int]) -> RestartsExhausted:
-        self._ledger.write(round_)
+    def _give_up(self, settlement: Settlement, whose: Sequence[int]) -> RestartsExhausted:
+        self._ledger.write(settlement)
         last = self._ledger.latest_death
         rows = sorted(self._ledger.failed)
         worker = self._worker_of(rows[0])
@@ -316,13 +316,13 @@ class Recovery:
             envs=rows, command="restart",
         )  # fmt: skip
 
-    def _write_rebuilt(self, round_: Round) -> None:
+    def _write_rebuilt(self, settlement: Settlement) -> None:
         """Write what the caller is to see of the rows that were rebuilt."""
-        assert round_.result is not None
-        result = round_.result = writeable(round_.result)
-        stepping = round_.command == "step"
+        assert settlement.result is not None
+        result = settlement.result = writeable(settlement.result)
+        stepping = settlement.command == "step"
         result.columns = True
-        for row in sorted(round_.rebuilt):
+        for row in sorted(settlement.rebuilt):
             info: dict[Any, Any] = {"restarted": True}
             if not stepping or self._mode is AutoresetMode.SAME_STEP:
                 info = {**(result.infos.get(row) or self._infos.one(row)), **info}
@@ -340,7 +340,7 @@ class Recovery:
                         self._store.put_row(row, self.remembered.of(row))
 
 
-def rebuild_rows(rebuild: Flight) -> list[int]:
+def rebuild_rows(rebuild: Request) -> list[int]:
     """Which environments were to be built anew."""
     return [row for part in (rebuild.parts or {}).values() for row in part.rows]
 
@@ -360,4 +360,3 @@ def _copy_rows(batch: Any, store: Store, rows: Sequence[int], tree: Tree) -> Non
         return leaf
 
     tree.map(copy, batch)
-

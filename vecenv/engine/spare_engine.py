@@ -21,9 +21,9 @@ from gymnasium.vector import AutoresetMode
 
 from vecenv.engine.engine import Engine
 from vecenv.engine.episodes import Book, Key, Wish
-from vecenv.engine.first_ready import FirstReady, Received
+from vecenv.engine.first_ready import Received
 from vecenv.engine.handles import ProcessWorker
-from vecenv.engine.owed import Flight, Part, Result, Round, Worker
+from vecenv.engine.pending import Request, Result, Settlement, Worker, WorkerRequest
 from vecenv.engine.spares import SparePool
 from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import unable
@@ -52,18 +52,6 @@ def _refuse_rows() -> NoReturn:
     )
 
 
-class _NoRows(FirstReady):
-    """Rows are stepped together."""
-
-    def launch(self, flight: Flight) -> None:
-        _refuse_rows()
-
-    def receive(
-        self, count: int, timeout: float | None, least: tuple[int, float] | None = None
-    ) -> tuple[Received, Exception | None]:
-        _refuse_rows()
-
-
 class _Turn:
     """The second half of a step in same-step mode: rows whose episode is over, and what they said of it.
 
@@ -81,8 +69,8 @@ class _Turn:
         self.rows = rows
         self.infos = infos
         self.finals = finals
-        self.begin: Flight | None = None
-        self.round: Round | None = None
+        self.begin: Request | None = None
+        self.round: Settlement | None = None
         self.answer: Result | None = None
 
 
@@ -102,7 +90,6 @@ class SpareEngine(Engine):
         attributes: dict[str, bytes] = {}  # one for all: what is built later has what was set before
         self._env_fns = [WithAttributes(env_fn, attributes) for env_fn in env_fns]
         super().__init__(self._env_fns, *rest)
-        self.first_ready = _NoRows(self)
 
     def _parts(
         self, env_fns: Sequence[Callable[[], Any]], num_workers: int, caller_share: int
@@ -113,13 +100,13 @@ class SpareEngine(Engine):
 
     # -- asking -----------------------------------------------------------------------------------------------------
 
-    def ask_step(self, actions: list[Any] | None) -> Flight:
+    def ask_step(self, actions: list[Any] | None) -> Request:
         rows = [row for row in self.book.ended if self.book.seeds[row] is not None]
         if rows:
             self._change_places(rows, begin=True)
-        flight = super().ask_step(actions)
+        request = super().ask_step(actions)
         self._look_ahead()
-        return flight
+        return request
 
     def ask_reset(self, seeds: Sequence[Any], options: ResetOptions, mask: Array | None) -> None:
         chosen = list(range(self.num_envs)) if mask is None else np.flatnonzero(mask).tolist()
@@ -129,6 +116,14 @@ class SpareEngine(Engine):
                     self.pool.replace(worker)
         self._asked, given = self.book.reset(chosen, seeds)
         super().ask_reset(given, options, mask)
+
+    def launch(self, request: Request) -> None:
+        _refuse_rows()
+
+    def receive(
+        self, count: int, timeout: float | None, least: tuple[int, float] | None = None
+    ) -> tuple[Received, Exception | None]:
+        _refuse_rows()
 
     def ask_rows(self, rows: Sequence[int], actions: list[Any] | None) -> None:
         _refuse_rows()
@@ -207,43 +202,43 @@ class SpareEngine(Engine):
 
     # -- answers ----------------------------------------------------------------------------------------------------
 
-    def finish(self, flight: Flight, timeout: float | None) -> tuple[Result, Exception | None]:
-        answer = super().finish(flight, timeout)
-        command = flight.command
+    def finish(self, request: Request, timeout: float | None) -> tuple[Result, Exception | None]:
+        answer = super().finish(request, timeout)
+        command = request.command
         if command == "step":
             over = self.batch.terminations | self.batch.truncations
             at_once = self.mode is AutoresetMode.SAME_STEP
             if at_once and answer[1] is None and over.any():
-                answer = self._begin_next(flight, answer[0], timeout, np.flatnonzero(over).tolist())
-            self.book = self.book.stepped(flight.seq, over, at_once=at_once)
+                answer = self._begin_next(request, answer[0], timeout, np.flatnonzero(over).tolist())
+            self.book = self.book.stepped(request.seq, over, at_once=at_once)
         elif command == "reset":
             self.book = self._asked
         elif command == "set_attr":
             failed = len(answer[0].failures) + len(answer[0].deaths)
-            if failed < len(flight.workers):  # what is built later has it too, unless it could be set nowhere
+            if failed < len(request.workers):  # what is built later has it too, unless it could be set nowhere
                 name, values = pickle.loads(self._setting)
                 self._env_fns[0].keep(name, values[0])
         for row in [row for row in self.failed if row >= self.num_envs]:
-            self.ledger.found(row)
+            self.ledger.mark_recovered(row)
         self._look_ahead(anew=command == "set_attr")
         return answer
 
     def _begin_next(
-        self, flight: Flight, result: Result, timeout: float | None, over: list[int]
+        self, request: Request, result: Result, timeout: float | None, over: list[int]
     ) -> tuple[Result, Exception | None]:
         """Same-step mode: get the first observations of the next episodes. It may be done again, and goes on."""
         turn = self._turn
-        if turn is None or turn.seq != flight.seq:
+        if turn is None or turn.seq != request.seq:
             lost = result.infos  # of rows that were rebuilt in this step: their next episode has begun
             rows = [row for row in over if not lost.get(row, {}).get("restarted") and self.book.seeds[row] is not None]
             infos = {row: result.infos.get(row) or self._infos.one(row) for row in rows}
-            turn = self._turn = _Turn(flight.seq, rows, infos, self.finals(rows) | result.finals)
+            turn = self._turn = _Turn(request.seq, rows, infos, self.finals(rows) | result.finals)
         if turn.answer is None:
             if turn.rows and (error := self._ask_next(turn, timeout)) is not None:
                 return result, error
             turn.answer = self._with_next(turn, result)
         self.batch.info_schemas[turn.rows] = NO_INFO  # it is in the answer
-        self.owed.after = {}, {}, [], self.owed.latest, {}
+        self.next_pending = self.emptied(request.steps, 0)
         return turn.answer, None
 
     def _ask_next(self, turn: _Turn, timeout: float | None) -> Exception | None:
@@ -252,41 +247,41 @@ class SpareEngine(Engine):
             self._change_places(turn.rows, begin=False)
             turn.begin = self._next_flight(turn)
         begin = turn.begin
-        if begin.seq not in self.owed.flights:
+        if begin.seq not in self.requests:
             self.pool.ask(begin)
         if not begin.answered:
             self.wait_for(begin, timeout)
         if turn.round is None:
-            turn.round = Round(begin, turn.rows, ())
-        round_ = turn.round
-        if round_.result is None:
-            round_.result = self.read((worker, begin.answers[worker.index]) for worker in begin.workers)
-        if (error := self.recovery.settle(round_)) is None and self.policy.restart:
+            turn.round = Settlement(begin, turn.rows, ())
+        settlement = turn.round
+        if settlement.result is None:
+            settlement.result = self.read((worker, begin.answers[worker.index]) for worker in begin.workers)
+        if (error := self.recovery.settle(settlement)) is None and self.policy.restart:
             self.recovery.remembered.keep(turn.rows, everyone=False)
         return error
 
-    def _next_flight(self, turn: _Turn) -> Flight:
-        flight = Flight(self.pool.next_seq(), "step", ())  # it is part of one
+    def _next_flight(self, turn: _Turn) -> Request:
+        request = Request(self.pool.next_seq(), "step", ())  # it is part of one
         self.batch.info_schemas[turn.rows] = NO_INFO
         self.batch.final[turn.rows] = False
-        self.batch.requested[turn.rows] = flight.seq
-        parts: dict[int, Part] = {}
+        self.batch.requested[turn.rows] = request.seq
+        parts: dict[int, WorkerRequest] = {}
         for row in turn.rows:
             payload = [self.book.seed_of(self.book.next_key(row))], None
-            parts[row] = self.pool.stage(Part(self.pool.workers[row], [row], Op.RESET_SOME, payload), flight.seq)
-        flight.parts = parts
-        flight.workers = tuple(part.worker for part in parts.values())
-        return flight
+            parts[row] = self.pool.stage(WorkerRequest(self.pool.workers[row], [row], Op.RESET_SOME, payload), request.seq)
+        request.parts = parts
+        request.workers = tuple(part.worker for part in parts.values())
+        return request
 
     def _with_next(self, turn: _Turn, result: Result) -> Result:
         """What the step comes to: of each of these rows, the end of one episode and the beginning of the next."""
         infos, finals = dict(result.infos), dict(result.finals)
-        round_ = turn.round
-        said = Result() if round_ is None or round_.result is None else round_.result
+        settlement = turn.round
+        said = Result() if settlement is None or settlement.result is None else settlement.result
         for row in turn.rows:
             finals.pop(row, None)
             first = said.infos.get(row) or self._infos.one(row)
-            if round_ is not None and row in round_.rebuilt:
+            if settlement is not None and row in settlement.rebuilt:
                 infos[row] = first
                 if row in said.finals:
                     finals[row] = said.finals[row]

@@ -22,7 +22,7 @@ from typing import Any
 import cloudpickle
 
 from vecenv.engine.handles import ProcessWorker
-from vecenv.engine.owed import Worker
+from vecenv.engine.pending import Worker
 from vecenv.engine.pool import WorkerPool
 from vecenv.link.channel import ChannelClosed
 from vecenv.link.messages import Op, encode

@@ -17,7 +17,7 @@ from typing import Any, Final
 import cloudpickle
 
 from vecenv.engine.handles import ProcessWorker, envs_text
-from vecenv.engine.owed import Owed
+from vecenv.engine.pending import PendingRequests
 from vecenv.errors import StartupTimeout
 from vecenv.front.deadlines import milliseconds
 from vecenv.link.channel import CallerEnd, ChannelClosed
@@ -78,11 +78,13 @@ class Workplace:
         processes: Every process that was started and not seen to its end: whoever collects the pool ends them.
     """
 
-    def __init__(self, plan: Plan, arena: Arena, options: PoolOptions, owed: Owed, holdings: DescriptorOwner) -> None:
+    def __init__(
+        self, plan: Plan, arena: Arena, options: PoolOptions, table: PendingRequests, holdings: DescriptorOwner
+    ) -> None:
         self.plan = plan
         self.arena: Arena | None = arena
         self.options = options
-        self.owed = owed
+        self.table = table
         self.holdings = holdings
         self.lifeline = Lifeline(holdings)
         self.processes: list[Any] = []
@@ -146,7 +148,7 @@ def launch(
                 variables=variables, into=place.processes,
             )  # fmt: skip
             worker = ProcessWorker(
-                index, rows, process, channel, black_box, held, place.owed, token, placement.with_caller
+                index, rows, process, channel, black_box, held, place.table, token, placement.with_caller
             )  # fmt: skip
             into.append(worker)
         channel.started()

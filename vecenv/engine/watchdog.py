@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from vecenv.engine.handles import ProcessWorker, command_of
-from vecenv.engine.owed import Owed
+from vecenv.engine.pending import PendingRequests
 from vecenv.worker.stacks import place
 
 __all__ = ["Watchdog"]
@@ -30,7 +30,7 @@ class Watchdog:
     """Tells by :mod:`logging`, as the logger ``vecenv``, what is late.
 
     Args:
-        owed: The table of what is owed.
+        table: The table of what is owed.
         processes: The workers of now.
 
     Attributes:
@@ -38,10 +38,10 @@ class Watchdog:
         next_look: By ``time.perf_counter()``.
     """
 
-    def __init__(self, owed: Owed, processes: Callable[[], Sequence[ProcessWorker]]) -> None:
+    def __init__(self, table: PendingRequests, processes: Callable[[], Sequence[ProcessWorker]]) -> None:
         self.bounded: Iterable[str] = ()
         self.next_look = 0.0
-        self._owed, self._processes = owed, processes
+        self._table, self._processes = table, processes
         self._seen: dict[tuple[int, int], tuple[float, int]] = {}  # (worker, request) -> when it was first seen, times told
 
     def milliseconds(self, deadline: float | None) -> float:
@@ -57,17 +57,17 @@ class Watchdog:
         for worker in self._processes():
             while worker.death is None and worker.receive():
                 pass
-            flight = self._owed.oldest_of(worker)
-            if worker.death is not None or flight is None:
+            request = self._table.oldest_of(worker)
+            if worker.death is not None or request is None:
                 continue
-            if flight.parts is not None and not flight.parts[worker.index].told:  # it waits for its turn
+            if request.parts is not None and not request.parts[worker.index].sent:  # it waits for its turn
                 continue
-            began, told = seen.get((worker.index, flight.seq), (now, 0))
+            began, told = seen.get((worker.index, request.seq), (now, 0))
             late = told < len(_TELL_AFTER) and now - began >= _TELL_AFTER[told]
-            self._seen[worker.index, flight.seq] = began, told + late
-            command = command_of(flight, worker)
+            self._seen[worker.index, request.seq] = began, told + late
+            command = command_of(request, worker)
             if late and command not in self.bounded:
-                self._tell(worker, list(flight.rows_of(worker)), command, now - began)
+                self._tell(worker, list(request.rows_of(worker)), command, now - began)
 
     def _tell(self, worker: ProcessWorker, rows: list[int], command: str, seconds: float) -> None:
         several = ", ".join(map(str, rows[:8])) + ", ..." * (len(rows) > 8)

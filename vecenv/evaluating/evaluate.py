@@ -127,11 +127,11 @@ def evaluate(
     finally:
         if bar is not None:
             bar.close()
-    if getattr(getattr(envs.unwrapped, "_engine", None), "warned_of_draws", ""):
+    if getattr(getattr(envs.unwrapped, "_driver", None), "warned_of_draws", ""):
         logger.warn(
             "%s",
-            "what evaluate gave depends on the environment that ran each episode, and on the others in its process: they "
-            "draw from generators that they share. generators='own' makes results the same for every number of environments",
+            "what evaluate gave depends on which row each episode ran in, and on the others in its process: they draw "
+            "from generators that they share. generators='own' makes results the same for every number of environments",
         )
     return EpisodeResults(todo.results[index] for index in range(len(wanted)))
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 
 from vecenv.front.arguments import ResetOptions, least_of
 from vecenv.front.capabilities import Capabilities, unable
+from vecenv.front.guard import left_in_a_fork
 from vecenv.front.phases import Phase, still_owed
 
 __all__ = [
@@ -24,7 +26,7 @@ Stepped: TypeAlias = tuple[Any, Any, Any, Any, dict[str, Any]]
 """What ``step`` returns."""
 
 After: TypeAlias = tuple[Any, int, int]
-"""How it is to be once an answer was taken: :attr:`Driver.taken`, and how many steps and resets it was."""
+"""What :attr:`Driver.after` is."""
 
 
 class Call(NamedTuple):
@@ -39,44 +41,106 @@ NOTHING: Final = Call(Phase.DEFAULT, 0, by_row=True)
 """Nothing is owed."""
 
 
-class Driver(Protocol):
-    """What an engine does that is no worker processes.
+class Driver:
+    """What steps environments, under the one front; and the state of the call in progress, for the one guard.
 
-    An exception may come out of any line, a Ctrl-C or a time limit. So what a call changes in a driver is put in place by
-    one store, or by C code in one instruction: before it nothing has happened, afterwards the answer is owed. Reading an
-    answer changes nothing: it can be asked for again until the guard puts :attr:`after` in place.
+    Until an answer was handed over its call is pending: reading an answer changes nothing, and can be repeated. What a call
+    changes it puts in place by one store, or by C code in one instruction: before it nothing has happened, afterwards the
+    answer is pending.
 
     Attributes:
         capabilities: What it can do.
         batch_size: Rows of :meth:`recv`.
-        name: The class of the vector environment, for refusals; set by it.
-        owed: What is in flight. Looking at it changes nothing: another thread may do it.
-        taken: What has been taken of what was asked: one object, which only the guard and the driver replace.
-        after: Of the answer that :meth:`answer` or :meth:`recv` gave last; the guard clears it.
-        failure: The exception that is the answer, where one is.
-        waited: Seconds spent waiting.
+        name: The class of the vector environment, for refusals.
+        owner: The process that may call.
+        own_means: What a forked child lacks.
         yields: Another thread may close it in the middle of a call.
+        waited: Seconds spent waiting.
+        caller: The thread that is in a call; 0: none.
+        barred: Why calls are refused: ``"closing"``, ``"closed"`` or ``"forked"``; empty: they are not.
+        last_call_ended: The latest call ended by itself; another one was interrupted.
+        pending: What was asked and is not taken: one object, which only the guard and the driver replace. Here it is what
+            was taken last, and how many steps and resets were taken.
+        next_pending: The same once the answer that is being given is taken; ``None``: nothing changes.
+        pending_error: The exception that is the answer being given; any other leaves the answer pending.
     """
 
-    @property
-    def capabilities(self) -> Capabilities: ...
-
-    @property
-    def waited(self) -> float: ...
-
-    @property
-    def owed(self) -> Call: ...
-
+    name = ""
+    own_means = "its threads"
+    yields = True
+    caller = 0
+    barred = ""
+    last_call_ended = True
+    pending: Any = (None, 0, 0)
+    next_pending: Any = None
+    pending_error: BaseException | None = None
     batch_size: int
-    name: str
-    taken: Any
-    after: After | None
-    failure: BaseException | None
-    yields: bool
 
-    def reset(
-        self, seeds: list[Any], ids: npt.NDArray[np.intp] | None, options: ResetOptions, *, by_row: bool
-    ) -> None:
+    def open(self, name: str) -> None:
+        """From now on this process may call, as the vector environment of this name does."""
+        self.name, self.owner = name, os.getpid()
+        # those of the class would make every look at them slow
+        self.caller, self.barred, self.last_call_ended, self.pending = 0, "", True, self.pending
+        self.next_pending = self.pending_error = None
+        left_in_a_fork.add(self)
+
+    def resume(self) -> None:
+        """The call before was interrupted: put right what it left in between."""
+
+    def leave(self) -> None:
+        """A call has ended in the middle of which this was closed: let go of what it used. Idempotent."""
+        self.close()
+
+    def abandon(self) -> None:
+        """In a forked child: refuse all calls."""
+        self.barred = "forked"
+
+    # What subclasses say of answers, in place of `pending` as a whole.
+
+    @property
+    def taken(self) -> Any:
+        """What was taken last."""
+        return self.pending[0]
+
+    @taken.setter
+    def taken(self, taken: Any) -> None:
+        self.pending = taken, *self.pending[1:]
+
+    @property
+    def after(self) -> Any:
+        """Of the answer that :meth:`answer` or :meth:`recv` gives: what is taken then, and how many steps and resets."""
+        return self.next_pending
+
+    @after.setter
+    def after(self, after: tuple[Any, int, int] | None) -> None:
+        if after is not None:
+            taken, steps, resets = after
+            _, all_steps, all_resets = self.pending
+            self.next_pending = taken, all_steps + steps, all_resets + resets
+
+    @property
+    def failure(self) -> BaseException | None:
+        """See :attr:`pending_error`."""
+        return self.pending_error
+
+    @failure.setter
+    def failure(self, error: BaseException | None) -> None:
+        self.pending_error = error
+
+    @property
+    def capabilities(self) -> Capabilities:
+        raise NotImplementedError
+
+    @property
+    def waited(self) -> float:
+        raise NotImplementedError
+
+    @property
+    def owed(self) -> Call:
+        """What is in flight. Looking at it changes nothing: another thread may do it."""
+        raise NotImplementedError
+
+    def reset(self, seeds: list[Any], ids: npt.NDArray[np.intp] | None, options: ResetOptions, *, by_row: bool) -> None:
         """Begin to reset these rows (``None``: all); checks first, and raises before anything is asked.
 
         Args:

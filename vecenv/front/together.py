@@ -14,7 +14,7 @@ from gymnasium.error import NoAsyncCallError
 
 from vecenv.front.arguments import ResetOptions, env_ids_of
 from vecenv.front.capabilities import unable
-from vecenv.front.driver import NOTHING, After, Call, Driver, Stepped, require_idle, require_no_step
+from vecenv.front.driver import NOTHING, Call, Driver, Stepped, require_idle, require_no_step
 from vecenv.front.phases import Phase
 
 __all__ = ["Together"]
@@ -29,15 +29,9 @@ class Together(Driver):
         why: The reason why a call is about all environments or none.
     """
 
-    yields = True
-    name = ""
-    after: After | None = None
-    failure: BaseException | None = None
-
     def __init__(self, num_envs: int) -> None:
         self.batch_size = num_envs
         self.why = "they step together"
-        self.taken: Call | None = None
         self._waited = 0.0
 
     @property
@@ -45,9 +39,7 @@ class Together(Driver):
     def asked(self) -> Call | None: ...
 
     @abstractmethod
-    def begin_reset(
-        self, call: Call, seeds: list[Any], mask: npt.NDArray[np.bool_] | None, options: ResetOptions
-    ) -> None:
+    def begin_reset(self, call: Call, seeds: list[Any], mask: npt.NDArray[np.bool_] | None, options: ResetOptions) -> None:
         """Begin to reset the rows of ``mask`` (``None``: all); checks first, and raises before anything is asked."""
 
     @abstractmethod
@@ -71,9 +63,7 @@ class Together(Driver):
         asked = self.asked
         return NOTHING if asked is None or asked is self.taken else asked
 
-    def reset(
-        self, seeds: list[Any], ids: npt.NDArray[np.intp] | None, options: ResetOptions, *, by_row: bool
-    ) -> None:
+    def reset(self, seeds: list[Any], ids: npt.NDArray[np.intp] | None, options: ResetOptions, *, by_row: bool) -> None:
         if by_row:
             self._require_everybody(ids, "reset_async")
             require_idle(self.owed, "reset_async")

@@ -6,7 +6,6 @@ environment, the double of :mod:`vecenv.testing`. What differs between them is t
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from threading import get_ident
@@ -22,7 +21,7 @@ from vecenv.front.base import RefusedAttribute, VectorEnvBase, refusing
 from vecenv.front.capabilities import Capabilities, figures, unable
 from vecenv.front.deadlines import deadline_of
 from vecenv.front.driver import Driver, Stepped, recv_enough, require_idle
-from vecenv.front.guard import GUARDED, guarded, is_answer, own, refuse_shut, require_right
+from vecenv.front.guard import exclusive
 from vecenv.front.gymnasiums import NotClosedUnasked
 from vecenv.front.phases import Phase, advance
 
@@ -39,22 +38,16 @@ class DrivenVectorEnv(VectorEnvBase, NotClosedUnasked, VectorEnv[Any, Any, Any],
     A subclass sets Gymnasium's attributes and gives its driver to :meth:`_open`.
     """
 
-    _owner: int  # these three are the guard's
-    _caller: int
-    _barred: bool
-
     def _open(self, driver: D) -> None:
         self._driver = driver
-        driver.name = type(self).__name__
-        self._steps = self._resets = 0
         self._began = time.monotonic()
         self._figures: dict[str, float] | None = None  # the last, after close()
-        own(self)
+        driver.open(type(self).__name__)
         self.closed = False
 
     # -- reset -----------------------------------------------------------------------------------------------------
 
-    @guarded
+    @exclusive
     def reset(self, *, seed: Any = None, options: ResetOptions = None) -> tuple[Any, dict[str, Any]]:
         """Begin new episodes in all environments, or in those of ``options["reset_mask"]``; see :meth:`reset_async`.
 
@@ -65,7 +58,7 @@ class DrivenVectorEnv(VectorEnvBase, NotClosedUnasked, VectorEnv[Any, Any, Any],
         observations, *_, infos = self._answer("reset_wait", Phase.WAITING_RESET, None)
         return observations, infos
 
-    @guarded
+    @exclusive
     def reset_async(self, seed: Any = None, options: ResetOptions = None, *, env_id: Any = None) -> None:
         """Begin a reset, answered by :meth:`reset_wait`, or by :meth:`recv`. What was sent and not received is dropped; an
         engine that takes one call at a time of some environments refuses.
@@ -100,7 +93,7 @@ class DrivenVectorEnv(VectorEnvBase, NotClosedUnasked, VectorEnv[Any, Any, Any],
         chosen = ids if mask is None else np.flatnonzero(mask)
         self._driver.reset(seeds, chosen, others or None, by_row=ids is not None)
 
-    @guarded
+    @exclusive
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """Fetch the answer to :meth:`reset_async`; as :meth:`reset`.
 
@@ -114,7 +107,7 @@ class DrivenVectorEnv(VectorEnvBase, NotClosedUnasked, VectorEnv[Any, Any, Any],
 
     # -- step ------------------------------------------------------------------------------------------------------
 
-    @guarded
+    @exclusive
     def step(self, actions: Any) -> Stepped:
         """One step of every environment.
 
@@ -133,12 +126,12 @@ class DrivenVectorEnv(VectorEnvBase, NotClosedUnasked, VectorEnv[Any, Any, Any],
         driver.step(actions)
         return driver.answer(Phase.WAITING_STEP, None) or self._too_late("step", None)
 
-    @guarded
+    @exclusive
     def step_async(self, actions: Any) -> None:
         """Begin a step and return at once; see :meth:`step` and :meth:`step_wait`."""
         self._driver.step(actions)
 
-    @guarded
+    @exclusive
     def step_wait(self, timeout: float | None = None) -> Stepped:
         """Fetch the answer to :meth:`step_async`; as :meth:`step`.
 
@@ -155,8 +148,8 @@ class DrivenVectorEnv(VectorEnvBase, NotClosedUnasked, VectorEnv[Any, Any, Any],
     }  # fmt: skip
 
     # -- send and recv ---------------------------------------------------------------------------------------------
-    # (The guard is written out here, see there: in small batches even a decorator counts.)
 
+    @exclusive
     def send(self, actions: Any, env_id: Any = None) -> None:
         """Step some environments that are not in flight and return at once; :meth:`recv` gives their results.
 
@@ -171,17 +164,9 @@ class DrivenVectorEnv(VectorEnvBase, NotClosedUnasked, VectorEnv[Any, Any, Any],
             gymnasium.error.AlreadyPendingCallError: One of them is in flight, or the engine takes one call at a time.
             gymnasium.error.ResetNeeded: As :meth:`step`.
         """
-        me = get_ident()
-        if self._caller or self._barred:
-            require_right(self, "send")
-        try:
-            self._caller = me
-            self._driver.send(actions, env_id)
-            self._caller = 0
-        except BaseException as error:
-            is_answer(self, error)  # it is none
-            raise
+        self._driver.send(actions, env_id)
 
+    @exclusive
     def recv(
         self,
         timeout: float | None = None,
@@ -211,29 +196,14 @@ class DrivenVectorEnv(VectorEnvBase, NotClosedUnasked, VectorEnv[Any, Any, Any],
             NotImplementedError: Only so many, or at least so many, where all are answered at once.
             vecenv.errors.StepTimeout: Not in time; nothing is lost.
         """
-        me = get_ident()
-        if self._caller or self._barred:
-            require_right(self, "recv")
         driver = self._driver
-        try:
-            self._caller, driver.after = me, None
-            if count is not None:
-                count = count_of(count, self.num_envs, self.num_envs)
-            if at_least is within is None:
-                answer = driver.recv(count, None if timeout is None else deadline_of(timeout))
-            else:
-                answer = recv_enough(driver, count, deadline_of(timeout), at_least, within)
-            if answer is None:
-                self._too_late("recv", timeout)
-            if self._barred:
-                refuse_shut(self)
-            after: Any = driver.after
-            self._caller = 0
-        except BaseException as error:
-            if not is_answer(self, error):
-                raise
-            driver.taken, driver.failure = driver.after[0], None; raise  # type: ignore[index]  # noqa: E702
-        driver.taken, steps, resets = after; self._steps += steps; self._resets += resets; return answer  # noqa: E702
+        if count is not None:
+            count = count_of(count, self.num_envs, self.num_envs)
+        if at_least is within is None:
+            answer = driver.recv(count, None if timeout is None else deadline_of(timeout))
+        else:
+            answer = recv_enough(driver, count, deadline_of(timeout), at_least, within)
+        return answer or self._too_late("recv", timeout)
 
     # the second set of names
     reset_send = reset_async
@@ -321,11 +291,12 @@ class DrivenVectorEnv(VectorEnvBase, NotClosedUnasked, VectorEnv[Any, Any, Any],
         if self._figures is not None:
             return dict(self._figures)
         elapsed = max(time.monotonic() - self._began, 1e-9)
+        _, steps, resets = self._driver.pending
         return figures({
-            "steps": float(self._steps),
-            "steps_per_second": self._steps / elapsed,
+            "steps": float(steps),
+            "steps_per_second": steps / elapsed,
             "wait_fraction": self._driver.waited / elapsed,
-            "resets": float(self._resets),
+            "resets": float(resets),
             "restarts": 0.0,
             "errors": 0.0,
             "bytes_pickled": 0.0,
@@ -343,14 +314,15 @@ class DrivenVectorEnv(VectorEnvBase, NotClosedUnasked, VectorEnv[Any, Any, Any],
             terminate: Do not wait.
         """
         until = deadline_of(0.0 if terminate else timeout)
-        self._figures = self.stats()
-        self.closed = self._barred = True  # before anything is missing: a call in the middle of which this comes says so
-        if os.getpid() != self._owner:  # what the engine has is not ours
+        self._figures, driver = self.stats(), self._driver
+        self.closed = True
+        if driver.barred == "forked":  # what the engine has is not ours
             return
-        me, driver = get_ident(), self._driver
-        while self._caller not in (0, me) and not driver.yields and (until is None or time.monotonic() < until):
+        driver.barred = "closed"  # before anything is missing: a call in the middle of which this comes says so
+        me = get_ident()
+        while driver.caller not in (0, me) and not driver.yields and (until is None or time.monotonic() < until):
             time.sleep(0.001)
-        if self._caller in (0, me) or driver.yields:
+        if driver.caller in (0, me) or driver.yields:
             driver.close(terminate=terminate)
 
     # -- inside ----------------------------------------------------------------------------------------------------
@@ -378,6 +350,3 @@ class DrivenVectorEnv(VectorEnvBase, NotClosedUnasked, VectorEnv[Any, Any, Any],
     def _require_idle(self, method: str) -> None:
         """Refuse a method while anything is owed."""
         require_idle(self._driver.owed, method)
-
-
-GUARDED.update({DrivenVectorEnv.send.__code__, DrivenVectorEnv.recv.__code__})

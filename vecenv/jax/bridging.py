@@ -1,9 +1,9 @@
 """The bridge: any Gymnasium vector env as functions of an :class:`~vecenv.jax.EnvState`, for use inside compiled programs.
 
-A host call a step, made by :mod:`vecenv.jax.host_call`, answered by :mod:`vecenv.jax.host`. The call's
-first argument and first result is ``state.token``, an integer that is new after every call. It orders the calls where JAX's
-effects do not, and lets the host refuse a state that was stepped before. Everything that follows from a step's results
-(counts, returns, masks) is computed by the program.
+Each step is one host call, made by :mod:`vecenv.jax.host_call` and answered by :mod:`vecenv.jax.host`. The call's first
+argument and first result is ``state.token``, an integer that is new after every call. It orders the calls where the effects
+of JAX do not, and lets the host refuse a state that was stepped before. The program itself computes everything that follows
+from a step's results (counts, returns, masks).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vecenv.front.gymnasiums import GymnasiumSync
 from vecenv.jax.env import Array, EnvState, PyTree
 from vecenv.jax.functional import action_spec, check_action
 from vecenv.jax.host import Host, InfoColumns, leaves_of
-from vecenv.jax.host_call import HostFunction, call_in_lanes, choose_transport, host_call, original_errors, struct
+from vecenv.jax.host_call import call_in_lanes, choose_transport, host_call, host_function, original_errors, struct
 from vecenv.jax.interop import jax_space
 
 __all__ = ["Bridge", "bridge"]
@@ -66,8 +66,8 @@ class Bridge:
         transport: str, timeout: float | str | None, lanes: int | None,
     ) -> None:  # fmt: skip
         _check_options(envs, float64, timeout, lanes)
-        refuse_jax_in_process(envs)
-        warn_of_fork(envs)
+        _refuse_jax_in_process(envs)
+        _warn_of_fork(envs)
         self.envs = envs
         self.discount = float(discount)
         self.lanes = lanes
@@ -242,7 +242,7 @@ class Bridge:
 
         def call(results: list[Struct], args: Sequence[Array]) -> list[Array]:
             shapes = tuple((result.shape, np.dtype(result.dtype)) for result in results)
-            return host_call(HostFunction(method, command, shapes), results, args, transport)
+            return host_call(host_function(method, command, shapes), results, args, transport)
 
         args = [jax.lax.stop_gradient(arg) for arg in args]
         return call_in_lanes(call, [struct((2,), jnp.int32), *results], args, self.lanes, self.num_envs)
@@ -313,7 +313,7 @@ def _check_options(envs: Any, float64: str, timeout: float | str | None, lanes: 
         raise ValueError(f"lanes={lanes}: {envs.num_envs} environments do not make so many equal groups.")
 
 
-def refuse_jax_in_process(envs: VectorEnv[Any, Any, Any]) -> None:
+def _refuse_jax_in_process(envs: VectorEnv[Any, Any, Any]) -> None:
     """Refuse environments that run JAX in this process.
 
     They are stepped inside a callback of a JAX program, and what they compute may be queued behind that very program.
@@ -323,22 +323,21 @@ def refuse_jax_in_process(envs: VectorEnv[Any, Any, Any]) -> None:
     """
     base = envs.unwrapped
     able = capabilities_of(base)
-    if (able is not None and able.runs_jax) or _uses_jax(base):
-        raise ValueError(
-            f"{type(base).__name__} runs JAX in this process, and would wait for the program that waits for it. Its "
-            "environments need no bridge: use vecenv.jax.FunctionalVectorEnv."
-        )
-    for env in _envs_in_process(base):
-        for layer in _layers(env):
-            if _uses_jax(layer):
-                raise ValueError(
-                    f"{type(layer).__name__} runs JAX in this process, and would wait for the program that waits for it. "
-                    "Run it in worker processes (vecenv.AsyncVectorEnv with context='forkserver' or 'spawn'), or without a "
-                    "bridge: vecenv.jax.FunctionalVectorEnv."
-                )
+    own = base.envs if isinstance(base, GymnasiumSync) else getattr(base, "local_envs", ())
+    for layer in [base, *(layer for env in own for layer in _layers(env))]:
+        if not _uses_jax(layer) and not (layer is base and able is not None and able.runs_jax):
+            continue
+        cure = "Its environments need no bridge: use vecenv.jax.FunctionalVectorEnv."
+        if layer is not base:
+            cure = (
+                "Run it in worker processes (vecenv.AsyncVectorEnv with context='forkserver' or 'spawn'), or without a "
+                "bridge: vecenv.jax.FunctionalVectorEnv."
+            )
+        name = type(layer).__name__
+        raise ValueError(f"{name} runs JAX in this process, and would wait for the program that waits for it. {cure}")
 
 
-def warn_of_fork(envs: VectorEnv[Any, Any, Any]) -> None:
+def _warn_of_fork(envs: VectorEnv[Any, Any, Any]) -> None:
     """Warn of workers started by fork: a copy of a process in which JAX has threads may stop at any lock they held."""
     processes = getattr(envs.unwrapped, "processes", None) or ()
     fork = getattr(multiprocessing.context, "ForkProcess", None)
@@ -349,10 +348,6 @@ def warn_of_fork(envs: VectorEnv[Any, Any, Any]) -> None:
             RuntimeWarning,
             stacklevel=4,
         )
-
-
-def _envs_in_process(envs: VectorEnv[Any, Any, Any]) -> list[Any]:
-    return list(envs.envs if isinstance(envs, GymnasiumSync) else getattr(envs, "local_envs", ()))
 
 
 def _layers(env: Any) -> Iterator[Any]:

@@ -162,8 +162,8 @@ class EnvState:
             first=begins, info=info, steps=steps, episode_return=total, discounted_return=discounted, **last,
         )  # fmt: skip
         if mode is AutoresetMode.DISABLED:
-            frozen = self.replace(reward=jnp.zeros_like(reward), valid=no, first=no)
-            return merge_rows(idle, frozen, after)  # type: ignore[no-any-return]
+            held: EnvState = merge_rows(idle, self, after)  # (obs and next_obs are the same where nothing resets itself)
+            return held.replace(next_obs=held.obs, reward=reward, valid=~idle, first=no)
         return after
 
 

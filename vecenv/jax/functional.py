@@ -119,16 +119,15 @@ class FunctionalVectorEnv:
         )
 
     def _check_options(self, reset: str, stagger: bool, pool_size: int, micro_batch: int | None) -> None:
-        if self.num_envs < 1:
-            raise ValueError(f"num_envs must be positive, got {self.batch_shape}.")
-        if reset not in _RESETS:
-            raise ValueError(f"reset must be one of {_RESETS}, got {reset!r}.")
-        if pool_size < 1:
-            raise ValueError(f"pool_size must be at least 1, got {pool_size}.")
-        if micro_batch is not None and micro_batch < 1:
-            raise ValueError(f"micro_batch must be at least 1, got {micro_batch}.")
-        if stagger and self.max_episode_steps is None:
-            raise ValueError("stagger=True needs a time limit: give max_episode_steps.")
+        for wrong, text in (
+            (self.num_envs < 1, f"num_envs must be positive, got {self.batch_shape}."),
+            (reset not in _RESETS, f"reset must be one of {_RESETS}, got {reset!r}."),
+            (pool_size < 1, f"pool_size must be at least 1, got {pool_size}."),
+            (micro_batch is not None and micro_batch < 1, f"micro_batch must be at least 1, got {micro_batch}."),
+            (stagger and self.max_episode_steps is None, "stagger=True needs a time limit: give max_episode_steps."),
+        ):
+            if wrong:
+                raise ValueError(text)
 
     # -- the interface ---------------------------------------------------------------------------------------------
 
@@ -357,7 +356,7 @@ class Episodes:
         # Rows that do not step are stepped too, past their end, and their results are thrown away: restarts write a few rows
         # in place, where choosing between two whole states would read both and write a third.
         idle = None if mode is AutoresetMode.SAME_STEP else ended
-        steps = jnp.where(ended, 0, state.steps)
+        steps = jnp.where(ended, 0, state.steps) if mode is AutoresetMode.NEXT_STEP else state.steps
         stepped = self._advance(_cut(idle, state.inner), steps, _cut(idle, action))
         env, obs, reward, terminated, truncated, info = stepped
         inner = state.inner.replace(env=env, elapsed=state.inner.elapsed + 1)

@@ -1,11 +1,11 @@
 """The host's side of the bridge: a Gymnasium vector env as a handful of functions of numpy arrays.
 
-Nothing here imports JAX. A host callback that so much as looks at a JAX array other than its argument waits for a program
-that waits for the callback, so the line is drawn by module.
+Nothing here imports JAX. A host callback that reads a JAX array other than its argument may wait for a program that waits
+for the callback; a module without JAX cannot do that.
 
-Environments do not go back by themselves: a program that steps a state twice, or an old one, would silently get the
-transition of another. So every state carries a ticket, ``(epoch, count)``: which reset it descends from, and the number of
-the call since then that made it. It is handed in with every call, and must be the newest.
+Environments cannot go back: a program that steps a state twice, or an old one, would silently get the transition of another
+state. So every state carries a ticket, ``(epoch, count)``: the reset from which it descends, and the number of calls since
+then. Every call hands in the ticket, which must be the newest.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Host:
 
     Attributes:
         failure: The exception of the last call that failed, with its number; see
-            :class:`~vecenv.jax.host_call.HostFunction`.
+            :func:`~vecenv.jax.host_call.host_function`.
     """
 
     def __init__(self, envs: VectorEnv[Any, Any, Any], infos: InfoColumns, timeout: float | str | None) -> None:

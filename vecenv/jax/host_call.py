@@ -1,12 +1,12 @@
-"""One call from a compiled program into the host: exactly once, and in the order in which the program was written.
+"""Calls from a compiled program into the host, each made exactly once and in the order of the program.
 
-JAX offers three callbacks and none of them is that. ``pure_callback`` may be dropped, merged, hoisted and repeated;
+JAX offers three callbacks, and none of them promises this. ``pure_callback`` may be dropped, merged, hoisted and repeated;
 unordered ``io_callback`` is reordered; ordered ``io_callback`` costs some 80 us, because it makes JAX arrays of its
 arguments inside the callback, and the copy of an argument beyond 100 kB is queued on the very thread pool that the
 callback blocks: with as many callbacks at once as there are cores, nothing moves any more.
 
-So there are two transports of the same meaning. ``"primitive"`` is a primitive of our own with the same ordered effect,
-lowered to the same XLA call, whose host function is given numpy arrays and nothing else. It leans on names that JAX does
+So there are two transports with the same meaning. ``"primitive"`` is a primitive of our own with the same ordered effect,
+lowered to the same XLA call, whose host function gets numpy arrays and nothing else. It leans on names that JAX does
 not promise to keep, all of them in :func:`private_parts`, hence a self-test before its first use. ``"io_callback"`` is
 JAX's, with large arguments cut into pieces that are copied on the spot.
 
@@ -40,7 +40,7 @@ from vecenv.errors import VecEnvError
 from vecenv.jax.env import Array
 
 __all__ = [
-    "TRANSPORTS", "HostCallFailed", "HostFunction", "call_in_lanes", "choose_transport", "host_call", "original_errors",
+    "TRANSPORTS", "HostCallFailed", "call_in_lanes", "choose_transport", "host_call", "host_function", "original_errors",
     "run", "struct",
 ]  # fmt: skip
 
@@ -65,8 +65,24 @@ def host_call(function: Callable[..., Sequence[Any]], results: Results, args: Se
         shapes = tuple(jax.core.ShapedArray(result.shape, result.dtype) for result in results)
         return _primitive().bind(*args, function=function, results=shapes)  # type: ignore[no-any-return]
     pieces = [_cut(arg) for arg in args]
-    call = _Whole(function, [(len(cut), arg.shape) for cut, arg in zip(pieces, args, strict=True)])
-    return list(io_callback(call, tuple(results), *itertools.chain(*pieces), ordered=True))
+    parts = [(len(cut), arg.shape) for cut, arg in zip(pieces, args, strict=True)]
+
+    def of_whole(*pieces: Any) -> tuple[Any, ...]:
+        left = iter([np.asarray(piece) for piece in pieces])  # JAX's, and ready: the first thing done is a copy
+        whole = []
+        for count, shape in parts:
+            taken = list(itertools.islice(left, count))
+            whole.append(taken[0] if count == 1 else np.concatenate(taken).reshape(shape))
+        return tuple(function(*whole))
+
+    return list(io_callback(of_whole, tuple(results), *itertools.chain(*pieces), ordered=True))
+
+
+def _cut(arg: Any) -> list[Any]:
+    """An argument in pieces small enough for JAX to copy on the spot."""
+    flat = jnp.reshape(arg, -1)
+    count = max(1, _PIECE // flat.dtype.itemsize)
+    return [arg] if flat.size <= count else [flat[start : start + count] for start in range(0, flat.size, count)]
 
 
 def choose_transport(wanted: str) -> str:
@@ -179,32 +195,6 @@ def _primitive() -> Any:
     return primitive
 
 
-# -- transport: JAX's io_callback ------------------------------------------------------------------------------------
-
-
-def _cut(arg: Any) -> list[Any]:
-    """An argument in pieces small enough for JAX to copy on the spot."""
-    flat = jnp.reshape(arg, -1)
-    count = max(1, _PIECE // flat.dtype.itemsize)
-    return [arg] if flat.size <= count else [flat[start : start + count] for start in range(0, flat.size, count)]
-
-
-class _Whole:
-    """``function`` of arguments that arrive as JAX arrays and in pieces. They are ready: the first thing done is a copy."""
-
-    def __init__(self, function: Callable[..., Sequence[Any]], parts: list[tuple[int, tuple[int, ...]]]) -> None:
-        self._function = function
-        self._parts = parts  # for each argument, how many pieces, and its shape
-
-    def __call__(self, *pieces: Any) -> tuple[Any, ...]:
-        left = iter([np.asarray(piece) for piece in pieces])
-        whole = []
-        for count, shape in self._parts:
-            taken = list(itertools.islice(left, count))
-            whole.append(taken[0] if count == 1 else np.concatenate(taken).reshape(shape))
-        return tuple(self._function(*whole))
-
-
 # -- exceptions ------------------------------------------------------------------------------------------------------
 
 
@@ -212,7 +202,7 @@ class HostCallFailed(VecEnvError, RuntimeError):
     """Stands in for an exception on its way through XLA, which keeps nothing of it but the text."""
 
 
-class HostFunction:
+def host_function(method: weakref.WeakMethod[Any], *args: Any) -> Callable[..., Sequence[Any]]:
     """A method of a host object in the form that programs keep it: without keeping the object.
 
     JAX's caches hold a program's callbacks for as long as it pleases them, so this refers to the object weakly. What the
@@ -223,21 +213,19 @@ class HostFunction:
         args: Passed before the arrays.
     """
 
-    def __init__(self, method: weakref.WeakMethod[Any], *args: Any) -> None:
-        self._method = method
-        self._args = args
-
-    def __call__(self, *arrays: Any) -> Sequence[Any]:
-        method = self._method()
-        if method is None:
+    def call(*arrays: Any) -> Sequence[Any]:
+        bound = method()
+        if bound is None:
             raise HostCallFailed("the environments of this program are gone: keep a reference to the bridge")
         try:
-            return method(*self._args, *arrays)  # type: ignore[no-any-return]
+            return bound(*args, *arrays)  # type: ignore[no-any-return]
         except BaseException as error:  # Ctrl-C too: XLA would make a text of it
-            failed = _stand_in(method.__self__, error)
+            failed = _stand_in(bound.__self__, error)
         # Raised out here, with nothing of the environments in reach: JAX logs it, and logs are kept.
-        del method, arrays
+        del bound, arrays
         raise failed
+
+    return call
 
 
 def _stand_in(owner: Any, error: BaseException) -> HostCallFailed:
@@ -339,7 +327,9 @@ def call_in_lanes(call: Call, results: list[Any], args: list[Array], lanes: int 
             ]
             return under((size, *sizes))(*every), [True] * len(results)
 
-        return _with_rule(alone, mapped)
+        call_or_map: Any = custom_vmap(alone)
+        call_or_map.def_vmap(mapped)
+        return call_or_map
 
     return under(())(*args)  # type: ignore[no-any-return]
 
@@ -352,12 +342,6 @@ def _advice(sizes: tuple[int, ...], num_envs: int) -> str:
     """What to do to have so many lanes; a bridge cannot get more, because each lane's environments are made before."""
     wanted = math.prod(sizes)
     return f"For {wanted} lanes of {num_envs}, make {wanted * num_envs} environments and bridge(..., lanes={wanted}) them."
-
-
-def _with_rule(function: Callable[..., list[Array]], rule: Callable[..., Any]) -> Any:
-    mapped: Any = custom_vmap(function)
-    mapped.def_vmap(rule)
-    return mapped
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Rollouts over anything with ``reset(key)`` and ``step(state, action)`` on :class:`~vecenv.jax.EnvState`.
 
-A bridged vector of processes and a JAX-native one are the same to these functions. So every call of ``env.step`` counts:
-none is made to learn a shape, none after the last transition that is wanted, and none is thrown away.
+A bridged vector of processes and a JAX-native one are the same to these functions. Every call of ``env.step`` counts: there
+is none to learn a shape, none after the last transition that is wanted, and none whose result is thrown away.
 
 A policy is a function ``policy(params, carry, obs, first, key) -> (carry, action, extras)``. ``carry`` is the memory of a
 recurrent policy (``()`` for others), ``first`` (``bool[n]``) marks rows whose episode begins with ``obs``, where that memory

@@ -58,7 +58,7 @@ class AgentRows(AsyncVectorEnv[Any, Any]):
 
     def rows(self, env_id: Any) -> npt.NDArray[np.intp]:
         """Which environments a ``send`` is about."""
-        return self._owed.latest if env_id is None else env_ids_of(env_id, self.num_envs)
+        return self._driver.pending.latest if env_id is None else env_ids_of(env_id, self.num_envs)
 
 
 AgentRows.__name__ = "MultiAgentVecEnv"  # the name in the engine's own messages

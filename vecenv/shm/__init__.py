@@ -1,4 +1,4 @@
-"""Shared memory: what lies where (:mod:`vecenv.shm.layout`) and the block it lies in (:mod:`vecenv.shm.arena`)."""
+"""Shared memory: its layout (:mod:`vecenv.shm.layout`) and the block itself (:mod:`vecenv.shm.arena`)."""
 
 from vecenv.shm.arena import Arena
 from vecenv.shm.layout import INFO_BYTES, Batch, Layout, Tree, fixed_tree

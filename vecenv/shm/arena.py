@@ -1,13 +1,13 @@
-"""One block of shared memory with no name.
+"""Allocates one block of shared memory that has no name.
 
-A memfd is reachable only by inheritance, is not bounded by the size of ``/dev/shm`` (64 MB in a Docker container), and is
-gone with the last process that holds it, however that process ends. It is allocated in full at once, so that too little
-memory is an error now and not a SIGBUS in the middle of the night, and then sealed, so that no worker can truncate it under
-the caller. Where there is no memfd, an unlinked file does the same without the seals; where there can be no worker
-processes either, the block is shared with nobody and has no file.
+A memfd can be reached only by inheritance, is not limited by the size of ``/dev/shm`` (64 MB in a Docker container), and
+ends with the last process that holds it, however that process ends. All of it is allocated at once, so that too little
+memory is an error at the start and not a SIGBUS hours later. Then it is sealed, so that no worker can truncate it under the
+caller. Without memfds an unlinked file does the same without the seals; on systems without worker processes the block is
+private memory and has no file.
 
-An allocation that the kernel grants and cannot keep meets the OOM killer, not an errno; so the size is held against what
-the machine and the control group have left before anything is asked for.
+The kernel may grant an allocation that it cannot keep, and then the OOM killer ends a process instead of an error being
+returned. So the size is compared with what the machine and the control group have left, before anything is allocated.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _allocate(descriptor: int, size: int, seal: bool) -> None:
 
 
 def _fill(descriptor: int, size: int) -> None:
-    """What a file system has not written it has not promised either."""
+    """Write zeros: a file system reserves only the blocks that were written."""
     zeros = bytes(min(size, _CHUNK))
     written = 0
     while written < size:
@@ -97,11 +97,11 @@ def _fill(descriptor: int, size: int) -> None:
 
 
 class Arena:
-    """A block of zeroed memory shared with the processes it is handed to at their start.
+    """A block of zeroed memory, shared with the processes that get it when they start.
 
     Args:
         size: Bytes.
-        available: Tells how many bytes there are; for tests.
+        available: Returns how many bytes are available; for tests.
         memfd: Use a memfd. Default: wherever the system has it.
 
     Raises:
@@ -142,11 +142,11 @@ class Arena:
         return f"Arena({self.size:,} bytes)"
 
     def fileno(self) -> int:
-        """The descriptor; -1 once it is dropped."""
+        """The descriptor; -1 once it is closed."""
         return self._file.number
 
     def close(self) -> None:
-        """Drop the descriptor. The mapping itself lives as long as a numpy view of it, in any process."""
+        """Close the descriptor. The mapping itself lives as long as a numpy view of it, in any process."""
         self._file.close()
 
 

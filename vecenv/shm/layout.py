@@ -1,8 +1,8 @@
-"""What lies where in the shared block: spaces become named fields, fields become numpy views.
+"""Lays out the shared block: spaces become named fields, fields become numpy views.
 
-No system calls here. :meth:`Layout.of` is run once, by the caller; the layout travels to the workers as it is, and both
-sides call the same :meth:`Layout.view` over the same memory. Every leaf of a space is one contiguous array over all
-environments, row i for environment i, on a 64-byte boundary, so that handing a batch over is one copy a leaf.
+There are no system calls here. The caller runs :meth:`Layout.of` once and sends the layout to the workers, and both sides
+call the same :meth:`Layout.view` over the same memory. Every leaf of a space is one contiguous array over all environments,
+row i for environment i, on a 64-byte boundary, so that giving out a batch is one copy per leaf.
 
 A :class:`Tree` is the shape of a (nested) space without the space: it takes a structured value apart into leaves and puts
 leaves together again, for one environment or for a batch, in the containers Gymnasium uses (``dict``, ``tuple``).
@@ -74,7 +74,7 @@ class Tree:
             yield from child.leaves()
 
     def build(self, arrays: Iterator[Array]) -> Any:
-        """Put one array a leaf together into the containers of the space."""
+        """Put one array per leaf together into the containers of the space."""
         if self.leaf is not None:
             return next(arrays)
         if self.keyed:

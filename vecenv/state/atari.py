@@ -1,10 +1,10 @@
 """The codec for Atari emulators, with the action that a sticky emulator repeats.
 
 ``cloneState(include_rng=True)`` has the console, the game and the generator, but not the previous action, which the emulator
-repeats with ``repeat_action_probability``. ALE has no call that reads it, and it depends on draws that are past. So it is
-found by experiment: the generator in a state is set so that it repeats for ever, the emulator plays some frames of the
-unknown action from there, and then the same frames of each action in turn. The action that plays them alike is the previous
-one, or goes on exactly as that does. Then the emulator gets its own state again; its picture is a frame late until it steps.
+repeats with ``repeat_action_probability``. No call of ALE reads it, and it depends on past draws. So an experiment finds it:
+the generator in a state is set so that it repeats for ever, the emulator plays some frames of the unknown action from there,
+and then the same frames of each action in turn. The action that plays them alike is the previous one, or continues exactly
+as the previous one does. Then the emulator gets its own state again; its picture is one frame late until it steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import chain
 from typing import Any, Final
 
 from vecenv.errors import NotRestorable, SnapshotMismatch
-from vecenv.state.registry import Codec, put
+from vecenv.state.codecs import Codec, put
 
 __all__: list[str] = []
 
@@ -26,7 +26,7 @@ _SETTINGS: Final = (
     ("getInt", "max_num_frames_per_episode"),
 )  # fmt: skip
 _MISSED: Final = 1e-9
-"""How likely it is, at most, that the previous action is repeated for more frames than are compared."""
+"""The highest probability that the previous action is repeated for more frames than are compared."""
 _GENERATOR: Final = re.compile(rb"\d+(?: \d+){623,624}")
 """A Mersenne Twister as text: 624 words and, where the standard library writes it, the place."""
 _LOWEST: Final = b"0"
@@ -61,7 +61,7 @@ def _load(ale: Any, state: Any) -> None:
 
 
 def _previous_action(ale: Any, state: Any) -> Any:
-    """(action, strength) that is repeated, or that goes on exactly as what is repeated; ``None``: nothing is."""
+    """(action, strength) that the emulator repeats, or that continues exactly alike; ``None``: it repeats nothing."""
     sticky = ale.getFloat("repeat_action_probability")
     if sticky <= 0:
         return None
@@ -96,7 +96,7 @@ def _frame(ale: Any, action: Any, strength: float = 1.0) -> tuple[float, bytes]:
 
 
 def _weaker(ale: Any, obeying: Any, wanted: tuple[float, bytes], whole: Sequence[tuple[Any, float]]) -> Iterator[Any]:
-    """Actions by which a paddle is turned as far as in a frame: continuous actions have a strength."""
+    """Actions that turn a paddle as far as one frame did: continuous actions have a strength."""
     for action, _ in whole:
         states = []
         for strength in (0.0, 0.5, 1.0):

@@ -1,14 +1,14 @@
-"""Taking the state of an environment, as bytes, and putting such bytes into another one.
+"""Saves the state of an environment as bytes, and restores such bytes into another environment.
 
-All layers go into one pickle, so that what they share stays shared. What has a codec, or stays where it is, is written there
-as the way to it: from a layer through attributes and items. Whoever loads walks the same way through the environment that
-is to be filled, and finds the object that stands there in its place.
+All layers go into one pickle, so that what they share stays shared. An object that has a codec, or stays where it is, is
+written as the way to it: from a layer through attributes and items. The reader follows the same way through the environment
+that is to be restored, and finds the object that stands there.
 
-What is to be done with an attribute is looked up by its class (:class:`_Sorts`), and whatever is not plain is written by one
+An attribute is handled by its class, by one look-up (:class:`_Sorts`), and everything that is not plain is written by one
 function, :func:`stands_for_`: naming functions and classes would take as long as all the rest.
 
-Reading and putting in place are two steps: :func:`opened` reads everything and refuses what does not fit, without touching
-the environment; what it returns fills the environment when it is called, and may be called again.
+Restoring has two steps: :func:`prepare_restore` reads everything and refuses what does not fit, without touching the
+environment; the function that it returns does the rest, and may be called again.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ import numpy as np
 
 from vecenv.errors import NotRestorable, SnapshotMismatch, VecEnvError
 from vecenv.state import atari, codecs  # noqa: F401 - the codecs of emulators are registered by the import
-from vecenv.state.registry import CACHES, STAYS, Codec, Refused, how_of, made
+from vecenv.state.codecs import CACHES, STAYS, Codec, Refused, how_of, made
 
-__all__ = ["captured", "layers_of", "opened"]
+__all__ = ["capture_state", "layers_of", "prepare_restore"]
 
 _ATOMS: Final = frozenset({type(None), bool, int, float, str, bytes, complex})
 _PLAIN: Final = frozenset({*_ATOMS, dict, list, tuple, set, frozenset, type})
 
 Way = tuple[Any, ...]
-"""To an object: the number of a layer, then (by attribute?, name or key) of each step."""
+"""The way to an object: the number of a layer, then (by attribute?, name or key) of each step."""
 
 _ATOM, _OTHER, _LAYER, _STAYING, _SPACE, _REFUSED = range(6)
 
 
 class _Sorts(dict[type, int]):
-    """What is done with an attribute's value, by its class; a table and no function: it is asked for every attribute."""
+    """How an attribute's value is handled, by its class; a table and no function, because every attribute is looked up."""
 
     def __missing__(self, kind: type) -> int:
         how = how_of(kind)
@@ -86,7 +86,7 @@ _HIDES: dict[type, bool] = {}
 
 
 def hides(kind: type) -> bool:
-    """Whether objects of a class have memory that their attributes do not show: they are written in C."""
+    """Whether objects of a class have memory that their attributes do not show, because the class is written in C."""
     if (known := _HIDES.get(kind)) is not None:
         return known
     size = object.__basicsize__ + sum(8 for name in ("__dictoffset__", "__weakrefoffset__") if getattr(kind, name) > 0)
@@ -97,23 +97,23 @@ def hides(kind: type) -> bool:
     return _HIDES.setdefault(kind, bool(kind.__itemsize__) or kind.__basicsize__ > size)
 
 
-def captured(env: Any, layers: list[Any] | None = None) -> bytes:
+def capture_state(env: Any, layers: list[Any] | None = None) -> bytes:
     """The state of an environment.
 
     Raises:
-        NotRestorable: Something in it cannot be taken; says what and where.
+        NotRestorable: Something in it cannot be saved; says what and where.
     """
     layers = layers_of(env) if layers is None else layers
     return _Writer(layers).written()
 
 
 def stands_for_(what: int, *values: Any) -> Any:
-    """In a pickle, stands for what is not plain: :data:`_A_LAYER` and the others, with what that needs."""
-    raise AssertionError("only read by opened()")
+    """In a pickle, stands for an object that is not plain: :data:`_A_LAYER` and the others, with their arguments."""
+    raise AssertionError("only read by prepare_restore()")
 
 
 _A_LAYER: Final = 0  # (its number,)
-_CONTENT: Final = 1  # (way to an object that is filled by its codec, the codec's state)
+_CONTENT: Final = 1  # (way to an object that its codec loads, the codec's state)
 _KEPT: Final = 2  # (way to an object that stays,)
 _ARRAY: Final = 3  # (dtype, shape, bytes)
 _NUMBER: Final = 4  # of numpy's: (dtype, bytes)
@@ -237,7 +237,7 @@ class _Writer(pickle.Pickler):
 
 
 def _codec_of_layer(kind: type) -> Codec | None:
-    """A layer's codec; ``None``: its attributes are all there is. To be asked where :data:`_OF_LAYERS` does not know it."""
+    """A layer's codec, for classes that are not in :data:`_OF_LAYERS`; ``None``: its attributes are its whole state."""
     how = how_of(kind)
     if isinstance(how, Refused):
         raise NotRestorable(f"{kind.__name__} cannot be saved: {how.why}")
@@ -247,7 +247,7 @@ def _codec_of_layer(kind: type) -> Codec | None:
 
 
 def _set_attributes(obj: Any, attributes: dict[str, Any]) -> None:
-    """Of an object whose class would build a new one instead (``EzPickle``)."""
+    """Set the attributes of an object whose class would build a new one instead (``EzPickle``)."""
     obj.__dict__.update(attributes)
 
 
@@ -309,7 +309,7 @@ def _steps(thing: Any) -> Iterator[tuple[tuple[bool, Any], Any]]:
 
 
 class _Reader(pickle.Unpickler):
-    """Reads what :class:`_Writer` wrote, for another environment. Touches nothing."""
+    """Reads the pickle of a :class:`_Writer` for another environment. Touches nothing."""
 
     def __init__(self, blob: bytes, layers: list[Any]) -> None:
         super().__init__(io.BytesIO(blob))
@@ -333,33 +333,28 @@ class _Reader(pickle.Unpickler):
             for by_attribute, key in way[1:]:
                 thing = getattr(thing, key) if by_attribute else thing[key]
         except (AttributeError, KeyError, IndexError, TypeError) as error:
-            raise SnapshotMismatch(f"it has nothing at {shown(self._layers, way)}, which stays where it is") from error
+            raise SnapshotMismatch(f"it has nothing at {_in_words(self._layers, way)}, which stays where it is") from error
         return thing
 
     def _content(self, way: Way, state: Any) -> Any:
+        """The object at ``way``, which its codec will load; a new one where there is none, or not of its own."""
         try:
             thing = self._found(way)
         except SnapshotMismatch:
             thing = None
         how = how_of(type(thing))
-        if not isinstance(how, Codec) or self._filled.setdefault(id(thing), way) != way:
-            return self._made(way, state)
-        try:
-            opened = how.open(thing, state)
-        except SnapshotMismatch as error:
-            raise SnapshotMismatch(f"{shown(self._layers, way)}: {error}") from error
-        self.fills.append((how, thing, opened))
-        return thing
-
-    def _made(self, way: Way, state: Any) -> Any:
-        """A new object for a place where there is none."""
-        thing = made(state)
-        if thing is None:
-            raise SnapshotMismatch(f"there is nothing to be filled at {shown(self._layers, way)}")
-        return thing
+        if isinstance(how, Codec) and self._filled.setdefault(id(thing), way) == way:
+            try:
+                self.fills.append((how, thing, how.open(thing, state)))
+            except SnapshotMismatch as error:
+                raise SnapshotMismatch(f"{_in_words(self._layers, way)}: {error}") from error
+            return thing
+        if (new := made(state)) is None:
+            raise SnapshotMismatch(f"there is nothing to be filled at {_in_words(self._layers, way)}")
+        return new
 
 
-def shown(layers: list[Any], way: Way) -> str:
+def _in_words(layers: list[Any], way: Way) -> str:
     """A way in words: ``AntEnv.data``."""
     text = type(layers[way[0]]).__name__
     for by_attribute, key in way[1:]:
@@ -367,8 +362,8 @@ def shown(layers: list[Any], way: Way) -> str:
     return text
 
 
-def opened(env: Any, blob: bytes, layers: list[Any] | None = None) -> Callable[[], None]:
-    """What fills an environment with a state. Until it is called nothing is touched; it may be called twice.
+def prepare_restore(env: Any, blob: bytes, layers: list[Any] | None = None) -> Callable[[], None]:
+    """A function that restores a state. Until it is called nothing is touched; it may be called twice.
 
     Raises:
         SnapshotMismatch: The state does not fit.
@@ -391,7 +386,7 @@ def opened(env: Any, blob: bytes, layers: list[Any] | None = None) -> Callable[[
     except Exception as error:
         raise SnapshotMismatch(f"its bytes cannot be read: {type(error).__name__}: {error}") from error
 
-    def fill() -> None:
+    def restore() -> None:
         for own, wanted, kept, count in attributes:
             own.update(wanted)
             if len(own) != count:
@@ -401,4 +396,4 @@ def opened(env: Any, blob: bytes, layers: list[Any] | None = None) -> Callable[[
         for how, thing, state in fills:
             how.load(thing, state)
 
-    return fill
+    return restore

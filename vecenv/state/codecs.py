@@ -1,18 +1,119 @@
-"""The codecs that come with the package."""
+"""Codecs by class: how to save and load objects for which a copy of their attributes is not enough.
+
+Libraries that an environment may use are named by strings, so that nothing is imported that the environment does not import.
+"""
 
 from __future__ import annotations
 
 import pickle
 import random
 import time
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
 
 import numpy as np
 
 from vecenv.errors import SnapshotMismatch
-from vecenv.state.registry import STAYS, Codec, Refused, put
+from vecenv.system.uninterrupted import succeeds_when_repeated
 
-__all__ = ["save_space"]
+__all__ = ["CACHES", "STAYS", "Codec", "How", "Refused", "how_of", "made", "name_of", "put", "register", "save_space"]
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """Saves the content of an object, and loads it into another object, which keeps its identity.
+
+    Attributes:
+        save: Object -> a state that can be pickled; ``None``: there is nothing to save.
+        load: (object, state): load it. It may be called again.
+        open: (object, state) -> state as ``load`` takes it; refuses a state that does not fit, and touches nothing.
+        make: State -> a new object, where there is none to load into; raises any exception for another kind's state.
+    """
+
+    save: Callable[[Any], Any]
+    load: Callable[[Any, Any], None]
+    open: Callable[[Any, Any], Any] = lambda thing, state: state
+    make: Callable[[Any], Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Objects that cannot be saved, and why."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Stays:
+    """Objects that are shared, or that no step changes: they stay where they are."""
+
+
+STAYS: Final = _Stays()
+
+How = Codec | Refused | _Stays
+
+_BY_NAME: dict[str, How] = {}
+_FOUND: dict[type, How | None] = {}
+CACHES: Final[list[dict[type, Any]]] = [_FOUND]
+"""What was looked up by class; it is cleared when another codec is registered."""
+
+
+def name_of(kind: type) -> str:
+    """The name under which a class is registered: module and qualified name."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def register(cls: type | str, save: Callable[[Any], Any], load: Callable[[Any, Any], None]) -> None:
+    """Say how objects of a class, and of classes derived from it, are saved and loaded.
+
+    Call it in every process that has such environments: in the module that makes them, or in ``env_fn``.
+
+    Args:
+        cls: A class, or its ``"module.QualifiedName"``. An environment's, a wrapper's, or that of anything they hold.
+        save: Object -> a state that can be pickled.
+        load: (object, state): puts the state back into an object of that class. It may be called twice with the same state.
+    """
+    put(cls if isinstance(cls, str) else name_of(cls), Codec(save, load))
+
+
+def put(name: str, how: How) -> None:
+    """Register a class by its name."""
+    _BY_NAME[name] = how
+    for known in CACHES:
+        known.clear()
+
+
+def how_of(kind: type) -> How | None:
+    """How objects of a class are saved; ``None``: as any other object."""
+    try:
+        return _FOUND[kind]
+    except KeyError:
+        pass
+    how: How | None = None
+    if callable(getattr(kind, "take_snapshot", None)) and callable(getattr(kind, "restore_snapshot", None)):
+        how = Codec(lambda thing: thing.take_snapshot(), lambda thing, state: thing.restore_snapshot(state))
+    else:
+        for base in kind.__mro__:
+            if (found := _BY_NAME.get(name_of(base))) is not None:
+                how = found
+                break
+    _FOUND[kind] = how
+    return how
+
+
+def made(state: Any) -> Any:
+    """A new object of a state, where there is none to load into; ``None``: no codec can make one."""
+    for how in _BY_NAME.values():
+        if isinstance(how, Codec) and how.make is not None:
+            try:
+                return how.make(state)
+            except Exception:  # another kind's state
+                if succeeds_when_repeated(partial(how.make, state)):  # it was interrupted
+                    raise
+    return None
+
 
 # -- generators ----------------------------------------------------------------------------------------------------
 
@@ -82,7 +183,7 @@ put("torch._C.Generator", Codec(_save_torch, _load_torch))
 
 
 def save_space(space: Any) -> Any:
-    """The generators of a space; ``None``: it has none yet, as most have that belong to an environment."""
+    """The generators of a space; ``None``: it has none yet, as most spaces of environments."""
     own = getattr(space, "_np_random", None)
     state = None if own is None else _save_generator(own)
     inner = getattr(space, "spaces", None)
@@ -109,7 +210,7 @@ def _load_space(space: Any, state: Any) -> None:
 
 
 def _open_space(space: Any, state: Any) -> Any:
-    """Refuse what is no state of the generators of such a space."""
+    """Refuse a state that is not one of the generators of such a space."""
     if state is None:
         return None
     own, inside = state
@@ -132,7 +233,7 @@ _MODEL = (
     "dof_frictionloss", "jnt_range", "jnt_stiffness", "actuator_gainprm", "actuator_biasprm", "actuator_gear", "qpos_spring",
     "geom_solref", "geom_solimp", "hfield_data",
 )  # fmt: skip
-"""What programs that vary physics from environment to environment vary."""
+"""The numbers that programs change to vary physics from environment to environment."""
 
 
 def _model_of(data: Any) -> Any:
@@ -148,7 +249,8 @@ def _save_physics(data: Any) -> Any:
 
 
 _LATEST: list[tuple[bytes, Any]] = []
-"""What was read last: one start often goes into many rows, and MuJoCo reads the model each time, for milliseconds."""
+"""The state that was read last: programs often load one state into many environments, and MuJoCo takes milliseconds to read
+the model each time."""
 
 
 def _read_physics(blob: bytes) -> Any:
@@ -182,7 +284,7 @@ def _load_physics(data: Any, state: Any) -> None:
 put("mujoco._structs.MjData", Codec(_save_physics, _load_physics, _open_physics))
 put("mujoco._structs.MjModel", STAYS)
 
-# -- what stays ----------------------------------------------------------------------------------------------------
+# -- objects that stay ----------------------------------------------------------------------------------------------------
 
 for _name in (
     "gymnasium.envs.registration.EnvSpec", "gymnasium.envs.registration.WrapperSpec",
@@ -192,7 +294,7 @@ for _name in (
 ):  # fmt: skip
     put(_name, STAYS)
 
-# -- what is refused -----------------------------------------------------------------------------------------------
+# -- objects that are refused -----------------------------------------------------------------------------------------------
 
 for _name, _why in {
     "socket.socket": "a socket's other end cannot be taken back",
@@ -201,7 +303,7 @@ for _name, _why in {
     "multiprocessing.connection._ConnectionBase": "a pipe's other end cannot be taken back",
     "threading.Thread": "a thread cannot be taken back",
     "_io._IOBase": "an open file cannot be taken back",
-    "Box2D.Box2D.b2World": "Box2D keeps contacts and joint impulses where nobody outside can read or write them",
+    "Box2D.Box2D.b2World": "Box2D keeps contacts and joint impulses where no program can read or write them",
     "envpool.python.envpool.EnvPoolMixin": "an EnvPool has no state that can be read",
     "stable_retro._retro.RetroEmulator": "it needs a codec: vecenv.state.register",
 }.items():

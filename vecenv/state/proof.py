@@ -1,7 +1,8 @@
-"""The proof that an environment can be saved: made on environments of its own, never on those that somebody uses.
+"""Proves that an environment can be saved, on environments of its own, never on those of a user.
 
-One is run, saved, and goes on, across the end of an episode. Then a third one is run, so that what environments share is no
-more what it was. Then the state goes into another, and back into the first; both have to go on bit for bit as the first did.
+One environment is stepped, saved, and stepped further, across the end of an episode. Then a third one is stepped, so that
+whatever environments share has changed. Then the state is loaded into another environment and back into the first; both have
+to continue bit for bit as the first did.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from vecenv.errors import NotRestorable, VecEnvError
-from vecenv.state.capture import captured, layers_of, opened
+from vecenv.state.capture import capture_state, layers_of, prepare_restore
 from vecenv.state.snapshots import kind_of
 from vecenv.system.generators import Generators, InUse, install, uninstall
 from vecenv.system.uninterrupted import Noted, by_handler
@@ -26,8 +27,8 @@ from vecenv.trajectories import STEP_FIELDS, assert_identical
 
 __all__ = ["Shared", "first_line_of", "prove", "stepped", "timeless"]
 
-_STEPS: Final = 64  # after the state was taken, if no episode ends before
-_MANY: Final = 8  # rounds, where environments are seen to share something: it may be the same by chance
+_STEPS: Final = 64  # after the state was saved, if no episode ends before
+_MANY: Final = 8  # rounds, where environments are seen to share something: it may be equal by chance
 _AFTER: Final = 8  # after the end of the episode
 _BRANCHES: Final = 80  # more loads: what differs in one of ten is missed once in four thousand (0.9 ** 80)
 _BRANCH: Final = 2  # steps after each of them
@@ -35,19 +36,19 @@ _SECONDS: Final = 20.0  # and no more loads after that time
 
 
 def prove(env_fn: Callable[[], Any], *, steps: int = _STEPS, seed: int = 0, own_generators: bool = False) -> None:
-    """Prove that an environment goes on exactly as it would have, from a saved state.
+    """Prove that an environment continues from a saved state exactly as it would have continued.
 
-    Three environments are built, stepped with random actions and closed; the generators that Python and numpy share among
-    all are left as they were.
+    Three environments are built, stepped with random actions and closed; the global generators of Python and numpy are left
+    as they were.
 
     Args:
-        env_fn: What builds the environment.
-        steps: To compare, at most, before the episode is ended by a reset; more follow.
+        env_fn: Builds the environment.
+        steps: How many steps are compared, at most, before the episode is ended by a reset; more follow.
         seed: Of resets and actions.
         own_generators: They draw from generators of their own, which are a part of the state (``generators="own"``).
 
     Raises:
-        NotRestorable: It does not, or cannot be saved: names it, what differed first, and where, if that can be told.
+        NotRestorable: It does not, or cannot be saved: names it, what differed first, and where, if that is known.
     """
     shared = random.getstate(), np.random.get_state()
     envs: list[Any] = []
@@ -79,16 +80,16 @@ def _tried(env_fn: Callable[[], Any], envs: list[Any], steps: int, seed: int, ow
     try:
         rounds, shares = 0, False
         while rounds < (_MANY if shares else 2):
-            trial = _Trial(envs, steps, seed + 17 * rounds, rounds, own_generators)
-            trial.hold()
-            rounds, shares = rounds + 1, shares or trial.shares
-        trial.look_often()
+            proof = _Proof(envs, steps, seed + 17 * rounds, rounds, own_generators)
+            proof.hold()
+            rounds, shares = rounds + 1, shares or proof.shares
+        proof.look_often()
     except VecEnvError as error:
         raise NotRestorable(f"{name} cannot be saved: {error}") from error
 
 
-class _Trial:
-    """One state, taken once and put back twice."""
+class _Proof:
+    """One state, saved once and loaded twice."""
 
     def __init__(self, envs: list[Any], steps: int, seed: int, round_: int, own_generators: bool) -> None:
         self._generators = {id(env): Generators() for env in envs} if own_generators else {}
@@ -99,7 +100,7 @@ class _Trial:
         self._space.seed(seed)
 
     def hold(self) -> None:
-        """Take it, go on, put it back, go on again.
+        """Save, continue, load, and continue again.
 
         Raises:
             NotRestorable: The two differ.
@@ -111,7 +112,7 @@ class _Trial:
         if self._round:  # in the middle of what follows the end of an episode
             self._reset(first)
             self._run(first, None, 3)
-        state, drawing = captured(first), self._drawing(first)
+        state, drawing = capture_state(first), self._drawing(first)
         actions = [self._space.sample() for _ in range(self._steps + _AFTER)]
         shared.look()
         wanted = self._recorded(first, actions)
@@ -123,7 +124,7 @@ class _Trial:
             self._compare(env, which, state, drawing, actions, wanted, changed)
 
     def look_often(self) -> None:
-        """Take it again and again, and look at the first steps after it: what shows in one of ten is found.
+        """Save again and again, and compare the first steps after each load: this finds what differs in one of ten.
 
         Raises:
             NotRestorable: As of :meth:`hold`.
@@ -131,8 +132,8 @@ class _Trial:
         until = time.monotonic() + _SECONDS
         for number in range(_BRANCHES):
             self._run(self._first, None, 1 + number % 3)
-            self._run(self._second, None, 1 + number % 2)  # what is not loaded is another than in the first one
-            state, drawing = captured(self._first), self._drawing(self._first)
+            self._run(self._second, None, 1 + number % 2)  # what is not loaded differs from the first one
+            state, drawing = capture_state(self._first), self._drawing(self._first)
             actions = [self._space.sample() for _ in range(_BRANCH)]
             wanted = self._recorded(self._first, actions)
             self._compare(self._second, "another environment", state, drawing, actions, wanted, [])
@@ -146,7 +147,7 @@ class _Trial:
     def _compare(
         self, env: Any, which: str, state: bytes, drawing: Any, actions: list[Any], wanted: Any, changed: list[str]
     ) -> None:
-        opened(env, state)()
+        prepare_restore(env, state)()
         if drawing is not None:
             self._generators[id(env)].load(drawing)
         try:
@@ -176,7 +177,7 @@ class _Trial:
             return stepped(env, action)
 
     def _recorded(self, env: Any, actions: list[Any]) -> dict[str, Any]:
-        """What an environment says to these actions: until an episode has ended or was cut off, and some steps more."""
+        """What an environment returns for these actions: until an episode has ended or was cut off, and some steps more."""
         said: dict[str, Any] = {}
         ended = -1
         for number, action in enumerate(actions):
@@ -192,7 +193,7 @@ class _Trial:
 
 
 def stepped(env: Any, action: Any) -> tuple[Any, ...]:
-    """A step, within a ``Noted``; of an environment that refuses the action (where some are masked), what it said."""
+    """A step, within a ``Noted``; the text of the exception where an environment refuses an action (some are masked)."""
     try:
         return tuple(env.step(copy.deepcopy(action)))
     except Exception as error:
@@ -202,7 +203,7 @@ def stepped(env: Any, action: Any) -> tuple[Any, ...]:
 
 
 def timeless(step: Any) -> Any:
-    """A step without the time that it took by the clock (``RecordEpisodeStatistics``)."""
+    """A step's results without times of the clock (``RecordEpisodeStatistics``)."""
     *others, info = step
     if isinstance(info, Mapping) and isinstance(episode := info.get("episode"), Mapping):
         info = {**info, "episode": {key: value for key, value in episode.items() if key != "t"}}
@@ -214,7 +215,7 @@ def first_line_of(text: str) -> str:
 
 
 class Shared:
-    """What environments of a kind may share without saying so: global generators, attributes of classes, of modules."""
+    """What environments of a kind may share: global generators, attributes of classes and of modules."""
 
     def __init__(self, env: Any) -> None:
         self._places: dict[str, Mapping[str, Any]] = {}
@@ -241,7 +242,7 @@ class Shared:
         return seen
 
     def look(self) -> list[str]:
-        """What has changed at one of the looks."""
+        """Look again; the names of everything that has changed at any look."""
         now = self._look()
         self._changed.update((name, None) for name, text in self._before.items() if now.get(name) != text)
         return list(self._changed)

@@ -1,4 +1,4 @@
-"""What a user keeps: the state of one row, and of which kind of environment it is."""
+"""Snapshots, as users keep them: the state of one environment, and which kind of environment it is."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import pickle
 import re
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
 import gymnasium
 
-from vecenv.errors import NotRestorable, SnapshotMismatch
+from vecenv.errors import NotRestorable, SnapshotMismatch, VecEnvError
 from vecenv.state.capture import layers_of
 from vecenv.system.uninterrupted import succeeds_when_repeated
 
-__all__ = ["FORMAT", "Kind", "Row", "Snapshot", "Snapshots", "StateDict", "each_of", "kind_of"]
+__all__ = ["FORMAT", "Kind", "Row", "Snapshot", "Snapshots", "StateDict", "attempt", "kind_of", "parse_snapshots"]
 
 FORMAT: Final = 3
 
@@ -28,13 +28,13 @@ _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Which environment it is. Snapshots fit environments of their own kind only.
+    """The kind of an environment. Snapshots fit environments of their own kind only.
 
     Attributes:
         env_id: Of the registered environment; of others, the class of the innermost layer.
-        arguments: What it was made with, without ``render_mode``.
+        arguments: The arguments of its constructor, without ``render_mode``.
         layers: The wrapper stack by class, the outermost first.
-        versions: (package, version) of all that the layers come from.
+        versions: (package, version) of all packages that the layers come from.
         spaces: Of observations and actions, as the outermost layer has them, in words.
     """
 
@@ -72,15 +72,15 @@ def _stack(layers: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What an engine knows of a row beside the state of its environment.
+    """What an engine knows about a row beside the state of its environment.
 
     Attributes:
-        kind: Of which environment.
+        kind: Of the environment.
         pending: The next step begins with an automatic reset.
         used: It was reset before.
         upcoming: Seed and options of the next episode that autoreset begins, where they were set.
         observation: The row's last observation.
-        beside: What a vector environment over the engine knows of the row.
+        beside: What a vector environment over the engine knows about the row.
         generators: With ``generators="own"``, the states of the row's.
     """
 
@@ -95,10 +95,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Snapshot:
-    """One row as it was. Opaque; it can be pickled, kept, and loaded in other processes and on other machines.
+    """The state of one environment. Opaque; it can be pickled, kept, and loaded in other processes and on other machines.
 
-    All of it is bytes with a checksum over them, so that damage is found before anything is read. Loading one runs what its
-    bytes say, as unpickling does: load only what you have kept yourself.
+    It consists of bytes with checksums, so that damage is found before anything is read. Loading a snapshot runs code that
+    its bytes name, as unpickling does: load only what you have kept yourself.
 
     Attributes:
         body: The environment's layers (:mod:`vecenv.state.capture`).
@@ -114,12 +114,12 @@ class Snapshot:
 
     @classmethod
     def of(cls, kind: Kind, body: bytes, **row: Any) -> Snapshot:
-        """A new one; ``row``: fields of :class:`Row`."""
+        """A new snapshot; ``row``: fields of :class:`Row`."""
         rest = _pickled(Row(kind, **row))
         return cls(body, rest, (zlib.crc32(body), zlib.crc32(rest)))
 
     def having(self, **changes: Any) -> Snapshot:
-        """The same with other fields of its :class:`Row`."""
+        """The same snapshot with other fields of its :class:`Row`."""
         rest = _pickled(replace(self.row, **changes))
         return Snapshot(self.body, rest, (self.checksums[0], zlib.crc32(rest)))
 
@@ -127,10 +127,10 @@ class Snapshot:
         return _snapshot_of, (self.body, self.rest, *self.checksums, self.format)
 
     def require_whole(self) -> None:
-        """Refuse bytes that are not what was saved.
+        """Refuse bytes that are not those that were saved.
 
         Raises:
-            SnapshotMismatch: They are not.
+            SnapshotMismatch: They are damaged.
         """
         _ = self.row
         if not isinstance(self.body, bytes) or zlib.crc32(self.body) != self.checksums[0]:
@@ -138,7 +138,7 @@ class Snapshot:
 
     @property
     def row(self) -> Row:
-        """What is known of the row; read anew each time, so that no one can change it.
+        """What is known about the row; read anew each time, so that it cannot be changed.
 
         Raises:
             SnapshotMismatch: Its bytes are damaged.
@@ -190,22 +190,26 @@ class StateDict(dict[str, Any]):
 _DAMAGED: Final = "its bytes are damaged: they are not those that were saved"
 
 
-def _pickled(value: Any) -> bytes:
+def attempt(function: Callable[[], _T], refusal: type[VecEnvError], text: str) -> _T:
+    """The result of ``function``, which may be called twice; what it raises becomes the ``refusal``.
+
+    An exception of a signal handler (Ctrl-C, a time limit) is passed on as it is.
+    """
     try:
-        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        return function()
     except Exception as error:
-        if succeeds_when_repeated(partial(pickle.dumps, value, pickle.HIGHEST_PROTOCOL)):  # it was interrupted
+        if succeeds_when_repeated(function):
             raise
-        raise NotRestorable(f"what is known of the row cannot be pickled: {type(error).__name__}: {error}") from error
+        raise refusal(f"{text}: {type(error).__name__}: {error}") from error
+
+
+def _pickled(value: Any) -> bytes:
+    text = "what is known of the row cannot be pickled"
+    return attempt(partial(pickle.dumps, value, pickle.HIGHEST_PROTOCOL), NotRestorable, text)
 
 
 def _read(blob: bytes, kind: type[_T]) -> _T:
-    try:
-        found = pickle.loads(blob)
-    except Exception as error:
-        if succeeds_when_repeated(partial(pickle.loads, blob)):
-            raise
-        raise SnapshotMismatch(f"its bytes cannot be read: {type(error).__name__}: {error}") from error
+    found = attempt(partial(pickle.loads, blob), SnapshotMismatch, "its bytes cannot be read")
     if not isinstance(found, kind):
         raise SnapshotMismatch(f"it is a {type(found).__name__}, and no {kind.__name__}")
     return found
@@ -217,7 +221,7 @@ def _sealed(kind: type, content: Any) -> bytes:
 
 
 def _unsealed(*parts: Any) -> Any:
-    """What was sealed; called by ``pickle``, perhaps with damaged arguments."""
+    """The value of sealed bytes; called by ``pickle``, perhaps with damaged arguments."""
     if len(parts) != 1 or not isinstance(parts[0], bytes) or zlib.crc32(parts[0][4:]) != int.from_bytes(parts[0][:4], "big"):
         raise SnapshotMismatch(_DAMAGED)
     kind, content = _read(parts[0][4:], tuple)
@@ -231,11 +235,15 @@ def _snapshot_of(*parts: Any) -> Snapshot:
     return Snapshot(body, rest, (first, second), form)
 
 
-def each_of(snapshots: Any, rows: Sequence[int]) -> list[Snapshot]:
-    """One snapshot a row, each of them whole.
+def parse_snapshots(snapshots: Any, rows: Sequence[int]) -> list[Snapshot]:
+    """One undamaged snapshot per row.
+
+    Args:
+        snapshots: As many as there are rows, or one for all of them.
+        rows: The rows.
 
     Raises:
-        SnapshotMismatch: The number is wrong, or one is damaged or none at all.
+        SnapshotMismatch: The number is wrong, or one is damaged or is no snapshot.
     """
     if isinstance(snapshots, Snapshot):
         each = [snapshots] * len(rows)
@@ -281,7 +289,7 @@ def kind_of(layers: Sequence[Any] | Any) -> Kind:
     versions = _versions(sorted({name.partition(".")[0] for name in names}))
     made = Kind(env_id, text or "no arguments", names, versions, spaces)
     if spec is None or "0x" not in text:
-        _KEPT.append(spec)  # as long as it is there, no other has its id
+        _KEPT.append(spec)  # while it exists, no other object has its id
         _KINDS[key] = made
     return made
 

@@ -86,6 +86,9 @@ class Generators:
         self.gauss: float | None = None
         self.python: random.Random | None = None
         self.torch: bytes | None = None
+
+    def _begin_anew(self) -> None:
+        self._clear()
         if _process.torch_of is self:
             _process.torch_of = None
 
@@ -101,7 +104,7 @@ class Generators:
             self.episode += 1
         else:
             return
-        self._clear()
+        self._begin_anew()
 
     def _sequence(self, which: int) -> np.random.SeedSequence:
         return np.random.SeedSequence(self.entropy if self.seed is None else self.seed, spawn_key=(self.episode, which))
@@ -145,7 +148,7 @@ class Generators:
     def load(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`state` gave. It may be done again."""
         _process.leave()
-        self._clear()
+        self._begin_anew()
         self.entropy, self.seed, self.episode = state["entropy"], state["seed"], state["episode"]
         if state["numpy"] is not None:
             kind = state["numpy"]["bit_generator"]
@@ -173,17 +176,15 @@ class InUse:
         self._generators, self._seed, self._begins = generators, seed, begins
 
     def __enter__(self) -> None:
-        process = _process
-        self._before = process.current
+        self._before = _process.current
         if self._begins:
-            process.leave()
+            _process.leave()
             self._generators.begin(self._seed)
-        if not process.idle:
-            process.prepare(self._generators)
-        process.current = self._generators
+        _process.hand_to(self._generators)
 
     def __exit__(self, *_: object) -> None:
-        _process.hand_back(self._before)
+        _process.current = self._before  # whatever interrupts what follows
+        _process.hand_to(self._before)
 
 
 class RowGenerators:
@@ -200,7 +201,7 @@ class RowGenerators:
         self.each = [Generators() for _ in range(count)]
         self._draw = False
         self._message: tuple[list[Any], Sequence[int], Any] | None = None
-        self._before: Generators | RowGenerators | None = None
+        self._before: Generators | RowGenerators = _process.outside
         install()
 
     def steps(self, steps: list[Any], where: Sequence[int], walk: Any) -> list[Any]:
@@ -214,10 +215,9 @@ class RowGenerators:
         self._before = _process.current
         if self._draw or "torch" in sys.modules:
             return [_in_turns(step, self.each[k]) for step, k in zip(steps, where, strict=True)]
-        _process.prepare(self)
         steps = list(steps)
         self._message = steps, where, walk
-        _process.current = self
+        _process.hand_to(self)
         return steps
 
     def running(self) -> Generators:
@@ -232,7 +232,8 @@ class RowGenerators:
     def done(self) -> None:
         """The message is done, or was interrupted."""
         self._message = None
-        _process.hand_back(self._before)
+        _process.current = self._before
+        _process.hand_to(self._before)
 
 
 def _in_turns(step: Callable[[Any], Any], generators: Generators) -> Callable[[Any], Any]:
@@ -366,14 +367,13 @@ class _Stand(random.Random, _Asks):  # in this order: what random.Random asks of
 # -- the process ------------------------------------------------------------------------------------------------------------
 
 
-class _Process:
+class _ProcessGenerators:
     """What is drawn from in this process just now.
 
     Attributes:
-        current: The states whose turn it is; ``None``: no environment's; ``RowGenerators``: one of these rows'.
-        idle: There is nothing to do before and after a turn.
-        inside: The states whose numpy state is in place; ``None``: the trap is.
         outside: The process's own states. (That of ``random`` stays in the hidden object.)
+        current: The states whose turn it is; ``RowGenerators``: one of these rows'.
+        inside: The states whose numpy state is in place; ``None``: the trap is.
         original: The bit generator that the process had.
         torch_of: The states that torch's state is one of; ``None``: it is to be thrown away.
         alone: In this process there is nothing but environments.
@@ -382,42 +382,39 @@ class _Process:
         replaced: What modules had for the functions that are written in C.
     """
 
-    current: Generators | RowGenerators | None = None
-    inside: Generators | None = None
-    outside: Any = None
-    torch_of: Generators | None = None
-    original: Any = None
-    trap: Any = None
-    idle = alone = False
-    users = 0
-    seen: Callable[[str], None] | None = None
-
     def __init__(self) -> None:
+        self.outside = Generators()
+        self.current: Generators | RowGenerators = self.outside
+        self.inside: Generators | None = None
+        self.torch_of: Generators | None = None
+        self.original: Any = None
+        self.trap: Any = None
+        self.alone = False
+        self.users = 0
+        self.seen: Callable[[str], None] | None = None
         self.replaced: list[tuple[dict[str, Any], str, Any]] = []
 
     def touched(self) -> Any:
         """numpy's generator is about to be used: put the bit generator there whose turn it is."""
-        if self.current is None and self.seen is not None:
+        if self.current is self.outside and self.seen is not None:
             self.saw("numpy.random")
         if self.trap is not None and self.inside is None:
-            row = self.outside if self.current is None else self.whose()
-            self.inside, self.idle = row, False
+            self.inside = row = self.whose()
             _put(row.of_numpy(), row.gauss)
         return _NUMPY.get_bit_generator()
 
     def python(self) -> Any:
         """What ``random`` draws from."""
-        if self.current is not None:
+        if self.current is not self.outside:
             return self.whose().of_python()
         if self.seen is not None:
             self.saw("random")
         return _HIDDEN
 
     def whose(self) -> Generators:
-        """The states whose turn it is, where it is some environment's."""
+        """The states whose turn it is."""
         if isinstance(self.current, RowGenerators):
             self.current = self.current.running()
-        assert self.current is not None
         return self.current
 
     def saw(self, generator: str) -> None:
@@ -427,32 +424,27 @@ class _Process:
         if seen is not None:
             seen(generator)
 
-    def prepare(self, row: Generators | RowGenerators | None) -> None:
-        """Before or after a turn: put the states of what has the turn from now on in place, or the trap.
+    def hand_to(self, row: Generators | RowGenerators) -> None:
+        """From now on it is the turn of these: their states are put in place, or the trap.
 
         Where there is nothing but environments, a state stays until another environment has its turn.
         """
-        if row is None and self.alone:
-            return
-        row = row or self.outside
+        if row is not self.outside or not self.alone:
+            self._prepare(row)
+        self.current = row
+
+    def _prepare(self, row: Generators | RowGenerators) -> None:
         if row is not self.inside:
             self.leave()
         if self.inside is None and _NUMPY.get_bit_generator() is not self.trap:  # the process has put another one there
             self._take_outside()
         generator = _torch_generator()
-        self.idle = generator is None and self.inside is None
         if generator is not None and isinstance(row, Generators) and self.torch_of is not row:
             if self.torch_of is not None:
                 self.torch_of.torch = _torch_state(generator)
             self.torch_of = None
             row.put_torch(generator)
             self.torch_of = row
-
-    def hand_back(self, before: Generators | RowGenerators | None) -> None:
-        """A turn is over."""
-        self.current = before
-        if not self.idle:
-            self.prepare(before)
 
     def leave(self) -> None:
         """Keep numpy's state for the one whose it is, and set the trap. It may be done again after an interruption."""
@@ -480,8 +472,7 @@ class _Process:
         self.users += 1
         if self.users > 1:
             return
-        self.outside, self.trap, self.inside, self.idle = Generators(), _Trap(), None, False
-        self.torch_of = self.outside
+        self.trap, self.torch_of, self.outside.torch = _Trap(), self.outside, None
         self._take_outside()
         _HIDDEN.__class__ = _Stand
         for name in _WRITTEN_IN_C:
@@ -509,7 +500,7 @@ class _Process:
                 self.original.state = outside.numpy.state
                 outside.numpy = self.original
             _put(outside.numpy, outside.gauss)
-        self.trap, self.idle = None, False
+        self.trap = None
         generator = _torch_generator()
         if self.torch_of is not outside and generator is not None and outside.torch is not None:
             outside.put_torch(generator)
@@ -522,7 +513,7 @@ class _Process:
             names[name] = value
 
 
-_process: Final[_Process] = _Process()
+_process: Final[_ProcessGenerators] = _ProcessGenerators()
 
 
 def install() -> None:
@@ -583,8 +574,9 @@ def unwatched() -> Iterator[None]:
 
 def stream_of_caller() -> bytes:
     """What the generators of this process stand at, in a few bytes; they stay as they are."""
-    digest = hashlib.sha256(repr(random.getstate()).encode())
-    numbers: Any = _NUMPY.get_state(legacy=False)
+    with unwatched():
+        digest = hashlib.sha256(repr(random.getstate()).encode())
+        numbers: Any = _NUMPY.get_state(legacy=False)
     for name, value in (*sorted(numbers["state"].items()), ("gauss", (numbers["has_gauss"], numbers["gauss"]))):
         digest.update(name.encode() + (value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode()))
     if (generator := _torch_generator()) is not None:
@@ -603,7 +595,7 @@ def begin_worker(stream: bytes, key: tuple[int, ...]) -> Callable[[], None]:
         Seeds torch: to be called again where torch may have been imported since.
     """
     if _process.users:
-        _process.users, _process.seen, _process.current = 1, None, None
+        _process.users, _process.seen, _process.current = 1, None, _process.outside
         _process.release()
     _process.alone = True
     numpy, python, torch = np.random.SeedSequence(int.from_bytes(stream, "little"), spawn_key=key).spawn(3)

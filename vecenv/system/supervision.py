@@ -68,18 +68,11 @@ class ProcessWatch:
         left = math.inf if timeout_ms is None else timeout_ms
         while True:
             events = poll.poll(min(left, SLICE_MS))
-            if not events and self._is_over():
+            if not events and (self.exit_code(0.0) is not None or _is_gone(self._pid)):
                 return [(self.descriptor, select.POLLIN)]
             if events or left <= SLICE_MS:
                 return events
             left -= SLICE_MS
-
-    def _is_over(self) -> bool:
-        """As the system knows it; no pipe is asked, except the fork server's own."""
-        try:
-            return self._process.exitcode is not None or _is_gone(self._pid)
-        except ValueError:  # its object is closed
-            return True
 
     def has_ended(self, seconds: float = 0.0) -> bool:
         """Whether it has, after waiting for that at most so long."""

@@ -83,15 +83,15 @@ class _Memory(Together):
         rows = np.ones(count, np.bool_) if mask is None else mask
         if self._latest is None and not rows.all():
             raise ResetNeeded("The first reset must be of all environments, without reset_mask.")
-        before, over = np.zeros((count, 3), np.float32), np.zeros(count, np.bool_)
+        before, ended = np.zeros((count, 3), np.float32), np.zeros(count, np.bool_)
         if self._latest is not None:
-            _, (before, *_), over = self._latest
+            _, (before, *_), ended = self._latest
         now = before.copy()
         for row in np.flatnonzero(rows):
             now[row] = (before[row, 0] + 1 if seeds[row] is None else int(seeds[row])) % 1000, 0, 0
         answer = now, np.zeros(count), np.zeros(count, np.bool_), np.zeros(count, np.bool_)
         self._due = time.monotonic() + self._delay
-        self._latest = call, answer, over & ~rows
+        self._latest = call, answer, ended & ~rows
 
     def begin_step(self, call: Call, actions: Any) -> None:
         if self._latest is None:

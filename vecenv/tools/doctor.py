@@ -140,7 +140,7 @@ def _workers() -> Iterator[Finding]:
     else:
         advice = (
             "what only Linux has is missing: the stack of a worker that hangs, the end of helpers in sessions of their own, "
-            "workers bound to cores"
+            "workers that poll, each on a core of its own"
         )
         yield Finding("workers", "processes, by what every POSIX system has", "warn", advice)
 

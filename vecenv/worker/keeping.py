@@ -11,7 +11,7 @@ from typing import Any
 
 from vecenv.errors import NotRestorable, SnapshotMismatch, VecEnvError
 from vecenv.link.messages import Failure, Outcome
-from vecenv.state.capture import captured, layers_of, opened
+from vecenv.state.capture import capture_state, layers_of, prepare_restore
 from vecenv.state.proof import prove
 from vecenv.state.snapshots import Row, Snapshot, kind_of
 from vecenv.system.generators import unwatched
@@ -36,7 +36,7 @@ class KeptRows(EnvRows):
             kind = kind_of(layers)
             try:
                 with self._turn(k):
-                    state = captured(env, layers)
+                    state = capture_state(env, layers)
             except NotRestorable as error:
                 raise NotRestorable(f"{kind.env_id} cannot be saved: {error}") from error
             return Snapshot.of(
@@ -89,7 +89,7 @@ class KeptRows(EnvRows):
                 raise SnapshotMismatch(wrong)
             if self.generators is None and known.generators is not None and known.generators["used"]:
                 raise SnapshotMismatch("it has states of generators of its own, which go with generators='own' only")
-            return opened(env, snapshot.body, layers)
+            return prepare_restore(env, snapshot.body, layers)
         except SnapshotMismatch as error:
             raise SnapshotMismatch(f"the snapshot does not fit: {error}") from error
 

@@ -19,7 +19,7 @@ from vecenv.backends.envpool.drivers import FirstReadyDriver, LockstepDriver, Po
 from vecenv.backends.envpool.rows import SingleRows
 from vecenv.backends.envpool.task import Seed, Task, check_options, seeds_within, spread, task_ids
 from vecenv.front.arguments import mode_of
-from vecenv.front.guard import guarded
+from vecenv.front.guard import exclusive
 from vecenv.front.vector_env import DrivenVectorEnv
 
 __all__ = ["EnvPoolVectorEnv", "PoolVectorEnv"]
@@ -173,7 +173,7 @@ class EnvPoolVectorEnv(PoolVectorEnv[LockstepDriver | FirstReadyDriver]):
 
     # -- pictures and compiled code --------------------------------------------------------------------------
 
-    @guarded
+    @exclusive
     def render(self) -> tuple[npt.NDArray[np.uint8], ...] | None:
         """One frame an environment, uint8 of shape ``(height, width, 3)``; ``None`` without a render mode.
 
@@ -193,7 +193,7 @@ class EnvPoolVectorEnv(PoolVectorEnv[LockstepDriver | FirstReadyDriver]):
         except RuntimeError as error:
             raise RuntimeError(f"EnvPool cannot draw {self.task.id!r}: {error}") from error
 
-    @guarded
+    @exclusive
     def xla(self) -> tuple[Any, Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
         """EnvPool's ``(handle, recv, send, step)`` for use inside ``jax.jit``.
 

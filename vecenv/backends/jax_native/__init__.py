@@ -21,13 +21,13 @@ from vecenv.backends.jax_native.driver import Driver, Latest, compile_now
 from vecenv.errors import SnapshotMismatch
 from vecenv.front.arguments import rows_of
 from vecenv.front.driver import Stepped
-from vecenv.front.guard import guarded
+from vecenv.front.guard import exclusive
 from vecenv.front.vector_env import DrivenVectorEnv
 from vecenv.jax.env import EnvState
 from vecenv.jax.functional import FunctionalVectorEnv
 from vecenv.jax.interop import require_torch, seed_keys
 from vecenv.jax.libraries import adapt, make_env
-from vecenv.state.snapshots import FORMAT, Kind, Snapshot, Snapshots, StateDict, each_of
+from vecenv.state.snapshots import FORMAT, Kind, Snapshot, Snapshots, StateDict, parse_snapshots
 from vecenv.system.uninterrupted import succeeds_when_repeated
 
 __all__ = ["JaxVectorEnv", "functional_of"]
@@ -93,7 +93,7 @@ class JaxVectorEnv(DrivenVectorEnv[Driver]):
         self.compile_seconds: dict[str, float] = {}
         self._open(Driver(functional, to, infos))
 
-    @guarded
+    @exclusive
     def render(self, indices: Sequence[int] | None = None) -> tuple[Any, ...] | None:
         """Frames ``uint8[height, width, 3]`` of the chosen environments (default, all), drawn one after the other.
 
@@ -117,7 +117,7 @@ class JaxVectorEnv(DrivenVectorEnv[Driver]):
         return tuple(self._driver.latest.seeds)
 
     def __repr__(self) -> str:
-        if not hasattr(self, "_owner"):
+        if not hasattr(self, "_driver"):
             return f"{type(self).__name__}(closed)"
         name = self.spec.id if self.spec is not None else getattr(self.functional.single_env, "name", "env")
         phase = "pending" if self._driver.owed.rows else "before reset" if self._driver.state is None else "ready"
@@ -129,7 +129,7 @@ class JaxVectorEnv(DrivenVectorEnv[Driver]):
     # -- beyond Gymnasium ------------------------------------------------------------------------------------------
 
     @property
-    @guarded
+    @exclusive
     def state(self) -> EnvState:
         """Everything, as a pytree: a copy, which later steps do not touch. Assign it to return there, as often as you like.
 
@@ -141,12 +141,12 @@ class JaxVectorEnv(DrivenVectorEnv[Driver]):
         return self._driver.copied()
 
     @state.setter
-    @guarded
+    @exclusive
     def state(self, state: EnvState) -> None:
         self._require_idle("state")
         self._driver.assign(state)
 
-    @guarded
+    @exclusive
     def step_chunk(self, actions: Any) -> Stepped:
         """``T`` steps in one compiled call; on small environments up to four times faster than ``T`` calls.
 
@@ -162,7 +162,7 @@ class JaxVectorEnv(DrivenVectorEnv[Driver]):
         self._driver.after = self._driver.taken, length * self.num_envs, 0
         return stepped
 
-    @guarded
+    @exclusive
     def warmup(self, chunk: int | None = None) -> dict[str, float]:
         """Compile everything now, rather than in the first reset and step; the environments are left as they are.
 
@@ -178,7 +178,7 @@ class JaxVectorEnv(DrivenVectorEnv[Driver]):
 
     # -- saving and loading ------------------------------------------------------------------------------------------
 
-    @guarded
+    @exclusive
     def save(self, env_id: Any = None, *, verify: bool = True) -> tuple[Snapshot, ...]:
         """The state of every environment, or of some: its row of the pytree.
 
@@ -193,7 +193,7 @@ class JaxVectorEnv(DrivenVectorEnv[Driver]):
         self._require_idle("save")
         return self._saved(rows_of(env_id, self.num_envs))
 
-    @guarded
+    @exclusive
     def load(self, snapshots: Any, env_id: Any = None) -> Any:
         """Let environments go on from saved states; arguments and errors as of :meth:`vecenv.AsyncVectorEnv.load`.
 
@@ -203,13 +203,13 @@ class JaxVectorEnv(DrivenVectorEnv[Driver]):
         self._require_idle("load")
         return self._loaded(snapshots, rows_of(env_id, self.num_envs))
 
-    @guarded
+    @exclusive
     def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
         """All of it in one dict that can be pickled."""
         self._require_idle("state_dict")
         return StateDict(format=FORMAT, num_envs=self.num_envs, snapshots=self._saved(rows_of(None, self.num_envs)))
 
-    @guarded
+    @exclusive
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
         """Go on from what :meth:`state_dict` gave; as :meth:`load`."""
         self._require_idle("load_state_dict")
@@ -228,7 +228,7 @@ class JaxVectorEnv(DrivenVectorEnv[Driver]):
         state = driver.state
         if state is None:
             state = driver.functional.begin(seed_keys([0] * self.num_envs))
-        given = each_of(snapshots, rows)
+        given = parse_snapshots(snapshots, rows)
         kind = self._kind(state)
         for place, one in enumerate(given):
             if wrong := one.row.kind.differs_from(kind):

@@ -15,7 +15,7 @@ from vecenv.backends.ray.host import HostPlan, HostReady
 from vecenv.backends.ray.pool import GRACE, HostPool
 from vecenv.engine.engine import Engine, Policy
 from vecenv.engine.handles import command_of, envs_text
-from vecenv.engine.owed import Answer, Result, Worker
+from vecenv.engine.pending import Answer, Result, Worker
 from vecenv.engine.recovery import Remembered, writeable
 from vecenv.engine.starting import PoolOptions
 from vecenv.errors import ErrorRecord
@@ -54,7 +54,7 @@ class HostsEngine(Engine):
         super().__init__(env_fns, layout, make_store, plan, options, policy, len(pool.workers), 0)
 
     def _open_pool(self, plan: Plan, arena: Arena, options: PoolOptions, num_workers: int) -> Any:
-        self._host_pool.attach(self.batch, self.store, arena, self._infos.learn, self.owed)
+        self._host_pool.attach(self.batch, self.store, arena, self._infos.learn, self)
         return self._host_pool
 
     def _start(self, env_fns: Sequence[Callable[[], Any]], plan: Plan, num_workers: int, caller_share: int) -> None:
@@ -73,7 +73,7 @@ class HostsEngine(Engine):
         return result
 
     def _error_of(self, host: Worker, packed: PackedError) -> tuple[Exception, ErrorRecord]:
-        busy = self.owed.oldest_of(host)
+        busy = self.oldest_of(host)
         command = "a request" if busy is None else command_of(busy, host)
         note = f"{host.who}, {envs_text(host.rows)}, during {command}"
         record = ErrorRecord(None, host.index, host.pid, command, unpack_error(packed, note), packed.text, time.monotonic())

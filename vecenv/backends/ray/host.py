@@ -22,7 +22,7 @@ import numpy as np
 from vecenv.backends.ray.packing import Packed, Packing
 from vecenv.engine.engine import Engine
 from vecenv.engine.handles import envs_text
-from vecenv.engine.owed import COMMANDS, Death, Result, Round, Worker
+from vecenv.engine.pending import COMMANDS, Death, Result, Settlement, Worker
 from vecenv.engine.pool import WorkerPool
 from vecenv.engine.starting import PoolOptions
 from vecenv.engine.vector_env import AsyncVectorEnv
@@ -202,7 +202,7 @@ class _SharedNodeEngine(Engine):
     """The engine of a host: nobody spins or has a core of its own where Ray's threads, and perhaps other hosts, run too."""
 
     def _open_pool(self, plan: Plan, arena: Arena, options: PoolOptions, num_workers: int) -> WorkerPool:
-        return WorkerPool(plan, arena, self.batch, options, self.owed)
+        return WorkerPool(plan, arena, self.batch, options, self)
 
 
 class HostRows(AsyncVectorEnv[Any, Any]):
@@ -224,7 +224,7 @@ class HostRows(AsyncVectorEnv[Any, Any]):
         self._known_schemas: set[int] = set()
         self._coming: dict[int, Snapshot] = {}  # what rows are about to be loaded with
         super().__init__(env_fns, **options)
-        batch = self._engine.batch
+        batch = self._driver.batch
         self._actions = Packing(batch.actions or [])
         self._answers = Packing([batch.rewards, batch.terminations, batch.truncations, *(batch.observations or [])])
 
@@ -238,7 +238,7 @@ class HostRows(AsyncVectorEnv[Any, Any]):
         ready.render_mode = self.render_mode
         ready.action_space = self.single_action_space
         ready.observation_space = self.single_observation_space
-        ready.mismatches = [(self._first + env, *what) for env, *what in self._engine.mismatches]  # type: ignore[misc]
+        ready.mismatches = [(self._first + env, *what) for env, *what in self._driver.mismatches]  # type: ignore[misc]
         if self.observation_mode == "different" and not ready.mismatches:
             ready.observation_spaces = self.get_attr("observation_space")
 
@@ -256,18 +256,17 @@ class HostRows(AsyncVectorEnv[Any, Any]):
 
     def answer(self, op: Op, rows: list[int] | None, payload: Any) -> Reply:
         """Carry out a request; see :meth:`Host.serve`."""
-        engine, owed = self._engine, self._owed
+        engine = self._driver
         self._ask(op, rows, pickle.loads(payload) if isinstance(payload, bytes) else payload)
-        flight = owed.call
-        assert flight is not None
-        engine.wait_for(flight, None)
-        round_ = engine.round_of(flight)
+        request = engine.call
+        assert request is not None
+        engine.wait_for(request, None)
+        settlement = engine.settlement_of(request)
         reply = Reply()
         outcome = Outcome()
-        self._settle(round_, reply, outcome)
-        engine.count(flight)
-        owed.flights, owed.rounds = {}, {}
-        result = round_.result
+        self._settle(settlement, reply, outcome)
+        engine.pending = engine.emptied(request.steps, request.resets)
+        result = settlement.result
         assert result is not None
         if op is Op.LOAD:
             self._put_beside([row for row in result.results if row in self._coming])
@@ -286,10 +285,10 @@ class HostRows(AsyncVectorEnv[Any, Any]):
 
     def give_up(self) -> None:
         """A request failed as a whole: nothing is owed of it."""
-        self._owed.flights, self._owed.rounds = {}, {}
+        self._driver.pending = self._driver.emptied(0, 0)
 
     def _ask(self, op: Op, rows: list[int] | None, payload: Any) -> None:
-        engine = self._engine
+        engine = self._driver
         if op in (Op.STEP, Op.STEP_SOME):
             self._send_step(rows, payload)
         elif op in (Op.RESET, Op.RESET_SOME):
@@ -311,24 +310,24 @@ class HostRows(AsyncVectorEnv[Any, Any]):
 
     def _send_step(self, rows: list[int] | None, actions: Any) -> None:
         if isinstance(actions, tuple):  # a batch of the action space, leaf by leaf: where the workers look for it
-            assert self._engine.batch.actions is not None
-            for leaf, values in zip(self._engine.batch.actions, actions, strict=True):
+            assert self._driver.batch.actions is not None
+            for leaf, values in zip(self._driver.batch.actions, actions, strict=True):
                 leaf[slice(None) if rows is None else rows] = values
             actions = None
         if rows is None:
-            self._engine.ask_step(actions)
+            self._driver.ask_step(actions)
             return
         place = {row: position for position, row in enumerate(rows)}
-        self._engine.ask_some("step", Op.STEP_SOME, rows, lambda mine: actions and [actions[place[row]] for row in mine])
+        self._driver.ask_some("step", Op.STEP_SOME, rows, lambda mine: actions and [actions[place[row]] for row in mine])
 
     def _ask_reset(self, rows: list[int] | None, seeds: Sequence[Any] | None, options: Any) -> None:
         if rows is None:
-            self._engine.ask_reset(seeds or [None] * self.num_envs, options, None)
+            self._driver.ask_reset(seeds or [None] * self.num_envs, options, None)
             return
         mask = np.zeros(self.num_envs, np.bool_)
         mask[rows] = True
         _, options = reset_mask_of(options, self.num_envs, rows)
-        self._engine.ask_reset(seeds_of(seeds, self.num_envs, rows), options, mask)
+        self._driver.ask_reset(seeds_of(seeds, self.num_envs, rows), options, mask)
 
     def _share_of(self, worker: Worker, op: Op, payload: Any) -> Any:
         first = worker.rows[0]
@@ -350,12 +349,12 @@ class HostRows(AsyncVectorEnv[Any, Any]):
 
     def _put_beside(self, rows: list[int]) -> None:
         """What an engine knows of rows that were loaded."""
-        engine = self._engine
+        engine = self._driver
         for row in rows:
             known = self._coming[row].row
             if known.used:
                 engine.store.put_row(row, known.observation)
-            engine.ledger.found(row)
+            engine.ledger.mark_recovered(row)
         if engine.policy.restart:
             engine.recovery.remembered.keep(rows, everyone=False)
 
@@ -363,7 +362,7 @@ class HostRows(AsyncVectorEnv[Any, Any]):
 
     def _page(self, op: Op, rows: list[int] | None, result: Result, reply: Reply, outcome: Outcome) -> None:
         """The rows that were asked for, as they lie in shared memory, and what belongs to them."""
-        engine, batch = self._engine, self._engine.batch
+        engine, batch = self._driver, self._driver.batch
         where: Any = slice(None) if rows is None else np.array(rows)
         answered = range(self.num_envs) if rows is None else rows
         if engine.layout.observations is not None and batch.observations is not None:
@@ -378,26 +377,26 @@ class HostRows(AsyncVectorEnv[Any, Any]):
             outcome.infos = self._moved(result.infos)
             outcome.finals = self._moved(engine.finals(answered) | result.finals)
 
-    def _settle(self, round_: Round, reply: Reply, outcome: Outcome) -> None:
+    def _settle(self, settlement: Settlement, reply: Reply, outcome: Outcome) -> None:
         """Rebuild what failed, or report it."""
-        engine, result = self._engine, round_.result
+        engine, result = self._driver, settlement.result
         assert result is not None
-        if not (result.failures or result.deaths or round_.lost):
+        if not (result.failures or result.deaths or settlement.lost):
             return
-        if engine.policy.restart and round_.command in ("step", "reset"):
-            error = engine.recovery.settle(round_)
+        if engine.policy.restart and settlement.command in ("step", "reset"):
+            error = engine.recovery.settle(settlement)
             if error is not None:  # more restarts than the budget has
                 reply.error = pack_error(error)
         else:
-            engine.ledger.record(round_, result.failures, result.deaths)
+            engine.ledger.record(settlement, result.failures, result.deaths)
             outcome.failures += [self._shipped(failure) for failure, _ in result.failures]
             # rows that were sent before it was known that their worker had died hear of it as well
-            dead = [worker.death for worker in engine.pool.workers if not set(round_.lost).isdisjoint(worker.rows)]
+            dead = [worker.death for worker in engine.pool.workers if not set(settlement.lost).isdisjoint(worker.rows)]
             deaths = {death.worker: death for death in [*dead, *result.deaths] if death is not None}
             for death in deaths.values():
-                row = next((row for row in round_.rows if row in death.envs), death.envs[0])
+                row = next((row for row in settlement.rows if row in death.envs), death.envs[0])
                 outcome.failures.append(Failure(self._first + row, pack_error(self._death(death))))
-            engine.ledger.lose(result.failures, result.deaths, round_.rows, all_of_them=False)
+            engine.ledger.mark_failed(result.failures, result.deaths, settlement.rows, all_of_them=False)
         reply.lost = self.lost()
 
     def _death(self, death: Death) -> WorkerDied:
@@ -415,7 +414,7 @@ class HostRows(AsyncVectorEnv[Any, Any]):
 
     def lost(self) -> dict[int, str]:
         """Environments that only a reset brings back, and why."""
-        return self._moved(self._engine.failed)
+        return self._moved(self._driver.failed)
 
     def _moved(self, table: dict[int, Any]) -> dict[int, Any]:
         return {self._first + row: value for row, value in table.items()}

@@ -22,9 +22,9 @@ from gymnasium.error import ClosedEnvironmentError
 from vecenv.backends.ray.host import HostPlan, HostReady, Reply
 from vecenv.backends.ray.packing import Packing
 from vecenv.engine.handles import command_of, envs_text
-from vecenv.engine.owed import ONLY_COLUMNS, PLAIN, Answer, Death, Flight, Owed, Part
-from vecenv.engine.pool import pools
+from vecenv.engine.pending import ONLY_COLUMNS, PLAIN, Answer, Death, PendingRequests, Request, WorkerRequest
 from vecenv.errors import HostDied, StartupTimeout
+from vecenv.front.guard import left_in_a_fork
 from vecenv.link.messages import Failure, Op, unpack_error
 from vecenv.link.schemas import NO_INFO
 from vecenv.shm import Arena, Batch
@@ -74,7 +74,9 @@ class RemoteHost:
 
     local: Literal[False] = False
 
-    def __init__(self, plan: HostPlan, actor: Any, ready: HostReady, hosts: Hosts, owed: Owed | None = None) -> None:
+    def __init__(
+        self, plan: HostPlan, actor: Any, ready: HostReady, hosts: Hosts, table: PendingRequests | None = None
+    ) -> None:
         self.index = plan.index
         self.rows = plan.rows
         self.death: Death | None = None
@@ -88,23 +90,23 @@ class RemoteHost:
         self.overdue = False
         self.paid = False
         self._hosts = hosts
-        self._owed = owed
+        self._table = table
 
     def __repr__(self) -> str:
-        busy = self._owed is not None and self._owed.is_owed(self)
+        busy = self._table is not None and self._table.is_pending(self)
         state = "dead" if self.death else "busy" if busy else "idle"
         return f"RemoteHost({self.index}, {envs_text(self.rows)}, node={self.node}, pid={self.pid}, {state})"
 
-    def attach(self, batch: Batch, owed: Owed) -> None:
+    def attach(self, batch: Batch, table: PendingRequests) -> None:
         """Say what actions and answers look like, and where it stands what is owed."""
-        self._owed = owed
+        self._table = table
         where = slice(self.rows.start, self.rows.stop)
         self._own_actions = [leaf[where] for leaf in batch.actions or ()]
         self._actions = Packing(self._own_actions)
         numbers = (batch.rewards, batch.terminations, batch.truncations)
         self._answers = Packing([array[where] for array in (*numbers, *(batch.observations or ()))])
 
-    def tell(self, seq: int, part: Part) -> None:
+    def tell(self, seq: int, part: WorkerRequest) -> None:
         """Send a request, of which the host may have heard already. To a dead host it is answered by its death."""
         if self.death is not None:
             self._lose_all()
@@ -126,7 +128,7 @@ class RemoteHost:
         """End the host for good; everything it was asked is lost."""
         if self.death is None:
             self._hosts.kill(self.actor)
-            busy = None if self._owed is None else self._owed.oldest_of(self)
+            busy = None if self._table is None else self._table.oldest_of(self)
             command = "idle" if busy is None else command_of(busy, self)
             doing = "while idle" if command == "idle" else f"during {command}"
             text = f"{self.who}, {envs_text(self.rows)}, died {doing}: {reason}"
@@ -134,8 +136,8 @@ class RemoteHost:
         self._lose_all()
 
     def _lose_all(self) -> None:
-        if self._owed is not None and self.death is not None:
-            self._owed.lose(self, self.death)
+        if self._table is not None and self.death is not None:
+            self._table.mark_lost(self, self.death)
 
     # What a worker process has, so that a host can be late and be ended like one.
 
@@ -168,8 +170,8 @@ class HostPool:
         self._patience = start_timeout + _START_GRACE
         self._seq = 0
         self._arena: Arena | None = None
-        self.owed: Owed | None = None
-        pools.add(self)
+        self.table: PendingRequests | None = None
+        left_in_a_fork.add(self)
         self.readies = self._start(plans)
 
     @property
@@ -180,8 +182,8 @@ class HostPool:
     def abandon(self) -> None:
         """In a forked child: it cannot ask the hosts."""
         self.abandoned = True
-        if self.owed is not None:
-            self.owed.caller = -1
+        if self.table is not None:
+            self.table.abandon()
 
     # -- starting ---------------------------------------------------------------------------------------------------
 
@@ -240,13 +242,13 @@ class HostPool:
     # -- asking and answering ---------------------------------------------------------------------------------------
 
     def attach(
-        self, batch: Batch, store: Any, arena: Arena, learn: Callable[[dict[int, Any]], None], owed: Owed
+        self, batch: Batch, store: Any, arena: Arena, learn: Callable[[dict[int, Any]], None], table: PendingRequests
     ) -> None:
         """Say where answers go."""
         self._batch = batch
-        self.owed = self._table = owed
+        self.table = self._table = table
         for host in self.workers:
-            host.attach(batch, owed)
+            host.attach(batch, table)
         self._store = store
         self._arena = arena
         self._learn = learn
@@ -256,15 +258,15 @@ class HostPool:
         self._seq += 1
         return self._seq
 
-    def ask_plain_step(self) -> Flight:
+    def ask_plain_step(self) -> Request:
         """Ask for a step of all rows, with actions from the batch."""
-        flight = Flight(self.next_seq(), "step", tuple(self.workers))
-        flight.parts = {host.index: Part(host, host.rows, Op.STEP) for host in self.workers}
-        flight.uncounted = len(self._batch.rewards)
-        self.ask(flight)
-        return flight
+        request = Request(self.next_seq(), "step", tuple(self.workers))
+        request.parts = {host.index: WorkerRequest(host, host.rows, Op.STEP) for host in self.workers}
+        request.steps = len(self._batch.rewards)
+        self.ask(request)
+        return request
 
-    def stage(self, part: Part, seq: int) -> Part:
+    def stage(self, part: WorkerRequest, seq: int) -> WorkerRequest:
         """A part made ready to be told. Raises whatever pickling its payload raises; nothing was sent."""
         if part.payload is not None:
             part.payload = cloudpickle.dumps(part.payload)
@@ -272,48 +274,48 @@ class HostPool:
             part.payload = tuple(leaf[list(part.rows)] for leaf in self._batch.actions or ())
         return part
 
-    def ask(self, flight: Flight, others: Sequence[Flight] = (), *, alone: bool = False) -> None:
+    def ask(self, request: Request, others: Sequence[Request] = (), *, alone: bool = False) -> None:
         """Make a call."""
-        self._table.enter(flight, others, alone=alone)
+        self._table.enter(request, others, alone=alone)
         self._tell()
 
     def resume(self) -> None:
         """The call before was interrupted: whoever waits sends what was not sent, and asks again for what was not read."""
-        self._table.resume()
+        self._table.repair()
 
     def _tell(self) -> None:
         """Send what was not sent, in order."""
-        for flight in list(self._table.flights.values()):
-            for index, part in (flight.parts or {}).items():
-                if part.reference is None and index not in flight.answers:
+        for request in list(self._table.requests.values()):
+            for index, part in (request.parts or {}).items():
+                if part.reference is None and index not in request.answers:
                     assert isinstance(part.worker, RemoteHost)
-                    part.worker.tell(flight.seq, part)
+                    part.worker.tell(request.seq, part)
 
-    def _awaited(self, flights: Iterable[Flight]) -> dict[Any, tuple[Flight, Part]]:
+    def _awaited(self, requests: Iterable[Request]) -> dict[Any, tuple[Request, WorkerRequest]]:
         """Reference -> what it answers, of all that is owed."""
         return {
-            part.reference: (flight, part)
-            for flight in flights
-            for index, part in (flight.parts or {}).items()
-            if index not in flight.answers
+            part.reference: (request, part)
+            for request in requests
+            for index, part in (request.parts or {}).items()
+            if index not in request.answers
         }
 
-    def gather(self, flight: Flight, deadline: float | None) -> list[RemoteHost]:
-        """Wait until everybody has answered ``flight``; returns those that had not when the time was up."""
+    def gather(self, request: Request, deadline: float | None) -> list[RemoteHost]:
+        """Wait until everybody has answered ``request``; returns those that had not when the time was up."""
         self._tell()
         began = time.perf_counter()
         try:
-            awaited = self._awaited([flight])
+            awaited = self._awaited([request])
             if awaited:  # nearly always: one call for everybody
                 replies = self._hosts.fetch(list(awaited), _left(deadline))
                 self._check()
                 if replies is not None:
                     for (_, part), reply in zip(awaited.values(), replies, strict=True):
-                        self._take(flight, part, reply)
+                        self._take(request, part, reply)
                     return []
-            while (awaited := self._awaited([flight])) and self._take_some(awaited, deadline):
+            while (awaited := self._awaited([request])) and self._take_some(awaited, deadline):
                 pass
-            return flight.missing()  # type: ignore[return-value]
+            return request.missing()  # type: ignore[return-value]
         finally:
             self.time_waiting += time.perf_counter() - began
 
@@ -322,33 +324,33 @@ class HostPool:
         self._tell()
         began = time.perf_counter()
         try:
-            while len(self._table.landed) <= seen:
-                awaited = self._awaited(self._table.flights.values())
+            while len(self._table.pending.arrived) <= seen:
+                awaited = self._awaited(self._table.requests.values())
                 if not awaited or not self._take_some(awaited, deadline):
                     return False
             return True
         finally:
             self.time_waiting += time.perf_counter() - began
 
-    def _take_some(self, awaited: dict[Any, tuple[Flight, Part]], deadline: float | None) -> bool:
+    def _take_some(self, awaited: dict[Any, tuple[Request, WorkerRequest]], deadline: float | None) -> bool:
         """Take in those that are answered; false when the time was up."""
         answered = self._hosts.wait(list(awaited), _left(deadline))
         self._check()
         for reference in answered:
-            flight, part = awaited[reference]
+            request, part = awaited[reference]
             try:
                 reply = self._hosts.result(reference)
             except Lost as error:
                 part.worker.mark_dead(str(error))
             else:
-                self._take(flight, part, reply)
+                self._take(request, part, reply)
         return bool(answered)
 
     def _check(self) -> None:
         if self.closing:
             raise ClosedEnvironmentError("Trying to operate on a vector environment, after a call to `close()`.")
 
-    def _take(self, flight: Flight, part: Part, answered: Any) -> None:
+    def _take(self, request: Request, part: WorkerRequest, answered: Any) -> None:
         """Put an answer where the engine looks for it, as a worker does itself. It can be done again."""
         host: Any = part.worker
         reply = host.opened(answered)
@@ -371,18 +373,18 @@ class HostPool:
             answer = ONLY_COLUMNS if reply.columns else PLAIN
         else:
             answer = Answer(reply.columns, sealed=reply.outcome, lost=reply.lost or {}, error=reply.error)
-        self._table.land(flight.seq, host.index, answer)
+        self._table.deliver(request.seq, host.index, answer)
 
     def ask_all(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
         """Call a method of every host that is alive; index -> answer, of those that answer within the time."""
         deadline = None if timeout is None else time.monotonic() + timeout
         alive = [host for host in self.workers if host.death is None]
-        owed = {self._hosts.submit(host.actor, method, *args): host.index for host in alive}
+        pending = {self._hosts.submit(host.actor, method, *args): host.index for host in alive}
         answers: dict[int, Any] = {}
-        while owed and (answered := self._hosts.wait(list(owed), _left(deadline))):
+        while pending and (answered := self._hosts.wait(list(pending), _left(deadline))):
             for reference in answered:
                 with contextlib.suppress(Lost):
-                    answers[owed.pop(reference)] = self._hosts.result(reference)
+                    answers[pending.pop(reference)] = self._hosts.result(reference)
         return answers
 
     # -- ending -----------------------------------------------------------------------------------------------------

@@ -169,11 +169,12 @@ def test_an_error_in_batching_names_the_environment_and_the_key(engine: Options,
         assert "'a'" in text or "`a`" in text
 
 
-def test_an_info_is_not_told_again_after_a_message_about_another_row(engine: Options) -> None:
-    with started([info_env([{"a": 1}, {}]), info_env([{}])], **engine) as envs:
-        for row, keys in ((0, {"a", "env_id"}), (1, {"env_id"}), (0, {"env_id"})):
-            envs.send([0], [row])
-            assert {key.removeprefix("_") for key in envs.recv(count=1)[4]} == keys
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_info_is_not_told_again_after_a_message_about_another_row(num_workers: int) -> None:
+    with started([info_env([{"a": 1}, {}]), info_env([{}, {"b": 2}])], num_workers=num_workers) as envs:
+        for rows, keys in (([0], {"a", "env_id"}), ([1], {"env_id"}), ([0, 1], {"b", "env_id"})):
+            envs.send([0] * len(rows), rows)
+            assert {key.removeprefix("_") for key in envs.recv(count=len(rows))[4]} == keys
 
 
 def test_infos_are_fresh_and_writeable_at_every_step(engine: Options) -> None:

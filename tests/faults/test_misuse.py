@@ -285,6 +285,3 @@ def test_views(launch: Launch) -> None:
     assert np.array_equal(third, copied)
     kept[:] = 7
     assert third[1, 0] == 7
-
-
-# --- options ------------------------------------------------------------------------------------

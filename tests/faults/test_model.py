@@ -876,6 +876,17 @@ def test_a_time_limit_that_falls_into_a_wait_loses_nothing(choice: str, call: st
             model.close(terminate=True)
 
 
+@pytest.mark.parametrize("choice", ["two workers", "same step, restart"])
+@pytest.mark.parametrize("numbers", [[1, RAISE, 2, DIE], [DIE, 1, DIE, 1], [RAISE, 1, RAISE, 1]], ids=str)
+def test_several_failures_in_one_step_are_all_told(choice: str, numbers: list[int]) -> None:
+    model = Model(choice)
+    try:
+        model.go_wrong(numbers)
+        model.step([1, 2, 3, 4])
+    finally:
+        model.close(terminate=True)
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("runs", [5, pytest.param(20, marks=pytest.mark.long)])
 def test_any_order(runs: int) -> None:

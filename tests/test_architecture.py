@@ -94,7 +94,7 @@ def test_there_are_no_circles() -> None:
 
 
 def test_the_page_names_every_room() -> None:
-    named = set(re.findall(r"`([\w/]+?)/?(?:\.py)?`", PAGE.read_text().partition("## One meaning")[0]))
+    named = set(re.findall(r"`([\w/]+?)/?(?:\.py)?`", PAGE.read_text().partition("## The life of a step")[0]))
     rooms = {room.replace(".", "/") for rooms in FLOORS for room in rooms} - {"vecenv", "__main__", "_version", "jax"}
     assert rooms <= named, rooms - named
 

@@ -1,9 +1,10 @@
-"""Every test of this folder runs with every backend; ``--contract-table`` prints who keeps what."""
+"""Every test of this folder runs with every backend; ``--contract-table`` shows which backend keeps what."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +15,18 @@ from .calls import name_of
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--contract-table", action="store_true", help="print which backend keeps which part of the contract")
+    said = "which backend keeps which part of the contract: print the table, or write it into PAGE"
+    parser.addoption("--contract-table", nargs="?", const="", metavar="PAGE", help=said)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    if config.getoption("contract_table", default=False):
+    page = config.getoption("contract_table", default=None)
+    if page is not None:
+        found = table.of_reports(terminalreporter.stats)
         terminalreporter.section("contract")
-        terminalreporter.write_line(table.of_reports(terminalreporter.stats))
+        terminalreporter.write_line(found)
+        if page:
+            table.write(Path(page), found)
 
 
 def _marked(backend: Backend) -> Any:

@@ -1,13 +1,15 @@
-"""Who keeps what, as a table in Markdown."""
+"""Which backend keeps what, as a table in Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from .backends import BACKENDS
 from .calls import CALLS
 
+BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 _WORST = ("FAILED", "not yet", "yes", "refused")
 
 
@@ -43,3 +45,9 @@ def read(page: str) -> tuple[list[str], list[str]]:
             break
         rows.append(line.split("|")[1].strip())
     return rows, [cell.strip() for cell in lines[head].split("|")[2:-1]]
+
+
+def write(page: Path, found: str) -> None:
+    """Put a table between the two marks of a page."""
+    before, _, rest = page.read_text().partition(BEGIN)
+    page.write_text(f"{before}{BEGIN}\n{found}\n{END}{rest.partition(END)[2]}")

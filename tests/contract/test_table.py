@@ -1,4 +1,4 @@
-"""The table in ``docs/architecture.md`` names the calls and the backends that there are."""
+"""The table in ``docs/calls.md`` names the calls and the backends that there are."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ from . import table, test_guards, test_resets, test_state, test_steps  # noqa: F
 from .backends import BACKENDS
 from .calls import CALLS
 
-PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
+PAGE = Path(__file__).parents[2] / "docs" / "calls.md"
 
 
 def test_the_page_and_the_contract_name_the_same_calls_and_backends() -> None:
     calls, backends = table.read(PAGE.read_text())
     assert calls == list(CALLS.values())
     assert backends == [backend.name for backend in BACKENDS]
+
+
+def test_writing_the_table_changes_nothing_else_on_the_page(tmp_path: Path) -> None:
+    page = tmp_path / "calls.md"
+    page.write_text(PAGE.read_text())
+    table.write(page, "\n".join(line for line in PAGE.read_text().splitlines() if line.startswith("| ") and line.count("|") > 9))
+    assert page.read_text() == PAGE.read_text()

@@ -17,7 +17,7 @@ from gymnasium.vector import VectorEnv
 
 from vecenv.errors import ErrorRecord, StepTimeout
 from vecenv.front.arguments import ResetOptions, count_of, env_ids_of, refuse_options, reset_mask_of, seeds_of
-from vecenv.front.base import RefusedAttribute, VectorEnvBase, refusing
+from vecenv.front.base import VectorEnvBase, refusing
 from vecenv.front.capabilities import Capabilities, figures, unable
 from vecenv.front.deadlines import deadline_of
 from vecenv.front.driver import Driver, Stepped, recv_enough, require_idle
@@ -228,20 +228,6 @@ class DrivenVectorEnv(VectorEnvBase, NotClosedUnasked, VectorEnv[Any, Any, Any],
     load_state_dict = refusing("snapshots", "load_state_dict")
     abandon = refusing("workers", "abandon")
     publish_stats = refusing("workers", "publish_stats")
-    env_fns = RefusedAttribute("workers")
-    observations = RefusedAttribute("workers")
-    shared_memory = RefusedAttribute("workers")
-    context = RefusedAttribute("workers")
-    daemon = RefusedAttribute("workers")
-    worker = RefusedAttribute("workers")
-    observation_mode = RefusedAttribute("workers")
-    max_concurrency = RefusedAttribute("workers")
-    generators = RefusedAttribute("workers")
-    processes = RefusedAttribute("workers")
-    parent_pipes = RefusedAttribute("workers")
-    worker_rows = RefusedAttribute("workers")
-    local_envs = RefusedAttribute("attributes")
-
     # -- what can be looked at -------------------------------------------------------------------------------------
 
     @property

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final
 
 from vecenv.front.capabilities import unable
 
-__all__ = ["VectorEnvBase", "refusing"]
+__all__ = ["RefusedAttribute", "VectorEnvBase", "refusing"]
 
 
 HALVES: Final = {
@@ -18,17 +18,6 @@ HALVES: Final = {
     "exec_func": ("exec_func_send", "exec_func_fetch"),
 }  # fmt: skip
 """Call -> the two that it is made of."""
-
-
-_ATTRIBUTES: Final = {
-    "workers": (
-        "env_fns", "observations", "shared_memory", "context", "daemon", "worker", "observation_mode", "max_concurrency",
-        "generators", "processes", "parent_pipes", "worker_rows",
-    ),
-    "attributes": ("local_envs",),
-}  # fmt: skip
-"""Capability -> the attributes of process engines that an engine without it refuses to read."""
-_NEEDED: Final = {name: capability for capability, names in _ATTRIBUTES.items() for name in names}
 
 
 class VectorEnvBase:
@@ -58,15 +47,6 @@ class VectorEnvBase:
         getattr(self, begin)(*args, **kwargs)
         return getattr(self, wait)()
 
-    def __getattr__(self, name: str) -> Any:
-        """An attribute that is not there: say which backend lacks it, and why, where process engines have it."""
-        if name in _NEEDED and "_driver" in self.__dict__ and not hasattr(type(self), name):
-            try:
-                self._need(_NEEDED[name], name)
-            except NotImplementedError as error:
-                raise _Unable(*error.args) from None
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-
     def _need(self, capability: str, name: str) -> None:
         """Refuse ``name`` where there is no such capability.
 
@@ -90,3 +70,21 @@ def refusing(capability: str, name: str) -> Any:
 
 class _Unable(NotImplementedError, AttributeError):
     """So that ``hasattr`` and ``getattr`` with a default go on telling what there is."""
+
+
+class RefusedAttribute:
+    """An attribute of a backend without this capability: reading it says so."""
+
+    def __init__(self, capability: str) -> None:
+        self._capability = capability
+
+    def __set_name__(self, owner: type[Any], name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type[Any]) -> Any:
+        if instance is None:
+            return self
+        try:
+            instance._need(self._capability, self._name)
+        except NotImplementedError as error:
+            raise _Unable(*error.args) from None

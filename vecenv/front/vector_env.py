@@ -17,7 +17,7 @@ from gymnasium.vector import VectorEnv
 
 from vecenv.errors import ErrorRecord, StepTimeout
 from vecenv.front.arguments import ResetOptions, count_of, env_ids_of, refuse_options, reset_mask_of, seeds_of
-from vecenv.front.base import VectorEnvBase, refusing
+from vecenv.front.base import RefusedAttribute, VectorEnvBase, refusing
 from vecenv.front.capabilities import Capabilities, figures, unable
 from vecenv.front.deadlines import deadline_of
 from vecenv.front.driver import Driver, Stepped, recv_enough, require_idle
@@ -228,6 +228,14 @@ class DrivenVectorEnv(VectorEnvBase, NotClosedUnasked, VectorEnv[Any, Any, Any],
     load_state_dict = refusing("snapshots", "load_state_dict")
     abandon = refusing("workers", "abandon")
     publish_stats = refusing("workers", "publish_stats")
+    for _name in (  # a `__getattr__` would make every look at an attribute slow
+        "env_fns", "observations", "shared_memory", "context", "daemon", "worker", "observation_mode", "max_concurrency",
+        "generators", "processes", "parent_pipes", "worker_rows",
+    ):  # fmt: skip
+        locals()[_name] = RefusedAttribute("workers")
+    del _name
+    local_envs = RefusedAttribute("attributes")
+
     # -- what can be looked at -------------------------------------------------------------------------------------
 
     @property

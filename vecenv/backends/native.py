@@ -181,7 +181,7 @@ class _Library(Together):
             self._begin()
             return self._dressed(work.future.result(), mask)
         finally:
-            self.failure = work.failure
+            self.pending_error = work.failure
 
     def _dressed(self, answer: Any, mask: Any) -> Stepped:
         """What the library returned, in Gymnasium's form."""

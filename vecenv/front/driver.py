@@ -119,15 +119,6 @@ class Driver:
             self.next_pending = taken, all_steps + steps, all_resets + resets
 
     @property
-    def failure(self) -> BaseException | None:
-        """See :attr:`pending_error`."""
-        return self.pending_error
-
-    @failure.setter
-    def failure(self, error: BaseException | None) -> None:
-        self.pending_error = error
-
-    @property
     def capabilities(self) -> Capabilities:
         raise NotImplementedError
 

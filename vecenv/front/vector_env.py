@@ -228,18 +228,12 @@ class DrivenVectorEnv(VectorEnvBase, NotClosedUnasked, VectorEnv[Any, Any, Any],
     load_state_dict = refusing("snapshots", "load_state_dict")
     abandon = refusing("workers", "abandon")
     publish_stats = refusing("workers", "publish_stats")
-    env_fns = RefusedAttribute("workers")
-    observations = RefusedAttribute("workers")
-    shared_memory = RefusedAttribute("workers")
-    context = RefusedAttribute("workers")
-    daemon = RefusedAttribute("workers")
-    worker = RefusedAttribute("workers")
-    observation_mode = RefusedAttribute("workers")
-    max_concurrency = RefusedAttribute("workers")
-    generators = RefusedAttribute("workers")
-    processes = RefusedAttribute("workers")
-    parent_pipes = RefusedAttribute("workers")
-    worker_rows = RefusedAttribute("workers")
+    for _name in (  # a `__getattr__` would make every look at an attribute slow
+        "env_fns", "observations", "shared_memory", "context", "daemon", "worker", "observation_mode", "max_concurrency",
+        "generators", "processes", "parent_pipes", "worker_rows",
+    ):  # fmt: skip
+        locals()[_name] = RefusedAttribute("workers")
+    del _name
     local_envs = RefusedAttribute("attributes")
 
     # -- what can be looked at -------------------------------------------------------------------------------------

@@ -51,7 +51,6 @@ class PoolDriver(Driver):
     """
 
     yields = True  # what a call in another thread still needs of the pool, it holds
-    failure: BaseException | None = None  # EnvPool's environments raise nothing
     name = ""
     capabilities: Capabilities
 

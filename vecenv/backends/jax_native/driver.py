@@ -208,7 +208,7 @@ class Driver(Together):
         try:
             return self.stepped(infos=kind is Phase.WAITING_STEP)
         except (jax.errors.JaxRuntimeError, ValueError) as error:  # an environment's own: there is no state to go on from
-            self.failure, self.state = error, None
+            self.pending_error, self.state = error, None
             raise
 
     def stepped(self, infos: bool) -> Stepped:

@@ -121,7 +121,7 @@ class KeptRows(EnvRows):
             try:
                 out.results[self.first + k] = function(k)
             except BaseException as error:
-                if succeeds_when_repeated(partial(function, k)):  # somebody interrupted: it is asked for again
+                if succeeds_when_repeated(partial(function, k)):  # the call was interrupted and is made again
                     raise _first_of(error)  # noqa: B904 - it is one of its causes
                 self._let_through(error)
                 if fatal:

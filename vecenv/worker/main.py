@@ -275,14 +275,14 @@ def main(start: Start) -> None:
         if rows is not None:
             patience = SpinPolicy(start.placement.spin, batch.no_spin_until, start.placement.cpus)
             clean = serve(channel, rows, patience, lambda now, *told: take_place(now, start.plan, batch, *told))
-    except ChannelClosed:  # the caller closed or died; there is nobody to tell
+    except ChannelClosed:  # the caller closed or died; no process is left to report to
         clean = abandoned = True
         if rows is not None:
             rows.close()
     except BaseException:
         traceback.print_exc()
     flush_output()
-    if abandoned:  # nobody is left to see to the helpers that environments started
+    if abandoned:  # no other process ends the helpers that environments started
         end_own()
     if left_behind():  # an ordinary exit would wait for them
         os._exit(0 if clean else 1)

@@ -146,7 +146,7 @@ class EnvRows(Envs):
         """
         if self.generators is not None:
             self.generators.done()
-        if begun != done:  # nobody knows how far it got
+        if begun != done:  # its state is unknown
             row = self.first + begun
             if not any(failure.env == row for failure in self._out.failures):
                 self._out.failures.append(Failure(row, EnvError(f"env {row} was interrupted: it has to be built anew")))
@@ -156,7 +156,7 @@ class EnvRows(Envs):
         self._walk = None
 
     def _lost_place(self, ks: Sequence[int] | None) -> None:
-        """As :meth:`_stopped`, where nobody noted: the row that was taken up last may or may not have been done."""
+        """As :meth:`_stopped`, without a note of progress: the row that was begun last may or may not be done."""
         every = list(range(self.count) if ks is None else ks)[self._done :]
         taken = len(every) - length_hint(self._walk)
         self._stopped(ks, every[taken - 1] if taken else -1, -1)
@@ -443,5 +443,5 @@ class EnvRows(Envs):
 
 
 def _own(leaf: Array, ks: Sequence[int] | None) -> Sequence[Any]:
-    """Scalars, or rows of a copy made at once: nobody else's, and never the shared block itself."""
+    """Scalars, or rows of a copy made at once, and never views of the shared block."""
     return list(leaf.copy() if ks is None else leaf[ks])

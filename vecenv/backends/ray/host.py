@@ -199,7 +199,7 @@ def _build(plan: HostPlan) -> HostRows:
 
 
 class _SharedNodeEngine(Engine):
-    """The engine of a host: nobody spins or has a core of its own where Ray's threads, and perhaps other hosts, run too."""
+    """The engine of a host: it does not spin or pin cores, since Ray's threads and perhaps other hosts run there too."""
 
     def _open_pool(self, plan: Plan, arena: Arena, options: PoolOptions, num_workers: int) -> WorkerPool:
         return WorkerPool(plan, arena, self.batch, options, self)

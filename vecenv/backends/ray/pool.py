@@ -142,7 +142,7 @@ class RemoteHost:
     # What a worker process has, so that a host can be late and be ended like one.
 
     def stack(self) -> str:
-        """Nobody on this machine can look into it."""
+        """No process of this machine can inspect it."""
         return ""
 
     def signal(self, number: int) -> None:
@@ -280,7 +280,7 @@ class HostPool:
         self._tell()
 
     def resume(self) -> None:
-        """The call before was interrupted: whoever waits sends what was not sent, and asks again for what was not read."""
+        """The call before was interrupted: the next wait sends what was not sent, and asks again for what was not read."""
         self._table.repair()
 
     def _tell(self) -> None:
@@ -301,12 +301,12 @@ class HostPool:
         }
 
     def gather(self, request: Request, deadline: float | None) -> list[RemoteHost]:
-        """Wait until everybody has answered ``request``; returns those that had not when the time was up."""
+        """Wait until all hosts have answered ``request``; returns those that had not when the time was up."""
         self._tell()
         began = time.perf_counter()
         try:
             awaited = self._awaited([request])
-            if awaited:  # nearly always: one call for everybody
+            if awaited:  # nearly always: one call for all hosts
                 replies = self._hosts.fetch(list(awaited), _left(deadline))
                 self._check()
                 if replies is not None:
@@ -414,7 +414,7 @@ class HostPool:
         self.released = True
 
     def end_unclosed(self) -> None:
-        """Nobody closed it and nobody can any more."""
+        """It was not closed and can no longer be closed."""
         if not self.abandoned:
             self._hosts.close()
 

@@ -15,7 +15,7 @@ import cloudpickle
 
 from vecenv.link.messages import Outcome
 from vecenv.system.generators import watch_by
-from vecenv.worker.keeping import KeptRows
+from vecenv.worker.keeping import SnapshotRows
 from vecenv.worker.threads import Said
 
 __all__ = ["AheadRows", "WithAttributes"]
@@ -48,8 +48,8 @@ class WithAttributes:
         self._attributes[name] = blob
 
 
-class AheadRows(KeptRows):
-    """As :class:`KeptRows`, of one row."""
+class AheadRows(SnapshotRows):
+    """As :class:`SnapshotRows`, of one row."""
 
     _latest = 0  # preparation
     _kept: tuple[int, Said] | None = None

@@ -237,7 +237,7 @@ class Envs:
         if self._interrupts and isinstance(error, KeyboardInterrupt):
             raise error
 
-    def _told(self, k: int, error: BaseException) -> BaseException:
+    def _named(self, k: int, error: BaseException) -> BaseException:
         """What is said of an environment that raised ``error``: it, unless that is the person's at the keyboard."""
         if self._interrupts and isinstance(error, KeyboardInterrupt):
             return EnvError(f"env {self.first + k} was interrupted: {summary(error)}")

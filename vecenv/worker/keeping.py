@@ -18,10 +18,10 @@ from vecenv.system.generators import unwatched
 from vecenv.system.uninterrupted import succeeds_when_repeated
 from vecenv.worker.rows import EnvRows
 
-__all__ = ["KeptRows"]
+__all__ = ["SnapshotRows"]
 
 
-class KeptRows(EnvRows):
+class SnapshotRows(EnvRows):
     """Environments that are stepped and reset (:class:`~vecenv.worker.rows.EnvRows`), saved and loaded."""
 
     _opened: dict[int, tuple[Callable[[], None], Snapshot]] | None = None
@@ -126,7 +126,7 @@ class KeptRows(EnvRows):
                 self._let_through(error)
                 if fatal:
                     self._drop(k)
-                out.failures.append(Failure(self.first + k, self._told(k, error), fatal=fatal))
+                out.failures.append(Failure(self.first + k, self._named(k, error), fatal=fatal))
             self._done += 1
         return out
 

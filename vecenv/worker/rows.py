@@ -29,7 +29,7 @@ from vecenv.shm.layout import Array, Batch, Tree, memory_of
 from vecenv.system.generators import look_at_torch
 from vecenv.worker.envs import Envs, Expected
 from vecenv.worker.infos import InfoWriter
-from vecenv.worker.timing import StepTimes, clock
+from vecenv.worker.timing import StepClock, clock
 
 __all__ = ["EnvRows"]
 
@@ -83,7 +83,7 @@ class EnvRows(Envs):
         self._schemas = batch.info_schemas[mine]
         self._final = batch.final[mine]
         cells = (memory_of(counter[worker : worker + 1]) for counter in (batch.worker_time, batch.worker_steps))
-        self._times = StepTimes(batch.step_time[mine], *cells)
+        self._times = StepClock(batch.step_time[mine], *cells)
         self._infos = InfoWriter(self._schemas, batch.infos[mine])
         self._direct, self._direct_rows, self._flat = self._direct_writes(observation_tree)
         self._out = Outcome()
@@ -377,7 +377,7 @@ class EnvRows(Envs):
                 with self._turn(k):
                     out.results[self.first + k] = function(k)
             except BaseException as error:
-                out.failures.append(Failure(self.first + k, self._told(k, error), fatal=False))
+                out.failures.append(Failure(self.first + k, self._named(k, error), fatal=False))
                 self._let_through(error)
         return out
 
@@ -420,7 +420,7 @@ class EnvRows(Envs):
     def _fail(self, k: int, error: BaseException, out: Outcome) -> None:
         self.leave_if_forked()
         row = self.first + k
-        out.failures.append(Failure(row, self._told(k, error)))
+        out.failures.append(Failure(row, self._named(k, error)))
         self._drop(k)
         out.observations.pop(row, None)
         out.infos.pop(row, None)

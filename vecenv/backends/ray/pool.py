@@ -19,7 +19,7 @@ import cloudpickle
 import numpy as np
 from gymnasium.error import ClosedEnvironmentError
 
-from vecenv.backends.ray.host import HostPlan, HostReady, Reply
+from vecenv.backends.ray.host import HostPlan, HostReady, HostReply
 from vecenv.backends.ray.packing import Packing
 from vecenv.engine.handles import command_of, envs_text
 from vecenv.engine.pending import ONLY_COLUMNS, PLAIN, Answer, Death, PendingRequests, Request, WorkerRequest
@@ -117,12 +117,12 @@ class RemoteHost:
         rows = None if len(part.rows) == len(self.rows) else [row - self.rows.start for row in part.rows]
         part.reference = self._hosts.submit(self.actor, "serve", seq, int(part.op), rows, part.payload)
 
-    def opened(self, reply: Any) -> Reply:
+    def opened(self, reply: Any) -> HostReply:
         """An answer as it is said in full."""
-        if isinstance(reply, Reply):
+        if isinstance(reply, HostReply):
             return reply
         rewards, terminations, truncations, *leaves = self._answers.unpack(reply)
-        return Reply(leaves=leaves, numbers=(rewards, terminations, truncations))
+        return HostReply(leaves=leaves, numbers=(rewards, terminations, truncations))
 
     def mark_dead(self, reason: str = "") -> None:
         """End the host for good; everything it was asked is lost."""

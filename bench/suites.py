@@ -15,8 +15,17 @@ import psutil
 
 from bench import engines
 from bench.workloads import WORKLOADS, SleepingEnv
-from vecenv.tools.benchmark import Candidate, Host, Report, Row, Summary, compare, default_candidates, vecenv_candidate
-from vecenv.tools.runners import EnvFn, FirstReadyRunner, Runner, VectorRunner
+from vecenv.tools.benchmark import (
+    Candidate,
+    CandidateProcess,
+    Report,
+    ResultRow,
+    Summary,
+    compare,
+    default_candidates,
+    vecenv_candidate,
+)
+from vecenv.tools.runners import EnvFn, FirstReadyVectorRunner, Runner, VectorRunner
 
 PROCESS_EACH = {"per-env", "gym-async", "sb3", "tianshou", "torchrl"}
 TOGETHER = 600  # processes that may be alive at once before such engines are measured one by one
@@ -35,7 +44,7 @@ class Memory:
     processes: int
 
 
-def memory_of(host: Host) -> Memory:
+def memory_of(host: CandidateProcess) -> Memory:
     """What a row that runs occupies."""
     found = Memory(0, 0, 0)
     process = psutil.Process(host.pid)
@@ -73,7 +82,7 @@ def side_by_side(
     if names is not None:
         candidates = [c for c in candidates if c.name in set(names)]
 
-    def look(hosts: list[Host]) -> None:
+    def look(hosts: list[CandidateProcess]) -> None:
         if memory is not None:
             memory.update((host.candidate.name, memory_of(host)) for host in hosts if host.usable)
 
@@ -84,14 +93,14 @@ def side_by_side(
         too_much = [] if needed < psutil.virtual_memory().available else heavy
         part = compare(workload, env_fn, num_envs, [c for c in group if c not in too_much], inspect=look, **pace)
         reason = f"{num_envs} processes would need about {needed / 2**30:.0f} GiB"
-        part.rows += [Row(c.name, c.label, c.kind, [math.nan] * part.repeats, missing=reason) for c in too_much]
+        part.rows += [ResultRow(c.name, c.label, c.kind, [math.nan] * part.repeats, missing=reason) for c in too_much]
         reports.append(part)
     return reports
 
 
 def merged(reports: list[Report]) -> Report:
     """One report with the rates of all. Its ratios mean nothing where rows come from different runs."""
-    rows: dict[str, Row] = {}
+    rows: dict[str, ResultRow] = {}
     for report in reports:
         for row in report.rows:
             rows.setdefault(row.name, row)
@@ -124,7 +133,7 @@ class Sleepers(VectorRunner):
         return float(self.envs.step(self._next())[0].sum()) / self.num_envs
 
 
-class FirstReadySleepers(FirstReadyRunner):
+class FirstReadySleepers(FirstReadyVectorRunner):
     """As :class:`Sleepers`, taking whichever environments have woken up."""
 
     def _step(self) -> float:

@@ -22,7 +22,7 @@ import vecenv
 from bench.steppers import AsyncEnvPool, Halves, StableBaselines3, Stepper
 from bench.waits import sb3_envs
 from bench.workloads import Workload
-from vecenv.tools.benchmark import Candidate, Host, Report, Unavailable, compare
+from vecenv.tools.benchmark import Candidate, CandidateProcess, Report, Unavailable, compare
 from vecenv.tools.report import new_figure, save
 from vecenv.tools.runners import SEED, EnvFn, make_env, run_for
 
@@ -333,7 +333,7 @@ def train(
     rows = [row for row in _candidates(name, num_envs, workers) if names is None or row.name in set(names)]
     shares: Shares = {}
 
-    def look(hosts: list[Host]) -> None:
+    def look(hosts: list[CandidateProcess]) -> None:
         for host in hosts:
             if host.usable and (found := host.ask("shares")):
                 shares[host.candidate.name] = found

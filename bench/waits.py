@@ -25,7 +25,15 @@ import vecenv
 from bench.engines import OTHERS, Stepping
 from bench.suites import Memory, memory_of
 from bench.workloads import SleepingEnv, Workload
-from vecenv.tools.benchmark import Candidate, Host, Report, Unavailable, compare, default_candidates, vecenv_candidate
+from vecenv.tools.benchmark import (
+    Candidate,
+    CandidateProcess,
+    Report,
+    Unavailable,
+    compare,
+    default_candidates,
+    vecenv_candidate,
+)
 from vecenv.tools.runners import EnvFn, Runner, VectorRunner, run_for, sample_actions
 
 __all__ = ["WAITS", "episodes", "sb3_envs", "torchrl_pool", "waits"]
@@ -223,7 +231,7 @@ def waits(
     if names is not None:
         rows = [row for row in rows if row.name in set(names)]
 
-    def look(hosts: list[Host]) -> None:
+    def look(hosts: list[CandidateProcess]) -> None:
         if memory is not None:
             memory.update((host.candidate.name, memory_of(host)) for host in hosts if host.usable)
 

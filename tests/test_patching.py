@@ -163,7 +163,7 @@ def test_what_else_a_program_may_do_with_the_class() -> None:
 
 
 def test_a_class_that_reaches_into_gymnasiums_is_derived_from_gymnasiums(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patching, "REPORT", patching.Report())
+    monkeypatch.setattr(patching, "REPORT", patching.PatchReport())
     vecenv.install(sync=True, num_workers=1)
     theirs: Any = gymnasium.vector.AsyncVectorEnv
 
@@ -430,7 +430,7 @@ def test_failures_are_counted(tmp_path: Path) -> None:
 
 def test_environments_that_are_dropped_without_a_close_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """AgileRL's demonstrations leave theirs in a module that is cleared; other programs in a function that returns."""
-    monkeypatch.setattr(patching, "REPORT", patching.Report())
+    monkeypatch.setattr(patching, "REPORT", patching.PatchReport())
     vecenv.install(num_workers=1)
     built: list[Any] = []
     for drop in (built.clear, gc.collect):

@@ -183,7 +183,7 @@ class ErrorRecord:
     def __str__(self) -> str:
         first = (str(self.error).strip().splitlines() or [""])[0]
         where = f"worker {self.worker}, pid {self.pid}" if self.worker >= 0 else "in the calling process"
-        who = where if self.env is None else f"env {self.env} ({where})"
-        said = self.env is None and first.startswith(f"worker {self.worker} (pid {self.pid},")  # who, and during what
-        doing = "" if said else f"{who}, {self.command}: "
+        source = where if self.env is None else f"env {self.env} ({where})"
+        said = self.env is None and first.startswith(f"worker {self.worker} (pid {self.pid},")  # the source and the command
+        doing = "" if said else f"{source}, {self.command}: "
         return f"{self.when:%Y-%m-%d %H:%M:%S} {doing}{type(self.error).__name__}: {first}"

@@ -131,7 +131,7 @@ def make_vec(
         return _make_registered(int(num_envs), wrappers=wrappers, **settings)
     if backend == "process" and found is not None and only_vector(found):
         row = _BACKENDS["native"]
-    request = Request(id_or_env_fn, int(num_envs), given, _parse_wrappers(wrappers), kwargs)
+    request = MakeRequest(id_or_env_fn, int(num_envs), given, _parse_wrappers(wrappers), kwargs)
     envs = row.build(request)
     if (spec := request.result_spec(row.mode, envs.unwrapped.spec)) is not None:
         envs.unwrapped.spec = spec
@@ -178,7 +178,7 @@ def _make_registered(num_envs: int, *, id: str, backend: str, options: dict[str,
 
 
 @dataclass(frozen=True)
-class Request:
+class MakeRequest:
     """What :func:`make_vec` was asked for."""
 
     what: str | EnvSpec | EnvFn
@@ -237,7 +237,7 @@ class Backend:
         mode: Gymnasium's name for the way it is vectorized, recorded in the spec.
     """
 
-    build: Callable[[Request], AnyVectorEnv]
+    build: Callable[[MakeRequest], AnyVectorEnv]
     find: Callable[[str], Any]
     needs: tuple[str, ...] = ()
     extra: str = ""
@@ -292,7 +292,7 @@ def _parse_wrappers(wrappers: Wrappers | None) -> tuple[Callable[[Any], Any], ..
 # -- the rows ----------------------------------------------------------------------------------------------------------
 
 
-def _process(request: Request) -> AnyVectorEnv:
+def _process(request: MakeRequest) -> AnyVectorEnv:
     options = dict(request.vector_kwargs)
     options.setdefault("num_workers", None if options.get("spare_workers") else "auto")
     if options.get("context") is None and _threads_do_not_survive_a_fork():
@@ -300,13 +300,13 @@ def _process(request: Request) -> AnyVectorEnv:
     return _engine(request, options)
 
 
-def _serial(request: Request) -> AnyVectorEnv:
+def _serial(request: MakeRequest) -> AnyVectorEnv:
     if request.vector_kwargs.get("num_workers", 0) != 0:
         raise ValueError("backend 'serial' steps environments in this process; num_workers is for backend='process'")
     return _engine(request, {**request.vector_kwargs, "num_workers": 0})
 
 
-def _engine(request: Request, options: dict[str, Any]) -> AnyVectorEnv:
+def _engine(request: MakeRequest, options: dict[str, Any]) -> AnyVectorEnv:
     check_names(options, engine_options(), "AsyncVectorEnv")
     env_fn = _env_fn(request)
     return AsyncVectorEnv([env_fn] * request.num_envs, **options)
@@ -317,7 +317,7 @@ def _threads_do_not_survive_a_fork() -> bool:
     return loaded and "forkserver" in multiprocessing.get_all_start_methods()
 
 
-def _env_fn(request: Request) -> EnvFn:
+def _env_fn(request: MakeRequest) -> EnvFn:
     what, kwargs = request.what, request.env_kwargs
     if isinstance(what, str | EnvSpec):
         spec = copy.deepcopy(find_spec(what) if isinstance(what, str) else what)
@@ -338,13 +338,13 @@ def _build(env_fn: EnvFn, wrappers: Wrappers, kwargs: dict[str, Any]) -> gymnasi
     return env
 
 
-def _ray(request: Request) -> AnyVectorEnv:
+def _ray(request: MakeRequest) -> AnyVectorEnv:
     from vecenv.backends import RayVectorEnv
 
     return RayVectorEnv([_env_fn(request)] * request.num_envs, **request.vector_kwargs)
 
 
-def _native(request: Request) -> AnyVectorEnv:
+def _native(request: MakeRequest) -> AnyVectorEnv:
     from vecenv.backends import NativeVectorEnv
 
     request.name("native")
@@ -375,7 +375,7 @@ def _native(request: Request) -> AnyVectorEnv:
     return envs
 
 
-def _envpool(request: Request) -> AnyVectorEnv:
+def _envpool(request: MakeRequest) -> AnyVectorEnv:
     from vecenv.backends import EnvPoolVectorEnv
 
     name = request.name("envpool")
@@ -388,7 +388,7 @@ def _find_envpool(name: str) -> str:
     return family_of(name)
 
 
-def _jax_native(library: str, request: Request) -> AnyVectorEnv:
+def _jax_native(library: str, request: MakeRequest) -> AnyVectorEnv:
     from vecenv.backends.jax_native import JaxVectorEnv
 
     options = {**request.vector_kwargs, **request.env_kwargs}

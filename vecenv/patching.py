@@ -20,7 +20,7 @@ from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.front.arguments import check_names
 from vecenv.front.gymnasiums import GymnasiumAsync, GymnasiumSync
 
-__all__ = ["DEFAULTS", "REPORT", "Report", "install", "uninstall"]
+__all__ = ["DEFAULTS", "REPORT", "PatchReport", "install", "uninstall"]
 
 _SIGNATURE: Final = inspect.signature(AsyncVectorEnv.__init__)
 _OPTIONS: Final = [name for name in _SIGNATURE.parameters if name not in ("self", "env_fns", "worker")]
@@ -29,7 +29,7 @@ DEFAULTS: dict[str, Any] = {}
 """Arguments for constructions that do not give them."""
 
 
-class Report:
+class PatchReport:
     """Counts the vector environments that were built in the place of Gymnasium's.
 
     Attributes:
@@ -112,7 +112,7 @@ def _vector_environments(engines: int, environments: int) -> str:
     return f"{engines} vector environment{'s' if engines > 1 else ''} of {environments} environments"
 
 
-REPORT = Report()
+REPORT = PatchReport()
 
 
 def _functions(names: Mapping[str, Any]) -> Iterator[FunctionType]:

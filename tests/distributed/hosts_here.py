@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from vecenv.backends import RayVectorEnv
-from vecenv.backends.ray.host import Host, HostPlan, Reply
+from vecenv.backends.ray.host import Host, HostPlan, HostReply
 from vecenv.backends.ray.pool import Lost
 from vecenv.errors import ClusterError
 
@@ -117,7 +117,7 @@ def _travelled(value: Any) -> Any:
     buffers: list[Any] = []
     data = pickle.dumps(value, 5, buffer_callback=buffers.append)
     again = pickle.loads(data, buffers=[bytes(buffer.raw()) for buffer in buffers])
-    if isinstance(again, Reply) and again.leaves is not None:
+    if isinstance(again, HostReply) and again.leaves is not None:
         for leaf in again.leaves:
             assert isinstance(leaf, np.ndarray)
             leaf.flags.writeable = False

@@ -21,7 +21,7 @@ from sampling import each_once
 
 import vecenv
 from vecenv.backends import RayVectorEnv
-from vecenv.backends.ray.host import Reply
+from vecenv.backends.ray.host import HostReply
 from vecenv.backends.ray.packing import Packing
 from vecenv.backends.ray.pool import RemoteHost
 from vecenv.backends.ray.store import PartsStore
@@ -558,7 +558,7 @@ def test_a_plain_step_is_one_call_a_host_with_packed_arrays(shape: tuple[int, ..
     open_reply = RemoteHost.opened
     monkeypatch.setattr(RemoteHost, "opened", lambda host, reply: opened.append(reply) or open_reply(host, reply))
     assert_same_trajectory(envs, SyncVectorEnv(fns), 9, seed=1)
-    assert [type(reply) for reply in opened] == [Reply] * 2 + [bytes if shape == (2,) else tuple] * 18  # a reset, nine steps
+    assert [type(reply) for reply in opened] == [HostReply] * 2 + [bytes if shape == (2,) else tuple] * 18  # 1 + 9 calls
     assert here.served.count((0, "step")) == 9
     envs.close()
 

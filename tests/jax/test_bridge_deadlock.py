@@ -84,7 +84,7 @@ def watch(frame, event, arg):
     name = frame.f_globals.get("__name__", "")
     if event == "call" and name.partition(".")[0] in ("jax", "jaxlib"):
         seen.add((name, frame.f_code.co_name))
-real = host.Host.call
+real = host.CallbackHost.call
 def call(self, *args):
     for value in args[2:]:
         assert type(value) is np.ndarray, type(value)
@@ -93,7 +93,7 @@ def call(self, *args):
         return real(self, *args)
     finally:
         sys.setprofile(None)
-host.Host.call = call
+host.CallbackHost.call = call
 with vj.bridge(Logged(), transport={transport!r}) as env:
     state = env.reset(jax.random.key(0))
     state = env.recv(env.send(env.step(state, jnp.zeros((2, 1))), jnp.zeros((2, 1))))

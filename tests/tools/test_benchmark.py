@@ -25,7 +25,7 @@ pytest.importorskip("matplotlib")
 
 from bench import train
 from vecenv.tools import benchmark, report, runners
-from vecenv.tools.benchmark import Candidate, Report, Row, Summary
+from vecenv.tools.benchmark import Candidate, Report, ResultRow, Summary
 from vecenv.tools.runners import BareLockstep, BareLoop, BareLoops, BarePipes, Step, VectorRunner, digest, first_difference
 
 CARTPOLE = partial(runners.make_env, "CartPole-v1")
@@ -35,10 +35,10 @@ SHORT: dict[str, Any] = {"seconds": 0.05, "repeats": 2}
 @pytest.fixture(scope="module", autouse=True)
 def fonts_are_open(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Matplotlib opens its fonts with the first picture and keeps them; that is not a leak of the test that draws first."""
-    report.draw_bars(reported(Row("a", "a", "vecenv", [1.0])), tmp_path_factory.mktemp("fonts") / "bars.png")
+    report.draw_bars(reported(ResultRow("a", "a", "vecenv", [1.0])), tmp_path_factory.mktemp("fonts") / "bars.png")
 
 
-def reported(*rows: Row) -> Report:
+def reported(*rows: ResultRow) -> Report:
     about: dict[str, Any] = {"cpu": "a processor", "usable_cores": 2, "python": "3", "gymnasium": "1"}
     return Report("CartPole-v1", 64, 1.0, 3, "fine", about, list(rows))
 
@@ -54,7 +54,8 @@ def test_summary_leaves_out_samples_that_were_never_taken() -> None:
 
 
 def test_ratio_is_formed_round_by_round() -> None:
-    found = reported(Row("a", "a", "vecenv", [10.0, 40.0, 30.0]), Row("b", "b", "other", [5.0, 10.0, 10.0])).ratio("a", "b")
+    rows = ResultRow("a", "a", "vecenv", [10.0, 40.0, 30.0]), ResultRow("b", "b", "other", [5.0, 10.0, 10.0])
+    found = reported(*rows).ratio("a", "b")
     assert found is not None
     assert (found.minimum, found.median, found.maximum) == (2.0, 3.0, 4.0)
 
@@ -253,7 +254,7 @@ class Hangs(Steady):
 
 @pytest.mark.long
 def test_candidate_that_hangs_is_given_up_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmark.Host.close, "__defaults__", (0.1,))
+    monkeypatch.setattr(benchmark.CandidateProcess.close, "__defaults__", (0.1,))
     with benchmark.started([Candidate("hangs", "hangs", Hangs)]) as (host,):
         assert host.ask("run", 0.0, timeout=0.2) is None
         assert host.failed == "gave no answer within 0 s"
@@ -316,10 +317,12 @@ def test_engines_with_a_process_for_each_of_many_environments_are_crowds_and_sta
 # --- what is shown ------------------------------------------------------------------------------
 
 ROWS = (
-    Row("auto", "vecenv, auto", "vecenv", [1_234_567.0, 1_334_567.0, 1_134_567.0]),
-    Row("gym-async", "Gymnasium AsyncVectorEnv", "gymnasium", [math.nan] * 3, failed="its process was killed by SIGKILL"),
-    Row("bare-loop", "bare loop, 2 processes", "bound", [2_345_678.0, 2_145_678.0, 2_545_678.0]),
-    Row("sb3", "another library", "other", [math.nan] * 3, missing="it is not installed"),
+    ResultRow("auto", "vecenv, auto", "vecenv", [1_234_567.0, 1_334_567.0, 1_134_567.0]),
+    ResultRow(
+        "gym-async", "Gymnasium AsyncVectorEnv", "gymnasium", [math.nan] * 3, failed="its process was killed by SIGKILL"
+    ),
+    ResultRow("bare-loop", "bare loop, 2 processes", "bound", [2_345_678.0, 2_145_678.0, 2_545_678.0]),
+    ResultRow("sb3", "another library", "other", [math.nan] * 3, missing="it is not installed"),
 )
 TABLE = """\
 Trajectories: fine.
@@ -368,14 +371,14 @@ def test_a_picture_names_the_rows_that_died_and_its_labels_do_not_touch(
 
 
 def test_there_is_no_picture_of_nothing(tmp_path: Path) -> None:
-    dead = Row("auto", "vecenv, auto", "vecenv", [math.nan], failed="it raised")
+    dead = ResultRow("auto", "vecenv, auto", "vecenv", [math.nan], failed="it raised")
     assert not report.draw_bars(reported(dead), tmp_path / "bars.png")
     assert not report.draw_scale([reported(dead)], tmp_path / "scale.png")
     assert not list(tmp_path.iterdir())
 
 
 def test_where_the_time_of_trainings_goes_is_drawn(tmp_path: Path) -> None:
-    found = reported(Row("a", "a", "vecenv", [100.0, 200.0]))
+    found = reported(ResultRow("a", "a", "vecenv", [100.0, 200.0]))
     train.draw_shares(found, {"a": {"environments": 0.5, "policy": 0.2, "learning": 0.3}}, tmp_path / "shares.png")
     assert (tmp_path / "shares.png").stat().st_size > 1000
 

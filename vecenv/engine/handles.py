@@ -24,7 +24,7 @@ from vecenv.system.descendants import end_group
 from vecenv.system.descriptors import DescriptorOwner
 from vecenv.system.generators import unwatch, watch
 from vecenv.system.supervision import STACK_SIGNALS, BlackBox, ProcessWatch, catches, close_process, describe_exit
-from vecenv.worker.keeping import KeptRows
+from vecenv.worker.keeping import SnapshotRows
 from vecenv.worker.main import answer
 from vecenv.worker.stacks import innermost, reaches_down
 
@@ -65,7 +65,7 @@ class CallerWorker:
     overdue = False
     paid = False
 
-    def __init__(self, index: int, rows: range, env_rows: KeptRows, table: PendingRequests) -> None:
+    def __init__(self, index: int, rows: range, env_rows: SnapshotRows, table: PendingRequests) -> None:
         self.index = index
         self.rows = rows
         self._rows = env_rows

@@ -26,7 +26,7 @@ from vecenv.system.uninterrupted import by_handler
 __all__ = ["FirstReadyRunner", "LockstepRunner"]
 
 
-class Runner:
+class EpisodeRunner:
     """What both share.
 
     Args:
@@ -59,7 +59,7 @@ class Runner:
         self._report(self._episodes.ended(attempt, bool(terminated), bool(truncated), info))
 
 
-class FirstReadyRunner(Runner):
+class FirstReadyRunner(EpisodeRunner):
     """Runs episodes on an engine with first-ready batches and a seed for each environment.
 
     What is in flight before and after an exception tells which environments it is about. An exception of an environment is
@@ -71,7 +71,7 @@ class FirstReadyRunner(Runner):
     until all have.
 
     Args:
-        envs, episodes, act, report: As of :class:`Runner`.
+        envs, episodes, act, report: As of :class:`EpisodeRunner`.
         timeout: Seconds that a step, or a reset, of an environment takes at most; ``None``: no limit.
         filmed: Places of the episodes whose frames are kept.
     """
@@ -327,11 +327,11 @@ class FirstReadyRunner(Runner):
         return [attempt.row]
 
 
-class LockstepRunner(Runner):
+class LockstepRunner(EpisodeRunner):
     """Runs episodes on any vector environment.
 
     Args:
-        envs, episodes, act, report: As of :class:`Runner`.
+        envs, episodes, act, report: As of :class:`EpisodeRunner`.
         in_waves: Seeds are given to all environments at once or not at all.
     """
 

@@ -28,7 +28,7 @@ from vecenv.front.capabilities import capabilities_of
 from vecenv.front.gymnasiums import GymnasiumSync
 from vecenv.jax.env import Array, EnvState, PyTree
 from vecenv.jax.functional import action_spec, check_action
-from vecenv.jax.host import Host, InfoColumns, leaves_of
+from vecenv.jax.host import CallbackHost, InfoColumns, leaves_of
 from vecenv.jax.host_call import call_in_lanes, choose_transport, host_call, host_function, original_errors, struct
 from vecenv.jax.interop import jax_space
 
@@ -74,7 +74,7 @@ class Bridge:
         self.num_envs = envs.num_envs // (lanes or 1)
         self._float64 = float64
         self._infos = InfoColumns(info_spec)
-        self._host = Host(envs, self._infos, timeout)
+        self._host = CallbackHost(envs, self._infos, timeout)
         self.autoreset_mode = self._host.mode
         self.single_observation_space: gym.Space[Any] = jax_space(envs.single_observation_space)
         self.single_action_space: gym.Space[Any] = jax_space(envs.single_action_space)

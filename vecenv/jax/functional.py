@@ -1,6 +1,6 @@
 """``FunctionalVectorEnv``: a batch of JAX-native environments as pure functions, ``reset`` and ``step``.
 
-:class:`Episodes` is the batch logic: steps, time limits, statistics and the beginning of episodes, pure, over a flat batch
+:class:`FunctionalEpisodes` is the batch logic: steps, time limits, statistics and new episodes, pure, over a flat batch
 of ``n`` rows. :class:`FunctionalVectorEnv` compiles it whole, gives it any batch shape, lays it over several devices, and
 checks while tracing whatever can be checked there, so that compiled steps cost nothing for it. Three decisions carry
 the rest:
@@ -36,7 +36,7 @@ from vecenv.jax.env import Array, EnvState, Fixed, FrameSkip, JaxEnv, NativeStat
 from vecenv.jax.interop import jax_space
 from vecenv.jax.libraries import adapt
 
-__all__ = ["GONE", "Episodes", "FunctionalVectorEnv", "Randomize", "action_spec", "check_action"]
+__all__ = ["GONE", "FunctionalEpisodes", "FunctionalVectorEnv", "Randomize", "action_spec", "check_action"]
 
 GONE = (
     "The arrays of this state are gone: it was donated to another computation (jit with donate_argnums). A state can be "
@@ -105,7 +105,7 @@ class FunctionalVectorEnv:
         self.single_action_space = jax_space(adapted.single_action_space)
         self.observation_space = jax_space(batch_space(adapted.single_observation_space, self.num_envs))
         self.action_space = jax_space(batch_space(adapted.single_action_space, self.num_envs))
-        self._episodes = Episodes(
+        self._episodes = FunctionalEpisodes(
             Fixed(adapted), self.autoreset_mode, self.max_episode_steps, {"fresh": 0, "cached": 1, "pool": pool_size}[reset],
             stagger, randomize, self.discount, micro_batch,
         )  # fmt: skip
@@ -314,7 +314,7 @@ _POOL, _MODEL, _STAGGER = 2**31 - 1, 2**31 - 2, 2**31 - 3  # folded into a row's
 
 
 @dataclasses.dataclass(eq=False)
-class Episodes:
+class FunctionalEpisodes:
     """The batch logic over one adapted environment; see :class:`vecenv.jax.FunctionalVectorEnv` for the options."""
 
     env: Fixed

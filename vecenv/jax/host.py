@@ -29,7 +29,7 @@ from vecenv.front.capabilities import capabilities_of
 from vecenv.front.gymnasiums import GymnasiumAsync
 from vecenv.shm.layout import Tree, fixed_tree
 
-__all__ = ["Host", "InfoColumns", "Requests", "leaves_of"]
+__all__ = ["CallbackHost", "InfoColumns", "Requests", "leaves_of"]
 
 Array: TypeAlias = npt.NDArray[Any]
 Result: TypeAlias = tuple[tuple[int, ...], np.dtype[Any]]  # shape and dtype
@@ -39,7 +39,7 @@ Stepped: TypeAlias = tuple[Any, Array, Array, Array, dict[str, Any]]
 _USUAL_TIMEOUT: Final = 60.0
 _FLAG: Final[Result] = ((), np.dtype(np.bool_))
 _epochs = itertools.count(1)  # of all bridges, so that a state of another one is recognised
-_last_reset_by: weakref.WeakValueDictionary[int, Host] = weakref.WeakValueDictionary()
+_last_reset_by: weakref.WeakValueDictionary[int, CallbackHost] = weakref.WeakValueDictionary()
 """Id of a vector env -> which of the hosts over it reset it last; no other one's states are of use."""
 
 
@@ -63,7 +63,7 @@ def leaves_of(tree: Tree, value: Any) -> list[Any]:
     return found
 
 
-class Host:
+class CallbackHost:
     """One vector env and the newest ticket.
 
     Args:
@@ -268,7 +268,8 @@ class Host:
 
 
 _COMMANDS: dict[str, Callable[..., list[Array]]] = {
-    "reset": Host._reset, "step": Host._step, "send": Host._send, "recv": Host._recv, "reset_mask": Host._reset_mask,
+    "reset": CallbackHost._reset, "step": CallbackHost._step, "send": CallbackHost._send, "recv": CallbackHost._recv,
+    "reset_mask": CallbackHost._reset_mask,
 }  # fmt: skip
 
 

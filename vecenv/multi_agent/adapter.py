@@ -20,7 +20,7 @@ import numpy as np
 from vecenv.errors import ObservationError
 from vecenv.link.observations import tree_writer
 from vecenv.multi_agent.conventions import ALL, MASK_KEYS, Adapted, as_parallel
-from vecenv.multi_agent.roster import FLAGS, Part, Roster, flat, tree_of, zeros
+from vecenv.multi_agent.roster import FLAGS, AgentGroup, Roster, flat, tree_of, zeros
 from vecenv.shm import Tree
 from vecenv.shm.layout import Array
 
@@ -394,7 +394,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         return True
 
 
-def _action_picker(part: Part, place: int) -> Callable[[Any], Any]:
+def _action_picker(part: AgentGroup, place: int) -> Callable[[Any], Any]:
     """Takes one agent's action out of the environment's."""
     if not part.axis:
         return itemgetter(part.key)

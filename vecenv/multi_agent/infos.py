@@ -14,7 +14,7 @@ import numpy as np
 from gymnasium import spaces
 
 from vecenv.front.infos import own_keys
-from vecenv.multi_agent.roster import Part, Roster
+from vecenv.multi_agent.roster import AgentGroup, Roster
 from vecenv.shm.layout import Array
 
 __all__ = ["RESERVED", "ActionMasks", "agents_to_axis", "list_of_dicts", "own_keys", "row_of"]
@@ -140,7 +140,7 @@ class ActionMasks:
         self._wanted = wanted
         self._num_envs = num_envs
         self._latest: dict[int, Array] = {}  # agent -> bool [num_envs, k]
-        self._observed: dict[int, tuple[Part, int]] = {}  # agents with a mask in their observation
+        self._observed: dict[int, tuple[AgentGroup, int]] = {}  # agents with a mask in their observation
         for index, (part, place) in enumerate(roster.places() if wanted else ()):
             space = part.observation_space
             if isinstance(space, spaces.Dict) and "action_mask" in space.spaces:

@@ -23,7 +23,7 @@ from vecenv.backends.envpool.vector_env import PoolVectorEnv
 from vecenv.front.arguments import env_ids_of
 from vecenv.front.capabilities import unable
 from vecenv.front.driver import Stepped
-from vecenv.multi_agent.roster import FLAGS, Part, Roster
+from vecenv.multi_agent.roster import FLAGS, AgentGroup, Roster
 from vecenv.shm.layout import Array
 
 __all__ = ["PlayerPool"]
@@ -62,7 +62,7 @@ class PlayerPool(PoolVectorEnv[FirstReadyDriver]):
             task_id, config, num_envs=self.num_envs, batch_size=batch_size, num_threads=num_threads or 0,
             max_episode_steps=max_episode_steps,
         )  # fmt: skip
-        rows = PlayerRows(task, self.num_envs, _Reader(task))
+        rows = PlayerRows(task, self.num_envs, _PlayerReader(task))
         self.roster = _roster(task.max_num_players, task.observation_space, task.action_space)
         self.metadata = {"name": task_id, "autoreset_mode": self.autoreset_mode}
         self.single_observation_space = self.observation_space = self.roster.observation_space()
@@ -83,7 +83,7 @@ class PlayerPool(PoolVectorEnv[FirstReadyDriver]):
 PlayerPool.__name__ = "MultiAgentVecEnv"  # the name in messages, which is what the caller has
 
 
-class _Reader:
+class _PlayerReader:
     """Makes rows of all agents, with infos as the engine gives them."""
 
     def __init__(self, task: Task) -> None:
@@ -136,7 +136,7 @@ class _Reader:
 
 def _roster(players: int, observation: Any, action: Any) -> Roster:
     agents = tuple(f"player_{index}" for index in range(players))
-    all_players = Part(None, tuple(range(players)), True, observation, action)
+    all_players = AgentGroup(None, tuple(range(players)), True, observation, action)
     return Roster(
         agents, (observation,) * players, (action,) * players, (all_players,), "stack",
         state_space=None, pad_value=0, any_end=False, info_masks=True,

@@ -4,7 +4,7 @@ The caller reads a :class:`Roster` once, from one environment. It travels to eve
 with it, and both sides derive the same observation from it: one ``Dict`` space of fixed size, so that the engine sees an
 ordinary environment and everything about all agents lies in shared memory.
 
-The three layouts are one: a layout is a list of :class:`Part`, each some agents with equal spaces. ``"stack"`` is one part
+The three layouts are one: a layout is a list of :class:`AgentGroup`, agents with equal spaces. ``"stack"`` is one part
 without a key; ``"agents"`` one part per agent, without an axis; groups are one part per group.
 """
 
@@ -22,14 +22,16 @@ from gymnasium.vector.utils import batch_space
 from vecenv.shm import Tree, fixed_tree
 from vecenv.shm.layout import Array, Leaf
 
-__all__ = ["FLAGS", "AgentActions", "Part", "Roster", "env_name", "flat", "map_checked", "read_roster", "tree_of", "zeros"]
+__all__ = [
+    "FLAGS", "AgentActions", "AgentGroup", "Roster", "env_name", "flat", "map_checked", "read_roster", "tree_of", "zeros",
+]  # fmt: skip
 
 FLAGS: Final = ("terminations", "truncations", "agent_mask", "transition_mask")
 """What follows the rewards in the lines of ``"signals"``, as 0 and 1; a column is an agent."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class AgentGroup:
     """Agents that share one array.
 
     Attributes:
@@ -68,7 +70,7 @@ class Roster:
     agents: tuple[Any, ...]
     observation_spaces: tuple[Space[Any], ...]
     action_spaces: tuple[Space[Any], ...]
-    parts: tuple[Part, ...]
+    parts: tuple[AgentGroup, ...]
     layout: Literal["stack", "agents", "groups"]
     state_space: Space[Any] | None
     pad_value: float
@@ -95,7 +97,7 @@ class Roster:
             return each[0]
         return spaces.Dict(OrderedDict((part.key, space) for part, space in zip(self.parts, each, strict=True)))
 
-    def places(self) -> list[tuple[Part, int]]:
+    def places(self) -> list[tuple[AgentGroup, int]]:
         """(part, place in it) of every agent, in the order of agents."""
         found = {index: (part, place) for part in self.parts for place, index in enumerate(part.agents)}
         return [found[index] for index in sorted(found)]
@@ -195,10 +197,10 @@ def _check_pad(roster: Roster) -> None:
 
 def _layout(
     layout: Any, agents: tuple[Any, ...], observed: tuple[Space[Any], ...], acted: tuple[Space[Any], ...]
-) -> tuple[Literal["stack", "agents", "groups"], tuple[Part, ...]]:
+) -> tuple[Literal["stack", "agents", "groups"], tuple[AgentGroup, ...]]:
     pairs = list(zip(observed, acted, strict=True))
 
-    def shared(key: Any, indices: tuple[int, ...], name: str) -> Part:
+    def shared(key: Any, indices: tuple[int, ...], name: str) -> AgentGroup:
         """Agents that share one array.
 
         Raises:
@@ -212,7 +214,7 @@ def _layout(
                         f"{name} needs equal spaces, and the {kind} space of agent {agents[index]!r} is {each[index]}, that "
                         f"of agent {agents[first]!r} is {each[first]}"
                     )
-        return Part(key, indices, True, *pairs[first])
+        return AgentGroup(key, indices, True, *pairs[first])
 
     if isinstance(layout, Mapping):
         _require_partition(layout, agents)
@@ -221,7 +223,7 @@ def _layout(
     if layout not in ("auto", "stack", "agents"):
         raise ValueError(f"`layout` must be 'auto', 'stack', 'agents' or a dict of group -> agents, got {layout!r}")
     if layout == "agents" or (layout == "auto" and any(pair != pairs[0] for pair in pairs)):
-        return "agents", tuple(Part(agent, (i,), False, *pairs[i]) for i, agent in enumerate(agents))
+        return "agents", tuple(AgentGroup(agent, (i,), False, *pairs[i]) for i, agent in enumerate(agents))
     try:
         return "stack", (shared(None, tuple(range(len(agents))), "layout='stack'"),)
     except ValueError as error:

@@ -177,7 +177,7 @@ class Batch:
         worker_time, worker_steps: float64 seconds and steps spent inside environments, a row a worker; short messages are
             extrapolated, and a few of them may not be in it yet.
         step_time: float64 ``(n,)``: seconds of the last sampled step of each environment.
-        no_spin_until: float64 ``(1,)``: until when nobody spins (:class:`vecenv.system.cores.SpinPolicy`).
+        no_spin_until: float64 ``(1,)``: no process spins before this time (:class:`vecenv.system.cores.SpinPolicy`).
         ahead: uint64, empty where there are no spare workers: the number of a preparation lies at its place, modulo the
             length, when that is done (:mod:`vecenv.engine.spares`).
     """

@@ -46,7 +46,7 @@ from vecenv.tools.runners import (
     BareLoops,
     BarePipes,
     EnvFn,
-    FirstReadyRunner,
+    FirstReadyVectorRunner,
     Runner,
     Step,
     VectorRunner,
@@ -54,7 +54,7 @@ from vecenv.tools.runners import (
 )
 
 __all__ = [
-    "BASELINES", "Candidate", "Host", "HostFailed", "Interrupted", "Progress", "Report", "Row", "Summary",
+    "BASELINES", "Candidate", "CandidateProcess", "HostFailed", "Interrupted", "Progress", "Report", "ResultRow", "Summary",
     "TrajectoryMismatch", "Unavailable", "bare_lockstep_candidate", "bare_loop_candidate", "bare_pipes_candidate",
     "compare", "default_candidates", "gymnasium_candidate", "machine", "scale_candidates", "started",
     "take_turns", "vecenv_candidate",
@@ -142,7 +142,9 @@ def vecenv_candidate(
     workers = options.get("num_workers")
     processes = num_envs if workers is None else 0 if workers == "auto" else workers
     if runner is None:
-        runner = partial(FirstReadyRunner, batch_size=options["batch_size"]) if "batch_size" in options else VectorRunner
+        runner = VectorRunner
+        if "batch_size" in options:
+            runner = partial(FirstReadyVectorRunner, batch_size=options["batch_size"])
     build = partial(runner, make_envs)
     return Candidate(name, label, build, "vecenv", checked=True, alone=workers == "auto", processes=processes)
 
@@ -254,7 +256,7 @@ def _host_main(pipe: Any, blob: bytes, log: str, start_method: str) -> None:
             runner.close()
 
 
-class Host:
+class CandidateProcess:
     """A candidate in a process of its own, which answers one question at a time and always with a timeout.
 
     It is a :class:`~vecenv.system.helper_process.HelperProcess`: it dies with this process, also while it builds an engine,
@@ -389,18 +391,18 @@ def _start_order(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
 
 
 @contextmanager
-def started(candidates: Sequence[Candidate], progress: Progress = lambda *_: None) -> Iterator[list[Host]]:
+def started(candidates: Sequence[Candidate], progress: Progress = lambda *_: None) -> Iterator[list[CandidateProcess]]:
     """All candidates alive at once, except crowds, which were started once and rest; nothing is left afterwards.
 
     After an exception, Ctrl-C among them, hosts are ended at once and not asked.
     """
     with tempfile.TemporaryDirectory(prefix="vecenv-bench-") as folder:
-        hosts: list[Host] = []
+        hosts: list[CandidateProcess] = []
         try:
             for group in _start_order(candidates):
                 first = len(hosts)
                 for candidate in group:
-                    hosts.append(Host(candidate, Path(folder)))  # noqa: PERF401 - one may fail, all must end
+                    hosts.append(CandidateProcess(candidate, Path(folder)))  # noqa: PERF401 - one may fail, all must end
                 for number, host in enumerate(hosts[first:], first + 1):
                     progress(f"starting {host.candidate.label} ({number} of {len(candidates)})", 0, 0)
                     host.ready()
@@ -477,7 +479,7 @@ def take_turns(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str
 
 
 @dataclass
-class Row:
+class ResultRow:
     """One candidate's samples, one per round, or why there are none."""
 
     name: str
@@ -504,10 +506,10 @@ class Report:
     repeats: int
     check: str
     machine: dict[str, Any]
-    rows: list[Row]
+    rows: list[ResultRow]
     unit: str = "steps/s"
 
-    def row(self, name: str) -> Row | None:
+    def row(self, name: str) -> ResultRow | None:
         return next((row for row in self.rows if row.name == name), None)
 
     def ratio(self, name: str, baseline: str) -> Summary | None:
@@ -541,7 +543,7 @@ def _reference(env_fn: EnvFn, num_envs: int, steps: int, seconds: float) -> list
         return found
 
 
-def _check(hosts: list[Host], wanted: list[Step], env_fn: EnvFn, num_envs: int, progress: Progress) -> str:
+def _check(hosts: list[CandidateProcess], wanted: list[Step], env_fn: EnvFn, num_envs: int, progress: Progress) -> str:
     """Compare every checked candidate with ``SyncVectorEnv``; returns what was established, or raises."""
     suspects = [host for host in hosts if host.candidate.checked]
     steps = len(wanted) - 1
@@ -569,7 +571,7 @@ def compare(
     check: bool = True,
     unit: str = "steps/s",
     progress: Progress = lambda *_: None,
-    inspect: Callable[[list[Host]], None] | None = None,
+    inspect: Callable[[list[CandidateProcess]], None] | None = None,
 ) -> Report:
     """Check, warm up, then measure all candidates in ``repeats`` interleaved rounds of ``seconds`` each.
 
@@ -625,7 +627,7 @@ def compare(
         return report(repeats)
 
 
-def _row(host: Host, rates: list[float]) -> Row:
+def _row(host: CandidateProcess, rates: list[float]) -> ResultRow:
     about = host.candidate
     log = host.log.read_text(errors="replace")[-8000:] if host.failed and host.log.exists() else ""
-    return Row(about.name, about.label, about.kind, rates, host.failed, host.missing, host.description, log)
+    return ResultRow(about.name, about.label, about.kind, rates, host.failed, host.missing, host.description, log)

@@ -113,8 +113,8 @@ def main(as_json: bool = False) -> int:
             if finding.advice:
                 print(fitted(f"      {'':<{width}}  -> {finding.advice}"))
         bad, warn = (sum(finding.verdict == verdict for finding in findings) for verdict in ("bad", "warn"))
-        works = "Everything that vecenv relies on works here."
-        print(f"{bad} bad, {warn} to think about." if bad or warn else works)
+        fine = "Everything that vecenv relies on works here."
+        print(f"{bad} bad, {warn} to think about." if bad or warn else fine)
     return 1 if worst == "bad" else 0
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from vecenv.tools.benchmark import Progress, Report, Row
+from vecenv.tools.benchmark import Progress, Report, ResultRow
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,7 +74,7 @@ def _table(*headings: str) -> Table:
     return table
 
 
-def _style(row: Row) -> str | None:
+def _style(row: ResultRow) -> str | None:
     return "bold" if row.kind == "vecenv" else None
 
 
@@ -114,7 +114,7 @@ def _print_lines(console: Console, *lines: str) -> None:
         console.print(line, soft_wrap=True)
 
 
-def _print_reasons(console: Console, rows: Sequence[Row], where: str = "") -> None:
+def _print_reasons(console: Console, rows: Sequence[ResultRow], where: str = "") -> None:
     for row in rows:
         if row.failed:
             _print_lines(console, f"{row.label}{where} died: {row.failed}")

@@ -23,7 +23,7 @@ import numpy as np
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
 __all__ = [
-    "SEED", "BareLockstep", "BareLoop", "BareLoops", "BarePipes", "EnvFn", "FirstReadyRunner", "Runner", "Step",
+    "SEED", "BareLockstep", "BareLoop", "BareLoops", "BarePipes", "EnvFn", "FirstReadyVectorRunner", "Runner", "Step",
     "VectorRunner", "digest", "first_difference", "make_env", "run_for", "sample_actions",
 ]  # fmt: skip
 
@@ -191,7 +191,7 @@ class VectorRunner:
         self.envs.close()
 
 
-class FirstReadyRunner(VectorRunner):
+class FirstReadyVectorRunner(VectorRunner):
     """Steps the environments that have finished, ``batch_size`` at a time, through ``recv`` and ``send``."""
 
     def __init__(self, make_envs: Callable[[], Any], batch_size: int) -> None:

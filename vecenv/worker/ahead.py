@@ -1,7 +1,7 @@
-"""One environment that may begin an episode before anybody asks for it, and that goes from row to row.
+"""One environment that may begin an episode before a call asks for it, and that moves from row to row.
 
-The reset is made when the caller says so, and what it gave, or raised, is kept until the row's own step or reset asks for
-it. So whoever steps the row gets what the environment would have said had it been asked then.
+The caller decides when the reset is made. Its result or error is kept until the row's own step or reset asks for it. So
+the step of the row returns what the environment would have returned at that time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import cloudpickle
 
 from vecenv.link.messages import Outcome
 from vecenv.system.generators import watch_by
-from vecenv.worker.keeping import KeptRows
+from vecenv.worker.keeping import SnapshotRows
 from vecenv.worker.threads import Said
 
 __all__ = ["AheadRows", "WithAttributes"]
@@ -26,7 +26,7 @@ class WithAttributes:
 
     Args:
         env_fn: Builds it.
-        attributes: Name -> value, pickled, in the order in which they were set. Who changes it changes what is built next.
+        attributes: Name -> value, pickled, in the order in which they were set. A change applies to what is built next.
     """
 
     def __init__(self, env_fn: Callable[[], Any], attributes: dict[str, bytes]) -> None:
@@ -48,8 +48,8 @@ class WithAttributes:
         self._attributes[name] = blob
 
 
-class AheadRows(KeptRows):
-    """As :class:`KeptRows`, of one row."""
+class AheadRows(SnapshotRows):
+    """As :class:`SnapshotRows`, of one row."""
 
     _latest = 0  # preparation
     _kept: tuple[int, Said] | None = None
@@ -111,7 +111,7 @@ class AheadRows(KeptRows):
         return observation, 0.0, False, False, info
 
     def _reset_same_step(self, k: int, observation: Any, info: Any, out: Outcome) -> tuple[Any, Any]:
-        """Only the end of the episode: the caller asks for the next one, of whoever has begun it."""
+        """Only the end of the episode: the caller asks for the next one, in the worker that has begun it."""
         if self._put_final is not None and self._observation_tree is not None and self._observation_tree.exact(observation):
             self._put_final(k, observation)
             self._final[k] = True

@@ -110,7 +110,7 @@ class Envs:
         return f"{self.first}-{self.first + self.count - 1}"
 
     def use_generators(self, option: generators.GeneratorsOption) -> None:
-        """Before environments are built: let each row have its own, or note who draws from those of the process."""
+        """Before environments are built: let each row have its own, or note which rows draw from those of the process."""
         if option == "own":
             self.generators = generators.RowGenerators(self.count)
         elif not self._interrupts:
@@ -237,7 +237,7 @@ class Envs:
         if self._interrupts and isinstance(error, KeyboardInterrupt):
             raise error
 
-    def _told(self, k: int, error: BaseException) -> BaseException:
+    def _named(self, k: int, error: BaseException) -> BaseException:
         """What is said of an environment that raised ``error``: it, unless that is the person's at the keyboard."""
         if self._interrupts and isinstance(error, KeyboardInterrupt):
             return EnvError(f"env {self.first + k} was interrupted: {summary(error)}")

@@ -18,10 +18,10 @@ from vecenv.system.generators import unwatched
 from vecenv.system.uninterrupted import succeeds_when_repeated
 from vecenv.worker.rows import EnvRows
 
-__all__ = ["KeptRows"]
+__all__ = ["SnapshotRows"]
 
 
-class KeptRows(EnvRows):
+class SnapshotRows(EnvRows):
     """Environments that are stepped and reset (:class:`~vecenv.worker.rows.EnvRows`), saved and loaded."""
 
     _opened: dict[int, tuple[Callable[[], None], Snapshot]] | None = None
@@ -121,12 +121,12 @@ class KeptRows(EnvRows):
             try:
                 out.results[self.first + k] = function(k)
             except BaseException as error:
-                if succeeds_when_repeated(partial(function, k)):  # somebody interrupted: it is asked for again
+                if succeeds_when_repeated(partial(function, k)):  # the call was interrupted and is made again
                     raise _first_of(error)  # noqa: B904 - it is one of its causes
                 self._let_through(error)
                 if fatal:
                     self._drop(k)
-                out.failures.append(Failure(self.first + k, self._told(k, error), fatal=fatal))
+                out.failures.append(Failure(self.first + k, self._named(k, error), fatal=fatal))
             self._done += 1
         return out
 

@@ -1,6 +1,6 @@
 """One worker's whole life: what it is given at its start, and ``serve``: hear a message, answer it.
 
-:func:`answer` turns a message into calls on :class:`~vecenv.worker.keeping.KeptRows` and knows nothing of processes; the
+:func:`answer` turns a message into calls on :class:`~vecenv.worker.keeping.SnapshotRows` and knows nothing of processes; the
 caller's own share of the environments is served by it too. :func:`main` is what runs in a worker process: it arms the
 mechanisms of :mod:`vecenv.system.supervision` first, so that a crash in the very constructor of an environment is already
 reported.
@@ -36,7 +36,7 @@ from vecenv.system.generators import GeneratorsOption, begin_worker, look_at_tor
 from vecenv.system.supervision import BlackBox, flush_output
 from vecenv.worker.ahead import AheadRows
 from vecenv.worker.envs import Expected
-from vecenv.worker.keeping import KeptRows
+from vecenv.worker.keeping import SnapshotRows
 from vecenv.worker.threads import ThreadedRows
 
 __all__ = ["Plan", "Ready", "Start", "answer", "main", "make_rows"]
@@ -102,7 +102,7 @@ class Ready:
 
 def make_rows(
     env_fns: Sequence[Callable[[], Any]], first: int, worker: int, plan: Plan, batch: Batch, *, interrupts: bool = False
-) -> KeptRows:
+) -> SnapshotRows:
     """The rows of one worker, with writers that fit how observations travel."""
     tree = plan.layout.observations
     mine = slice(first, first + len(env_fns))
@@ -134,7 +134,7 @@ def make_rows(
         def put(k: int, observation: Any) -> Any:
             return observation
 
-    kind = KeptRows if plan.env_threads == 1 or interrupts else partial(ThreadedRows, plan.env_threads)
+    kind = SnapshotRows if plan.env_threads == 1 or interrupts else partial(ThreadedRows, plan.env_threads)
     if plan.ahead:
         kind = AheadRows
     rows = kind(
@@ -145,7 +145,7 @@ def make_rows(
     return rows
 
 
-def answer(rows: KeptRows, op: int, seq: int, load: Callable[[], Any]) -> Outcome:
+def answer(rows: SnapshotRows, op: int, seq: int, load: Callable[[], Any]) -> Outcome:
     """Carry out one message on ``rows``. ``load()`` gives its payload, which may be ``None``."""
     if op == Op.STEP or op == Op.STEP_SOME:
         ks = None if op == Op.STEP else rows.chosen(seq)
@@ -178,7 +178,7 @@ def answer(rows: KeptRows, op: int, seq: int, load: Callable[[], Any]) -> Outcom
     raise AssertionError(f"unknown message {op}")
 
 
-def take_place(rows: KeptRows, plan: Plan, batch: Batch, place: int, number: int, seed: int) -> KeptRows:
+def take_place(rows: SnapshotRows, plan: Plan, batch: Batch, place: int, number: int, seed: int) -> SnapshotRows:
     """The environment of ``rows`` in another row, or in the same, with an episode begun ahead of time."""
     assert isinstance(rows, AheadRows)
     if place != rows.first:
@@ -191,7 +191,7 @@ def take_place(rows: KeptRows, plan: Plan, batch: Batch, place: int, number: int
     return rows
 
 
-def serve(channel: WorkerEnd, rows: KeptRows, patience: SpinPolicy, take: Callable[..., KeptRows]) -> bool:
+def serve(channel: WorkerEnd, rows: SnapshotRows, patience: SpinPolicy, take: Callable[..., SnapshotRows]) -> bool:
     """Answer messages until told to close; true if every environment closed cleanly. ``take``: :func:`take_place`.
 
     Raises:
@@ -275,14 +275,14 @@ def main(start: Start) -> None:
         if rows is not None:
             patience = SpinPolicy(start.placement.spin, batch.no_spin_until, start.placement.cpus)
             clean = serve(channel, rows, patience, lambda now, *told: take_place(now, start.plan, batch, *told))
-    except ChannelClosed:  # the caller closed or died; there is nobody to tell
+    except ChannelClosed:  # the caller closed or died; no process is left to report to
         clean = abandoned = True
         if rows is not None:
             rows.close()
     except BaseException:
         traceback.print_exc()
     flush_output()
-    if abandoned:  # nobody is left to see to the helpers that environments started
+    if abandoned:  # no other process ends the helpers that environments started
         end_own()
     if left_behind():  # an ordinary exit would wait for them
         os._exit(0 if clean else 1)

@@ -29,7 +29,7 @@ from vecenv.shm.layout import Array, Batch, Tree, memory_of
 from vecenv.system.generators import look_at_torch
 from vecenv.worker.envs import Envs, Expected
 from vecenv.worker.infos import InfoWriter
-from vecenv.worker.timing import StepTimes, clock
+from vecenv.worker.timing import StepClock, clock
 
 __all__ = ["EnvRows"]
 
@@ -83,7 +83,7 @@ class EnvRows(Envs):
         self._schemas = batch.info_schemas[mine]
         self._final = batch.final[mine]
         cells = (memory_of(counter[worker : worker + 1]) for counter in (batch.worker_time, batch.worker_steps))
-        self._times = StepTimes(batch.step_time[mine], *cells)
+        self._times = StepClock(batch.step_time[mine], *cells)
         self._infos = InfoWriter(self._schemas, batch.infos[mine])
         self._direct, self._direct_rows, self._flat = self._direct_writes(observation_tree)
         self._out = Outcome()
@@ -146,7 +146,7 @@ class EnvRows(Envs):
         """
         if self.generators is not None:
             self.generators.done()
-        if begun != done:  # nobody knows how far it got
+        if begun != done:  # its state is unknown
             row = self.first + begun
             if not any(failure.env == row for failure in self._out.failures):
                 self._out.failures.append(Failure(row, EnvError(f"env {row} was interrupted: it has to be built anew")))
@@ -156,7 +156,7 @@ class EnvRows(Envs):
         self._walk = None
 
     def _lost_place(self, ks: Sequence[int] | None) -> None:
-        """As :meth:`_stopped`, where nobody noted: the row that was taken up last may or may not have been done."""
+        """As :meth:`_stopped`, without a note of progress: the row that was begun last may or may not be done."""
         every = list(range(self.count) if ks is None else ks)[self._done :]
         taken = len(every) - length_hint(self._walk)
         self._stopped(ks, every[taken - 1] if taken else -1, -1)
@@ -377,7 +377,7 @@ class EnvRows(Envs):
                 with self._turn(k):
                     out.results[self.first + k] = function(k)
             except BaseException as error:
-                out.failures.append(Failure(self.first + k, self._told(k, error), fatal=False))
+                out.failures.append(Failure(self.first + k, self._named(k, error), fatal=False))
                 self._let_through(error)
         return out
 
@@ -420,7 +420,7 @@ class EnvRows(Envs):
     def _fail(self, k: int, error: BaseException, out: Outcome) -> None:
         self.leave_if_forked()
         row = self.first + k
-        out.failures.append(Failure(row, self._told(k, error)))
+        out.failures.append(Failure(row, self._named(k, error)))
         self._drop(k)
         out.observations.pop(row, None)
         out.infos.pop(row, None)
@@ -443,5 +443,5 @@ class EnvRows(Envs):
 
 
 def _own(leaf: Array, ks: Sequence[int] | None) -> Sequence[Any]:
-    """Scalars, or rows of a copy made at once: nobody else's, and never the shared block itself."""
+    """Scalars, or rows of a copy made at once, and never views of the shared block."""
     return list(leaf.copy() if ks is None else leaf[ks])

@@ -15,7 +15,7 @@ from typing import Any
 from gymnasium.vector import AutoresetMode
 
 from vecenv.link.messages import Outcome
-from vecenv.worker.keeping import KeptRows
+from vecenv.worker.keeping import SnapshotRows
 from vecenv.worker.timing import clock
 
 __all__ = ["Said", "ThreadedRows"]
@@ -43,8 +43,8 @@ class Said:
             self._error = None  # a cycle, with the environment's frames in it
 
 
-class ThreadedRows(KeptRows):
-    """As :class:`KeptRows`, with at most so many environments at once. For worker processes: nothing interrupts them.
+class ThreadedRows(SnapshotRows):
+    """As :class:`SnapshotRows`, with at most so many environments at once. For worker processes: nothing interrupts them.
 
     Args:
         env_threads: How many.

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from vecenv.shm.layout import Array
 
-__all__ = ["StepTimes", "clock"]
+__all__ = ["StepClock", "clock"]
 
 _LONG: Final = 1e-3  # seconds; a message that takes as long is followed by one that is timed, too
 _UNTIMED_MOST: Final = 31
@@ -16,7 +16,7 @@ _SAMPLE_EVERY: Final = 64  # in every so many messages that are timed, the envir
 clock: Final = time.perf_counter
 
 
-class StepTimes:
+class StepClock:
     """Which messages are timed, and what that amounts to.
 
     The shorter messages are, the fewer of them are timed, but one in 32 at least, so that a single long one cannot stand for

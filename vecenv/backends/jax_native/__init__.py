@@ -17,7 +17,7 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from vecenv.backends.jax_native.driver import Driver, Latest, compile_now
+from vecenv.backends.jax_native.driver import JaxDriver, Latest, compile_now
 from vecenv.errors import SnapshotMismatch
 from vecenv.front.arguments import rows_of
 from vecenv.front.driver import Stepped
@@ -36,7 +36,7 @@ _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 _OPTIONS: Final = frozenset(inspect.signature(FunctionalVectorEnv).parameters) - {"env", "num_envs"}
 
 
-class JaxVectorEnv(DrivenVectorEnv[Driver]):
+class JaxVectorEnv(DrivenVectorEnv[JaxDriver]):
     """Thousands of JAX-native environments stepped by one compiled call, with Gymnasium's vector interface.
 
     Environment i of ``reset(seed=s)`` has the key ``jax.random.key(s + i)``: its trajectory is the same for every
@@ -91,7 +91,7 @@ class JaxVectorEnv(DrivenVectorEnv[Driver]):
         fps = getattr(functional.single_env, "frames_per_second", 0) or 30
         self.metadata = {"autoreset_mode": self.autoreset_mode, "render_modes": ["rgb_array"], "render_fps": fps}
         self.compile_seconds: dict[str, float] = {}
-        self._open(Driver(functional, to, infos))
+        self._open(JaxDriver(functional, to, infos))
 
     @exclusive
     def render(self, indices: Sequence[int] | None = None) -> tuple[Any, ...] | None:

@@ -1,6 +1,6 @@
 """The state of environments on the device: begun, stepped, read, copied, assigned, compiled ahead.
 
-:class:`Driver` asks the device and returns; only reading waits. A result is numpy's, JAX's or torch's, in Gymnasium's form.
+:class:`JaxDriver` asks the device and returns; only reading waits. A result is numpy's, JAX's or torch's, in Gymnasium form.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vecenv.jax.env import EnvState
 from vecenv.jax.functional import GONE, FunctionalVectorEnv
 from vecenv.jax.interop import entropy_seeds, from_torch, masked_infos, seed_keys, to_numpy, to_torch
 
-__all__ = ["Driver", "Latest", "compile_now"]
+__all__ = ["JaxDriver", "Latest", "compile_now"]
 
 Mask: TypeAlias = npt.NDArray[np.bool_]
 Seeds: TypeAlias = Sequence[int | None]
@@ -48,7 +48,7 @@ class Latest(NamedTuple):
     asked: Call | None
 
 
-class Driver(Together):
+class JaxDriver(Together):
     """Holds the state. What a call in another thread still needs of the state when it is closed, that call holds.
 
     Args:
@@ -259,7 +259,7 @@ def _is_gone(tree: Any) -> bool:
     return any(leaf.is_deleted() for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
 
 
-def compile_now(driver: Driver, chunk: int | None) -> dict[str, float]:
+def compile_now(driver: JaxDriver, chunk: int | None) -> dict[str, float]:
     """Compile reset and step, and ``chunk`` steps in one program; seconds by name. The state is left as it is."""
     functional = driver.functional
     zeros = jax.tree.map(lambda leaf: np.zeros_like(np.asarray(leaf)), functional.action_space.sample())

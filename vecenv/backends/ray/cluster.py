@@ -1,7 +1,7 @@
 """Ray: finding or starting a cluster, places on its nodes, and calls of actors. All that vecenv knows of Ray is here.
 
 A cluster that is there is used and left as it was found. One that vecenv had to start is for this machine alone: it listens
-on the loopback interface, has no dashboard, reports to nobody, and is stopped with the last vector environment that uses it.
+on the loopback interface, has no dashboard, sends no reports, and is stopped with the last vector environment that uses it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Cluster:
 
     def __init__(self, address: str | None) -> None:
         global _users, _started
-        import ray  # the first import of this process takes a second; only who uses it pays
+        import ray  # the first import of this process takes a second; only a program that uses it pays
 
         self._ray: Any = ray
         self._group: Any = None
@@ -164,12 +164,12 @@ class Cluster:
         self._actors = [actor for actor in self._actors if actor is not host]
 
     def close(self) -> None:
-        """End all hosts, give back their places, and leave the cluster if nobody else of vecenv uses it."""
+        """End all hosts, give back their places, and leave the cluster if no other part of vecenv uses it."""
         global _users
         if not self._open:
             return
         self._open = False
-        if not self._ray.is_initialized():  # somebody else ended the session, and the hosts with it
+        if not self._ray.is_initialized():  # the session was ended elsewhere, and the hosts with it
             return
         for actor in list(self._actors):
             self.kill(actor)
@@ -224,7 +224,7 @@ def _connect(ray: Any, address: str | None) -> bool:
 
 @contextlib.contextmanager
 def _for_this_machine_alone(ray: Any) -> Iterator[None]:
-    """Let Ray start processes that listen on the loopback interface, and report to nobody.
+    """Let Ray start processes that listen on the loopback interface, and send no reports.
 
     Ray replaces a loopback address by the machine's own, except where its constant says that clusters are not to be had,
     as on macOS; it reads the variable of that constant when it is imported, its processes when they start.

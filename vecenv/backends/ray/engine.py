@@ -82,7 +82,7 @@ class HostsEngine(Engine):
     def stats(self) -> dict[str, float]:
         """As :meth:`Engine.stats`, of all hosts together; one that is busy for long or dead is left out."""
         own = super().stats()
-        if self._host_pool.closing:  # there is nobody to ask any more
+        if self._host_pool.closing:  # no host is left to ask
             return own
         each = list(self._host_pool.ask_all("stats", timeout=GRACE).values())
         if each:

@@ -39,7 +39,7 @@ from vecenv.system.descendants import end_descendants
 from vecenv.system.spawning import variables_of
 from vecenv.worker.main import Plan
 
-__all__ = ["Host", "HostPlan", "HostReady", "Reply"]
+__all__ = ["Host", "HostPlan", "HostReady", "HostReply"]
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class HostReady:
 
 
 @dataclass(slots=True)
-class Reply:
+class HostReply:
     """The answer to one request.
 
     Attributes:
@@ -116,7 +116,7 @@ class Host:
     def __init__(self, plan: HostPlan) -> None:
         self._plan = plan
         self._rows: HostRows | None = None
-        self._answered: tuple[int, Reply | Packed] | None = None  # the latest request's number, and its answer
+        self._answered: tuple[int, HostReply | Packed] | None = None  # the latest request's number, and its answer
 
     def start(self) -> HostReady:
         """Build the environments."""
@@ -128,7 +128,7 @@ class Host:
             ready.error = pack_error(error)
         return ready
 
-    def serve(self, seq: int, op: int, rows: list[int] | None, payload: Any) -> Reply | Packed:
+    def serve(self, seq: int, op: int, rows: list[int] | None, payload: Any) -> HostReply | Packed:
         """Carry out a request, once: one that was carried out already is answered as before.
 
         Args:
@@ -143,16 +143,16 @@ class Host:
         assert self._rows is not None
         if self._answered is not None and self._answered[0] == seq:
             return self._answered[1]
-        reply: Reply | Packed
+        reply: HostReply | Packed
         try:
             reply = self._rows.packed(self._rows.answer(Op(op), rows, payload), rows)
         except BaseException as error:
             self._rows.give_up()
-            reply = Reply(lost=self._rows.lost(), error=pack_error(error))
+            reply = HostReply(lost=self._rows.lost(), error=pack_error(error))
         self._answered = seq, reply
         return reply
 
-    def step(self, seq: int, actions: Packed) -> Reply | Packed:
+    def step(self, seq: int, actions: Packed) -> HostReply | Packed:
         """Step all environments, with the leaves of a batch of actions: :meth:`serve`."""
         assert self._rows is not None
         return self.serve(seq, Op.STEP, None, self._rows.unpacked(actions))
@@ -199,7 +199,7 @@ def _build(plan: HostPlan) -> HostRows:
 
 
 class _SharedNodeEngine(Engine):
-    """The engine of a host: nobody spins or has a core of its own where Ray's threads, and perhaps other hosts, run too."""
+    """The engine of a host: it does not spin or pin cores, since Ray's threads and perhaps other hosts run there too."""
 
     def _open_pool(self, plan: Plan, arena: Arena, options: PoolOptions, num_workers: int) -> WorkerPool:
         return WorkerPool(plan, arena, self.batch, options, self)
@@ -248,13 +248,13 @@ class HostRows(AsyncVectorEnv[Any, Any]):
         """The leaves of a batch of actions."""
         return tuple(self._actions.unpack(actions))
 
-    def packed(self, reply: Reply, rows: list[int] | None) -> Reply | Packed:
+    def packed(self, reply: HostReply, rows: list[int] | None) -> HostReply | Packed:
         """An answer about ``rows``, packed if it can be."""
         if rows is None and reply.leaves is not None and reply.numbers is not None and reply.is_plain():
             return self._answers.pack([*reply.numbers, *reply.leaves])
         return reply
 
-    def answer(self, op: Op, rows: list[int] | None, payload: Any) -> Reply:
+    def answer(self, op: Op, rows: list[int] | None, payload: Any) -> HostReply:
         """Carry out a request; see :meth:`Host.serve`."""
         engine = self._driver
         self._ask(op, rows, pickle.loads(payload) if isinstance(payload, bytes) else payload)
@@ -262,7 +262,7 @@ class HostRows(AsyncVectorEnv[Any, Any]):
         assert request is not None
         engine.wait_for(request, None)
         settlement = engine.settlement_of(request)
-        reply = Reply()
+        reply = HostReply()
         outcome = Outcome()
         self._settle(settlement, reply, outcome)
         engine.pending = engine.emptied(request.steps, request.resets)
@@ -360,7 +360,7 @@ class HostRows(AsyncVectorEnv[Any, Any]):
 
     # -- answers ----------------------------------------------------------------------------------------------------
 
-    def _page(self, op: Op, rows: list[int] | None, result: Result, reply: Reply, outcome: Outcome) -> None:
+    def _page(self, op: Op, rows: list[int] | None, result: Result, reply: HostReply, outcome: Outcome) -> None:
         """The rows that were asked for, as they lie in shared memory, and what belongs to them."""
         engine, batch = self._driver, self._driver.batch
         where: Any = slice(None) if rows is None else np.array(rows)
@@ -377,7 +377,7 @@ class HostRows(AsyncVectorEnv[Any, Any]):
             outcome.infos = self._moved(result.infos)
             outcome.finals = self._moved(engine.finals(answered) | result.finals)
 
-    def _settle(self, settlement: Settlement, reply: Reply, outcome: Outcome) -> None:
+    def _settle(self, settlement: Settlement, reply: HostReply, outcome: Outcome) -> None:
         """Rebuild what failed, or report it."""
         engine, result = self._driver, settlement.result
         assert result is not None

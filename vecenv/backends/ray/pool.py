@@ -19,7 +19,7 @@ import cloudpickle
 import numpy as np
 from gymnasium.error import ClosedEnvironmentError
 
-from vecenv.backends.ray.host import HostPlan, HostReady, Reply
+from vecenv.backends.ray.host import HostPlan, HostReady, HostReply
 from vecenv.backends.ray.packing import Packing
 from vecenv.engine.handles import command_of, envs_text
 from vecenv.engine.pending import ONLY_COLUMNS, PLAIN, Answer, Death, PendingRequests, Request, WorkerRequest
@@ -117,12 +117,12 @@ class RemoteHost:
         rows = None if len(part.rows) == len(self.rows) else [row - self.rows.start for row in part.rows]
         part.reference = self._hosts.submit(self.actor, "serve", seq, int(part.op), rows, part.payload)
 
-    def opened(self, reply: Any) -> Reply:
+    def opened(self, reply: Any) -> HostReply:
         """An answer as it is said in full."""
-        if isinstance(reply, Reply):
+        if isinstance(reply, HostReply):
             return reply
         rewards, terminations, truncations, *leaves = self._answers.unpack(reply)
-        return Reply(leaves=leaves, numbers=(rewards, terminations, truncations))
+        return HostReply(leaves=leaves, numbers=(rewards, terminations, truncations))
 
     def mark_dead(self, reason: str = "") -> None:
         """End the host for good; everything it was asked is lost."""
@@ -142,7 +142,7 @@ class RemoteHost:
     # What a worker process has, so that a host can be late and be ended like one.
 
     def stack(self) -> str:
-        """Nobody on this machine can look into it."""
+        """No process of this machine can inspect it."""
         return ""
 
     def signal(self, number: int) -> None:
@@ -280,7 +280,7 @@ class HostPool:
         self._tell()
 
     def resume(self) -> None:
-        """The call before was interrupted: whoever waits sends what was not sent, and asks again for what was not read."""
+        """The call before was interrupted: the next wait sends what was not sent, and asks again for what was not read."""
         self._table.repair()
 
     def _tell(self) -> None:
@@ -301,12 +301,12 @@ class HostPool:
         }
 
     def gather(self, request: Request, deadline: float | None) -> list[RemoteHost]:
-        """Wait until everybody has answered ``request``; returns those that had not when the time was up."""
+        """Wait until all hosts have answered ``request``; returns those that had not when the time was up."""
         self._tell()
         began = time.perf_counter()
         try:
             awaited = self._awaited([request])
-            if awaited:  # nearly always: one call for everybody
+            if awaited:  # nearly always: one call for all hosts
                 replies = self._hosts.fetch(list(awaited), _left(deadline))
                 self._check()
                 if replies is not None:
@@ -414,7 +414,7 @@ class HostPool:
         self.released = True
 
     def end_unclosed(self) -> None:
-        """Nobody closed it and nobody can any more."""
+        """It was not closed and can no longer be closed."""
         if not self.abandoned:
             self._hosts.close()
 

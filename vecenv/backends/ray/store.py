@@ -17,7 +17,7 @@ __all__ = ["PartsStore"]
 class PartsStore:
     """A :class:`~vecenv.link.observations.Store` of what hosts sent.
 
-    A part is a host's share of a leaf: the array of its latest answer, which may be a read-only view of somebody's memory.
+    A part is a host's share of a leaf: the array of its latest answer, perhaps a read-only view of memory it does not own.
     It is let go of when the next one comes.
 
     Args:

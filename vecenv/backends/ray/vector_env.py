@@ -197,7 +197,7 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
         self._strategy = self._placement or ("PACK" if self._cluster.own else "STRICT_SPREAD")
         options = {**self._host_options, **self._recovery, "autoreset_mode": self.autoreset_mode}
         if self._recovery["on_failure"] == "raise":
-            options.pop("step_timeout", None)  # who waits for the host sees to it, and may wait again
+            options.pop("step_timeout", None)  # the wait for the host keeps to it, and may be repeated
         plans = []
         for index, rows in enumerate(ranges):
             distinct = list(dict.fromkeys(id(env_fns[row]) for row in rows))
@@ -233,7 +233,7 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
         self.num_hosts = len(pool.workers)
         self.num_workers = sum(host.num_workers for host in pool.workers)
         if policy.restart and policy.step_timeout is not None:
-            # the host ends what hangs and builds it anew; who waits for the host gives it the time for that
+            # the host ends what hangs and builds it anew; the wait for the host leaves it the time for that
             policy = dataclasses.replace(policy, step_timeout=policy.step_timeout + (policy.start_timeout or 0.0))
         observations = fixed_tree(self.single_observation_space) if self.shared_memory else None
         layout = Layout.of(observations, fixed_tree(self.single_action_space, "action"), self.num_envs, 1, final=False)

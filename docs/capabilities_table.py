@@ -40,7 +40,7 @@ CALLS = {
 def columns() -> dict[str, Capabilities]:
     """Backend -> what it can do at most."""
     engine = SimpleNamespace(policy=SimpleNamespace(restart=True), layout=SimpleNamespace(spares=0))
-    workers = SimpleNamespace(_pool=SimpleNamespace(own=None), _engine=engine)
+    workers = SimpleNamespace(_pool=SimpleNamespace(own=None), _driver=engine)
     said: Any = EngineOwner.__dict__["capabilities"].fget
     library: Any = native._Library.__dict__["capabilities"].fget
     return {

@@ -1,7 +1,7 @@
 """Every call in any order, with faults and interruptions, against a model: one plain environment a row.
 
-By default a few seconds; ``PYTHONPATH=tests python tests/faults/test_model.py 1000`` makes 1,000 runs, ``pytest -m soak -s`` goes
-on for ``VECENV_SOAK_SECONDS`` (3,600 where it is not set), and both print how many runs and moves there were.
+By default a few seconds; ``PYTHONPATH=tests python tests/faults/test_model.py 1000`` makes 1,000 runs, ``pytest -m soak -s``
+goes on for ``VECENV_SOAK_SECONDS`` (3,600 where it is not set), and both print how many runs and moves there were.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class Attributes:
     def set_attr(self, name: str, values: list[Any] | tuple[Any, ...] | object) -> None:
         """Set an attribute of every environment; a list or tuple is one value an environment, else all get the same.
 
-        If it is interrupted while the answer is owed, :meth:`call_wait` fetches that.
+        If it is interrupted while the call is pending, :meth:`call_wait` fetches that.
         """
         if not isinstance(values, (list, tuple)):
             values = [values] * self.num_envs
@@ -148,7 +148,7 @@ class Attributes:
 
         They wait there until its episode is over, through resets by name, by a mask or of all environments, which have
         options of their own. Later ones take their place; ``set_next_options()`` takes them away. An environment that
-        fails, or whose worker dies, forgets them. If it is interrupted while the answer is owed, :meth:`call_wait` fetches
+        fails, or whose worker dies, forgets them. If it is interrupted while the call is pending, :meth:`call_wait` fetches
         that.
 
         Args:

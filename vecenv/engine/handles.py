@@ -1,8 +1,8 @@
-"""Workers, seen from the caller: asked, heard, dead.
+"""Workers, as the caller sees them: how each is written to and read from, and how it died.
 
-What a worker was asked and has answered stands in the table of what is owed (:mod:`vecenv.engine.pending`) and nowhere else;
-here is how it is told and heard, and how it died. The caller's own share of the environments is a worker like the others
-(:class:`CallerWorker`): it answers when somebody waits for it.
+What a worker was asked and has answered stands in the table of pending requests (:mod:`vecenv.engine.pending`) and nowhere
+else. The caller's own share of the environments is a worker like the others (:class:`CallerWorker`): it answers when the
+caller waits for it.
 """
 
 from __future__ import annotations

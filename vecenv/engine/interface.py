@@ -68,7 +68,7 @@ class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # ty
 
         Raises:
             TypeError, ValueError: Seeds, options, mask or indices of the wrong length, type or shape; nothing was sent.
-            AlreadyPendingCallError: An answer is owed; with ``env_id``, one of these environments is in flight.
+            AlreadyPendingCallError: A call is pending; with ``env_id``, one of these environments is in flight.
         """
         self._begin_reset(seed, options, env_id)
 
@@ -102,8 +102,8 @@ class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # ty
     def _reset_answer(self, timeout: float | None) -> tuple[ObsType, dict[str, Any]]:
         result = self._finish("reset_wait", Phase.WAITING_RESET, timeout)
         engine = self._driver
-        if self._driver.card is not None:
-            self._driver.card.update()
+        if engine.card is not None:
+            engine.card.update()
         try:
             return engine.store.batch(self.copy), engine.infos(result)
         except Exception as error:
@@ -140,7 +140,7 @@ class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # ty
             engine.require_no_rows("step_async")
         if engine.failed and not engine.policy.restart:
             engine.ledger.refuse(engine.failed)
-        return engine.ask_step(self._driver.stage.put(actions))
+        return engine.ask_step(engine.stage.put(actions))
 
     @exclusive
     def step_wait(
@@ -165,8 +165,8 @@ class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # ty
     ) -> tuple[ObsType, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]:
         engine = self._driver
         batch = engine.batch
-        if self._driver.card is not None:
-            self._driver.card.update()
+        if engine.card is not None:
+            engine.card.update()
         try:
             return (
                 engine.store.batch(self.copy),
@@ -188,7 +188,7 @@ class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # ty
                 self._driver.pending_error = error
 
     def _finish(self, method: str, wanted: Phase, timeout: float | None) -> Result:
-        """The answer to the call that is owed."""
+        """The answer to the call that is pending."""
         call = self._driver.call
         if call is None or call.phase is not wanted:
             advance(self._driver.phase, method, self)
@@ -231,7 +231,7 @@ class EngineVectorEnv(Keeping, Attributes, EngineOwner[ObsType, ActType]):  # ty
         self._require_idle("send", listed)
         if engine.failed and not engine.policy.restart and (failed := engine.failed.keys() & set(listed)):
             engine.ledger.refuse({row: engine.failed[row] for row in failed})
-        engine.ask_rows(listed, self._driver.stage.put_some(actions, rows))
+        engine.ask_rows(listed, engine.stage.put_some(actions, rows))
 
     def _require_idle(self, method: str, rows: Sequence[int]) -> None:
         """None of these environments is in flight."""

@@ -1,9 +1,9 @@
 """Saving and loading rows: in which order workers are asked, what is checked before, and what the engine adds.
 
-A save that nobody has proved yet asks twice: for the states, and then for the proof that they are exact, once for each kind
-of environment. A load asks twice, too: whether every snapshot fits, and only then that they be put in place. The second
-question takes the place of the first in the table of what is owed, in one store; so an interrupted call is either not made,
-or its answer is owed, as of any other, and ``call_wait`` gives it.
+A save without a proof so far makes two requests: one for the states, then one for the proof that they are exact, once for each
+kind of environment. A load makes two as well: the first asks whether every snapshot fits, and the second puts them in place.
+The second request takes the place of the first in the table of pending requests, by one store. So an interrupted call is either
+not made, or its answer is pending, as that of any other call, and ``call_wait`` gives it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Keeping(Attributes):
 
         The first time that a kind of environment is saved, environments of its own are built, by the same ``env_fn`` and in
         the same place, to prove that their state can be taken and put back exactly; see ``docs/state.md``. Environments
-        are not touched. If it is interrupted while the answer is owed, :meth:`call_wait` gives that.
+        are not touched. If it is interrupted while the call is pending, :meth:`call_wait` gives that.
 
         Args:
             env_id: Which environments, distinct indices; ``None``: all.
@@ -56,7 +56,7 @@ class Keeping(Attributes):
 
         Raises:
             NotRestorable: An environment cannot be saved, or not exactly; says which, what and where.
-            AlreadyPendingCallError: An answer is owed, or environments are in flight.
+            AlreadyPendingCallError: A call is pending, or environments are in flight.
             EnvFailed: One of them failed and was not reset since.
         """
         rows = rows_of(env_id, self.num_envs)
@@ -82,7 +82,7 @@ class Keeping(Attributes):
         Raises:
             SnapshotMismatch: The number is wrong, or one does not fit: says which and what differs. Nothing was touched.
             EnvFailed: The worker of one of them is dead; a reset of its rows comes first.
-            AlreadyPendingCallError: An answer is owed, or environments are in flight.
+            AlreadyPendingCallError: A call is pending, or environments are in flight.
         """
         rows = rows_of(env_id, self.num_envs)
         self._require_nothing_owed("call_async", "load")

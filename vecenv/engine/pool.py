@@ -48,7 +48,7 @@ class WorkerPool:
         arena: The shared block.
         batch: Views of it.
         options: How to run workers.
-        table: The table of what is owed.
+        table: The table of pending requests.
     """
 
     def __init__(self, plan: Plan, arena: Arena, batch: Batch, options: PoolOptions, table: PendingRequests) -> None:
@@ -186,7 +186,7 @@ class WorkerPool:
         Args:
             request: What to ask.
             others: The rest of the same call, in further messages.
-            alone: Nothing else is owed from then on.
+            alone: Nothing else is pending from then on.
         """
         self.sender.ask(request, others, alone=alone)
 

@@ -62,7 +62,7 @@ class Sender:
         self.pump(HEAD_START)
 
     def ask(self, request: Request, others: Sequence[Request] = (), *, alone: bool = False) -> None:
-        """Make a call, of which ``others`` are the rest; ``alone``: nothing else is owed from then on."""
+        """Make a call, of which ``others`` are the rest; ``alone``: nothing else is pending from then on."""
         behind, self.behind = self.behind, True
         self._table.enter(request, others, alone=alone)
         if not behind and self._max_busy is None and self._send_all(request) and all(map(self._send_all, others)):

@@ -3,7 +3,7 @@
 In next-step mode the processes change places before the step that begins the next episodes, which is then a step like any
 other: what an environment has begun ahead of time it gives as the answer. In same-step mode the workers only say that an
 episode is over; the first observation comes by one more question, to whoever has the row from then on. That one is in the
-table of what is owed beside the step that it belongs to, and is taken with it.
+table of pending requests beside the step that it belongs to, and is taken with it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class SpareEngine(Engine):
 
     def __init__(self, env_fns: Sequence[Callable[[], Any]], *rest: Any) -> None:
         self.book = Book.blank(len(env_fns))
-        self._asked = self.book  # as it will be when the reset that is owed has been answered
+        self._asked = self.book  # as it will be when the reset that is pending has been answered
         self._numbers = itertools.count(1)
         self._turn: _Turn | None = None
         self._looked: tuple[object, ...] = ()

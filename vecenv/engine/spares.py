@@ -8,7 +8,7 @@ processes are, and what a row sees does not.
 
 What has to be done follows from three things, each changed in one store: the places (:attr:`SparePool.arranged`), what each
 process is to begin, and what it was told last. A message is not answered, and may be said twice. So an interruption anywhere
-is made good by looking again (:meth:`SparePool.resume`), and nothing of this is owed to anybody.
+is made good by looking again (:meth:`SparePool.resume`), and nothing of this is pending.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Watchdog:
     """Tells by :mod:`logging`, as the logger ``vecenv``, what is late.
 
     Args:
-        table: The table of what is owed.
+        table: The table of pending requests.
         processes: The workers of now.
 
     Attributes:

@@ -30,7 +30,7 @@ After: TypeAlias = tuple[Any, int, int]
 
 
 class Call(NamedTuple):
-    """What is owed: a reset or a step, of how many rows, to be answered by ``recv`` only or not."""
+    """What is pending: a reset or a step, of how many rows, to be answered by ``recv`` only or not."""
 
     kind: Phase
     rows: int
@@ -38,7 +38,7 @@ class Call(NamedTuple):
 
 
 NOTHING: Final = Call(Phase.DEFAULT, 0, by_row=True)
-"""Nothing is owed."""
+"""Nothing is pending."""
 
 
 class Driver:
@@ -151,7 +151,7 @@ class Driver:
         """The answer to the step, or to the reset, of which only observations and infos count.
 
         Args:
-            kind: Which of the two is owed, not by row.
+            kind: Which of the two is pending, not by row.
             deadline: Of ``time.monotonic()``.
 
         Returns:
@@ -163,7 +163,7 @@ class Driver:
 
         Raises:
             NoAsyncCallError: Not so many are in flight.
-            AlreadyPendingCallError: A step that is not by row is owed.
+            AlreadyPendingCallError: A step that is not by row is pending.
             NotImplementedError: Only all of them are answered.
         """
 
@@ -172,7 +172,7 @@ class Driver:
 
 
 def require_idle(owed: Call, method: str) -> None:
-    """Refuse a method of all environments while anything is owed of all of them."""
+    """Refuse a method of all environments while anything is pending of all of them."""
     if owed.rows and owed.by_row:
         raise AlreadyPendingCallError(
             f"Calling `{method}` for envs 0..{owed.rows - 1}, which are still in flight: `recv` them first.", "send"
@@ -182,7 +182,7 @@ def require_idle(owed: Call, method: str) -> None:
 
 
 def require_no_step(owed: Call) -> None:
-    """Refuse ``recv`` while a step is owed that ``step_wait`` fetches."""
+    """Refuse ``recv`` while a step is pending that ``step_wait`` fetches."""
     if owed.kind is Phase.WAITING_STEP and not owed.by_row:
         raise AlreadyPendingCallError(
             "Calling `recv` while waiting for a pending call to `step` to complete: `step_wait` fetches it.", "step"

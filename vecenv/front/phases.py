@@ -53,7 +53,7 @@ def advance(phase: Phase, method: str, owner: object, name: str = "") -> Phase:
 
     Raises:
         ClosedEnvironmentError: After ``close()``.
-        AlreadyPendingCallError: A new request while an answer is owed.
+        AlreadyPendingCallError: A new request while a call is pending.
         NoAsyncCallError: Waiting for an answer that was never asked for.
     """
     before, after = NEXT[method]

@@ -25,7 +25,7 @@ class Together(Driver):
 
     Attributes:
         asked: The call that was made last; ``None`` before the first one. It is part of one object with all that the call
-            has changed. Another one than ``taken`` is owed.
+            has changed. Another one than ``taken`` is pending.
         why: The reason why a call is about all environments or none.
     """
 

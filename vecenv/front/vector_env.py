@@ -76,7 +76,7 @@ class DrivenVectorEnv(VectorEnvBase, NotClosedUnasked, VectorEnv[Any, Any, Any],
             NotImplementedError: What the engine cannot do, see :attr:`capabilities`.
             TypeError, ValueError: Seeds, mask, options or indices of the wrong kind, length or range; nothing was asked.
             gymnasium.error.ResetNeeded: The first reset is not of all environments.
-            gymnasium.error.AlreadyPendingCallError: The answer to ``step_async`` or ``reset_async`` is owed.
+            gymnasium.error.AlreadyPendingCallError: The answer to ``step_async`` or ``reset_async`` is pending.
         """
         self._begin_reset(seed, options, env_id)
 
@@ -120,7 +120,7 @@ class DrivenVectorEnv(VectorEnvBase, NotClosedUnasked, VectorEnv[Any, Any, Any],
         Raises:
             gymnasium.error.ResetNeeded: Before the first ``reset``; without autoreset, where an episode is over.
             ValueError, TypeError: Actions of the wrong number, shape, structure or dtype; nothing was asked.
-            gymnasium.error.AlreadyPendingCallError: An answer is owed, or an environment is in flight.
+            gymnasium.error.AlreadyPendingCallError: A call is pending, or an environment is in flight.
         """
         driver = self._driver
         driver.step(actions)
@@ -192,7 +192,7 @@ class DrivenVectorEnv(VectorEnvBase, NotClosedUnasked, VectorEnv[Any, Any, Any],
 
         Raises:
             gymnasium.error.NoAsyncCallError: Fewer environments are in flight.
-            gymnasium.error.AlreadyPendingCallError: The answer to :meth:`step_async` is owed.
+            gymnasium.error.AlreadyPendingCallError: The answer to :meth:`step_async` is pending.
             NotImplementedError: Only so many, or at least so many, where all are answered at once.
             vecenv.errors.StepTimeout: Not in time; nothing is lost.
         """
@@ -322,7 +322,7 @@ class DrivenVectorEnv(VectorEnvBase, NotClosedUnasked, VectorEnv[Any, Any, Any],
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _answer(self, method: str, kind: Phase, timeout: float | None) -> Stepped:
-        """The answer that is owed; it is owed until it has been handed over."""
+        """The answer that is pending; it is so until it has been handed over."""
         return self._driver.answer(kind, deadline_of(timeout)) or self._too_late(method, timeout)
 
     def _too_late(self, method: str, timeout: float | None) -> NoReturn:
@@ -342,5 +342,5 @@ class DrivenVectorEnv(VectorEnvBase, NotClosedUnasked, VectorEnv[Any, Any, Any],
         advance(self._phase, method, self)
 
     def _require_idle(self, method: str) -> None:
-        """Refuse a method while anything is owed."""
+        """Refuse a method while anything is pending."""
         require_idle(self._driver.owed, method)

@@ -1,9 +1,9 @@
 """Saving and loading rows: in which order workers are asked, what is checked before, and what the engine adds.
 
-A save without a proof so far makes two requests: one for the states, then one for the proof that they are exact, once for each
-kind of environment. A load makes two as well: the first asks whether every snapshot fits, and the second puts them in place.
-The second request takes the place of the first in the table of pending requests, by one store. So an interrupted call is either
-not made, or its answer is pending, as that of any other call, and ``call_wait`` gives it.
+A save without a proof so far makes two requests: one for the states, then one for the proof that they are exact, once for
+each kind of environment. A load makes two as well: the first asks whether every snapshot fits, and the second puts them in
+place. The second request takes the place of the first in the table of pending requests, by one store. So an interrupted call
+is either not made, or its answer is pending, as that of any other call, and ``call_wait`` gives it.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def _envpool(task: str, **options: Any) -> Any:
     return EnvPoolVectorEnv(task, ROWS, num_threads=1, **options)
 
 
-_slow_pool = functools.partial(_envpool, "HalfCheetah-v4", frame_skip=1000)
+_slow_pool = functools.partial(_envpool, "HalfCheetah-v4", frame_skip=8000)
 
 
 def _still_cheetah(n: int) -> Any:
@@ -215,7 +215,7 @@ BACKENDS = (
     Backend(
         "envpool-players",
         _players,
-        functools.partial(_players, 1000, 500),
+        functools.partial(_players, 30_000, 15_000),
         lambda n: np.zeros((n, 3), np.int64),
         lambda n: np.zeros((n, 2), np.int64),
         needs=("envpool",),

@@ -216,6 +216,8 @@ class Envs:
         """The reset of autoreset, with what was set for it."""
         seed, options = self._next.pop(k, (None, None))
         env = self._env(k)
+        if self.generators is None and seed is None and options is None:  # nearly always, and once an episode
+            return env.reset()
         with self._turn(k, seed, begins=True):
             if seed is None and options is None:
                 return env.reset()

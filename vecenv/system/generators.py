@@ -178,7 +178,8 @@ class InUse:
     def __enter__(self) -> None:
         self._before = _process.current
         if self._begins:
-            _process.leave()
+            if _process.inside is not None:
+                _process.leave()
             self._generators.begin(self._seed)
         _process.hand_to(self._generators)
 
@@ -429,7 +430,10 @@ class _ProcessGenerators:
 
         Where there is nothing but environments, a state stays until another environment has its turn.
         """
-        if row is not self.outside or not self.alone:
+        if (row is not self.outside or not self.alone) and (
+            # else the trap is there, as it is for most episodes of most environments, and nothing has to be put in place
+            self.inside is not None or "torch" in sys.modules or _NUMPY.get_bit_generator() is not self.trap
+        ):
             self._prepare(row)
         self.current = row
 

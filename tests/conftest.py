@@ -53,6 +53,8 @@ LEFT_OUT = {"long", "slow", "soak"}
 def pytest_configure(config: pytest.Config) -> None:
     if _LINUX:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a script starts by `pytest &`, and in its children
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist puts the groups into effect in a hook of the same name

@@ -130,7 +130,7 @@ def _jax_backend(to: str) -> Backend:
     return Backend(
         f"jax-to-{to}",
         functools.partial(_jax, to),
-        functools.partial(_jax, to, 20),
+        functools.partial(_jax, to, 200),
         actions=lambda n: np.full((n, 1), 0.5, np.float32),
         misfits=lambda n: np.zeros((n, 2), np.float32),
         needs=("jaxlib",),
@@ -231,7 +231,7 @@ BACKENDS = (
     Backend(
         "native-ale",
         _invaders,
-        functools.partial(_invaders, frameskip=200),
+        functools.partial(_invaders, frameskip=2000),
         lambda n: np.zeros(n, np.int64),
         needs=("ale_py",),
         folder="backends",

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from vecenv.backends import native
-from vecenv.backends.envpool.drivers import FirstReadyDriver, LockstepDriver
+from vecenv.backends.envpool.drivers import FirstReadyDriver, WholeBatchDriver
 from vecenv.backends.jax_native.driver import _CAPABILITIES as ON_DEVICE
-from vecenv.engine.owner import EngineOwner
+from vecenv.engine.engine import Engine
 from vecenv.front.capabilities import Capabilities
 
 PAGE = Path(__file__).with_name("capabilities.md")
@@ -39,14 +39,14 @@ CALLS = {
 
 def columns() -> dict[str, Capabilities]:
     """Backend -> what it can do at most."""
-    engine = SimpleNamespace(policy=SimpleNamespace(restart=True), layout=SimpleNamespace(spares=0))
-    workers = SimpleNamespace(_pool=SimpleNamespace(own=None), _driver=engine)
-    said: Any = EngineOwner.__dict__["capabilities"].fget
+    pool = SimpleNamespace(own=None)
+    engine = {"policy": SimpleNamespace(restart=True), "layout": SimpleNamespace(spares=0), "pool": pool}
+    workers: Any = Engine.__dict__["capabilities"].fget
     library: Any = native._Library.__dict__["capabilities"].fget
     return {
-        "process": replace(said(SimpleNamespace(_backend="process", **vars(workers))), spare_workers=True),
-        "ray": said(SimpleNamespace(_backend="ray", **vars(workers))),
-        "EnvPool": LockstepDriver.capabilities,
+        "process": replace(workers(SimpleNamespace(backend="process", **engine)), spare_workers=True),
+        "ray": workers(SimpleNamespace(backend="ray", **engine)),
+        "EnvPool": WholeBatchDriver.capabilities,
         "EnvPool, first-ready": FirstReadyDriver.capabilities,
         "EnvPool, players": FirstReadyDriver.capabilities,
         "native, ALE": library(SimpleNamespace(does=native._LIBRARIES["ale_py.vector_env.AtariVectorEnv"])),

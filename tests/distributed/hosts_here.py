@@ -65,7 +65,7 @@ class HostsHere:
         host = self.host(index)
         self.dead.add(id(host))
         if host._rows is not None:
-            host._rows.close()
+            host._rows.envs.close()
 
     def submit(self, host: Host, method: str, *args: Any) -> int:
         number = len(self.calls)
@@ -104,7 +104,7 @@ class HostsHere:
         if id(host) not in self.dead:
             self.dead.add(id(host))
             if host._rows is not None:
-                host._rows.close()
+                host._rows.envs.close()
 
     def close(self) -> None:
         for host in self.living:

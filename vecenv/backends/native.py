@@ -23,11 +23,11 @@ from gymnasium.vector.utils import iterate
 
 from vecenv.front.arguments import ResetOptions, seeds_of
 from vecenv.front.capabilities import Capabilities
-from vecenv.front.driver import Call, Once, Stepped
+from vecenv.front.driver import Call, RunOnce, Stepped
 from vecenv.front.guard import exclusive
+from vecenv.front.lockstep import LockstepDriver
 from vecenv.front.phases import Phase
-from vecenv.front.together import Together
-from vecenv.front.vector_env import DrivenVectorEnv
+from vecenv.front.vector_env import VectorEnvBase
 
 __all__ = ["NativeVectorEnv"]
 
@@ -41,7 +41,7 @@ _LIBRARIES: Final[dict[str, Collection[str]]] = {
 _ARRAYS: Final = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
 
-class NativeVectorEnv(DrivenVectorEnv["_Library"]):
+class NativeVectorEnv(VectorEnvBase[Any, Any, Any]):
     """A library's own vector environment, with the calls of the other backends.
 
     Args:
@@ -66,6 +66,8 @@ class NativeVectorEnv(DrivenVectorEnv["_Library"]):
     timeouts; those with one generator for all environments take one seed, an int, for all.
     """
 
+    _driver: _Library
+
     def __init__(self, library: VectorEnv[Any, Any, Any], *, copy: bool = True, reason: str = "it was handed in") -> None:
         self.num_envs, self.spec, self.render_mode = library.num_envs, library.spec, library.render_mode
         for name in ("observation_space", "action_space", "single_observation_space", "single_action_space"):
@@ -88,11 +90,11 @@ class NativeVectorEnv(DrivenVectorEnv["_Library"]):
     @exclusive
     def render(self) -> Any:
         """One frame an environment; ``None`` without a render mode."""
-        self._require_idle("render")
+        self._driver.require_idle("render")
         return None if self.render_mode is None else self.library.render()
 
 
-class _Library(Together):
+class _Library(LockstepDriver):
     """A library's vector environment as a :class:`vecenv.front.driver.Driver`."""
 
     yields = False
@@ -140,7 +142,7 @@ class _Library(Together):
         self._ask(call, all_rows, functools.partial(self.library.step, self._checked(actions)))
 
     def _ask(self, call: Call, mask: Any, ask: Any) -> None:
-        self._latest = call, Once(ask), mask
+        self._latest = call, RunOnce(ask), mask
         self._begin()
 
     def _begin(self) -> None:

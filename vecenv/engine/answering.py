@@ -7,8 +7,10 @@ interrupted wait goes on where it stopped.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
 from gymnasium import logger
+from gymnasium.vector import AutoresetMode
 
 from vecenv.engine.ledger import Ledger
 from vecenv.engine.pending import (
@@ -28,12 +30,12 @@ from vecenv.engine.pending import (
 from vecenv.engine.policy import Policy
 from vecenv.engine.pool import WorkerPool
 from vecenv.engine.recovery import Recovery
-from vecenv.errors import StepTimeout
 from vecenv.front.deadlines import deadline_of
 from vecenv.link.infos import InfoReader
 from vecenv.link.messages import decode_outcome
 from vecenv.link.observations import Store
 from vecenv.shm import Batch
+from vecenv.state.snapshots import Kind
 from vecenv.worker.stacks import place
 
 __all__ = ["Answering"]
@@ -43,7 +45,9 @@ class Answering(PendingRequests):
     """What an engine does with answers.
 
     Attributes:
-        said: Warnings of environments by name, each of which is told once.
+        said: Warnings of environments by name, each of which is given once.
+        proved: Kinds of environments whose snapshots were proved to be exact.
+        steps_before: Of all steps that were taken, so many came with a state that was loaded.
     """
 
     num_envs: int
@@ -54,18 +58,29 @@ class Answering(PendingRequests):
     batch: Batch
     store: Store
     said: dict[str, str]
+    failed: dict[int, str]
+    mode: AutoresetMode
+    proved: frozenset[Kind] = frozenset()
+    steps_before: int = 0
     _infos: InfoReader
 
-    def finish(self, request: Request, timeout: float | None) -> tuple[Result, Exception | None]:
+    def finish(self, request: Request, deadline: float | None) -> tuple[Result, Exception | None] | None:
         """Wait for the answers to a call: what they come to, and the exception that is to be raised.
 
         ``next_pending`` is the table without the call, for the guard.
 
+        Args:
+            request: The call.
+            deadline: Of ``time.monotonic()``.
+
+        Returns:
+            ``None`` where the answers are not there by then; the call is still pending.
+
         Raises:
-            StepTimeout: Not in time; the call is still pending.
+            StepTimeout: Not within the engine's own ``step_timeout``; the call is still pending.
         """
-        if len(request.answers) < len(request.workers):
-            self.wait_for(request, timeout)
+        if len(request.answers) < len(request.workers) and not self.wait_for(request, deadline):
+            return None
         result = NOTHING
         for answer in request.answers.values():
             if answer is not PLAIN:
@@ -91,19 +106,39 @@ class Answering(PendingRequests):
         finally:
             del settlement, error  # in this process the exception's frames hold this one
 
-    def wait_for(self, request: Request, timeout: float | None) -> None:
-        """Wait for all answers to a call.
+    def wait_for(self, request: Request, deadline: float | None) -> bool:
+        """Wait for all answers to a call; whether they are there by the deadline.
 
         Raises:
-            StepTimeout: Not in time.
+            StepTimeout: There is no deadline, and they did not come within the engine's own ``step_timeout``.
         """
-        hang = timeout is None and request.command in ("step", "reset")
-        limit = self.policy.step_timeout if hang else timeout
-        late = self.pool.gather(request, None if limit is None else deadline_of(limit))
+        limit = self.policy.step_timeout if deadline is None and request.command in ("step", "reset") else None
+        if limit is not None:
+            deadline = deadline_of(limit)
+        late = self.pool.gather(request, deadline)
+        if late and limit is None:
+            return False
         if late:
-            if not (hang and self.policy.restart):
-                raise self.timeout_error(late, request.command, limit)
-            self.end_late(late, limit)
+            self.end_hanging(late, wait_name(request.command), limit)
+        return True
+
+    def raise_answer(self, error: Exception) -> NoReturn:
+        """Raise the exception that is the answer to a call, where no frame keeps it."""
+        self.pending_error = error
+        try:
+            raise error
+        finally:
+            del error
+
+    def end_hanging(self, late: Sequence[Worker], method: str, limit: float | None) -> None:
+        """The engine's ``step_timeout`` is over: end the workers that hang, if they are to be started anew.
+
+        Raises:
+            StepTimeout: They are not.
+        """
+        if not self.policy.restart:
+            raise self.too_late(method, limit)
+        self.end_late(late, limit)
 
     def settlement_of(self, request: Request) -> Settlement:
         """The answers to a call, read."""
@@ -169,20 +204,22 @@ class Answering(PendingRequests):
                 + (f"\nits stack:\n{stack}" if stack else "")
             )
 
-    def timeout_error(self, late: Sequence[Worker], command: str, limit: float | None) -> StepTimeout:
-        text = f"The call to `{_wait_name(command)}` has timed out after {limit} second(s)."
-        for worker in late[:4]:
+    def _lateness(self, seconds: float | None) -> str:
+        text = ""
+        for worker in [worker for worker in self.pool.workers if self.is_pending(worker)][:4]:
             worker.overdue = True
             if not worker.local:
-                stack = worker.stack() if limit else ""  # a poll asks nothing of a worker
+                stack = worker.stack() if seconds else ""  # a poll asks nothing of a worker
                 busy = self.oldest_of(worker)
-                rows = [] if busy is None else list(busy.rows_of(worker))
+                if busy is None:  # it has answered meanwhile
+                    continue
                 state = " It is stopped (SIGSTOP)." if worker.is_stopped() else ""
-                text += f"\nenvs {rows}, {worker.who}, during {command}: no answer yet.{state}"
+                text += f"\nenvs {list(busy.rows_of(worker))}, {worker.who}, during {busy.command}: no answer yet.{state}"
                 text += f"\n{stack}" if stack else ""
-        return StepTimeout(f"{text}\nThe answer is still owed: call `{_wait_name(command)}` again, or `close()`.")
+        return text
 
 
-def _wait_name(command: str) -> str:
+def wait_name(command: str) -> str:
+    """The method that fetches the answer to a call, by the call's command."""
     names = {"exec_func": "exec_func_fetch", **dict.fromkeys(("set_attr", "set_next_options", "recv"))}
     return (names[command] or command) if command in names else f"{command}_wait"

@@ -50,6 +50,7 @@ class _GymnasiumsOwn(GymnasiumAsync):
     processes = _Attribute()
     parent_pipes = _Attribute()
     error_queue = _Attribute()
+    copy = _Attribute()
     _state = _Attribute()
     close = VectorEnv.close
 

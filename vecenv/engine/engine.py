@@ -1,12 +1,12 @@
 """The engine: rows of environments that are asked and answer, whatever they look like from outside.
 
 It composes the shared block, the store of observations, the table of requests (:mod:`vecenv.engine.pending`), the pool of
-workers, and what is done about failures (:mod:`vecenv.engine.recovery`). Which calls are legal, what an action space is and
-what a caller sees is the business of the classes on top (:mod:`vecenv.engine.vector_env`).
+workers, and what is done about failures (:mod:`vecenv.engine.recovery`). Arguments are checked before, in
+:mod:`vecenv.front.vector_env`.
 
 A call is made in one step and taken in another. *Asking* writes what it is about, and then puts a request into the table;
 before that nothing has happened. *Answering* computes, from what lies in the table, what the caller gets and what the table
-is to be afterwards (``next_pending``); whoever hands the answer over puts that in place.
+is to be afterwards (``next_pending``); the guard puts that in place when it hands the answer over.
 """
 
 from __future__ import annotations
@@ -19,16 +19,21 @@ from typing import Any
 
 import numpy as np
 from gymnasium import logger
+from gymnasium.error import AlreadyPendingCallError
 
+from vecenv.engine import saving
 from vecenv.engine.actions import ActionStage
-from vecenv.engine.first_ready import FirstReady
+from vecenv.engine.calls import Calls
 from vecenv.engine.handles import CallerWorker, ProcessWorker
 from vecenv.engine.ledger import Ledger
 from vecenv.engine.pending import Request, Result, Worker, WorkerRequest
 from vecenv.engine.policy import Policy
 from vecenv.engine.pool import PoolOptions, WorkerPool
 from vecenv.engine.recovery import Recovery
-from vecenv.front.arguments import ResetOptions, options_of_rows
+from vecenv.front.arguments import ResetOptions, env_ids_of, options_of_rows
+from vecenv.front.capabilities import Capabilities
+from vecenv.front.driver import Stepped
+from vecenv.front.phases import Phase, advance
 from vecenv.link.infos import InfoReader
 from vecenv.link.messages import Failure, Op, PackedError, summary
 from vecenv.link.observations import Store
@@ -36,7 +41,7 @@ from vecenv.link.schemas import NO_INFO, Definition
 from vecenv.shm import Arena, Batch, Layout
 from vecenv.shm.layout import Array
 from vecenv.system.cores import placements
-from vecenv.worker.main import Plan, make_rows
+from vecenv.worker.main import WorkerPlan, make_rows
 
 __all__ = ["Engine", "Policy", "shares"]
 
@@ -47,7 +52,7 @@ def shares(num_envs: int, parts: int, first: int = 0) -> list[range]:
     return [range(low, high) for low, high in itertools.pairwise(bounds)]
 
 
-class Engine(FirstReady):
+class Engine(Calls):
     """Environments in workers, and what is known of each row.
 
     Args:
@@ -61,8 +66,9 @@ class Engine(FirstReady):
         caller_share: How many rows, the first ones, the caller steps itself.
     """
 
-    _pool_class: type[WorkerPool] = WorkerPool
+    backend = "process"
     own_means = "its workers"
+    _pool_class: type[WorkerPool] = WorkerPool
     rows_at_once: int | None = None
     """At most so many rows of one worker in one message of a ``send``; ``None``: all it is about."""
 
@@ -71,23 +77,21 @@ class Engine(FirstReady):
         env_fns: Sequence[Callable[[], Any]],
         layout: Layout,
         make_store: Callable[[Batch], Store],
-        plan: Plan,
+        plan: WorkerPlan,
         options: PoolOptions,
         policy: Policy,
         num_workers: int,
         caller_share: int,
     ) -> None:
-        self.num_envs = len(env_fns)
+        self.num_envs = self.batch_size = len(env_fns)
         self.policy = policy
         self.mode = plan.autoreset_mode
         self.ledger = Ledger()
         self.failed = self.ledger.failed
         self.said = {}
         self.card: Any = None  # the file that `vecenv top` reads, where there is one
+        self.publish: Callable[[], None] | None = None  # what opens it with the next reset
         self.stage: ActionStage
-        self._last_figures: dict[str, float] | None = None
-        self.steps_before = 0  # of which so many came with a state that was loaded
-        self.began = time.monotonic()
         super().__init__(self.num_envs)
 
         arena = self.arena = Arena(layout.size)
@@ -108,13 +112,13 @@ class Engine(FirstReady):
             self.pool.release()
             raise
 
-    def _open_pool(self, plan: Plan, arena: Arena, options: PoolOptions, num_workers: int) -> WorkerPool:
+    def _open_pool(self, plan: WorkerPlan, arena: Arena, options: PoolOptions, num_workers: int) -> WorkerPool:
         options.placements, options.caller_spin = placements(num_workers)
         pool = self._pool_class(plan, arena, self.batch, options, self)
         pool.watchdog.bounded = () if self.policy.step_timeout is None else ("step", "reset")
         return pool
 
-    def _start(self, env_fns: Sequence[Callable[[], Any]], plan: Plan, num_workers: int, caller_share: int) -> None:
+    def _start(self, env_fns: Sequence[Callable[[], Any]], plan: WorkerPlan, num_workers: int, caller_share: int) -> None:
         own: CallerWorker | None = None
         if caller_share:
             env_rows = make_rows(env_fns[:caller_share], 0, num_workers, plan, self.batch, interrupts=True)
@@ -153,13 +157,30 @@ class Engine(FirstReady):
         """How many there were."""
         return self.ledger.restarts
 
+    @property
+    def capabilities(self) -> Capabilities:
+        plain = not self.layout.spares
+        return Capabilities(
+            self.backend, first_ready=plain, restarts=self.policy.restart, snapshots=plain, spare_workers=not plain,
+            in_this_process=self.pool.own is not None,
+        )  # fmt: skip
+
     # -- asking -----------------------------------------------------------------------------------------------------
 
-    def ask_step(self, actions: list[Any] | None) -> Request:
+    def step(self, actions: Any) -> None:
+        pending = self.pending
+        if pending.requests or pending.ready:
+            self.require_idle("step_async")
+        if self.failed and not self.policy.restart:
+            self.ledger.refuse(self.failed)
+        self.ask_step(self.stage.put(actions))
+
+    def ask_step(self, actions: list[Any] | None) -> None:
         """Step every row. ``actions``: one a row, or ``None`` if they are in shared memory."""
         failed = self.failed
         if actions is None and not failed:
-            return self.pool.ask_plain_step()
+            self.pool.ask_plain_step()
+            return
         if failed and not self.policy.restart:
             self.ledger.refuse(failed)
         rows = range(self.num_envs)
@@ -167,7 +188,24 @@ class Engine(FirstReady):
             "step", Op.STEP, Op.STEP_SOME, rows, lambda mine: actions and [actions[row] for row in mine]
         )  # fmt: skip
         self.pool.ask(request)
-        return request
+
+    def send(self, actions: Any, env_id: Any) -> None:
+        if self.call is not None:
+            advance(self.phase, "step_async", self)
+        rows = self.pending.latest if env_id is None else env_ids_of(env_id, self.num_envs)
+        listed = rows.tolist()
+        self._require_not_in_flight("send", listed)
+        if self.failed and not self.policy.restart and (failed := self.failed.keys() & set(listed)):
+            self.ledger.refuse({row: self.failed[row] for row in failed})
+        self.ask_rows(listed, self.stage.put_some(actions, rows))
+
+    def _require_not_in_flight(self, method: str, rows: Sequence[int]) -> None:
+        if self.pending.requests or self.pending.ready:
+            in_flight = set(self.waiting())
+            if waiting := [row for row in rows if row in in_flight]:
+                raise AlreadyPendingCallError(
+                    f"Calling `{method}` for envs {waiting}, which are still in flight: `recv` them first.", "send"
+                )
 
     def ask_rows(self, rows: Sequence[int], actions: list[Any] | None) -> None:
         """Step some rows, to be received one by one. ``actions`` in their order; ``None``: they are in shared memory."""
@@ -244,6 +282,18 @@ class Engine(FirstReady):
             setattr(request, name, value)
         return request
 
+    def reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, by_row: bool) -> None:
+        if by_row:
+            assert ids is not None
+            rows = ids.tolist()
+            self._require_not_in_flight("reset_async", rows)
+        if self.card is None and self.publish is not None:
+            self.publish()
+        if by_row:
+            self.ask_reset_rows(rows, seeds, options)
+        else:
+            self.ask_reset(seeds, options, None if ids is None else np.isin(np.arange(self.num_envs), ids))
+
     def ask_reset(self, seeds: Sequence[Any], options: ResetOptions, mask: Array | None) -> None:
         """Reset the rows of ``mask`` (``None``: all), rebuilding those that had failed. What was sent by row is dropped.
 
@@ -273,38 +323,70 @@ class Engine(FirstReady):
         )  # fmt: skip
         self.pool.ask(request)
 
-    def ask_call(
-        self,
-        op: Op,
-        payload_of: Callable[[Worker], Any],
-        command: str,
-        *,
-        sequel: Any = None,
-        alone: bool = False,
-        workers: Sequence[Worker] | None = None,
-    ) -> None:
-        """A call that is no step and no reset; workers for which ``payload_of`` gives ``None`` are left out.
-
-        Args:
-            op, command: Which.
-            payload_of: What goes with it.
-            sequel: See :class:`~vecenv.engine.pending.Request`.
-            alone: It takes the place of the call whose sequel it is, at once.
-            workers: Whom to ask; ``None``: those that have rows.
-        """
-        asked = [(worker, payload) for worker in workers or self.pool.workers if (payload := payload_of(worker)) is not None]
-        if dead := [row for worker, _ in asked if worker.death is not None for row in worker.rows]:
-            self.ledger.refuse({row: self.failed.get(row, "its worker died") for row in dead})
-        request = Request(self.pool.next_seq(), command, ())
-        request.parts = {
-            worker.index: self.pool.stage(WorkerRequest(worker, worker.rows, op, payload), request.seq)
-            for worker, payload in asked
-        }
-        request.workers = tuple(part.worker for part in request.parts.values())
-        request.sequel = sequel
-        self.pool.ask(request, alone=alone)
-
     # -- what the caller gets ---------------------------------------------------------------------------------------
+
+    def answer(self, kind: Phase, deadline: float | None) -> Stepped | None:
+        request = next(iter(self.pending.requests.values()))
+        finished = self.finish(request, deadline)
+        if finished is None:
+            return None
+        result, error = finished
+        if error is not None:
+            try:
+                self.raise_answer(error)
+            finally:
+                del error, finished, request  # they hold the exception, whose traceback would hold them
+        if self.card is not None:
+            self.card.update()
+        batch = self.batch
+        try:
+            infos = self.infos(result) if result.columns else {}
+            observations = self.store.batch(self.copies)
+        except Exception as wrong:
+            self._confirm(wrong, lambda: (self.store.batch(self.copies), self.infos(result)))
+            raise
+        if kind is Phase.WAITING_RESET:
+            return observations, None, None, None, infos
+        return observations, batch.rewards.copy(), batch.terminations.copy(), batch.truncations.copy(), infos
+
+    def recv(
+        self, count: int | None, deadline: float | None, least: tuple[int, float] | None = None
+    ) -> Stepped | None:
+        if (call := self.call) is not None:
+            if call.phase is not Phase.WAITING_RESET:
+                advance(call.phase, "reset_async", self)
+            self.launch(call)
+        received = self.receive(self.batch_size if count is None else count, deadline, least)
+        if received is None:
+            return None
+        (rows, infos, finals), error = received
+        if error is not None:
+            try:
+                self.raise_answer(error)
+            finally:
+                del error, received, call
+        if self.card is not None:
+            self.card.update()
+        batch = self.batch
+        try:
+            columns = self.infos_of(rows, infos, finals)
+            observations = self.store.take(rows)
+        except Exception as wrong:
+            self._confirm(wrong, lambda: (self.infos_of(rows, infos, finals), self.store.take(rows)))
+            raise
+        columns["env_id"], columns["_env_id"] = rows.copy(), rows >= 0
+        return observations, batch.rewards[rows], batch.terminations[rows], batch.truncations[rows], columns
+
+    def recv_enough(self, count: int | None, deadline: float | None, least: int, moment: float) -> Stepped | None:
+        return self.recv(count, deadline, (least, moment))
+
+    def _confirm(self, error: Exception, again: Callable[[], object]) -> None:
+        """What environments said does not go together, unless it does at the second look: then this was interrupted."""
+        try:
+            again()
+        except Exception as same:
+            if type(same) is type(error):
+                self.pending_error = error
 
     def infos(self, result: Result) -> dict[Any, Any]:
         """The infos of all rows as one dict of arrays."""
@@ -342,11 +424,7 @@ class Engine(FirstReady):
             {positions[row]: observation for row, observation in finals.items()},
         )
 
-    # -- figures and end --------------------------------------------------------------------------------------------
-
-    def stats(self) -> dict[str, float]:
-        """Figures since the start; see :meth:`vecenv.AsyncVectorEnv.stats`. After :meth:`leave` they stay as they were."""
-        return self._figures() if self._last_figures is None else dict(self._last_figures)
+    # -- figures --------------------------------------------------------------------------------------------
 
     def _figures(self) -> dict[str, float]:
         elapsed = max(time.monotonic() - self.began, 1e-9)
@@ -367,8 +445,12 @@ class Engine(FirstReady):
             "restarts": float(self.restarts),
             "errors": float(len(self.ledger.errors)),
             "bytes_pickled": float(sum(w.channel.bytes_pickled for w in self.pool.workers if isinstance(w, ProcessWorker))),
-            "in_flight": float(self.in_flight),
+            "in_flight": float(self.outstanding.rows),
         }
+
+    save, load, state_dict, load_state_dict = saving.save, saving.load, saving.state_dict, saving.load_state_dict
+
+    # -- the end ----------------------------------------------------------------------------------------------------
 
     def shut(self, timeout: float, *, terminate: bool) -> None:
         """End the workers; what environments raised in their own ``close`` is said as warnings. It can be called again."""
@@ -387,7 +469,7 @@ class Engine(FirstReady):
         """It was closed: free all memory and descriptors, where no call uses them. Idempotent."""
         if self.barred != "closed" or self.pool.released:
             return
-        self._last_figures = self._figures()
+        self.keep_figures()
         if self.card is not None:
             self.card.close()
         self.pool.release()

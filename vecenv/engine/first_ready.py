@@ -14,6 +14,7 @@ from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from vecenv.engine.answering import Answering
 from vecenv.engine.pending import ABSENT, ALL, ONLY_COLUMNS, PLAIN, Pending, ReadyRow, Request, Result, Settlement
 from vecenv.front.deadlines import deadline_of
+from vecenv.front.phases import Phase, still_pending
 from vecenv.link.schemas import NO_INFO
 from vecenv.shm.layout import Array
 
@@ -38,24 +39,28 @@ class FirstReady(Answering):
         request.by_row = True
 
     def receive(
-        self, count: int, timeout: float | None, least: tuple[int, float] | None = None
-    ) -> tuple[Received, Exception | None]:
+        self, count: int, deadline: float | None, least: tuple[int, float] | None = None
+    ) -> tuple[Received, Exception | None] | None:
         """The next ``count`` rows, in the order in which they became ready; or the exception that is to be raised instead.
 
         ``next_pending`` is the table without them, for the guard.
 
         Args:
             count: How many.
-            timeout: Seconds to wait at most.
+            deadline: Of ``time.monotonic()``.
             least: So many are enough from this moment of ``time.monotonic()`` on, or if no more are in flight.
+
+        Returns:
+            ``None`` where they are not there by the deadline; nothing is lost.
 
         Raises:
             NoAsyncCallError: There are not so many.
-            StepTimeout: Not in time; nothing is lost.
+            StepTimeout: There is no deadline, and they did not come within the engine's own ``step_timeout``.
         """
         pending = self.pending
-        limit = self.policy.step_timeout if timeout is None else timeout
-        deadline = deadline_of(limit)
+        limit = self.policy.step_timeout if deadline is None else None
+        if limit is not None:
+            deadline = deadline_of(limit)
         ready, seen = list(pending.ready), _Seen()
         while True:
             error = self._look(ready, seen)
@@ -78,7 +83,9 @@ class FirstReady(Answering):
                 if not underway or self._looked_until(least[1], seen, deadline):
                     break
             elif not self._more(seen, deadline):
-                self._end_or_raise(timeout, limit)
+                if limit is None:
+                    return None
+                self._end_all_hanging(limit)
         taken = ready[:count]
         rows = np.array([row for row, _ in taken], np.intp)
         came = [(row, said) for row, said in taken if said is not None]
@@ -88,12 +95,8 @@ class FirstReady(Answering):
         infos = {row: info for row, (info, _) in came if info is not ABSENT}
         return (rows, infos, {row: final for row, (_, final) in came if final is not ABSENT}), None
 
-    def _end_or_raise(self, timeout: float | None, limit: float | None) -> None:
-        """The time is up: end the workers that hang, or raise :class:`StepTimeout`."""
-        late = [worker for worker in self.pool.workers if self.is_pending(worker)]
-        if timeout is not None or not self.policy.restart:
-            raise self.timeout_error(late, "recv", limit)
-        self.end_late(late, limit)
+    def _end_all_hanging(self, limit: float | None) -> None:
+        self.end_hanging([worker for worker in self.pool.workers if self.is_pending(worker)], "recv", limit)
 
     def _looked_until(self, moment: float, seen: _Seen, deadline: float | None) -> bool:
         """Wait for more than is enough; whether it is time to go, with what there is."""
@@ -210,7 +213,7 @@ class FirstReady(Answering):
             if not self._more(dict(self.pending.arrived), deadline):
                 if not any(map(self.is_pending, self.pool.workers)):
                     break
-                self._end_or_raise(None, limit)
+                self._end_all_hanging(limit)
         for (_, index), request in list(self.pending.arrived.items()):
             if index == ALL or (request.seq, index) in self.pending.settlements:
                 continue  # it was looked at
@@ -222,8 +225,14 @@ class FirstReady(Answering):
             settlement.result, settlement.entries = result, []
             self.note(request, index, settlement)
 
-    def require_no_rows(self, method: str) -> None:
-        """First-ready batches and calls as a whole do not mix."""
+    def require_idle(self, method: str) -> None:
+        """Refuse a call as a whole while another is pending, or rows are in flight or ready.
+
+        Raises:
+            AlreadyPendingCallError: One is, or some are.
+        """
+        if (phase := self.phase) is not Phase.DEFAULT:
+            raise AlreadyPendingCallError(still_pending(method, phase), phase.value)
         if not self.idle:
             underway = len(self.underway())
             raise AlreadyPendingCallError(

@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from vecenv.errors import WorkerDied
-from vecenv.front.driver import Driver
+from vecenv.front.driver import Call, Driver
 from vecenv.front.phases import Phase
 from vecenv.link.messages import Failure, Op, Outcome
 from vecenv.shm.layout import Array
@@ -214,7 +214,7 @@ class Request:
         answers: By the worker's index.
         by_row: The answers are taken row by row, by ``recv``.
         steps, resets: Rows that are stepped or reset by it.
-        sequel: (result, deadline) -> what the caller gets, of a call that makes something of its answers, or asks again.
+        sequel: (result, deadline, timeout) -> what the caller gets, of a call that makes something of its answers.
     """
 
     # Defaults of attributes that a plain step does not set.
@@ -308,7 +308,7 @@ class Pending:
 
 
 class PendingRequests(Driver):
-    """The table, and what can be asked of it. The base of :class:`vecenv.engine.driver.EngineDriver`."""
+    """The table, and what can be asked of it. The base of :class:`vecenv.engine.engine.Engine`."""
 
     pending: Pending
     next_pending: Pending | None
@@ -421,12 +421,16 @@ class PendingRequests(Driver):
         return rows + [row for row, _ in self.pending.ready]
 
     @property
-    def in_flight(self) -> int:
-        """The number of rows that were asked to step or to reset, and whose answers were not taken."""
+    def outstanding(self) -> Call:
         call = self.call
-        if call is None or call.phase is Phase.WAITING_CALL:
-            return len(self.waiting())
-        return sum(len(call.rows_of(worker)) for worker in call.workers) + len(call.lost)
+        if call is None:
+            return Call(Phase.DEFAULT, len(self.waiting()), by_row=True)
+        stepped = () if call.phase is Phase.WAITING_CALL else call.workers
+        return Call(call.phase, sum(len(call.rows_of(worker)) for worker in stepped) + len(call.lost), by_row=False)
+
+    @property
+    def in_flight(self) -> Array:
+        return np.array(self.waiting(), np.intp)
 
     @property
     def idle(self) -> bool:

@@ -32,7 +32,7 @@ from vecenv.system.cores import SpinPolicy
 from vecenv.system.descendants import end_marked
 from vecenv.system.descriptors import DescriptorOwner
 from vecenv.system.supervision import SLICE_MS
-from vecenv.worker.main import Plan, Ready
+from vecenv.worker.main import Ready, WorkerPlan
 
 __all__ = ["PoolOptions", "WorkerPool"]
 
@@ -51,7 +51,7 @@ class WorkerPool:
         table: The table of pending requests.
     """
 
-    def __init__(self, plan: Plan, arena: Arena, batch: Batch, options: PoolOptions, table: PendingRequests) -> None:
+    def __init__(self, plan: WorkerPlan, arena: Arena, batch: Batch, options: PoolOptions, table: PendingRequests) -> None:
         self.workers: list[Worker] = []
         self.abandoned = False
         self.closing = False

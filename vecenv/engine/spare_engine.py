@@ -11,9 +11,9 @@ from __future__ import annotations
 import itertools
 import operator
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, NoReturn
+from typing import Any, ClassVar, Final, NoReturn
 
 import cloudpickle
 import numpy as np
@@ -35,8 +35,6 @@ from vecenv.worker.ahead import WithAttributes
 __all__ = ["SpareEngine"]
 
 _REFUSED: Final = {
-    Op.SAVE: ("save", "episodes that spare workers have begun ahead of time are the state of no row"),
-    Op.CHECK: ("load", "episodes that spare workers have begun ahead of time would not follow from what is loaded"),
     Op.SET_NEXT: ("set_next_options", "the next episodes have begun already; give reset() the options, and a reset_mask"),
 }
 
@@ -77,6 +75,9 @@ class _Turn:
 class SpareEngine(Engine):
     """An engine with spare workers."""
 
+    why_not: ClassVar[Mapping[str, str]] = {
+        **Engine.why_not, "snapshots": "episodes that spare workers have begun ahead of time are the state of no row"
+    }
     pool: SparePool
     _pool_class = SparePool
 
@@ -100,13 +101,12 @@ class SpareEngine(Engine):
 
     # -- asking -----------------------------------------------------------------------------------------------------
 
-    def ask_step(self, actions: list[Any] | None) -> Request:
+    def ask_step(self, actions: list[Any] | None) -> None:
         rows = [row for row in self.book.ended if self.book.seeds[row] is not None]
         if rows:
             self._change_places(rows, begin=True)
-        request = super().ask_step(actions)
+        super().ask_step(actions)
         self._look_ahead()
-        return request
 
     def ask_reset(self, seeds: Sequence[Any], options: ResetOptions, mask: Array | None) -> None:
         chosen = list(range(self.num_envs)) if mask is None else np.flatnonzero(mask).tolist()
@@ -121,7 +121,7 @@ class SpareEngine(Engine):
         _refuse_rows()
 
     def receive(
-        self, count: int, timeout: float | None, least: tuple[int, float] | None = None
+        self, count: int, deadline: float | None, least: tuple[int, float] | None = None
     ) -> tuple[Received, Exception | None]:
         _refuse_rows()
 
@@ -202,14 +202,18 @@ class SpareEngine(Engine):
 
     # -- answers ----------------------------------------------------------------------------------------------------
 
-    def finish(self, request: Request, timeout: float | None) -> tuple[Result, Exception | None]:
-        answer = super().finish(request, timeout)
+    def finish(self, request: Request, deadline: float | None) -> tuple[Result, Exception | None] | None:
+        answer = super().finish(request, deadline)
+        if answer is None:
+            return None
         command = request.command
         if command == "step":
             over = self.batch.terminations | self.batch.truncations
             at_once = self.mode is AutoresetMode.SAME_STEP
             if at_once and answer[1] is None and over.any():
-                answer = self._begin_next(request, answer[0], timeout, np.flatnonzero(over).tolist())
+                answer = self._begin_next(request, answer[0], deadline, np.flatnonzero(over).tolist())
+                if answer is None:
+                    return None
             self.book = self.book.stepped(request.seq, over, at_once=at_once)
         elif command == "reset":
             self.book = self._asked
@@ -224,8 +228,8 @@ class SpareEngine(Engine):
         return answer
 
     def _begin_next(
-        self, request: Request, result: Result, timeout: float | None, over: list[int]
-    ) -> tuple[Result, Exception | None]:
+        self, request: Request, result: Result, deadline: float | None, over: list[int]
+    ) -> tuple[Result, Exception | None] | None:
         """Same-step mode: get the first observations of the next episodes. It may be done again, and goes on."""
         turn = self._turn
         if turn is None or turn.seq != request.seq:
@@ -234,23 +238,29 @@ class SpareEngine(Engine):
             infos = {row: result.infos.get(row) or self._infos.one(row) for row in rows}
             turn = self._turn = _Turn(request.seq, rows, infos, self.finals(rows) | result.finals)
         if turn.answer is None:
-            if turn.rows and (error := self._ask_next(turn, timeout)) is not None:
-                return result, error
+            if turn.rows:
+                begin = self._ask_next(turn)
+                if not begin.answered and not self.wait_for(begin, deadline):
+                    return None
+                if (error := self._settle_next(turn, begin)) is not None:
+                    return result, error
             turn.answer = self._with_next(turn, result)
         self.batch.info_schemas[turn.rows] = NO_INFO  # it is in the answer
         self.next_pending = self.emptied(request.steps, 0)
         return turn.answer, None
 
-    def _ask_next(self, turn: _Turn, timeout: float | None) -> Exception | None:
-        """Have the next episodes' first observations put into their rows; the exception that is to be raised instead."""
+    def _ask_next(self, turn: _Turn) -> Request:
+        """Ask for the next episodes' first observations."""
         if turn.begin is None:
             self._change_places(turn.rows, begin=False)
             turn.begin = self._next_flight(turn)
         begin = turn.begin
         if begin.seq not in self.requests:
             self.pool.ask(begin)
-        if not begin.answered:
-            self.wait_for(begin, timeout)
+        return begin
+
+    def _settle_next(self, turn: _Turn, begin: Request) -> Exception | None:
+        """See to the answers; the exception that is to be raised instead."""
         if turn.round is None:
             turn.round = Settlement(begin, turn.rows, ())
         settlement = turn.round

@@ -29,7 +29,7 @@ from vecenv.system.generators import stream_of_caller
 from vecenv.system.spawning import NO_GUARD, Lifeline, Variables, missing_guard, spawn
 from vecenv.system.supervision import BlackBox, close_process
 from vecenv.system.uninterrupted import Uninterrupted
-from vecenv.worker.main import Plan, Ready, Start, main
+from vecenv.worker.main import Ready, Start, WorkerPlan, main
 
 if sys.platform != "win32":
     import resource
@@ -79,7 +79,7 @@ class Workplace:
     """
 
     def __init__(
-        self, plan: Plan, arena: Arena, options: PoolOptions, table: PendingRequests, holdings: DescriptorOwner
+        self, plan: WorkerPlan, arena: Arena, options: PoolOptions, table: PendingRequests, holdings: DescriptorOwner
     ) -> None:
         self.plan = plan
         self.arena: Arena | None = arena

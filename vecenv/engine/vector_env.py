@@ -2,7 +2,7 @@
 
 Everything a program written for ``gymnasium.vector.AsyncVectorEnv`` can see is honoured: arguments and their order here,
 attributes, the phases and their errors, how seeds, masks, actions, infos and copies behave in
-:mod:`vecenv.engine.interface`. What is done differently is what hurts there: an answer is never given to another question, a
+:mod:`vecenv.front.vector_env`. What is done differently is what hurts there: an answer is never given to another question, a
 failed environment does not take the others along, and closing always ends.
 """
 
@@ -10,22 +10,37 @@ from __future__ import annotations
 
 import inspect
 import multiprocessing
+import time
+import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from typing import Any
 
+import numpy as np
 from gymnasium import Space, logger
 from gymnasium.core import ActType, Env, ObsType
 from gymnasium.error import CustomSpaceError
 from gymnasium.vector import AutoresetMode
+from gymnasium.vector.async_vector_env import AsyncState
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
+from vecenv.engine import published
+from vecenv.engine.actions import ActionStage
 from vecenv.engine.engine import Engine, Policy
-from vecenv.engine.interface import EngineVectorEnv
+from vecenv.engine.handles import ProcessWorker
+from vecenv.engine.pool import WorkerPool
+from vecenv.engine.published import StatsFile
 from vecenv.engine.spare_engine import SpareEngine
 from vecenv.engine.spares import refuse_different
 from vecenv.engine.starting import PoolOptions
-from vecenv.front.arguments import check_names
+from vecenv.errors import ErrorRecord
+from vecenv.front.arguments import check_env_fns, check_names, check_switches, env_ids_of, mode_of
+from vecenv.front.deadlines import seconds_of
+from vecenv.front.guard import exclusive, is_within_a_call
 from vecenv.front.gymnasiums import GymnasiumAsync, WrongType
+from vecenv.front.phases import Phase, advance
+from vecenv.front.vector_env import VectorEnvBase
 from vecenv.link.observations import PickledStore, RegisteredStore, SharedStore, Store, has_dynamic_part
 from vecenv.planning.options import (
     BatchSize,
@@ -36,16 +51,282 @@ from vecenv.planning.options import (
     parse_spares,
     require_processes_for,
 )  # fmt: skip
-from vecenv.planning.plan import workers_and_share
+from vecenv.planning.plan import Plan, workers_and_share
 from vecenv.planning.probe import EnvProbe
 from vecenv.shm import Batch, Layout, fixed_tree
 from vecenv.system.cores import usable_cores
 from vecenv.system.generators import GeneratorsOption
-from vecenv.system.spawning import WorkerEnv, is_about_main, too_late, variables_of
+from vecenv.system.spawning import WorkerEnv, end_if_importing_main, is_about_main, too_late, variables_of
 from vecenv.worker.envs import Expected
-from vecenv.worker.main import Plan
+from vecenv.worker.main import WorkerPlan
 
-__all__ = ["AsyncVectorEnv"]
+__all__ = ["AsyncVectorEnv", "EngineVectorEnv"]
+
+
+_PATIENCE = 60.0  # close() without a timeout waits this long for environments to close
+_LITTLE_PATIENCE = 1.0  # the same, when a worker was already late or the caller was interrupted
+_OTHER_THREAD = 10.0  # for another thread's call to notice that its workers are gone
+
+
+class EngineVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray]):
+    """A vector environment over worker processes, the calling process, or hosts on other machines.
+
+    A subclass takes the arguments, reads the spaces, starts an engine and gives it to :meth:`_adopt`.
+    """
+
+    _driver: Engine
+    plan: Plan | None = None
+
+    def _take_options(
+        self,
+        env_fns: Sequence[Callable[[], Env[Any, Any]]],
+        shared_memory: bool,
+        copy: bool,
+        context: str | None,
+        daemon: bool,
+        observation_mode: Any,
+        autoreset_mode: str | AutoresetMode,
+        max_concurrency: int | None,
+    ) -> None:
+        """Keep Gymnasium's own arguments, which programs may look at."""
+        end_if_importing_main()
+        self.closed = True  # until there is something to close
+        check_env_fns(env_fns, type(self).__name__)
+        check_switches(type(self).__name__, shared_memory=shared_memory, copy=copy)
+        if context not in (None, *(accepted := multiprocessing.get_all_start_methods())):
+            raise ValueError(f"cannot find context for {context!r}: wanted None or one of {', '.join(map(repr, accepted))}.")
+        self.env_fns = env_fns
+        self.shared_memory = shared_memory
+        self._copies = copy
+        self.context = context
+        self.daemon = daemon
+        self.worker: Callable[..., None] | None = None
+        self.observation_mode = observation_mode
+        self.autoreset_mode = mode_of(autoreset_mode)
+        if max_concurrency is not None:
+            if not isinstance(max_concurrency, (int, np.integer)):
+                raise ValueError(f"`max_concurrency` must be an integer or None, got {type(max_concurrency)}.")
+            if max_concurrency < 1:
+                raise ValueError(f"`max_concurrency` must be a positive or None, got {max_concurrency}.")
+        self.max_concurrency = max_concurrency
+        self.num_envs = len(env_fns)
+
+    def _adopt(self, engine: Engine, batch_size: int | None) -> None:
+        """Take over an engine that was started; it is ended if its environments do not go together."""
+        self._driver = engine
+        if batch_size is not None:
+            engine.batch_size = batch_size
+        engine.copies = self._copies
+        try:
+            self._pool: WorkerPool = engine.pool
+            engine.stage = ActionStage(
+                self.single_action_space, self.action_space, self.num_envs, engine.layout.actions, engine.batch.actions
+            )
+            self._check_spaces()
+            self._open(engine)
+        except BaseException:
+            engine.pool.close(0.0, terminate=True)
+            engine.pool.release()
+            raise
+        engine.publish = self._publish_if_asked
+
+    def _check_spaces(self) -> None:
+        for env, which, got in self._driver.mismatches:
+            if which == "action":
+                raise RuntimeError(
+                    f"Some environments have an action space different from `{self.single_action_space}`. In order to "
+                    "batch actions, the action spaces from all environments must be equal. "
+                    f"Env {env} has {got}."
+                )
+            detail = f" Env {env} has {got}, wanted {self.single_observation_space}."
+            if self.observation_mode == "same":
+                raise RuntimeError(
+                    "AsyncVectorEnv(..., observation_mode='same') however some of the sub-environments observation spaces "
+                    "are not equivalent. If this is intentional, use `observation_mode='different'` instead." + detail
+                )
+            raise RuntimeError(
+                "AsyncVectorEnv(..., observation_mode='different' or custom space) however the sub-environment's "
+                "observation spaces do not share a common shape and dtype." + detail
+            )
+
+    # -- what can be looked at --------------------------------------------------------------------------------------
+
+    @property
+    def observations(self) -> ObsType:
+        """The latest batch itself, not a copy; zeros before the first reset."""
+        if self.closed:
+            advance(Phase.CLOSED, "reset_async", self)
+        return self._driver.store.observations  # type: ignore[no-any-return]
+
+    @property
+    def processes(self) -> list[Any]:
+        """The worker processes."""
+        return [worker.process for worker in self._pool.workers if isinstance(worker, ProcessWorker)]
+
+    @property
+    def parent_pipes(self) -> list[Any]:
+        """The caller's reading ends of the workers' pipes; each has a ``fileno()``."""
+        return [worker.channel for worker in self._pool.workers if isinstance(worker, ProcessWorker)]
+
+    @property
+    def step_timeout(self) -> float | None:
+        return self._driver.policy.step_timeout
+
+    @property
+    def local_envs(self) -> list[Env[Any, Any]]:
+        """The environments that live in this process, those of the caller's share."""
+        own = self._pool.own
+        return [] if own is None else [env for env in own.envs if env is not None]
+
+    @property
+    def worker_rows(self) -> list[range]:
+        """The environments of each worker; those that the caller steps itself are the first."""
+        return [range(worker.rows[0], worker.rows[-1] + 1) for worker in self._pool.workers]
+
+    @property
+    def errors(self) -> deque[ErrorRecord]:
+        return self._driver.ledger.errors
+
+    @property
+    def _state(self) -> AsyncState:
+        return AsyncState(self._driver.phase.value)
+
+    @property
+    @exclusive
+    def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The environments' seeds."""
+        self._begin_call("np_random_seed", "np_random_seed", (), {})
+        return self._driver.call_answer(None)  # type: ignore[no-any-return]
+
+    @property  # type: ignore[misc]  # Gymnasium's can be set
+    @exclusive
+    def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]
+        """Copies of the environments' generators."""
+        self._begin_call("np_random", "np_random", (), {})
+        return self._driver.call_answer(None)  # type: ignore[no-any-return]
+
+    @exclusive
+    def abandon(self, env_id: Any) -> None:
+        """Wait no longer for some environments: kill the workers whose answers about these are pending.
+
+        What these were asked is answered by :class:`~vecenv.errors.WorkerDied`, of all their environments; or, with
+        ``on_failure="restart"``, by rows of new ones. Workers of which nothing is pending, and the calling process, are left
+        alone.
+
+        Args:
+            env_id: Which environments, distinct indices.
+
+        Raises:
+            ValueError: Indices out of range or twice.
+        """
+        rows = set(env_ids_of(env_id, self.num_envs).tolist())
+        engine = self._driver
+        late = [
+            worker
+            for worker in self._pool.workers
+            if not worker.local and not rows.isdisjoint(worker.rows) and engine.is_pending(worker)
+        ]
+        engine.end_late(late, None)
+
+    @exclusive
+    def publish_stats(self, name: str | None = None) -> None:
+        """Let ``vecenv top``, run by the same user on this machine, show the workers until :meth:`close`.
+
+        The environment variable ``VECENV_TOP=1`` does the same for a whole program, from the first reset on. The
+        program writes a small file, twice a second while answers come, into ``$XDG_RUNTIME_DIR/vecenv`` or a folder of the
+        user's among temporary files, where no other user can read it. Linux only.
+
+        Args:
+            name: What to call it there; default: the environments' id.
+
+        Raises:
+            NotImplementedError: Not on this system, or not with workers on other machines.
+            OSError: The file cannot be written.
+            ClosedEnvironmentError: It is closed.
+        """
+        if not published.available() or not published.has_counters(self._driver):
+            raise NotImplementedError("publish_stats() needs Linux and workers on this machine; stats() is there everywhere")
+        self._publish(name)
+
+    def _publish_if_asked(self) -> None:
+        if published.asked_for(self._driver):
+            self._publish(None)
+
+    def _publish(self, name: str | None) -> None:
+        if self._driver.card is not None:
+            self._driver.card.close()
+        self._driver.card = StatsFile(name or (self.spec.id if self.spec is not None else type(self).__name__), self._driver)
+
+    def __repr__(self) -> str:
+        name = f"{self.spec.id}, " if self.spec is not None else ""
+        if not hasattr(self, "_driver"):
+            return f"{type(self).__name__}({name}closed)"
+        restarts = f", restarted={self._driver.restarts}" if self._driver.restarts else ""
+        failed = f", failed={sorted(self._driver.failed)}" if self._driver.failed else ""
+        caller = sum(len(worker.rows) for worker in self._pool.workers if worker.local)
+        share = f", caller={caller}" if caller else ""
+        share += f", spares={spares}" if (spares := self._driver.layout.spares) else ""
+        return (
+            f"{type(self).__name__}({name}num_envs={self.num_envs}, workers={self.num_workers}{share}, "
+            f"phase={self._phase.name}{restarts}{failed})"
+        )
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def close(self, **kwargs: Any) -> None:
+        """Close all environments and end all workers; idempotent, from any thread or signal handler, in whatever state.
+
+        Interrupted, it can be called again, and goes on. From a signal handler that came in the middle of another call, it
+        ends the workers; what that call still looks at is let go of when the call has ended, by
+        :class:`~gymnasium.error.ClosedEnvironmentError` or whatever the handler raises. In a forked child it does nothing.
+
+        Args:
+            timeout: Seconds for a pending answer and for the environments' own ``close()``; then workers are killed.
+                Default: a minute, or a second if a worker was late before or a call was interrupted.
+            terminate: Kill at once; the environments' ``close()`` is not called.
+        """
+        if self.closed:
+            return
+        driver, me = self._driver, get_ident()
+        if driver.barred == "forked":
+            self.closed = True
+            return
+        inspect.signature(self.close_extras).bind(**kwargs)  # refuses what it does not know, before anything is ended
+        seconds = seconds_of(kwargs.get("timeout"))
+        again, driver.barred = driver.barred == "closing", "closing"
+        self._pool.closing = True
+        if driver.caller and driver.caller != me:  # another thread is waiting for an answer: there will be none
+            for worker in self._pool.processes:
+                worker.signal(9)
+            until = time.monotonic() + _OTHER_THREAD
+            while driver.caller and time.monotonic() < until:
+                time.sleep(0.001)
+        nested = driver.caller == me and is_within_a_call(self)
+        if not self._pool.released:
+            hurried = again or nested
+            self.close_extras(**{**kwargs, "timeout": _LITTLE_PATIENCE if hurried and seconds is None else seconds})
+        self.closed, driver.barred = True, "closed"
+        if not nested:
+            driver.leave()
+
+    def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
+        """End the workers; see :meth:`close`."""
+        pool, call = self._pool, self._driver.call
+        patience = timeout
+        if patience is None:
+            late = any(worker.overdue or (worker.death is None and worker.is_stopped()) for worker in pool.workers)
+            patience = _LITTLE_PATIENCE if late else _PATIENCE
+        if call is not None:
+            logger.warn(f"Calling `close` while waiting for a pending call to `{call.phase.value}` to complete.")
+        self._driver.shut(0.0 if terminate else patience, terminate=terminate)
+
+    def __del__(self) -> None:
+        if self.__dict__.get("closed", True):  # the class itself has `closed = False`
+            return
+        if self._driver.barred == "forked":
+            return
+        warnings.warn(f"unclosed {type(self).__name__}", ResourceWarning, source=self, stacklevel=2)
+        self._pool.end_unclosed()
 
 
 class _Signature:
@@ -130,7 +411,6 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
 
     __signature__ = _Signature()
     _engine_class: type[Engine] = Engine
-    _backend = "process"
     _spares = 0
     _asks_for_shared_memory = False  # whether `shared_memory=True` was given, and is not just the default
 
@@ -223,7 +503,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         try:
             self._read_spaces(self.env_fns)
             self.num_workers, self._share, self.plan = workers_and_share(self.num_envs, *for_plan)
-            self._open(*to_open)
+            self._start(*to_open)
         except RuntimeError as error:
             if not is_about_main(error):
                 raise
@@ -241,7 +521,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         if self._spares:
             refuse_different(self.env_fns)
 
-    def _open(
+    def _start(
         self,
         context: Any,
         policy: Policy,
@@ -284,7 +564,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
                 return SharedStore(observations, batch.observations)
             return registered or PickledStore(self.single_observation_space, self.num_envs)
 
-        plan = Plan(
+        plan = WorkerPlan(
             layout,
             self.autoreset_mode,
             Expected(self.observation_mode, self.single_observation_space, self.single_action_space),

@@ -1,32 +1,34 @@
-"""What differs between engines that are no worker processes: the seam under :mod:`vecenv.front.vector_env`."""
+"""What steps environments, whatever it is: the seam under :mod:`vecenv.front.vector_env`.
+
+The vector environment has the interface, a driver has the environments: worker processes or hosts
+(:mod:`vecenv.engine.engine`), EnvPool's threads, a device, a library of its own.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 
-from vecenv.front.arguments import ResetOptions, least_of
-from vecenv.front.capabilities import Capabilities, unable
+from vecenv.errors import StepTimeout
+from vecenv.front.arguments import ResetOptions
+from vecenv.front.capabilities import Capabilities, figures, unable
+from vecenv.front.deadlines import seconds_of
 from vecenv.front.guard import left_in_a_fork
-from vecenv.front.phases import Phase, still_owed
+from vecenv.front.phases import Phase, still_pending
 
-__all__ = [
-    "NOTHING", "After", "Call", "Driver", "Once", "Stepped", "recv_enough", "require_idle", "require_no_step",
-]  # fmt: skip
+__all__ = ["NOTHING", "Call", "Driver", "RunOnce", "Stepped", "require_idle", "require_no_step"]
 
 Stepped: TypeAlias = tuple[Any, Any, Any, Any, dict[str, Any]]
 """What ``step`` returns."""
-
-After: TypeAlias = tuple[Any, int, int]
-"""What :attr:`Driver.after` is."""
 
 
 class Call(NamedTuple):
@@ -42,7 +44,7 @@ NOTHING: Final = Call(Phase.DEFAULT, 0, by_row=True)
 
 
 class Driver:
-    """What steps environments, under the one front; and the state of the call in progress, for the one guard.
+    """Steps environments under a vector environment, and keeps the state of the call in progress for the guard.
 
     Until an answer was handed over its call is pending: reading an answer changes nothing, and can be repeated. What a call
     changes it puts in place by one store, or by C code in one instruction: before it nothing has happened, afterwards the
@@ -50,7 +52,10 @@ class Driver:
 
     Attributes:
         capabilities: What it can do.
-        batch_size: Rows of :meth:`recv`.
+        why_not: Capability -> why there is none.
+        num_envs: Number of environments.
+        batch_size: Rows that :meth:`recv` gives by default.
+        copies: Each answer has observations of its own.
         name: The class of the vector environment, for refusals.
         owner: The process that may call.
         own_means: What a forked child lacks.
@@ -65,8 +70,14 @@ class Driver:
         pending_error: The exception that is the answer being given; any other leaves the answer pending.
     """
 
+    why_not: ClassVar[Mapping[str, str]] = {
+        "attributes": "its environments are no Python objects",
+        "snapshots": "its environments are a library's own, which gives their state to nobody",
+        "workers": "its environments are stepped by no worker processes",
+    }
     name = ""
     own_means = "its threads"
+    copies = True
     yields = True
     caller = 0
     barred = ""
@@ -74,11 +85,13 @@ class Driver:
     pending: Any = (None, 0, 0)
     next_pending: Any = None
     pending_error: BaseException | None = None
+    num_envs: int
     batch_size: int
+    _last_figures: dict[str, float] | None = None
 
     def open(self, name: str) -> None:
         """From now on this process may call, as the vector environment of this name does."""
-        self.name, self.owner = name, os.getpid()
+        self.name, self.owner, self.began = name, os.getpid(), time.monotonic()
         # those of the class would make every look at them slow
         self.caller, self.barred, self.last_call_ended, self.pending = 0, "", True, self.pending
         self.next_pending = self.pending_error = None
@@ -95,7 +108,42 @@ class Driver:
         """In a forked child: refuse all calls."""
         self.barred = "forked"
 
-    # What subclasses say of answers, in place of `pending` as a whole.
+    @property
+    def capabilities(self) -> Capabilities:
+        raise NotImplementedError
+
+    @property
+    def waited(self) -> float:
+        raise NotImplementedError
+
+    @property
+    def outstanding(self) -> Call:
+        """What is in flight. Looking at it changes nothing: another thread may do it."""
+        raise NotImplementedError
+
+    @property
+    def phase(self) -> Phase:
+        """What is pending of all environments; rows that :meth:`recv` gives do not count."""
+        call = self.outstanding
+        return Phase.DEFAULT if call.by_row else call.kind
+
+    @property
+    def in_flight(self) -> npt.NDArray[np.intp]:
+        """The environments whose rows ``recv`` has still to give, in no order."""
+        call = self.outstanding
+        if call.by_row and 0 < call.rows < self.num_envs:
+            unable(self.name, "`in_flight`", f"its library tells only that {call.rows} are, as stats() does")
+        return np.arange(call.rows if call.by_row else 0, dtype=np.intp)
+
+    def require_idle(self, method: str) -> None:
+        """Refuse a method of all environments while anything is pending.
+
+        Raises:
+            AlreadyPendingCallError: Something is.
+        """
+        require_idle(self.outstanding, method)
+
+    # -- what a subclass says of an answer, in place of `next_pending` as a whole -------------------------------------
 
     @property
     def taken(self) -> Any:
@@ -106,38 +154,20 @@ class Driver:
     def taken(self, taken: Any) -> None:
         self.pending = taken, *self.pending[1:]
 
-    @property
-    def after(self) -> Any:
-        """Of the answer that :meth:`answer` or :meth:`recv` gives: what is taken then, and how many steps and resets."""
-        return self.next_pending
+    def gives(self, taken: Any, steps: int, resets: int) -> None:
+        """The answer that is being given is what will be taken last, of so many steps and resets."""
+        _, all_steps, all_resets = self.pending
+        self.next_pending = taken, all_steps + steps, all_resets + resets
 
-    @after.setter
-    def after(self, after: tuple[Any, int, int] | None) -> None:
-        if after is not None:
-            taken, steps, resets = after
-            _, all_steps, all_resets = self.pending
-            self.next_pending = taken, all_steps + steps, all_resets + resets
-
-    @property
-    def capabilities(self) -> Capabilities:
-        raise NotImplementedError
-
-    @property
-    def waited(self) -> float:
-        raise NotImplementedError
-
-    @property
-    def owed(self) -> Call:
-        """What is in flight. Looking at it changes nothing: another thread may do it."""
-        raise NotImplementedError
+    # -- calls ----------------------------------------------------------------------------------------------------------
 
     def reset(self, seeds: list[Any], ids: npt.NDArray[np.intp] | None, options: ResetOptions, *, by_row: bool) -> None:
         """Begin to reset these rows (``None``: all); checks first, and raises before anything is asked.
 
         Args:
-            seeds: For each row of ``ids``, where it is asked ``by_row``; else for all, of which only those of ``ids`` count.
+            seeds: One or ``None`` for every environment, of which only those of ``ids`` count.
             ids: Distinct and in range.
-            options: Others than ``reset_mask``.
+            options: Others than ``reset_mask``; a list has an entry for every environment.
             by_row: It is answered by :meth:`recv` only.
         """
 
@@ -152,14 +182,14 @@ class Driver:
 
         Args:
             kind: Which of the two is pending, not by row.
-            deadline: Of ``time.monotonic()``.
+            deadline: Of ``time.monotonic()``; ``None``: as long as it takes, or as the driver's own options say.
 
         Returns:
             ``None`` where it is not there by then.
         """
 
     def recv(self, count: int | None, deadline: float | None) -> Stepped | None:
-        """The next ``count`` rows (``None``: as many as is usual), as :meth:`answer`.
+        """The next ``count`` rows (``None``: :attr:`batch_size`), as :meth:`answer`.
 
         Raises:
             NoAsyncCallError: Not so many are in flight.
@@ -167,90 +197,121 @@ class Driver:
             NotImplementedError: Only all of them are answered.
         """
 
+    def recv_enough(self, count: int | None, deadline: float | None, least: int, moment: float) -> Stepped | None:
+        """The next ``count`` rows; or fewer, but ``least`` of them, from a moment of ``time.monotonic()`` on.
+
+        An answer that is read changes nothing, so this asks for ever fewer until there are so many.
+
+        Raises:
+            NotImplementedError: Rows are not done one by one here.
+        """
+        if not self.capabilities.first_ready:
+            unable(self.name, f"recv at least {least} environments", "all of them are done at the same time")
+        many = max(min(self.batch_size if count is None else count, self.outstanding.rows), least)
+        until = moment if deadline is None else min(moment, deadline)
+        answer = self._recv_some(many, None if until == math.inf else until)
+        for fewer in range(many - 1, least - 1, -1):
+            if answer is not None:
+                break
+            answer = self._recv_some(fewer, until)
+        return answer or self.recv(least, deadline)
+
+    def _recv_some(self, count: int, deadline: float | None) -> Stepped | None:
+        """So many rows; ``None``, too, where there will never be so many without others being sent to."""
+        try:
+            return self.recv(count, deadline)
+        except NoAsyncCallError:
+            return None
+
+    def too_late(self, method: str, timeout: Any) -> StepTimeout:
+        """The exception of a call that was not answered in time."""
+        seconds = seconds_of(timeout)
+        return StepTimeout(
+            f"The call to `{method}` has timed out after {seconds} second(s)."
+            f"{self._lateness(seconds)}\nThe answer is still pending: call `{method}` again, or `close()`."
+        )
+
+    def _lateness(self, seconds: float | None) -> str:
+        """What is known of what is late after so many seconds, in lines of its own."""
+        return ""
+
+    # -- figures and the end --------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, float]:
+        """Figures since the start; see :meth:`vecenv.AsyncVectorEnv.stats`. After the end they stay as they were."""
+        return self._figures() if self._last_figures is None else dict(self._last_figures)
+
+    def keep_figures(self) -> None:
+        """The end is near: from here on the figures stay as they are."""
+        self._last_figures = self.stats()
+
+    def _figures(self) -> dict[str, float]:
+        elapsed = max(time.monotonic() - self.began, 1e-9)
+        _, steps, resets = self.pending
+        return figures({
+            "steps": float(steps),
+            "steps_per_second": steps / elapsed,
+            "wait_fraction": self.waited / elapsed,
+            "resets": float(resets),
+            "restarts": 0.0,
+            "errors": 0.0,
+            "bytes_pickled": 0.0,
+            "in_flight": float(self.outstanding.rows),
+        })  # fmt: skip
+
     def close(self, *, terminate: bool = False) -> None:
         """Let go of everything. Idempotent."""
 
 
-def require_idle(owed: Call, method: str) -> None:
-    """Refuse a method of all environments while anything is pending of all of them."""
-    if owed.rows and owed.by_row:
+def require_idle(outstanding: Call, method: str) -> None:
+    """Refuse a method of all environments while anything is pending of any of them."""
+    if outstanding.rows and outstanding.by_row:
         raise AlreadyPendingCallError(
-            f"Calling `{method}` for envs 0..{owed.rows - 1}, which are still in flight: `recv` them first.", "send"
+            f"Calling `{method}` for envs 0..{outstanding.rows - 1}, which are still in flight: `recv` them first.", "send"
         )
-    if owed.rows:
-        raise AlreadyPendingCallError(still_owed(method, owed.kind), owed.kind.value)
+    if outstanding.rows:
+        raise AlreadyPendingCallError(still_pending(method, outstanding.kind), outstanding.kind.value)
 
 
-def require_no_step(owed: Call) -> None:
+def require_no_step(outstanding: Call) -> None:
     """Refuse ``recv`` while a step is pending that ``step_wait`` fetches."""
-    if owed.kind is Phase.WAITING_STEP and not owed.by_row:
+    if outstanding.kind is Phase.WAITING_STEP and not outstanding.by_row:
         raise AlreadyPendingCallError(
             "Calling `recv` while waiting for a pending call to `step` to complete: `step_wait` fetches it.", "step"
         )
 
 
-def recv_enough(driver: Driver, count: int | None, deadline: float | None, at_least: Any, within: Any) -> Stepped | None:
-    """The next ``count`` rows; or fewer, once ``within`` seconds have passed; see :meth:`Driver.recv`.
+class RunOnce:
+    """Runs a function once, however often it is started, and keeps what it returned or raised.
 
-    An answer that is read changes nothing, so a driver is asked for ever fewer until there are so many.
-
-    Raises:
-        NotImplementedError: Rows are not done one by one there.
-    """
-    owed = driver.owed.rows
-    wanted = driver.batch_size if count is None else count
-    if not driver.capabilities.first_ready:
-        unable(driver.name, f"recv at least {at_least} environments", "all of them are done at the same time")
-    least, moment = least_of(at_least, within, wanted)
-    many = max(min(wanted, owed), least)
-    until = moment if deadline is None else min(moment, deadline)
-    answer = _recv_some(driver, many, None if until == math.inf else until)
-    for fewer in range(many - 1, least - 1, -1):
-        if answer is not None:
-            break
-        answer = _recv_some(driver, fewer, until)
-    return answer or driver.recv(least, deadline)
-
-
-def _recv_some(driver: Driver, count: int, deadline: float | None) -> Stepped | None:
-    """So many rows; ``None``, too, where there will never be so many without others being sent to."""
-    try:
-        return driver.recv(count, deadline)
-    except NoAsyncCallError:
-        return None
-
-
-class Once:
-    """What an engine is to do for a call: it is done once, however often somebody is told to begin.
-
-    So a driver that was interrupted while it told a thread can tell it again.
+    So a driver that was interrupted while it started a thread can start it again.
 
     Attributes:
         future: The answer, of a thread.
         failure: The exception that is the answer.
     """
 
-    def __init__(self, ask: Callable[[], Any]) -> None:
+    def __init__(self, function: Callable[[], Any]) -> None:
         self.future: Future[Any] = Future()
         self.failure: BaseException | None = None
-        self._ask, self._begun = ask, threading.Lock()
-        self._said: Any = None
+        self._function, self._begun = function, threading.Lock()
+        self._returned: Any = None
 
     def __call__(self) -> None:
-        """Do it, in a thread."""
+        """Run it, in a thread."""
         if self._begun.acquire(blocking=False):
             try:
-                self.future.set_result(self._ask())
+                self.future.set_result(self._function())
             except BaseException as error:
                 self.failure = error
                 self.future.set_exception(error)
 
     def here(self) -> Any:
-        """Do it in the caller's own thread. What interrupts is no answer, and it is to be done again."""
-        if self._said is None:
+        """Run it in the caller's own thread. What interrupts is no answer, and it is to be run again."""
+        if self._returned is None:
             try:
-                self._said = self._ask()
+                self._returned = self._function()
             except Exception as error:
                 self.failure = error
                 raise
-        return self._said
+        return self._returned

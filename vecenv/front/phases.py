@@ -15,7 +15,7 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from vecenv.errors import StepTimeout
 from vecenv.system.uninterrupted import Noted, by_handler
 
-__all__ = ["NEXT", "Phase", "advance", "dropping_pending", "still_owed"]
+__all__ = ["NEXT", "Phase", "advance", "dropping_pending", "still_pending"]
 
 R = TypeVar("R")
 
@@ -64,10 +64,10 @@ def advance(phase: Phase, method: str, owner: object, name: str = "") -> Phase:
     verb, _, kind = method.partition("_")
     if kind == "wait":
         raise NoAsyncCallError(f"Calling `{method}` without any prior call to `{verb}_async`.", verb)
-    raise AlreadyPendingCallError(still_owed(name or method, phase), phase.value)
+    raise AlreadyPendingCallError(still_pending(name or method, phase), phase.value)
 
 
-def still_owed(name: str, phase: Phase) -> str:
+def still_pending(name: str, phase: Phase) -> str:
     """Why a method has to wait; where Gymnasium has it too, in Gymnasium's own words, which differ by a full stop."""
     end = "" if name == "reset_async" else "." if name in NEXT else f": call `{phase.value}_wait()` first."
     return f"Calling `{name}` while waiting for a pending call to `{phase.value}` to complete{end}"

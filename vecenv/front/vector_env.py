@@ -1,168 +1,222 @@
-"""Gymnasium's vector interface over a :class:`~vecenv.front.driver.Driver`.
+"""Gymnasium's vector interface, over any :class:`~vecenv.front.driver.Driver`.
 
-The front of every engine that is not made of workers: EnvPool and its players, JAX on a device, a library's own vector
-environment, the double of :mod:`vecenv.testing`. What differs between them is the driver.
+Arguments, the order of calls, their errors and what a backend cannot do are the same wherever environments are stepped, so
+they are here, once. What differs is the driver.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
-from typing import Any, ClassVar, Final, Generic, NoReturn, TypeVar
+from typing import Any, ClassVar, Final, Generic, NoReturn
 
 import numpy as np
 import numpy.typing as npt
-from gymnasium.vector import VectorEnv
+from gymnasium.core import ActType, ObsType
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.vector_env import ArrayType
 
-from vecenv.errors import ErrorRecord, StepTimeout
-from vecenv.front.arguments import ResetOptions, count_of, env_ids_of, refuse_options, reset_mask_of, seeds_of
-from vecenv.front.base import RefusedAttribute, VectorEnvBase, refusing
-from vecenv.front.capabilities import Capabilities, figures, unable
+from vecenv.errors import ErrorRecord
+from vecenv.front.arguments import (
+    ResetOptions,
+    count_of,
+    env_ids_of,
+    least_of,
+    refuse_options,
+    reset_mask_of,
+    rows_of,
+    seeds_of,
+)
+from vecenv.front.capabilities import Capabilities, unable
 from vecenv.front.deadlines import deadline_of
-from vecenv.front.driver import Driver, Stepped, recv_enough, require_idle
+from vecenv.front.driver import Driver
 from vecenv.front.guard import exclusive
 from vecenv.front.gymnasiums import NotClosedUnasked
 from vecenv.front.phases import Phase, advance
 
-__all__ = ["DrivenVectorEnv"]
+__all__ = ["VectorEnvBase"]
 
 _PATIENCE: Final = 60.0  # close() without a timeout waits this long for another thread's call
+_RESERVED: Final = ("reset", "step", "close", "_setattr", "_check_spaces")
+_SPACES: Final = "single_action_space", "action_space", "single_observation_space", "observation_space"
+_HALVES: Final = {
+    "step": ("step_async", "step_wait"), "reset": ("reset_async", "reset_wait"), "call": ("call_async", "call_wait"),
+    "exec_func": ("exec_func_send", "exec_func_fetch"),
+}  # fmt: skip
+"""Call -> the two that it is made of."""
 
-D = TypeVar("D", bound=Driver)
+
+class _Unable(NotImplementedError, AttributeError):
+    """So that ``hasattr`` and ``getattr`` with a default go on telling what there is."""
 
 
-class DrivenVectorEnv(VectorEnvBase, NotClosedUnasked, VectorEnv[Any, Any, Any], Generic[D]):
-    """Arguments, phases, figures and the end.
+class _OfWorkers:
+    """An attribute that only a backend with workers has: reading it on another one says so."""
 
-    A subclass sets Gymnasium's attributes and gives its driver to :meth:`_open`.
+    def __init__(self, capability: str = "workers") -> None:
+        self._capability = capability
+
+    def __set_name__(self, owner: type[Any], name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type[Any]) -> Any:
+        if instance is None:
+            return self
+        try:
+            instance._need(self._capability, self._name)
+        except NotImplementedError as error:
+            raise _Unable(*error.args) from None
+
+
+class VectorEnvBase(NotClosedUnasked, VectorEnv[ObsType, ActType, ArrayType], Generic[ObsType, ActType, ArrayType]):
+    """The front of all backends.
+
+    A subclass sets Gymnasium's attributes and gives its driver to :meth:`_open`. ``step``, ``reset`` and others have two
+    halves each, of which a subclass may have its own: then the guard makes the call in two.
     """
 
-    def _open(self, driver: D) -> None:
+    autoreset_mode: AutoresetMode
+    _driver: Any
+    _in_halves: ClassVar[frozenset[str]] = frozenset()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own = {name for halves in _HALVES.values() for name in halves if getattr(cls, name) is not vars(VectorEnvBase)[name]}
+        cls._in_halves = frozenset(whole for whole, halves in _HALVES.items() if not own.isdisjoint(halves))
+
+    def _open(self, driver: Driver) -> None:
         self._driver = driver
-        self._began = time.monotonic()
-        self._figures: dict[str, float] | None = None  # the last, after close()
         driver.open(type(self).__name__)
         self.closed = False
 
     # -- reset -----------------------------------------------------------------------------------------------------
 
     @exclusive
-    def reset(self, *, seed: Any = None, options: ResetOptions = None) -> tuple[Any, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: ResetOptions = None
+    ) -> tuple[ObsType, dict[str, Any]]:
         """Begin new episodes in all environments, or in those of ``options["reset_mask"]``; see :meth:`reset_async`.
 
         Returns:
             Observations of all environments, and infos.
         """
         self._begin_reset(seed, options, None)
-        observations, *_, infos = self._answer("reset_wait", Phase.WAITING_RESET, None)
+        observations, *_, infos = self._driver.answer(Phase.WAITING_RESET, None)
         return observations, infos
 
     @exclusive
-    def reset_async(self, seed: Any = None, options: ResetOptions = None, *, env_id: Any = None) -> None:
-        """Begin a reset, answered by :meth:`reset_wait`, or by :meth:`recv`. What was sent and not received is dropped; an
-        engine that takes one call at a time of some environments refuses.
+    def reset_async(
+        self, seed: int | Sequence[int | None] | None = None, options: ResetOptions = None, *, env_id: Any = None
+    ) -> None:
+        """Begin a reset. The answer is fetched by :meth:`reset_wait` for all environments, or by :meth:`recv` as it comes.
+        What was sent and not received is dropped; EnvPool with ``batch_size=None`` refuses.
 
         Args:
-            seed: An int s (environment i gets s + i), a list of one int or ``None`` an environment, or ``None``: each goes
-                on with the random numbers it has (the first time, with unpredictable ones).
-            options: ``options["reset_mask"]``, bool ``(num_envs,)``, chooses the environments to reset; the others stay as
-                they are. The dict is not changed. Other options, and a sequence with a dict for each environment, where the
-                engine takes them.
-            env_id: Only these environments, which must not be in flight; then it is answered by :meth:`recv` only. Where
-                environments step together, all indices in order.
+            seed: An int gives environment i ``seed + i``; a sequence gives each its own; ``None`` none: each goes on with
+                the random numbers it has (the first time, with unpredictable ones).
+            options: Handed to every environment, except ``"reset_mask"``, a bool array ``(num_envs,)``: only those
+                environments are reset, the others keep their last observation. Environments that failed are built anew; one
+                that the mask leaves out has an observation of zeros meanwhile, as it may have been written in part. A
+                sequence of ``num_envs`` dicts (or ``None``) gives each its own. The dict is not changed.
+            env_id: Only these environments, which must not be in flight, while others may be; :meth:`recv` fetches the
+                answers. A sequence of seeds, or of options, has one for each of them, in their order. Where environments
+                step together, all indices in order.
 
         Raises:
-            NotImplementedError: What the engine cannot do, see :attr:`capabilities`.
-            TypeError, ValueError: Seeds, mask, options or indices of the wrong kind, length or range; nothing was asked.
-            gymnasium.error.ResetNeeded: The first reset is not of all environments.
-            gymnasium.error.AlreadyPendingCallError: The answer to ``step_async`` or ``reset_async`` is pending.
+            NotImplementedError: What the backend cannot do, see :attr:`capabilities`.
+            TypeError, ValueError: Seeds, options, mask or indices of the wrong length, type or shape; nothing was sent.
+            gymnasium.error.ResetNeeded: EnvPool and JAX: the first reset is not of all environments.
+            gymnasium.error.AlreadyPendingCallError: A call is pending; with ``env_id``, one of these is in flight.
         """
         self._begin_reset(seed, options, env_id)
 
     def _begin_reset(self, seed: Any, options: ResetOptions, env_id: Any) -> None:
         ids = None if env_id is None else env_ids_of(env_id, self.num_envs)
-        seeds = seeds_of(seed, self.num_envs if ids is None else len(ids))
+        rows = None if ids is None else ids.tolist()
+        seeds = seeds_of(seed, self.num_envs, rows)
         self._require_phase("reset_async")
-        mask, others = reset_mask_of(options, self.num_envs, None if ids is None else ids.tolist())
-        able = self.capabilities
-        if not (able.row_options if isinstance(others, list) else able.reset_options):
-            refuse_options(self, others, "its environments take none")
+        mask, others = reset_mask_of(options, self.num_envs, rows)
+        if others is not None:
+            able = self.capabilities
+            if not (able.row_options if isinstance(others, list) else able.reset_options):
+                refuse_options(self, others, "its environments take none")
         if ids is not None and mask is not None:
             raise ValueError("env_id and options['reset_mask'] both say which environments are to be reset: give one")
-        chosen = ids if mask is None else np.flatnonzero(mask)
-        self._driver.reset(seeds, chosen, others or None, by_row=ids is not None)
+        self._driver.reset(seeds, ids if mask is None else np.flatnonzero(mask), others, by_row=ids is not None)
 
     @exclusive
-    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset_wait(self, timeout: float | None = None) -> tuple[ObsType, dict[str, Any]]:
         """Fetch the answer to :meth:`reset_async`; as :meth:`reset`.
 
         Raises:
             gymnasium.error.NoAsyncCallError: There is none.
-            vecenv.errors.StepTimeout: Not within ``timeout`` seconds; the answer is still owed.
+            vecenv.errors.StepTimeout: Not within ``timeout`` seconds; the answer is still pending, call again.
+            Exception: What an environment raised.
         """
-        self._require_phase("reset_wait")
         observations, *_, infos = self._answer("reset_wait", Phase.WAITING_RESET, timeout)
         return observations, infos
 
     # -- step ------------------------------------------------------------------------------------------------------
 
     @exclusive
-    def step(self, actions: Any) -> Stepped:
-        """One step of every environment.
-
-        Args:
-            actions: A batch of ``action_space``.
+    def step(self, actions: ActType) -> tuple[ObsType, ArrayType, ArrayType, ArrayType, dict[str, Any]]:
+        """Step every environment once; see :meth:`step_async` and :meth:`step_wait`.
 
         Returns:
-            ``(observations, rewards, terminations, truncations, infos)``; for numpy ``float64`` rewards and ``bool`` flags.
-
-        Raises:
-            gymnasium.error.ResetNeeded: Before the first ``reset``; without autoreset, where an episode is over.
-            ValueError, TypeError: Actions of the wrong number, shape, structure or dtype; nothing was asked.
-            gymnasium.error.AlreadyPendingCallError: A call is pending, or an environment is in flight.
+            ``(observations, rewards, terminations, truncations, infos)``; for NumPy ``float64`` rewards and ``bool`` flags.
         """
         driver = self._driver
         driver.step(actions)
-        return driver.answer(Phase.WAITING_STEP, None) or self._too_late("step", None)
+        return driver.answer(Phase.WAITING_STEP, None)  # type: ignore[no-any-return]
 
     @exclusive
-    def step_async(self, actions: Any) -> None:
-        """Begin a step and return at once; see :meth:`step` and :meth:`step_wait`."""
+    def step_async(self, actions: ActType) -> None:
+        """Begin a step.
+
+        Args:
+            actions: A batch of ``action_space``. For Python environments whatever ``gymnasium.vector.utils.iterate`` takes
+                for it, and each gets its action as it is passed here, uncast and unclipped, as an array of its own.
+
+        Raises:
+            TypeError, ValueError: Wrong number, shape, structure or dtype; nothing was sent.
+            EnvFailed: An environment that failed was not reset since.
+            gymnasium.error.ResetNeeded: EnvPool and JAX: before the first reset; without autoreset, after an episode's end.
+            gymnasium.error.AlreadyPendingCallError: A call is pending, or an environment is in flight.
+        """
         self._driver.step(actions)
 
     @exclusive
-    def step_wait(self, timeout: float | None = None) -> Stepped:
+    def step_wait(
+        self, timeout: float | None = None
+    ) -> tuple[ObsType, ArrayType, ArrayType, ArrayType, dict[str, Any]]:
         """Fetch the answer to :meth:`step_async`; as :meth:`step`.
 
         Raises:
             gymnasium.error.NoAsyncCallError: There is none.
-            vecenv.errors.StepTimeout: Not within ``timeout`` seconds; the answer is still owed.
-            Exception: Whatever an environment, or the library, raises.
+            vecenv.errors.StepTimeout: Not within ``timeout`` seconds; the answer is still pending, call again.
+            WorkerDied: A worker process ended; the next ``reset()`` starts it anew.
+            Exception: What an environment raised, after all the others have been stepped.
         """
-        self._require_phase("step_wait")
-        return self._answer("step_wait", Phase.WAITING_STEP, timeout)
-
-    _halves: ClassVar[dict[str, Any]] = {
-        "step_async": step_async, "step_wait": step_wait, "reset_async": reset_async, "reset_wait": reset_wait
-    }  # fmt: skip
+        return self._answer("step_wait", Phase.WAITING_STEP, timeout)  # type: ignore[no-any-return]
 
     # -- send and recv ---------------------------------------------------------------------------------------------
 
     @exclusive
     def send(self, actions: Any, env_id: Any = None) -> None:
-        """Step some environments that are not in flight and return at once; :meth:`recv` gives their results.
+        """Step some environments that are not in flight, without waiting; :meth:`recv` gives their results.
 
         Args:
-            actions: As many as there are in ``env_id``, in its order.
-            env_id: Distinct indices; ``None``: those of the latest :meth:`recv`, or all after a reset. Where environments
-                step together, all of them in order.
+            actions: A batch of as many actions as there are environments in ``env_id``, in its order.
+            env_id: Which environments, distinct indices; ``None``: those of the latest :meth:`recv`, or all at first. Where
+                environments step together, all of them in order.
 
         Raises:
-            ValueError, TypeError: Actions, or indices, that are wrong; nothing was sent.
+            ValueError, TypeError: Indices out of range or twice, or actions that do not go with them; nothing was sent.
             NotImplementedError: It names only some environments, and they step together.
-            gymnasium.error.AlreadyPendingCallError: One of them is in flight, or the engine takes one call at a time.
-            gymnasium.error.ResetNeeded: As :meth:`step`.
+            gymnasium.error.AlreadyPendingCallError: One of them is in flight, or was not received yet.
+            EnvFailed: One of them failed and was not reset since.
         """
         self._driver.send(actions, env_id)
 
@@ -174,95 +228,316 @@ class DrivenVectorEnv(VectorEnvBase, NotClosedUnasked, VectorEnv[Any, Any, Any],
         count: int | None = None,
         at_least: int | None = None,
         within: float | None = None,
-    ) -> Stepped:
-        """The next ``count`` environments that are done, of :meth:`send` or :meth:`reset_async`.
+    ) -> tuple[Any, ArrayType, ArrayType, ArrayType, dict[str, Any]]:
+        """The next ``count`` environments that are done, of :meth:`send` or :meth:`reset_async`, in the order of their ends.
 
         Args:
-            timeout: Seconds to wait at most; afterwards ``recv`` may be called again.
+            timeout: Seconds to wait at most.
             count: How many, 1 to ``num_envs``; ``None``: :attr:`batch_size`. Without first-ready rows
                 (:attr:`capabilities`) it is all of the outstanding call.
-            at_least: So many are enough once ``within`` seconds have passed; the others stay in flight. Default 1 where
+            at_least: That many are enough once ``within`` seconds have passed; the others stay in flight. Default 1 where
                 ``within`` is given.
             within: Seconds from the call on; default 0 where ``at_least`` is given: what is there, as soon as it is
-                so many.
+                that many. Where fewer than ``count`` are in flight, it waits for no more than these.
 
         Returns:
-            As :meth:`step`, with so many rows. ``infos["env_id"]``, int ``(count,)``, tells which environments they are.
-            Rows of a reset have reward 0 and both flags False.
+            What ``step`` returns, with ``count`` rows instead of ``num_envs``, all of them fresh arrays.
+            ``infos["env_id"]``, int ``(count,)``, tells which environments they are. Rows of a reset have reward 0 and both
+            flags False.
 
         Raises:
-            gymnasium.error.NoAsyncCallError: Fewer environments are in flight.
+            NoAsyncCallError: Fewer than ``count`` environments, or than are enough, are in flight or ready.
             gymnasium.error.AlreadyPendingCallError: The answer to :meth:`step_async` is pending.
+            TypeError, ValueError: ``timeout``, ``count``, ``at_least`` or ``within`` without a meaning.
             NotImplementedError: Only so many, or at least so many, where all are answered at once.
-            vecenv.errors.StepTimeout: Not in time; nothing is lost.
+            StepTimeout: Not within ``timeout`` seconds; nothing is lost, call again.
+            Exception: What an environment raised; the rows of the others are kept for the next call.
         """
         driver = self._driver
         if count is not None:
             count = count_of(count, self.num_envs, self.num_envs)
+        deadline = None if timeout is None else deadline_of(timeout)
         if at_least is within is None:
-            answer = driver.recv(count, None if timeout is None else deadline_of(timeout))
+            answer = driver.recv(count, deadline)
         else:
-            answer = recv_enough(driver, count, deadline_of(timeout), at_least, within)
-        return answer or self._too_late("recv", timeout)
+            least = least_of(at_least, within, self.batch_size if count is None else count)
+            answer = driver.recv_enough(count, deadline, *least)
+        if answer is None:
+            raise driver.too_late("recv", timeout)
+        return answer  # type: ignore[no-any-return]
+
+    # -- the environments themselves: methods, attributes, functions, frames -----------------------------------------
+
+    @exclusive
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """``env.get_wrapper_attr(name)`` of every environment, called with the arguments if it can be called.
+
+        Raises:
+            NotImplementedError: The backend has no Python environments.
+        """
+        self._begin_call("call", name, args, kwargs)
+        return self._driver.call_answer(None)  # type: ignore[no-any-return]
+
+    @exclusive
+    def call_async(self, name: str, /, *args: object, **kwargs: object) -> None:
+        """Begin a :meth:`call`."""
+        self._begin_call("call_async", name, args, kwargs)
+
+    def _begin_call(self, method: str, name: str, args: Any, kwargs: Any) -> None:
+        self._need("attributes", method)
+        self._driver.require_idle("call_async")
+        if name in _RESERVED:
+            raise ValueError(f"Trying to call function `{name}` with `call`, use `{name}` directly instead.")
+        self._driver.begin_call(name, args, kwargs)
+
+    @exclusive
+    def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
+        """Fetch the answer to :meth:`call_async`: a tuple of one result an environment.
+
+        The answers to :meth:`exec_func_send`, and to a :meth:`set_attr`, a save or a load that was interrupted, are fetched
+        by it, too.
+
+        Raises:
+            StepTimeout: Not within ``timeout`` seconds; the answer is still pending, call again.
+            Exception: What the call raised in an environment; the environments stay alive.
+        """
+        self._need("attributes", "call_wait")
+        self._require_phase("call_wait")
+        return self._driver.call_answer(timeout)  # type: ignore[no-any-return]
+
+    @exclusive
+    def exec_func(
+        self, func: Callable[..., Any], indices: Sequence[int] | int | None = None, *args: Any, **kwargs: Any
+    ) -> tuple[Any, ...]:
+        """``func(env, *args, **kwargs)`` in the workers, for the environments ``indices`` (``None``: all).
+
+        ``func`` may be a lambda or a closure. Returns a tuple of ``num_envs`` results, ``None`` for the others.
+        """
+        self._begin_exec("exec_func", func, indices, args, kwargs)
+        return self._driver.call_answer(None)  # type: ignore[no-any-return]
+
+    @exclusive
+    def exec_func_send(
+        self, func: Callable[..., Any], indices: Sequence[int] | int | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        """Begin an :meth:`exec_func`."""
+        self._begin_exec("exec_func_send", func, indices, args, kwargs)
+
+    def _begin_exec(self, method: str, func: Callable[..., Any], indices: Any, args: Any, kwargs: Any) -> None:
+        self._need("attributes", method)
+        self._driver.require_idle("exec_func")
+        if not callable(func):
+            raise TypeError(f"exec_func wants a function of an environment, got {func!r}")
+        named = [indices] if isinstance(indices, (int, np.integer)) else indices
+        self._driver.begin_exec(func, rows_of(named if named is None else list(named), self.num_envs), args, kwargs)
+
+    @exclusive
+    def exec_func_fetch(self, timeout: float | None = None) -> tuple[Any, ...]:
+        """Fetch the answer to :meth:`exec_func_send`."""
+        self._need("attributes", "exec_func_fetch")
+        self._require_phase("call_wait")
+        return self._driver.call_answer(timeout)  # type: ignore[no-any-return]
+
+    @exclusive
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """An attribute of every environment (of whichever wrapper has it)."""
+        self._begin_call("get_attr", name, (), {})
+        return self._driver.call_answer(None)  # type: ignore[no-any-return]
+
+    @exclusive
+    def set_attr(self, name: str, values: list[Any] | tuple[Any, ...] | object) -> None:
+        """Set an attribute of every environment; a list or tuple is one value an environment, else all get the same.
+
+        If it is interrupted while the call is pending, :meth:`call_wait` fetches that.
+        """
+        self._need("attributes", "set_attr")
+        if not isinstance(values, (list, tuple)):
+            values = [values] * self.num_envs
+        if len(values) != self.num_envs:
+            raise ValueError(
+                "Values must be a list or tuple with length equal to the number of environments. "
+                f"Got `{len(values)}` values for {self.num_envs} environments."
+            )
+        self._driver.require_idle("set_attr")
+        self._driver.begin_set_attr(name, values)
+        self._driver.call_answer(None)
+
+    @exclusive
+    def set_next_options(
+        self, options: ResetOptions = None, *, seed: int | Sequence[int | None] | None = None, env_id: Any = None
+    ) -> None:
+        """Options, and seeds, of the next episode that autoreset begins in each environment; once.
+
+        They wait there until its episode is over, through resets by name, by a mask or of all environments, which have
+        options of their own. Later ones take their place; ``set_next_options()`` takes them away. An environment that
+        fails, or whose worker dies, forgets them. If it is interrupted while the call is pending, :meth:`call_wait` fetches
+        that.
+
+        Args:
+            options: A dict for each of them, of which each gets a copy; or a sequence with a dict or ``None`` for each.
+            seed: As of ``reset``: an int gives environment i ``seed + i``; a sequence gives each its own.
+            env_id: Only these environments; a sequence of options or seeds is in their order. The others keep what they
+                have.
+
+        Raises:
+            TypeError, ValueError: Options, seeds or indices of the wrong length, type or range, options that cannot be
+                pickled; a ``reset_mask``, which is about a reset of many; an autoreset mode that begins no episodes.
+                Nothing was sent.
+            AlreadyPendingCallError: Something is in flight.
+        """
+        self._need("attributes", "set_next_options")
+        rows = rows_of(env_id, self.num_envs)
+        if self.autoreset_mode is AutoresetMode.DISABLED:
+            raise ValueError("autoreset_mode=DISABLED begins no episodes: give reset() the options, and a reset_mask")
+        seeds = seeds_of(seed, self.num_envs, rows)
+        mask, options = reset_mask_of(options, self.num_envs, rows)
+        if mask is not None:
+            raise ValueError("options['reset_mask'] is about a reset of many environments: use env_id instead")
+        self._driver.require_idle("set_next_options")
+        each = options if isinstance(options, list) else [options] * self.num_envs
+        given = [(own, None if one is None else dict(one)) for own, one in zip(seeds, each, strict=True)]  # kept until then
+        self._driver.begin_set_next(rows, given)
+        self._driver.call_answer(None)
+
+    @exclusive
+    def render(self) -> Any:
+        """One frame (or list of frames) an environment, in a tuple."""
+        self._begin_call("render", "render", (), {})
+        return self._driver.call_answer(None)
+
+    # -- saving and loading ----------------------------------------------------------------------------------------
+
+    @exclusive
+    def save(self, env_id: Any = None, *, verify: bool = True) -> tuple[Any, ...]:
+        """The state of every environment, or of some: all that decides how it goes on, bit for bit.
+
+        The first time that a kind of environment is saved, environments of its own are built, by the same ``env_fn`` and in
+        the same place, to prove that their state can be taken and put back exactly; see ``docs/state.md``. Environments
+        are not touched. If it is interrupted while the call is pending, :meth:`call_wait` gives that. Of environments on a
+        JAX device it is their row of the pytree, and there is nothing to prove.
+
+        Args:
+            env_id: Which environments, distinct indices; ``None``: all.
+            verify: ``False`` leaves the proof out.
+
+        Returns:
+            One :class:`~vecenv.state.snapshots.Snapshot` an environment, in the order of ``env_id``. They can be pickled.
+
+        Raises:
+            NotImplementedError: The backend saves nothing.
+            NotRestorable: An environment cannot be saved, or not exactly; says which, what and where.
+            AlreadyPendingCallError: A call is pending, or environments are in flight.
+            EnvFailed: One of them failed and was not reset since.
+            gymnasium.error.ResetNeeded: JAX: before the first ``reset``.
+        """
+        self._need("snapshots", "save")
+        rows = rows_of(env_id, self.num_envs)
+        self._driver.require_idle("save")
+        return self._driver.save(rows, verify)  # type: ignore[no-any-return]
+
+    @exclusive
+    def load(self, snapshots: Any, env_id: Any = None) -> Any:
+        """Let environments go on from saved states, exactly as those that were saved would have gone on.
+
+        They may come from other rows, engines, processes and machines; what they must agree in is the environment, what it
+        was made with, its wrappers and their versions. Environments that raised are built anew.
+
+        Args:
+            snapshots: As many as there are environments in ``env_id``, in its order; or one, for all of them. Loading runs
+                what their bytes say, as unpickling does: load only what you have kept yourself.
+            env_id: Which environments, distinct indices; ``None``: all.
+
+        Returns:
+            Their observations, as they were when they were saved: fresh arrays, as :meth:`recv` gives.
+
+        Raises:
+            SnapshotMismatch: The number is wrong, or one does not fit: says which and what differs. Nothing was touched.
+            EnvFailed: The worker of one of them is dead; a reset of its rows comes first.
+            AlreadyPendingCallError: A call is pending, or environments are in flight.
+        """
+        self._need("snapshots", "load")
+        rows = rows_of(env_id, self.num_envs)
+        self._driver.require_idle("load")
+        return self._driver.load(snapshots, rows)
+
+    @exclusive
+    def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
+        """All of it in one dict that can be pickled: snapshots of all environments, counters, seeds of restarts, and the
+        generators of the vector environment's own spaces. Errors as of :meth:`save`."""
+        self._need("snapshots", "state_dict")
+        self._driver.require_idle("state_dict")
+        return self._driver.state_dict([getattr(self, name) for name in _SPACES], verify)  # type: ignore[no-any-return]
+
+    @exclusive
+    def load_state_dict(self, state: Mapping[str, Any]) -> Any:
+        """Go on from what :meth:`state_dict` gave, here or elsewhere; returns and raises as :meth:`load`."""
+        self._need("snapshots", "load_state_dict")
+        self._driver.require_idle("load_state_dict")
+        return self._driver.load_state_dict(state, [getattr(self, name) for name in _SPACES])
 
     # the second set of names
-    reset_send = reset_async
-    reset_fetch = reset_wait
-    step_send = step_async
-    step_fetch = step_wait
+    reset_send, reset_fetch = reset_async, reset_wait
+    step_send, step_fetch = step_async, step_wait
+    call_send, call_fetch = call_async, call_wait
 
-    # -- what this backend cannot do, as it has no Python environments and no workers --------------------------------
+    # -- what only workers have ------------------------------------------------------------------------------------
 
-    call = refusing("attributes", "call")
-    call_async = call_send = refusing("attributes", "call_async")
-    call_wait = call_fetch = refusing("attributes", "call_wait")
-    exec_func = refusing("attributes", "exec_func")
-    exec_func_send = refusing("attributes", "exec_func_send")
-    exec_func_fetch = refusing("attributes", "exec_func_fetch")
-    get_attr = refusing("attributes", "get_attr")
-    set_attr = refusing("attributes", "set_attr")
-    set_next_options = refusing("attributes", "set_next_options")
-    save = refusing("snapshots", "save")
-    load = refusing("snapshots", "load")
-    state_dict = refusing("snapshots", "state_dict")
-    load_state_dict = refusing("snapshots", "load_state_dict")
-    abandon = refusing("workers", "abandon")
-    publish_stats = refusing("workers", "publish_stats")
+    def abandon(self, env_id: Any) -> None:
+        """Wait no longer for some environments; see :meth:`vecenv.AsyncVectorEnv.abandon`."""
+        self._need("workers", "abandon")
+
+    def publish_stats(self, name: str | None = None) -> None:
+        """Let ``vecenv top`` show the workers; see :meth:`vecenv.AsyncVectorEnv.publish_stats`."""
+        self._need("workers", "publish_stats")
+
     for _name in (  # a `__getattr__` would make every look at an attribute slow
         "env_fns", "observations", "shared_memory", "context", "daemon", "worker", "observation_mode", "max_concurrency",
         "generators", "processes", "parent_pipes", "worker_rows",
     ):  # fmt: skip
-        locals()[_name] = RefusedAttribute("workers")
+        locals()[_name] = _OfWorkers()
     del _name
-    local_envs = RefusedAttribute("attributes")
+    local_envs: Any = _OfWorkers("attributes")
 
     # -- what can be looked at -------------------------------------------------------------------------------------
 
     @property
     def capabilities(self) -> Capabilities:
-        """What this engine can do."""
-        return self._driver.capabilities
+        """What this backend can do."""
+        return self._driver.capabilities  # type: ignore[no-any-return]
 
     @property
     def batch_size(self) -> int:
         """Rows that :meth:`recv` returns."""
-        return self._driver.batch_size
+        return self._driver.batch_size  # type: ignore[no-any-return]
 
-    copy = True
-    """Observations that were handed out stay as they are."""
-    num_workers = 0
-    """There are no worker processes."""
-    step_timeout: float | None = None
-    """A call without a timeout waits as long as it takes."""
+    @property
+    def copy(self) -> bool:
+        """Each answer has observations of its own, which stay as they are."""
+        return self._driver.copies  # type: ignore[no-any-return]
+
+    @copy.setter
+    def copy(self, copy: bool) -> None:
+        self._driver.copies = copy
+
+    num_workers: int = 0
+    """Worker processes."""
     plan: Any = None
     """Why it was chosen how environments are stepped, where there was a choice."""
 
     @property
+    def step_timeout(self) -> float | None:
+        """Seconds until a ``reset`` or ``step`` without a timeout of its own is taken to hang; ``None``: never."""
+        return None
+
+    @property
     def errors(self) -> deque[ErrorRecord]:
-        """Always empty: what fails is raised, and no record of it is kept."""
+        """What failed so far, oldest first, at most 1,000 records; empty where environments are no Python objects."""
         return deque()
 
-    error_queue = errors
+    @property
+    def error_queue(self) -> deque[ErrorRecord]:
+        """Gymnasium's name for :attr:`errors`."""
+        return self.errors
 
     @property
     def in_flight(self) -> npt.NDArray[np.intp]:
@@ -271,46 +546,35 @@ class DrivenVectorEnv(VectorEnvBase, NotClosedUnasked, VectorEnv[Any, Any, Any],
         Raises:
             NotImplementedError: Some are, and the library does not tell which.
         """
-        owed = self._driver.owed
-        if owed.by_row and 0 < owed.rows < self.num_envs:
-            unable(self, "`in_flight`", f"its library tells only that {owed.rows} are, as stats() does")
-        return np.arange(owed.rows if owed.by_row else 0, dtype=np.intp)
+        return self._driver.in_flight  # type: ignore[no-any-return]
 
     def stats(self) -> dict[str, float]:
-        """Figures since construction, with the keys of :meth:`vecenv.AsyncVectorEnv.stats`; nan where there is none.
+        """Figures since construction.
 
         ``steps`` of environments, and ``resets``, whose answers were taken; ``steps_per_second``; ``wait_fraction`` (of the
-        time, spent waiting for the engine); ``in_flight``. After :meth:`close` they stay as they were.
+        time, spent by the caller waiting); ``step_time_mean`` and ``step_time_slowest_env`` in seconds; ``straggler_share``
+        (of the workers' time, idle because another one took longer); ``restarts``; ``errors``; ``bytes_pickled``. Counts are
+        exact; times inside environments are extrapolated where a worker's share of a batch takes less than a millisecond.
+        ``in_flight``: environments whose step or reset was asked for and not fetched. What a backend does not know is nan.
+        After :meth:`close` they stay as they were.
         """
-        if self._figures is not None:
-            return dict(self._figures)
-        elapsed = max(time.monotonic() - self._began, 1e-9)
-        _, steps, resets = self._driver.pending
-        return figures({
-            "steps": float(steps),
-            "steps_per_second": steps / elapsed,
-            "wait_fraction": self._driver.waited / elapsed,
-            "resets": float(resets),
-            "restarts": 0.0,
-            "errors": 0.0,
-            "bytes_pickled": 0.0,
-            "in_flight": float(self._driver.owed.rows),
-        })  # fmt: skip
+        return self._driver.stats()  # type: ignore[no-any-return]
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def close_extras(self, timeout: float | None = _PATIENCE, terminate: bool = False) -> None:
-        """Let go of the engine. In a forked child, do nothing.
+        """Let go of the backend. In a forked child, do nothing.
 
         Args:
-            timeout: Seconds to wait for another thread that is in a call, where the engine cannot be closed in the middle of
-                one; afterwards it is left to that call.
+            timeout: Seconds to wait for another thread that is in a call, where the backend cannot be closed in the middle
+                of one; afterwards it is left to that call.
             terminate: Do not wait.
         """
         until = deadline_of(0.0 if terminate else timeout)
-        self._figures, driver = self.stats(), self._driver
+        driver = self._driver
+        driver.keep_figures()
         self.closed = True
-        if driver.barred == "forked":  # what the engine has is not ours
+        if driver.barred == "forked":  # what the backend has is not ours
             return
         driver.barred = "closed"  # before anything is missing: a call in the middle of which this comes says so
         me = get_ident()
@@ -321,26 +585,39 @@ class DrivenVectorEnv(VectorEnvBase, NotClosedUnasked, VectorEnv[Any, Any, Any],
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _answer(self, method: str, kind: Phase, timeout: float | None) -> Stepped:
+    def _answer(self, method: str, kind: Phase, timeout: float | None) -> Any:
         """The answer that is pending; it is so until it has been handed over."""
-        return self._driver.answer(kind, deadline_of(timeout)) or self._too_late(method, timeout)
+        self._require_phase(method)
+        answer = self._driver.answer(kind, deadline_of(timeout))
+        if answer is None:
+            raise self._driver.too_late(method, timeout)
+        return answer
 
-    def _too_late(self, method: str, timeout: float | None) -> NoReturn:
-        raise StepTimeout(
-            f"The call to `{method}` has timed out after {timeout} second(s).\n"
-            f"The answer is still owed: call `{method}` again, or `close()`."
-        )
+    def _make_in_halves(self, whole: str, args: Any, kwargs: Any) -> Any:
+        """A call of which a subclass has a half of its own."""
+        begin, wait = _HALVES[whole]
+        getattr(self, begin)(*args, **kwargs)
+        return getattr(self, wait)()
+
+    def _need(self, capability: str, name: str) -> None:
+        """Refuse ``name`` where there is no such capability.
+
+        Raises:
+            NotImplementedError: Says which backend it is, and why.
+        """
+        if not getattr(self.capabilities, capability, False):
+            self._refuse(f"`{name}`", self._driver.why_not[capability])
+
+    def _refuse(self, what: str, reason: str) -> NoReturn:
+        unable(self, what, reason)
 
     @property
     def _phase(self) -> Phase:
         """What the vector environment is in the middle of; rows that ``recv`` fetches do not count."""
-        owed = self._driver.owed
-        return Phase.CLOSED if self.closed else Phase.DEFAULT if owed.by_row else owed.kind
+        if self.closed or self._driver.barred:
+            return Phase.CLOSED
+        return self._driver.phase  # type: ignore[no-any-return]
 
     def _require_phase(self, method: str) -> None:
         """Refuse one of the methods of :data:`vecenv.front.phases.NEXT` that is out of order."""
         advance(self._phase, method, self)
-
-    def _require_idle(self, method: str) -> None:
-        """Refuse a method while anything is pending."""
-        require_idle(self._driver.owed, method)

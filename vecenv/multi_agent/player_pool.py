@@ -32,7 +32,7 @@ _OBSERVATIONS = ("obs", "obs:players.obs")
 _BOOKKEEPING = ("info:env_id", "info:players.env_id", "info:players.id", "info:current_player", "info:legal_action_mask")
 
 
-class PlayerPool(PoolVectorEnv[FirstReadyDriver]):
+class PlayerPool(PoolVectorEnv):
     """A pool with several players an environment, whose observations are rows of all agents.
 
     Args:
@@ -49,6 +49,7 @@ class PlayerPool(PoolVectorEnv[FirstReadyDriver]):
     """
 
     autoreset_mode = AutoresetMode.NEXT_STEP
+    _driver: FirstReadyDriver
 
     def __init__(
         self, task_id: str, num_envs: int, *, batch_size: int | None = None, num_threads: int | None = None, **config: Any

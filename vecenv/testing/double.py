@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any, Final, TypeAlias
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +20,9 @@ from gymnasium.vector.utils import batch_space
 from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities
 from vecenv.front.driver import Call, Stepped
+from vecenv.front.lockstep import LockstepDriver
 from vecenv.front.phases import Phase
-from vecenv.front.together import Together
-from vecenv.front.vector_env import DrivenVectorEnv
+from vecenv.front.vector_env import VectorEnvBase
 
 __all__ = ["DoubleVectorEnv"]
 
@@ -29,7 +30,7 @@ _LENGTH: Final = 5  # steps an episode
 _Answer: TypeAlias = tuple[npt.NDArray[np.float32], Any, Any, Any]
 
 
-class DoubleVectorEnv(DrivenVectorEnv["_Memory"]):
+class DoubleVectorEnv(VectorEnvBase[Any, Any, Any]):
     """Counters: an observation is (its seed modulo 1,000, steps in its episode, sum of its actions), float32 ``(3,)``.
 
     An action is an int from 0 to 4, and is the reward. An episode is truncated after five steps and terminated where the sum
@@ -43,7 +44,7 @@ class DoubleVectorEnv(DrivenVectorEnv["_Memory"]):
         ready: A ``threading.Event``; while it is cleared, answers are late.
     """
 
-    _why_no_attributes = "its environments are rows of arrays"
+    _driver: _Memory
 
     def __init__(self, num_envs: int = 1, *, delay: float = 0.0) -> None:
         self.num_envs = num_envs
@@ -57,9 +58,10 @@ class DoubleVectorEnv(DrivenVectorEnv["_Memory"]):
         self.ready = self._driver.ready
 
 
-class _Memory(Together):
+class _Memory(LockstepDriver):
     """A :class:`vecenv.front.driver.Driver`: an answer is computed when it is asked for, handed out when it is ready."""
 
+    why_not: ClassVar[Mapping[str, str]] = {**LockstepDriver.why_not, "attributes": "its environments are rows of arrays"}
     capabilities = Capabilities(
         "double", attributes=False, first_ready=False, reset_options=False, row_options=False, in_this_process=True
     )

@@ -39,14 +39,14 @@ from vecenv.worker.envs import Expected
 from vecenv.worker.keeping import SnapshotRows
 from vecenv.worker.threads import ThreadedRows
 
-__all__ = ["Plan", "Ready", "Start", "answer", "main", "make_rows"]
+__all__ = ["Ready", "Start", "WorkerPlan", "answer", "main", "make_rows"]
 
 _THREADS_GRACE: Final = 0.2  # seconds for threads of environments that end by themselves
 _THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
 @dataclass(slots=True)
-class Plan:
+class WorkerPlan:
     """What every worker of one vector environment is told alike.
 
     Attributes:
@@ -82,7 +82,7 @@ class Start:
     first: int
     env_fns: Sequence[Any]
     pickled: bool
-    plan: Plan
+    plan: WorkerPlan
     arena: Arena
     ends: Ends
     black_box: BlackBox
@@ -101,7 +101,13 @@ class Ready:
 
 
 def make_rows(
-    env_fns: Sequence[Callable[[], Any]], first: int, worker: int, plan: Plan, batch: Batch, *, interrupts: bool = False
+    env_fns: Sequence[Callable[[], Any]],
+    first: int,
+    worker: int,
+    plan: WorkerPlan,
+    batch: Batch,
+    *,
+    interrupts: bool = False,
 ) -> SnapshotRows:
     """The rows of one worker, with writers that fit how observations travel."""
     tree = plan.layout.observations
@@ -178,7 +184,7 @@ def answer(rows: SnapshotRows, op: int, seq: int, load: Callable[[], Any]) -> Ou
     raise AssertionError(f"unknown message {op}")
 
 
-def take_place(rows: SnapshotRows, plan: Plan, batch: Batch, place: int, number: int, seed: int) -> SnapshotRows:
+def take_place(rows: SnapshotRows, plan: WorkerPlan, batch: Batch, place: int, number: int, seed: int) -> SnapshotRows:
     """The environment of ``rows`` in another row, or in the same, with an episode begun ahead of time."""
     assert isinstance(rows, AheadRows)
     if place != rows.first:

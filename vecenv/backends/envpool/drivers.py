@@ -1,17 +1,18 @@
 """Drives the pools of one vector environment: its pending call, and which episodes have ended.
 
-:class:`LockstepDriver` drives a pool whose batch is all its environments, :class:`FirstReadyDriver` one with smaller batches
-or several players an environment. What a call has received so far is in ``wire``, and asking for the answer again goes on
-from there. A pool cannot be seeded again, so a reset with seeds builds a new one.
+:class:`WholeBatchDriver` drives a pool whose batch is all its environments, :class:`FirstReadyDriver` one with smaller
+batches or several players an environment. What a call has received so far is in ``wire``, and asking for the answer again
+goes on from there. A pool cannot be seeded again, so a reset with seeds builds a new one.
 """
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import starmap
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
@@ -22,10 +23,10 @@ from vecenv.backends.envpool.task import Task, spread
 from vecenv.backends.envpool.wire import Receiver, together
 from vecenv.front.arguments import ResetOptions, env_ids_of
 from vecenv.front.capabilities import Capabilities, unable
-from vecenv.front.driver import NOTHING, After, Call, Driver, Stepped, require_idle, require_no_step
+from vecenv.front.driver import NOTHING, Call, Driver, Stepped, require_idle, require_no_step
 from vecenv.front.phases import Phase
 
-__all__ = ["FirstReadyDriver", "LockstepDriver", "PoolDriver", "Seeding"]
+__all__ = ["FirstReadyDriver", "PoolDriver", "Seeding", "WholeBatchDriver"]
 
 _INTP = np.dtype(np.intp)
 
@@ -50,14 +51,15 @@ class PoolDriver(Driver):
         ended: The environments whose episodes have ended, and were not reset since.
     """
 
+    why_not: ClassVar[Mapping[str, str]] = {
+        **Driver.why_not, "attributes": "EnvPool's environments are C++ objects without Python attributes"
+    }
     yields = True  # what a call in another thread still needs of the pool, it holds
-    name = ""
     capabilities: Capabilities
 
     def __init__(
         self, task: Task, batch_size: int, seeding: Seeding, mode: AutoresetMode, rows: SingleRows | PlayerRows
     ) -> None:
-        self.after: After | None = None  # (a default of the class would make every look at it slow)
         self.pool: Any = None
         self.task = task
         self.batch_size = batch_size
@@ -65,9 +67,9 @@ class PoolDriver(Driver):
         self.lent: Any = None
         self._mode = mode
         self._checks_ends = mode is AutoresetMode.DISABLED
-        self._num_envs = int(task.config["num_envs"])
-        self.all_ids = np.arange(self._num_envs, dtype=np.int32)
-        self.all_rows = np.arange(self._num_envs)  # the same as intp, which is what numpy indexes with fastest
+        self.num_envs = int(task.config["num_envs"])
+        self.all_ids = np.arange(self.num_envs, dtype=np.int32)
+        self.all_rows = np.arange(self.num_envs)  # the same as intp, which is what numpy indexes with fastest
         self.receiver = Receiver(_no_pool, 0.0)
         self._rows = rows
         self._check = rows.check
@@ -83,11 +85,15 @@ class PoolDriver(Driver):
         recv, self._pool_send, self._pool_reset = calls
         self.receiver = Receiver(recv, self.receiver.waited)
         self.wire: list[Any] = []
-        self.ended = np.zeros(self._num_envs, dtype=np.bool_)
+        self.ended = np.zeros(self.num_envs, dtype=np.bool_)
 
     @property
     def waited(self) -> float:
         return self.receiver.waited
+
+    def _figures(self) -> dict[str, float]:
+        threads = int(self.task.config["num_threads"]) or min(self.batch_size, os.cpu_count() or 1)
+        return {**super()._figures(), "pools": float(self.seeding.pools), "num_threads": float(threads)}
 
     def reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, by_row: bool) -> None:
         given = bool([seed for seed in seeds if seed is not None])
@@ -181,7 +187,7 @@ class _Stage(NamedTuple):
     rows: Array | None  # None: all rows, in order
 
 
-class LockstepDriver(PoolDriver):
+class WholeBatchDriver(PoolDriver):
     """All environments at once, one call at a time.
 
     A call may take several round trips: a step, then the resets of what it ended; or the natural resets, then the forced
@@ -211,7 +217,7 @@ class LockstepDriver(PoolDriver):
         self._last: list[Array] = []
 
     @property
-    def owed(self) -> Call:
+    def outstanding(self) -> Call:
         if self.pool is None or not self.wire or self.taken[0] is self.wire:
             return NOTHING
         return Call(self._kind, len(self._ids), self._by_row)
@@ -224,7 +230,7 @@ class LockstepDriver(PoolDriver):
 
     def send(self, actions: Any, env_id: Any) -> None:
         self._require_free("send")
-        ids = self.taken[1] if env_id is None else env_ids_of(env_id, self._num_envs).astype(np.int32)
+        ids = self.taken[1] if env_id is None else env_ids_of(env_id, self.num_envs).astype(np.int32)
         self._begin_step(actions, ids, by_row=True)
 
     def reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, by_row: bool) -> None:
@@ -238,7 +244,7 @@ class LockstepDriver(PoolDriver):
             self.require_pool(method)
         if self.wire and self.taken[0] is not self.wire:
             if not self._by_row:
-                require_idle(self.owed, method)
+                require_idle(self.outstanding, method)
             raise AlreadyPendingCallError(
                 f"Calling `{method}` while {len(self._ids)} environments are in flight, whose rows a second call would "
                 "overwrite: `recv` first, or give a batch_size smaller than num_envs for first-ready batches.",
@@ -275,7 +281,7 @@ class LockstepDriver(PoolDriver):
         reader, ids = self._rows.reader, self._ids
         if ids is self.all_ids:
             return self._finish(deadline, ids, reader.infos)
-        some = self._finish(deadline, self.taken[1], partial(reader.scattered_infos, num_rows=self._num_envs))
+        some = self._finish(deadline, self.taken[1], partial(reader.scattered_infos, num_rows=self.num_envs))
         return some and (reader.build([leaf.copy() for leaf in self._last]), *some[1:])
 
     def recv(self, count: int | None, deadline: float | None) -> Stepped | None:
@@ -285,7 +291,7 @@ class LockstepDriver(PoolDriver):
         if not flying or (count is not None and count > flying):
             raise _too_few(1 if count is None else count, flying)
         if not self._by_row:
-            require_no_step(self.owed)
+            require_no_step(self.outstanding)
         if count is not None and count < flying:
             why = "with batch_size=num_envs EnvPool answers a call as a whole"
             unable(self.name, f"`recv` {count} of {flying} environments", why)
@@ -301,7 +307,7 @@ class LockstepDriver(PoolDriver):
         if final:
             infos |= final
         taken = self.wire, latest
-        self.after = (taken, rows, 0) if self._kind is Phase.WAITING_STEP else (taken, 0, rows)
+        self.gives(taken, *((rows, 0) if self._kind is Phase.WAITING_STEP else (0, rows)))
         return reader.build(leaves), reader.rewards(states), terminated, truncated, infos
 
     def _gather(self, deadline: float | None) -> bool:
@@ -407,7 +413,7 @@ class FirstReadyDriver(PoolDriver):
 
     def _adopt(self, pool: Any) -> None:
         super()._adopt(pool)
-        self.idle = set(range(self._num_envs))
+        self.idle = set(range(self.num_envs))
         self.taken: tuple[Latest, list[Any], int, int] = (self.all_ids, self.all_rows.tobytes()), [], 0, 0
         self._gone = 0
         self._call = Phase.DEFAULT  # what all environments were told together, DEFAULT where it was some
@@ -423,15 +429,15 @@ class FirstReadyDriver(PoolDriver):
         return ids
 
     @property
-    def owed(self) -> Call:
+    def outstanding(self) -> Call:
         flying = self._flying()
         if self.pool is None or not flying:
             return NOTHING
-        whole = flying == self._num_envs and self._call is not Phase.DEFAULT
+        whole = flying == self.num_envs and self._call is not Phase.DEFAULT
         return Call(self._call, flying, by_row=not whole)
 
     def _flying(self) -> int:
-        return self._num_envs - len(self.idle) - sum(len(held[0]) for held in self.taken[1])
+        return self.num_envs - len(self.idle) - sum(len(held[0]) for held in self.taken[1])
 
     def _put_away(self) -> None:
         """Make the held environments idle ones like the others."""
@@ -442,8 +448,8 @@ class FirstReadyDriver(PoolDriver):
     def _require_idle(self, ids: Array, name: str) -> None:
         self._put_away()
         if not self.idle.issuperset(ids.tolist()):
-            if (owed := self.owed).kind is Phase.WAITING_STEP:
-                require_idle(owed, name)
+            if (outstanding := self.outstanding).kind is Phase.WAITING_STEP:
+                require_idle(outstanding, name)
             flying = [i for i in ids.tolist() if i not in self.idle]
             raise AlreadyPendingCallError(
                 f"Calling `{name}` for envs {flying}, which are still in flight: `recv` them first.", "send"
@@ -471,7 +477,7 @@ class FirstReadyDriver(PoolDriver):
             if not held or held[0][0] is not ids:
                 self._require_idle(ids, "send")
         else:
-            ids = env_ids_of(env_id, self._num_envs).astype(np.int32)
+            ids = env_ids_of(env_id, self.num_envs).astype(np.int32)
             self._require_idle(ids, "send")
         self._begin_step(Phase.DEFAULT, self._check(actions, ids), ids)
 
@@ -510,14 +516,14 @@ class FirstReadyDriver(PoolDriver):
     def answer(self, kind: Phase, deadline: float | None) -> Stepped | None:
         self._trim()
         wire = self.wire
-        while (have := len(wire)) < self._num_envs // self.batch_size:
+        while (have := len(wire)) < self.num_envs // self.batch_size:
             if not self.receiver.receive(wire, have + 1, deadline):
                 return None
         stepped, held = self._rows.ordered(wire[:], self.all_ids, self.ended)
-        latest, counts = self.taken[0], (self._num_envs, 0)
+        latest, counts = self.taken[0], (self.num_envs, 0)
         if kind is Phase.WAITING_RESET:
-            latest, counts = (self.all_ids, self.all_rows.tobytes()), (0, self._num_envs)
-        self.after = (latest, [held], self._gone + have, 0), *counts
+            latest, counts = (self.all_ids, self.all_rows.tobytes()), (0, self.num_envs)
+        self.gives((latest, [held], self._gone + have, 0), *counts)
         return stepped
 
     def recv(self, count: int | None, deadline: float | None) -> Stepped | None:
@@ -527,7 +533,7 @@ class FirstReadyDriver(PoolDriver):
         if held:
             self._put_away()
         if self._call is Phase.WAITING_STEP:
-            require_no_step(self.owed)
+            require_no_step(self.outstanding)
         wire, size = self.wire, self.batch_size
         if taken != self._gone:
             self._trim()
@@ -543,7 +549,7 @@ class FirstReadyDriver(PoolDriver):
             used, states = 1, wire[0]
         stepped, latest, held = self._rows.answer(states, self.ended)
         resets = len(self._resets.intersection(latest[0].tolist())) if self._resets else 0
-        self.after = (latest, [held], taken + used, offset), count - resets, resets
+        self.gives((latest, [held], taken + used, offset), count - resets, resets)
         return stepped
 
     def _trim(self) -> None:
@@ -553,7 +559,7 @@ class FirstReadyDriver(PoolDriver):
 
     def _require_enough(self, count: int, ready: int) -> None:
         """Refuse to wait for what will never come: the pool answers in whole batches only."""
-        flying, size = self._num_envs - len(self.idle), self.batch_size
+        flying, size = self.num_envs - len(self.idle), self.batch_size
         if flying < count:
             raise _too_few(count, flying)
         if flying - ready < -(-(count - ready) // size) * size:
@@ -589,4 +595,4 @@ class FirstReadyDriver(PoolDriver):
         while (have := len(self.wire)) < batches:
             self.receiver.receive(self.wire, have + 1, None)
         drained = latest, held, taken, 0
-        together((self.wire.clear,), (setattr, self, "taken", drained), (self.idle.update, range(self._num_envs)))
+        together((self.wire.clear,), (setattr, self, "taken", drained), (self.idle.update, range(self.num_envs)))

@@ -1,42 +1,33 @@
 """``EnvPoolVectorEnv``: a pool behind Gymnasium's vector interface.
 
 This file is what the class takes, and what EnvPool alone can do. Calls are those of
-:class:`~vecenv.front.vector_env.DrivenVectorEnv`; how a pool answers them is in :mod:`vecenv.backends.envpool.drivers`.
+:class:`~vecenv.front.vector_env.VectorEnvBase`; how a pool answers them is in :mod:`vecenv.backends.envpool.drivers`.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
-from vecenv.backends.envpool.drivers import FirstReadyDriver, LockstepDriver, PoolDriver, Seeding
+from vecenv.backends.envpool.drivers import FirstReadyDriver, PoolDriver, Seeding, WholeBatchDriver
 from vecenv.backends.envpool.rows import SingleRows
 from vecenv.backends.envpool.task import Seed, Task, check_options, seeds_within, spread, task_ids
 from vecenv.front.arguments import mode_of
 from vecenv.front.guard import exclusive
-from vecenv.front.vector_env import DrivenVectorEnv
+from vecenv.front.vector_env import VectorEnvBase
 
 __all__ = ["EnvPoolVectorEnv", "PoolVectorEnv"]
 
-D = TypeVar("D", bound=PoolDriver)
 
-
-class PoolVectorEnv(DrivenVectorEnv[D]):
+class PoolVectorEnv(VectorEnvBase[Any, Any, Any]):
     """What vector environments over pools can tell, whether their environments have one player or several."""
 
-    _why_no_attributes: ClassVar[str] = "EnvPool's environments are C++ objects without Python attributes"
-
-    def stats(self) -> dict[str, float]:
-        """As :meth:`vecenv.AsyncVectorEnv.stats`; and EnvPool's own: ``pools`` built, ``num_threads`` of the pool."""
-        driver = self._driver
-        threads = int(driver.task.config["num_threads"]) or min(driver.batch_size, os.cpu_count() or 1)
-        return {**super().stats(), "pools": float(driver.seeding.pools), "num_threads": float(threads)}
+    _driver: PoolDriver
 
     @property
     def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -56,7 +47,7 @@ class PoolVectorEnv(DrivenVectorEnv[D]):
         )
 
 
-class EnvPoolVectorEnv(PoolVectorEnv[LockstepDriver | FirstReadyDriver]):
+class EnvPoolVectorEnv(PoolVectorEnv):
     """Environments in EnvPool's C++ threads, behind Gymnasium's vector interface.
 
     No environment is built until the first ``reset``, so that ``reset(seed=...)`` right after construction costs nothing.
@@ -166,7 +157,7 @@ class EnvPoolVectorEnv(PoolVectorEnv[LockstepDriver | FirstReadyDriver]):
         self.single_action_space = task.action_space
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
-        drive = LockstepDriver if batch_size == num_envs else FirstReadyDriver
+        drive = WholeBatchDriver if batch_size == num_envs else FirstReadyDriver
         self._open(drive(task, batch_size, Seeding(seeds, self.np_random), mode, SingleRows(task)))
 
     task_ids = staticmethod(task_ids)
@@ -185,7 +176,7 @@ class EnvPoolVectorEnv(PoolVectorEnv[LockstepDriver | FirstReadyDriver]):
         driver.require_pool("render")
         if self.render_mode is None:
             return None
-        if flying := driver.owed.rows:
+        if flying := driver.outstanding.rows:
             raise RuntimeError(f"{flying} environments are in flight: recv() or *_wait() before render()")
         self.task.require_drawable()
         try:

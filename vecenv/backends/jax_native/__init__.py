@@ -8,35 +8,27 @@ state is not hidden for good: read ``envs.state`` to keep a checkpoint, assign i
 from __future__ import annotations
 
 import inspect
-import pickle
-import re
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import jax
 import numpy as np
 
-from vecenv.backends.jax_native.driver import JaxDriver, Latest, compile_now
-from vecenv.errors import SnapshotMismatch
-from vecenv.front.arguments import rows_of
+from vecenv.backends.jax_native.driver import JaxDriver, compile_now
 from vecenv.front.driver import Stepped
 from vecenv.front.guard import exclusive
-from vecenv.front.vector_env import DrivenVectorEnv
+from vecenv.front.vector_env import VectorEnvBase
 from vecenv.jax.env import EnvState
 from vecenv.jax.functional import FunctionalVectorEnv
-from vecenv.jax.interop import require_torch, seed_keys
+from vecenv.jax.interop import require_torch
 from vecenv.jax.libraries import adapt, make_env
-from vecenv.state.snapshots import FORMAT, Kind, Snapshot, Snapshots, StateDict, parse_snapshots
-from vecenv.system.uninterrupted import succeeds_when_repeated
 
 __all__ = ["JaxVectorEnv", "functional_of"]
 
-_ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 _OPTIONS: Final = frozenset(inspect.signature(FunctionalVectorEnv).parameters) - {"env", "num_envs"}
 
 
-class JaxVectorEnv(DrivenVectorEnv[JaxDriver]):
+class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
     """Thousands of JAX-native environments stepped by one compiled call, with Gymnasium's vector interface.
 
     Environment i of ``reset(seed=s)`` has the key ``jax.random.key(s + i)``: its trajectory is the same for every
@@ -70,7 +62,7 @@ class JaxVectorEnv(DrivenVectorEnv[JaxDriver]):
         ImportError: ``to="torch"`` without torch.
     """
 
-    _why_no_attributes = "its environments are rows of one compiled function, without methods or attributes of their own"
+    _driver: JaxDriver
 
     def __init__(
         self, env: Any, num_envs: int = 1, *, to: str = "numpy", library: str | None = None, infos: bool = True,
@@ -103,7 +95,7 @@ class JaxVectorEnv(DrivenVectorEnv[JaxDriver]):
             NotImplementedError: The library cannot draw this environment.
             gymnasium.error.AlreadyPendingCallError: A call is pending.
         """
-        self._require_idle("render")
+        self._driver.require_idle("render")
         if self.render_mode is None:
             return None
         inner = self._driver.current().inner.env
@@ -120,7 +112,7 @@ class JaxVectorEnv(DrivenVectorEnv[JaxDriver]):
         if not hasattr(self, "_driver"):
             return f"{type(self).__name__}(closed)"
         name = self.spec.id if self.spec is not None else getattr(self.functional.single_env, "name", "env")
-        phase = "pending" if self._driver.owed.rows else "before reset" if self._driver.state is None else "ready"
+        phase = "pending" if self._driver.outstanding.rows else "before reset" if self._driver.state is None else "ready"
         return (
             f"{type(self).__name__}({name}, num_envs={self.num_envs}, to={self.to!r}, "
             f"autoreset_mode={self.autoreset_mode.name}, {'closed' if self.closed else phase})"
@@ -137,13 +129,13 @@ class JaxVectorEnv(DrivenVectorEnv[JaxDriver]):
             TypeError, ValueError: No state of such an environment, or of another number of them.
             StaleStateError: Its arrays have been donated to another computation.
         """
-        self._require_idle("state")
+        self._driver.require_idle("state")
         return self._driver.copied()
 
     @state.setter
     @exclusive
     def state(self, state: EnvState) -> None:
-        self._require_idle("state")
+        self._driver.require_idle("state")
         self._driver.assign(state)
 
     @exclusive
@@ -157,9 +149,9 @@ class JaxVectorEnv(DrivenVectorEnv[JaxDriver]):
             As ``step``, with a leading axis ``T`` everywhere. ``infos`` holds the metrics, and ``"next_obs"`` (the true
             successors, in every autoreset mode) and ``"valid"`` (``bool[T, num_envs]``, false on steps that only reset).
         """
-        self._require_idle("step_chunk")
+        self._driver.require_idle("step_chunk")
         length, stepped = self._driver.chunk(actions)
-        self._driver.after = self._driver.taken, length * self.num_envs, 0
+        self._driver.gives(self._driver.taken, length * self.num_envs, 0)
         return stepped
 
     @exclusive
@@ -172,106 +164,9 @@ class JaxVectorEnv(DrivenVectorEnv[JaxDriver]):
         Returns:
             Seconds it took, by function: mostly compilation, ``{"reset": ..., "step": ...}``. Also in ``compile_seconds``.
         """
-        self._require_idle("warmup")
+        self._driver.require_idle("warmup")
         self.compile_seconds |= compile_now(self._driver, chunk)
         return dict(self.compile_seconds)
-
-    # -- saving and loading ------------------------------------------------------------------------------------------
-
-    @exclusive
-    def save(self, env_id: Any = None, *, verify: bool = True) -> tuple[Snapshot, ...]:
-        """The state of every environment, or of some: its row of the pytree.
-
-        Args:
-            env_id: Which, distinct indices; ``None``: all.
-            verify: There is nothing to prove: a functional environment has no other state.
-
-        Raises:
-            gymnasium.error.ResetNeeded: Before the first ``reset``.
-            gymnasium.error.AlreadyPendingCallError: A call is pending.
-        """
-        self._require_idle("save")
-        return self._saved(rows_of(env_id, self.num_envs))
-
-    @exclusive
-    def load(self, snapshots: Any, env_id: Any = None) -> Any:
-        """Let environments go on from saved states; arguments and errors as of :meth:`vecenv.AsyncVectorEnv.load`.
-
-        Returns:
-            Their observations, as arrays of ``to``.
-        """
-        self._require_idle("load")
-        return self._loaded(snapshots, rows_of(env_id, self.num_envs))
-
-    @exclusive
-    def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
-        """All of it in one dict that can be pickled."""
-        self._require_idle("state_dict")
-        return StateDict(format=FORMAT, num_envs=self.num_envs, snapshots=self._saved(rows_of(None, self.num_envs)))
-
-    @exclusive
-    def load_state_dict(self, state: Mapping[str, Any]) -> Any:
-        """Go on from what :meth:`state_dict` gave; as :meth:`load`."""
-        self._require_idle("load_state_dict")
-        own = {"format": FORMAT, "num_envs": self.num_envs}.items()
-        if not isinstance(state, Mapping) or "snapshots" not in state or any(state.get(key) != value for key, value in own):
-            raise SnapshotMismatch(f"this is no state_dict() of {self.num_envs} environments")
-        return self._loaded(state["snapshots"], rows_of(None, self.num_envs))
-
-    def _saved(self, rows: Sequence[int]) -> tuple[Snapshot, ...]:
-        state, seeds = self._driver.current(), self._driver.latest.seeds
-        kind, leaves = self._kind(state), [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
-        return Snapshots(Snapshot.of(kind, pickle.dumps((seeds[row], [leaf[row] for leaf in leaves]))) for row in rows)
-
-    def _loaded(self, snapshots: Any, rows: Sequence[int]) -> Any:
-        driver = self._driver
-        state = driver.state
-        if state is None:
-            state = driver.functional.begin(seed_keys([0] * self.num_envs))
-        given = parse_snapshots(snapshots, rows)
-        kind = self._kind(state)
-        for place, one in enumerate(given):
-            if wrong := one.row.kind.differs_from(kind):
-                raise SnapshotMismatch(f"snapshots[{place}] does not fit: {wrong}")
-
-        def read() -> tuple[list[Any], list[Any]]:
-            found = [pickle.loads(one.body) for one in given]
-            own, leaves = zip(*found, strict=True)
-            return list(own), list(zip(*leaves, strict=True))
-
-        try:
-            own, stacks = read()
-        except Exception as error:
-            if succeeds_when_repeated(read):  # it was interrupted
-                raise
-            raise SnapshotMismatch(f"its bytes are no state of this environment: {type(error).__name__}: {error}") from error
-
-        seeds, columns = list(driver.latest.seeds), iter(stacks)
-        for row, seed in zip(rows, own, strict=True):
-            seeds[row] = seed
-
-        def filled(leaf: Any) -> Any:
-            whole = np.array(leaf)
-            whole[list(rows)] = np.stack(next(columns))
-            return jax.device_put(whole, leaf.sharding)
-
-        driver.latest = Latest(jax.tree.map(filled, state), seeds, driver.latest.asked)
-        observations = driver.stepped(infos=False)[0]
-        return jax.tree.map(lambda leaf: leaf[np.array(rows, np.intp)], observations)
-
-    def _kind(self, state: EnvState) -> Kind:
-        functional = self._driver.functional
-        single: Any = functional.single_env
-        layers = []
-        while single is not None:
-            layers.append(f"{type(single).__module__}.{type(single).__qualname__}")
-            single = vars(single).get("env")
-        leaves, shape = jax.tree.flatten(state)
-        rows = [(leaf.shape[1:], str(leaf.dtype)) for leaf in leaves]
-        form = _ADDRESS.sub("", repr((shape, rows)))  # MJX keeps arrays in objects that say where they are
-        arguments = f"a state of {len(leaves)} arrays, {zlib.crc32(form.encode()):08x}"
-        name = str(getattr(functional.single_env, "name", layers[-1]))
-        return Kind(name, arguments, tuple(layers), (("jax", jax.__version__),))
 
 
 def functional_of(env: Any, num_envs: int, library: str | None, options: dict[str, Any]) -> FunctionalVectorEnv:

@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
+import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 
 import gymnasium as gym
 import jax
@@ -17,21 +20,24 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium.vector import AutoresetMode
 
-from vecenv.errors import StaleStateError
+from vecenv.errors import SnapshotMismatch, StaleStateError
 from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities
 from vecenv.front.driver import Call, Stepped
+from vecenv.front.lockstep import LockstepDriver
 from vecenv.front.phases import Phase
-from vecenv.front.together import Together
 from vecenv.jax.env import EnvState
 from vecenv.jax.functional import GONE, FunctionalVectorEnv
 from vecenv.jax.interop import entropy_seeds, from_torch, masked_infos, seed_keys, to_numpy, to_torch
+from vecenv.state.snapshots import FORMAT, Kind, Snapshot, Snapshots, StateDict, parse_snapshots
+from vecenv.system.uninterrupted import succeeds_when_repeated
 
 __all__ = ["JaxDriver", "Latest", "compile_now"]
 
 Mask: TypeAlias = npt.NDArray[np.bool_]
 Seeds: TypeAlias = Sequence[int | None]
 
+_ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 _PAUSE: Final = 1e-4  # between two looks at whether the device is done: JAX has no wait with an end
 _CAPABILITIES: Final = Capabilities(
     "jax", attributes=False, first_ready=False, reset_options=False, row_options=False, snapshots=True,
@@ -48,7 +54,7 @@ class Latest(NamedTuple):
     asked: Call | None
 
 
-class JaxDriver(Together):
+class JaxDriver(LockstepDriver):
     """Holds the state. What a call in another thread still needs of the state when it is closed, that call holds.
 
     Args:
@@ -61,6 +67,10 @@ class JaxDriver(Together):
         latest: The state and what it is of.
     """
 
+    why_not: ClassVar[Mapping[str, str]] = {
+        **LockstepDriver.why_not,
+        "attributes": "its environments are rows of one compiled function, without methods or attributes of their own",
+    }
     capabilities = _CAPABILITIES
 
     def __init__(self, functional: FunctionalVectorEnv, to: str, infos: bool) -> None:
@@ -252,6 +262,74 @@ class JaxDriver(Together):
         ended = state.done
         final = {"final_obs": state.next_obs, "final_info": masked_infos(info, ended)}
         return {**final, "_final_obs": ended, "_final_info": ended, **masked_infos(info, ~ended)}
+
+    # -- saving and loading ----------------------------------------------------------------------------------------------
+
+    def save(self, rows: Sequence[int], verify: bool) -> tuple[Snapshot, ...]:
+        """The rows of the state. There is nothing to prove: a functional environment has no other state."""
+        state, seeds = self.current(), self.latest.seeds
+        kind, leaves = self._kind(state), [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+        return Snapshots(Snapshot.of(kind, pickle.dumps((seeds[row], [leaf[row] for leaf in leaves]))) for row in rows)
+
+    def load(self, snapshots: Any, rows: Sequence[int]) -> Any:
+        """Put rows of saved states in place; their observations, as arrays of ``to``."""
+        state = self.state
+        if state is None:
+            state = self.functional.begin(seed_keys([0] * self.num_envs))
+        given = parse_snapshots(snapshots, rows)
+        kind = self._kind(state)
+        for place, one in enumerate(given):
+            if wrong := one.row.kind.differs_from(kind):
+                raise SnapshotMismatch(f"snapshots[{place}] does not fit: {wrong}")
+
+        def read() -> tuple[list[Any], list[Any]]:
+            found = [pickle.loads(one.body) for one in given]
+            own, leaves = zip(*found, strict=True)
+            return list(own), list(zip(*leaves, strict=True))
+
+        try:
+            own, stacks = read()
+        except Exception as error:
+            if succeeds_when_repeated(read):  # it was interrupted
+                raise
+            raise SnapshotMismatch(f"its bytes are no state of this environment: {type(error).__name__}: {error}") from error
+
+        seeds, columns = list(self.latest.seeds), iter(stacks)
+        for row, seed in zip(rows, own, strict=True):
+            seeds[row] = seed
+
+        def filled(leaf: Any) -> Any:
+            whole = np.array(leaf)
+            whole[list(rows)] = np.stack(next(columns))
+            return jax.device_put(whole, leaf.sharding)
+
+        self.latest = Latest(jax.tree.map(filled, state), seeds, self.asked)
+        observations = self.stepped(infos=False)[0]
+        return jax.tree.map(lambda leaf: leaf[np.array(rows, np.intp)], observations)
+
+    def state_dict(self, spaces: Sequence[Any], verify: bool) -> dict[str, Any]:
+        """The states of all environments in one dict."""
+        return StateDict(format=FORMAT, num_envs=self.num_envs, snapshots=self.save(range(self.num_envs), verify))
+
+    def load_state_dict(self, state: Mapping[str, Any], spaces: Sequence[Any]) -> Any:
+        """Go on from what :meth:`state_dict` gave."""
+        own = {"format": FORMAT, "num_envs": self.num_envs}.items()
+        if not isinstance(state, Mapping) or "snapshots" not in state or any(state.get(key) != value for key, value in own):
+            raise SnapshotMismatch(f"this is no state_dict() of {self.num_envs} environments")
+        return self.load(state["snapshots"], range(self.num_envs))
+
+    def _kind(self, state: EnvState) -> Kind:
+        single: Any = self.functional.single_env
+        layers = []
+        while single is not None:
+            layers.append(f"{type(single).__module__}.{type(single).__qualname__}")
+            single = vars(single).get("env")
+        leaves, shape = jax.tree.flatten(state)
+        rows = [(leaf.shape[1:], str(leaf.dtype)) for leaf in leaves]
+        form = _ADDRESS.sub("", repr((shape, rows)))  # MJX keeps arrays in objects that say where they are
+        arguments = f"a state of {len(leaves)} arrays, {zlib.crc32(form.encode()):08x}"
+        name = str(getattr(self.functional.single_env, "name", layers[-1]))
+        return Kind(name, arguments, tuple(layers), (("jax", jax.__version__),))
 
 
 def _is_gone(tree: Any) -> bool:

@@ -21,7 +21,7 @@ from vecenv.engine.starting import PoolOptions
 from vecenv.errors import ErrorRecord
 from vecenv.link.messages import PackedError, unpack_error
 from vecenv.shm import Arena, Batch, Layout
-from vecenv.worker.main import Plan
+from vecenv.worker.main import WorkerPlan
 
 __all__ = ["HostsEngine", "disagreements"]
 
@@ -38,13 +38,15 @@ class HostsEngine(Engine):
         policy: What to do about hosts that fail.
     """
 
+    backend = "ray"
+
     def __init__(
         self,
         pool: HostPool,
         env_fns: Sequence[Callable[[], Any]],
         layout: Layout,
         make_store: Callable[[Batch], Any],
-        plan: Plan,
+        plan: WorkerPlan,
         policy: Policy,
         mismatches: list[tuple[int, str, str]],
     ) -> None:
@@ -53,11 +55,11 @@ class HostsEngine(Engine):
         options = PoolOptions(None, False, "", policy.start_timeout)
         super().__init__(env_fns, layout, make_store, plan, options, policy, len(pool.workers), 0)
 
-    def _open_pool(self, plan: Plan, arena: Arena, options: PoolOptions, num_workers: int) -> Any:
+    def _open_pool(self, plan: WorkerPlan, arena: Arena, options: PoolOptions, num_workers: int) -> Any:
         self._host_pool.attach(self.batch, self.store, arena, self._infos.learn, self)
         return self._host_pool
 
-    def _start(self, env_fns: Sequence[Callable[[], Any]], plan: Plan, num_workers: int, caller_share: int) -> None:
+    def _start(self, env_fns: Sequence[Callable[[], Any]], plan: WorkerPlan, num_workers: int, caller_share: int) -> None:
         """They are started: the spaces came from them."""
         self.mismatches = self._found
         self.recovery.remembered = _LastSent(self.store, self.layout.observations)

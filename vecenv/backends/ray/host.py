@@ -24,6 +24,7 @@ from vecenv.engine.engine import Engine
 from vecenv.engine.handles import envs_text
 from vecenv.engine.pending import COMMANDS, Death, Result, Settlement, Worker
 from vecenv.engine.pool import WorkerPool
+from vecenv.engine.saving import put_beside
 from vecenv.engine.starting import PoolOptions
 from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import WorkerDied
@@ -37,7 +38,7 @@ from vecenv.shm.layout import Array
 from vecenv.state.snapshots import Snapshot
 from vecenv.system.descendants import end_descendants
 from vecenv.system.spawning import variables_of
-from vecenv.worker.main import Plan
+from vecenv.worker.main import WorkerPlan
 
 __all__ = ["Host", "HostPlan", "HostReady", "HostReply"]
 
@@ -201,11 +202,20 @@ def _build(plan: HostPlan) -> HostRows:
 class _SharedNodeEngine(Engine):
     """The engine of a host: it does not spin or pin cores, since Ray's threads and perhaps other hosts run there too."""
 
-    def _open_pool(self, plan: Plan, arena: Arena, options: PoolOptions, num_workers: int) -> WorkerPool:
+    def _open_pool(self, plan: WorkerPlan, arena: Arena, options: PoolOptions, num_workers: int) -> WorkerPool:
         return WorkerPool(plan, arena, self.batch, options, self)
 
 
-class HostRows(AsyncVectorEnv[Any, Any]):
+class _HostVectorEnv(AsyncVectorEnv[Any, Any]):
+    """Starts the engine of a host."""
+
+    _engine_class = _SharedNodeEngine
+
+    def _check_spaces(self) -> None:
+        """The caller does, which knows of all hosts."""
+
+
+class HostRows:
     """The local engine of a host, whose answers are to travel.
 
     Args:
@@ -215,32 +225,30 @@ class HostRows(AsyncVectorEnv[Any, Any]):
         **options: As :class:`~vecenv.AsyncVectorEnv`.
     """
 
-    _engine_class = _SharedNodeEngine
-
     def __init__(self, env_fns: Sequence[Callable[[], Any]], *, first: int, host: int, **options: Any) -> None:
         self._first = first
         self._host = host
         self._told_of_draws = False
         self._known_schemas: set[int] = set()
         self._coming: dict[int, Snapshot] = {}  # what rows are about to be loaded with
-        super().__init__(env_fns, **options)
+        self.envs = _HostVectorEnv(env_fns, **options)
+        self.num_envs = self.envs.num_envs
+        self._driver = self.envs._driver
         batch = self._driver.batch
         self._actions = Packing(batch.actions or [])
         self._answers = Packing([batch.rewards, batch.terminations, batch.truncations, *(batch.observations or [])])
 
-    def _check_spaces(self) -> None:
-        """The caller does, which knows of all hosts."""
-
     def describe(self, ready: HostReady) -> None:
         """Fill in what is known of the environments."""
-        ready.num_workers = max(self.num_workers, 1)
-        ready.metadata = {key: value for key, value in self.metadata.items() if key != "autoreset_mode"}
-        ready.render_mode = self.render_mode
-        ready.action_space = self.single_action_space
-        ready.observation_space = self.single_observation_space
+        envs = self.envs
+        ready.num_workers = max(envs.num_workers, 1)
+        ready.metadata = {key: value for key, value in envs.metadata.items() if key != "autoreset_mode"}
+        ready.render_mode = envs.render_mode
+        ready.action_space = envs.single_action_space
+        ready.observation_space = envs.single_observation_space
         ready.mismatches = [(self._first + env, *what) for env, *what in self._driver.mismatches]  # type: ignore[misc]
-        if self.observation_mode == "different" and not ready.mismatches:
-            ready.observation_spaces = self.get_attr("observation_space")
+        if envs.observation_mode == "different" and not ready.mismatches:
+            ready.observation_spaces = envs.get_attr("observation_space")
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -269,7 +277,7 @@ class HostRows(AsyncVectorEnv[Any, Any]):
         result = settlement.result
         assert result is not None
         if op is Op.LOAD:
-            self._put_beside([row for row in result.results if row in self._coming])
+            put_beside(engine, {row: self._coming[row].row for row in result.results if row in self._coming})
         outcome.results = self._moved(result.results)
         if op <= Op.REBUILD_SOME:
             self._page(op, rows, result, reply, outcome)
@@ -347,17 +355,6 @@ class HostRows(AsyncVectorEnv[Any, Any]):
             return [(k - first, snapshot) for k, snapshot in payload if k in worker.rows] or None
         return payload
 
-    def _put_beside(self, rows: list[int]) -> None:
-        """What an engine knows of rows that were loaded."""
-        engine = self._driver
-        for row in rows:
-            known = self._coming[row].row
-            if known.used:
-                engine.store.put_row(row, known.observation)
-            engine.ledger.mark_recovered(row)
-        if engine.policy.restart:
-            engine.recovery.remembered.keep(rows, everyone=False)
-
     # -- answers ----------------------------------------------------------------------------------------------------
 
     def _page(self, op: Op, rows: list[int] | None, result: Result, reply: HostReply, outcome: Outcome) -> None:
@@ -419,10 +416,14 @@ class HostRows(AsyncVectorEnv[Any, Any]):
     def _moved(self, table: dict[int, Any]) -> dict[int, Any]:
         return {self._first + row: value for row, value in table.items()}
 
+    def stats(self) -> dict[str, float]:
+        """As :meth:`vecenv.AsyncVectorEnv.stats`."""
+        return self._driver.stats()
+
     def shut(self, timeout: float) -> list[Failure]:
-        """As :meth:`close`; what environments raised is returned."""
-        self.closed = True
-        self._pool.close(timeout, terminate=False)
-        said = [self._shipped(failure) for failure, _ in self._pool.failures_in_close]
-        self._pool.release()
+        """End all workers; what environments raised in their own ``close``."""
+        self.envs.closed, pool = True, self._driver.pool
+        pool.close(timeout, terminate=False)
+        said = [self._shipped(failure) for failure, _ in pool.failures_in_close]
+        pool.release()
         return said

@@ -23,15 +23,15 @@ from vecenv.backends.ray.host import HostPlan
 from vecenv.backends.ray.pool import HostPool
 from vecenv.backends.ray.store import PartsStore
 from vecenv.engine.engine import Engine, Policy, shares
-from vecenv.engine.interface import EngineVectorEnv
 from vecenv.engine.starting import dump_env_fn
+from vecenv.engine.vector_env import EngineVectorEnv
 from vecenv.errors import how_to_install
 from vecenv.front.arguments import check_env_fns
 from vecenv.link.observations import PickledStore
 from vecenv.planning.options import check_options
 from vecenv.shm import Batch, Layout, fixed_tree
 from vecenv.worker.envs import Expected
-from vecenv.worker.main import Plan
+from vecenv.worker.main import WorkerPlan
 
 __all__ = ["RayVectorEnv"]
 
@@ -91,8 +91,6 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
     """
 
     _cluster: Any = None  # a Cluster, or what stands in for one
-
-    _backend = "ray"
 
     def __init__(
         self,
@@ -244,7 +242,7 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
             return PickledStore(self.single_observation_space, self.num_envs)
 
         expected = Expected(self.observation_mode, self.single_observation_space, self.single_action_space)
-        plan = Plan(layout, self.autoreset_mode, expected, ragged=self._host_options.get("ragged_infos", False))
+        plan = WorkerPlan(layout, self.autoreset_mode, expected, ragged=self._host_options.get("ragged_infos", False))
         return HostsEngine(pool, self.env_fns, layout, make_store, plan, policy, self._mismatches)
 
     # -- what can be looked at --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Drivers of environments that are stepped together: one call owes one answer, which is everybody's.
+"""Drives environments that step together: each call has one answer, about all of them.
 
 JAX on a device, a library's own vector environment, the double of :mod:`vecenv.testing`.
 """
@@ -17,10 +17,10 @@ from vecenv.front.capabilities import unable
 from vecenv.front.driver import NOTHING, Call, Driver, Stepped, require_idle, require_no_step
 from vecenv.front.phases import Phase
 
-__all__ = ["Together"]
+__all__ = ["LockstepDriver"]
 
 
-class Together(Driver):
+class LockstepDriver(Driver):
     """What is left to a subclass: :attr:`capabilities`, ``close``, and the five below.
 
     Attributes:
@@ -30,7 +30,7 @@ class Together(Driver):
     """
 
     def __init__(self, num_envs: int) -> None:
-        self.batch_size = num_envs
+        self.num_envs = self.batch_size = num_envs
         self.why = "they step together"
         self._waited = 0.0
 
@@ -59,14 +59,14 @@ class Together(Driver):
         return self._waited
 
     @property
-    def owed(self) -> Call:
+    def outstanding(self) -> Call:
         asked = self.asked
         return NOTHING if asked is None or asked is self.taken else asked
 
     def reset(self, seeds: list[Any], ids: npt.NDArray[np.intp] | None, options: ResetOptions, *, by_row: bool) -> None:
         if by_row:
-            self._require_everybody(ids, "reset_async")
-            require_idle(self.owed, "reset_async")
+            self._require_all(ids, "reset_async")
+            require_idle(self.outstanding, "reset_async")
             ids = None
         rows = self.batch_size if ids is None else len(ids)
         if rows < self.batch_size and not self.capabilities.reset_mask:
@@ -75,39 +75,39 @@ class Together(Driver):
         self.begin_reset(Call(Phase.WAITING_RESET, rows, by_row), seeds, mask, options)
 
     def step(self, actions: Any) -> None:
-        require_idle(self.owed, "step_async")
+        require_idle(self.outstanding, "step_async")
         self.begin_step(Call(Phase.WAITING_STEP, self.batch_size, by_row=False), actions)
 
     def send(self, actions: Any, env_id: Any) -> None:
         if env_id is not None:
-            self._require_everybody(env_ids_of(env_id, self.batch_size), "send")
-        require_idle(self.owed, "send")
+            self._require_all(env_ids_of(env_id, self.batch_size), "send")
+        require_idle(self.outstanding, "send")
         self.begin_step(Call(Phase.WAITING_STEP, self.batch_size, by_row=True), actions)
 
     def answer(self, kind: Phase, deadline: float | None) -> Stepped | None:
-        call = self.owed
+        call = self.outstanding
         if deadline is not None and not self.wait(deadline):
             return None
         steps = call.rows if call.kind is Phase.WAITING_STEP else 0
-        self.after = call, steps, call.rows - steps
+        self.gives(call, steps, call.rows - steps)
         return self.read(call.kind)
 
     def recv(self, count: int | None, deadline: float | None) -> Stepped | None:
-        everybody, owed = self.batch_size, self.owed
-        if count not in (None, everybody):
-            unable(self.name, f"recv {count} of {everybody} environments", "all of them are done at the same time")
-        require_no_step(owed)
-        if owed.rows < everybody:
+        total, outstanding = self.batch_size, self.outstanding
+        if count not in (None, total):
+            unable(self.name, f"recv {count} of {total} environments", "all of them are done at the same time")
+        require_no_step(outstanding)
+        if outstanding.rows < total:
             raise NoAsyncCallError(
-                f"Calling `recv` for {everybody} environments, but only {owed.rows} are in flight and 0 are ready: "
+                f"Calling `recv` for {total} environments, but only {outstanding.rows} are in flight and 0 are ready: "
                 "send() more first.",
                 "recv",
             )
-        stepped = self.answer(owed.kind, deadline)
+        stepped = self.answer(outstanding.kind, deadline)
         if stepped is not None:
-            stepped[4].update(env_id=np.arange(everybody, dtype=np.intp), _env_id=np.ones(everybody, np.bool_))
+            stepped[4].update(env_id=np.arange(total, dtype=np.intp), _env_id=np.ones(total, np.bool_))
         return stepped
 
-    def _require_everybody(self, ids: npt.NDArray[np.intp] | None, method: str) -> None:
+    def _require_all(self, ids: npt.NDArray[np.intp] | None, method: str) -> None:
         if not np.array_equal(ids, np.arange(self.batch_size)):  # type: ignore[arg-type]
             unable(self.name, f"{method} to some environments", f"{self.why}: name all of them, in order, or none")

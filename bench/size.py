@@ -38,7 +38,7 @@ MOST = {
 
 PRIVATE = frozenset({
     "Flight", "Part", "Owed", "owed", "Round", "landed", "verdict", "calm", "AS_IT_IS", "Telling", "tell", "told",
-    "Answering", "Reading", "one_call", "guarded", "_told", "_blame", "gather_any", "take_in", "Workplace", "Keeping",
+    "Answering", "Reading", "one_call", "guarded", "_told", "_blame", "wait_any", "read_ready", "PoolResources", "Keeping",
     "KeptRows", "Book", "Wish", "Key", "Turn", "AheadRows", "Ward", "Patrol", "bell", "rope", "Holdings", "Patience",
     "resting_until", "Together", "Once", "say_it_was_closed", "Trial", "scout", "Scouted", "Described", "Probe", "works",
 })  # fmt: skip

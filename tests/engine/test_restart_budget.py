@@ -16,7 +16,7 @@ from envs import opened
 from gymnasium.spaces import Box, Discrete
 
 import vecenv
-from vecenv.engine.policy import RestartBudget, RestartLog
+from vecenv.engine.recovery import RestartBudget, RestartLog
 from vecenv.errors import ErrorRecord, RestartsExhausted, WorkerDied
 from vecenv.worker.stacks import place
 

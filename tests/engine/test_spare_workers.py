@@ -203,7 +203,7 @@ def test_an_attribute_holds_in_what_is_built_later(mode: str, on_failure: str, v
                 for _ in range(30):
                     envs.step(np.ones(3, np.int64))
         else:
-            chosen = {"spares": envs._pool.spares, "rows": envs._pool.workers, "all": envs._pool.everybody()}[victims]
+            chosen = {"spares": envs._pool.spares, "rows": envs._pool.workers, "all": envs._pool.all_workers()}[victims]
             for worker in list(chosen):
                 worker.signal(9)
             time.sleep(0.1)
@@ -348,7 +348,7 @@ def test_a_reset_of_all_brings_dead_spares_back() -> None:
 def test_it_ends_while_a_reset_is_made_ahead() -> None:
     envs = opened(partial(Walk, reset=0.3), 2)
     envs.reset(seed=3)
-    pids = [worker.pid for worker in envs._pool.everybody()]
+    pids = [worker.pid for worker in envs._pool.all_workers()]
     began = time.perf_counter()
     envs.close()
     assert time.perf_counter() - began < 5

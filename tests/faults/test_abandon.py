@@ -27,7 +27,7 @@ def test_the_rows_of_a_worker_that_hangs_are_answered_by_its_end() -> None:
         assert sorted(envs.recv(count=2)[4]["env_id"].tolist()) == [0, 1]
         began = time.monotonic()
         envs.abandon([2])
-        with pytest.raises(WorkerDied, match="nobody waited for it any longer and was killed") as info:
+        with pytest.raises(WorkerDied, match="its answer was no longer wanted and was killed") as info:
             envs.recv(count=1)
         assert time.monotonic() - began < 60
         assert info.value.envs == (2, 3)

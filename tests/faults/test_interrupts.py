@@ -281,7 +281,7 @@ def step_that_fails(subject: Subject, case: str, interruption: Interruption) -> 
 
 def possessions(subject: Subject) -> tuple[int, int]:
     """How many descriptors an engine holds, and how many processes: a restart that was cut short has not left its own."""
-    place = subject.envs._pool._place
+    place = subject.envs._pool._resources
     return len(place.holdings), len(place.processes)
 
 
@@ -308,7 +308,7 @@ def abandoned_rows_are_told(subject: Subject, interruption: Interruption) -> Non
         assert_identical(found[0][len(lost) :], wanted[0][len(lost) :], "rows that were not abandoned")
         assert envs.stats()["restarts"] == restarts + 1
         return
-    with pytest.raises(vecenv.errors.WorkerDied, match=r"nobody waited for it any longer|SIGKILL") as raised:
+    with pytest.raises(vecenv.errors.WorkerDied, match=r"its answer was no longer wanted|SIGKILL") as raised:
         envs.step_wait()
     assert list(raised.value.envs) == lost
     assert envs._state.value == "default"

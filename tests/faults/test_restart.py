@@ -19,7 +19,7 @@ from gymnasium.vector import AutoresetMode
 from observe import CHEAP, FAULTS, Launch, alive, report, worker_pids
 from vandals import Chain, Ledger, Obedient, crew, vandal, witness
 
-from vecenv.engine.policy import RestartBudget
+from vecenv.engine.recovery import RestartBudget
 from vecenv.errors import StepTimeout, WorkerDied
 from vecenv.testing import assert_identical
 from vecenv.testing.faulty import FaultyConstructor, FaultyEnv, WitnessEnv

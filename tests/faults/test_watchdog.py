@@ -45,10 +45,10 @@ class Naps(gymnasium.Env[Any, Any]):
 @pytest.fixture(autouse=True)
 def impatient() -> Iterator[None]:
     """A minute is a second and a half, and ten minutes are three."""
-    before = list(watchdog._TELL_AFTER), list(watchdog._LOOK_EVERY)
-    watchdog._TELL_AFTER[:], watchdog._LOOK_EVERY[:] = [1.5, 3.0], [0.1]
+    before = list(watchdog._REPORT_AFTER), list(watchdog._LOOK_EVERY)
+    watchdog._REPORT_AFTER[:], watchdog._LOOK_EVERY[:] = [1.5, 3.0], [0.1]
     yield
-    watchdog._TELL_AFTER[:], watchdog._LOOK_EVERY[:] = before
+    watchdog._REPORT_AFTER[:], watchdog._LOOK_EVERY[:] = before
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -26,7 +26,7 @@ def test_an_answer_that_is_late_stays_owed() -> None:
     envs.ready.clear()
     envs.step_async([1, 2])
     for _ in range(2):
-        with pytest.raises(StepTimeout, match="still owed"):
+        with pytest.raises(StepTimeout, match="still pending"):
             envs.step_wait(timeout=0.001)
         with pytest.raises(AlreadyPendingCallError):
             envs.step_async([0, 0])

@@ -7,8 +7,7 @@ from typing import Any
 
 import cloudpickle
 
-from vecenv.engine.answering import wait_name
-from vecenv.engine.first_ready import FirstReady
+from vecenv.engine.answers import Answers, wait_name
 from vecenv.engine.pending import Request, Worker, WorkerRequest
 from vecenv.front.deadlines import deadline_of
 from vecenv.link.messages import Op
@@ -16,7 +15,7 @@ from vecenv.link.messages import Op
 __all__ = ["Calls"]
 
 
-class Calls(FirstReady):
+class Calls(Answers):
     """What an engine does for calls that are no step and no reset. Arguments were checked, and nothing is pending."""
 
     def begin_call(self, name: str, args: Any, kwargs: Any) -> None:
@@ -97,7 +96,7 @@ class Calls(FirstReady):
             payload_of: What goes with it.
             sequel: See :class:`~vecenv.engine.pending.Request`.
             alone: It takes the place of the call whose sequel it is, at once.
-            workers: Whom to ask; ``None``: those that have rows.
+            workers: The workers to ask; ``None``: those that have rows.
         """
         asked = [(worker, payload) for worker in workers or self.pool.workers if (payload := payload_of(worker)) is not None]
         if dead := [row for worker, _ in asked if worker.death is not None for row in worker.rows]:

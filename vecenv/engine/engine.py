@@ -25,11 +25,9 @@ from vecenv.engine import saving
 from vecenv.engine.actions import ActionStage
 from vecenv.engine.calls import Calls
 from vecenv.engine.handles import CallerWorker, ProcessWorker
-from vecenv.engine.ledger import Ledger
 from vecenv.engine.pending import Request, Result, Worker, WorkerRequest
-from vecenv.engine.policy import Policy
 from vecenv.engine.pool import PoolOptions, WorkerPool
-from vecenv.engine.recovery import Recovery
+from vecenv.engine.recovery import Ledger, Policy, Recovery
 from vecenv.front.arguments import ResetOptions, env_ids_of, options_of_rows
 from vecenv.front.capabilities import Capabilities
 from vecenv.front.driver import Stepped
@@ -59,7 +57,7 @@ class Engine(Calls):
         env_fns: What builds the environments.
         layout: What lies where.
         make_store: Builds the store of observations from the views of the shared block.
-        plan: What every worker is told.
+        plan: What every worker is sent.
         options: How to run worker processes.
         policy: What to do about failures.
         num_workers: Worker processes; 0 with ``caller_share=num_envs`` is no process at all.
@@ -125,7 +123,7 @@ class Engine(Calls):
             own = CallerWorker(num_workers, range(caller_share), env_rows, self)
         started, readies = self.pool.start(self._parts(env_fns, num_workers, caller_share))
         workers: list[Worker] = [*([own] if own is not None else []), *started]
-        self.pool.settle(workers)
+        self.pool.set_workers(workers)
         failed: list[tuple[Failure, Worker]] = []
         for worker, ready in zip(started, readies, strict=True):
             failed += [(failure, worker) for failure in ready.failures]
@@ -398,9 +396,9 @@ class Engine(Calls):
             finals = self.finals(np.flatnonzero(ended).tolist()) | finals
         return self._infos.read(None, self.num_envs, result.infos, finals)
 
-    def export_infos(self, rows: Any, told: set[int]) -> tuple[Array, Array, dict[int, Definition]]:
+    def export_infos(self, rows: Any, known: set[int]) -> tuple[Array, Array, dict[int, Definition]]:
         """The infos of some rows for a reader elsewhere; see :meth:`vecenv.link.infos.InfoReader.export`."""
-        return self._infos.export(rows, told)
+        return self._infos.export(rows, known)
 
     def finals(self, rows: Sequence[int]) -> dict[int, Any]:
         """Row -> last observation of its episode, for those of ``rows`` that have one in shared memory."""

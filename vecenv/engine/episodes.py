@@ -106,7 +106,7 @@ class Book:
         """As it will be when rows were reset by the caller, and the seeds for that.
 
         A row that is given a seed begins to count anew; one that is not goes on to its next episode; one that never had any
-        gets one of nobody's.
+        gets one of no row's.
         """
         own, lives, episodes, began = list(self.seeds), list(self.lives), list(self.episodes), list(self.began)
         given: list[int | None] = list(seeds)

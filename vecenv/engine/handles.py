@@ -38,7 +38,7 @@ _OWN_TIME: Final = 0.02  # on a core, within which a worker begins to write, if 
 
 
 def staged(part: WorkerRequest, seq: int) -> WorkerRequest:
-    """A part made ready to be told: encoded for a process, and for the caller's own share a copy of its own.
+    """A part made ready to be sent: encoded for a process, and for the caller's own share a copy of its own.
 
     Raises:
         Exception: The payload cannot be pickled; nothing was sent.
@@ -57,7 +57,7 @@ def staged(part: WorkerRequest, seq: int) -> WorkerRequest:
 
 
 class CallerWorker:
-    """The caller's own share: its environments live in this process and step when somebody waits for them."""
+    """The caller's own share: its environments live in this process and step when the caller waits for them."""
 
     local: Literal[True] = True
     exitcode: int | None = None
@@ -72,7 +72,7 @@ class CallerWorker:
         self._table = table
         self.pid = os.getpid()
         self._looks = 3  # so many of its first messages are watched for draws from the process's generators
-        self.who = f"stepped by the caller, pid {self.pid}"
+        self.label = f"stepped by the caller, pid {self.pid}"
 
     def __repr__(self) -> str:
         return f"CallerWorker(envs={_span(self.rows)})"
@@ -113,7 +113,7 @@ class CallerWorker:
         rows = self.__dict__.get("_rows")
         return [] if rows is None else list(rows.envs)
 
-    # It waits for nobody, and nobody ends it.
+    # It waits for nothing, and nothing ends it.
 
     def stack(self) -> str:
         return ""
@@ -144,8 +144,8 @@ class ProcessWorker:
 
     local: Literal[False] = False
     wish: Wish | None = None
-    told: tuple[int, int] | None = None
-    """The row it was told to take, and the number of the wish: see :mod:`vecenv.engine.spares`."""
+    place_sent: tuple[int, int] | None = None
+    """The row that it was sent, and the number of the wish: see :mod:`vecenv.engine.spares`."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class ProcessWorker:
         self.black_box = black_box
         self.held = held  # the descriptors of these two, and the pidfd
         self.pid: int = process.pid
-        self.who = f"worker {index}, pid {self.pid}"
+        self.label = f"worker {index}, pid {self.pid}"
         self.exitcode: int | None = None
         self.overdue = False  # an answer did not come in time; close() is less patient then
         self.with_caller = with_caller
@@ -187,7 +187,7 @@ class ProcessWorker:
         return f"ProcessWorker({self.index}, envs={_span(self.rows)}, pid={self.pid}, {state})"
 
     def send(self, part: WorkerRequest) -> bool:
-        """Write what is left of a part's message; false if the pipe is full. A dead worker's parts count as told."""
+        """Write what is left of a part's message; false if the pipe is full. A dead worker's parts count as sent."""
         if self.death is not None:
             self._table.mark_lost(self, self.death)
             return True
@@ -203,7 +203,7 @@ class ProcessWorker:
         try:
             if self.channel.take(expected):
                 request.answers[self.index] = PLAIN
-                self.channel.drop()
+                self.channel.raw.clear()  # as `drop` does, of a message in one chunk
         except ChannelClosed:
             self.mark_dead()
 
@@ -292,7 +292,7 @@ class ProcessWorker:
             return int(file.read().split()[0]) * 1e-9
         return 0.0
 
-    def half_told(self) -> bool:
+    def partly_sent(self) -> bool:
         """Whether a message to it is written in part: what is written next is taken for the rest of it."""
         return any(
             part.worker is self and part.written and not part.sent
@@ -305,7 +305,7 @@ class ProcessWorker:
         self.watch.signal(number)
 
     def is_stopped(self) -> bool:
-        """Whether somebody stopped the process (SIGSTOP); only known on Linux."""
+        """Whether the process is stopped (SIGSTOP); only known on Linux."""
         return self._state() in ("T", "t")
 
     def _state(self) -> str:

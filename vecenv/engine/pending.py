@@ -61,17 +61,17 @@ class Worker(Protocol):
     index: int
     rows: range
     pid: int
-    who: str
+    label: str
     exitcode: int | None
     death: Death | None
     overdue: bool
-    """It was late, and nobody has heard from it since."""
+    """It was late, and has not answered since."""
     paid: bool
     """Its restart has been taken from the budget."""
 
     @property
     def local(self) -> bool:
-        """It is the calling process, which nobody ends."""
+        """It is the calling process, which is never ended."""
 
     def stack(self) -> str:
         """Where it is, as far as that can be known."""
@@ -155,7 +155,7 @@ class Result:
 
 
 NOTHING: Final = Result()
-"""The result of a round in which nobody had anything to say, the same one every time: nobody writes into it."""
+"""The result where there is nothing but numbers in shared memory: one object for all, which is never written to."""
 COLUMNS: Final = Result(columns=True)
 """Likewise of a round in which all that was said lies in shared memory."""
 

@@ -1,32 +1,41 @@
 """The pool of workers: it sends requests to them and waits for their answers.
 
-A call is made by putting a request into the table (:mod:`vecenv.engine.pending`). A wait for its answer sends what is not
-sent yet: after an interruption, or where a pipe was full or enough workers were busy, the next wait goes on where sending
-stopped (:mod:`vecenv.engine.sending`). How processes are started and ended is the business of
-:mod:`vecenv.engine.starting` and :mod:`vecenv.engine.ending`.
+A call is made by putting a request into the table (:mod:`vecenv.engine.pending`). The table records how many bytes of each
+message each write took. So a wait sends what is not sent yet: after an interruption, or where a pipe was full or enough
+workers were busy, the next wait goes on where sending stopped. :mod:`vecenv.engine.processes` starts and ends processes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import time
 import weakref
 from collections.abc import Sequence
+from itertools import repeat
+from os import write
 from typing import Any, Final
 
 from gymnasium.error import ClosedEnvironmentError
 from gymnasium.vector.utils import clear_mpi_env_vars
 
-from vecenv.engine.ending import end, end_unclosed
 from vecenv.engine.handles import CallerWorker, ProcessWorker, staged
 from vecenv.engine.pending import PendingRequests, Request, Worker, WorkerRequest
-from vecenv.engine.sending import HEAD_START, Sender
-from vecenv.engine.starting import PoolOptions, Workplace, await_ready, launch, preload, require_descriptors
+from vecenv.engine.processes import (
+    PoolOptions,
+    PoolResources,
+    await_ready,
+    end,
+    end_unclosed,
+    launch,
+    preload,
+    require_descriptors,
+)
 from vecenv.engine.watchdog import Watchdog
 from vecenv.front.deadlines import deadline_of, milliseconds
 from vecenv.front.guard import left_in_a_fork
-from vecenv.link.messages import Failure, Op, Reply, encode
+from vecenv.link.messages import Failure, Op, Reply, pack_head
 from vecenv.shm import Arena, Batch
 from vecenv.system.cores import SpinPolicy
 from vecenv.system.descendants import end_marked
@@ -34,7 +43,125 @@ from vecenv.system.descriptors import DescriptorOwner
 from vecenv.system.supervision import SLICE_MS
 from vecenv.worker.main import Ready, WorkerPlan
 
-__all__ = ["PoolOptions", "WorkerPool"]
+__all__ = ["HEAD_START", "PoolOptions", "Sender", "WorkerPool"]
+
+HEAD_START: Final = 20.0
+"""Milliseconds without progress in which a worker may take in a message longer than its pipe."""
+
+
+class Sender:
+    """Sends pending requests to worker processes.
+
+    Args:
+        table: The table.
+        max_busy: At most so many workers are busy at a time; ``None``: all of them.
+
+    Attributes:
+        behind: Something in the table may not have been sent yet.
+        outs: The descriptors that messages are written to.
+    """
+
+    def __init__(self, table: PendingRequests, max_busy: int | None) -> None:
+        self.behind = False
+        self.outs: tuple[int, ...] = ()
+        self._table = table
+        self.max_busy = max_busy
+        self._processes: Sequence[ProcessWorker] = ()
+
+    def set_workers(self, processes: Sequence[ProcessWorker]) -> None:
+        """These are the workers now."""
+        self._processes = processes
+        self.outs = tuple(worker.channel.out for worker in processes)
+
+    def ask(self, request: Request, others: Sequence[Request] = (), *, alone: bool = False) -> None:
+        """Make a call, of which ``others`` are the rest; ``alone``: nothing else is pending from then on."""
+        behind, self.behind = self.behind, True
+        self._table.enter(request, others, alone=alone)
+        if not behind and self.max_busy is None and self._send_all(request) and all(map(self._send_all, others)):
+            self.behind = False
+        else:
+            self.pump(HEAD_START)
+
+    def _send_all(self, request: Request) -> bool:
+        """Send a request, where nothing else has still to be sent; false if a pipe was full."""
+        for part in (request.parts or {}).values():
+            worker = part.worker
+            if isinstance(worker, ProcessWorker) and not worker.send(part):
+                return False
+        return True
+
+    def pump(self, patience_ms: float = 0.0) -> None:
+        """Send what has still to be sent, in order, as far as pipes take it and workers may be busy.
+
+        Args:
+            patience_ms: How long to wait where a worker that is reading has not made room.
+        """
+        while full := self._send():
+            poll = select.poll()
+            for worker in full:
+                poll.register(worker.channel.out, select.POLLOUT)
+                poll.register(worker.channel.fd, select.POLLIN)
+            if not poll.poll(patience_ms):
+                return
+            for worker in full:
+                while worker.receive() and worker.death is None:
+                    pass
+
+    def _send(self) -> list[ProcessWorker]:
+        """Send once; returns the workers that read and have not made room for all of their messages."""
+        full: list[ProcessWorker] = []
+        behind = False
+        stuck: set[int] = set()
+        room = self._room()
+        for request in list(self._table.requests.values()):
+            if request.parts is None:
+                if len(request.sent) == len(self.outs) or not self._processes:
+                    continue
+                _split(request)
+            assert request.parts is not None
+            for index, part in request.parts.items():
+                worker = part.worker
+                if not isinstance(worker, ProcessWorker) or index in request.answers or part.sent:
+                    continue
+                if index in stuck or (room <= 0 and part.op <= Op.REBUILD_SOME and not part.written):
+                    stuck.add(index)
+                    behind = True
+                    continue
+                if worker.send(part):
+                    room -= part.op <= Op.REBUILD_SOME and index not in request.answers
+                    continue
+                stuck.add(index)
+                behind = True
+                if self._table.oldest_of(worker) is request:
+                    full.append(worker)
+        self.behind = behind
+        return full
+
+    def _room(self) -> int:
+        """How many more workers may become busy."""
+        if self.max_busy is None:
+            return len(self._processes) + 1
+        busy = sum(
+            1
+            for request in self._table.requests.values()
+            for index, part in (request.parts or {}).items()
+            if part.written and index not in request.answers and part.op <= Op.REBUILD_SOME
+        )
+        return self.max_busy - busy
+
+
+def _split(request: Request) -> None:
+    """Give a request that was sent to some workers only a part for each: the rest is sent one by one."""
+    parts: dict[int, WorkerRequest] = {}
+    sent = iter(request.sent)
+    for worker in request.workers:
+        part = parts[worker.index] = WorkerRequest(worker, worker.rows, Op.STEP)
+        if not worker.local:
+            part.data = request.data
+            with contextlib.suppress(StopIteration):
+                part.written.append(next(sent))
+    request.parts = parts
+
 
 _STEP: Final = int(Op.STEP)  # packing an enum takes longer
 _PLAIN: Final = int(Reply.PLAIN)
@@ -63,35 +190,36 @@ class WorkerPool:
         self._num_rows = len(batch.rewards)
         self.table = table
         self._options = options
-        self._place = Workplace(plan, arena, options, table, DescriptorOwner(self))
-        self._finalizer = weakref.finalize(self, end_unclosed, self._place.lifeline, self._place.processes, os.getpid())
+        self._resources = PoolResources(plan, arena, options, table, DescriptorOwner(self))
+        lifeline, processes = self._resources.lifeline, self._resources.processes
+        self._finalizer = weakref.finalize(self, end_unclosed, lifeline, processes, os.getpid())
         self._env_fns: dict[int, Sequence[Any]] = {}
         shares_core = any(placement.with_caller for placement in options.placements)
-        self._patience = SpinPolicy(options.caller_spin, batch.no_spin_until, shares=shares_core)
+        self._spin = SpinPolicy(options.caller_spin, batch.no_spin_until, shares=shares_core)
         self._seq = 0
         self._prepared = Request(0, "step", ())  # the next step, unless something else is asked first
         self.sender = Sender(table, options.max_busy)
-        self.watchdog = Watchdog(table, self._everyones_processes)
+        self.watchdog = Watchdog(table, self._all_processes)
         self._any: select.poll | None = None
         self._writers: dict[int, ProcessWorker] = {}  # by the descriptors that are polled for any of them
-        self.settle([])
+        self.set_workers([])
         left_in_a_fork.add(self)
 
-    def settle(self, workers: list[Worker]) -> None:
+    def set_workers(self, workers: list[Worker]) -> None:
         """These are the workers now."""
-        self.everyone = tuple(workers)
+        self.with_rows = tuple(workers)
         self.processes = tuple(worker for worker in workers if isinstance(worker, ProcessWorker))
         self.own = next((worker for worker in workers if isinstance(worker, CallerWorker)), None)
         self._asks = any(worker.watch.asks for worker in self.processes)  # whether they have ended, while it waits
-        self.sender.settle(self.processes)
+        self.sender.set_workers(self.processes)
         self._forget_any()
         self.workers[:] = workers
 
-    def everybody(self) -> Sequence[Worker]:
+    def all_workers(self) -> Sequence[Worker]:
         """Every worker, also one that has no row."""
         return self.workers
 
-    def _everyones_processes(self) -> Sequence[ProcessWorker]:
+    def _all_processes(self) -> Sequence[ProcessWorker]:
         return self.processes
 
     # -- starting ---------------------------------------------------------------------------------------------------
@@ -113,7 +241,7 @@ class WorkerPool:
             with clear_mpi_env_vars():
                 for index, (rows, env_fns) in enumerate(shares):
                     self._env_fns[index] = env_fns
-                    launch(self._place, index, rows, env_fns, len(shares), started)
+                    launch(self._resources, index, rows, env_fns, len(shares), started)
             readies = [await_ready(worker, deadline, self._options) for worker in started]
         except BaseException:
             end(started, 0.0, terminate=True)
@@ -125,24 +253,24 @@ class WorkerPool:
     def replace(self, worker: ProcessWorker) -> Ready:
         """Start a new process in the place of a dead one: same index, same rows, its environments built anew.
 
-        Until the new one is there the place is taken by the dead one, and whoever wants it tries again.
+        Until the new one is there the dead one keeps its place, so that the next call tries again.
         """
         worker.release()
-        self._place.forget_process(worker.process)
+        self._resources.forget_process(worker.process)
         end_marked([worker.token])
         started: list[ProcessWorker] = []
         try:
             with clear_mpi_env_vars():
-                launch(self._place, worker.index, worker.rows, self._env_fns[worker.index], 1, started)
+                launch(self._resources, worker.index, worker.rows, self._env_fns[worker.index], 1, started)
             ready = await_ready(started[0], deadline_of(self._options.start_timeout), self._options)
-            self.settle([started[0] if other is worker else other for other in self.everybody()])
+            self.set_workers([started[0] if other is worker else other for other in self.all_workers()])
         except BaseException:
-            if not started or started[0] not in self.everybody():
+            if not started or started[0] not in self.all_workers():
                 end(started, 0.0, terminate=True)
                 for new in started:
                     new.release()
-                    self._place.forget_process(new.process)
-                self.settle(list(self.everybody()))
+                    self._resources.forget_process(new.process)
+                self.set_workers(list(self.all_workers()))
             raise
         self.replaced += 1
         return ready
@@ -155,24 +283,34 @@ class WorkerPool:
         return self._seq
 
     def ask_plain_step(self) -> Request:
-        """Ask everybody for a step of all rows, with actions in shared memory."""
+        """Ask all workers for a step of all rows, with actions in shared memory."""
         self._seq = seq = self._seq % 0xFFFFFFFF + 1
         if not self.processes:
-            request = Request(seq, "step", self.everyone)
+            request = Request(seq, "step", self.with_rows)
             request.steps = self._num_rows
             self.table.pending.requests[seq] = request
             return request
         request = self._prepared
-        if request.seq != seq or request.workers is not self.everyone:
+        if request.seq != seq or request.workers is not self.with_rows:
             request = self._plain_step(seq)
-        self.sender.plain_step(request)
+        sender = self.sender
+        sender.behind = True
+        self.table.pending.requests[seq] = request
+        if sender.max_busy is None:
+            try:
+                request.sent.extend(map(write, sender.outs, repeat(request.data)))  # as `write_once` does
+                sender.behind = False
+            except OSError:  # a worker is gone: found out below
+                pass
+        if sender.behind:
+            sender.pump(HEAD_START)
         self._prepared = self._plain_step(seq % 0xFFFFFFFF + 1)  # while the workers are busy
         return request
 
     def _plain_step(self, seq: int) -> Request:
-        request = Request(seq, "step", self.everyone)
+        request = Request(seq, "step", self.with_rows)
         request.steps = self._num_rows
-        request.data = encode(_STEP, seq)
+        request.data = pack_head(_STEP, seq)
         request.sent = []
         return request
 
@@ -196,12 +334,12 @@ class WorkerPool:
         """The call before was interrupted: bring the table and the pipes into agreement."""
         self.table.repair()
         self.sender.behind = True
-        for worker in self._everyones_processes():
+        for worker in self._all_processes():
             while worker.channel.raw and worker.receive() and worker.death is None:
                 pass
 
     def gather(self, request: Request, deadline: float | None) -> list[Worker]:
-        """Wait until everybody has answered ``request``; returns those that had not when the time was up."""
+        """Wait until all workers have answered ``request``; returns those that had not when the time was up."""
         own = self.own
         if own is not None:
             if request.parts is None:  # it is all there is
@@ -217,7 +355,7 @@ class WorkerPool:
                 self.sender.pump(HEAD_START)
             if not self.sender.behind:
                 return self._gather_each(request, deadline)
-            while request.missing() and self.take_in(milliseconds(deadline)):
+            while request.missing() and self.read_ready(milliseconds(deadline)):
                 pass
             return request.missing()
         finally:
@@ -234,7 +372,7 @@ class WorkerPool:
                 return
 
     def _gather_each(self, request: Request, deadline: float | None) -> list[Worker]:
-        """As :meth:`gather`, where everybody was told.
+        """As :meth:`gather`, where all messages were sent.
 
         Waiting begins with the worker that was asked last. By the time it has answered, most of the others have too, so
         that the caller wakes up once or twice a step and not once a worker.
@@ -245,8 +383,8 @@ class WorkerPool:
             asked = [worker for worker in request.workers if not worker.local]
             if not asked:
                 return []
-        expected = encode(_PLAIN, request.seq)
-        # whoever shares our core first: it runs when we sleep, and never while we spin
+        expected = pack_head(_PLAIN, request.seq)
+        # the one on our own core first: it runs when we sleep, and never while we spin
         first, last = asked[0], asked[-1]
         if first.with_caller:
             while first.index not in answers:
@@ -261,7 +399,7 @@ class WorkerPool:
             for worker in reversed(asked):
                 if worker.index not in answers and worker.death is None:
                     worker.take_plain(request, expected)
-        spin = self._patience.spin
+        spin = self._spin.spin
         for worker in reversed(asked):
             index = worker.index
             while index not in answers:
@@ -277,22 +415,22 @@ class WorkerPool:
 
     def _sleep(self, worker: ProcessWorker, deadline: float | None) -> bool:
         """Wait until a worker has said something or has ended, or for a while; false when the time is up."""
-        if worker.wait(self.watchdog.milliseconds(deadline)):
+        if worker.wait(self.watchdog.longest if deadline is None else self.watchdog.milliseconds(deadline)):
             return True
         self.watchdog.look()
         return deadline is None or time.monotonic() < deadline
 
     def _late(self, request: Request) -> list[Worker]:
-        """Who has not answered, after one more look at each."""
+        """The workers that have not answered, after one more look at each."""
         for worker in request.missing():
             while isinstance(worker, ProcessWorker) and worker.receive() and worker.death is None:
                 pass
         return request.missing()
 
-    def gather_any(self, deadline: float | None, seen: int = 0) -> bool:
+    def wait_any(self, deadline: float | None, seen: int = 0) -> bool:
         """Take in whatever has been answered, until more than ``seen`` answers by row are there; false when the time was up.
 
-        The caller steps its own share when nobody else has an answer, and in its turn where there always is one.
+        The caller steps its own share when no other worker has an answer, and in its turn where there always is one.
         """
         while True:
             if self.sender.behind:
@@ -301,7 +439,7 @@ class WorkerPool:
             mine = None if own is None else self.table.oldest_of(own)
             if mine is not None and own is not None:
                 in_turn = (self._seq - mine.seq) % 0xFFFFFFFF > len(self.workers)
-                if in_turn or (len(self.table.pending.arrived) <= seen and not (self.processes and self.take_in(0.0))):
+                if in_turn or (len(self.table.pending.arrived) <= seen and not (self.processes and self.read_ready(0.0))):
                     own.perform(mine)
             if len(self.table.pending.arrived) > seen:
                 return True
@@ -309,18 +447,18 @@ class WorkerPool:
                 continue
             if not any(request.missing() for request in self.table.requests.values()):
                 return False
-            if not self.take_in(milliseconds(deadline)):
+            if not self.read_ready(milliseconds(deadline)):
                 return False
 
-    def take_in(self, timeout_ms: float | None) -> bool:
-        """Take in all there is to read, from whoever wrote it, after waiting for somebody; false when the time was up.
+    def read_ready(self, timeout_ms: float | None) -> bool:
+        """Read all answers that are there, after waiting for one; false when the time was up.
 
         It may also have waited for a while only.
         """
         if self.sender.behind:
             self.sender.pump()
         poll = self._poll_for_any()
-        longest = self.watchdog.milliseconds(None)
+        longest = self.watchdog.longest
         if self._asks:
             longest = min(longest, SLICE_MS)
         began = time.perf_counter()
@@ -345,9 +483,9 @@ class WorkerPool:
         return bool(events) or timeout_ms is None or timeout_ms > longest
 
     def _poll_for_any(self) -> select.poll:
-        """Everybody's answers, everybody's end and, where a pipe was full, room in it."""
+        """Polls for answers and ends of all workers and, where a pipe was full, for room in it."""
         if self._any is None:
-            writers = {worker.channel.fd: worker for worker in self._everyones_processes() if worker.death is None}
+            writers = {worker.channel.fd: worker for worker in self._all_processes() if worker.death is None}
             poll = select.poll()
             for descriptor in (*writers, *(worker.watch.descriptor for worker in writers.values())):
                 poll.register(descriptor, select.POLLIN)
@@ -366,10 +504,10 @@ class WorkerPool:
         return poll
 
     def _mark_the_dead(self) -> None:
-        for worker in self._everyones_processes():
+        for worker in self._all_processes():
             if worker.death is None and worker.watch.has_ended() and not worker.receive():
                 worker.mark_dead()
-        for worker in self._everyones_processes():
+        for worker in self._all_processes():
             if worker.death is not None:
                 self.table.mark_lost(worker, worker.death)
         self._forget_any()
@@ -378,7 +516,7 @@ class WorkerPool:
         self._any = None
 
     def _check(self) -> None:
-        """After every sleep: somebody may have closed us meanwhile, a signal handler or another thread."""
+        """After every sleep: a signal handler or another thread may have closed the pool meanwhile."""
         if self.closing:
             raise ClosedEnvironmentError("Trying to operate on a vector environment, after a call to `close()`.")
 
@@ -392,7 +530,7 @@ class WorkerPool:
         if self.abandoned:
             return
         self.closing = True
-        end(self._everyones_processes(), timeout, terminate, self.failures_in_close)
+        end(self._all_processes(), timeout, terminate, self.failures_in_close)
         if self.own is not None:
             self.failures_in_close += [(failure, self.own) for failure in self.own.close().failures]
 
@@ -400,32 +538,32 @@ class WorkerPool:
         """Close every descriptor. Idempotent."""
         if self.abandoned:
             return
-        for worker in self._everyones_processes():
+        for worker in self._all_processes():
             worker.release()
-        self._place.lifeline.close()
-        self._place.forget()
+        self._resources.lifeline.close()
+        self._resources.forget()
         if self.own is not None:
             self.own.forget()
-        end_unclosed(self._place.lifeline, self._place.processes, os.getpid())
+        end_unclosed(self._resources.lifeline, self._resources.processes, os.getpid())
         self._forget_any()
         self._writers = {}
         self.__dict__.pop("batch", None)
-        self._patience.forget()
+        self._spin.forget()
         self.released = True
         left_in_a_fork.discard(self)
 
     def end_unclosed(self) -> None:
-        """Nobody closed it and nobody can any more: kill the workers, and close what is the caller's own."""
+        """It was collected without having been closed: kill the workers, and close what is the caller's own."""
         self._finalizer()
         if self.own is not None:
             self.own.close()
-        self._place.holdings.close()
+        self._resources.holdings.close()
 
     def abandon(self) -> None:
         """In a forked child: close the copies of what is the caller's alone."""
         self.abandoned = True
         self.table.abandon()
-        for channel in list(self._place.channels):
+        for channel in list(self._resources.channels):
             channel.forget()
         self._finalizer.detach()
 

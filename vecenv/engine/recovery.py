@@ -1,4 +1,4 @@
-"""What to do about failures and deaths: raise them, or rebuild what was lost and go on.
+"""What to do about failures and deaths: record them, raise them, or rebuild what was lost and go on.
 
 Once for steps, for rows that are received one by one, and for hosts of other machines. Rebuilding takes long and cannot be
 done twice, so how far it has got stands in the :class:`~vecenv.engine.pending.Settlement`: after an interruption the next
@@ -10,28 +10,333 @@ info, its last good observation as ``final_obs``, and then what the autoreset mo
 
 from __future__ import annotations
 
+import collections
+import logging
+import time
+import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from typing import Any, Protocol
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any, Final, NoReturn, Protocol
 
 import numpy as np
+from gymnasium import logger
 from gymnasium.vector import AutoresetMode
 
-from vecenv.engine.ledger import Ledger
-from vecenv.engine.pending import COLUMNS, NOTHING, Answer, Request, Result, Settlement, Worker, WorkerRequest
-from vecenv.engine.policy import Policy, RestartBudget, RestartLog
-from vecenv.errors import ClusterError, RestartsExhausted, StartupTimeout, WorkerDied
+from vecenv.engine.handles import raise_ready
+from vecenv.engine.pending import COLUMNS, NOTHING, Answer, Death, Request, Result, Settlement, Worker, WorkerRequest
+from vecenv.errors import ClusterError, EnvFailed, ErrorRecord, RestartsExhausted, StartupTimeout, WorkerDied
 from vecenv.front.arguments import options_of_rows
-from vecenv.front.deadlines import deadline_of
+from vecenv.front.deadlines import deadline_of, seconds_of
 from vecenv.link.infos import InfoReader
-from vecenv.link.messages import Failure, Op
+from vecenv.link.messages import Failure, Op, PackedError, pack_error, summary, unpack_error
 from vecenv.link.observations import SharedStore, Store
 from vecenv.link.schemas import NO_INFO
 from vecenv.shm import Batch, Layout
 from vecenv.shm.layout import Array, Tree
 from vecenv.worker.main import Ready
 
-__all__ = ["Recovery", "Remembered", "Workers"]
+__all__ = [
+    "FREE_RESTARTS", "STEPS_PER_RESTART", "Ledger", "Policy", "Recovery", "Remembered", "RestartBudget", "RestartLog",
+    "Workers", "note_once",
+]  # fmt: skip
+
+_KEPT_ERRORS: Final = 1000
+
+
+class Ledger:
+    """The failures of one vector environment.
+
+    Attributes:
+        errors: Records, oldest first.
+        failed: Row -> what happened, for rows that only a reset or a restart brings back.
+        restarts: How many there were.
+        paid: Those of them whose restart is in the budget already.
+        latest_death: Of the worker that died last.
+    """
+
+    def __init__(self) -> None:
+        self.errors: deque[ErrorRecord] = deque(maxlen=_KEPT_ERRORS)
+        self.failed: dict[int, str] = {}
+        self.paid: set[int] = set()
+        self.restarts = 0
+        self.latest_death: Death | None = None
+        self._deaths: set[tuple[int, int | None]] = set()  # (worker, pid) of those that are on record
+
+    def record(
+        self,
+        settlement: Settlement,
+        failures: Sequence[tuple[Failure, Worker]],
+        deaths: Sequence[Death],
+        others: Sequence[tuple[Exception, ErrorRecord]] = (),
+    ) -> None:
+        """Make the exceptions of what failed, once, and put them on record, once.
+
+        A record keeps an exception of its own: one that was raised keeps the program's frames, and all that is in them.
+        """
+        if settlement.raised is None:
+            self.make(settlement, failures, deaths)
+            settlement.records += [record for _, record in others]
+        self.write(settlement)
+
+    def make(self, settlement: Settlement, failures: Sequence[tuple[Failure, Worker]], deaths: Sequence[Death]) -> None:
+        """Make the exceptions of what failed, and their records. A death that several rounds tell of is recorded once."""
+        raised, records, now = [], [], time.monotonic()
+        for death in {death.worker: death for death in deaths}.values():
+            if (death.worker, death.pid) not in self._deaths:
+                pid, error = death.pid or 0, death.error()
+                records.append(ErrorRecord(None, death.worker, pid, death.command, error, death.text, now))
+            self.latest_death = death
+        for failure, worker in sorted(failures, key=lambda pair: pair[0].env):
+            made, record = self.exception(failure, worker, settlement.command)
+            raised.append((failure.env, made))
+            records.append(record)
+        settlement.records, settlement.raised = records, raised
+
+    def write(self, settlement: Settlement) -> None:
+        """Move a round's records into the ledger, each in one call of C, so that none is there twice or not at all."""
+        waiting = settlement.records
+        self.errors.extend(map(list.pop, repeat(waiting, len(waiting)), repeat(0)))
+
+    def exception(self, failure: Failure, worker: Worker, command: str) -> tuple[Exception, ErrorRecord]:
+        """The exception of a failure, and the record of it."""
+        note = f"env {failure.env}, {worker.label}, during {command}"
+        error = raise_ready(failure.error, note)
+        packed = failure.error if isinstance(failure.error, PackedError) else pack_error(error)
+        failure.error = packed  # what raised it holds the failure: a cycle, with the program's frames in it
+        if "daemonic processes are not allowed" in summary(error):
+            note_once(error, "environments that start processes of their own need AsyncVectorEnv(..., daemon=False)")
+        index = -1 if worker.local else worker.index
+        kept = unpack_error(packed, note)
+        return error, ErrorRecord(failure.env, index, worker.pid, command, kept, packed.text, time.monotonic())
+
+    def mark_failed(
+        self, failures: Sequence[tuple[Failure, Any]], deaths: Sequence[Death], rows: Sequence[int], *, all_of_them: bool
+    ) -> None:
+        """Note which rows have to be rebuilt.
+
+        A death takes all rows of its worker, those too that nothing was asked of, when it is first told of. Later, when the
+        place has been taken by a new worker, it takes those of ``rows`` that the dead one was asked about.
+
+        Args:
+            failures: What environments raised.
+            deaths: Which workers died.
+            rows: Which environments these answers are about.
+            all_of_them: Also where the environment itself is well.
+        """
+        for death in deaths:
+            known = (death.worker, death.pid) in self._deaths
+            for row in set(rows) & set(death.envs) if known else death.envs:
+                self.failed.setdefault(row, death.text.partition("\n")[0])
+            self._deaths.add((death.worker, death.pid))
+        for failure, _ in failures:
+            if failure.fatal or all_of_them:
+                packed = failure.error
+                text = packed.summary if isinstance(packed, PackedError) else summary(packed)
+                self.failed.setdefault(failure.env, text)
+
+    def mark_recovered(self, row: int) -> None:
+        """A row is well again."""
+        self.failed.pop(row, None)
+        self.paid.discard(row)
+
+    def refuse(self, failed: dict[int, str]) -> NoReturn:
+        """Say which rows need a reset first."""
+        rows = sorted(failed)
+        raise EnvFailed(
+            f"envs {rows} failed earlier and have to be rebuilt by reset() (or a reset_mask that includes them) first: "
+            f"env {rows[0]}: {failed[rows[0]]}"
+        )
+
+    def combined_error(
+        self, raised: Sequence[tuple[int, Exception]], deaths: Sequence[Death], others: Sequence[Exception]
+    ) -> Exception:
+        """The failure of the lowest environment, with notes on all the others."""
+        distinct = list({death.worker: death for death in deaths}.values())
+        if others:
+            for other in others[1:]:
+                note_once(others[0], f"also: {other}")
+            return others[0]
+        if not raised:
+            return _one_death(distinct)
+        error = raised[0][1]
+        for env, other in raised[1:]:
+            note_once(error, f"also failed: env {env}: {summary(other)}")
+        for death in distinct:
+            note_once(error, f"also: {death.text}")
+        return error
+
+    def log(self, failures: Sequence[tuple[Failure, Any]]) -> None:
+        """Gymnasium's own messages, word for word: two per failure and one at the end."""
+        for failure, _ in sorted(failures, key=lambda pair: pair[0].env):
+            packed = failure.error
+            logger.error(f"Received the following error from Worker-{failure.env} - Shutting it down")
+            logger.error("%s", packed.text if isinstance(packed, PackedError) else _traceback(packed))
+        logger.error("Raising the last exception back to the main process.")
+
+
+def note_once(error: BaseException, note: str) -> None:
+    """Add a note, unless it is there."""
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
+def _one_death(deaths: Sequence[Death]) -> Exception:
+    """One error for all workers that died in one call."""
+    if len(deaths) == 1:
+        return deaths[0].error()
+    first = deaths[0]
+    text = f"{len(deaths)} workers died:\n" + "\n".join(death.text for death in deaths)
+    envs = tuple(sorted(row for death in deaths for row in death.envs))
+    return Death(text, first.worker, envs, first.pid, first.exitcode, first.command, first.kind).error()
+
+
+def _traceback(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+FREE_RESTARTS: Final = 5
+"""Restarts that an environment, or a worker process, has in a period however few steps it makes."""
+STEPS_PER_RESTART: Final = 1000
+"""Steps of these environments that allow one restart more."""
+
+_log = logging.getLogger("vecenv")
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What to do about failures.
+
+    Attributes:
+        restart: Rebuild what was lost and go on; otherwise raise.
+        restart_limit, restart_period: See :class:`RestartBudget`.
+        step_timeout: Seconds until a reset or a step is taken to hang; ``None``: never.
+        start_timeout: Seconds a worker has for building its environments; ``None``: as long as it takes.
+        gymnasiums_words: Log what environments raise as Gymnasium's class does, before it is raised. Programs that were
+            written for that class, and its own tests, count these lines, though no worker is shut down here.
+    """
+
+    restart: bool = False
+    restart_limit: int | None = None
+    restart_period: float = 60.0
+    step_timeout: float | None = None
+    start_timeout: float | None = 60.0
+    gymnasiums_words: bool = False
+
+    @classmethod
+    def of(
+        cls, on_failure: str, restart_limit: int | None, restart_period: float, step_timeout: Any, start_timeout: Any,
+        *, gymnasiums_words: bool = False,
+    ) -> Policy:  # fmt: skip
+        """From the options of a vector environment."""
+        return cls(
+            on_failure == "restart", restart_limit, restart_period, seconds_of(step_timeout, "step_timeout"),
+            seconds_of(start_timeout, "start_timeout"), gymnasiums_words,
+        )  # fmt: skip
+
+
+class RestartBudget:
+    """How many restarts there may be within some seconds (Erlang's intensity and period).
+
+    Without a limit each environment, and each worker process that dies, has a budget of its own: five restarts, and one more
+    for every 1,000 steps that its environments made since the oldest of its restarts in the period. One that cannot work is
+    given up soon, whatever the number of the others; one that fails now and then goes on, however fast it is.
+
+    Args:
+        limit: Restarts of all environments together within ``period``; ``None``: as above.
+        period: Seconds.
+        steps: How many steps each environment has made.
+        clock: For tests.
+    """
+
+    def __init__(
+        self,
+        limit: int | None,
+        period: float,
+        steps: Callable[[], float] = lambda: 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.limit = limit
+        self.period = period
+        self.causes: collections.deque[str] = collections.deque(maxlen=5)
+        self._steps = steps
+        self._clock = clock
+        self._spent: collections.deque[tuple[float, tuple[int, ...], float]] = collections.deque()  # when, rows, their steps
+
+    def spend(self, cause: str = "", rows: Sequence[int] = ()) -> bool:
+        """Take one restart of these rows; ``False`` if the budget is used up."""
+        now, whose = self._clock(), tuple(rows)
+        while self._spent and now - self._spent[0][0] > self.period:
+            self._spent.popleft()
+        if cause:
+            self.causes.append(cause)
+        count, allowed = self._balance(whose)
+        if count >= allowed:
+            return False
+        self._spent.append((now, whose, self._steps()))
+        return True
+
+    def _balance(self, whose: tuple[int, ...]) -> tuple[int, float]:
+        """How many restarts these rows had in the period, and how many they may have."""
+        if self.limit is not None:
+            return len(self._spent), self.limit
+        steps = [made for _, rows, made in self._spent if rows == whose]
+        made = (self._steps() - steps[0]) * len(whose) if steps else 0.0
+        return len(steps), FREE_RESTARTS + made // STEPS_PER_RESTART
+
+    def refusal(self, rows: Sequence[int]) -> str:
+        """Why there is no further restart of these rows, and what can be done about it."""
+        causes = "\n".join(f"- {cause}" for cause in self.causes)
+        if self.limit is not None:
+            return (
+                f"more than {self.limit} restarts within {self.period:g} seconds, which is the budget that restart_limit "
+                f"and restart_period set; the last causes:\n{causes}"
+            )
+        _, allowed = self._balance(tuple(rows))
+        return (
+            f"{envs_text(rows)} needed more than {allowed:.0f} restarts within {self.period:g} seconds. By default an "
+            f"environment, or a worker process, has {FREE_RESTARTS}, and one more for every {STEPS_PER_RESTART:,} steps; "
+            f"restart_limit=N allows N restarts of all environments together instead. The last causes:\n{causes}"
+        )
+
+
+def envs_text(rows: Sequence[int]) -> str:
+    """``env 3`` or ``envs 4-7``: contiguous rows."""
+    return f"env {rows[0]}" if len(rows) == 1 else f"envs {rows[0]}-{rows[-1]}"
+
+
+class RestartLog:
+    """Says each restart and its cause by :mod:`logging`, as the logger ``vecenv``, until there are too many to read.
+
+    Python's warnings would be the wrong way: a program may have made exceptions of them, in the middle of a restart.
+
+    Args:
+        most: Lines within ``period``. Those that come after are counted, and the next line gives the count.
+        period: Seconds.
+        clock: For tests.
+    """
+
+    def __init__(self, most: int = 5, period: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most = most
+        self._period = period
+        self._clock = clock
+        self._began = -float("inf")
+        self._said = 0
+        self._unsaid = 0
+
+    def say(self, cause: str) -> None:
+        """One restart, before it is made."""
+        now = self._clock()
+        if now - self._began >= self._period:
+            self._began, self._said = now, 0
+        if self._said >= self._most:
+            self._unsaid += 1
+            return
+        unsaid, self._unsaid, self._said = self._unsaid, 0, self._said + 1
+        more = f" (and {unsaid} restarts more since the last of these lines)" if unsaid else ""
+        _log.warning("vecenv restarts what failed: %s%s", cause, more)
 
 
 class Workers(Protocol):
@@ -65,12 +370,12 @@ class Remembered:
         self._batch: Any = None  # the batch as it was when all was well, where observations are of fixed size ...
         self._rows: dict[int, Any] = {}  # ... and row by row where they travel by pickle
 
-    def keep(self, rows: Sequence[int], *, everyone: bool) -> None:
-        """Keep the observations of these rows; ``everyone``: they are all there are."""
+    def keep(self, rows: Sequence[int], *, all_rows: bool) -> None:
+        """Keep the observations of these rows; ``all_rows``: they are all there are."""
         if self._tree is None:
             for row in rows:
                 self._rows[row] = self._store.row(row)
-        elif self._batch is None or everyone:
+        elif self._batch is None or all_rows:
             self._batch = self._store.batch(copy=True)
         elif rows:
             _copy_rows(self._batch, self._store, rows, self._tree)
@@ -168,16 +473,16 @@ class Recovery:
         settlement = Settlement(Request(0, "start", ()), (), ())
         self._ledger.record(settlement, failures, ())
         self._ledger.mark_failed(failures, (), (), all_of_them=False)
-        return self._ledger.verdict(settlement.raised or (), (), ())
+        return self._ledger.combined_error(settlement.raised or (), (), ())
 
     # -- answers ----------------------------------------------------------------------------------------------------
 
-    def settle(self, settlement: Settlement) -> Exception | None:
+    def resolve(self, settlement: Settlement) -> Exception | None:
         """See to what failed in a round whose answers were read.
 
         Returns:
             The exception that is the answer; ``None`` where all is well or rebuilt. To be called until it returns: an
-            exception that comes out of it is somebody's who interrupted.
+            exception that comes out of it is an interruption.
         """
         result = settlement.result
         assert result is not None
@@ -192,7 +497,7 @@ class Recovery:
                 if result.failures and self._policy.gymnasiums_words and settlement.command in ("step", "reset"):
                     self._ledger.log(result.failures)
                 others = [error for error, _ in result.errors]
-                settlement.error = self._ledger.verdict(settlement.raised or (), result.deaths, others)
+                settlement.error = self._ledger.combined_error(settlement.raised or (), result.deaths, others)
                 return settlement.error
             if settlement.todo is None:
                 todo = {row for row in settlement.rows if row in self._ledger.failed}
@@ -242,7 +547,7 @@ class Recovery:
             if row not in ledger.paid
         ]
         for cause, rows in causes:
-            # noted first, by stores alone: who interrupts here gets one restart for nothing, and none is counted twice
+            # noted first, by stores alone: an interruption here costs one restart for nothing, and none is counted twice
             worker, paid = self._worker_of(rows[0]), ledger.paid | set(rows)
             ledger.restarts, ledger.paid, worker.paid = ledger.restarts + 1, paid, worker.death is not None
             if not self._budget.spend(cause, rows):

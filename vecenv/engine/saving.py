@@ -151,7 +151,7 @@ def put_beside(engine: Calls, known: Mapping[int, Row]) -> None:
             engine.store.put_row(row, one.observation)
         engine.ledger.mark_recovered(row)
     if engine.policy.restart:
-        engine.recovery.remembered.keep(list(known), everyone=len(known) == engine.num_envs)
+        engine.recovery.remembered.keep(list(known), all_rows=len(known) == engine.num_envs)
 
 
 def _rest_of(engine: Calls, state: Mapping[str, Any], spaces: list[Any]) -> Callable[[], None]:

@@ -1,9 +1,9 @@
-"""An engine with more environments than rows: who begins which episode, and how rows get it; see :mod:`.spares`.
+"""An engine with more environments than rows: which one begins which episode, and how rows get it; see :mod:`.spares`.
 
 In next-step mode the processes change places before the step that begins the next episodes, which is then a step like any
 other: what an environment has begun ahead of time it gives as the answer. In same-step mode the workers only say that an
-episode is over; the first observation comes by one more question, to whoever has the row from then on. That one is in the
-table of pending requests beside the step that it belongs to, and is taken with it.
+episode is over; the first observation comes by one more request, to the worker that has the row from then on. That request
+is in the table of pending requests beside the step that it belongs to, and is taken with it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import cloudpickle
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
+from vecenv.engine.answers import Received
 from vecenv.engine.engine import Engine
 from vecenv.engine.episodes import Book, Key, Wish
-from vecenv.engine.first_ready import Received
 from vecenv.engine.handles import ProcessWorker
 from vecenv.engine.pending import Request, Result, Settlement, Worker, WorkerRequest
 from vecenv.engine.spares import SparePool
@@ -58,7 +58,7 @@ class _Turn:
         rows: Which.
         infos, finals: By row, of the episode that is over.
         begin: What the next episodes are asked for by.
-        round: Their answers.
+        settlement: Their answers.
         answer: What the step comes to.
     """
 
@@ -68,7 +68,7 @@ class _Turn:
         self.infos = infos
         self.finals = finals
         self.begin: Request | None = None
-        self.round: Settlement | None = None
+        self.settlement: Settlement | None = None
         self.answer: Result | None = None
 
 
@@ -148,7 +148,7 @@ class SpareEngine(Engine):
         alive = [worker for worker in self.pool.arranged if worker.death is None or worker.index < self.num_envs]
         super().ask_call(op, lambda _: payloads[0], command, workers=alive)
 
-    # -- who has which row ------------------------------------------------------------------------------------------
+    # -- which worker has which row --------------------------------------------------------------------------------
 
     def _change_places(self, rows: Sequence[int], *, begin: bool) -> None:
         """Let rows have the workers that have begun their next episodes. It may be done again.
@@ -169,7 +169,7 @@ class SpareEngine(Engine):
             elif begin:
                 own.wish = self._wish(key)
         self.pool.arrange(tuple(arranged))
-        self.pool.tell([arranged[row] for row in rows])
+        self.pool.send_places([arranged[row] for row in rows])
 
     def _wish(self, key: Key) -> Wish:
         return Wish(key, self.book.seed_of(key), next(self._numbers))
@@ -197,7 +197,7 @@ class SpareEngine(Engine):
         if free:
             for worker, key in zip(free, book.coming(len(free), held), strict=False):
                 worker.wish = self._wish(key)
-        if self.pool.tell(spares):
+        if self.pool.send_places(spares):
             self._looked = on
 
     # -- answers ----------------------------------------------------------------------------------------------------
@@ -261,13 +261,13 @@ class SpareEngine(Engine):
 
     def _settle_next(self, turn: _Turn, begin: Request) -> Exception | None:
         """See to the answers; the exception that is to be raised instead."""
-        if turn.round is None:
-            turn.round = Settlement(begin, turn.rows, ())
-        settlement = turn.round
+        if turn.settlement is None:
+            turn.settlement = Settlement(begin, turn.rows, ())
+        settlement = turn.settlement
         if settlement.result is None:
             settlement.result = self.read((worker, begin.answers[worker.index]) for worker in begin.workers)
-        if (error := self.recovery.settle(settlement)) is None and self.policy.restart:
-            self.recovery.remembered.keep(turn.rows, everyone=False)
+        if (error := self.recovery.resolve(settlement)) is None and self.policy.restart:
+            self.recovery.remembered.keep(turn.rows, all_rows=False)
         return error
 
     def _next_flight(self, turn: _Turn) -> Request:
@@ -286,7 +286,7 @@ class SpareEngine(Engine):
     def _with_next(self, turn: _Turn, result: Result) -> Result:
         """What the step comes to: of each of these rows, the end of one episode and the beginning of the next."""
         infos, finals = dict(result.infos), dict(result.finals)
-        settlement = turn.round
+        settlement = turn.settlement
         said = Result() if settlement is None or settlement.result is None else settlement.result
         for row in turn.rows:
             finals.pop(row, None)
@@ -303,6 +303,6 @@ class SpareEngine(Engine):
 
 
 def _has_begun(worker: ProcessWorker, key: Key) -> bool:
-    """Whether a worker begins an episode, or was told to."""
+    """Whether a worker begins an episode, or was sent the order to."""
     wish = worker.wish
-    return wish is not None and wish.key == key and worker.told == (worker.index, wish.number)
+    return wish is not None and wish.key == key and worker.place_sent == (worker.index, wish.number)

@@ -7,8 +7,8 @@ has begun its next episode, ready or not; where none has, it begins that itself.
 processes are, and what a row sees does not.
 
 What has to be done follows from three things, each changed in one store: the places (:attr:`SparePool.arranged`), what each
-process is to begin, and what it was told last. A message is not answered, and may be said twice. So an interruption anywhere
-is made good by looking again (:meth:`SparePool.resume`), and nothing of this is pending.
+process is to begin, and what was sent to it last. A message is not answered, and may be sent twice. So an interruption
+anywhere is made good by looking again (:meth:`SparePool.resume`), and nothing of this is pending.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class SparePool(WorkerPool):
         """Those that have no row."""
         return self.arranged[len(self.batch.rewards) :]
 
-    def everybody(self) -> Sequence[Worker]:
+    def all_workers(self) -> Sequence[Worker]:
         return self.arranged
 
-    def _everyones_processes(self) -> Sequence[ProcessWorker]:
+    def _all_processes(self) -> Sequence[ProcessWorker]:
         return self.arranged
 
-    def settle(self, workers: list[Any]) -> None:
+    def set_workers(self, workers: list[Any]) -> None:
         self.arrange(tuple(workers))
 
     def arrange(self, workers: tuple[ProcessWorker, ...]) -> None:
@@ -79,32 +79,34 @@ class SparePool(WorkerPool):
         for place, worker in enumerate(workers):
             if worker.index == place:
                 continue
-            worker.index, worker.rows, worker.who = place, range(place, place + 1), f"worker {place}, pid {worker.pid}"
+            worker.index, worker.rows, worker.label = place, range(place, place + 1), f"worker {place}, pid {worker.pid}"
         for worker in workers:
             death = worker.death
             if death is not None and death.envs != tuple(worker.rows):
                 text = f"{death.text}\n(it was to run an episode of env {worker.index})"
                 worker.death = replace(death, text=text, worker=worker.index, envs=tuple(worker.rows))
-        super().settle(list(workers[: len(self.batch.rewards)]))
+        super().set_workers(list(workers[: len(self.batch.rewards)]))
 
     def resume(self) -> None:
         super().resume()
         self.arrange(self.arranged)
 
-    def tell(self, workers: Iterable[ProcessWorker]) -> bool:
-        """Tell workers their places and wishes, where they do not know them. A spare one that is busy with what it was told
-        before is left alone: what it does not have, the row begins itself. Returns whether none was left alone."""
+    def send_places(self, workers: Iterable[ProcessWorker]) -> bool:
+        """Send workers their places and wishes, where they do not know them; returns whether all of them know now.
+
+        A spare one that is busy with an earlier wish is left alone: what it does not have, the row begins itself.
+        """
         ahead, all_know = self.batch.ahead, True
         for worker in workers:
-            wish, told = worker.wish, worker.told
-            if wish is None or worker.death is not None or told == (worker.index, wish.number):
+            wish, sent = worker.wish, worker.place_sent
+            if wish is None or worker.death is not None or sent == (worker.index, wish.number):
                 continue
-            stays = told is not None and told[0] == worker.index >= len(self.batch.rewards)
-            if stays and told is not None and ahead[told[1] % len(ahead)] < told[1]:
+            stays = sent is not None and sent[0] == worker.index >= len(self.batch.rewards)
+            if stays and sent is not None and ahead[sent[1] % len(ahead)] < sent[1]:
                 all_know = False
                 continue
             self._say(worker, encode(Op.TAKE, 0, pickle.dumps((worker.index, wish.number, wish.seed))))
-            worker.told = worker.index, wish.number
+            worker.place_sent = worker.index, wish.number
         return all_know
 
     @staticmethod

@@ -30,10 +30,10 @@ from vecenv.engine.actions import ActionStage
 from vecenv.engine.engine import Engine, Policy
 from vecenv.engine.handles import ProcessWorker
 from vecenv.engine.pool import WorkerPool
+from vecenv.engine.processes import PoolOptions
 from vecenv.engine.published import StatsFile
 from vecenv.engine.spare_engine import SpareEngine
 from vecenv.engine.spares import refuse_different
-from vecenv.engine.starting import PoolOptions
 from vecenv.errors import ErrorRecord
 from vecenv.front.arguments import check_env_fns, check_names, check_switches, env_ids_of, mode_of
 from vecenv.front.deadlines import seconds_of

@@ -71,7 +71,7 @@ def check_names(given: Iterable[str], accepted: Iterable[str], whose: str, *, el
     Args:
         given: The names that were given.
         accepted: The names that there are.
-        whose: Who takes them, for the message.
+        whose: What takes them, for the message.
         elsewhere: Options that belong into ``vector_kwargs``.
 
     Raises:
@@ -152,7 +152,7 @@ def reset_mask_of(
     """``options["reset_mask"]``, and the other options.
 
     Gymnasium pops the mask out of the caller's dict, so that its own ``RecordEpisodeStatistics``, which looks for the mask
-    after the reset, clears the statistics of everybody. Here the dict stays as it is.
+    after the reset, clears the statistics of all environments. Here the dict stays as it is.
 
     Args:
         options: One dict for all environments, or a sequence of ``num_envs``, with a dict or ``None`` for each.
@@ -166,7 +166,7 @@ def reset_mask_of(
     Raises:
         TypeError: The mask is no array of bool (NumPy's, JAX's or torch's); the options are neither a dict nor a sequence of
             dicts.
-        ValueError: The mask has another shape, or chooses nobody; a sequence has another length, or a mask in it.
+        ValueError: The mask has another shape, or chooses no environment; a sequence has another length, or a mask in it.
     """
     if options is None:
         return None, None

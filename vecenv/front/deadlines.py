@@ -11,7 +11,7 @@ import numpy as np
 __all__ = ["LONGEST", "deadline_of", "milliseconds", "seconds_of"]
 
 LONGEST: Final = 1e6
-"""Seconds (eleven days); whoever waits longer waits for ever, since the kernel counts milliseconds in 31 bits."""
+"""Seconds (eleven days); a longer wait never ends, since the kernel counts milliseconds in 31 bits."""
 
 
 def seconds_of(timeout: Any, name: str = "timeout") -> float | None:

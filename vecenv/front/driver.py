@@ -72,7 +72,7 @@ class Driver:
 
     why_not: ClassVar[Mapping[str, str]] = {
         "attributes": "its environments are no Python objects",
-        "snapshots": "its environments are a library's own, which gives their state to nobody",
+        "snapshots": "its environments are a library's own, which does not give their state away",
         "workers": "its environments are stepped by no worker processes",
     }
     name = ""

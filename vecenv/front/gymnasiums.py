@@ -8,7 +8,7 @@ their own functions do for us, is kept here and nowhere else:
 * Before 1.3 every vector environment is closed when it is collected, one whose constructor failed too.
 * Before 1.4 a custom worker function is given seven arguments, since then an eighth, for ``max_concurrency``.
 
-The classes are Gymnasium's as they were before anybody put something in their place (:mod:`vecenv.patching`).
+The classes are Gymnasium's as they were before anything was put in their place (:mod:`vecenv.patching`).
 """
 
 from __future__ import annotations
@@ -53,4 +53,4 @@ RESET_MASK: Final = "`options['reset_mask']`" if HAS_MAX_CONCURRENCY else "`opti
 """What a wrong mask is called."""
 
 MASK_IS_EMPTY: Final = "contain a boolean array" + (" with at least one True value" if HAS_MAX_CONCURRENCY else "")
-"""What a mask must do that chooses nobody."""
+"""What a mask must do that chooses no environment."""

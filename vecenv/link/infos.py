@@ -57,12 +57,12 @@ class InfoReader:
             if number not in self._schemas:
                 self._schemas[number] = Schema(definition)
 
-    def export(self, rows: Any, told: set[int]) -> tuple[Array, Array, dict[int, Definition]]:
+    def export(self, rows: Any, known: set[int]) -> tuple[Array, Array, dict[int, Definition]]:
         """What a reader elsewhere needs of some rows, to write it into arrays of its own.
 
         Args:
             rows: An index of rows, as of an array.
-            told: Schemas that the other reader knows; those it is told now are added.
+            known: Numbers of schemas that the other reader has; those that it gets now are added.
 
         Returns:
             uint64 ``(k,)``, the rows' schema numbers; uint8 ``(k, used)``, as much of their records as any schema in use
@@ -72,8 +72,8 @@ class InfoReader:
         present = {int(numbers[0])} if (numbers == numbers[0]).all() else set(np.unique(numbers).tolist())
         schemas = {number: self._schemas[number] for number in present if number > BY_PICKLE}
         used = max((schema.size for schema in schemas.values()), default=0)
-        news = {number: schemas[number].definition for number in schemas.keys() - told}
-        told.update(news)
+        news = {number: schemas[number].definition for number in schemas.keys() - known}
+        known.update(news)
         return numbers, np.ascontiguousarray(self._records[rows, :used]), news
 
     def one(self, row: int) -> dict[Any, Any]:

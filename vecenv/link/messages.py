@@ -85,6 +85,10 @@ FULL_HEAD: Final = HEAD + _LENGTH.size
 """Bytes before a payload."""
 
 
+pack_head: Final = _HEADER.pack
+"""``(word, number) -> bytes``: a message without a payload. Give it plain ints: packing an enum takes longer."""
+
+
 def encode(word: int, seq: int, payload: bytes | None = None) -> bytes:
     """The bytes of one message; ``payload`` is an already pickled object or nothing."""
     if payload is None:

@@ -58,8 +58,8 @@ class InfoWriter:
                 self._news[number] = definition
         return schema if schema.fits else None
 
-    def tell(self, told: dict[int, Definition]) -> None:
-        """Add to ``told`` the definitions used for the first time since the last call."""
+    def send_new(self, schemas: dict[int, Definition]) -> None:
+        """Add to ``schemas`` the definitions used for the first time since the last call."""
         if self._news:
-            told.update(self._news)
+            schemas.update(self._news)
             self._news.clear()

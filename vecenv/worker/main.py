@@ -47,7 +47,7 @@ _THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_
 
 @dataclass(slots=True)
 class WorkerPlan:
-    """What every worker of one vector environment is told alike.
+    """What every worker of one vector environment is sent alike.
 
     Attributes:
         layout: What lies where in the shared block.
@@ -198,7 +198,7 @@ def take_place(rows: SnapshotRows, plan: WorkerPlan, batch: Batch, place: int, n
 
 
 def serve(channel: WorkerEnd, rows: SnapshotRows, patience: SpinPolicy, take: Callable[..., SnapshotRows]) -> bool:
-    """Answer messages until told to close; true if every environment closed cleanly. ``take``: :func:`take_place`.
+    """Answer messages until one says to close; true if every environment closed cleanly. ``take``: :func:`take_place`.
 
     Raises:
         ChannelClosed: The caller is gone.
@@ -280,7 +280,7 @@ def main(start: Start) -> None:
         channel.send(Reply.READY, 0, pickle.dumps(Ready(os.getpid(), failures, mismatches)))
         if rows is not None:
             patience = SpinPolicy(start.placement.spin, batch.no_spin_until, start.placement.cpus)
-            clean = serve(channel, rows, patience, lambda now, *told: take_place(now, start.plan, batch, *told))
+            clean = serve(channel, rows, patience, lambda now, *sent: take_place(now, start.plan, batch, *sent))
     except ChannelClosed:  # the caller closed or died; no process is left to report to
         clean = abandoned = True
         if rows is not None:

@@ -408,7 +408,7 @@ class EnvRows(Envs):
         """The outcome of this message, to be read before the next one."""
         out = self._out
         if out.columns:
-            self._infos.tell(out.schemas)
+            self._infos.send_new(out.schemas)
         if self.warnings:
             out.warnings.extend(self.warnings)
             self.warnings.clear()

@@ -16,8 +16,8 @@ from vecenv.backends.ray.pool import GRACE, HostPool
 from vecenv.engine.engine import Engine, Policy
 from vecenv.engine.handles import command_of, envs_text
 from vecenv.engine.pending import Answer, Result, Worker
+from vecenv.engine.processes import PoolOptions
 from vecenv.engine.recovery import Remembered, writeable
-from vecenv.engine.starting import PoolOptions
 from vecenv.errors import ErrorRecord
 from vecenv.link.messages import PackedError, unpack_error
 from vecenv.shm import Arena, Batch, Layout
@@ -77,7 +77,7 @@ class HostsEngine(Engine):
     def _error_of(self, host: Worker, packed: PackedError) -> tuple[Exception, ErrorRecord]:
         busy = self.oldest_of(host)
         command = "a request" if busy is None else command_of(busy, host)
-        note = f"{host.who}, {envs_text(host.rows)}, during {command}"
+        note = f"{host.label}, {envs_text(host.rows)}, during {command}"
         record = ErrorRecord(None, host.index, host.pid, command, unpack_error(packed, note), packed.text, time.monotonic())
         return unpack_error(packed, note), record
 
@@ -99,11 +99,11 @@ class HostsEngine(Engine):
 class _LastSent(Remembered):
     """What a host sent last stays in the store until it sends something new, so nothing is kept beside it before."""
 
-    def keep(self, rows: Sequence[int], *, everyone: bool) -> None:
+    def keep(self, rows: Sequence[int], *, all_rows: bool) -> None:
         """Not needed."""
 
     def keep_lost(self, rows: Sequence[int]) -> None:
-        super().keep(rows, everyone=False)
+        super().keep(rows, all_rows=False)
 
 
 def disagreements(plans: Sequence[HostPlan], readies: Sequence[HostReady], fits: Any) -> list[tuple[int, str, str]]:

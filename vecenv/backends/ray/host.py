@@ -24,8 +24,8 @@ from vecenv.engine.engine import Engine
 from vecenv.engine.handles import envs_text
 from vecenv.engine.pending import COMMANDS, Death, Result, Settlement, Worker
 from vecenv.engine.pool import WorkerPool
+from vecenv.engine.processes import PoolOptions
 from vecenv.engine.saving import put_beside
-from vecenv.engine.starting import PoolOptions
 from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import WorkerDied
 from vecenv.front.arguments import options_of_rows, reset_mask_of, seeds_of
@@ -45,7 +45,7 @@ __all__ = ["Host", "HostPlan", "HostReady", "HostReply"]
 
 @dataclass(slots=True)
 class HostPlan:
-    """What a host is told.
+    """What a host is sent.
 
     Attributes:
         index: Which host it is.
@@ -282,8 +282,7 @@ class HostRows:
         if op <= Op.REBUILD_SOME:
             self._page(op, rows, result, reply, outcome)
             if engine.policy.restart:
-                everyone = rows is None
-                engine.recovery.remembered.keep(range(self.num_envs) if everyone else rows or (), everyone=everyone)
+                engine.recovery.remembered.keep(range(self.num_envs) if rows is None else rows, all_rows=rows is None)
         if engine.warned_of_draws and not self._told_of_draws:
             outcome.warnings.append(("generators", engine.warned_of_draws))
             self._told_of_draws = True
@@ -292,7 +291,7 @@ class HostRows:
         return reply
 
     def give_up(self) -> None:
-        """A request failed as a whole: nothing is owed of it."""
+        """A request failed as a whole: nothing of it is pending."""
         self._driver.pending = self._driver.emptied(0, 0)
 
     def _ask(self, op: Op, rows: list[int] | None, payload: Any) -> None:
@@ -381,7 +380,7 @@ class HostRows:
         if not (result.failures or result.deaths or settlement.lost):
             return
         if engine.policy.restart and settlement.command in ("step", "reset"):
-            error = engine.recovery.settle(settlement)
+            error = engine.recovery.resolve(settlement)
             if error is not None:  # more restarts than the budget has
                 reply.error = pack_error(error)
         else:

@@ -1,8 +1,8 @@
 """Hosts, seen from the caller: what the pool of workers is on one machine.
 
-What a host was asked stands in the table of what is owed, and with it the reference of the answer. Where an exception fell
-between sending and keeping the reference, the request is sent again under the same number, and a host gives the answer it
-gave: nothing is carried out twice. Whether a step was taken by a host that cannot be reached cannot be known, so such a host
+What a host was asked stands in the table of pending requests, and with it the reference of the answer. Where an exception
+fell between sending and keeping the reference, the request is sent again under the same number, and a host gives the answer
+it gave: nothing is carried out twice. Whether a step was taken by a host that cannot be reached cannot be known, so such a host
 is ended and counts as dead.
 
 What answers is behind :class:`Hosts`, so that the pool can be tested and measured without a cluster.
@@ -85,7 +85,7 @@ class RemoteHost:
         self.pid = ready.pid
         self.node = ready.node
         self.num_workers = ready.num_workers
-        self.who = f"host {self.index} (node {self.node}), pid {self.pid}"
+        self.label = f"host {self.index} (node {self.node}), pid {self.pid}"
         self.exitcode: int | None = None
         self.overdue = False
         self.paid = False
@@ -98,7 +98,7 @@ class RemoteHost:
         return f"RemoteHost({self.index}, {envs_text(self.rows)}, node={self.node}, pid={self.pid}, {state})"
 
     def attach(self, batch: Batch, table: PendingRequests) -> None:
-        """Say what actions and answers look like, and where it stands what is owed."""
+        """Say what actions and answers look like, and which table records what is pending."""
         self._table = table
         where = slice(self.rows.start, self.rows.stop)
         self._own_actions = [leaf[where] for leaf in batch.actions or ()]
@@ -106,7 +106,7 @@ class RemoteHost:
         numbers = (batch.rewards, batch.terminations, batch.truncations)
         self._answers = Packing([array[where] for array in (*numbers, *(batch.observations or ()))])
 
-    def tell(self, seq: int, part: WorkerRequest) -> None:
+    def send(self, seq: int, part: WorkerRequest) -> None:
         """Send a request, of which the host may have heard already. To a dead host it is answered by its death."""
         if self.death is not None:
             self._lose_all()
@@ -131,7 +131,7 @@ class RemoteHost:
             busy = None if self._table is None else self._table.oldest_of(self)
             command = "idle" if busy is None else command_of(busy, self)
             doing = "while idle" if command == "idle" else f"during {command}"
-            text = f"{self.who}, {envs_text(self.rows)}, died {doing}: {reason}"
+            text = f"{self.label}, {envs_text(self.rows)}, died {doing}: {reason}"
             self.death = Death(text, self.index, tuple(self.rows), self.pid, None, command, HostDied)
         self._lose_all()
 
@@ -267,7 +267,7 @@ class HostPool:
         return request
 
     def stage(self, part: WorkerRequest, seq: int) -> WorkerRequest:
-        """A part made ready to be told. Raises whatever pickling its payload raises; nothing was sent."""
+        """A part made ready to be sent. Raises whatever pickling its payload raises; nothing was sent."""
         if part.payload is not None:
             part.payload = cloudpickle.dumps(part.payload)
         elif part.op is Op.STEP_SOME or (part.op is Op.STEP and len(part.rows) < len(part.worker.rows)):
@@ -277,22 +277,22 @@ class HostPool:
     def ask(self, request: Request, others: Sequence[Request] = (), *, alone: bool = False) -> None:
         """Make a call."""
         self._table.enter(request, others, alone=alone)
-        self._tell()
+        self._send()
 
     def resume(self) -> None:
         """The call before was interrupted: the next wait sends what was not sent, and asks again for what was not read."""
         self._table.repair()
 
-    def _tell(self) -> None:
+    def _send(self) -> None:
         """Send what was not sent, in order."""
         for request in list(self._table.requests.values()):
             for index, part in (request.parts or {}).items():
                 if part.reference is None and index not in request.answers:
                     assert isinstance(part.worker, RemoteHost)
-                    part.worker.tell(request.seq, part)
+                    part.worker.send(request.seq, part)
 
     def _awaited(self, requests: Iterable[Request]) -> dict[Any, tuple[Request, WorkerRequest]]:
-        """Reference -> what it answers, of all that is owed."""
+        """Reference -> what it answers, of all that is pending."""
         return {
             part.reference: (request, part)
             for request in requests
@@ -302,7 +302,7 @@ class HostPool:
 
     def gather(self, request: Request, deadline: float | None) -> list[RemoteHost]:
         """Wait until all hosts have answered ``request``; returns those that had not when the time was up."""
-        self._tell()
+        self._send()
         began = time.perf_counter()
         try:
             awaited = self._awaited([request])
@@ -319,9 +319,9 @@ class HostPool:
         finally:
             self.time_waiting += time.perf_counter() - began
 
-    def gather_any(self, deadline: float | None, seen: int = 0) -> bool:
+    def wait_any(self, deadline: float | None, seen: int = 0) -> bool:
         """Take in answers until more than ``seen`` by row are there; false when the time was up."""
-        self._tell()
+        self._send()
         began = time.perf_counter()
         try:
             while len(self._table.pending.arrived) <= seen:

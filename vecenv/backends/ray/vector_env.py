@@ -23,7 +23,7 @@ from vecenv.backends.ray.host import HostPlan
 from vecenv.backends.ray.pool import HostPool
 from vecenv.backends.ray.store import PartsStore
 from vecenv.engine.engine import Engine, Policy, shares
-from vecenv.engine.starting import dump_env_fn
+from vecenv.engine.processes import dump_env_fn
 from vecenv.engine.vector_env import EngineVectorEnv
 from vecenv.errors import how_to_install
 from vecenv.front.arguments import check_env_fns
@@ -185,7 +185,7 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
         return Cluster(self._address)
 
     def _plans(self, env_fns: Sequence[Callable[[], Any]]) -> list[HostPlan]:
-        """What each host is told; connects to the cluster, but not before everything can travel."""
+        """What each host is sent; connects to the cluster, but not before everything can travel."""
         blobs: dict[int, bytes] = {}
         for env, env_fn in enumerate(env_fns):
             if id(env_fn) not in blobs:

@@ -133,7 +133,7 @@ class _Library(LockstepDriver):
         elif seeds != seeds_of(seed := seeds[0], len(seeds)):
             raise NotImplementedError(f"backend 'native': {self.title} resets all by one seed; got {seeds}")
         mask = np.ones(len(seeds), np.bool_) if mask is None else mask
-        self._ask(call, mask, functools.partial(self.library.reset, seed=seed, options=options))
+        self._ask(call, mask, functools.partial(self.library.reset, seed=seed, options=options or None))
 
     def begin_step(self, call: Call, actions: Any) -> None:
         if self.asked is None:

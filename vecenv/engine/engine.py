@@ -88,7 +88,6 @@ class Engine(Calls):
         self.failed = self.ledger.failed
         self.said = {}
         self.card: Any = None  # the file that `vecenv top` reads, where there is one
-        self.publish: Callable[[], None] | None = None  # what opens it with the next reset
         self.stage: ActionStage
         super().__init__(self.num_envs)
 
@@ -285,8 +284,6 @@ class Engine(Calls):
             assert ids is not None
             rows = ids.tolist()
             self._require_not_in_flight("reset_async", rows)
-        if self.card is None and self.publish is not None:
-            self.publish()
         if by_row:
             self.ask_reset_rows(rows, seeds, options)
         else:

@@ -173,7 +173,7 @@ class Engine(Calls):
         self.ask_step(self.stage.put(actions))
 
     def ask_step(self, actions: list[Any] | None) -> None:
-        """Step every row. ``actions``: one a row, or ``None`` if they are in shared memory."""
+        """Step every row. ``actions``: one per row, or ``None`` if they are in shared memory."""
         failed = self.failed
         if actions is None and not failed:
             self.pool.ask_plain_step()

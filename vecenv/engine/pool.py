@@ -54,7 +54,7 @@ class Sender:
 
     Args:
         table: The table.
-        max_busy: At most so many workers are busy at a time; ``None``: all of them.
+        max_busy: At most that many workers are busy at a time; ``None``: all of them.
 
     Attributes:
         behind: Something in the table may not have been sent yet.

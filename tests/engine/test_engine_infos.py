@@ -16,10 +16,9 @@ import pytest
 from envs import Options, info_env, opened, started
 from gymnasium.vector import SyncVectorEnv, VectorEnv
 
-from vecenv.link.infos import InfoReader
+from vecenv.link.infos import InfoReader, InfoWriter
 from vecenv.shm import INFO_BYTES
 from vecenv.testing import assert_identical
-from vecenv.worker.infos import InfoWriter
 
 
 class Colour(enum.IntEnum):

@@ -36,10 +36,9 @@ from vecenv.engine.pool import WorkerPool
 from vecenv.engine.recovery import Ledger, Policy, Recovery
 from vecenv.front.deadlines import deadline_of
 from vecenv.front.phases import Phase, still_pending
-from vecenv.link.infos import InfoReader
+from vecenv.link.infos import NO_INFO, InfoReader
 from vecenv.link.messages import decode_outcome
 from vecenv.link.observations import Store
-from vecenv.link.schemas import NO_INFO
 from vecenv.shm import Batch
 from vecenv.shm.layout import Array
 from vecenv.state.snapshots import Kind

@@ -32,10 +32,9 @@ from vecenv.front.arguments import ResetOptions, env_ids_of, options_of_rows
 from vecenv.front.capabilities import Capabilities
 from vecenv.front.driver import Stepped
 from vecenv.front.phases import Phase, advance
-from vecenv.link.infos import InfoReader
-from vecenv.link.messages import Failure, Op, PackedError, summary
+from vecenv.link.infos import NO_INFO, InfoReader
+from vecenv.link.messages import Definition, Failure, Op, PackedError, summary
 from vecenv.link.observations import Store
-from vecenv.link.schemas import NO_INFO, Definition
 from vecenv.shm import Arena, Batch, Layout
 from vecenv.shm.layout import Array
 from vecenv.system.cores import placements

@@ -15,10 +15,10 @@ import numpy as np
 
 from vecenv.shm.layout import Array
 
-__all__ = ["Book", "Key", "Wish", "derived_seed"]
+__all__ = ["EpisodeId", "EpisodeTable", "NextEpisode", "derived_seed"]
 
 
-class Key(NamedTuple):
+class EpisodeId(NamedTuple):
     """An episode: the row, how often that was reset by its caller, and the number since the latest seed."""
 
     row: int
@@ -27,16 +27,16 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class NextEpisode:
     """What an environment is to begin ahead of time.
 
     Attributes:
         key: Which episode.
         seed: Its seed.
-        number: Of this wish; later ones have higher ones.
+        number: A later one has a higher one.
     """
 
-    key: Key
+    key: EpisodeId
     seed: int
     number: int
 
@@ -47,7 +47,7 @@ def derived_seed(seed: int, row: int, episode: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Book:
+class EpisodeTable:
     """The episodes that rows are in.
 
     Attributes:
@@ -69,40 +69,40 @@ class Book:
     steps: int = 0
 
     @classmethod
-    def blank(cls, num_envs: int) -> Book:
+    def blank(cls, num_envs: int) -> EpisodeTable:
         """Before the first reset."""
         zeros = (0,) * num_envs
         return cls((None,) * num_envs, zeros, zeros, zeros)
 
-    def next_key(self, row: int) -> Key:
+    def next_key(self, row: int) -> EpisodeId:
         """The episode that follows the one that a row is in, or was in."""
-        return Key(row, self.lives[row], self.episodes[row] + 1)
+        return EpisodeId(row, self.lives[row], self.episodes[row] + 1)
 
-    def seed_of(self, key: Key) -> int:
+    def seed_of(self, key: EpisodeId) -> int:
         """The seed of an episode that begins by itself."""
         seed = self.seeds[key.row]
         assert seed is not None
         return derived_seed(seed, key.row, key.episode)
 
-    def is_to_come(self, key: Key) -> bool:
+    def is_to_come(self, key: EpisodeId) -> bool:
         """Whether no step has asked for an episode yet, and one may."""
         return key.life == self.lives[key.row] and key.episode > self.episodes[key.row]
 
-    def coming(self, count: int, held: set[Key]) -> list[Key]:
+    def coming(self, count: int, held: set[EpisodeId]) -> list[EpisodeId]:
         """The next ``count`` episodes that are not ``held``: each row's next, of the oldest one first; and on."""
         rows = [row for row, seed in enumerate(self.seeds) if seed is not None]
         rows.sort(key=lambda row: (row not in self.ended, self.began[row], row))
-        found: list[Key] = []
+        found: list[EpisodeId] = []
         ahead = 0
         while rows and len(found) < count:
             ahead += 1
             for row in rows:
-                key = Key(row, self.lives[row], self.episodes[row] + ahead)
+                key = EpisodeId(row, self.lives[row], self.episodes[row] + ahead)
                 if key not in held and len(found) < count:
                     found.append(key)
         return found
 
-    def reset(self, rows: Sequence[int], seeds: Sequence[Any]) -> tuple[Book, list[int | None]]:
+    def reset(self, rows: Sequence[int], seeds: Sequence[Any]) -> tuple[EpisodeTable, list[int | None]]:
         """As it will be when rows were reset by the caller, and the seeds for that.
 
         A row that is given a seed begins to count anew; one that is not goes on to its next episode; one that never had any
@@ -116,7 +116,7 @@ class Book:
             began[row] = self.steps
             if seed is None and own[row] is not None:
                 episodes[row] += 1
-                given[row] = self.seed_of(Key(row, 0, episodes[row]))
+                given[row] = self.seed_of(EpisodeId(row, 0, episodes[row]))
                 continue
             episodes[row] = 0
             given[row] = own[row] = int(np.random.SeedSequence().generate_state(1)[0] >> 1) if seed is None else int(seed)
@@ -125,7 +125,7 @@ class Book:
             self, seeds=tuple(own), lives=tuple(lives), episodes=tuple(episodes), began=tuple(began), ended=ended
         ), given  # fmt: skip
 
-    def stepped(self, answered: int, over: Array, *, at_once: bool) -> Book:
+    def stepped(self, answered: int, over: Array, *, at_once: bool) -> EpisodeTable:
         """After a step of all rows.
 
         Args:
@@ -141,6 +141,6 @@ class Book:
         if begun:
             episodes = tuple(episode + (row in begun) for row, episode in enumerate(episodes))
             began = tuple(self.steps if row in begun else step for row, step in enumerate(began))
-        return Book(
+        return EpisodeTable(
             self.seeds, self.lives, episodes, began, () if at_once else ended, answered, self.steps + 1
         )  # fmt: skip

@@ -15,7 +15,7 @@ import time
 from copy import deepcopy
 from typing import Any, Final, Literal
 
-from vecenv.engine.episodes import Wish
+from vecenv.engine.episodes import NextEpisode
 from vecenv.engine.pending import COMMANDS, ONLY_COLUMNS, PLAIN, Answer, Death, PendingRequests, Request, WorkerRequest
 from vecenv.errors import EnvError
 from vecenv.link.channel import CallerEnd, ChannelClosed
@@ -143,9 +143,9 @@ class ProcessWorker:
     """A worker process, seen from the caller."""
 
     local: Literal[False] = False
-    wish: Wish | None = None
+    next_episode: NextEpisode | None = None
     place_sent: tuple[int, int] | None = None
-    """The row that it was sent, and the number of the wish: see :mod:`vecenv.engine.spares`."""
+    """The row that it was sent, and its next episode's number: see :mod:`vecenv.engine.spares`."""
 
     def __init__(
         self,

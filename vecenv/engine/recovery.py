@@ -30,10 +30,9 @@ from vecenv.engine.pending import COLUMNS, NOTHING, Answer, Death, Request, Resu
 from vecenv.errors import ClusterError, EnvFailed, ErrorRecord, RestartsExhausted, StartupTimeout, WorkerDied
 from vecenv.front.arguments import options_of_rows
 from vecenv.front.deadlines import deadline_of, seconds_of
-from vecenv.link.infos import InfoReader
+from vecenv.link.infos import NO_INFO, InfoReader
 from vecenv.link.messages import Failure, Op, PackedError, pack_error, summary, unpack_error
 from vecenv.link.observations import SharedStore, Store
-from vecenv.link.schemas import NO_INFO
 from vecenv.shm import Batch, Layout
 from vecenv.shm.layout import Array, Tree
 from vecenv.worker.main import Ready

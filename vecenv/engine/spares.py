@@ -2,32 +2,53 @@
 
 There are more processes than rows, each with one environment. A process is at a *place*: that of a row, or one behind the
 rows. The caller says to each, in one short message, which place it has and which episode it is to begin ahead of time
-(:class:`~vecenv.engine.episodes.Wish`). When a row's episode is over, the process there changes places with the one that
-has begun its next episode, ready or not; where none has, it begins that itself. So who is where depends on how fast the
-processes are, and what a row sees does not.
+(:class:`~vecenv.engine.episodes.NextEpisode`). When a row's episode is over, the process there changes places with the one
+that has begun its next episode, ready or not; where none has, it begins that itself. So which process has which row depends
+on how fast the processes are, and what a row sees does not.
 
 What has to be done follows from three things, each changed in one store: the places (:attr:`SparePool.arranged`), what each
 process is to begin, and what was sent to it last. A message is not answered, and may be sent twice. So an interruption
 anywhere is made good by looking again (:meth:`SparePool.resume`), and nothing of this is pending.
+
+In next-step mode the processes change places before the step that begins the next episodes, which is then a step like any
+other: what an environment has begun ahead of time it gives as the answer. In same-step mode the workers only say that an
+episode is over; the first observation comes by one more request, to the worker that has the row from then on. That request
+is in the table of pending requests beside the step that it belongs to, and is taken with it.
 """
 
 from __future__ import annotations
 
+import itertools
+import operator
 import pickle
 import select
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar, Final, NoReturn
 
 import cloudpickle
+import numpy as np
+from gymnasium.vector import AutoresetMode
 
+from vecenv.engine.answers import Received
+from vecenv.engine.engine import Engine
+from vecenv.engine.episodes import EpisodeId, EpisodeTable, NextEpisode
 from vecenv.engine.handles import ProcessWorker
-from vecenv.engine.pending import Worker
+from vecenv.engine.pending import Request, Result, Settlement, Worker, WorkerRequest
 from vecenv.engine.pool import WorkerPool
+from vecenv.front.arguments import ResetOptions
+from vecenv.front.capabilities import unable
 from vecenv.link.channel import ChannelClosed
+from vecenv.link.infos import NO_INFO
 from vecenv.link.messages import Op, encode
+from vecenv.shm.layout import Array
+from vecenv.worker.ahead import WithAttributes
 
-__all__ = ["SparePool", "refuse_different"]
+__all__ = ["SpareEngine", "SparePool", "refuse_different"]
+
+_REFUSED: Final = {
+    Op.SET_NEXT: ("set_next_options", "the next episodes have begun already; give reset() the options, and a reset_mask"),
+}
 
 
 def refuse_different(env_fns: Sequence[Callable[[], Any]]) -> None:
@@ -92,21 +113,21 @@ class SparePool(WorkerPool):
         self.arrange(self.arranged)
 
     def send_places(self, workers: Iterable[ProcessWorker]) -> bool:
-        """Send workers their places and wishes, where they do not know them; returns whether all of them know now.
+        """Send workers their places and next episodes, where they do not know them; returns whether all of them know now.
 
-        A spare one that is busy with an earlier wish is left alone: what it does not have, the row begins itself.
+        A spare one that is busy with an earlier one is left alone: what it does not have, the row begins itself.
         """
         ahead, all_know = self.batch.ahead, True
         for worker in workers:
-            wish, sent = worker.wish, worker.place_sent
-            if wish is None or worker.death is not None or sent == (worker.index, wish.number):
+            upcoming, sent = worker.next_episode, worker.place_sent
+            if upcoming is None or worker.death is not None or sent == (worker.index, upcoming.number):
                 continue
             stays = sent is not None and sent[0] == worker.index >= len(self.batch.rewards)
             if stays and sent is not None and ahead[sent[1] % len(ahead)] < sent[1]:
                 all_know = False
                 continue
-            self._say(worker, encode(Op.TAKE, 0, pickle.dumps((worker.index, wish.number, wish.seed))))
-            worker.place_sent = worker.index, wish.number
+            self._say(worker, encode(Op.TAKE, 0, pickle.dumps((worker.index, upcoming.number, upcoming.seed))))
+            worker.place_sent = worker.index, upcoming.number
         return all_know
 
     @staticmethod
@@ -119,3 +140,274 @@ class SparePool(WorkerPool):
                 poll.poll(1000)
         except ChannelClosed:
             worker.mark_dead()
+
+
+def _refuse(what: str, reason: str) -> NoReturn:
+    unable("AsyncVectorEnv(..., spare_workers=...)", what, reason)
+
+
+def _refuse_rows() -> NoReturn:
+    _refuse(
+        "send to some environments or receive those that are done first",
+        "spare workers are there for batches of all environments, so that no long reset holds these up",
+    )
+
+
+class _EpisodeEnds:
+    """The second half of a step in same-step mode: rows whose episode is over, and what they said of it.
+
+    Attributes:
+        seq: The number of the step.
+        rows: Which.
+        infos, finals: By row, of the episode that is over.
+        begin: What the next episodes are asked for by.
+        settlement: Their answers.
+        answer: What the step comes to.
+    """
+
+    def __init__(self, seq: int, rows: list[int], infos: dict[int, Any], finals: dict[int, Any]) -> None:
+        self.seq = seq
+        self.rows = rows
+        self.infos = infos
+        self.finals = finals
+        self.begin: Request | None = None
+        self.settlement: Settlement | None = None
+        self.answer: Result | None = None
+
+
+class SpareEngine(Engine):
+    """An engine with spare workers."""
+
+    why_not: ClassVar[Mapping[str, str]] = {
+        **Engine.why_not, "snapshots": "episodes that spare workers have begun ahead of time are the state of no row"
+    }
+    pool: SparePool
+    _pool_class = SparePool
+
+    def __init__(self, env_fns: Sequence[Callable[[], Any]], *rest: Any) -> None:
+        self.episodes = EpisodeTable.blank(len(env_fns))
+        self._asked = self.episodes  # as it will be when the reset that is pending has been answered
+        self._numbers = itertools.count(1)
+        self._ends: _EpisodeEnds | None = None
+        self._looked: tuple[object, ...] = ()
+        self._setting = b""  # the name and the value that set_attr was asked for last
+        attributes: dict[str, bytes] = {}  # one for all: what is built later has what was set before
+        self._env_fns = [WithAttributes(env_fn, attributes) for env_fn in env_fns]
+        super().__init__(self._env_fns, *rest)
+
+    def _parts(
+        self, env_fns: Sequence[Callable[[], Any]], num_workers: int, caller_share: int
+    ) -> list[tuple[range, Sequence[Callable[[], Any]]]]:
+        rows = super()._parts(env_fns, num_workers, caller_share)
+        places = range(self.num_envs, self.num_envs + self.layout.spares)
+        return rows + [(range(place, place + 1), env_fns[:1]) for place in places]
+
+    # -- asking -----------------------------------------------------------------------------------------------------
+
+    def ask_step(self, actions: list[Any] | None) -> None:
+        rows = [row for row in self.episodes.ended if self.episodes.seeds[row] is not None]
+        if rows:
+            self._change_places(rows, begin=True)
+        super().ask_step(actions)
+        self._look_ahead()
+
+    def ask_reset(self, seeds: Sequence[Any], options: ResetOptions, mask: Array | None) -> None:
+        chosen = list(range(self.num_envs)) if mask is None else np.flatnonzero(mask).tolist()
+        if mask is None:
+            for worker in self.pool.spares:
+                if worker.death is not None or (worker.wait(0.0) and worker.receive() and worker.death is not None):
+                    self.pool.replace(worker)
+        self._asked, given = self.episodes.reset(chosen, seeds)
+        super().ask_reset(given, options, mask)
+
+    def launch(self, request: Request) -> None:
+        _refuse_rows()
+
+    def receive(
+        self, count: int, deadline: float | None, least: tuple[int, float] | None = None
+    ) -> tuple[Received, Exception | None]:
+        _refuse_rows()
+
+    def ask_rows(self, rows: Sequence[int], actions: list[Any] | None) -> None:
+        _refuse_rows()
+
+    def ask_reset_rows(self, rows: Sequence[int], seeds: Sequence[Any], options: ResetOptions) -> None:
+        _refuse_rows()
+
+    def ask_call(self, op: Op, payload_of: Callable[[Worker], Any], command: str, **how: Any) -> None:
+        if op in _REFUSED:
+            _refuse(*_REFUSED[op])
+        if op is not Op.SET_ATTR:
+            super().ask_call(op, payload_of, command, **how)
+            return
+        payloads = [payload_of(worker) for worker in self.pool.workers]
+        blobs = {cloudpickle.dumps(payload) for payload in payloads}
+        if len(blobs) > 1:
+            _refuse(
+                "set an attribute to one value for each row",
+                "the next episode of a row is run by another environment; give one value for all, or options of reset()",
+            )
+        self._setting = blobs.pop()
+        alive = [worker for worker in self.pool.arranged if worker.death is None or worker.index < self.num_envs]
+        super().ask_call(op, lambda _: payloads[0], command, workers=alive)
+
+    # -- which worker has which row --------------------------------------------------------------------------------
+
+    def _change_places(self, rows: Sequence[int], *, begin: bool) -> None:
+        """Let rows have the workers that have begun their next episodes. It may be done again.
+
+        Args:
+            rows: Whose episode is over.
+            begin: Where there is none, the row's own begins it now.
+        """
+        arranged = list(self.pool.arranged)
+        for row in rows:
+            key = self.episodes.next_key(row)
+            own = arranged[row]
+            if own.next_episode is not None and own.next_episode.key == key:
+                continue
+            place = next((worker.index for worker in self.pool.spares if _has_begun(worker, key)), None)
+            if place is not None:
+                arranged[row], arranged[place] = arranged[place], own
+            elif begin:
+                own.next_episode = self._next(key)
+        self.pool.arrange(tuple(arranged))
+        self.pool.send_places([arranged[row] for row in rows])
+
+    def _next(self, key: EpisodeId) -> NextEpisode:
+        return NextEpisode(key, self.episodes.seed_of(key), next(self._numbers))
+
+    def _look_ahead(self, *, anew: bool = False) -> None:
+        """See to it that every spare worker begins an episode that is to come. It may be done again; ``anew``: from new."""
+        table, spares = self.episodes, self.pool.spares
+        # Each of these is another object once it has changed, so most steps find at once that there is nothing to do.
+        on = table.seeds, table.lives, table.episodes, table.ended, self.pool.arranged
+        if not anew and len(self._looked) == len(on) and all(map(operator.is_, on, self._looked)):
+            return
+        rows = self.pool.arranged[: self.num_envs]
+        held = {worker.next_episode.key for worker in rows if worker.next_episode is not None}
+        for worker in rows if anew else ():
+            known = worker.next_episode
+            if known is not None and table.is_to_come(known.key):  # a step was about to ask for it
+                worker.next_episode = self._next(known.key)
+        free: list[ProcessWorker] = []
+        for worker in spares:
+            known = worker.next_episode
+            if known is None or not table.is_to_come(known.key) or known.key in held:
+                free.append(worker)
+            else:
+                held.add(known.key)
+                if anew:
+                    worker.next_episode = self._next(known.key)
+        if free:
+            for worker, key in zip(free, table.coming(len(free), held), strict=False):
+                worker.next_episode = self._next(key)
+        if self.pool.send_places(spares):
+            self._looked = on
+
+    # -- answers ----------------------------------------------------------------------------------------------------
+
+    def finish(self, request: Request, deadline: float | None) -> tuple[Result, Exception | None] | None:
+        answer = super().finish(request, deadline)
+        if answer is None:
+            return None
+        command = request.command
+        if command == "step":
+            over = self.batch.terminations | self.batch.truncations
+            at_once = self.mode is AutoresetMode.SAME_STEP
+            if at_once and answer[1] is None and over.any():
+                answer = self._begin_next(request, answer[0], deadline, np.flatnonzero(over).tolist())
+                if answer is None:
+                    return None
+            self.episodes = self.episodes.stepped(request.seq, over, at_once=at_once)
+        elif command == "reset":
+            self.episodes = self._asked
+        elif command == "set_attr":
+            failed = len(answer[0].failures) + len(answer[0].deaths)
+            if failed < len(request.workers):  # what is built later has it too, unless it could be set nowhere
+                name, values = pickle.loads(self._setting)
+                self._env_fns[0].keep(name, values[0])
+        for row in [row for row in self.failed if row >= self.num_envs]:
+            self.ledger.mark_recovered(row)
+        self._look_ahead(anew=command == "set_attr")
+        return answer
+
+    def _begin_next(
+        self, request: Request, result: Result, deadline: float | None, over: list[int]
+    ) -> tuple[Result, Exception | None] | None:
+        """Same-step mode: get the first observations of the next episodes. It may be done again, and goes on."""
+        ends = self._ends
+        if ends is None or ends.seq != request.seq:
+            lost = result.infos  # of rows that were rebuilt in this step: their next episode has begun
+            rows = [row for row in over if not lost.get(row, {}).get("restarted") and self.episodes.seeds[row] is not None]
+            infos = {row: result.infos.get(row) or self._infos.one(row) for row in rows}
+            ends = self._ends = _EpisodeEnds(request.seq, rows, infos, self.finals(rows) | result.finals)
+        if ends.answer is None:
+            if ends.rows:
+                begin = self._ask_next(ends)
+                if not begin.answered and not self.wait_for(begin, deadline):
+                    return None
+                if (error := self._settle_next(ends, begin)) is not None:
+                    return result, error
+            ends.answer = self._with_next(ends, result)
+        self.batch.info_schemas[ends.rows] = NO_INFO  # it is in the answer
+        self.next_pending = self.emptied(request.steps, 0)
+        return ends.answer, None
+
+    def _ask_next(self, ends: _EpisodeEnds) -> Request:
+        """Ask for the next episodes' first observations."""
+        if ends.begin is None:
+            self._change_places(ends.rows, begin=False)
+            ends.begin = self._begin_request(ends)
+        begin = ends.begin
+        if begin.seq not in self.requests:
+            self.pool.ask(begin)
+        return begin
+
+    def _settle_next(self, ends: _EpisodeEnds, begin: Request) -> Exception | None:
+        """See to the answers; the exception that is to be raised instead."""
+        if ends.settlement is None:
+            ends.settlement = Settlement(begin, ends.rows, ())
+        settlement = ends.settlement
+        if settlement.result is None:
+            settlement.result = self.read((worker, begin.answers[worker.index]) for worker in begin.workers)
+        if (error := self.recovery.resolve(settlement)) is None and self.policy.restart:
+            self.recovery.remembered.keep(ends.rows, all_rows=False)
+        return error
+
+    def _begin_request(self, ends: _EpisodeEnds) -> Request:
+        request = Request(self.pool.next_seq(), "step", ())  # it is part of one
+        self.batch.info_schemas[ends.rows] = NO_INFO
+        self.batch.final[ends.rows] = False
+        self.batch.requested[ends.rows] = request.seq
+        parts: dict[int, WorkerRequest] = {}
+        for row in ends.rows:
+            payload = [self.episodes.seed_of(self.episodes.next_key(row))], None
+            parts[row] = self.pool.stage(WorkerRequest(self.pool.workers[row], [row], Op.RESET_SOME, payload), request.seq)
+        request.parts = parts
+        request.workers = tuple(part.worker for part in parts.values())
+        return request
+
+    def _with_next(self, ends: _EpisodeEnds, result: Result) -> Result:
+        """What the step comes to: of each of these rows, the end of one episode and the beginning of the next."""
+        infos, finals = dict(result.infos), dict(result.finals)
+        settlement = ends.settlement
+        said = Result() if settlement is None or settlement.result is None else settlement.result
+        for row in ends.rows:
+            finals.pop(row, None)
+            first = said.infos.get(row) or self._infos.one(row)
+            if settlement is not None and row in settlement.rebuilt:
+                infos[row] = first
+                if row in said.finals:
+                    finals[row] = said.finals[row]
+                continue
+            infos[row] = {**ends.infos[row], **first}
+            if "final_obs" not in first:  # Gymnasium lets the reset's own keys win
+                finals[row] = ends.finals[row]
+        return replace(result, columns=True, infos=infos, finals=finals)
+
+
+def _has_begun(worker: ProcessWorker, key: EpisodeId) -> bool:
+    """Whether a worker begins an episode, or was sent the order to."""
+    upcoming = worker.next_episode
+    return upcoming is not None and upcoming.key == key and worker.place_sent == (worker.index, upcoming.number)

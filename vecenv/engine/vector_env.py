@@ -32,8 +32,7 @@ from vecenv.engine.handles import ProcessWorker
 from vecenv.engine.pool import WorkerPool
 from vecenv.engine.processes import PoolOptions
 from vecenv.engine.published import StatsFile
-from vecenv.engine.spare_engine import SpareEngine
-from vecenv.engine.spares import refuse_different
+from vecenv.engine.spares import SpareEngine, refuse_different
 from vecenv.errors import ErrorRecord
 from vecenv.front.arguments import ResetOptions, check_env_fns, check_names, check_switches, env_ids_of, mode_of
 from vecenv.front.deadlines import seconds_of

@@ -1,28 +1,220 @@
 """Info dicts, in and out: Gymnasium's dict of arrays with masks, by way of numeric columns in shared memory.
 
-An info whose keys, types and shapes repeat has a schema (:mod:`vecenv.link.schemas`). The worker writes its values into the
-environment's own record with one ``struct.pack_into`` and notes the schema's number; the caller turns whole columns of
-records into arrays, one copy per key for any number of environments. A worker sends the definition of a schema once, when it
-first uses it. An info that has no schema (strings, objects, keys that change without end, more than a record holds) travels
-as it is. Only the steps with such an info are merged environment by environment, by :func:`add_info`, which behaves as
-``gymnasium.vector.VectorEnv._add_info``: the first environment that has a key decides the dtype of its column.
+An info whose keys, types and shapes repeat has a schema. The worker writes its values into the environment's own record with
+one ``struct.pack_into`` and notes the schema's number; the caller turns whole columns of records into arrays, one copy per
+key for any number of environments. A worker sends the definition of a schema once, when it first uses it. A schema's number
+is a hash of its definition, so that workers need not agree with each other. An info that has no schema (strings, objects,
+keys that change without end, more than a record holds) travels as it is. Only the steps with such an info are merged
+environment by environment, by :func:`add_info`, which behaves as ``gymnasium.vector.VectorEnv._add_info``: the first
+environment that has a key decides the dtype of its column.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from vecenv.link.messages import shown
-from vecenv.link.schemas import BY_PICKLE, NO_INFO, Definition, Schema
+from vecenv.link.messages import Definition, shown
 from vecenv.shm.layout import INFO_BYTES, Array
 
-__all__ = ["InfoReader", "add_info"]
+__all__ = ["BY_PICKLE", "NO_INFO", "InfoReader", "InfoWriter", "Schema", "add_info", "define", "number_of"]
 
+NO_INFO: Final = 0
+BY_PICKLE: Final = 1
+_MAX_SCHEMAS: Final = 64  # a worker that needs more than this has keys that do not repeat
 _MOST_PLANS: Final = 256  # kept by a reader: keys that come and go make a new combination of schemas at every step
 _MOST_VIEWS: Final = 4096
+
+_SCALARS: Final[dict[type, str]] = {
+    int: "q", float: "d", bool: "?",
+    np.int8: "b", np.int16: "h", np.int32: "i", np.int64: "q",
+    np.uint8: "B", np.uint16: "H", np.uint32: "I", np.uint64: "Q",
+    np.float16: "e", np.float32: "f", np.float64: "d",
+}  # fmt: skip
+_BY_NAME: Final[dict[str, type]] = {kind.__name__: kind for kind in _SCALARS}
+
+
+def define(info: Mapping[Any, Any]) -> Definition | None:
+    """The definition of ``info``, or ``None`` if it cannot be written as columns."""
+    if type(info) is not dict:  # other mappings may do anything when they are looked at
+        return None
+    entries: list[tuple[Any, Any]] = []
+    for key, value in info.items():
+        # `final_obs` is an array of objects at every level; `x` beside `_x` would write into the mask of `x`
+        if type(key) not in (str, int) or key == "final_obs" or f"_{key}" in info:
+            return None
+        kind = type(value)
+        if kind in _SCALARS:
+            entries.append((key, ("s", kind.__name__)))
+        elif kind is np.ndarray:
+            if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8 or not value.dtype.isnative:
+                return None
+            entries.append((key, ("a", value.dtype.str, value.shape)))
+        elif kind is dict:
+            nested = define(value)
+            if nested is None:
+                return None
+            entries.append((key, ("d", nested)))
+        else:
+            return None
+    return tuple(entries)
+
+
+def number_of(definition: Definition) -> int:
+    """A 64-bit name for a definition, the same in every process, never :data:`NO_INFO` or :data:`BY_PICKLE`."""
+    return int.from_bytes(blake2b(repr(definition).encode(), digest_size=8).digest(), "little") | 2
+
+
+class Schema:
+    """A definition, compiled for both directions.
+
+    Attributes:
+        columns: Of each value of a record, in the order of the info and of the dicts in it: (dtype and shape, offset).
+    """
+
+    def __init__(self, definition: Definition) -> None:
+        self.definition = definition
+        self.number = number_of(definition)
+        self.columns: list[tuple[tuple[np.dtype[Any], tuple[int, ...]], int]] = []
+        self.size = 0
+        self._struct = struct.Struct("=" + "".join(self._compile(definition)))
+        self.fits = self._struct.size <= INFO_BYTES
+        self._keys = tuple(key for key, _ in definition)
+        self._key_types = tuple(map(type, self._keys))
+        self._types = tuple(_type_of(spec) for _, spec in definition)
+        self._flat = all(spec[0] == "s" for _, spec in definition)
+
+    def _compile(self, definition: Definition) -> Iterator[str]:
+        """The columns of the values, and the parts of their format."""
+        for _, spec in definition:
+            if spec[0] == "d":
+                yield from self._compile(spec[1])
+                continue
+            if spec[0] == "s":
+                dtype, shape, part = np.dtype(_BY_NAME[spec[1]]), (), _SCALARS[_BY_NAME[spec[1]]]
+            else:
+                dtype, shape = np.dtype(spec[1]), spec[2]
+                part = f"{math.prod(shape) * dtype.itemsize}s"
+            self.columns.append(((dtype, shape), self.size))
+            self.size += struct.calcsize("=" + part)
+            yield part
+
+    def write(self, info: Mapping[Any, Any], record: memoryview) -> bool:
+        """Write ``info`` into its record; ``False``, and nothing of use written, if it does not follow this schema."""
+        keys = tuple(info)
+        # True and 1.0 are equal to 1, and each has a mask of another name
+        if keys != self._keys or tuple(map(type, keys)) != self._key_types:
+            return False
+        if tuple(map(type, info.values())) != self._types:
+            return False
+        values: list[Any] = list(info.values()) if self._flat else []
+        if not self._flat and not _collect(info, self.definition, values):
+            return False
+        try:
+            self._struct.pack_into(record, 0, *values)
+        except (struct.error, OverflowError):  # an int beyond 64 bits
+            return False
+        return True
+
+    def read(self, record: memoryview) -> dict[Any, Any]:
+        """The info again, with the very types it had."""
+        info: dict[Any, Any] = {}
+        values = self._struct.unpack_from(record, 0)
+        _restore(self.definition, info, iter(values))
+        return info
+
+
+def _type_of(spec: Any) -> type:
+    if spec[0] == "s":
+        return _BY_NAME[spec[1]]
+    return np.ndarray if spec[0] == "a" else dict
+
+
+def _collect(info: Mapping[Any, Any], definition: Definition, values: list[Any]) -> bool:
+    for (key, spec), name in zip(definition, info, strict=True):
+        value: Any = info[name]
+        kind = type(value)
+        if key != name or type(key) is not type(name) or kind is not _type_of(spec):
+            return False
+        if spec[0] == "s":
+            values.append(value)
+        elif spec[0] == "a":
+            if value.shape != spec[2] or value.dtype.str != spec[1]:
+                return False
+            values.append(value.tobytes())
+        elif len(value) != len(spec[1]) or not _collect(value, spec[1], values):
+            return False
+    return True
+
+
+def _restore(definition: Definition, info: dict[Any, Any], values: Any) -> None:
+    for key, spec in definition:
+        if spec[0] == "d":
+            nested: dict[Any, Any] = {}
+            _restore(spec[1], nested, values)
+            info[key] = nested
+        elif spec[0] == "s":
+            info[key] = _BY_NAME[spec[1]](next(values))
+        else:
+            info[key] = np.frombuffer(next(values), np.dtype(spec[1])).reshape(spec[2]).copy()
+
+
+class InfoWriter:
+    """The worker's side: writes the infos of some rows.
+
+    Args:
+        schemas: uint64 ``(k,)``, the rows' schema numbers.
+        records: uint8 ``(k, INFO_BYTES)``.
+    """
+
+    def __init__(self, schemas: Array, records: Array) -> None:
+        self._numbers = schemas
+        self._records = [memoryview(record).cast("B") for record in records]
+        self._known: dict[int, Schema] = {}
+        self._last: list[Schema | None] = [None] * len(self._records)
+        self._news: dict[int, Definition] = {}
+
+    def write(self, index: int, info: Mapping[Any, Any]) -> bool:
+        """Write a row's info; ``False`` if it has to travel by pickle (the row is then marked so)."""
+        if type(info) is not dict:
+            self._numbers[index] = BY_PICKLE
+            return False
+        schema = self._last[index]
+        if schema is None or not schema.write(info, self._records[index]):
+            schema = self._schema_for(info)
+            if schema is None or not schema.write(info, self._records[index]):
+                self._numbers[index] = BY_PICKLE
+                return False
+            self._last[index] = schema
+        self._numbers[index] = schema.number
+        return True
+
+    def _schema_for(self, info: Mapping[Any, Any]) -> Schema | None:
+        definition = define(info)
+        if definition is None:
+            return None
+        number = number_of(definition)
+        schema = self._known.get(number)
+        if schema is None:
+            if len(self._known) >= _MAX_SCHEMAS:
+                return None
+            schema = Schema(definition)
+            self._known[number] = schema
+            if schema.fits:
+                self._news[number] = definition
+        return schema if schema.fits else None
+
+    def send_new(self, schemas: dict[int, Definition]) -> None:
+        """Add to ``schemas`` the definitions used for the first time since the last call."""
+        if self._news:
+            schemas.update(self._news)
+            self._news.clear()
+
 
 _Entry: TypeAlias = tuple[Any, dict[Any, Any], dict[int, int]]
 """(dtype and shape, or ``None`` for a dict; its own entries by key; schema that has this key -> offset in a record)"""

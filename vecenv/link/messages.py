@@ -26,18 +26,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import FunctionType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import cloudpickle
 
 from vecenv.errors import EnvError, RemoteTraceback
-from vecenv.link.schemas import Definition
 from vecenv.system.uninterrupted import succeeds_when_repeated
 
 __all__ = [
-    "FULL_HEAD", "HEAD", "PAYLOAD", "PLAIN_OUTCOME", "Failure", "Message", "Op", "Outcome", "PackedError", "Reply", "decode",
-    "decode_outcome", "dumps", "dumps_by_value", "encode", "encode_outcome", "missing_bytes", "pack_error", "shown",
-    "summary", "unpack_error",
+    "FULL_HEAD", "HEAD", "PAYLOAD", "PLAIN_OUTCOME", "Definition", "Failure", "Message", "Op", "Outcome", "PackedError",
+    "Reply", "decode", "decode_outcome", "dumps", "dumps_by_value", "encode", "encode_outcome", "missing_bytes",
+    "pack_error", "shown", "summary", "unpack_error",
 ]  # fmt: skip
 
 
@@ -74,6 +73,9 @@ class Reply(IntEnum):
 
 
 Message = tuple[int, int, bytes | None]
+
+Definition: TypeAlias = tuple[tuple[Any, Any], ...]
+"""Of an info: key -> ``("s", type name)`` for a scalar, ``("a", dtype, shape)`` for an array, or a nested definition."""
 """Word, sequence number, pickled payload."""
 
 PAYLOAD: Final = 0x80

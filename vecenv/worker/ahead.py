@@ -18,7 +18,7 @@ from vecenv.system.generators import watch_by
 from vecenv.worker.keeping import SnapshotRows
 from vecenv.worker.threads import Said
 
-__all__ = ["AheadRows", "WithAttributes"]
+__all__ = ["SpareRows", "WithAttributes"]
 
 
 class WithAttributes:
@@ -48,7 +48,7 @@ class WithAttributes:
         self._attributes[name] = blob
 
 
-class AheadRows(SnapshotRows):
+class SpareRows(SnapshotRows):
     """As :class:`SnapshotRows`, of one row."""
 
     _latest = 0  # preparation
@@ -68,7 +68,7 @@ class AheadRows(SnapshotRows):
                     env_fn.keep(name, values[0])
         return outcome
 
-    def follow(self, before: AheadRows) -> None:
+    def follow(self, before: SpareRows) -> None:
         """Take over the environment, which had another row before."""
         self.envs, self.forked, self._used = before.envs, before.forked, before._used
         self._latest, self._kept = before._latest, before._kept

@@ -34,7 +34,7 @@ from vecenv.system.cores import Placement, SpinPolicy
 from vecenv.system.descendants import end_own
 from vecenv.system.generators import GeneratorsOption, begin_worker, look_at_torch
 from vecenv.system.supervision import BlackBox, flush_output
-from vecenv.worker.ahead import AheadRows
+from vecenv.worker.ahead import SpareRows
 from vecenv.worker.envs import Expected
 from vecenv.worker.keeping import SnapshotRows
 from vecenv.worker.threads import ThreadedRows
@@ -142,7 +142,7 @@ def make_rows(
 
     kind = SnapshotRows if plan.env_threads == 1 or interrupts else partial(ThreadedRows, plan.env_threads)
     if plan.ahead:
-        kind = AheadRows
+        kind = SpareRows
     rows = kind(
         env_fns, first, worker, batch, put, put_final, tree, plan.layout.actions, autoreset_mode=plan.autoreset_mode,
         expected=plan.expected, interrupts=interrupts,
@@ -186,10 +186,10 @@ def answer(rows: SnapshotRows, op: int, seq: int, load: Callable[[], Any]) -> Ou
 
 def take_place(rows: SnapshotRows, plan: WorkerPlan, batch: Batch, place: int, number: int, seed: int) -> SnapshotRows:
     """The environment of ``rows`` in another row, or in the same, with an episode begun ahead of time."""
-    assert isinstance(rows, AheadRows)
+    assert isinstance(rows, SpareRows)
     if place != rows.first:
         there = make_rows(rows.env_fns, place, place, plan, batch)
-        assert isinstance(there, AheadRows)
+        assert isinstance(there, SpareRows)
         there.follow(rows)
         rows = there
     rows.prepare(number, seed)

@@ -12,26 +12,30 @@ does at the end of an episode is looked up in a table and called only there.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from operator import length_hint
-from typing import Any
+from typing import Any, Final
 
 import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from vecenv.errors import EnvError
+from vecenv.link.infos import BY_PICKLE, NO_INFO, InfoWriter
 from vecenv.link.messages import PLAIN_OUTCOME, Failure, Outcome
 from vecenv.link.observations import KEPT, Put
-from vecenv.link.schemas import BY_PICKLE, NO_INFO
 from vecenv.shm.layout import Array, Batch, Tree, memory_of
 from vecenv.system.generators import look_at_torch
 from vecenv.worker.envs import Envs, Expected
-from vecenv.worker.infos import InfoWriter
-from vecenv.worker.timing import StepClock, clock
 
-__all__ = ["EnvRows"]
+__all__ = ["EnvRows", "clock"]
+
+_LONG: Final = 1e-3  # seconds; a message that takes as long is followed by one that is timed, too
+_UNTIMED_MOST: Final = 31
+_SAMPLE_EVERY: Final = 64  # in every so many messages that are timed, the environments are timed one by one
+clock: Final = time.perf_counter
 
 
 class EnvRows(Envs):
@@ -161,8 +165,15 @@ class EnvRows(Envs):
         taken = len(every) - length_hint(self._walk)
         self._stopped(ks, every[taken - 1] if taken else -1, -1)
 
-    def step(self, seq: int, ks: list[int] | None, actions: Sequence[Any]) -> Outcome:
-        """Step the environments of rows ``ks`` (``None``: all of them), in order; see :meth:`_begin`."""
+    def _begin_step(
+        self, seq: int, ks: list[int] | None, actions: Sequence[Any]
+    ) -> tuple[Sequence[int], list[Callable[[Any], Any]], list[Any], Sequence[Any], float | None]:
+        """Begin a step, or go on with one that was interrupted.
+
+        Returns:
+            The rows to be stepped, and of each: its step function, what its observation is written into, its action. Last
+            the moment at which this message began, if it is timed.
+        """
         if seq != self._seq:
             if self._dirty or self._silent != self._seq:
                 self._begin(seq, ks)
@@ -171,20 +182,21 @@ class EnvRows(Envs):
                 self._seq = seq
         elif self._walk is not None:
             self._lost_place(ks)
-        steps, times = self._steps, self._times
-        if untimed := times.untimed:
-            times.untimed = untimed - 1
-            began = 0.0
+        steps, rows, times, began = self._steps, self._direct_rows, self._times, None
+        if times.untimed:
+            times.untimed -= 1
         else:
-            steps = times.of_each(steps)
-            began = clock()
-        rows = self._direct_rows
+            steps, began = times.of_each(steps), clock()
         where: Sequence[int] = range(self.count)
         if ks is not None:
             where, steps, rows = ks, [steps[k] for k in ks], [rows[k] for k in ks]
-        if self._done:  # it was interrupted
-            start = self._done
+        if start := self._done:  # it was interrupted
             where, steps, rows, actions = list(where)[start:], steps[start:], rows[start:], list(actions)[start:]
+        return where, steps, rows, actions, began
+
+    def step(self, seq: int, ks: list[int] | None, actions: Sequence[Any]) -> Outcome:
+        """Step the environments of rows ``ks`` (``None``: all of them), in order; see :meth:`_begin`."""
+        where, steps, rows, actions, began = self._begin_step(seq, ks, actions)
         begun = done = -1
         walk = self._walk = iter(where)
         out, at_end, put, note, offered = self._out, self._at_end, self._put, self._note, self._offered
@@ -238,8 +250,8 @@ class EnvRows(Envs):
         self._done, self._walk = self.count, None
         if self.generators is not None:
             self.generators.done()
-        if not untimed:
-            times.count(clock() - began, len(steps))
+        if began is not None:
+            self._times.count(clock() - began, len(steps))
         return self._finish()
 
     # What happens when an episode ends, one function a mode: takes and returns (observation, info).
@@ -445,3 +457,55 @@ class EnvRows(Envs):
 def _own(leaf: Array, ks: Sequence[int] | None) -> Sequence[Any]:
     """Scalars, or rows of a copy made at once, and never views of the shared block."""
     return list(leaf.copy() if ks is None else leaf[ks])
+
+
+class StepClock:
+    """How long a worker's environments take, by samples: two looks at the clock take a tenth of a step of a CartPole.
+
+    The shorter messages are, the fewer of them are timed, but one in 32 at least, so that a single long one cannot stand for
+    very many.
+
+    Args:
+        each: Seconds of each row's latest step that was timed.
+        seconds, steps: Cells of shared memory for what this worker has spent stepping, and for how many steps.
+
+    Attributes:
+        untimed: Messages to come that are not timed.
+    """
+
+    def __init__(self, each: Array, seconds: Any, steps: Any) -> None:
+        self.untimed = 0
+        self._each, self._seconds, self._steps = each, seconds, steps
+        self._counted = 0  # messages that were timed
+        self._weight = 1  # for how many the next one that is timed stands
+
+    def of_each(self, steps: list[Callable[[Any], Any]]) -> list[Callable[[Any], Any]]:
+        """The rows' step functions for a message that is timed: now and then each by itself."""
+        if self._counted % _SAMPLE_EVERY < _SAMPLE_EVERY - 1:
+            return steps
+        return [self._timed(k, step) for k, step in enumerate(steps)]
+
+    def count(self, elapsed: float, steps: int) -> None:
+        """Count a message that was timed, once for itself and once for each before it that was not."""
+        self._seconds[0] += self._weight * elapsed
+        self._steps[0] += self._weight * steps
+        self.untimed = min(_UNTIMED_MOST, int(_LONG / max(elapsed, 1e-9)))
+        self._weight = self.untimed + 1
+        self._counted += 1
+
+    def add(self, elapsed: float, each: Iterable[tuple[int, float]]) -> None:
+        """Time that was spent outside of the messages that are counted, and how long single rows took in it."""
+        self._seconds[0] += elapsed
+        for k, seconds in each:
+            self._each[k] = seconds
+
+    def _timed(self, k: int, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        times = self._each
+
+        def timed(action: Any) -> Any:
+            began = clock()
+            result = step(action)
+            times[k] = clock() - began
+            return result
+
+        return timed

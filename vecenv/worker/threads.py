@@ -16,7 +16,7 @@ from gymnasium.vector import AutoresetMode
 
 from vecenv.link.messages import Outcome
 from vecenv.worker.keeping import SnapshotRows
-from vecenv.worker.timing import clock
+from vecenv.worker.rows import clock
 
 __all__ = ["Said", "ThreadedRows"]
 

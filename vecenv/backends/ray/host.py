@@ -29,8 +29,7 @@ from vecenv.engine.saving import put_beside
 from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import WorkerDied
 from vecenv.front.arguments import options_of_rows, reset_mask_of, seeds_of
-from vecenv.link.messages import Failure, Op, Outcome, PackedError, encode_outcome, pack_error
-from vecenv.link.schemas import Definition
+from vecenv.link.messages import Definition, Failure, Op, Outcome, PackedError, encode_outcome, pack_error
 from vecenv.planning.plan import choose
 from vecenv.planning.probe import EnvProbe
 from vecenv.shm import Arena

@@ -81,9 +81,10 @@ def shown(path: Path, *, every_text: bool) -> str:
 
     def docstrings(parent: ast.AST) -> None:
         for node in ast.walk(parent):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-                if ast.get_docstring(node) is not None and isinstance(text := node.body[0], ast.Expr):
-                    keep(text.value)  # type: ignore[arg-type]
+            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) or ast.get_docstring(node) is None:
+                continue
+            if isinstance(text := node.body[0], ast.Expr):
+                keep(text.value)  # type: ignore[arg-type]
 
     if every_text:
         for node in ast.walk(tree):

@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     from vecenv.patching import uninstall as uninstall
     from vecenv.planning.plan import Plan as Plan
     from vecenv.planning.plan import plan as plan
+    from vecenv.shm.shared import share as share
     from vecenv.tools.watch import render_grid as render_grid
     from vecenv.tools.watch import write_video as write_video
 
 __all__ = [
     "AsyncVectorEnv", "Episode", "EpisodeResult", "Plan", "__version__", "errors", "evaluate", "install", "make_vec", "plan",
-    "register", "render_grid", "uninstall", "write_video",
+    "register", "render_grid", "share", "uninstall", "write_video",
 ]  # fmt: skip
 
 _LAZY: dict[str, str] = {
@@ -53,6 +54,7 @@ _LAZY: dict[str, str] = {
     "plan": "vecenv.planning.plan:plan",
     "register": "vecenv.make:register",
     "render_grid": "vecenv.tools.watch:render_grid",
+    "share": "vecenv.shm.shared:share",
     "state": "vecenv.state:",
     "testing": "vecenv.testing:",
     "torch": "vecenv.torch:",

@@ -380,6 +380,26 @@ def test_hosts_that_disagree_on_spaces_are_named_and_ended(cluster: Any) -> None
     wait_for_cores(cluster, 8)
 
 
+class Priced(CounterEnv):
+    """Observes nothing of its prices, which can be asked for."""
+
+    def __init__(self, prices: Any) -> None:
+        super().__init__()
+        self.prices = prices
+
+    def look(self) -> tuple[bool, float]:
+        return self.prices.flags.writeable, float(self.prices.sum())
+
+
+def test_shared_data_is_read_only_on_a_host(cluster: Any) -> None:
+    prices = vecenv.share(np.arange(1000.0))
+    envs = over([functools.partial(Priced, prices[10:])] * 4)
+    try:
+        assert envs.call("look") == ((False, float(prices[10:].sum())),) * 4
+    finally:
+        envs.close()
+
+
 class Missing:
     def __reduce__(self) -> Any:
         return (__import__, ("no_such_module_here",))

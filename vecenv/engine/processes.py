@@ -13,11 +13,10 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import cloudpickle
 from gymnasium import logger
 
 from vecenv.engine.handles import ProcessWorker, envs_text
@@ -25,6 +24,7 @@ from vecenv.engine.pending import PendingRequests
 from vecenv.errors import StartupTimeout
 from vecenv.front.deadlines import milliseconds
 from vecenv.link.channel import CallerEnd, ChannelClosed
+from vecenv.link.env_fns import PackedEnvFns
 from vecenv.link.messages import Failure, Op, Reply, decode_outcome, encode
 from vecenv.shm import Arena
 from vecenv.system.cores import Placement
@@ -40,7 +40,7 @@ if sys.platform != "win32":
     import resource
 
 __all__ = [
-    "CLOSING", "DESCRIPTORS", "SPARE_DESCRIPTORS", "PoolOptions", "PoolResources", "await_ready", "dump_env_fn", "end",
+    "CLOSING", "DESCRIPTORS", "SPARE_DESCRIPTORS", "PoolOptions", "PoolResources", "await_ready", "end",
     "end_unclosed", "launch", "preload", "require_descriptors",
 ]  # fmt: skip
 
@@ -129,7 +129,7 @@ def launch(
     options = place.options
     forks = options.context.get_start_method() == "fork"
     why = "the start method of its worker needs"
-    blobs = env_fns if forks else [dump_env_fn(row, fn, why) for row, fn in zip(rows, env_fns, strict=True)]
+    functions = env_fns if forks else PackedEnvFns.of(rows, env_fns, why)
     placement = options.placements[index] if index < len(options.placements) else Placement()
     variables = options.variables[index] if options.variables else {}
     life = place.lives[index]
@@ -143,7 +143,7 @@ def launch(
         token = new_token()
         assert place.arena is not None
         start = Start(
-            index, rows[0], blobs, not forks, place.plan, place.arena, channel.theirs, black_box, placement,
+            index, rows[0], functions, place.plan, place.arena, channel.theirs, black_box, placement,
             stream_of_caller(), life,
         )  # fmt: skip
         with Uninterrupted():  # half-way it belongs to no one place
@@ -208,16 +208,6 @@ def preload(context: Any) -> None:
     with contextlib.suppress(AttributeError):  # private names: without them it only starts more slowly
         if server._forkserver_pid is None and server._preload_modules == ["__main__"]:
             context.set_forkserver_preload(["__main__", "vecenv.worker.main"])
-
-
-def dump_env_fn(env: int, env_fn: Callable[[], Any], who_needs_it: str) -> bytes:
-    """Pickle what builds an environment; a note on the error says which one could not be."""
-    try:
-        blob: bytes = cloudpickle.dumps(env_fn)
-        return blob
-    except Exception as error:
-        error.add_note(f"env_fns[{env}] ({env_fn!r}) cannot be pickled, which {who_needs_it}")
-        raise
 
 
 def require_descriptors(workers: int) -> None:

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
-import cloudpickle
 import numpy as np
 from gymnasium import Space
 from gymnasium.spaces import Discrete
 
 from vecenv.errors import StartupTimeout, WorkerDied
+from vecenv.link.env_fns import PackedEnvFns
 from vecenv.link.messages import PackedError, dumps, pack_error, unpack_error
 from vecenv.system.cores import seconds_waited
 from vecenv.system.helper_process import HelperProcess
@@ -159,11 +159,14 @@ class EnvProbe:
     def _ask_process(self, all_envs: bool, step: bool) -> EnvDescription | Exception:
         """The description, or why it could not be sent; with ``step`` also times the steps."""
         env_fns = list(self._env_fns if all_envs else self._env_fns[:1])
-        forks = self._context.get_start_method() == "fork"
-        blob = b"" if forks else cloudpickle.dumps(env_fns)
+        sent: Any = env_fns
+        blob = b""
+        if self._context.get_start_method() != "fork":
+            sent = PackedEnvFns.of(range(len(env_fns)), env_fns, "the process that looks at it needs")
+            blob, sent.functions = pickle.dumps(sent.functions), []
         helper = HelperProcess(
-            self._context, _main, (env_fns if forks else None, all_envs, step), name="vecenv-probe", daemon=self._daemon,
-            abrupt=True, variables=self._variables,
+            self._context, _main, (sent, all_envs, step), name="vecenv-probe", daemon=self._daemon, abrupt=True,
+            variables=self._variables,
         )  # fmt: skip
         try:
             deadline = time.monotonic() + self._timeout
@@ -252,9 +255,10 @@ def _main(connection: Connection[Any, Any], env_fns: Any, all_envs: bool, step: 
         connection.send_bytes(pickle.dumps(message))
 
     try:
-        if env_fns is None:
+        if isinstance(env_fns, PackedEnvFns):
             connection.send_bytes(_READY)
-            env_fns = cloudpickle.loads(connection.recv_bytes())
+            env_fns.functions = pickle.loads(connection.recv_bytes())
+            env_fns = env_fns.load(0, "in the process that looks at it")
         env = made_by(env_fns[0], 0)
         send((_packed(_describe(env, env_fns, all_envs)),))
         times: StepTimes | PackedError | None = _time_steps(env, connection) if step else None

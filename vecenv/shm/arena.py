@@ -28,7 +28,7 @@ from vecenv.system.spawning import why_no_processes
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["Arena", "available_memory", "memory_limits"]
+__all__ = ["Arena", "available_memory", "has_memfd", "memory_file", "memory_limits", "seal"]
 
 _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a huge number
 _CHUNK = 1 << 20
@@ -74,18 +74,61 @@ def _unlinked_file() -> int:
     return descriptor
 
 
-def _allocate(descriptor: int, size: int, seal: bool) -> None:
+def has_memfd() -> bool:
+    """Whether the system has files without a name in memory."""
+    return hasattr(os, "memfd_create")
+
+
+def memory_file(
+    size: int,
+    owner: DescriptorOwner,
+    for_what: str,
+    advice: str = "",
+    *,
+    available: Callable[[], int | None] = available_memory,
+    memfd: bool,
+) -> Descriptor:
+    """A file in memory of ``size`` zeros, all allocated; -1 where processes are not started.
+
+    Args:
+        size: Bytes.
+        owner: Of the descriptor.
+        for_what, advice: The beginning and the end of the message of an error.
+        available, memfd: As of :class:`Arena`.
+
+    Raises:
+        ArenaError: ``size`` is more than the machine or its cgroup has; both numbers are in the message.
+    """
+    free = available()
+    if free is not None and size > free:
+        raise ArenaError(
+            f"{for_what} {size:,} bytes of shared memory, but only {free:,} bytes are available here (the smaller of "
+            f"MemAvailable and what the control group has left){advice}"
+        )
+    if memfd:
+        file = owner.open(os.memfd_create, "vecenv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    elif why_no_processes() is None:
+        file = owner.open(_unlinked_file)
+    else:
+        return Descriptor()
     try:
-        os.ftruncate(descriptor, size)
+        os.ftruncate(file.number, size)
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(descriptor, 0, size)
+            os.posix_fallocate(file.number, 0, size)
         else:
-            _fill(descriptor, size)
-        if seal:
-            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-    except OSError as error:
+            _fill(file.number, size)
+    except BaseException as error:
+        file.close()
+        if not isinstance(error, OSError):
+            raise
         raise ArenaError(f"could not allocate {size:,} bytes of shared memory: {error}") from error
+    return file
+
+
+def seal(file: Descriptor, *, contents: bool) -> None:
+    """From here on a memfd keeps its size; ``contents``: and what is in it."""
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(file.number, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_WRITE if contents else seals)
 
 
 def _fill(descriptor: int, size: int) -> None:
@@ -105,31 +148,21 @@ class Arena:
         memfd: Use a memfd. Default: wherever the system has it.
 
     Raises:
-        ArenaError: ``size`` is more than the machine or its cgroup has; both numbers are in the message.
+        ArenaError: As of :func:`memory_file`.
     """
 
     def __init__(
         self, size: int, *, available: Callable[[], int | None] = available_memory, memfd: bool | None = None
     ) -> None:
         self.size = max(size, 1)
-        free = available()
-        if free is not None and self.size > free:
-            raise ArenaError(
-                f"the environments need {self.size:,} bytes of shared memory, but only {free:,} bytes are available here "
-                "(the smaller of MemAvailable and what the control group has left); use fewer environments or smaller "
-                "observations"
-            )
-        holdings = DescriptorOwner(self)
-        memfd = hasattr(os, "memfd_create") if memfd is None else memfd
-        if memfd:
-            self._file = holdings.open(os.memfd_create, "vecenv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        elif why_no_processes() is None:
-            self._file = holdings.open(_unlinked_file)
-        else:
-            self._file = Descriptor()
+        memfd = has_memfd() if memfd is None else memfd
+        self._file = memory_file(
+            self.size, DescriptorOwner(self), "the environments need", "; use fewer environments or smaller observations",
+            available=available, memfd=memfd,
+        )  # fmt: skip
         try:
-            if self._file.number >= 0:
-                _allocate(self._file.number, self.size, memfd)
+            if memfd:
+                seal(self._file, contents=False)
             self.buffer = mmap.mmap(self._file.number, self.size)  # -1: of no file
         except BaseException:
             self._file.close()

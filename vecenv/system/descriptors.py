@@ -86,8 +86,12 @@ class DescriptorOwner:
     def __init__(self, owner: object | None) -> None:
         self._held: list[Descriptor | DescriptorOwner] = []
         if owner is not None:
-            take_standard_numbers()
-            weakref.finalize(owner, _close_all, self._held, os.getpid())
+            self.go_with(owner)
+
+    def go_with(self, owner: object) -> None:
+        """From now on they are closed when this object is collected."""
+        take_standard_numbers()
+        weakref.finalize(owner, _close_all, self._held, os.getpid())
 
     def child(self) -> DescriptorOwner:
         """An owner whose descriptors can be closed together, before the rest."""

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-import cloudpickle
 from gymnasium.vector import AutoresetMode
 
 from vecenv.errors import ObservationError
 from vecenv.link.channel import ChannelClosed, Ends, WorkerEnd
+from vecenv.link.env_fns import PackedEnvFns
 from vecenv.link.messages import PLAIN_OUTCOME, Failure, Op, Outcome, Reply, encode_outcome, pack_error
 from vecenv.link.observations import KEPT, Put, checked_value, tree_writer
 from vecenv.shm import Arena, Batch, Layout, fixed_tree
@@ -80,8 +80,7 @@ class Start:
 
     index: int
     first: int
-    env_fns: Sequence[Any]
-    pickled: bool
+    env_fns: Sequence[Callable[[], Any]] | PackedEnvFns
     plan: WorkerPlan
     arena: Arena
     ends: Ends
@@ -258,9 +257,9 @@ def main(start: Start) -> None:
     channel = WorkerEnd(start.ends, blocks=not start.placement.spin)
     try:
         seed_torch = begin_worker(start.stream, (start.index, start.life))
-        env_fns = (
-            [_load_env_fn(start.first + k, blob) for k, blob in enumerate(start.env_fns)] if start.pickled else start.env_fns
-        )
+        env_fns = start.env_fns
+        if isinstance(env_fns, PackedEnvFns):
+            env_fns = start.env_fns = env_fns.load(start.first, "in its worker")  # their pickles are let go of
         batch = start.plan.layout.view(start.arena.buffer)
         rows = make_rows(env_fns, start.first, start.index, start.plan, batch)
         if hasattr(os, "register_at_fork"):
@@ -294,16 +293,6 @@ def main(start: Start) -> None:
         os._exit(0 if clean else 1)
     if not clean:
         raise SystemExit(1)
-
-
-def _load_env_fn(env: int, blob: bytes) -> Callable[[], Any]:
-    try:
-        env_fn: Callable[[], Any] = cloudpickle.loads(blob)
-        return env_fn
-    except BaseException as error:
-        wrapped = RuntimeError(f"env_fns[{env}] could not be unpickled in its worker: {type(error).__name__}: {error}")
-        wrapped.env = env  # type: ignore[attr-defined]
-        raise wrapped from error
 
 
 def _limit_threads(threads: int | None) -> None:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import cloudpickle
 import numpy as np
 
 from vecenv.backends.ray.packing import Packed, Packing
@@ -29,6 +28,7 @@ from vecenv.engine.saving import put_beside
 from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import WorkerDied
 from vecenv.front.arguments import options_of_rows, reset_mask_of, seeds_of
+from vecenv.link.env_fns import PackedEnvFns
 from vecenv.link.messages import Definition, Failure, Op, Outcome, PackedError, encode_outcome, pack_error
 from vecenv.planning.plan import choose
 from vecenv.planning.probe import EnvProbe
@@ -49,8 +49,7 @@ class HostPlan:
     Attributes:
         index: Which host it is.
         rows: Which environments are its own.
-        functions: Pickled functions that build environments, each once.
-        which: For each environment, which of ``functions`` builds it.
+        env_fns: What builds them.
         cpus: Cores it may use, where ``workers`` is ``"auto"``.
         workers: As ``num_workers`` of :class:`~vecenv.AsyncVectorEnv`.
         options: Other options of :class:`~vecenv.AsyncVectorEnv`.
@@ -59,8 +58,7 @@ class HostPlan:
 
     index: int
     rows: range
-    functions: list[bytes]
-    which: list[int]
+    env_fns: PackedEnvFns
     cpus: int
     workers: int | str | None
     options: dict[str, Any]
@@ -170,17 +168,8 @@ class Host:
 
 def _build(plan: HostPlan) -> HostRows:
     sys.path += [place for place in plan.path if place not in sys.path and os.path.exists(place)]
-    functions: list[Callable[[], Any]] = []
-    for number, blob in enumerate(plan.functions):
-        try:
-            functions.append(cloudpickle.loads(blob))
-        except BaseException as error:
-            env = plan.rows[plan.which.index(number)]
-            raise RuntimeError(
-                f"env_fns[{env}] could not be unpickled on its host: {type(error).__name__}: {error} (what it imports has "
-                "to be installed on every node)"
-            ) from error
-    env_fns = [functions[number] for number in plan.which]
+    hint = " (what it imports has to be installed on every node)"
+    env_fns = plan.env_fns.load(plan.rows[0], "on its host", hint)
     options = dict(plan.options)
     workers = plan.workers
     if workers == "auto":

@@ -23,10 +23,10 @@ from vecenv.backends.ray.host import HostPlan
 from vecenv.backends.ray.pool import HostPool
 from vecenv.backends.ray.store import PartsStore
 from vecenv.engine.engine import Engine, Policy, shares
-from vecenv.engine.processes import dump_env_fn
 from vecenv.engine.vector_env import EngineVectorEnv
 from vecenv.errors import how_to_install
 from vecenv.front.arguments import check_env_fns
+from vecenv.link.env_fns import PackedEnvFns
 from vecenv.link.observations import PickledStore
 from vecenv.planning.options import check_options
 from vecenv.shm import Batch, Layout, fixed_tree
@@ -186,10 +186,7 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
 
     def _plans(self, env_fns: Sequence[Callable[[], Any]]) -> list[HostPlan]:
         """What each host is sent; connects to the cluster, but not before everything can travel."""
-        blobs: dict[int, bytes] = {}
-        for env, env_fn in enumerate(env_fns):
-            if id(env_fn) not in blobs:
-                blobs[id(env_fn)] = dump_env_fn(env, env_fn, "it needs to get to its host")
+        packed = PackedEnvFns.of(range(self.num_envs), env_fns, "it needs to get to its host")
         self._cluster = self._connect()
         ranges = self._shares()
         self._strategy = self._placement or ("PACK" if self._cluster.own else "STRICT_SPREAD")
@@ -198,14 +195,11 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
             options.pop("step_timeout", None)  # the wait for the host keeps to it, and may be repeated
         plans = []
         for index, rows in enumerate(ranges):
-            distinct = list(dict.fromkeys(id(env_fns[row]) for row in rows))
             if isinstance(self.observation_mode, tuple):
                 single = self.observation_mode[1]
                 options = {**options, "observation_mode": (batch_space(single, len(rows)), single)}
             cpus, workers = self._cores(len(rows), len(ranges))
-            which = [distinct.index(id(env_fns[row])) for row in rows]
-            functions = [blobs[name] for name in distinct]
-            plans.append(HostPlan(index, rows, functions, which, cpus, workers, options, list(sys.path)))
+            plans.append(HostPlan(index, rows, packed.part(rows), cpus, workers, options, list(sys.path)))
         return plans
 
     def _shares(self) -> list[range]:

@@ -52,7 +52,7 @@ MODES = {
 
 
 @pytest.mark.parametrize(("make", "mode", "kind"), each_once(CALLED, list(MODES), KINDS), indirect=["make"])
-def test_a_step_was_not_sent_or_its_answer_is_owed(make: Make, mode: str, kind: str) -> None:
+def test_a_step_was_not_sent_or_its_answer_is_pending(make: Make, mode: str, kind: str) -> None:
     envs, same = make(**MODES[mode]), make(**{**MODES[mode], "batch_size": None})
     envs.reset()
     same.reset()

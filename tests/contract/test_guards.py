@@ -129,7 +129,7 @@ def test_figures_have_the_same_keys_and_stay_after_close(backend: Backend, build
 
 
 @call('`stats()["in_flight"]`')
-def test_rows_that_are_owed_are_in_flight(backend: Backend, envs: Any) -> None:
+def test_rows_that_are_pending_are_in_flight(backend: Backend, envs: Any) -> None:
     def counted() -> tuple[float, float]:
         return envs.stats()["steps"] - before["steps"], envs.stats()["resets"] - before["resets"]
 
@@ -175,7 +175,7 @@ def test_what_it_cannot_do_is_refused_with_the_reason(backend: Backend, envs: An
     assert in_flight(envs) == 0
 
 
-@call("`close()`: again, with an answer owed")
+@call("`close()`: again, with an answer pending")
 def test_it_can_be_closed_twice_and_in_the_middle(backend: Backend, build: Callable[..., Any]) -> None:
     for begin in (
         lambda envs: envs.step_async(backend.actions(ROWS)), lambda envs: envs.reset_async(),

@@ -77,8 +77,8 @@ def test_what_does_not_fit_is_refused(backend: Backend, envs: Any, refusable: An
         envs.step(backend.actions(ROWS))
 
 
-@call("`save`, `load`: a step is owed")
-def test_nothing_is_saved_while_a_step_is_owed(backend: Backend, build: Callable[..., Any], refusable: Any) -> None:
+@call("`save`, `load`: a step is pending")
+def test_nothing_is_saved_while_a_step_is_pending(backend: Backend, build: Callable[..., Any], refusable: Any) -> None:
     envs = build()
     with refusable(envs, "snapshots"):
         envs.reset(seed=3)

@@ -56,8 +56,8 @@ def test_a_step_has_two_halves(backend: Backend, envs: Any) -> None:
         envs.step_wait()
 
 
-@call("calls while a step is owed")
-def test_nothing_else_is_begun_or_fetched_while_a_step_is_owed(backend: Backend, envs: Any) -> None:
+@call("calls while a step is pending")
+def test_nothing_else_is_begun_or_fetched_while_a_step_is_pending(backend: Backend, envs: Any) -> None:
     actions = backend.actions(ROWS)
     envs.reset(seed=7)
     whole = host(envs.step(actions)[:4])
@@ -75,7 +75,7 @@ def test_nothing_else_is_begun_or_fetched_while_a_step_is_owed(backend: Backend,
 
 
 @call("`step_wait(timeout)`: too late")
-def test_an_answer_that_is_late_stays_owed(backend: Backend, build: Callable[..., Any], refusable: Any) -> None:
+def test_an_answer_that_is_late_stays_pending(backend: Backend, build: Callable[..., Any], refusable: Any) -> None:
     envs = build(backend.make_slow)
     actions = (backend.slow_actions or backend.actions)(envs.num_envs)
     envs.reset()
@@ -120,7 +120,7 @@ def test_rows_that_are_late_are_not_lost(backend: Backend, build: Callable[..., 
 
 
 @call("`timeout`: wrong ones")
-def test_what_is_no_timeout_is_refused_and_the_answer_stays_owed(backend: Backend, envs: Any) -> None:
+def test_what_is_no_timeout_is_refused_and_the_answer_stays_pending(backend: Backend, envs: Any) -> None:
     def fetch(wait: Callable[..., Any]) -> None:
         for wrong, error in ((math.nan, ValueError), ("1", TypeError), (True, TypeError), ([1], TypeError)):
             with pytest.raises(error, match="timeout"):

@@ -115,7 +115,7 @@ def test_an_autoreset_calls_reset_without_arguments(engine: Options, mode: Autor
         assert infos["reset_kwargs"].tolist() == [describe({})] * 2
 
 
-def test_a_mask_may_be_written_to_while_its_reset_is_owed(engine: Options) -> None:
+def test_a_mask_may_be_written_to_while_its_reset_is_pending(engine: Options) -> None:
     with started(counters(2), **engine) as envs:
         mask = np.array([True, False])
         envs.reset_async(options={"reset_mask": mask})

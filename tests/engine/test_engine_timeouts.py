@@ -43,7 +43,7 @@ WAITS: dict[str, tuple[Callable[[Any], Any], str, Callable[[Any], bool]]] = {
 @pytest.mark.parametrize(
     "call", [*("call", "exec_func"), *(pytest.param(name, marks=pytest.mark.long) for name in ("reset", "step"))]
 )
-def test_an_answer_that_is_late_is_owed_and_the_same_wait_gives_it(
+def test_an_answer_that_is_late_is_pending_and_the_same_wait_gives_it(
     process_engine: Options, call: str, timeout: float
 ) -> None:
     begin, wait, is_right = WAITS[call]

@@ -1,8 +1,8 @@
 """An exception loses nothing, wherever it falls.
 
-After it, either the call was never made, or its answer is owed and the same ``*_wait`` gives it. Every moment of every call
-is tried, with Ctrl-C and with an exception that is nobody's; by default every nineteenth or so
-(``VECENV_OFFSET`` chooses), in few configurations. All of them: ``pytest -m slow tests/faults/test_interrupts.py``.
+After it, either the call was never made, or its answer is pending and the same ``*_wait`` gives it. Every moment of every
+call is tried, with Ctrl-C and with an exception of no one's; by default every nineteenth or so (``VECENV_OFFSET`` chooses),
+in few configurations. All of them: ``pytest -m slow tests/faults/test_interrupts.py``.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ PARTS = [(name, part) for name in CALLS for part in ("whole", "begin", "wait") i
         ),
     ],
 )
-def test_the_call_was_not_made_or_its_answer_is_owed(setting: str, call: str, part: str, every: int) -> None:
+def test_the_call_was_not_made_or_its_answer_is_pending(setting: str, call: str, part: str, every: int) -> None:
     """The answer is that of an undisturbed twin, and so is what is asked next."""
     chosen = SETTINGS[setting]
     chance = random.Random(OFFSET)
@@ -325,7 +325,7 @@ def abandoned_rows_are_told(subject: Subject, interruption: Interruption) -> Non
     ],
 )  # fmt: skip
 def test_an_interrupted_abandon_can_be_called_again(setting: str, every: int) -> None:
-    """The step that hangs is owed until it is taken, and a death is told once."""
+    """The step that hangs is pending until it is taken, and a death is told once."""
     chosen = ENDS[setting] if setting == "two workers" else SETTINGS[setting]
 
     def attempt(interruption: Interruption) -> None:
@@ -453,7 +453,7 @@ class Careless(SyncVectorEnv):
     def __init__(self, how: str) -> None:
         super().__init__([functools.partial(Counting, index) for index in range(4)])
         self.how, self.armed = how, False
-        self.state, self.owed = "default", None
+        self.state, self.pending = "default", None
 
     @property
     def _state(self) -> Any:
@@ -463,16 +463,16 @@ class Careless(SyncVectorEnv):
         if not self.armed:
             return super().step(actions)
         self.armed = False
-        self.owed = super().step(actions)
+        self.pending = super().step(actions)
         if self.how != "twice":
             self.state = "step"
         if self.how == "garbled":
-            self.owed[1][2] += 1
+            self.pending[1][2] += 1
         raise KeyboardInterrupt
 
     def step_wait(self) -> Any:
         self.state = "default"
-        return self.owed
+        return self.pending
 
 
 @pytest.mark.parametrize("how", ["right", "twice", "garbled"])

@@ -148,10 +148,10 @@ def row_of(infos: dict[str, Any], at: int) -> dict[str, Any]:
 
 
 class Model:
-    """An engine, the rows as they must be, and what is owed.
+    """An engine, the rows as they must be, and what is pending.
 
     Attributes:
-        owed: Kind of the call whose answer is owed, and what checks the answer.
+        pending: Kind of the call whose answer is pending, and what checks the answer.
         flying: Rows that were sent and not received, and what they must say.
         kept: What was saved last, how it is loaded, and the rows as they were.
         armed: Falls into the next call.
@@ -173,7 +173,7 @@ class Model:
     def open(self) -> None:
         self.envs = self.setting.open()
         self.rows = [Row(self.setting, index) for index in range(COUNT)]
-        self.owed: tuple[str, Callable[[Any], None]] | None = None
+        self.pending: tuple[str, Callable[[Any], None]] | None = None
         self.flying: dict[int, tuple[Any, ...]] = {}
         self.armed: list[Interruption] = []
         self.recover()
@@ -228,7 +228,7 @@ class Model:
             row.next_seed = None
         if self.autoresets:
             self.envs.set_next_options()  # an environment that failed has forgotten them, and the others have not
-        self.owed = None
+        self.pending = None
         self.flying = {}
 
     def all_began(self, infos: dict[str, Any], seed: int, ids: Any) -> None:
@@ -250,7 +250,7 @@ class Model:
                     raise
                 COUNTS["excused"] += 1
                 if self.envs._state.value != "default":
-                    raise AssertionError(f"the error came, and {self.envs._state.value} is still owed") from error
+                    raise AssertionError(f"the error came, and {self.envs._state.value} is still pending") from error
                 self.recover()
         assert not watchdog.bit, "it went on only when its workers were killed"
 
@@ -269,7 +269,7 @@ class Model:
         return self.armed.pop(0)
 
     def until_done(self, first: Callable[[], Any], again: Callable[[], Any] | None, kind: str) -> Any:
-        """The answer to a call, interrupted or not: made again if it was not made, waited for if it is owed.
+        """The answer to a call, interrupted or not: made again if it was not made, waited for if it is pending.
 
         Args:
             first: Makes it.
@@ -290,7 +290,7 @@ class Model:
                 assert state == ("default" if again is not None else kind), state
                 return answer
             assert state in ("default", kind), state
-            assert state == kind or not begun, "the answer is owed, and the state says default"
+            assert state == kind or not begun, "the answer is pending, and the state says default"
             begun = begun or state == kind
             if begun:
                 if again is None:
@@ -337,7 +337,7 @@ class Model:
         wanted = self.stepped(numbers)
         actions = self.actions(numbers)
         self.until_done(lambda: self.envs.step_async(actions), None, "step")
-        self.owed = "step", lambda answer: self.all_rows(answer, wanted)
+        self.pending = "step", lambda answer: self.all_rows(answer, wanted)
 
     def reset_rows(self, seed: int | None, mask: list[bool] | None) -> tuple[dict[str, Any], list[tuple[Any, ...]]]:
         wanted = []
@@ -364,12 +364,12 @@ class Model:
         self.fell_into_what_was_dropped(before)
         self.flying = {}
         self.launched = dict(enumerate(wanted))
-        self.owed = "reset", lambda answer: self.all_rows(answer, wanted)
+        self.pending = "reset", lambda answer: self.all_rows(answer, wanted)
 
     def wait(self, timeout: float | None) -> None:
-        """What is owed; or it is not there yet, and stays owed."""
-        assert self.owed is not None
-        kind, check = self.owed
+        """What is pending; or it is not there yet, and stays pending."""
+        assert self.pending is not None
+        kind, check = self.pending
         wait = getattr(self.envs, f"{kind}_wait")
         while True:
             try:
@@ -380,7 +380,7 @@ class Model:
                 assert timeout is not None
                 assert self.envs._state.value == kind
                 return
-        self.owed = None
+        self.pending = None
         check(answer)
 
     def call(self, name: str, begin_only: bool) -> None:
@@ -416,14 +416,14 @@ class Model:
             wanted = tuple(tell(env, word) if index in (0, 3) else None for index, env in enumerate(plain))
             if begin_only:
                 self.until_done(lambda: envs.exec_func_send(tell, [3, 0], word), None, "call")
-                self.owed = "call", same(wanted)
+                self.pending = "call", same(wanted)
             else:
                 same(wanted)(self.until_done(lambda: envs.exec_func(tell, [3, 0], word), envs.call_wait, "call"))
         else:
             wanted = tuple(tell(env, word) for env in plain)
             if begin_only:
                 self.until_done(lambda: envs.call_async("tell", word), None, "call")
-                self.owed = "call", same(wanted)
+                self.pending = "call", same(wanted)
             else:
                 same(wanted)(self.until_done(lambda: envs.call("tell", word), envs.call_wait, "call"))
 
@@ -475,8 +475,8 @@ class Model:
             except StepTimeout:
                 assert timeout is not None
                 timeout = None
-        if self.owed is not None:  # a reset, received as it comes
-            self.flying, self.owed = self.launched, None
+        if self.pending is not None:  # a reset, received as it comes
+            self.flying, self.pending = self.launched, None
         ids = answer[-1]["env_id"].tolist()
         assert len(set(ids)) == BATCH
         for at, index in enumerate(ids):
@@ -651,21 +651,21 @@ class Model:
             self.wait(0.02)
         finally:
             os.kill(victim, signal.SIGCONT)
-        if self.owed is not None:
+        if self.pending is not None:
             self.wait(None)
 
     def wrong_calls(self) -> None:
         """Calls out of order are refused, and change nothing."""
         envs = self.envs
         waits = {kind: getattr(envs, f"{kind}_wait") for kind in ("step", "reset", "call")}
-        if self.owed is not None:
+        if self.pending is not None:
             for call in (
                 lambda: envs.step_async(self.actions([1] * COUNT)), envs.reset_async, lambda: envs.call_async("tell", "x"),
                 lambda: envs.get_attr("marks"), lambda: envs.set_attr("mark", 1), envs.save, envs.reset,
             ):  # fmt: skip
                 with pytest.raises(AlreadyPendingCallError):
                     call()
-            del waits[self.owed[0]]
+            del waits[self.pending[0]]
         for wait in waits.values():
             with pytest.raises(NoAsyncCallError):
                 wait()
@@ -691,7 +691,7 @@ def chosen(most: int) -> st.SearchStrategy[list[int]]:
 
 
 def idle(model: Model) -> bool:
-    return model.owed is None and not model.flying
+    return model.pending is None and not model.flying
 
 
 def may_fail(model: Model) -> bool:
@@ -705,7 +705,7 @@ def may_kill(model: Model) -> bool:
 def a_move(name: str, condition: Callable[[Model], Any] = lambda model: True, /, **arguments: Any) -> Any:
     """A rule that is a move of the model now, or nothing.
 
-    Not a precondition: what is owed depends on chance, and what hypothesis draws must not, or it cannot repeat it.
+    Not a precondition: what is pending depends on chance, and what hypothesis draws must not, or it cannot repeat it.
     """
 
     def play(self: Calm, **drawn: Any) -> None:
@@ -745,16 +745,16 @@ class Calm(RuleBasedStateMachine):
 
     step = a_move("step", idle, numbers=NUMBERS)
     step_async = a_move("step_async", idle, numbers=NUMBERS)
-    reset = a_move("reset", lambda model: model.owed is None, seed=SEEDS, mask=st.none())
+    reset = a_move("reset", lambda model: model.pending is None, seed=SEEDS, mask=st.none())
     reset_some = a_move("reset", idle, seed=SEEDS, mask=st.lists(st.booleans(), min_size=COUNT, max_size=COUNT).filter(any))
     reset_async = a_move("reset_async", idle, seed=SEEDS)
-    wait = a_move("wait", lambda model: model.owed is not None, timeout=st.sampled_from(POLLS))
+    wait = a_move("wait", lambda model: model.pending is not None, timeout=st.sampled_from(POLLS))
     call = a_move("call", idle, name=st.sampled_from(CALLS), begin_only=st.booleans())
     save = a_move("save", idle, whole=st.booleans())
     load = a_move("load", lambda model: idle(model) and model.kept, which=st.integers(0, 2), ids=chosen(COUNT))
-    send = a_move("send", lambda model: model.owed is None and len(model.flying) < COUNT, ids=chosen(COUNT), numbers=NUMBERS)
+    send = a_move("send", lambda model: model.pending is None and len(model.flying) < COUNT, ids=chosen(COUNT), numbers=NUMBERS)
     recv = a_move(
-        "recv", lambda model: len(model.flying) >= BATCH or (model.owed or " ")[0] == "reset", timeout=st.sampled_from(POLLS)
+        "recv", lambda model: len(model.flying) >= BATCH or (model.pending or " ")[0] == "reset", timeout=st.sampled_from(POLLS)
     )
     environments_fail = a_move("go_wrong", may_fail, numbers=WRONG)
     a_worker_is_killed = a_move("die", may_kill, which=WORKER, discovered=st.sampled_from(DISCOVERED))
@@ -770,11 +770,11 @@ class Calm(RuleBasedStateMachine):
     close_and_build = a_move("close_and_build", timeout=st.sampled_from([None, 1.0]), really=SELDOM)
 
     @invariant()
-    def the_state_is_what_is_owed(self) -> None:
+    def the_state_is_what_is_pending(self) -> None:
         model = getattr(self, "model", None)
         if model is None or model.envs is None:
             return
-        kind = model.owed[0] if model.owed is not None else "default"
+        kind = model.pending[0] if model.pending is not None else "default"
         assert model.envs._state.value == kind
         assert in_flight(model.envs) == len(model.flying) + (COUNT if kind in ("reset", "step") else 0)
 

@@ -49,7 +49,7 @@ FINISH: dict[str, Callable[[Any, Ledger], None]] = {
     "step": lambda envs, ledger: ledger.step(ACTIONS, envs.step_wait()),
     "call": is_echoed,
 }
-"""Fetch the answer that is owed, which must be right."""
+"""Fetch the answer that is pending, which must be right."""
 
 
 def enter(envs: Any, phase: str) -> Any:

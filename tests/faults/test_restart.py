@@ -218,7 +218,7 @@ def _only_once(path: str) -> gym.Env:
 
 @CHEAP
 def test_a_timeout_given_to_wait_restarts_nothing(launch: Launch, tmp_path: Path) -> None:
-    """``step_timeout`` is the engine's limit; a ``timeout`` in a call is the caller's patience; the answer stays owed."""
+    """``step_timeout`` is the engine's limit; a ``timeout`` in a call is the caller's patience; the answer stays pending."""
     faulty = vandal(1, Chain("raises"), step=10**9)
     envs = launch(crew(2, {1: faulty}, delay=0.3), on_failure="restart")
     ledger = Ledger.of(envs)

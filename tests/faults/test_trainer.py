@@ -113,7 +113,7 @@ def test_ctrl_c(trainer: Start, terminal: tuple[int, int], tmp_path: Path) -> No
 
 
 def test_ctrl_c_and_on(trainer: Start, terminal: tuple[int, int], tmp_path: Path) -> None:
-    """After Ctrl-C in ``step_wait`` the answer is still owed: waiting again gets it, and it is the right one."""
+    """After Ctrl-C in ``step_wait`` the answer is still pending: waiting again gets it, and it is the right one."""
     keyboard, screen = terminal
     program = trainer("interrupted_then_on", terminal=screen)
     program.hear()

@@ -95,7 +95,7 @@ def interrupted(method: str, folder: Path) -> None:
 
 
 def interrupted_then_on(method: str, folder: Path) -> None:
-    """As above, but the step is only slow, and training goes on: the answer is still owed."""
+    """As above, but the step is only slow, and training goes on: the answer is still pending."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     envs = vecenv.AsyncVectorEnv(crew(3, delay=1.0), context=method)
     envs.reset(seed=1)

@@ -120,10 +120,10 @@ class Call:
     """A call with its arguments.
 
     Attributes:
-        state: What ``_state`` says while its answer is owed.
+        state: What ``_state`` says while its answer is pending.
         whole: Makes it and gives the answer.
         begin: Only makes it; ``None`` where there is no such method.
-        wait: Gives the answer that is owed.
+        wait: Gives the answer that is pending.
         reference: The same with a ``SyncVectorEnv``.
         read: Answer -> what is like the reference's.
     """
@@ -440,7 +440,7 @@ class Subject:
 
         Raises:
             Hung: It had to be ended by force.
-            AssertionError: The answer is wrong, or ``_state`` does not say what is owed.
+            AssertionError: The answer is wrong, or ``_state`` does not say what is pending.
             BaseException: It failed.
         """
         self.tick += 1

@@ -20,7 +20,7 @@ WITHIN = tuple(str(Path(vecenv.__file__).parent / room) for room in ("front", "t
 ROWS = 3
 
 CALLS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
-    # the whole call, and what gives its answer where it is owed
+    # the whole call, and what gives its answer where it is pending
     "reset": (lambda envs, arg: envs.reset(seed=int(arg.sum())), "reset_wait"),
     "step": (lambda envs, arg: envs.step(arg), "step_wait"),
     "send": (lambda envs, arg: envs.send(arg), "recv"),
@@ -37,7 +37,7 @@ def ctrl_c() -> Iterator[None]:
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["line", "call", "opcode"])
 @pytest.mark.parametrize("name", CALLS)
-def test_the_call_was_not_made_or_its_answer_is_owed(name: str, kind: str) -> None:
+def test_the_call_was_not_made_or_its_answer_is_pending(name: str, kind: str) -> None:
     whole, wait = CALLS[name]
     chance = random.Random(4)
     envs, same = DoubleVectorEnv(ROWS), DoubleVectorEnv(ROWS)
@@ -54,9 +54,9 @@ def test_the_call_was_not_made_or_its_answer_is_owed(name: str, kind: str) -> No
         assert not interruption.swallowed, f"{interruption} was swallowed"
         again = Interruption(kind, chance.randrange(60), Stopped, WITHIN)
         while found is None:
-            owed = envs.stats()["in_flight"] > 0
+            pending = envs.stats()["in_flight"] > 0
             with again:
-                if not owed:
+                if not pending:
                     found = whole(envs, action)
                     if name == "send":
                         found = None

@@ -20,7 +20,7 @@ class TestDouble(VectorEnvContract):
         return DoubleVectorEnv(num_envs)
 
 
-def test_an_answer_that_is_late_stays_owed() -> None:
+def test_an_answer_that_is_late_stays_pending() -> None:
     envs = DoubleVectorEnv(2)
     envs.reset(seed=7)
     envs.ready.clear()

@@ -52,7 +52,7 @@ class PackedEnvFns:
             if id(env_fn) not in numbers:
                 file = io.BytesIO()
                 try:
-                    _Pickler(file, packed.blocks).dump(env_fn)
+                    _FunctionPickler(file, packed.blocks).dump(env_fn)
                 except Exception as error:
                     error.add_note(f"env_fns[{env}] ({env_fn!r}) cannot be pickled, which {why}")
                     raise
@@ -80,7 +80,7 @@ class PackedEnvFns:
         functions: list[Callable[[], Any]] = []
         for number, blob in enumerate(self.functions):
             try:
-                functions.append(_Unpickler(io.BytesIO(blob), self.blocks).load())
+                functions.append(_FunctionUnpickler(io.BytesIO(blob), self.blocks).load())
             except BaseException as error:
                 env = first + self.which.index(number)
                 text = f"env_fns[{env}] could not be unpickled {where}: {type(error).__name__}: {error}{hint}"
@@ -90,7 +90,7 @@ class PackedEnvFns:
         return [functions[number] for number in self.which]
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _FunctionPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Notes the blocks that it meets, and pickles in place of an array in one of them where it lies."""
 
     def __init__(self, file: io.BytesIO, blocks: list[SharedBlock]) -> None:
@@ -106,7 +106,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return next(number for number, known in enumerate(self._blocks) if known is block), place
 
 
-class _Unpickler(pickle.Unpickler):
+class _FunctionUnpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, blocks: list[SharedBlock]) -> None:
         super().__init__(file)
         self._blocks = blocks

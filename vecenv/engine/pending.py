@@ -31,6 +31,7 @@ COMMANDS: Final = {
     Op.STEP: "step", Op.STEP_SOME: "step", Op.RESET: "reset", Op.RESET_SOME: "reset", Op.REBUILD_SOME: "reset",
     Op.CALL: "call", Op.SET_ATTR: "set_attr", Op.EXEC: "exec_func", Op.CLOSE: "close", Op.SET_NEXT: "set_next_options",
     Op.SAVE: "save", Op.PROVE: "save", Op.CHECK: "load", Op.LOAD: "load",
+    Op.FREEZE: "freeze",
 }  # fmt: skip
 
 _PHASES: Final = {"step": Phase.WAITING_STEP, "reset": Phase.WAITING_RESET}

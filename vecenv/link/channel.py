@@ -198,6 +198,11 @@ class WorkerEnd:
         poll.register(self._in, select.POLLIN)
         self.poll = poll.poll
 
+    def close(self) -> None:
+        """Close both ends here."""
+        os.close(self._in)
+        os.close(self._out)
+
     def send(self, word: int, seq: int, payload: bytes | None = None) -> None:
         """Send one message, however long the caller takes to read it.
 

@@ -61,6 +61,8 @@ class Op(IntEnum):
     CHECK = 13  # snapshots to be loaded: read them and refuse those that do not fit, but touch nothing ...
     LOAD = 14  # ... until all were found to fit
     TAKE = 15  # another row, and an episode to begin ahead of time: not answered, and may be sent twice
+    FREEZE = 21  # copy the worker; the copy waits ...
+    THAW = 22  # ... until it is to be copied again, for a row
 
 
 class Reply(IntEnum):

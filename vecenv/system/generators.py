@@ -602,7 +602,12 @@ def begin_worker(stream: bytes, key: tuple[int, ...]) -> Callable[[], None]:
         _process.users, _process.seen, _process.current = 1, None, _process.outside
         _process.release()
     _process.alone = True
-    numpy, python, torch = np.random.SeedSequence(int.from_bytes(stream, "little"), spawn_key=key).spawn(3)
+    return seed_process(np.random.SeedSequence(int.from_bytes(stream, "little"), spawn_key=key))
+
+
+def seed_process(sequence: np.random.SeedSequence) -> Callable[[], None]:
+    """Seed the generators of this process; what it returns seeds torch, once that is imported."""
+    numpy, python, torch = sequence.spawn(3)
     _NUMPY.set_bit_generator(type(_NUMPY.get_bit_generator())(numpy))
     random.seed(int.from_bytes(python.generate_state(8).tobytes(), "little"))
     seeds = [int(torch.generate_state(1, np.uint64)[0]) >> 1]

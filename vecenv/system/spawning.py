@@ -25,7 +25,7 @@ if sys.platform != "win32":
     import fcntl
 
 __all__ = [
-    "NO_GUARD", "Lifeline", "Variables", "WorkerEnv", "check_variables", "end_if_importing_main", "is_about_main",
+    "NO_GUARD", "Lifeline", "Variables", "WorkerEnv", "adopt", "check_variables", "end_if_importing_main", "is_about_main",
     "missing_guard", "require_processes", "spawn", "too_late", "variables_of", "why_no_processes",
 ]  # fmt: skip
 
@@ -250,7 +250,12 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_writers)
 
 
+_lifeline: list[int] = []
+"""In a process that was started: the descriptor of the lifeline, and that by which the kernel ends this process."""
+
+
 def _end_with_caller(reader: int) -> None:
+    _lifeline[:] = [reader]
     if not hasattr(fcntl, "F_SETSIG"):
         return
     try:
@@ -258,6 +263,7 @@ def _end_with_caller(reader: int) -> None:
         own = os.open(f"/proc/self/fd/{reader}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:  # a sandbox without /proc
         return
+    _lifeline.append(own)
     fcntl.fcntl(own, fcntl.F_SETOWN, -os.getpgrp() if os.getpgrp() == os.getpid() else os.getpid())
     fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
@@ -332,6 +338,16 @@ def _ctrl_c_blocked(method: str) -> contextlib.AbstractContextManager[None]:
 
         resource_tracker.ensure_running()  # which would let Ctrl-C in again if it was started with the process
     return blocked((signal.SIGINT,))
+
+
+def adopt(token: int) -> None:
+    """In a copy that a started process made of itself: a session, a mark and an end with the caller of its own."""
+    os.setsid()
+    reader, *own = _lifeline
+    for number in own:  # its signals are for the group of the original
+        os.close(number)
+    _end_with_caller(reader)
+    mark(token)
 
 
 def _run(lifeline: Descriptor, token: int, variables: Variables, target: Callable[..., None], args: tuple[Any, ...]) -> None:

@@ -20,6 +20,7 @@ import time
 from types import FrameType
 from typing import Any, Final
 
+from vecenv.system.copies import CopiedProcess
 from vecenv.system.descriptors import Descriptor, DescriptorOwner
 from vecenv.system.uninterrupted import Uninterrupted
 
@@ -90,7 +91,7 @@ class ProcessWatch:
                 if _is_gone(self._pid) and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
                     return None  # the kernel has reaped it, and the code is lost
                 time.sleep(0.001)
-            return code if code is None else int(code)
+            return None if code is None or code == CopiedProcess.LOST else int(code)
         return None
 
     def signal(self, number: int) -> None:
@@ -121,6 +122,18 @@ class BlackBox:
             self._file = owner.open(_unnamed_file)
         if _LINUX:  # so that what was read can be cut off, and the next stack begins at the beginning
             fcntl.fcntl(self._file.number, fcntl.F_SETFL, fcntl.fcntl(self._file.number, fcntl.F_GETFL) | os.O_APPEND)
+
+    @property
+    def number(self) -> int:
+        """Its descriptor."""
+        return self._file.number
+
+    @classmethod
+    def opened(cls, file: Descriptor) -> BlackBox:
+        """That of a process which another one has made a file for."""
+        box = cls.__new__(cls)
+        box._file = file
+        return box
 
     def arm(self, *, threads: bool) -> None:
         """In a worker: write stacks here on a fatal signal and on :data:`STACK_SIGNALS`.

@@ -14,7 +14,6 @@ from typing import Any
 import cloudpickle
 
 from vecenv.link.messages import Outcome
-from vecenv.system.generators import watch_by
 from vecenv.worker.keeping import SnapshotRows
 from vecenv.worker.threads import Said
 
@@ -55,11 +54,6 @@ class SpareRows(SnapshotRows):
     _kept: tuple[int, Said] | None = None
     """The seed of an episode that was begun and not asked for, and what its reset gave."""
 
-    @property
-    def env_fns(self) -> Sequence[Callable[[], Any]]:
-        """What builds the environment."""
-        return self._env_fns
-
     def set_attr(self, seq: int, name: str, values: Sequence[Any]) -> Outcome:
         outcome = super().set_attr(seq, name, values)
         if self.envs[0] is None or not outcome.failures:  # one that failed has it when it is built anew
@@ -68,21 +62,12 @@ class SpareRows(SnapshotRows):
                     env_fn.keep(name, values[0])
         return outcome
 
-    def follow(self, before: SpareRows) -> None:
-        """Take over the environment, which had another row before."""
-        self.envs, self.forked, self._used = before.envs, before.forked, before._used
-        self._latest, self._kept = before._latest, before._kept
-        self.generators = before.generators
-        watch_by(self.saw)
-        env = self.envs[0]
-        if env is None:
-            self._steps[0] = self._step_failed(0)
-        else:
-            self._steps[0] = env.step
-            self._offer(0, env)
+    def follow(self, before: SnapshotRows) -> None:
+        super().follow(before)
+        if isinstance(before, SpareRows):
+            self._latest, self._kept = before._latest, before._kept
         if self._kept is not None:
             self._steps[0] = self._step_by_kept
-        self._dirty = True  # infos of the one that had the row before
 
     def prepare(self, number: int, seed: int) -> None:
         """Begin an episode ahead of time, unless preparation ``number`` is the latest one."""

@@ -105,6 +105,11 @@ class Envs:
         self.warnings: list[tuple[str, str]] = []
 
     @property
+    def env_fns(self) -> list[Callable[[], gymnasium.Env[Any, Any]]]:
+        """What builds the environments."""
+        return self._env_fns
+
+    @property
     def span(self) -> str:
         """Which environments, in words."""
         return f"{self.first}-{self.first + self.count - 1}"

@@ -9,12 +9,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+from gymnasium.utils import seeding
+
 from vecenv.errors import NotRestorable, SnapshotMismatch, VecEnvError
 from vecenv.link.messages import Failure, Outcome
 from vecenv.state.capture import capture_state, layers_of, prepare_restore
 from vecenv.state.proof import prove
 from vecenv.state.snapshots import Row, Snapshot, kind_of
-from vecenv.system.generators import unwatched
+from vecenv.system.generators import seed_process, unwatched, watch_by
 from vecenv.system.uninterrupted import succeeds_when_repeated
 from vecenv.worker.rows import EnvRows
 
@@ -26,6 +29,28 @@ class SnapshotRows(EnvRows):
 
     _opened: dict[int, tuple[Callable[[], None], Snapshot]] | None = None
     """Of the rows that are about to be loaded: what fills them, and with what."""
+
+    def follow(self, before: SnapshotRows) -> None:
+        """Take over the environment of rows that have one, in this process."""
+        pending = before._is_pending(0)
+        self.envs, self.forked, self._used, self._next = before.envs, before.forked, before._used, before._next
+        self.generators = before.generators
+        watch_by(self.saw)
+        env = self.envs[0]
+        if env is None:
+            self._steps[0] = self._step_failed(0)
+        else:
+            self._steps[0] = self._first_step(0, pending)
+            self._offer(0, env)
+        self._dirty = True  # infos of the one that had the row before
+
+    def reseed(self, seed: int) -> None:
+        """Let the environment's generator, and those that it draws from in this process, begin anew."""
+        base = self._env(0).unwrapped
+        with self._turn(0, seed, begins=True):
+            base._np_random, base._np_random_seed = seeding.np_random(seed)
+        if self.generators is None:
+            seed_process(np.random.SeedSequence(seed))()
 
     def save(self, seq: int, ks: Sequence[int]) -> Outcome:
         """A :class:`~vecenv.state.snapshots.Snapshot` of each of the rows ``ks``, without its last observation."""

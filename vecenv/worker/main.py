@@ -30,8 +30,10 @@ from vecenv.link.env_fns import PackedEnvFns
 from vecenv.link.messages import PLAIN_OUTCOME, Failure, Op, Outcome, Reply, encode_outcome, pack_error
 from vecenv.link.observations import KEPT, Put, checked_value, tree_writer
 from vecenv.shm import Arena, Batch, Layout, fixed_tree
+from vecenv.system.copies import Uncopied, fork_twice, has_copies, open_of
 from vecenv.system.cores import Placement, SpinPolicy
 from vecenv.system.descendants import end_own
+from vecenv.system.descriptors import DescriptorOwner
 from vecenv.system.generators import GeneratorsOption, begin_worker, look_at_torch
 from vecenv.system.supervision import BlackBox, flush_output
 from vecenv.worker.ahead import SpareRows
@@ -196,8 +198,98 @@ def take_place(rows: SnapshotRows, plan: WorkerPlan, batch: Batch, place: int, n
     return rows
 
 
-def serve(channel: WorkerEnd, rows: SnapshotRows, patience: SpinPolicy, take: Callable[..., SnapshotRows]) -> bool:
-    """Answer messages until one says to close; true if every environment closed cleanly. ``take``: :func:`take_place`.
+@dataclass(slots=True)
+class CopyPlan:
+    """What a copy of a worker is given. Its files are those of the caller, which it opens for itself.
+
+    Attributes:
+        caller: The caller's pid.
+        reader, writer, box: Descriptors there: those of the worker's ends of its channel, and its black box.
+        token: What it is marked with.
+        row: Which row it has; ``None``: it waits.
+        placement: Where it sits.
+        seed: What its generators begin with anew; ``None``: they go on.
+    """
+
+    caller: int
+    reader: int
+    writer: int
+    box: int
+    token: int
+    row: int | None = None
+    placement: Placement | None = None
+    seed: int | None = None
+
+
+def freeze(rows: SnapshotRows, start: Start, channel: WorkerEnd, uncopied: Uncopied | None, plan: CopyPlan) -> Outcome:
+    """Copy this worker: the copy waits until it is copied in its turn, each time for a row that goes on from here."""
+    assert uncopied is not None
+    why = uncopied.why_not()
+    if not why and fork_twice(plan.token):
+        code = 1
+        try:
+            channel.close()
+            code = _wait_frozen(rows, start, plan)
+        finally:
+            os._exit(code)
+    return Outcome(results={rows.first: why})
+
+
+def _wait_frozen(rows: SnapshotRows, start: Start, plan: CopyPlan) -> int:
+    """A frozen copy's whole life; returns its exit code."""
+    channel = _opened(rows, start, plan)
+    channel.send(Reply.READY, 0, pickle.dumps(Ready(os.getpid(), [], [])))
+    while True:
+        try:
+            op, _, payload = channel.wait(patience)
+        except ChannelClosed:
+            return 0
+        if op == Op.CLOSE:
+            return 0
+        there = pickle.loads(payload or b"")
+        if fork_twice(there.token):
+            channel.close()
+            return _thawed(rows, start, there)
+
+
+def _opened(rows: SnapshotRows, start: Start, plan: CopyPlan) -> WorkerEnd:
+    """In a copy: its own channel and black box."""
+    rows.forked.clear()
+    box = DescriptorOwner(rows).open(open_of, plan.caller, plan.box, os.O_RDWR | os.O_APPEND)
+    start.black_box = BlackBox.opened(box)
+    start.black_box.arm(threads=False)
+    ends = Ends(open_of(plan.caller, plan.reader, os.O_RDONLY), open_of(plan.caller, plan.writer, os.O_WRONLY))
+    return WorkerEnd(ends, blocks=plan.placement is None or not plan.placement.spin)
+
+
+def _thawed(before: SnapshotRows, start: Start, plan: CopyPlan) -> int:
+    """The life of a copy that has a row; returns its exit code."""
+    assert plan.row is not None
+    assert plan.placement is not None
+    start.placement = plan.placement
+    channel = _opened(before, start, plan)
+    batch = start.plan.layout.view(start.arena.buffer)
+    rows = make_rows(before.env_fns, plan.row, plan.row, start.plan, batch)
+    rows.follow(before)
+    if plan.seed is not None:
+        rows.reseed(plan.seed)
+    return _live(start, channel, rows, Ready(os.getpid(), [], []), Uncopied())
+
+
+def serve(
+    channel: WorkerEnd,
+    rows: SnapshotRows,
+    patience: SpinPolicy,
+    take: Callable[..., SnapshotRows],
+    copy: Callable[[SnapshotRows, CopyPlan], Outcome],
+) -> bool:
+    """Answer messages until one says to close; true if every environment closed cleanly.
+
+    Args:
+        channel: Where they come from.
+        rows: The environments.
+        patience: How long to poll for the next one.
+        take, copy: :func:`take_place` and :func:`freeze`.
 
     Raises:
         ChannelClosed: The caller is gone.
@@ -224,6 +316,8 @@ def serve(channel: WorkerEnd, rows: SnapshotRows, patience: SpinPolicy, take: Ca
             rows = take(rows, *pickle.loads(payload or b""))
             step, actions = rows.step, rows.actions
             continue
+        elif op == Op.FREEZE:
+            outcome = copy(rows, pickle.loads(payload or b""))
         else:
             outcome = answer(rows, op, seq, _loader(payload))
         if os.getpid() != pid:  # a child that an environment forked has come back from step(): it is not the worker
@@ -251,6 +345,7 @@ def _loader(payload: bytes | None) -> Callable[[], Any]:
 
 def main(start: Start) -> None:
     """The body of a worker process."""
+    uncopied = None
     start.black_box.arm(threads=start.plan.env_threads > 1)
     gc.freeze()  # what came with the fork stays shared with the caller instead of being copied by the collector
     _limit_threads(start.plan.threads)
@@ -261,6 +356,7 @@ def main(start: Start) -> None:
         if isinstance(env_fns, PackedEnvFns):
             env_fns = start.env_fns = env_fns.load(start.first, "in its worker")  # their pickles are let go of
         batch = start.plan.layout.view(start.arena.buffer)
+        uncopied = Uncopied() if has_copies() else None
         rows = make_rows(env_fns, start.first, start.index, start.plan, batch)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=partial(rows.forked.append, True))
@@ -273,13 +369,24 @@ def main(start: Start) -> None:
         rows, failures, mismatches = None, [Failure(getattr(error, "env", start.first), error)], []
     for failure in failures:
         failure.error = pack_error(failure.error)
-    clean = False
-    abandoned = False
+    if code := _live(start, channel, rows, Ready(os.getpid(), failures, mismatches), uncopied):
+        raise SystemExit(code)
+
+
+def _live(
+    start: Start, channel: WorkerEnd, rows: SnapshotRows | None, ready: Ready, uncopied: Uncopied | None
+) -> int:
+    """Serve until the end, and leave nothing behind; returns the exit code. No ``rows``: they could not be built."""
+    clean = abandoned = False
     try:
-        channel.send(Reply.READY, 0, pickle.dumps(Ready(os.getpid(), failures, mismatches)))
+        channel.send(Reply.READY, 0, pickle.dumps(ready))
         if rows is not None:
+            batch = start.plan.layout.view(start.arena.buffer)
             patience = SpinPolicy(start.placement.spin, batch.no_spin_until, start.placement.cpus)
-            clean = serve(channel, rows, patience, lambda now, *sent: take_place(now, start.plan, batch, *sent))
+            clean = serve(
+                channel, rows, patience, lambda now, *sent: take_place(now, start.plan, batch, *sent),
+                lambda now, plan: freeze(now, start, channel, uncopied, plan),
+            )  # fmt: skip
     except ChannelClosed:  # the caller closed or died; no process is left to report to
         clean = abandoned = True
         if rows is not None:
@@ -291,8 +398,7 @@ def main(start: Start) -> None:
         end_own()
     if left_behind():  # an ordinary exit would wait for them
         os._exit(0 if clean else 1)
-    if not clean:
-        raise SystemExit(1)
+    return 0 if clean else 1
 
 
 def _limit_threads(threads: int | None) -> None:

@@ -1,0 +1,170 @@
+"""Copies of a process by ``fork``: what one needs to stand on its own, and why a process cannot be copied.
+
+A copy has the memory of the original, and shares its open files: that of a log, a socket, a pipe to a helper. Its threads are
+gone, with the locks that they held. So both are looked for before (:class:`Uncopied`).
+
+A copy is made by two forks, the first of which ends at once. So it is no child of the process that it was made in, where
+``os.wait()`` of an environment would meet it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+from vecenv.system.descriptors import DescriptorOwner
+from vecenv.system.spawning import adopt
+
+__all__ = ["CopiedProcess", "Uncopied", "fork_twice", "has_copies", "open_of"]
+
+_DEVICES: Final = ("/dev/nvidia", "/dev/dri", "/dev/kfd")
+_SHOWN: Final = 5
+
+
+def has_copies() -> bool:
+    """Whether processes can be copied on this system."""
+    return sys.platform.startswith("linux") and hasattr(os, "pidfd_open") and os.path.exists("/proc/self/fd")
+
+
+class Uncopied:
+    """Looks for what copies of this process would share, of all that was opened since it was made."""
+
+    def __init__(self) -> None:
+        self._known = set(_open_files().items())
+
+    def why_not(self) -> str:
+        """Why this process cannot be copied; empty: it can."""
+        if (threads := len(os.listdir("/proc/self/task"))) > 1:
+            return f"it has {threads} threads, and a copy has one"
+        shared = []
+        for number, what in _open_files().items():
+            if (number, what) in self._known:
+                continue
+            if what.startswith(_DEVICES):
+                return f"it uses a GPU ({what}), whose state is not in its memory"
+            if what.startswith(("socket:", "pipe:")) or (what.startswith("/") and _is_written(number)):
+                shared.append(what.removesuffix(" (deleted)"))
+        if not shared:
+            return ""
+        more = f" and {len(shared) - _SHOWN} more" if len(shared) > _SHOWN else ""
+        return f"copies would share what it has open for writing: {', '.join(shared[:_SHOWN])}{more}"
+
+
+def _open_files() -> dict[int, str]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return found
+
+
+def _is_written(number: int) -> bool:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/self/fdinfo/{number}").read_text().splitlines():
+            if line.startswith("flags:"):
+                return int(line.split()[1], 8) & os.O_ACCMODE != os.O_RDONLY
+    return False
+
+
+def open_of(pid: int, number: int, flags: int) -> int:
+    """Open a file that another process of this user has open, for oneself."""
+    return os.open(f"/proc/{pid}/fd/{number}", flags | os.O_CLOEXEC)
+
+
+def fork_twice(token: int) -> bool:
+    """Copy this process. True in the copy, which has a session of its own and ends with the caller.
+
+    Args:
+        token: What the copy is marked with, see :mod:`vecenv.system.descendants`.
+    """
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        return False
+    try:
+        if os.fork():
+            os._exit(0)
+    except BaseException:
+        os._exit(1)
+    adopt(token)
+    return True
+
+
+class CopiedProcess:
+    """A process that was forked by another one, with what is used of ``multiprocessing.Process``.
+
+    Its exit code is known only where this process adopts orphans, as the first one of a container does.
+
+    Args:
+        pid: It.
+        method: How the one was started that it is a copy of.
+        name: What it is called.
+        owner: Of its pidfd.
+    """
+
+    LOST: Final = 256
+    """The exit code of a process that has ended, where it is not known."""
+
+    daemon = True
+
+    def __init__(self, pid: int, method: str, name: str, owner: DescriptorOwner) -> None:
+        self.pid, self.name = pid, name
+        self._popen: Any = SimpleNamespace(method=method, returncode=None)
+        self._pidfd = owner.open(os.pidfd_open, pid)
+
+    def __repr__(self) -> str:
+        return f"<CopiedProcess name={self.name!r} pid={self.pid}>"
+
+    @property
+    def sentinel(self) -> int:
+        """Readable when it has ended."""
+        return self._pidfd.number
+
+    @property
+    def exitcode(self) -> int | None:
+        """``None``: it runs."""
+        if self._popen.returncode is None and self._has_ended(0.0):
+            code = self.LOST
+            with contextlib.suppress(ChildProcessError):
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                code = os.waitstatus_to_exitcode(status) if pid else code
+            self._popen.returncode = code
+        return self._popen.returncode  # type: ignore[no-any-return]
+
+    def _has_ended(self, seconds: float | None) -> bool:
+        if not self._pidfd:
+            return True
+        poll = select.poll()
+        poll.register(self._pidfd.number, select.POLLIN)
+        return bool(poll.poll(None if seconds is None else seconds * 1000))
+
+    def is_alive(self) -> bool:
+        """Whether it runs."""
+        return self.exitcode is None
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end."""
+        self._has_ended(timeout)
+
+    def terminate(self) -> None:
+        """Send it SIGTERM."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send it SIGKILL."""
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(OSError):
+            if self._pidfd:
+                signal.pidfd_send_signal(self._pidfd.number, number)
+
+    def close(self) -> None:
+        """It was seen to its end."""
+        self._pidfd.close()

@@ -752,10 +752,13 @@ class Calm(RuleBasedStateMachine):
     call = a_move("call", idle, name=st.sampled_from(CALLS), begin_only=st.booleans())
     save = a_move("save", idle, whole=st.booleans())
     load = a_move("load", lambda model: idle(model) and model.kept, which=st.integers(0, 2), ids=chosen(COUNT))
-    send = a_move("send", lambda model: model.pending is None and len(model.flying) < COUNT, ids=chosen(COUNT), numbers=NUMBERS)
-    recv = a_move(
-        "recv", lambda model: len(model.flying) >= BATCH or (model.pending or " ")[0] == "reset", timeout=st.sampled_from(POLLS)
+    send = a_move(
+        "send", lambda model: model.pending is None and len(model.flying) < COUNT, ids=chosen(COUNT), numbers=NUMBERS
     )
+    recv = a_move(
+        "recv", lambda model: len(model.flying) >= BATCH or (model.pending or " ")[0] == "reset",
+        timeout=st.sampled_from(POLLS),
+    )  # fmt: skip
     environments_fail = a_move("go_wrong", may_fail, numbers=WRONG)
     a_worker_is_killed = a_move("die", may_kill, which=WORKER, discovered=st.sampled_from(DISCOVERED))
     a_worker_is_killed_at_work = a_move("die_at_work", may_kill, which=WORKER, abandoned=st.just(False))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vecenv import state as state
     from vecenv import testing as testing
     from vecenv import wrappers as wrappers
+    from vecenv.engine.frozen import Frozen as Frozen
     from vecenv.engine.vector_env import AsyncVectorEnv as AsyncVectorEnv
     from vecenv.evaluating.episodes import Episode as Episode
     from vecenv.evaluating.episodes import EpisodeResult as EpisodeResult
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
     from vecenv.tools.watch import write_video as write_video
 
 __all__ = [
-    "AsyncVectorEnv", "Episode", "EpisodeResult", "Plan", "__version__", "errors", "evaluate", "install", "make_vec", "plan",
-    "register", "render_grid", "share", "uninstall", "write_video",
+    "AsyncVectorEnv", "Episode", "EpisodeResult", "Frozen", "Plan", "__version__", "errors", "evaluate", "install",
+    "make_vec", "plan", "register", "render_grid", "share", "uninstall", "write_video",
 ]  # fmt: skip
 
 _LAZY: dict[str, str] = {
@@ -43,6 +44,7 @@ _LAZY: dict[str, str] = {
     "AsyncVectorEnv": "vecenv.engine.vector_env:AsyncVectorEnv",
     "Episode": "vecenv.evaluating.episodes:Episode",
     "EpisodeResult": "vecenv.evaluating.episodes:EpisodeResult",
+    "Frozen": "vecenv.engine.frozen:Frozen",
     "MultiAgentVecEnv": "vecenv.multi_agent:MultiAgentVecEnv",
     "Plan": "vecenv.planning.plan:Plan",
     "adapters": "vecenv.adapters:",

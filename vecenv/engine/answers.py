@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 from typing import Any, NoReturn, TypeAlias
@@ -73,6 +74,7 @@ class Answers(PendingRequests):
     mode: AutoresetMode
     proved: frozenset[Kind] = frozenset()
     steps_before: int = 0
+    frozen: weakref.WeakSet[Any]
     _infos: InfoReader
 
     def finish(self, request: Request, deadline: float | None) -> tuple[Result, Exception | None] | None:

@@ -12,7 +12,9 @@ is to be afterwards (``next_pending``); the guard puts that in place when it han
 from __future__ import annotations
 
 import itertools
+import sys
 import time
+import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +23,7 @@ import numpy as np
 from gymnasium import logger
 from gymnasium.error import AlreadyPendingCallError
 
-from vecenv.engine import saving
+from vecenv.engine import frozen, saving
 from vecenv.engine.actions import ActionStage
 from vecenv.engine.calls import Calls
 from vecenv.engine.handles import CallerWorker, ProcessWorker
@@ -37,6 +39,7 @@ from vecenv.link.messages import Definition, Failure, Op, PackedError, summary
 from vecenv.link.observations import Store
 from vecenv.shm import Arena, Batch, Layout
 from vecenv.shm.layout import Array
+from vecenv.system.copies import has_copies
 from vecenv.system.cores import placements
 from vecenv.worker.main import WorkerPlan, make_rows
 
@@ -86,6 +89,7 @@ class Engine(Calls):
         self.ledger = Ledger()
         self.failed = self.ledger.failed
         self.said = {}
+        self.frozen: weakref.WeakSet[frozen.Frozen] = weakref.WeakSet()
         self.card: Any = None  # the file that `vecenv top` reads, where there is one
         self.stage: ActionStage
         super().__init__(self.num_envs)
@@ -103,6 +107,7 @@ class Engine(Calls):
         )  # fmt: skip
         try:
             self._start(env_fns, plan, num_workers, caller_share)
+            self.why_not = {**self.why_not, "freezing": self._why_not_frozen()}
         except BaseException:
             self.pool.close(0.0, terminate=True)
             self.pool.release()
@@ -158,8 +163,18 @@ class Engine(Calls):
         plain = not self.layout.spares
         return Capabilities(
             self.backend, first_ready=plain, restarts=self.policy.restart, snapshots=plain, spare_workers=not plain,
-            in_this_process=self.pool.own is not None,
+            in_this_process=self.pool.own is not None, freezing=not self.why_not["freezing"],
         )  # fmt: skip
+
+    def _why_not_frozen(self) -> str:
+        """Why environments cannot be frozen; empty: they can."""
+        if not has_copies():
+            return f"it needs Linux, pidfds and /proc, and this system is {sys.platform}"
+        if self.layout.spares:
+            return "spare workers change their rows"
+        if not self.pool.processes or len(self.pool.processes) < self.num_envs:
+            return "each environment has to have a process of its own: give num_workers=None"
+        return ""
 
     # -- asking -----------------------------------------------------------------------------------------------------
 
@@ -440,14 +455,22 @@ class Engine(Calls):
             "errors": float(len(self.ledger.errors)),
             "bytes_pickled": float(sum(w.channel.bytes_pickled for w in self.pool.workers if isinstance(w, ProcessWorker))),
             "in_flight": float(self.outstanding.rows),
+            **self._figures_of_frozen(),
         }
 
+    def _figures_of_frozen(self) -> dict[str, float]:
+        copies = [copy for copy in self.frozen if not copy.closed]
+        return {"frozen": float(len(copies)), "frozen_bytes": float(sum(copy.bytes for copy in copies))} if copies else {}
+
+    freeze, thaw = frozen.freeze, frozen.thaw
     save, load, state_dict, load_state_dict = saving.save, saving.load, saving.state_dict, saving.load_state_dict
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def shut(self, timeout: float, *, terminate: bool) -> None:
         """End the workers; what environments raised in their own ``close`` is said as warnings. It can be called again."""
+        for copy in list(self.frozen):
+            copy.close()
         self.pool.close(timeout, terminate=terminate)
         said = self.pool.failures_in_close
         while said:

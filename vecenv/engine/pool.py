@@ -35,15 +35,19 @@ from vecenv.engine.processes import (
 from vecenv.engine.watchdog import Watchdog
 from vecenv.front.deadlines import deadline_of, milliseconds
 from vecenv.front.guard import left_in_a_fork
+from vecenv.link.channel import CallerEnd
 from vecenv.link.messages import Failure, Op, Reply, pack_head
 from vecenv.shm import Arena, Batch
-from vecenv.system.cores import SpinPolicy
+from vecenv.system.cores import Placement, SpinPolicy
 from vecenv.system.descendants import end_marked
 from vecenv.system.descriptors import DescriptorOwner
 from vecenv.system.supervision import SLICE_MS
 from vecenv.worker.main import Ready, WorkerPlan
 
 __all__ = ["HEAD_START", "PoolOptions", "Sender", "WorkerPool"]
+
+CLOSE_SECONDS: Final = 2.0
+"""For the environment whose place another one takes."""
 
 HEAD_START: Final = 20.0
 """Milliseconds without progress in which a worker may take in a message longer than its pipe."""
@@ -274,6 +278,34 @@ class WorkerPool:
             raise
         self.replaced += 1
         return ready
+
+    # -- copies of workers (:mod:`vecenv.engine.frozen`) ------------------------------------------------------------
+
+    def for_copies(self) -> tuple[DescriptorOwner, weakref.WeakSet[CallerEnd]]:
+        """An owner for the descriptors of one, and where to note its channel."""
+        return self._resources.holdings.child(), self._resources.channels
+
+    def placement_of(self, index: int) -> Placement:
+        """Where a worker sits."""
+        placements = self._options.placements
+        return placements[index] if index < len(placements) else Placement()
+
+    def name_of(self, index: int) -> str:
+        """What the process of a worker is called."""
+        return f"Worker<{self._options.name}>-{index}"
+
+    def take_over(self, new: Sequence[ProcessWorker]) -> None:
+        """Put workers that run in the places of those with the same rows, and end these."""
+        of_index = {worker.index: worker for worker in new}
+        old = [worker for worker in self.processes if worker.index in of_index]
+        for worker in new:
+            worker.starting = False
+            self._resources.processes.append(worker.process)
+        self.set_workers([of_index.get(worker.index, worker) for worker in self.workers])
+        end(old, CLOSE_SECONDS, terminate=False)
+        for worker in old:
+            worker.release()
+            self._resources.forget_process(worker.process)
 
     # -- asking -----------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ class Capabilities:
         row_options: A sequence of options, one for each row.
         restarts: ``on_failure="restart"``.
         snapshots: ``save``, ``load``, ``state_dict``, ``load_state_dict``.
+        freezing: ``freeze``, ``thaw``.
         spare_workers: The next episodes of rows are begun ahead of time.
         in_this_process: Environments are stepped by the calling process.
         runs_jax: They run as JAX programs of the calling process.
@@ -42,6 +43,7 @@ class Capabilities:
     row_options: bool = True
     restarts: bool = False
     snapshots: bool = False
+    freezing: bool = False
     spare_workers: bool = False
     in_this_process: bool = False
     runs_jax: bool = False

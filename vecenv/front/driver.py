@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -70,10 +70,11 @@ class Driver:
         pending_error: The exception that is the answer being given; any other leaves the answer pending.
     """
 
-    why_not: ClassVar[Mapping[str, str]] = {
+    why_not: Mapping[str, str] = {
         "attributes": "its environments are no Python objects",
         "snapshots": "its environments are a library's own, which does not give their state away",
         "workers": "its environments are stepped by no worker processes",
+        "freezing": "its environments are stepped by no worker processes",
     }
     name = ""
     own_means = "its threads"

@@ -475,6 +475,54 @@ class VectorEnvBase(NotClosedUnasked, VectorEnv[ObsType, ActType, ArrayType], Ge
         self._driver.require_idle("load_state_dict")
         return self._driver.load_state_dict(state, [getattr(self, name) for name in _SPACES])
 
+    @exclusive
+    def freeze(self, env_id: Any = None) -> Any:
+        """Copy the processes of environments, whatever these are made of: C code, other libraries, generators.
+
+        A copy waits, on this machine and for this program, and takes the memory that it or the environment has written to
+        since: some MiB. On Linux, with one process per environment (``num_workers=None``).
+
+        Args:
+            env_id: Which environments, distinct indices; ``None``: all.
+
+        Returns:
+            A list of :class:`vecenv.Frozen`, for :meth:`thaw`.
+
+        Raises:
+            NotImplementedError: The backend or the system cannot (:attr:`capabilities`).
+            NotRestorable: A process has more than one thread, uses a GPU, or has sockets, pipes or files open that a copy
+                would share: says which environment and what.
+            EnvFailed: The worker of one of them is dead.
+            AlreadyPendingCallError: A call is pending, or environments are in flight.
+        """
+        self._need("freezing", "freeze")
+        rows = rows_of(env_id, self.num_envs)
+        self._driver.require_idle("freeze")
+        return self._driver.freeze(rows)
+
+    @exclusive
+    def thaw(self, frozen: Any, into: Any, *, reseed: bool = False) -> tuple[ObsType, dict[str, Any]]:
+        """Let environments go on from a frozen one, exactly as that would have.
+
+        Args:
+            frozen: What :meth:`freeze` of this vector environment gave. It can be thawed any number of times.
+            into: Which environments go on from there; their own end.
+            reseed: Each gets random numbers of its own; else all of them draw the same.
+
+        Returns:
+            Their observations and infos as of the freeze; of the infos, what does not travel by pickle.
+
+        Raises:
+            NotImplementedError: As of :meth:`freeze`.
+            ValueError: It is closed, or of another vector environment; indices that are out of range or twice.
+            WorkerDied: The copy has ended. Nothing was changed.
+            AlreadyPendingCallError: A call is pending, or environments are in flight.
+        """
+        self._need("freezing", "thaw")
+        rows = rows_of(into, self.num_envs)
+        self._driver.require_idle("thaw")
+        return self._driver.thaw(frozen, rows, reseed)  # type: ignore[no-any-return]
+
     # the second set of names
     reset_send, reset_fetch = reset_async, reset_wait
     step_send, step_fetch = step_async, step_wait

@@ -1,7 +1,7 @@
 """Copies of a process by ``fork``: what one needs to stand on its own, and why a process cannot be copied.
 
-A copy has the memory of the original, and shares its open files: that of a log, a socket, a pipe to a helper. Its threads are
-gone, with the locks that they held. So both are looked for before (:class:`Uncopied`).
+A copy has the memory of the original, and shares its open files: that of a log, a socket, a pipe to a helper. Its threads
+are gone, with the locks that they held. So both are looked for before (:class:`Uncopied`).
 
 A copy is made by two forks, the first of which ends at once. So it is no child of the process that it was made in, where
 ``os.wait()`` of an environment would meet it.
@@ -33,9 +33,14 @@ def has_copies() -> bool:
 
 
 class Uncopied:
-    """Looks for what copies of this process would share, of all that was opened since it was made."""
+    """Looks for what copies of this process would share, of all that was opened since it was made.
+
+    Attributes:
+        cpus: The cores of this process then, before it was bound to fewer.
+    """
 
     def __init__(self) -> None:
+        self.cpus = os.sched_getaffinity(0)
         self._known = set(_open_files().items())
 
     def why_not(self) -> str:

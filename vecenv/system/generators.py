@@ -37,6 +37,7 @@ __all__ = [
     "begin_worker",
     "install",
     "look_at_torch",
+    "seed_process",
     "stream_of_caller",
     "uninstall",
     "unwatch",

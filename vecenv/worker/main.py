@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from vecenv.errors import ObservationError
+from vecenv.errors import NotRestorable, ObservationError
 from vecenv.link.channel import ChannelClosed, Ends, WorkerEnd
 from vecenv.link.env_fns import PackedEnvFns
 from vecenv.link.messages import PLAIN_OUTCOME, Failure, Op, Outcome, Reply, encode_outcome, pack_error
@@ -228,17 +229,20 @@ def freeze(rows: SnapshotRows, start: Start, channel: WorkerEnd, uncopied: Uncop
     if not why and fork_twice(plan.token):
         code = 1
         try:
+            os.sched_setaffinity(0, uncopied.cpus)
             channel.close()
             code = _wait_frozen(rows, start, plan)
         finally:
             os._exit(code)
-    return Outcome(results={rows.first: why})
+    failures = [Failure(rows.first, NotRestorable(f"it cannot be frozen: {why}"), fatal=False)] if why else []
+    return Outcome(failures=failures)
 
 
 def _wait_frozen(rows: SnapshotRows, start: Start, plan: CopyPlan) -> int:
     """A frozen copy's whole life; returns its exit code."""
     channel = _opened(rows, start, plan)
     channel.send(Reply.READY, 0, pickle.dumps(Ready(os.getpid(), [], [])))
+    patience = SpinPolicy(0.0, np.zeros(1))
     while True:
         try:
             op, _, payload = channel.wait(patience)

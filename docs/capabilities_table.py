@@ -30,6 +30,7 @@ CALLS = {
     "`reset(options=[...])`, one dict per environment": "row_options",
     "`call`, `get_attr`, `set_attr`, `exec_func`": "attributes",
     "`save`, `load`, `state_dict`, `load_state_dict`": "snapshots",
+    "`freeze`, `thaw`": "freezing",
     '`on_failure="restart"`': "restarts",
     "`spare_workers=`, resets ahead of time": "spare_workers",
     "a crash of an environment leaves the program alone": "in_this_process",
@@ -41,11 +42,12 @@ def columns() -> dict[str, Capabilities]:
     """Backend -> what it can do at most."""
     pool = SimpleNamespace(own=None)
     engine = {"policy": SimpleNamespace(restart=True), "layout": SimpleNamespace(spares=0), "pool": pool}
+    here, there = {"freezing": ""}, {"freezing": "its environments are stepped by hosts"}
     workers: Any = Engine.__dict__["capabilities"].fget
     library: Any = native._Library.__dict__["capabilities"].fget
     return {
-        "process": replace(workers(SimpleNamespace(backend="process", **engine)), spare_workers=True),
-        "ray": workers(SimpleNamespace(backend="ray", **engine)),
+        "process": replace(workers(SimpleNamespace(backend="process", why_not=here, **engine)), spare_workers=True),
+        "ray": workers(SimpleNamespace(backend="ray", why_not=there, **engine)),
         "EnvPool": WholeBatchDriver.capabilities,
         "EnvPool, first-ready": FirstReadyDriver.capabilities,
         "EnvPool, players": FirstReadyDriver.capabilities,

@@ -54,6 +54,19 @@ def _leaves(tree: Any, found: list[Any]) -> None:
         found.append(tree)
 
 
+@call("`freeze`, `thaw`: one into others")
+def test_a_frozen_row_goes_on_in_others(backend: Backend, envs: Any, refusable: Any) -> None:
+    with refusable(envs, "freezing"):
+        envs.reset(seed=3)
+        [frozen] = envs.freeze([0])
+        seen = host(envs.thaw(frozen, [1, 3])[0])
+        pairs: list[Any] = []
+        _leaves(seen, pairs)
+        for leaf in pairs:
+            assert_identical(leaf[0], leaf[1])
+        envs.step(backend.actions(ROWS))
+
+
 @call("`state_dict`, `load_state_dict`")
 def test_all_of_it_is_one_dict(backend: Backend, envs: Any, refusable: Any) -> None:
     with refusable(envs, "snapshots"):

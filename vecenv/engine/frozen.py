@@ -111,7 +111,11 @@ class Frozen:
         env: The index of the environment that it is a copy of.
         observation: The last observation of that.
         info: What lay in shared memory of the latest info of that: numbers and arrays of keys that repeat.
+        method: How its process was started.
+        beside: What something around the vector environment knows of the environment.
     """
+
+    beside: Any = None
 
     def __init__(self, engine: Calls, row: int) -> None:
         self.env = row
@@ -119,15 +123,14 @@ class Frozen:
         self.info = engine._infos.one(row)
         worker = engine.pool.workers[row]
         assert isinstance(worker, ProcessWorker)
-        self._copy, self._worker = _Copy(engine.pool), worker
+        self._copy, self._watch, self.method = _Copy(engine.pool), worker.watch, str(worker.process._popen.method)
         self._engine = weakref.ref(engine)
         self._began = time.monotonic()
         weakref.finalize(self, self._copy.end)
 
     def begun(self) -> Frozen:
         """Once the copy is there."""
-        worker = self._worker
-        self._copy.await_ready(worker.process._popen.method, f"vecenv-frozen-{self.env}", worker.watch)
+        self._copy.await_ready(self.method, f"vecenv-frozen-{self.env}", self._watch)
         return self
 
     @property
@@ -207,7 +210,6 @@ def _frozen(engine: Calls, copies: dict[int, Frozen], *_: Any) -> list[Frozen]:
 def thaw(engine: Calls, frozen: Frozen, rows: list[int], reseed: bool) -> tuple[Any, dict[str, Any]]:
     """Let rows go on from a frozen copy; see :meth:`vecenv.AsyncVectorEnv.thaw`."""
     copy, watch = frozen.for_thaw(engine)
-    method = frozen._worker.process._popen.method
     seeds = np.random.SeedSequence().generate_state(len(rows)).tolist() if reseed else [None] * len(rows)
     new: list[_Copy] = []
     with Uninterrupted():
@@ -217,7 +219,7 @@ def thaw(engine: Calls, frozen: Frozen, rows: list[int], reseed: bool) -> tuple[
                 plan = new[-1].plan(row, engine.pool.placement_of(row), seed)
                 copy.channel.write(encode(Op.THAW, 1, pickle.dumps(plan)), [])
             for row, one in zip(rows, new, strict=True):
-                one.await_ready(method, f"{engine.pool.name_of(row)}", watch)
+                one.await_ready(frozen.method, engine.pool.name_of(row), watch)
         except BaseException as error:
             for one in new:
                 one.end()

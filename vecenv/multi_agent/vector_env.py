@@ -19,6 +19,7 @@ from gymnasium.error import ResetNeeded
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
+from vecenv.engine.frozen import Frozen
 from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import SnapshotMismatch
 from vecenv.front.arguments import ResetOptions, env_ids_of, rows_of
@@ -487,11 +488,26 @@ class MultiAgentVecEnv:
         self._set_agents(rows_of(None, self.num_envs), beside)
         return None if batch is None else batch["obs"]
 
-    def _with_agents(self, snapshots: Sequence[Snapshot], rows: Sequence[int]) -> tuple[Snapshot, ...]:
-        def of(row: int) -> Any:
-            return self._alive[row].copy(), bool(self._ended[row]), bool(self._begun[row]), self._masks.of_env(row)
+    def freeze(self, env_id: Any = None) -> list[Frozen]:
+        """Copy the processes of environments; see :meth:`vecenv.AsyncVectorEnv.freeze`."""
+        made: list[Frozen] = self._rows.freeze(env_id)
+        for frozen, row in zip(made, rows_of(env_id, self.num_envs), strict=True):
+            frozen.beside = self._known_of(row)
+        return made
 
-        return Snapshots(one.having(beside=of(row)) for one, row in zip(snapshots, rows, strict=True))
+    def thaw(self, frozen: Frozen, into: Any, *, reseed: bool = False) -> tuple[Any, dict[str, Any]]:
+        """Let environments go on from a frozen one; see :meth:`vecenv.AsyncVectorEnv.thaw`. There are no infos."""
+        batch, _ = self._rows.thaw(frozen, into, reseed=reseed)
+        rows = rows_of(into, self.num_envs)
+        self._set_agents(rows, [frozen.beside] * len(rows))
+        return batch["obs"], {}
+
+    def _known_of(self, row: int) -> Any:
+        """What is known of the agents of an environment beside its own state."""
+        return self._alive[row].copy(), bool(self._ended[row]), bool(self._begun[row]), self._masks.of_env(row)
+
+    def _with_agents(self, snapshots: Sequence[Snapshot], rows: Sequence[int]) -> tuple[Snapshot, ...]:
+        return Snapshots(one.having(beside=self._known_of(row)) for one, row in zip(snapshots, rows, strict=True))
 
     def _beside(self, snapshots: Any) -> list[Any]:
         """What is known of agents, of each snapshot; what is no snapshot is left to the engine to refuse."""

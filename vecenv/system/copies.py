@@ -45,7 +45,9 @@ class Uncopied:
 
     def why_not(self) -> str:
         """Why this process cannot be copied; empty: it can."""
-        if (threads := len(os.listdir("/proc/self/task"))) > 1:
+        if _threads() > 1:
+            _fork_in_vain()
+        if (threads := _threads()) > 1:
             return f"it has {threads} threads, and a copy has one"
         shared = []
         for number, what in _open_files().items():
@@ -59,6 +61,18 @@ class Uncopied:
             return ""
         more = f" and {len(shared) - _SHOWN} more" if len(shared) > _SHOWN else ""
         return f"copies would share what it has open for writing: {', '.join(shared[:_SHOWN])}{more}"
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _fork_in_vain() -> None:
+    """Libraries that can be forked, as OpenBLAS, end their threads before a fork, and begin new ones when they need them."""
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
 
 
 def _open_files() -> dict[int, str]:

@@ -64,6 +64,9 @@ class HostsEngine(Engine):
         self.mismatches = self._found
         self.recovery.remembered = _LastSent(self.store, self.layout.observations)
 
+    def _why_not_frozen(self) -> str:
+        return "its environments are stepped by hosts"
+
     def read(self, answers: Iterable[tuple[Worker, Answer]]) -> Result:
         listed = list(answers)
         result = super().read(listed)

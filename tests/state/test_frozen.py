@@ -1,0 +1,371 @@
+"""``freeze`` and ``thaw``: what was forked goes on exactly, is refused by name, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib.util
+import os
+import pickle
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import psutil
+import pytest
+from envs import counters
+from gymnasium.vector import AutoresetMode
+
+import vecenv
+from vecenv.errors import EnvFailed, NotRestorable, WorkerDied
+from vecenv.testing import assert_identical
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Hidden(gym.Env):
+    """Keeps its state in a generator function, which nothing can pickle; an episode has 23 steps."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float64)
+    action_space = gym.spaces.Discrete(3)
+
+    def _walk(self) -> Iterator[np.ndarray]:
+        at = self.np_random.normal(size=3)
+        while True:
+            action = yield at
+            at = at + (action or 0) + self.np_random.normal(size=3) + np.random.normal()
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        self._steps, self._run = 0, self._walk()
+        return next(self._run), {"at": 0}
+
+    def step(self, action: Any) -> Any:
+        self._steps += 1
+        at = self._run.send(int(action))  # type: ignore[attr-defined]
+        return at, float(at.sum()), self._steps % 23 == 0, False, {"at": self._steps}
+
+    def do(self, what: str) -> Any:
+        """Open something, or begin something."""
+        return getattr(self, f"_{what}")()
+
+    def _socket(self) -> None:
+        self.kept = socket.socketpair()
+
+    def _thread(self) -> None:
+        self.kept = threading.Thread(target=time.sleep, args=(1000,), daemon=True)
+        self.kept.start()
+
+    def _pipe(self) -> None:
+        self.kept = subprocess.Popen(["sleep", "1000"], stdin=subprocess.PIPE)
+
+    def _log(self) -> None:
+        self.kept = Path(os.environ["VECENV_TEST_LOG"]).open("w")  # noqa: SIM115 - it stays open
+
+    def _helper(self) -> int:
+        self.kept = subprocess.Popen(["sleep", "1000"], stdin=subprocess.DEVNULL)
+        return self.kept.pid
+
+    def _reading(self) -> None:
+        self.kept = Path(__file__).open()  # noqa: SIM115 - it stays open
+
+
+def hidden(count: int = 4, **how: Any) -> Any:
+    return closing(vecenv.AsyncVectorEnv([Hidden] * count, **how))
+
+
+def after(envs: Any, steps: int, rows: tuple[int, ...]) -> list[Any]:
+    """What each row says in steps of which all rows get the same action, drawn from one sequence."""
+    actions = envs.single_action_space
+    actions.seed(4)
+    said: list[Any] = [[] for _ in rows]
+    for _ in range(steps):
+        observations, rewards, over, cut, infos = envs.step(np.stack([actions.sample()] * envs.num_envs))
+        for row, kept in zip(rows, said, strict=True):
+            at = infos["at"][row] if "at" in infos else None
+            kept.append((observations[row].copy(), rewards[row], over[row], cut[row], at))
+    return said
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+@pytest.mark.parametrize("context", ["fork", "forkserver", "spawn"])
+def test_copies_go_on_as_the_original(context: str, mode: AutoresetMode) -> None:
+    with hidden(context=context, autoreset_mode=mode) as envs:
+        assert envs.capabilities.freezing
+        envs.reset(seed=5)
+        after(envs, 23, (0,))  # in next-step mode an automatic reset is due
+        [frozen] = envs.freeze([0])
+        with pytest.raises(NotRestorable):
+            envs.save([0])
+        first = envs.thaw(frozen, into=[1, 2, 3])
+        assert_identical(first[0], np.stack([frozen.observation] * 3))
+        said = after(envs, 60, (0, 1, 2, 3))
+        for other in said[1:]:
+            assert_identical(other, said[0])
+        envs.thaw(frozen, into=[0])  # the original, too, goes back
+        assert_identical(after(envs, 60, (0,)), said[:1])
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("CartPole-v1", {}), ("Ant-v5", {}), ("Humanoid-v5", {}), ("ALE/Pong-v5", {"repeat_action_probability": 0.25}),
+     ("LunarLander-v3", {}), ("BipedalWalker-v3", {})],
+)  # fmt: skip
+def test_real_environments_go_on_as_the_original(name: str, options: dict[str, Any]) -> None:
+    package = {"ALE/Pong-v5": "ale_py", "LunarLander-v3": "Box2D", "BipedalWalker-v3": "Box2D", "CartPole-v1": "numpy"}
+    if importlib.util.find_spec(wanted := package.get(name, "mujoco")) is None:
+        pytest.skip(f"{wanted} is not installed")
+    with closing(vecenv.AsyncVectorEnv([functools.partial(made, name, options)] * 3)) as envs:
+        envs.reset(seed=5)
+        after(envs, 20, (0,))
+        with envs.freeze([0])[0] as frozen:
+            envs.thaw(frozen, into=[1, 2])
+        said = after(envs, 200, (0, 1, 2))
+        for other in said[1:]:
+            assert_identical(other, said[0])
+
+
+def made(name: str, options: dict[str, Any]) -> Any:
+    if name.startswith("ALE/"):
+        import ale_py
+
+        gym.register_envs(ale_py)
+    return gym.make(name, **options)
+
+
+@pytest.mark.parametrize("generators", ["shared", "own"])
+def test_random_numbers_are_the_same_or_each_its_own(generators: Any) -> None:
+    with hidden(3, generators=generators) as envs:
+        envs.reset(seed=5)
+        [frozen] = envs.freeze([0])
+        envs.thaw(frozen, into=[1])
+        envs.thaw(frozen, into=[2], reseed=True)
+        original, same, other = after(envs, 20, (0, 1, 2))
+        assert_identical(same, original)
+        assert len({said[0][0] for said in (original[1], other[1])}) == 2
+
+
+def test_rows_that_failed_go_on() -> None:
+    with hidden(2, on_failure="raise") as envs:
+        envs.reset(seed=5)
+        [frozen] = envs.freeze([0])
+        os.kill(envs.processes[1].pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied):
+            envs.step(np.zeros(2, np.int64))
+        with pytest.raises(EnvFailed):
+            envs.freeze([1])
+        envs.thaw(frozen, into=[1, 0])
+        first, second = after(envs, 30, (0, 1))
+        assert_identical(second, first)
+
+
+def test_what_was_thawed_is_a_worker_as_any_other() -> None:
+    with hidden(2, on_failure="restart") as envs:
+        envs.reset(seed=5)
+        [frozen] = envs.freeze([0])
+        envs.thaw(frozen, into=[1])
+        worker = envs.processes[1]
+        assert psutil.pid_exists(worker.pid)
+        assert worker.is_alive()
+        helper = envs.call("do", "helper")[1]
+        envs.set_attr("mine", [1, 2])
+        assert envs.get_attr("mine") == (1, 2)
+        os.kill(worker.pid, signal.SIGKILL)
+        *_, truncated, infos = envs.step(np.zeros(2, np.int64))
+        assert truncated.tolist() == infos["restarted"].tolist() == [False, True]
+        assert not worker.is_alive()
+        assert not psutil.pid_exists(helper)
+        assert "killed" in str(envs.errors[0]) or "exit code is not known" in str(envs.errors[0])
+        envs.thaw(frozen, into=[1])
+        after(envs, 3, (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [("socket", r"copies would share what it has open for writing: socket:\[\d+\], socket:"), ("pipe", r"pipe:\[\d+\]"),
+     ("thread", "it has 2 threads, and a copy has one"), ("log", "for writing: .*frozen.log$"), ("reading", None)],
+)  # fmt: skip
+def test_what_cannot_be_copied_is_named(what: str, why: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VECENV_TEST_LOG", str(tmp_path / "frozen.log"))
+    with hidden(2) as envs:
+        envs.reset(seed=5)
+        envs.exec_func(lambda env: env.do(what), [1])
+        if why is None:
+            assert len(envs.freeze()) == 2
+            return
+        with pytest.raises(NotRestorable) as caught:
+            envs.freeze()
+        assert "cannot be frozen" in str(caught.value)
+        assert re.search(why, str(caught.value), re.MULTILINE), caught.value
+        assert "env 1" in "".join(getattr(caught.value, "__notes__", []))
+        assert envs.stats().get("frozen", 0.0) == 0.0
+        envs.step(np.zeros(2, np.int64))
+
+
+def test_where_it_cannot_be_done_the_capabilities_say_so() -> None:
+    for how in ({"num_workers": 1}, {"num_workers": 0}, {"use_caller": True}, {"spare_workers": 1}):
+        with closing(vecenv.AsyncVectorEnv(counters(1) * 2, **how)) as envs:
+            assert not envs.capabilities.freezing
+            for call in (lambda envs=envs: envs.freeze(), lambda envs=envs: envs.thaw(None, [0])):
+                with pytest.raises(NotImplementedError, match=r"AsyncVectorEnv cannot `(freeze|thaw)`: "):
+                    call()
+
+
+def test_copies_that_are_gone_are_refused() -> None:
+    with hidden(2) as envs, hidden(1) as others:
+        envs.reset(seed=5)
+        others.reset(seed=5)
+        killed, closed, used = *envs.freeze([0, 1]), *envs.freeze([0])
+        os.kill(killed.pid, signal.SIGKILL)
+        assert ends(killed.pid)
+        with pytest.raises(WorkerDied, match=r"the frozen copy of env 0 \(pid \d+\) has ended"):
+            envs.thaw(killed, into=[0])
+        closed.close()
+        closed.close()
+        with pytest.raises(ValueError, match=r"Frozen\(env 1, closed\) cannot be thawed"):
+            envs.thaw(closed, into=[0])
+        with pytest.raises(ValueError, match="another vector environment"):
+            others.thaw(used, into=[0])
+        with pytest.raises(ValueError, match="env_id"):
+            envs.thaw(used, into=[2])
+        with pytest.raises(TypeError, match="cannot be pickled"):
+            pickle.dumps(used)
+        envs.step_async(np.zeros(2, np.int64))
+        for call in (lambda: envs.thaw(used, [0]), lambda: envs.freeze([0])):
+            with pytest.raises(gym.error.AlreadyPendingCallError):
+                call()
+        envs.step_wait()
+        assert "MiB" in repr(used)
+    assert used.closed
+
+
+def test_figures_and_ends_of_copies() -> None:
+    with hidden(2) as envs:
+        envs.reset(seed=5)
+        copies = envs.freeze()
+        figures = envs.stats()
+        assert figures["frozen"] == 2.0
+        assert 2**16 < figures["frozen_bytes"] < 2**28
+        pids = [copy.pid for copy in copies]
+        del copies
+        gc.collect()
+        for pid in pids:
+            assert ends(pid)
+        [kept] = envs.freeze([0])
+    assert ends(kept.pid)
+
+
+def ends(pid: int) -> bool:
+    """Whether a process ends within seconds; what only waits to be reaped has ended."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@pytest.mark.parametrize("rounds", [50, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.timeout(1800)
+def test_many_copies_leave_nothing(rounds: int) -> None:
+    with hidden(2) as envs:
+        envs.reset(seed=5)
+        own = psutil.Process()
+        for number in range(rounds):
+            if number == 5:
+                before = own.num_fds(), own.memory_info().rss
+            [frozen] = envs.freeze([0])
+            if number % 10 == 0:
+                envs.thaw(frozen, into=[1])
+            frozen.close()
+        assert own.num_fds() == before[0]
+        assert own.memory_info().rss - before[1] < 30 * 2**20
+        after(envs, 3, (0,))
+
+
+PROGRAM = """
+    import sys, os, numpy as np
+    sys.path[:0] = {paths}
+    from test_frozen import Hidden
+    import vecenv
+
+    envs = vecenv.AsyncVectorEnv([Hidden] * 2)
+    envs.reset(seed=1)
+    print(*[worker.pid for worker in envs.processes], flush=True)
+    while True:
+        copies = envs.freeze()
+        print(*[copy.pid for copy in copies], flush=True)
+        envs.thaw(copies[0], into=[0, 1])
+        print(*[worker.pid for worker in envs.processes], flush=True)
+        copies[0].close()
+"""
+
+
+@pytest.mark.parametrize("times", [8, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.timeout(900)
+def test_a_caller_that_is_killed_leaves_nothing(times: int) -> None:
+    program = textwrap.dedent(PROGRAM).format(paths=sys.path)
+    chance = np.random.default_rng(7)
+    for _ in range(times):
+        command = [sys.executable, "-c", program]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        assert process.stdout is not None
+        seen = process.stdout.readline().split()
+        time.sleep(chance.uniform(0.0, 0.2))
+        process.kill()
+        seen += process.stdout.read().split()
+        process.wait()
+        process.stdout.close()
+        for pid in seen:
+            assert ends(int(pid))
+
+
+class Alarm(Exception):
+    pass
+
+
+@pytest.mark.parametrize("times", [40, pytest.param(2_000, marks=pytest.mark.slow)])
+@pytest.mark.timeout(900)
+def test_a_signal_handler_that_raises_loses_nothing(times: int) -> None:
+    def ring(*_: Any) -> None:
+        raise Alarm
+
+    before = signal.signal(signal.SIGALRM, ring)
+    chance = np.random.default_rng(3)
+    try:
+        with hidden(3) as envs:
+            envs.reset(seed=5)
+            [frozen] = envs.freeze([0])
+            wanted = after(envs, 5, (0,))
+            for _ in range(times):
+                copies = None
+                signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-4, 0.03))
+                try:
+                    copies = envs.freeze([0])
+                    envs.thaw(frozen, into=[0, 2])
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except Alarm:
+                    pass
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                if envs._phase.name == "WAITING_CALL":
+                    copies = envs.call_wait(timeout=20)
+                assert copies is None or copies[0].pid > 0
+                envs.thaw(frozen, into=[0])
+                assert_identical(after(envs, 5, (0,)), wanted)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

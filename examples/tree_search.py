@@ -2,11 +2,13 @@
 
     pip install -e . ale-py
     python examples/tree_search.py                       # ALE/Breakout-v5
-    python examples/tree_search.py CartPole-v1 --moves 40
+    python examples/tree_search.py CartPole-v1 --moves 40 --by snapshots,frozen,replay
+    python examples/tree_search.py LunarLander-v3 --by frozen,replay   # pip install box2d
 
 A node of the tree is a state of the game. To expand one, the environments of one vector environment are put there, each
 makes another move, and plays on at random for a while; what it gets is the value of its move. With snapshots "put there" is
-one ``envs.load(snapshot)``. Without, it is a reset and all moves since the beginning, again: the same states, and the same
+one ``envs.load(snapshot)``; with frozen copies, which work for games that keep their state in C, ``envs.thaw(frozen)``.
+Without, it is a reset and all moves since the beginning, again: the same states, and the same
 search move for move, as the game is deterministic here.
 """
 
@@ -80,6 +82,20 @@ class Snapshots(Games):
         return self.envs.save()
 
 
+class Frozen(Games):
+    """A place is a frozen copy of a game's process. Each is ended when its node is forgotten."""
+
+    def begin(self) -> Any:
+        self.envs.reset(seed=[self.seed] * self.envs.num_envs)
+        return self.envs.freeze([0])[0]
+
+    def put(self, place: Any) -> None:
+        self.envs.thaw(place, range(self.envs.num_envs))
+
+    def reached(self, place: Any) -> Any:
+        return self.envs.freeze()
+
+
 class Replay(Games):
     """A place is a list of moves."""
 
@@ -142,7 +158,7 @@ def play(games: Any, moves: int, expansions: int, horizon: int, seed: int) -> tu
     return made, score, time.perf_counter() - began
 
 
-def make(env_id: str, num_workers: int) -> Any:
+def make(env_id: str, num_workers: int | None) -> Any:
     """One environment for each move of the game."""
     options: dict[str, Any] = {}
     if env_id.startswith("ALE/"):
@@ -163,20 +179,27 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--moves", type=int, default=40, help="to make (default: %(default)s)")
     parser.add_argument("--expansions", type=int, default=16, help="of nodes, for each move (default: %(default)s)")
     parser.add_argument("--horizon", type=int, default=10, help="random moves after each (default: %(default)s)")
-    parser.add_argument("--num-workers", type=int, default=0, help="processes (default: %(default)s)")
+    parser.add_argument("--by", default="snapshots,replay", help="snapshots, frozen, replay (default: %(default)s)")
+    parser.add_argument("--num-workers", type=int, default=0, help="processes; frozen: one per game (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the game and of the search (default: %(default)s)")
     given = parser.parse_args(argv)
-    found = []
-    for kind in (Snapshots, Replay):
-        with closing(make(given.env_id, given.num_workers)) as envs:
-            games = kind(envs, given.seed)
+    kinds = {"snapshots": Snapshots, "frozen": Frozen, "replay": Replay}
+    if wrong := set(given.by.split(",")) - set(kinds):
+        parser.error(f"--by has {', '.join(sorted(wrong))}, wanted some of {', '.join(kinds)}")
+    found = {}
+    for name in given.by.split(","):
+        with closing(make(given.env_id, None if name == "frozen" else given.num_workers)) as envs:
+            games = kinds[name](envs, given.seed)
             made, score, seconds = play(games, given.moves, given.expansions, given.horizon, given.seed)
-        name = kind.__name__.lower()
         print(f"{name:10}{len(made)} moves, score {score:g}: {games.steps:,} steps of environments, {seconds:.2f} s")
-        found.append((made, games.steps, seconds))
-    (made, steps, seconds), (others_made, others_steps, others_seconds) = found
-    same = "the same moves" if made == others_made else "OTHER MOVES: the game is not deterministic"
-    print(f"{same}; snapshots: {others_steps / steps:.1f} times fewer steps, {others_seconds / seconds:.1f} times faster")
+        found[name] = made, games.steps, seconds
+    (first, (made, steps, seconds)), *others = found.items()
+    for other, (others_made, others_steps, others_seconds) in others:
+        same = "the same moves" if made == others_made else "OTHER MOVES: the game is not deterministic"
+        print(
+            f"{same}; {first} against {other}: {others_steps / steps:.1f} times fewer steps, "
+            f"{others_seconds / seconds:.1f} times faster"
+        )
 
 
 if __name__ == "__main__":

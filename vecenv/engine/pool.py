@@ -25,6 +25,7 @@ from vecenv.engine.pending import PendingRequests, Request, Worker, WorkerReques
 from vecenv.engine.processes import (
     PoolOptions,
     PoolResources,
+    ask_to_close,
     await_ready,
     end,
     end_unclosed,
@@ -46,8 +47,7 @@ from vecenv.worker.main import Ready, WorkerPlan
 
 __all__ = ["HEAD_START", "PoolOptions", "Sender", "WorkerPool"]
 
-CLOSE_SECONDS: Final = 2.0
-"""For the environment whose place another one takes."""
+_SEEN_OFF_TOGETHER: Final = 16  # to look for what environments started takes as long for one worker as for many
 
 HEAD_START: Final = 20.0
 """Milliseconds without progress in which a worker may take in a message longer than its pipe."""
@@ -190,6 +190,7 @@ class WorkerPool:
         self.failures_in_close: list[tuple[Failure, Worker]] = []
         self.time_waiting = 0.0
         self.replaced = 0  # how many workers were
+        self._leaving: list[ProcessWorker] = []  # their places are taken, and they are about to end
         self.batch = batch
         self._num_rows = len(batch.rewards)
         self.table = table
@@ -295,15 +296,25 @@ class WorkerPool:
         return f"Worker<{self._options.name}>-{index}"
 
     def take_over(self, new: Sequence[ProcessWorker]) -> None:
-        """Put workers that run in the places of those with the same rows, and end these."""
+        """Put workers that run in the places of those with the same rows, which close their environments meanwhile."""
         of_index = {worker.index: worker for worker in new}
         old = [worker for worker in self.processes if worker.index in of_index]
         for worker in new:
             worker.starting = False
             self._resources.processes.append(worker.process)
+        self._leaving += old
         self.set_workers([of_index.get(worker.index, worker) for worker in self.workers])
-        end(old, CLOSE_SECONDS, terminate=False)
         for worker in old:
+            ask_to_close(worker)
+        ended = [worker for worker in self._leaving if worker.watch.has_ended()]
+        if len(ended) >= _SEEN_OFF_TOGETHER or len(self._leaving) >= 4 * _SEEN_OFF_TOGETHER:
+            self._see_off(0.0)
+
+    def _see_off(self, timeout: float, *, terminate: bool = False) -> None:
+        """End the workers whose places others have taken, and what their environments started."""
+        leaving, self._leaving = self._leaving, []
+        end(leaving, timeout, terminate)
+        for worker in leaving:
             worker.release()
             self._resources.forget_process(worker.process)
 
@@ -563,6 +574,7 @@ class WorkerPool:
             return
         self.closing = True
         end(self._all_processes(), timeout, terminate, self.failures_in_close)
+        self._see_off(timeout, terminate=terminate)
         if self.own is not None:
             self.failures_in_close += [(failure, self.own) for failure in self.own.close().failures]
 

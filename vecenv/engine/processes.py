@@ -40,7 +40,7 @@ if sys.platform != "win32":
     import resource
 
 __all__ = [
-    "CLOSING", "DESCRIPTORS", "SPARE_DESCRIPTORS", "PoolOptions", "PoolResources", "await_ready", "end",
+    "CLOSING", "DESCRIPTORS", "SPARE_DESCRIPTORS", "PoolOptions", "PoolResources", "ask_to_close", "await_ready", "end",
     "end_unclosed", "launch", "preload", "require_descriptors",
 ]  # fmt: skip
 
@@ -265,7 +265,7 @@ def end(
         deadline = time.monotonic() + _TERM_GRACE
     else:
         for worker in alive:
-            _ask(worker)
+            ask_to_close(worker)
     patient = [worker for worker in alive if not worker.is_stopped()]
     _wait_for_ends(patient, deadline, failures)
     if not terminate:
@@ -312,7 +312,7 @@ def _may_be_there(pid: int) -> bool:
     return os.path.exists(f"/proc/{pid}") or not os.path.exists("/proc/self")
 
 
-def _ask(worker: ProcessWorker) -> None:
+def ask_to_close(worker: ProcessWorker) -> None:
     """Ask a worker to close its environments; heard after what it is busy with. Once, whatever interrupts it."""
     if worker.asked_to_close or worker.channel.closed:
         return

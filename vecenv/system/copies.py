@@ -55,6 +55,8 @@ class Uncopied:
                 continue
             if what.startswith(_DEVICES):
                 return f"it uses a GPU ({what}), whose state is not in its memory"
+            if what.startswith("/memfd:") and not _is_shared(what):  # a library that was loaded from there
+                continue
             if what.startswith(("socket:", "pipe:")) or (what.startswith("/") and _is_written(number)):
                 shared.append(what.removesuffix(" (deleted)"))
         if not shared:
@@ -89,6 +91,13 @@ def _is_written(number: int) -> bool:
             if line.startswith("flags:"):
                 return int(line.split()[1], 8) & os.O_ACCMODE != os.O_RDONLY
     return False
+
+
+def _is_shared(file: str) -> bool:
+    """Whether a file is memory that this process shares with what else has it open."""
+    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
+        return any(line.split()[1].endswith("s") and line.rstrip().endswith(file) for line in maps)
+    return True
 
 
 def open_of(pid: int, number: int, flags: int) -> int:

@@ -1,0 +1,418 @@
+"""What Gymnasium's documentation promises of a vector environment, as short programs that any engine can be asked.
+
+Each check is a function of open environments, whose body is the program that shows what is broken. ``vecenv conform`` runs
+them (:mod:`vecenv.tools.conform`). Those that get :class:`Told` environments know what has to come back, to the last bit;
+the others are for engines that bring their own environments.
+
+Facts about bugs come from the threads that each check names.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_space
+
+__all__ = ["CHECKS", "COUNT", "Check", "Told", "program", "stepped", "told"]
+
+COUNT: Final = 3
+"""Environments that a check gets."""
+
+_VECTOR: Final = "https://gymnasium.farama.org/api/vector/"
+_MODES: Final = "https://farama.org/Vector-Autoreset-Mode"
+_ENV: Final = "https://gymnasium.farama.org/api/env/"
+EVERY: Final = tuple(AutoresetMode)
+NEXT, SAME, NEVER = (AutoresetMode.NEXT_STEP,), (AutoresetMode.SAME_STEP,), (AutoresetMode.DISABLED,)
+
+
+class Told(gymnasium.Env[Any, Any]):
+    """Tells what it was told: its observation is (latest seed or -1, episode, step, latest action).
+
+    The reward is 100 times the episode plus the step. Episodes end by termination, truncation, or both, in turn. Within an
+    episode it returns the same array and the same dict every time, as many environments do. It fails in the first step of an
+    episode whose options are ``{"given": -1}``.
+
+    Args:
+        length: Steps of an episode.
+    """
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (4,), np.float64)
+    action_space = gymnasium.spaces.Discrete(9)
+    resets = 0
+
+    def __init__(self, length: int = 3) -> None:
+        self.length = length
+        self.told = np.array([-1.0, -1.0, 0.0, -1.0])
+        self.info: dict[str, Any] = {}
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.resets += 1
+        self.told[:] = (-1 if seed is None else seed), self.told[1] + 1, 0, -1
+        self.info.clear()
+        self.given = (options or {}).get("given")
+        self.info.update({"begins": int(self.told[1])} | ({} if self.given is None else {"given": self.given}))
+        return self.told, self.info
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.told[2:] = self.told[2] + 1, action
+        _, episode, at, _ = self.told
+        over = at == self.length
+        self.info.clear()
+        self.info.update({"at": int(at)} | ({"odd": True} if at % 2 else {}))
+        if self.given == -1:
+            raise ValueError("told to fail")
+        ends, cut = ((True, False), (False, True), (True, True))[int(episode) % 3]
+        told, info = (self.told.copy(), self.info.copy()) if over else (self.told, self.info)
+        return told, float(100 * episode + at), bool(over and ends), bool(over and cut), info
+
+
+class _Maker:
+    """Builds :class:`Told`; it can be pickled."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self) -> Told:
+        return Told(self.length)
+
+    def __repr__(self) -> str:
+        return f"lambda: Told({self.length})"
+
+
+def told(count: int = COUNT) -> list[Callable[[], Told]]:
+    """Functions that build environments whose episodes have 3, 4, 5 ... steps."""
+    return [_Maker(3 + index) for index in range(count)]
+
+
+def stepped(envs: Any, actions: Any) -> Any:
+    """A step; where autoreset is disabled, the environments that ended are reset after it."""
+    answer = envs.step(actions)
+    if (over := answer[2] | answer[3]).any() and envs.metadata.get("autoreset_mode") == AutoresetMode.DISABLED:
+        envs.reset(options={"reset_mask": over})
+    return answer
+
+
+@dataclass(frozen=True)
+class Check:
+    """One promise.
+
+    Attributes:
+        name: It, in a few words.
+        run: Takes the environments, and a second engine like the first where it has two arguments; raises where the promise
+            is broken.
+        modes: Autoreset modes that it is about.
+        about: What is documented, and where.
+        known: Threads about engines that broke it.
+        fault: It is about environments that fail.
+    """
+
+    name: str
+    run: Callable[..., None]
+    modes: tuple[AutoresetMode, ...]
+    about: str
+    known: str
+    fault: bool
+
+    @property
+    def needs_told(self) -> bool:
+        """It gets :class:`Told` environments, and knows what must come back."""
+        return next(iter(inspect.signature(self.run).parameters)) == "envs"
+
+    @property
+    def engines(self) -> int:
+        """How many it compares."""
+        return len(inspect.signature(self.run).parameters)
+
+
+CHECKS: list[Check] = []
+
+
+def _check(
+    name: str, about: str, modes: tuple[AutoresetMode, ...] = EVERY, known: str = "", *, fault: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    def add(run: Callable[..., None]) -> Callable[..., None]:
+        CHECKS.append(Check(name, run, modes, about, known, fault))
+        return run
+
+    return add
+
+
+def program(check: Check, engine: str, mode: AutoresetMode) -> str:
+    """The program that shows what is broken, to be run by itself."""
+    module, _, name = engine.partition(":")
+    lines = inspect.getsource(check.run).splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("def ")) + 1
+    body = textwrap.dedent("\n".join(lines[first:]))
+    first_name, *others = inspect.signature(check.run).parameters
+    given = f"told({COUNT})" if check.needs_told else str(COUNT)
+    built = f"{name}({given}, autoreset_mode={mode})"
+    opened = "\n".join(f"{each} = {built}" for each in (first_name, *others))
+    return (
+        f"import copy\nimport numpy as np\nfrom gymnasium.vector import AutoresetMode\nfrom {module} import {name}\n"
+        f"from vecenv.testing.conformity import *\n\n{opened}\n{body}\n"
+    )
+
+
+# -- any engine -----------------------------------------------------------------------------------------------------------
+
+
+@_check("spaces are batched", f"`observation_space` and `action_space` are batches of the single ones: {_VECTOR}")
+def spaces(any_envs: Any) -> None:
+    assert any_envs.observation_space == batch_space(any_envs.single_observation_space, any_envs.num_envs)
+    assert any_envs.action_space == batch_space(any_envs.single_action_space, any_envs.num_envs)
+
+
+@_check("metadata names the mode", f"`metadata['autoreset_mode']` is the mode: {_MODES}", known="Gymnasium#1526")
+def metadata(any_envs: Any, mode: Any) -> None:
+    assert any_envs.metadata["autoreset_mode"] == mode, any_envs.metadata.get("autoreset_mode")
+
+
+@_check("reset: observations and infos", f"`reset` returns a batch of observations and a dict: {_VECTOR}")
+def reset_returns(any_envs: Any) -> None:
+    observations, infos = any_envs.reset(seed=1)
+    assert observations in any_envs.observation_space, "the observations are not in observation_space"
+    assert isinstance(infos, dict), type(infos)
+
+
+@_check("step: five values, float64 and bool", f"rewards are float64, flags bool, one for each environment: {_VECTOR}")
+def step_returns(any_envs: Any) -> None:
+    any_envs.reset(seed=1)
+    observations, *numbers, infos = any_envs.step(any_envs.action_space.sample())
+    assert observations in any_envs.observation_space, "the observations are not in observation_space"
+    for name, array, kind in zip(("rewards", "terminations", "truncations"), numbers, (float, bool, bool), strict=True):
+        assert (array.dtype, array.shape) == (np.dtype(kind), (any_envs.num_envs,)), f"{name}: {array.dtype} {array.shape}"
+    assert isinstance(infos, dict), type(infos)
+
+
+@_check("arrays of a step stay as they were", f"with `copy=True` observations are fresh at every step: {_VECTOR}",
+        known="EnvPool#33")  # fmt: skip
+def fresh_arrays(any_envs: Any) -> None:
+    any_envs.reset(seed=1)
+    kept = [any_envs.step(any_envs.action_space.sample())[:4] for _ in range(2)]
+    before = copy.deepcopy(kept)
+    any_envs.step(any_envs.action_space.sample())
+    for one, other in zip(kept, before, strict=True):
+        for name, mine, was in zip(("observations", "rewards", "terminations", "truncations"), one, other, strict=True):
+            np.testing.assert_equal(mine, was, err_msg=f"{name} of an earlier step changed")
+
+
+@_check("every info has a mask", f"each key of infos has a bool mask `_key`: {_VECTOR}", known="ALE#614")
+def masks(any_envs: Any) -> None:
+    infos = [any_envs.reset(seed=1)[1]] + [stepped(any_envs, any_envs.action_space.sample())[4] for _ in range(5)]
+    for key in [key for info in infos for key in info if not str(key).startswith("_")]:
+        for info in [info for info in infos if key in info]:
+            assert np.shape(info.get(f"_{key}")) == (any_envs.num_envs,), f"{key!r} has no mask"
+
+
+@_check("the same seed, the same trajectory", f"a seed makes a reset deterministic: {_ENV}#gymnasium.Env.reset")
+def same_seed(any_envs: Any, twin: Any) -> None:
+    np.testing.assert_equal(any_envs.reset(seed=5)[0], twin.reset(seed=5)[0])
+    any_envs.action_space.seed(1)
+    for _ in range(20):
+        actions = any_envs.action_space.sample()
+        for mine, other in zip(stepped(any_envs, actions)[:4], stepped(twin, actions)[:4], strict=True):
+            np.testing.assert_equal(mine, other)
+
+
+@_check("an int seeds environment i by seed + i", f"an int is that seed, the next, and so on: {_VECTOR}")
+def consecutive_seeds(any_envs: Any, twin: Any) -> None:
+    mine, other = any_envs.reset(seed=5)[0], twin.reset(seed=[5 + i for i in range(any_envs.num_envs)])[0]
+    np.testing.assert_equal(mine, other)
+
+
+@_check("a masked reset leaves the others alone",
+        f"`options['reset_mask']` resets only those: {_MODES}", known="ALE#673, #676")  # fmt: skip
+def masked_reset(any_envs: Any) -> None:
+    any_envs.reset(seed=1)
+    before = copy.deepcopy(any_envs.step(any_envs.action_space.sample())[0])
+    after = any_envs.reset(options={"reset_mask": np.array([True] + [False] * (any_envs.num_envs - 1))})[0]
+    np.testing.assert_equal(np.asarray(after)[1:], np.asarray(before)[1:])
+
+
+@_check("a wrong number of actions is refused", f"`actions` is an element of `action_space`: {_VECTOR}")
+def wrong_actions(any_envs: Any) -> None:
+    any_envs.reset(seed=1)
+    try:
+        any_envs.step(batch_space(any_envs.single_action_space, any_envs.num_envs + 1).sample())
+    except Exception:
+        return
+    raise AssertionError(f"{any_envs.num_envs + 1} actions were taken for {any_envs.num_envs} environments")
+
+
+@_check("close may be called twice", f"`close` of one that is closed does nothing: {_VECTOR}")
+def closing(any_envs: Any) -> None:
+    any_envs.reset(seed=1)
+    any_envs.close()
+    any_envs.close()
+
+
+# -- engines that step environments of one's own ------------------------------------------------------------------------
+
+
+@_check("seeds reach each environment",
+        f"each environment is reset with its own seed, and without one where there is none: {_VECTOR}",
+        known="SB3#1790")  # fmt: skip
+def seeds(envs: Any) -> None:
+    assert envs.reset(seed=[7, None, 3])[0][:, 0].tolist() == [7, -1, 3]
+    assert envs.reset(seed=4)[0][:, 0].tolist() == [4, 5, 6]
+    assert envs.reset()[0][:, 0].tolist() == [-1, -1, -1]
+
+
+@_check("options reach each environment", f"`options` go to every environment's reset: {_VECTOR}")
+def options(envs: Any) -> None:
+    assert envs.reset(options={"given": 3})[1]["given"].tolist() == [3, 3, 3]
+
+
+@_check("actions and rewards are of this step",
+        f"row i of what `step` returns is what environment i said to action i: {_VECTOR}",
+        known="openai/baselines#915")  # fmt: skip
+def this_step(envs: Any) -> None:
+    envs.reset(seed=1)
+    for at in (1, 2):
+        observations, rewards, *_ = envs.step(np.array([at, at + 1, at + 2]))
+        assert observations[:, 3].tolist() == [at, at + 1, at + 2], "an environment got another's action"
+        assert observations[:, 2].tolist() == rewards.tolist() == [at] * 3, "of another step"
+
+
+@_check("termination is not truncation",
+        f"the two flags are the environment's own, and both may be set: {_ENV}#gymnasium.Env.step",
+        known="SB3#1251, EnvPool#194")  # fmt: skip
+def flags(envs: Any) -> None:
+    said = set()
+    envs.reset(seed=1)
+    for _ in range(40):
+        _, rewards, ends, cuts, _ = stepped(envs, np.zeros(3, np.int64))
+        said |= {(int(r // 100) % 3, bool(e), bool(c)) for r, e, c in zip(rewards, ends, cuts, strict=True) if e or c}
+    assert said == {(0, True, False), (1, False, True), (2, True, True)}, sorted(said)
+
+
+@_check("an info of some has a mask of these",
+        f"a mask is True for environments that gave the key: {_VECTOR}", known="Gymnasium#1624")  # fmt: skip
+def masks_of_some(envs: Any) -> None:
+    envs.reset(seed=1)
+    assert envs.step(np.zeros(3, np.int64))[4]["_odd"].tolist() == [True] * 3
+    infos = envs.step(np.zeros(3, np.int64))[4]
+    assert "odd" not in infos or not infos["_odd"].any(), "the info of an earlier step"
+    assert infos["at"].tolist() == [2, 2, 2]
+
+
+@_check("next-step: the step after an end resets", f"its action is ignored, its reward 0, its flags False: {_MODES}", NEXT,
+        known="Gymnasium#914, IsaacLab#4369, mujoco_playground#305")  # fmt: skip
+def next_step(envs: Any) -> None:
+    envs.reset(seed=1)
+    for _ in range(3):
+        observations, _, ends, *_ = envs.step(np.full(3, 5))
+    assert ends.tolist() == [True, False, False]
+    assert observations[0].tolist() == [1, 0, 3, 5], "the observation of the last step is not the episode's last"
+    observations, rewards, ends, cuts, infos = envs.step(np.full(3, 5))
+    assert observations[0].tolist() == [-1, 1, 0, -1], "no reset, or a second one, or one that took the action"
+    assert (rewards[0], ends[0], cuts[0]) == (0, False, False)
+    assert infos["begins"][0] == 1
+
+
+@_check("same-step: final observation and info", f"`final_obs` and `final_info` are the episode's last: {_MODES}", SAME,
+        known="Gymnasium#1132, CleanRL#499, ALE#614")  # fmt: skip
+def same_step(envs: Any) -> None:
+    envs.reset(seed=1)
+    for _ in range(3):
+        observations, rewards, ends, _, infos = envs.step(np.full(3, 5))
+    assert (ends.tolist(), rewards.tolist()) == ([True, False, False], [3, 3, 3])
+    assert observations[:, 1].tolist() == [1, 0, 0], "the ended row has not begun its next episode"
+    assert infos["_final_obs"].tolist() == [True, False, False]
+    assert np.asarray(infos["final_obs"][0]).tolist() == [1, 0, 3, 5], "final_obs is not the last observation"
+    assert infos["final_info"]["at"][0] == 3, "final_info is not the last info"
+    assert infos["begins"][0] == 1
+
+
+@_check("same-step: nothing final before an end", f"final keys are there only where an episode ended: {_MODES}", SAME)
+def nothing_final(envs: Any) -> None:
+    envs.reset(seed=1)
+    for _ in range(4):
+        *_, ends, cuts, infos = envs.step(np.zeros(3, np.int64))
+        assert ("final_obs" in infos) == bool((ends | cuts).any())
+        assert infos.get("_final_obs", np.zeros(3, bool)).tolist() == (ends | cuts).tolist()
+
+
+@_check("disabled: resets are the caller's", f"without autoreset an episode goes on until a masked reset: {_MODES}", NEVER)
+def disabled(envs: Any) -> None:
+    envs.reset(seed=1)
+    for _ in range(3):
+        *_, ends, cuts, infos = envs.step(np.zeros(3, np.int64))
+    assert "final_obs" not in infos
+    observations, infos = envs.reset(options={"reset_mask": ends | cuts})
+    assert observations[:, 1].tolist() == [1, 0, 0]
+    assert observations[:, 2].tolist() == [0, 3, 3]
+
+
+@_check("each episode is reset once",
+        f"an automatic reset happens once per episode: {_MODES}", (*NEXT, *SAME), known="Gymnasium#1668")  # fmt: skip
+def reset_once(envs: Any) -> None:
+    envs.reset(seed=1)
+    for _ in range(30):
+        observations = envs.step(np.zeros(3, np.int64))[0]
+    assert (np.array(envs.get_attr("resets")) == observations[:, 1] + 1).all(), "episodes were skipped"
+
+
+@_check("statistics count each step once",
+        f"`RecordEpisodeStatistics` counts steps of an episode: {_VECTOR}wrappers/", (*NEXT, *SAME),
+        known="Gymnasium#1526")  # fmt: skip
+def statistics(envs: Any) -> None:
+    wrapped = gymnasium.wrappers.vector.RecordEpisodeStatistics(envs)
+    wrapped.reset(seed=1)
+    for _ in range(20):
+        infos = wrapped.step(np.zeros(3, np.int64))[4]
+        if "episode" in infos:
+            of = np.flatnonzero(infos["_episode"])
+            assert infos["episode"]["l"][of].tolist() == [3 + i for i in of], "a wrong length"
+
+
+# -- faults ---------------------------------------------------------------------------------------------------------------
+
+
+@_check("an exception is raised as itself", f"what an environment raises comes out of the call: {_VECTOR}", fault=True)
+def raised(envs: Any) -> None:
+    envs.reset(options={"given": -1})
+    said = ""
+    try:
+        envs.step(np.zeros(3, np.int64))
+    except ValueError as error:
+        said = str(error)
+    assert "told to fail" in said, said or "nothing was raised"
+
+
+@_check("a killed worker is an error, and no hang", "a step whose process ended raises within seconds", fault=True)
+def killed(envs: Any) -> None:
+    envs.reset(seed=1)
+    if not getattr(envs, "processes", None):
+        raise NotImplementedError("it has no processes")
+    victim = envs.processes[0]
+    victim.kill()
+    victim.join()
+    try:
+        envs.step(np.zeros(3, np.int64))
+    except Exception:
+        return
+    raise AssertionError("a step without one of its processes was answered")
+
+
+@_check("an answer after a timeout is that of its own step", f"a timeout loses and shifts nothing: {_VECTOR}", fault=True)
+def timeouts(envs: Any) -> None:
+    envs.reset(seed=1)
+    if not hasattr(envs, "step_async"):
+        raise NotImplementedError("it has no step_async() and step_wait(timeout=)")
+    envs.step_async(np.full(3, 1))
+    try:
+        envs.step_wait(timeout=0)
+    except Exception:
+        answer = envs.step_wait()
+        assert answer[0][:, 2].tolist() == [1, 1, 1], "of another step"
+    assert envs.step(np.full(3, 2))[0][:, 3].tolist() == [2, 2, 2], "of another step"

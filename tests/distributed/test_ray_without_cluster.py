@@ -485,7 +485,7 @@ def test_one_function_for_many_environments_travels_once() -> None:
     here = HostsHere()
     fn = functools.partial(CounterEnv, env_id=3)
     envs = VectorEnvHere([fn] * 4, here)
-    assert [len(host._plan.functions) for host in here.living] == [1, 1]
+    assert [len(host._plan.env_fns.functions) for host in here.living] == [1, 1]
     assert envs.get_attr("env_id") == (3,) * 4
     envs.close()
 

@@ -75,7 +75,7 @@ def conform(
     Raises:
         CliError: There is no such module or name.
     """
-    engine_named(engine)
+    functions = _takes_functions(engine_named(engine))
     todo = [
         (number, mode.name)
         for number, check in enumerate(CHECKS)
@@ -87,12 +87,18 @@ def conform(
     while done < len(todo):
         for state, why in _answers(engine, todo[done:]):
             number, mode = todo[done]
+            spoilt = state == BROKEN or CHECKS[number].fault
             rows[number].modes[mode], rows[number].why[mode] = state, why
             if state == BROKEN and not rows[number].program:
-                rows[number].program = program(CHECKS[number], engine, AutoresetMode[mode])
+                rows[number].program = program(CHECKS[number], engine, AutoresetMode[mode], functions=functions)
             done += 1
             if heard is not None:
                 heard(done, len(todo))
+            if spoilt:  # what is left of it may hang when it is closed: a new process goes on
+                break
+    if rows and all(row.state == REFUSED for row in rows.values()):
+        why = next(iter(next(iter(rows.values())).why.values()))
+        raise CliError(f"{engine} could not be built: {why}; it gets functions that build environments, or num_envs=")
     return list(rows.values())
 
 
@@ -142,32 +148,33 @@ def _child() -> None:
     given = json.loads(sys.stdin.readline())
     sys.path[:] = given["path"]
     for number, mode in given["todo"]:
-        answers.write(json.dumps(_ask(CHECKS[number], given["engine"], AutoresetMode[mode])) + "\n")
+        engines: list[Any] = []
+        said = _ask(CHECKS[number], given["engine"], AutoresetMode[mode], engines)
+        answers.write(json.dumps(said) + "\n")
         answers.flush()
+        for engine in engines:
+            with contextlib.suppress(BaseException):
+                engine.close()
 
 
-def _ask(check: Check, name: str, mode: AutoresetMode) -> tuple[str, str]:
-    """What an engine does about a promise, and why."""
-    engines: list[Any] = []
+def _ask(check: Check, name: str, mode: AutoresetMode, engines: list[Any]) -> tuple[str, str]:
+    """What an engine does about a promise, and why. What was built is noted in ``engines``."""
     try:
         build = _builder(engine_named(name), check, mode)
         try:
-            engines = [build() for _ in range(check.engines - (check.run.__name__ == "metadata"))]
+            while len(engines) < check.engines:
+                engines.append(build())
         except (NotImplementedError, TypeError, ValueError) as error:
             return REFUSED, _said(error)
         if engines[0].metadata.get("autoreset_mode", mode) != mode:
             return REFUSED, f"it has {engines[0].metadata['autoreset_mode']} only"
-        check.run(*engines, *([mode] if check.run.__name__ == "metadata" else []))
+        check.run(*engines)
     except NotImplementedError as error:
         return REFUSED, _said(error)
     except _Refused as error:
         return REFUSED, str(error)
     except BaseException as error:
         return BROKEN, _said(error)
-    finally:
-        for engine in engines:
-            with contextlib.suppress(BaseException):
-                engine.close()
     return KEPT, ""
 
 
@@ -177,16 +184,26 @@ class _Refused(Exception):
 
 def _builder(engine: Any, check: Check, mode: AutoresetMode) -> Callable[[], Any]:
     """What builds the engine for a check."""
-    parameters: Mapping[str, inspect.Parameter] = {}
-    with contextlib.suppress(TypeError, ValueError):  # one that is written in C
-        parameters = inspect.signature(engine).parameters
-    takes_functions = "num_envs" not in parameters
+    parameters = _parameters(engine)
+    takes_functions = _takes_functions(engine)
     if check.needs_told and not takes_functions:
         raise _Refused("it brings its own environments")
     takes_mode = "autoreset_mode" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     options = {"autoreset_mode": mode} if takes_mode else {}
-    first: Any = told() if takes_functions else COUNT
-    return lambda: as_gymnasium(engine(first, **options))
+    if not takes_functions:
+        return lambda: as_gymnasium(engine(num_envs=COUNT, **options))
+    return lambda: as_gymnasium(engine(told(), **options))
+
+
+def _parameters(engine: Any) -> Mapping[str, inspect.Parameter]:
+    with contextlib.suppress(TypeError, ValueError):  # one that is written in C
+        return inspect.signature(engine).parameters
+    return {}
+
+
+def _takes_functions(engine: Any) -> bool:
+    """It is called with functions that build environments, and not with their number."""
+    return "num_envs" not in _parameters(engine)
 
 
 def _said(error: BaseException) -> str:

@@ -1,0 +1,126 @@
+"""Engines that break one promise each, for ``tests/tools/test_conform.py``."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+
+class Stale(SyncVectorEnv):
+    """Gives the same arrays at every step."""
+
+    def __init__(self, env_fns: Any, autoreset_mode: Any) -> None:
+        super().__init__(env_fns, copy=False, autoreset_mode=autoreset_mode)
+
+
+class WrongFinal(SyncVectorEnv):
+    """Gives the next episode's first observation as the last one of the one that ended."""
+
+    def step(self, actions: Any) -> Any:
+        observations, rewards, ends, cuts, infos = super().step(actions)
+        for row in np.flatnonzero(infos.get("_final_obs", np.zeros(self.num_envs, bool))):
+            infos["final_obs"][row] = observations[row]
+        return observations, rewards, ends, cuts, infos
+
+
+class OneFlag(SyncVectorEnv):
+    """Calls every end a termination."""
+
+    def step(self, actions: Any) -> Any:
+        observations, rewards, ends, cuts, infos = super().step(actions)
+        return observations, rewards, ends | cuts, np.zeros_like(cuts), infos
+
+
+class Swapped(SyncVectorEnv):
+    """Gives actions to the wrong environments."""
+
+    def step(self, actions: Any) -> Any:
+        return super().step(np.asarray(actions)[::-1])
+
+
+class OneSeed(SyncVectorEnv):
+    """Gives all environments the same seed."""
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return super().reset(seed=[seed] * self.num_envs if isinstance(seed, int) else seed, options=options)
+
+
+class Twice(SyncVectorEnv):
+    """Resets each environment once more than it should."""
+
+    def step(self, actions: Any) -> Any:
+        answer = super().step(actions)
+        for env in np.array(self.envs)[answer[2] | answer[3]]:
+            env.reset()
+        return answer
+
+
+class NoMasks(SyncVectorEnv):
+    """Leaves the masks out."""
+
+    def step(self, actions: Any) -> Any:
+        *answer, infos = super().step(actions)
+        return (*answer, {key: value for key, value in infos.items() if not key.startswith("_")})
+
+
+class AllAtOnce(SyncVectorEnv):
+    """Resets all environments whatever the mask says."""
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        options = {key: value for key, value in (options or {}).items() if key != "reset_mask"}
+        return super().reset(seed=seed, options=options)
+
+
+class Paid(SyncVectorEnv):
+    """Counts the reset of next-step mode as a step."""
+
+    def step(self, actions: Any) -> Any:
+        observations, rewards, *rest = super().step(actions)
+        return (observations, np.where(rewards == 0, 1.0, rewards), *rest)
+
+
+class Dies(SyncVectorEnv):
+    """Ends the program in its second step."""
+
+    steps = 0
+
+    def step(self, actions: Any) -> Any:
+        self.steps += 1
+        if self.steps == 2:
+            os._exit(3)
+        return super().step(actions)
+
+
+class Hangs(SyncVectorEnv):
+    """Does not come back from ``close``, nor from a step."""
+
+    def step(self, actions: Any) -> Any:
+        time.sleep(1000)
+
+    def close(self, **kwargs: Any) -> None:
+        time.sleep(1000)
+
+
+class Lacks:
+    """Has no ``step``."""
+
+    def __init__(self, env_fns: Any) -> None:
+        self.envs = SyncVectorEnv(env_fns)
+        self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+
+    def reset(self, **kwargs: Any) -> Any:
+        return self.envs.reset(**kwargs)
+
+
+def own(num_envs: int) -> Any:
+    """Brings its own environments."""
+    return gymnasium.make_vec("CartPole-v1", num_envs, vectorization_mode="vector_entry_point")
+
+
+def wants_more(env_fns: Any, something: int) -> None:
+    """Cannot be built."""

@@ -1,0 +1,114 @@
+"""``vecenv conform``: engines that keep the promises, and engines that break one each."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gymnasium.vector import AutoresetMode
+
+import vecenv.tools.conform
+from vecenv.testing.conformity import CHECKS
+from vecenv.tools.cli import main
+from vecenv.tools.conform import conform
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(HERE)
+
+
+def states(engine: str, **how: Any) -> dict[str, str]:
+    return {row.name: row.state for row in conform(engine, list(AutoresetMode), **how)}
+
+
+@pytest.mark.parametrize("engine", ["gymnasium.vector:SyncVectorEnv", "vecenv:AsyncVectorEnv"])
+def test_nothing_is_broken(engine: str) -> None:
+    found = states(engine, faults=True)
+    assert len(found) == len(CHECKS)
+    assert "broken" not in found.values(), found
+    if engine.startswith("vecenv"):
+        assert set(found.values()) == {"kept"}
+
+
+BROKEN = {
+    "Stale": "arrays of a step stay as they were",
+    "WrongFinal": "same-step: final observation and info",
+    "OneFlag": "termination is not truncation",
+    "Swapped": "actions and rewards are of this step",
+    "OneSeed": "an int seeds environment i by seed + i",
+    "Twice": "each episode is reset once",
+    "NoMasks": "every info has a mask",
+    "AllAtOnce": "a masked reset leaves the others alone",
+    "Paid": "next-step: the step after an end resets",
+    "Lacks": "step: five values, float64 and bool",
+    "Dies": "actions and rewards are of this step",
+}
+
+
+@pytest.mark.parametrize("engine", [name if name in ("Swapped", "Dies") else pytest.param(name, marks=pytest.mark.long) for name in BROKEN])
+def test_an_engine_that_breaks_a_promise_is_caught_by_its_row(engine: str, tmp_path: Path) -> None:
+    rows = {row.name: row for row in conform(f"broken_engines:{engine}", list(AutoresetMode))}
+    row = rows[BROKEN[engine]]
+    assert row.state == "broken"
+    assert any(row.why.values())
+    if engine == "Dies":
+        assert "the program ended: exit code 3" in row.why.values()
+    shown = row.program.split("\n\n", 1)[1].strip().splitlines()
+    assert len(shown) <= 16
+    program = tmp_path / "shows.py"
+    program.write_text(f"import sys\nsys.path.insert(0, {str(HERE)!r})\n{row.program}")
+    ran = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode != 0
+
+
+@pytest.mark.long
+def test_an_engine_that_hangs_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vecenv.tools.conform, "_SECONDS", 1.0)
+    monkeypatch.setattr(vecenv.tools.conform, "_START", 5.0)
+    rows = conform("broken_engines:Hangs", [AutoresetMode.NEXT_STEP])
+    assert {row.name: row.state for row in rows}["reset: observations and infos"] == "kept"
+    assert any("it hangs" in why for row in rows for why in row.why.values())
+
+
+def test_an_engine_with_environments_of_its_own_is_asked_what_it_can_be_asked() -> None:
+    rows = conform("broken_engines:own", list(AutoresetMode))
+    found = {row.name: row.state for row in rows}
+    assert found["spaces are batched"] == "kept"
+    assert found["seeds reach each environment"] == "refused"
+    assert "it brings its own environments" in next(row for row in rows if row.name.startswith("seeds")).why.values()
+
+
+def test_the_command_prints_rows_programs_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["conform", "broken_engines:Swapped", "--modes", "NextStep"]) == 1
+    said = capsys.readouterr().out
+    assert "actions and rewards are of this step" in said
+    assert "an environment got another's action" in said
+    assert "Documented: " in said
+    assert "envs = Swapped(told(num_envs" not in said
+    assert "envs = Swapped(told(3), autoreset_mode=AutoresetMode.NEXT_STEP)" in said
+    assert main(["conform", "gymnasium.vector:SyncVectorEnv", "--modes", "same_step", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["engine"] == "gymnasium.vector:SyncVectorEnv"
+    assert {row["state"] for row in found["rows"]} == {"kept"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["gymnasium.vector"], "is no MODULE:NAME"),
+        (["no_such_module_here:X"], "cannot import 'no_such_module_here'"),
+        (["gymnasium.vector:SyncVectorEn"], "did you mean SyncVectorEnv"),
+        (["broken_engines:wants_more"], "could not be built: TypeError"),
+        (["gymnasium.vector:SyncVectorEnv", "--modes", "sometimes"], "--modes: 'sometimes' is none of NEXT_STEP"),
+    ],
+)
+def test_wrong_usage_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["conform", *arguments]) == 2
+    assert words in capsys.readouterr().err

@@ -52,7 +52,10 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("engine", [name if name in ("Swapped", "Dies") else pytest.param(name, marks=pytest.mark.long) for name in BROKEN])
+QUICK = ("Swapped", "Dies")
+
+
+@pytest.mark.parametrize("engine", [one if one in QUICK else pytest.param(one, marks=pytest.mark.long) for one in BROKEN])
 def test_an_engine_that_breaks_a_promise_is_caught_by_its_row(engine: str, tmp_path: Path) -> None:
     rows = {row.name: row for row in conform(f"broken_engines:{engine}", list(AutoresetMode))}
     row = rows[BROKEN[engine]]

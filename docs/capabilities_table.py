@@ -42,12 +42,12 @@ def columns() -> dict[str, Capabilities]:
     """Backend -> what it can do at most."""
     pool = SimpleNamespace(own=None)
     engine = {"policy": SimpleNamespace(restart=True), "layout": SimpleNamespace(spares=0), "pool": pool}
-    here, there = {"freezing": ""}, {"freezing": "its environments are stepped by hosts"}
+    here, there = (lambda _: ""), (lambda _: "its environments are stepped by hosts")
     workers: Any = Engine.__dict__["capabilities"].fget
     library: Any = native._Library.__dict__["capabilities"].fget
     return {
-        "process": replace(workers(SimpleNamespace(backend="process", why_not=here, **engine)), spare_workers=True),
-        "ray": workers(SimpleNamespace(backend="ray", why_not=there, **engine)),
+        "process": replace(workers(SimpleNamespace(backend="process", reason=here, **engine)), spare_workers=True),
+        "ray": workers(SimpleNamespace(backend="ray", reason=there, **engine)),
         "EnvPool": WholeBatchDriver.capabilities,
         "EnvPool, first-ready": FirstReadyDriver.capabilities,
         "EnvPool, players": FirstReadyDriver.capabilities,

@@ -107,7 +107,6 @@ class Engine(Calls):
         )  # fmt: skip
         try:
             self._start(env_fns, plan, num_workers, caller_share)
-            self.why_not = {**self.why_not, "freezing": self._why_not_frozen()}
         except BaseException:
             self.pool.close(0.0, terminate=True)
             self.pool.release()
@@ -163,8 +162,11 @@ class Engine(Calls):
         plain = not self.layout.spares
         return Capabilities(
             self.backend, first_ready=plain, restarts=self.policy.restart, snapshots=plain, spare_workers=not plain,
-            in_this_process=self.pool.own is not None, freezing=not self.why_not["freezing"],
+            in_this_process=self.pool.own is not None, freezing=not self.reason("freezing"),
         )  # fmt: skip
+
+    def reason(self, capability: str) -> str:
+        return self._why_not_frozen() if capability == "freezing" else super().reason(capability)
 
     def _why_not_frozen(self) -> str:
         """Why environments cannot be frozen; empty: they can."""

@@ -79,13 +79,14 @@ class CallerWorker:
 
     def perform(self, request: Request) -> None:
         """Carry out what a request asks of this worker, and answer it."""
-        if self._looks and self._rows.generators is None:
-            self._looks -= 1
-            watch(self._rows.saw)
-            try:
-                outcome = self._carried_out(request)
-            finally:
-                unwatch()
+        if self._looks:
+            outcome = self._watched(request)
+        elif request.parts is None:  # a step of all rows: nearly always
+            rows = self._rows
+            outcome = rows.step(request.seq, None, rows.actions(None))
+            if outcome is PLAIN_OUTCOME:
+                request.answers[self.index] = PLAIN
+                return
         else:
             outcome = self._carried_out(request)
         seq = request.seq
@@ -99,6 +100,18 @@ class CallerWorker:
             self._table.deliver(seq, self.index, said)
         else:
             request.answers[self.index] = said
+
+    def _watched(self, request: Request) -> Outcome:
+        """Carry out one of the first requests: environments that draw from the process's generators are noted."""
+        if self._rows.generators is not None:
+            self._looks = 0
+            return self._carried_out(request)
+        self._looks -= 1
+        watch(self._rows.saw)
+        try:
+            return self._carried_out(request)
+        finally:
+            unwatch()
 
     def _carried_out(self, request: Request) -> Outcome:
         rows, seq, parts = self._rows, request.seq, request.parts

@@ -24,7 +24,7 @@ import pickle
 import select
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, NoReturn
+from typing import Any, ClassVar, Final, NoReturn
 
 import cloudpickle
 import numpy as np
@@ -178,7 +178,7 @@ class _EpisodeEnds:
 class SpareEngine(Engine):
     """An engine with spare workers."""
 
-    why_not: Mapping[str, str] = {
+    why_not: ClassVar[Mapping[str, str]] = {
         **Engine.why_not, "snapshots": "episodes that spare workers have begun ahead of time are the state of no row"
     }
     pool: SparePool

@@ -70,7 +70,7 @@ class Driver:
         pending_error: The exception that is the answer being given; any other leaves the answer pending.
     """
 
-    why_not: Mapping[str, str] = {
+    why_not: ClassVar[Mapping[str, str]] = {
         "attributes": "its environments are no Python objects",
         "snapshots": "its environments are a library's own, which does not give their state away",
         "workers": "its environments are stepped by no worker processes",
@@ -112,6 +112,10 @@ class Driver:
     @property
     def capabilities(self) -> Capabilities:
         raise NotImplementedError
+
+    def reason(self, capability: str) -> str:
+        """Why there is no such capability."""
+        return self.why_not[capability]
 
     @property
     def waited(self) -> float:

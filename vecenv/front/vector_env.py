@@ -654,7 +654,7 @@ class VectorEnvBase(NotClosedUnasked, VectorEnv[ObsType, ActType, ArrayType], Ge
             NotImplementedError: Says which backend it is, and why.
         """
         if not getattr(self.capabilities, capability, False):
-            self._refuse(f"`{name}`", self._driver.why_not[capability])
+            self._refuse(f"`{name}`", self._driver.reason(capability))
 
     def _refuse(self, what: str, reason: str) -> NoReturn:
         unable(self, what, reason)

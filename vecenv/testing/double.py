@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, Final, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -61,7 +61,7 @@ class DoubleVectorEnv(VectorEnvBase[Any, Any, Any]):
 class _Memory(LockstepDriver):
     """A :class:`vecenv.front.driver.Driver`: an answer is computed when it is asked for, handed out when it is ready."""
 
-    why_not: Mapping[str, str] = {**LockstepDriver.why_not, "attributes": "its environments are rows of arrays"}
+    why_not: ClassVar[Mapping[str, str]] = {**LockstepDriver.why_not, "attributes": "its environments are rows of arrays"}
     capabilities = Capabilities(
         "double", attributes=False, first_ready=False, reset_options=False, row_options=False, in_this_process=True
     )

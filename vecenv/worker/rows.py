@@ -89,7 +89,7 @@ class EnvRows(Envs):
         cells = (memory_of(counter[worker : worker + 1]) for counter in (batch.worker_time, batch.worker_steps))
         self._times = StepClock(batch.step_time[mine], *cells)
         self._infos = InfoWriter(self._schemas, batch.infos[mine])
-        self._direct, self._direct_rows, self._flat = self._direct_writes(observation_tree)
+        self._direct_rows = self._direct_writes(observation_tree)
         self._out = Outcome()
         self._seq = -1  # the message that is being carried out, or was last
         self._silent = -1  # the latest that ended without a word in the outcome
@@ -97,17 +97,16 @@ class EnvRows(Envs):
         self._walk: Any = None  # the rows that are being gone through
         self._dirty = True  # some row's info columns or final flag are set, by a worker that died before this one perhaps
 
-    def _direct_writes(self, tree: Tree | None) -> tuple[tuple[Any, Any, Any], list[Any], bool]:
-        """How the step loop writes a space of one array by itself, the common case: (class, dtype, shape) to look for, the
-        rows, and whether they are flat: memoryviews, whose slice assignment checks dtype and shape and copies in one go, for
-        a third of the price of an array's. A memoryview can do so with one axis only."""
+    def _direct_writes(self, tree: Tree | None) -> list[Any]:
+        """What the step loop writes observations of one array into, the common case, by a slice: they check dtype and shape
+        and copy in one go. ``None``, which takes none, where there is more than one array, or no shared memory."""
         leaf = tree.leaf if tree is not None else None
         if leaf is None or leaf.shape == () or not self._observation_leaves:
-            return (KEPT, None, None), [None] * self.count, False  # no observation has this class
+            return [None] * self.count
         array = self._observation_leaves[0]
-        flat = leaf.flat
-        rows = [memoryview(array[k]) if flat else array[k] for k in range(self.count)]
-        return (np.ndarray, leaf.dtype, leaf.shape), rows, flat
+        if leaf.flat:  # a memoryview costs a third of an array, and can do so with one axis only
+            return [memoryview(array[k]) for k in range(self.count)]
+        return [_ArrayRow(array[k], leaf.dtype) for k in range(self.count)]
 
     # -- stepping ---------------------------------------------------------------------------------------------------
 
@@ -166,42 +165,42 @@ class EnvRows(Envs):
         self._stopped(ks, every[taken - 1] if taken else -1, -1)
 
     def _begin_step(
-        self, seq: int, ks: list[int] | None, actions: Sequence[Any]
-    ) -> tuple[Sequence[int], list[Callable[[Any], Any]], list[Any], Sequence[Any], float | None]:
-        """Begin a step, or go on with one that was interrupted.
+        self, seq: int, ks: list[int] | None, steps: list[Callable[[Any], Any]], actions: Sequence[Any]
+    ) -> tuple[Sequence[int], list[Callable[[Any], Any]], list[Any], Sequence[Any]]:
+        """Begin a step of some rows, or after one that left something, or go on with one that was interrupted.
 
         Returns:
-            The rows to be stepped, and of each: its step function, what its observation is written into, its action. Last
-            the moment at which this message began, if it is timed.
+            The rows to be stepped, and of each: its step function, what its observation is written into, its action.
         """
         if seq != self._seq:
-            if self._dirty or self._silent != self._seq:
-                self._begin(seq, ks)
-            else:
-                self._done = 0
-                self._seq = seq
+            self._begin(seq, ks)
         elif self._walk is not None:
             self._lost_place(ks)
-        steps, rows, times, began = self._steps, self._direct_rows, self._times, None
+        where: Sequence[int] = range(self.count)
+        rows = self._direct_rows
+        if ks is not None:
+            where, steps, rows = ks, [steps[k] for k in ks], [rows[k] for k in ks]
+        if start := self._done:  # it was interrupted
+            where, steps, rows, actions = list(where)[start:], steps[start:], rows[start:], list(actions)[start:]
+        return where, steps, rows, actions
+
+    def step(self, seq: int, ks: list[int] | None, actions: Sequence[Any]) -> Outcome:
+        """Step the environments of rows ``ks`` (``None``: all of them), in order; see :meth:`_begin`."""
+        steps, times, began = self._steps, self._times, None
         if times.untimed:
             times.untimed -= 1
         else:
             steps, began = times.of_each(steps), clock()
         where: Sequence[int] = range(self.count)
-        if ks is not None:
-            where, steps, rows = ks, [steps[k] for k in ks], [rows[k] for k in ks]
-        if start := self._done:  # it was interrupted
-            where, steps, rows, actions = list(where)[start:], steps[start:], rows[start:], list(actions)[start:]
-        return where, steps, rows, actions, began
-
-    def step(self, seq: int, ks: list[int] | None, actions: Sequence[Any]) -> Outcome:
-        """Step the environments of rows ``ks`` (``None``: all of them), in order; see :meth:`_begin`."""
-        where, steps, rows, actions, began = self._begin_step(seq, ks, actions)
+        rows = self._direct_rows
+        if ks is None and seq != self._seq and self._silent == self._seq and not self._dirty:  # nearly always
+            self._done, self._seq = 0, seq
+        else:
+            where, steps, rows, actions = self._begin_step(seq, ks, steps, actions)
         begun = done = -1
         walk = self._walk = iter(where)
-        out, at_end, put, note, offered = self._out, self._at_end, self._put, self._note, self._offered
+        out, at_end, write, note = self._out, self._at_end, self._write, self._note
         forked = self.forked
-        (array, dtype, shape), flat = self._direct, self._flat
         rewards, terminations, truncations = self._reward_cells, self._termination_cells, self._truncation_cells
         try:
             if self.generators is not None:
@@ -214,22 +213,10 @@ class EnvRows(Envs):
                         os._exit(0)
                     if terminated or truncated:
                         observation, info = at_end(k, observation, info, out)
-                    direct = False
-                    if observation is offered[k] and observation is not None:  # written in place, by the environment
-                        direct = True
-                    elif flat:
-                        try:
-                            row[:] = observation
-                            direct = True
-                        except (TypeError, ValueError):  # another dtype or shape, or no array at all
-                            pass
-                    elif observation.__class__ is array and observation.shape == shape:
-                        own = observation.dtype
-                        if own is dtype or own == dtype:  # equal and not the same where the space has come here by pickle
-                            row[...] = observation
-                            direct = True
-                    if not direct and (travels := put(k, observation)) is not KEPT:
-                        out.observations[self.first + k] = travels
+                    try:
+                        row[:] = observation
+                    except (TypeError, ValueError):  # another dtype or shape, or no array at all
+                        write(k, observation, out)
                     if info or info.__class__ is not dict:
                         note(k, info, out)
                     if reward.__class__ is not float:
@@ -318,8 +305,7 @@ class EnvRows(Envs):
                     self.leave_if_forked()
                     self._steps[k] = self._first_step(k, pending)
                     self._used[k] = True
-                    if (travels := self._put(k, observation)) is not KEPT:
-                        out.observations[self.first + k] = travels
+                    self._write(k, observation, out)
                     if info or info.__class__ is not dict:
                         self._note(k, info, out)
                 except BaseException as error:
@@ -401,6 +387,13 @@ class EnvRows(Envs):
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 
+    def _write(self, k: int, observation: Any, out: Outcome) -> None:
+        """Keep an observation, unless the environment has written it in place."""
+        if observation is not None and observation is self._offered[k]:
+            return
+        if (travels := self._put(k, observation)) is not KEPT:
+            out.observations[self.first + k] = travels
+
     def _note(self, k: int, info: Any, out: Outcome) -> None:
         """Keep an info that is not empty."""
         self._dirty = True
@@ -452,6 +445,21 @@ class EnvRows(Envs):
                     env.close()
             except BaseException as error:
                 self._let_through(error)
+
+
+class _ArrayRow:
+    """A row with several axes: a slice takes an array of its dtype and shape, and nothing else."""
+
+    __slots__ = ("_dtype", "_row", "_shape")
+
+    def __init__(self, row: Array, dtype: np.dtype[Any]) -> None:
+        self._row, self._dtype, self._shape = row, dtype, row.shape
+
+    def __setitem__(self, where: slice, observation: Any) -> None:
+        # equal dtypes are not the same where the space has come here by pickle
+        if observation.__class__ is not np.ndarray or observation.shape != self._shape or observation.dtype != self._dtype:
+            raise TypeError
+        self._row[...] = observation
 
 
 def _own(leaf: Array, ks: Sequence[int] | None) -> Sequence[Any]:

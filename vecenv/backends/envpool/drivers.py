@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import starmap
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
@@ -51,7 +51,7 @@ class PoolDriver(Driver):
         ended: The environments whose episodes have ended, and were not reset since.
     """
 
-    why_not: Mapping[str, str] = {
+    why_not: ClassVar[Mapping[str, str]] = {
         **Driver.why_not, "attributes": "EnvPool's environments are C++ objects without Python attributes"
     }
     yields = True  # what a call in another thread still needs of the pool, it holds

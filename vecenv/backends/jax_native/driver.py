@@ -11,7 +11,7 @@ import re
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 
 import gymnasium as gym
 import jax
@@ -67,7 +67,7 @@ class JaxDriver(LockstepDriver):
         latest: The state and what it is of.
     """
 
-    why_not: Mapping[str, str] = {
+    why_not: ClassVar[Mapping[str, str]] = {
         **LockstepDriver.why_not,
         "attributes": "its environments are rows of one compiled function, without methods or attributes of their own",
     }

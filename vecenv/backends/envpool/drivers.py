@@ -18,7 +18,7 @@ import numpy as np
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
 from gymnasium.vector import AutoresetMode
 
-from vecenv.backends.envpool.rows import Array, Infos, Latest, PlayerRows, SingleRows, States
+from vecenv.backends.envpool.rows import Array, Infos, Latest, PoolRows, States
 from vecenv.backends.envpool.task import Task, spread
 from vecenv.backends.envpool.wire import Receiver, together
 from vecenv.front.arguments import ResetOptions, env_ids_of
@@ -58,7 +58,7 @@ class PoolDriver(Driver):
     capabilities: Capabilities
 
     def __init__(
-        self, task: Task, batch_size: int, seeding: Seeding, mode: AutoresetMode, rows: SingleRows | PlayerRows
+        self, task: Task, batch_size: int, seeding: Seeding, mode: AutoresetMode, rows: PoolRows
     ) -> None:
         self.pool: Any = None
         self.task = task
@@ -203,8 +203,6 @@ class WholeBatchDriver(PoolDriver):
         "envpool", attributes=False, first_ready=False, masked_seeds=False, reset_options=False,
         row_options=False, in_this_process=True,
     )
-    _rows: SingleRows
-
     def _adopt(self, pool: Any) -> None:
         super()._adopt(pool)
         self._same_step = self._mode is AutoresetMode.SAME_STEP

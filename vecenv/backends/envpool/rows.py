@@ -14,7 +14,6 @@ batches a second those calls are all there is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import gymnasium
@@ -25,9 +24,7 @@ from gymnasium import spaces
 from vecenv.backends.envpool.task import Task
 from vecenv.front.driver import Stepped
 
-__all__ = [
-    "ActionChecker", "Array", "Infos", "Latest", "PlayerBatch", "PlayerRows", "PlayerSorter", "SingleRows", "States",
-]  # fmt: skip
+__all__ = ["ActionChecker", "Array", "Infos", "Latest", "PoolRows", "States"]
 
 _FEW = 64  # up to so many actions, looking each up in a set is faster than a numpy reduction
 
@@ -347,15 +344,14 @@ class _Box:
         return np.broadcast_to(inside, (n, *self._shape)).copy()
 
 
-# -- rows of pools with one player an environment ---------------------------------------------------------------------
+# -- rows -------------------------------------------------------------------------------------------------------------
 
 
-class SingleRows:
-    """Rows of pools with one player per environment.
+class PoolRows:
+    """Rows of pools with one player per environment; :class:`vecenv.multi_agent.player_pool.PlayerRows` has several."""
 
-    Attributes:
-        check: Actions as the pool takes them.
-    """
+    check: Any
+    """``check(actions, ids)``: actions as the pool takes them, checked and copied."""
 
     def __init__(self, task: Task) -> None:
         self.reader = RowReader(task.state_keys, task.observation_space)
@@ -402,191 +398,3 @@ class SingleRows:
         infos = reader.infos(states, rows)
         terminated, truncated, ended[rows] = reader.flags(states)
         return reader.observations(states), reader.rewards(states), terminated, truncated, infos
-
-
-# -- several players an environment ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class PlayerBatch:
-    """One answer of a pool, in order of environments; n rows, k players at most.
-
-    Attributes:
-        env_ids: int32, shape ``(n,)``, ascending.
-        mask: Which players there are, bool, shape ``(n, k)``.
-        envs: The pool's arrays of environments by state key, shape ``(n, ...)``.
-        players: Its arrays of players (``reward``, ``obs``, ...), shape ``(n, k, ...)``; zero where there is no player. A
-            view of the pool's array where it came in order and complete.
-    """
-
-    env_ids: Array
-    mask: Array
-    envs: dict[str, Array]
-    players: dict[str, Array]
-
-
-class PlayerSorter:
-    """Sorts the answers of one pool.
-
-    Args:
-        state_keys: Names of the arrays in an answer.
-        state_specs: The pool's ``spec.state_array_spec``: an array whose shape begins with -1 is of players.
-        max_num_players: k.
-    """
-
-    def __init__(self, state_keys: Sequence[str], state_specs: Mapping[str, Any], max_num_players: int) -> None:
-        self._keys = list(state_keys)
-        self._of_players = [tuple(state_specs[key].shape[:1]) == (-1,) for key in self._keys]
-        self._env_id = self._keys.index("info:env_id")
-        self._players_env_id = self._keys.index("info:players.env_id")
-        self._player_id = self._keys.index("info:players.id") if "info:players.id" in self._keys else None
-        self._k = max_num_players
-
-    def __call__(self, states: States) -> PlayerBatch:
-        """Sort an answer.
-
-        Raises:
-            ValueError: It has more players of one environment than there may be, or players of an environment that is not
-                in it.
-        """
-        env_order, env_ids = _sorted(states[self._env_id])
-        player_order, owners = _sorted(states[self._players_env_id])
-        n, k = len(env_ids), self._k
-        row = np.searchsorted(env_ids, owners)
-        if (row == n).any() or (env_ids[np.minimum(row, n - 1)] != owners).any():
-            raise ValueError(f"players of environments {np.setdiff1d(owners, env_ids).tolist()}, which are not in the batch")
-        slot = self._slots(states, player_order, row, n)
-        complete = len(owners) == n * k and np.array_equal(row * k + slot, np.arange(n * k))
-        mask = np.zeros((n, k), dtype=np.bool_)
-        mask[row, slot] = True
-        envs, players = {}, {}
-        for key, array, of_players in zip(self._keys, states, self._of_players, strict=True):
-            if not of_players:
-                envs[key] = array if env_order is None else array[env_order]
-                continue
-            array = array if player_order is None else array[player_order]
-            if complete:
-                players[key] = array.reshape(n, k, *array.shape[1:])
-            else:
-                players[key] = np.zeros((n, k, *array.shape[1:]), dtype=array.dtype)
-                players[key][row, slot] = array
-        return PlayerBatch(env_ids, mask, envs, players)
-
-    def flatten(self, actions: Array, env_ids: Array, mask: Array) -> list[Array]:
-        """What the pool's ``_send`` takes.
-
-        Args:
-            actions: Shape ``(n, k, ...)``, in the pool's dtype; entries without a player are left out.
-            env_ids: int32, shape ``(n,)``.
-            mask: Which players act, bool, shape ``(n, k)``.
-
-        Returns:
-            ``[env_id, players.env_id, actions]`` of lengths n, p and p, where p players act.
-        """
-        owners = np.repeat(env_ids, mask.sum(axis=1)).astype(np.int32)
-        return [env_ids.astype(np.int32), owners, np.ascontiguousarray(actions[mask])]
-
-    def cut_out(self, states: States, first: int, last: int) -> States:
-        """Copies of the rows of some environments, in the order of the answer, and of their players.
-
-        Args:
-            states: An answer.
-            first, last: Environments from the ``first`` to before the ``last``.
-        """
-        chosen = states[self._env_id][first:last]
-        theirs = np.isin(states[self._players_env_id], chosen)
-        return [
-            array[theirs] if of_players else array[first:last].copy()
-            for array, of_players in zip(states, self._of_players, strict=True)
-        ]
-
-    def _slots(self, states: States, player_order: Array | None, row: Array, n: int) -> Array:
-        """Which of its environment's players each row is: its number where the pool says so, else its place."""
-        counts = np.bincount(row, minlength=n)
-        if counts.max(initial=0) > self._k:
-            raise ValueError(f"{counts.max()} players in one environment; there may be {self._k}")
-        if self._player_id is not None:
-            numbers = states[self._player_id]
-            return numbers if player_order is None else numbers[player_order]
-        starts = np.cumsum(counts) - counts
-        return np.arange(len(row)) - starts[row]
-
-
-def _sorted(ids: Array) -> tuple[Array | None, Array]:
-    """The stable order that sorts ``ids`` (``None`` if it is sorted already), and the result."""
-    if (ids[1:] >= ids[:-1]).all():
-        return None, ids
-    order = np.argsort(ids, kind="stable")
-    return order, ids[order]
-
-
-class PlayerRows:
-    """Rows of pools with several players per environment: the rows taken say which players there are, and which act.
-
-    Args:
-        task: Of the pools.
-        num_envs: Number of environments.
-        read: Makes the answer of rows, and of which players acted before them and which have to act now, bool ``(n, k)``.
-    """
-
-    def __init__(self, task: Task, num_envs: int, read: Callable[[PlayerBatch, Array, Array], Stepped]) -> None:
-        self._read = read
-        self._sorter = PlayerSorter(task.state_keys, task.state_specs, task.max_num_players)
-        self._shape = num_envs, task.max_num_players
-        self._dtype = np.dtype(task.action_dtypes[-1])
-        self._turns = "info:current_player" in task.state_keys
-        self.begin()
-
-    def begin(self) -> None:
-        """A new pool, of which nothing is known."""
-        self._present, self._acting = np.zeros((2, *self._shape), np.bool_)
-
-    def keep(self, held: Any) -> None:
-        """Keep which players there are and act, of the rows taken last. It may be done again."""
-        ids, present, acting = held
-        self._present[ids], self._acting[ids] = present, acting
-
-    def check(self, actions: Any, ids: Array) -> list[Array]:
-        """Actions as an array; the caller has checked them."""
-        return [np.asarray(actions)]
-
-    def payload(self, ids: Array, actions: list[Array]) -> list[Array]:
-        """What the pool's ``_send`` takes, in the order of environments."""
-        order, (given,) = np.argsort(ids), actions
-        ids, given = ids[order], given[order]
-        acting = self._acting[ids]
-        given = np.where(acting.reshape(acting.shape + (1,) * (given.ndim - 2)), given, 0).astype(self._dtype)
-        if self._turns:  # EnvPool takes the first player's action for that of whose turn it is
-            given[:] = given[np.arange(len(ids)), acting.argmax(axis=1)][:, None]
-        return self._sorter.flatten(given, ids, self._present[ids])
-
-    def filler(self, ids: Array) -> list[Array]:
-        """The same, with some action for environments that will not look at it."""
-        mask = self._present[ids]
-        return self._sorter.flatten(np.zeros(mask.shape, self._dtype), ids, mask)
-
-    def cut_out(self, states: States, first: int, last: int) -> States:
-        """Copies of the rows of environments from ``first`` to before ``last``, and of their players."""
-        return self._sorter.cut_out(states, first, last)
-
-    def ordered(self, batches: list[States], all_ids: Array, ended: Array) -> tuple[Stepped, Any]:
-        """The answer of all environments, in their order; and what is held once it was taken."""
-        stepped, batch, acting = self._stepped([np.concatenate(parts) for parts in zip(*batches, strict=True)])
-        return stepped, (all_ids, batch.mask, acting)
-
-    def answer(self, states: States, ended: Array) -> tuple[Stepped, Latest, Any]:
-        """The answer of these rows; their environments; and what is held once it was taken."""
-        stepped, batch, acting = self._stepped(states)
-        ids, index = batch.env_ids.copy(), batch.env_ids.astype(np.intp)
-        stepped[4].update(env_id=index, _env_id=np.ones(len(ids), np.bool_))
-        return stepped, (ids, index.tobytes()), (ids, batch.mask, acting)
-
-    def _stepped(self, states: States) -> tuple[Stepped, PlayerBatch, Array]:
-        batch = self._sorter(states)
-        begins = batch.envs["elapsed_step"] == 0
-        done = batch.envs["done"].astype(np.bool_) & ~begins
-        acting = batch.mask & ~done[:, None]
-        if self._turns:
-            acting &= np.arange(batch.mask.shape[1]) == batch.envs["info:current_player"][:, None]
-        acted = self._acting[batch.env_ids] & ~begins[:, None]
-        return self._read(batch, acted, acting), batch, acting

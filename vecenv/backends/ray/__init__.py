@@ -8,7 +8,6 @@ first-ready batches, failures and restarts, and what is here is the way to a hos
 * :mod:`~vecenv.backends.ray.pool` asks hosts and takes in their answers, and knows nothing of Ray either;
 * :mod:`~vecenv.backends.ray.engine` is the engine with hosts for workers;
 * :mod:`~vecenv.backends.ray.packing` makes one object of many small arrays for the way;
-* :mod:`~vecenv.backends.ray.store` keeps observations as the hosts sent them;
 * :mod:`~vecenv.backends.ray.cluster` is all there is of Ray;
 * :mod:`~vecenv.backends.ray.vector_env` is :class:`RayVectorEnv`.
 """

@@ -17,7 +17,7 @@ from vecenv.engine.engine import Engine, Policy
 from vecenv.engine.handles import command_of, envs_text
 from vecenv.engine.pending import Answer, Result, Worker
 from vecenv.engine.processes import PoolOptions
-from vecenv.engine.recovery import Remembered, writeable
+from vecenv.engine.recovery import writeable
 from vecenv.errors import ErrorRecord
 from vecenv.link.messages import PackedError, unpack_error
 from vecenv.shm import Arena, Batch, Layout
@@ -56,13 +56,12 @@ class HostsEngine(Engine):
         super().__init__(env_fns, layout, make_store, plan, options, policy, len(pool.workers), 0)
 
     def _open_pool(self, plan: WorkerPlan, arena: Arena, options: PoolOptions, num_workers: int) -> Any:
-        self._host_pool.attach(self.batch, self.store, arena, self._infos.learn, self)
+        self._host_pool.attach(self.batch, arena, self._infos.learn, self)
         return self._host_pool
 
     def _start(self, env_fns: Sequence[Callable[[], Any]], plan: WorkerPlan, num_workers: int, caller_share: int) -> None:
         """They are started: the spaces came from them."""
         self.mismatches = self._found
-        self.recovery.remembered = _LastSent(self.store, self.layout.observations)
 
     def read(self, answers: Iterable[tuple[Worker, Answer]]) -> Result:
         listed = list(answers)
@@ -94,16 +93,6 @@ class HostsEngine(Engine):
             for key in ("step_time_slowest_env", "straggler_share"):
                 own[key] = max(stats[key] for stats in each)
         return own
-
-
-class _LastSent(Remembered):
-    """What a host sent last stays in the store until it sends something new, so nothing is kept beside it before."""
-
-    def keep(self, rows: Sequence[int], *, all_rows: bool) -> None:
-        """Not needed."""
-
-    def keep_lost(self, rows: Sequence[int]) -> None:
-        super().keep(rows, all_rows=False)
 
 
 def disagreements(plans: Sequence[HostPlan], readies: Sequence[HostReady], fits: Any) -> list[tuple[int, str, str]]:

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 from gymnasium.core import ActType, Env, ObsType
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import AutoresetMode
@@ -20,15 +19,14 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
 from vecenv.backends.ray.engine import HostsEngine, disagreements
 from vecenv.backends.ray.host import HostPlan
-from vecenv.backends.ray.pool import HostPool
-from vecenv.backends.ray.store import PartsStore
+from vecenv.backends.ray.pool import HostPool, RemoteHost
 from vecenv.engine.engine import Engine, Policy, shares
 from vecenv.engine.processes import dump_env_fn
 from vecenv.engine.vector_env import EngineVectorEnv
 from vecenv.errors import how_to_install
-from vecenv.front.arguments import check_env_fns
-from vecenv.link.observations import PickledStore
-from vecenv.planning.options import check_options
+from vecenv.front.arguments import check_env_fns, check_names
+from vecenv.link.observations import PickledStore, SharedStore
+from vecenv.planning.options import check_option, check_options, one_of, whole
 from vecenv.shm import Batch, Layout, fixed_tree
 from vecenv.worker.envs import Expected
 from vecenv.worker.main import WorkerPlan
@@ -58,7 +56,7 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
       are built anew wherever the cluster has room, and its rows come back truncated, with ``restarted`` in their infos. No
       step is ever sent twice.
     * Each host has a budget of restarts for its workers, and the caller one for hosts.
-    * No memory is shared between machines; with ``copy=True`` each observation is copied once here.
+    * No memory is shared between machines; an observation is copied here once, and with ``copy=True`` twice.
     * vecenv, and whatever ``env_fns`` import, has to be installed on every node.
 
     Args:
@@ -125,15 +123,10 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
         recovery: dict[str, Any] = {
             "on_failure": on_failure, "restart_limit": restart_limit, "restart_period": restart_period
         }  # fmt: skip
-        checked = {
-            "start_timeout", "step_timeout", "threads_per_worker", "use_caller", "strict", "worker_env", "ragged_infos",
-            "generators",
-        }  # fmt: skip
-        own = {name: value for name, value in engine_options.items() if name in checked}
-        check_options(len(env_fns), batch_size, num_workers=workers_per_host, **recovery, **own)
-        self._recovery = recovery
+        check_options(len(env_fns), batch_size, num_workers=workers_per_host, **recovery, **engine_options)
         self.generators = engine_options.get("generators", "shared")
-        self._host_options = {key: value for key, value in engine_options.items() if key != "copy"}
+        self._host_options = {**engine_options, **recovery}
+        self._host_options.pop("copy", None)
         self._take_options(
             env_fns, engine_options.get("shared_memory", True), engine_options.get("copy", True), engine_options["context"],
             engine_options.get("daemon", True), engine_options.get("observation_mode", "same"), autoreset_mode,
@@ -193,8 +186,8 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
         self._cluster = self._connect()
         ranges = self._shares()
         self._strategy = self._placement or ("PACK" if self._cluster.own else "STRICT_SPREAD")
-        options = {**self._host_options, **self._recovery, "autoreset_mode": self.autoreset_mode}
-        if self._recovery["on_failure"] == "raise":
+        options = {**self._host_options, "autoreset_mode": self.autoreset_mode}
+        if options["on_failure"] == "raise":
             options.pop("step_timeout", None)  # the wait for the host keeps to it, and may be repeated
         plans = []
         for index, rows in enumerate(ranges):
@@ -238,7 +231,7 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
 
         def make_store(batch: Batch) -> Any:
             if observations is not None and batch.observations is not None:
-                return PartsStore(observations, batch.observations, [host.rows for host in pool.workers])
+                return SharedStore(observations, batch.observations)
             return PickledStore(self.single_observation_space, self.num_envs)
 
         expected = Expected(self.observation_mode, self.single_observation_space, self.single_action_space)
@@ -250,17 +243,11 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
     @property
     def hosts(self) -> list[dict[str, Any]]:
         """For each host its ``index``, ``node``, ``pid``, ``envs`` (a range) and whether it is ``alive``."""
-        return [
-            {
-                "index": host.index,
-                "node": host.node,
-                "pid": host.pid,
-                "envs": host.rows,
-                "workers": host.num_workers,
-                "alive": host.death is None,
-            }
-            for host in (self._host_pool.workers if self._host_pool is not None else [])
-        ]
+        def seen(host: RemoteHost) -> dict[str, Any]:
+            own = {"index": host.index, "node": host.node, "pid": host.pid, "envs": host.rows}
+            return {**own, "workers": host.num_workers, "alive": host.death is None}
+
+        return [seen(host) for host in (self._host_pool.workers if self._host_pool is not None else [])]
 
     def __repr__(self) -> str:
         text = super().__repr__()
@@ -271,27 +258,16 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _check(
-    env_fns: Sequence[Any],
-    num_hosts: Any,
-    envs_per_host: Any,
-    placement: Any,
-    engine_options: dict[str, Any],
-) -> None:
+def _check(env_fns: Sequence[Any], num_hosts: Any, envs_per_host: Any, placement: Any, engine_options: Any) -> None:
     """Refuse what means nothing, before anything is started."""
-    if not env_fns:
-        raise ValueError("RayVectorEnv needs at least one env_fn")
-    for name in engine_options:
-        if name == "num_workers":
-            raise TypeError("RayVectorEnv has no option 'num_workers': workers_per_host is how many each host has")
-        if name not in _ENGINE_OPTIONS:
-            raise TypeError(f"RayVectorEnv has no option {name!r}. Options of the engine: {', '.join(_ENGINE_OPTIONS)}")
-    if placement is not None and placement not in _PLACEMENTS:
-        raise ValueError(f"`placement` must be one of {', '.join(map(repr, _PLACEMENTS))} or None, got {placement!r}.")
-    for name, value in (("num_hosts", num_hosts), ("envs_per_host", envs_per_host)):
-        whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-        if value is not None and not (whole and 1 <= value <= len(env_fns)):
-            raise ValueError(f"`{name}` must be None or an int within 1..{len(env_fns)}, got {value!r}.")
+    if "num_workers" in engine_options:
+        raise TypeError("RayVectorEnv has no option 'num_workers': workers_per_host is how many each host has")
+    check_names(engine_options, _ENGINE_OPTIONS, "RayVectorEnv")
+    accepted = f"one of {', '.join(map(repr, _PLACEMENTS))} or None"
+    check_option("placement", placement, (lambda value: value is None or value in _PLACEMENTS, accepted))
+    hosts = one_of(None, or_=whole(1, len(env_fns))), f"None or an int within 1..{len(env_fns)}"
+    check_option("num_hosts", num_hosts, hosts)
+    check_option("envs_per_host", envs_per_host, hosts)
     if num_hosts is not None and envs_per_host is not None and num_hosts != -(-len(env_fns) // envs_per_host):
         raise ValueError(
             f"{len(env_fns)} environments with envs_per_host={envs_per_host} are {-(-len(env_fns) // envs_per_host)} hosts, "

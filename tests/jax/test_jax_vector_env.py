@@ -292,12 +292,6 @@ def test_jax_arrays_hold_what_numpy_arrays_hold(make: Any, mode: AutoresetMode) 
     np.testing.assert_array_equal(first, kept)  # steps do not write into what was handed out
 
 
-def test_infos_can_be_switched_off(make: Any) -> None:
-    envs = make(mode="SameStep", infos=False)
-    seen = [set(envs.step(np.ones((5, 1), np.float32))[4]) for _ in range(5)]
-    assert set().union(*seen) == {"final_obs", "_final_obs", "final_info", "_final_info"}
-
-
 @pytest.mark.long
 def test_wrappers_of_gymnasium_give_masks_of_jax_and_find_them_after_the_reset(make: Any) -> None:
     envs = make(3, mode="Disabled", to="jax")

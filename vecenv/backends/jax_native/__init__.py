@@ -47,7 +47,6 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
         to: What arrays are: ``"numpy"`` (fresh, writeable, as in Gymnasium), ``"jax"`` (on the device, in JAX's dtypes), or
             ``"torch"`` (on the device, handed over by DLPack).
         library: ``"brax"`` or ``"playground"``, for a name.
-        infos: Report the environment's metrics. Without them ``infos`` holds only what autoreset needs.
         render_mode: ``"rgb_array"`` or ``None``.
         **options: Those of :class:`~vecenv.jax.FunctionalVectorEnv` (``autoreset_mode``, ``max_episode_steps``, ``reset``,
             ``stagger``, ``frame_skip``, ``randomize``, ``discount``, ``pool_size``, ``micro_batch``, ``devices``).
@@ -65,7 +64,7 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
     _driver: JaxDriver
 
     def __init__(
-        self, env: Any, num_envs: int = 1, *, to: str = "numpy", library: str | None = None, infos: bool = True,
+        self, env: Any, num_envs: int = 1, *, to: str = "numpy", library: str | None = None,
         render_mode: str | None = None, **options: Any,
     ) -> None:  # fmt: skip
         self.closed = True  # until there is something to close
@@ -82,8 +81,7 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
         self.num_envs, self.autoreset_mode = functional.num_envs, functional.autoreset_mode
         fps = getattr(functional.single_env, "frames_per_second", 0) or 30
         self.metadata = {"autoreset_mode": self.autoreset_mode, "render_modes": ["rgb_array"], "render_fps": fps}
-        self.compile_seconds: dict[str, float] = {}
-        self._open(JaxDriver(functional, to, infos))
+        self._open(JaxDriver(functional, to))
 
     @exclusive
     def render(self, indices: Sequence[int] | None = None) -> tuple[Any, ...] | None:
@@ -162,11 +160,10 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
             chunk: Also compile ``step_chunk`` of that many steps.
 
         Returns:
-            Seconds it took, by function: mostly compilation, ``{"reset": ..., "step": ...}``. Also in ``compile_seconds``.
+            Seconds it took, by function: mostly compilation, ``{"reset": ..., "step": ...}``.
         """
         self._driver.require_idle("warmup")
-        self.compile_seconds |= compile_now(self._driver, chunk)
-        return dict(self.compile_seconds)
+        return compile_now(self._driver, chunk)
 
 
 def functional_of(env: Any, num_envs: int, library: str | None, options: dict[str, Any]) -> FunctionalVectorEnv:

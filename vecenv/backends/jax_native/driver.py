@@ -61,7 +61,6 @@ class JaxDriver(LockstepDriver):
         functional: The environments.
         to: ``"numpy"``, ``"jax"`` or ``"torch"``. With the last two nothing but :meth:`wait` waits for the device, and what
             they leave to the caller is not counted as waited.
-        infos: Report the environments' metrics.
 
     Attributes:
         latest: The state and what it is of.
@@ -73,11 +72,11 @@ class JaxDriver(LockstepDriver):
     }
     capabilities = _CAPABILITIES
 
-    def __init__(self, functional: FunctionalVectorEnv, to: str, infos: bool) -> None:
+    def __init__(self, functional: FunctionalVectorEnv, to: str) -> None:
         super().__init__(functional.num_envs)
         self.functional = functional
         self.latest = Latest(None, [None] * functional.num_envs, None)
-        self._to, self._infos = to, infos
+        self._to = to
         self._same_step = functional.autoreset_mode is AutoresetMode.SAME_STEP
         self._chunk: Any = None
 
@@ -150,7 +149,7 @@ class JaxDriver(LockstepDriver):
         with self._donated() as state:
             actions = jax.tree.map(jnp.asarray, from_torch(actions) if self._to == "torch" else actions)
             self.state, out = self._chunk(state.inner, state.replace(inner=None), actions)
-        infos = {**(out.info if self._infos else {}), "next_obs": out.next_obs, "valid": out.valid}
+        infos = {**out.info, "next_obs": out.next_obs, "valid": out.valid}
         stepped: Any = (out.obs, out.reward, out.terminated, out.truncated, infos)
         if self._to == "numpy":
             observations, rewards, *others = jax.tree.map(np.array, stepped)
@@ -237,7 +236,7 @@ class JaxDriver(LockstepDriver):
         return observations, np.asarray(state.reward).astype(np.float64), terminated, truncated, said
 
     def _host_infos(self, state: EnvState, ended: Mask) -> dict[str, Any]:
-        info = jax.tree.map(np.asarray, state.info) if self._infos else {}
+        info = jax.tree.map(np.asarray, state.info)
         if not self._same_step:
             return masked_infos(info, np.asarray(state.valid))
         infos: dict[str, Any] = {}
@@ -256,12 +255,11 @@ class JaxDriver(LockstepDriver):
         return column
 
     def _device_infos(self, state: EnvState) -> dict[str, Any]:
-        info = state.info if self._infos else {}
         if not self._same_step:
-            return masked_infos(info, state.valid)
+            return masked_infos(state.info, state.valid)
         ended = state.done
-        final = {"final_obs": state.next_obs, "final_info": masked_infos(info, ended)}
-        return {**final, "_final_obs": ended, "_final_info": ended, **masked_infos(info, ~ended)}
+        final = {"final_obs": state.next_obs, "final_info": masked_infos(state.info, ended)}
+        return {**final, "_final_obs": ended, "_final_info": ended, **masked_infos(state.info, ~ended)}
 
     # -- saving and loading ----------------------------------------------------------------------------------------------
 

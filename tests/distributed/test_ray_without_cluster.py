@@ -21,8 +21,7 @@ from sampling import each_once
 
 import vecenv
 from vecenv.backends import RayVectorEnv
-from vecenv.backends.ray.host import HostReply
-from vecenv.backends.ray.packing import Packing
+from vecenv.backends.ray.host import HostReply, Packing
 from vecenv.backends.ray.pool import RemoteHost
 from vecenv.errors import ClusterError, EnvFailed, HostDied, StepTimeout, WorkerDied
 from vecenv.testing import VectorEnvContract, assert_identical, assert_same_trajectory

@@ -3,6 +3,10 @@
 A host relays: it hands a request to its own workers, and what they wrote into its shared memory goes back as it lies there,
 one contiguous array a leaf. Nothing is raised across the network: failures are part of the answer, as a worker's are, with
 the environments counted as the caller counts them.
+
+Ray pickles every array by itself, which takes longer than what a small one holds; a ``bytes`` it hands on as it is. So small
+arrays travel joined to one ``bytes`` (:class:`Packing`). Large ones travel as arrays: Ray gives those out where they
+arrived, but a ``bytes`` it copies first.
 """
 
 from __future__ import annotations
@@ -14,12 +18,11 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import cloudpickle
 import numpy as np
 
-from vecenv.backends.ray.packing import Packed, Packing
 from vecenv.engine.engine import Engine
 from vecenv.engine.handles import envs_text
 from vecenv.engine.pending import COMMANDS, Death, Result, Settlement, Worker
@@ -40,7 +43,37 @@ from vecenv.system.descendants import end_descendants
 from vecenv.system.spawning import variables_of
 from vecenv.worker.main import WorkerPlan
 
-__all__ = ["Host", "HostPlan", "HostReady", "HostReply"]
+__all__ = ["Host", "HostPlan", "HostReady", "HostReply", "Packed", "Packing"]
+
+_LARGE: Final = 16 * 1024  # bytes; copying so many takes a few microseconds, pickling an array tens
+
+Packed = bytes | tuple[Any, ...]
+"""The small arrays joined, or those and each of the large ones."""
+
+
+class Packing:
+    """Packs arrays of the shapes and dtypes of ``arrays``, all of them C-contiguous, and unpacks them again."""
+
+    def __init__(self, arrays: Sequence[Array]) -> None:
+        self._forms = [(array.shape, array.dtype, array.nbytes) for array in arrays]
+        self._any_large = any(size >= _LARGE for _, _, size in self._forms)
+
+    def pack(self, arrays: Sequence[Any]) -> Packed:
+        if not self._any_large:
+            return b"".join(arrays)
+        return b"".join(a for a in arrays if a.nbytes < _LARGE), *(a for a in arrays if a.nbytes >= _LARGE)
+
+    def unpack(self, packed: Packed) -> list[Array]:
+        """The arrays, read-only: views of ``packed``, not copies."""
+        joined, *large = packed if isinstance(packed, tuple) else (packed,)
+        rest, arrays, at = iter(large), [], 0
+        for shape, dtype, size in self._forms:
+            if size >= _LARGE:
+                arrays.append(next(rest))
+            else:
+                arrays.append(np.ndarray(shape, dtype, joined, at))
+                at += size
+        return arrays
 
 
 @dataclass(slots=True)

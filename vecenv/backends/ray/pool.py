@@ -19,8 +19,7 @@ import cloudpickle
 import numpy as np
 from gymnasium.error import ClosedEnvironmentError
 
-from vecenv.backends.ray.host import HostPlan, HostReady, HostReply
-from vecenv.backends.ray.packing import Packing
+from vecenv.backends.ray.host import HostPlan, HostReady, HostReply, Packing
 from vecenv.engine.handles import command_of, envs_text
 from vecenv.engine.pending import ONLY_COLUMNS, PLAIN, Answer, Death, PendingRequests, Request, WorkerRequest
 from vecenv.errors import HostDied, StartupTimeout

@@ -1,4 +1,4 @@
-"""``RayVectorEnv``: Gymnasium's vector interface over the hosts of a Ray cluster.
+"""``RayVectorEnv``: Gymnasium's vector interface over the hosts of a Ray cluster, and the engine with hosts for workers.
 
 Everything a caller can see is :class:`~vecenv.AsyncVectorEnv`'s; what differs is where environments are built and where
 spaces come from.
@@ -9,25 +9,30 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from gymnasium.core import ActType, Env, ObsType
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
-from vecenv.backends.ray.engine import HostsEngine, disagreements
-from vecenv.backends.ray.host import HostPlan
-from vecenv.backends.ray.pool import HostPool, RemoteHost
+from vecenv.backends.ray.host import HostPlan, HostReady
+from vecenv.backends.ray.pool import GRACE, HostPool, RemoteHost
 from vecenv.engine.engine import Engine, Policy, shares
-from vecenv.engine.processes import dump_env_fn
+from vecenv.engine.handles import command_of, envs_text
+from vecenv.engine.pending import Answer, Result, Worker
+from vecenv.engine.processes import PoolOptions, dump_env_fn
+from vecenv.engine.recovery import writeable
 from vecenv.engine.vector_env import EngineVectorEnv
-from vecenv.errors import how_to_install
+from vecenv.errors import ErrorRecord, how_to_install
 from vecenv.front.arguments import check_env_fns, check_names
+from vecenv.link.messages import PackedError, unpack_error
 from vecenv.link.observations import PickledStore, SharedStore
 from vecenv.planning.options import check_option, check_options, one_of, whole
-from vecenv.shm import Batch, Layout, fixed_tree
+from vecenv.shm import Arena, Batch, Layout, fixed_tree
 from vecenv.worker.envs import Expected
 from vecenv.worker.main import WorkerPlan
 
@@ -38,6 +43,67 @@ _ENGINE_OPTIONS = (
     "shared_memory", "copy", "context", "daemon", "observation_mode", "max_concurrency", "use_caller", "step_timeout",
     "start_timeout", "threads_per_worker", "strict", "worker_env", "ragged_infos", "generators",
 )  # fmt: skip
+
+
+class HostsEngine(Engine):
+    """The engine, with hosts for workers.
+
+    Args:
+        pool: Hosts that are ready.
+        mismatches: Environments whose spaces do not go with those of the first host.
+        env_fns, layout, make_store, plan: As of :class:`~vecenv.engine.engine.Engine`.
+        policy: What to do about hosts that fail.
+    """
+
+    backend = "ray"
+
+    def __init__(
+        self, pool: HostPool, mismatches: list[tuple[int, str, str]], env_fns: Sequence[Any], layout: Layout,
+        make_store: Callable[[Batch], Any], plan: WorkerPlan, policy: Policy,
+    ) -> None:  # fmt: skip
+        self._host_pool: Any = pool
+        self._found = mismatches
+        options = PoolOptions(None, False, "", policy.start_timeout)
+        super().__init__(env_fns, layout, make_store, plan, options, policy, len(pool.workers), 0)
+
+    def _open_pool(self, plan: WorkerPlan, arena: Arena, options: PoolOptions, num_workers: int) -> Any:
+        self._host_pool.attach(self.batch, arena, self._infos.learn, self)
+        return self._host_pool
+
+    def _start(self, env_fns: Sequence[Callable[[], Any]], plan: WorkerPlan, num_workers: int, caller_share: int) -> None:
+        """They are started: the spaces came from them."""
+        self.mismatches = self._found
+
+    def read(self, answers: Iterable[tuple[Worker, Answer]]) -> Result:
+        listed = list(answers)
+        result = super().read(listed)
+        for host, answer in listed:
+            self.failed.update(answer.lost)
+            if answer.error is not None:
+                result = writeable(result)
+                result.errors.append(self._error_of(host, answer.error))
+        return result
+
+    def _error_of(self, host: Worker, packed: PackedError) -> tuple[Exception, ErrorRecord]:
+        busy = self.oldest_of(host)
+        command = "a request" if busy is None else command_of(busy, host)
+        note = f"{host.label}, {envs_text(host.rows)}, during {command}"
+        record = ErrorRecord(None, host.index, host.pid, command, unpack_error(packed, note), packed.text, time.monotonic())
+        return unpack_error(packed, note), record
+
+    def stats(self) -> dict[str, float]:
+        """As :meth:`Engine.stats`, of all hosts together; one that is busy for long or dead is left out."""
+        own = super().stats()
+        if self._host_pool.closing:  # no host is left to ask
+            return own
+        each = list(self._host_pool.ask_all("stats", timeout=GRACE).values())
+        if each:
+            for key in ("restarts", "bytes_pickled"):
+                own[key] += sum(stats[key] for stats in each)
+            own["step_time_mean"] = float(np.mean([stats["step_time_mean"] for stats in each]))
+            for key in ("step_time_slowest_env", "straggler_share"):
+                own[key] = max(stats[key] for stats in each)
+        return own
 
 
 class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
@@ -164,7 +230,7 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
             self.observation_space = batch_space(first.observation_space, self.num_envs)
             if mode == "same":
                 fits = _equal
-        self._mismatches = disagreements(plans, pool.readies, fits)
+        self._mismatches = _disagreements(plans, pool.readies, fits)
         if mode == "different" and not self._mismatches:
             self.observation_space = batch_differing_spaces(
                 [space for ready in pool.readies for space in ready.observation_spaces]
@@ -236,7 +302,7 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
 
         expected = Expected(self.observation_mode, self.single_observation_space, self.single_action_space)
         plan = WorkerPlan(layout, self.autoreset_mode, expected, ragged=self._host_options.get("ragged_infos", False))
-        return HostsEngine(pool, self.env_fns, layout, make_store, plan, policy, self._mismatches)
+        return HostsEngine(pool, self._mismatches, self.env_fns, layout, make_store, plan, policy)
 
     # -- what can be looked at --------------------------------------------------------------------------------------
 
@@ -273,3 +339,16 @@ def _check(env_fns: Sequence[Any], num_hosts: Any, envs_per_host: Any, placement
             f"{len(env_fns)} environments with envs_per_host={envs_per_host} are {-(-len(env_fns) // envs_per_host)} hosts, "
             f"not num_hosts={num_hosts}: give one of the two"
         )
+
+
+def _disagreements(plans: Sequence[HostPlan], readies: Sequence[HostReady], fits: Any) -> list[tuple[int, str, str]]:
+    """(env, which space, what it is) for environments whose spaces do not go with those of the first host."""
+    first = readies[0]
+    found = [mismatch for ready in readies for mismatch in ready.mismatches]
+    for plan, ready in zip(plans[1:], readies[1:], strict=True):
+        where = f"on host {plan.index} (node {ready.node})"
+        if not fits(ready.observation_space, first.observation_space):
+            found.append((plan.rows.start, "observation", f"{ready.observation_space} {where}"))
+        elif ready.action_space != first.action_space:
+            found.append((plan.rows.start, "action", f"{ready.action_space} {where}"))
+    return found

@@ -28,9 +28,10 @@ from vecenv.front.capabilities import capabilities_of
 from vecenv.front.gymnasiums import GymnasiumSync
 from vecenv.jax.env import Array, EnvState, PyTree
 from vecenv.jax.functional import action_spec, check_action
-from vecenv.jax.host import CallbackHost, InfoColumns, leaves_of
+from vecenv.jax.host import CallbackHost, InfoColumns
 from vecenv.jax.host_call import call_in_lanes, choose_transport, host_call, host_function, original_errors, struct
 from vecenv.jax.interop import jax_space
+from vecenv.link.observations import flat_of
 
 __all__ = ["Bridge", "bridge"]
 
@@ -251,7 +252,7 @@ class Bridge:
         return (jax.random.bits(key, (self.num_envs,), jnp.uint32) >> 1).astype(jnp.int32)
 
     def _action_leaves(self, action: PyTree) -> list[Array]:
-        return [jnp.asarray(leaf) for leaf in leaves_of(self._host.action_tree, action)]
+        return [jnp.asarray(leaf) for leaf in flat_of(self._host.action_tree, action)]
 
     def _results(self, stepped: bool) -> list[Struct]:
         """Shapes and dtypes of what JAX gets for the arrays of a step or a reset."""

@@ -38,7 +38,10 @@ ACTIONS = [
     ("HighwayFast-v0", np.array([2**64 - 1, 0], np.uint64), ValueError, "envs [0]"),
     ("Pendulum-v1", np.zeros((2, 3), np.float32), ValueError, "(2, 1)"),
     ("Ant-v4", np.zeros(2), ValueError, "(2, 8)"),
-    *(("CartPole-v1", np.array(no), TypeError, "must be integers") for no in ([0.0, 0.0], ["a", "a"], [None, None], [False] * 2, [0j, 0])),
+    *(
+        ("CartPole-v1", np.array(wrong), TypeError, "must be integers")
+        for wrong in ([0.0, 0.0], ["a", "a"], [None, None], [False, False], [0j, 0])
+    ),
     ("CartPole-v1", [[0], [0, 1]], ValueError, "actions"),
     ("CartPole-v1", {"action": 0}, (ValueError, TypeError), "actions"),
     ("CartPole-v1", np.full(4, 9, np.int32)[::2], ValueError, "envs [0, 1]"),

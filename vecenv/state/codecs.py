@@ -186,45 +186,38 @@ put("torch._C.Generator", Codec(_save_torch, _load_torch))
 # -- spaces: only their generators ---------------------------------------------------------------------------------
 
 
+def _spaces_in(space: Any) -> Iterator[Any]:
+    """A space, and what a Dict or a Tuple is made of."""
+    yield space
+    inner = getattr(space, "spaces", ())
+    for one in inner.values() if hasattr(inner, "values") else inner:
+        yield from _spaces_in(one)
+
+
 def save_space(space: Any) -> Any:
     """The generators of a space; ``None``: it has none yet, as most spaces of environments."""
-    own = getattr(space, "_np_random", None)
-    state = None if own is None else _save_generator(own)
-    inner = getattr(space, "spaces", None)
-    inside = None
-    if inner is not None:
-        each = inner.values() if hasattr(inner, "values") else inner
-        inside = [save_space(one) for one in each]
-    return None if state is None and not (inside and any(inside)) else (state, inside)
+    if getattr(space, "_np_random", None) is None and not hasattr(space, "spaces"):
+        return None
+    each = [getattr(one, "_np_random", None) for one in _spaces_in(space)]
+    return [own and _save_generator(own) for own in each] if any(each) else None
 
 
 def _load_space(space: Any, state: Any) -> None:
-    if state is None:
-        return
-    own, inside = state
-    if own is not None:
-        if getattr(space, "_np_random", None) is None:
-            space._np_random = _make_generator(own)
+    for one, own in zip(_spaces_in(space), state, strict=True) if state is not None else ():
+        if own is None:
+            continue
+        if getattr(one, "_np_random", None) is None:
+            one._np_random = _make_generator(own)
         else:
-            _load_generator(space._np_random, own)
-    if inside is not None:
-        inner = space.spaces
-        for one, its in zip(inner.values() if hasattr(inner, "values") else inner, inside, strict=True):
-            _load_space(one, its)
+            _load_generator(one._np_random, own)
 
 
 def _open_space(space: Any, state: Any) -> Any:
     """Refuse a state that is not one of the generators of such a space."""
-    if state is None:
-        return None
-    own, inside = state
-    if own is not None:
-        _open_generator(np.random.Generator(np.random.PCG64(0)) if space._np_random is None else space._np_random, own)
-        _make_generator(own)
-    if inside is not None:
-        inner = space.spaces
-        for one, its in zip(inner.values() if hasattr(inner, "values") else inner, inside, strict=True):
-            _open_space(one, its)
+    for one, own in zip(_spaces_in(space), state, strict=True) if state is not None else ():
+        if own is not None:
+            _open_generator(np.random.Generator(np.random.PCG64(0)) if one._np_random is None else one._np_random, own)
+            _make_generator(own)
     return state
 
 

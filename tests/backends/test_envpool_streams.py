@@ -174,7 +174,7 @@ def test_same_step_is_next_step_with_the_reset_rows_folded_in(family: str, task_
                 continue
             ended += 1
             infos = mine[4]
-            final_obs = unfolded._driver._rows.reader.row(unfolded._driver._last, 0)  # type: ignore[union-attr]
+            final_obs = unfolded._driver._rows.row(unfolded._driver._last, 0)  # type: ignore[union-attr]
             assert_identical(infos.pop("final_obs")[0], final_obs, "final_obs")
             assert_identical(infos.pop("final_info"), theirs[4], "final_info")
             assert infos.pop("_final_obs").tolist() == infos.pop("_final_info").tolist() == [True]

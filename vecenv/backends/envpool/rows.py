@@ -35,108 +35,6 @@ Latest: TypeAlias = tuple[Array, bytes]
 """The environments whose rows were taken last, int32, which ``send`` means by default; and the bytes of the same as intp."""
 
 
-class RowReader:
-    """Reads the answers of one kind of pool.
-
-    Args:
-        state_keys: Names of the arrays in an answer.
-        observation_space: Of one environment.
-    """
-
-    def __init__(self, state_keys: Sequence[str], observation_space: gymnasium.Space[Any]) -> None:
-        index = {key: i for i, key in enumerate(state_keys)}
-        self._env_id = index["info:env_id"]
-        self._reward, self._done, self._trunc = index["reward"], index["done"], index["trunc"]
-        self._terminated = index.get("terminated")
-        self._game_over = index.get("info:terminated")
-        self._template, self._leaves = _observation_plan(index, observation_space)
-        # where an observation is one of the pool's arrays, as most are
-        self._array = self._leaves[0][0] if self._template is None and self._leaves[0][1] is None else None
-        self._infos = {**_tree(index, "info"), "elapsed_step": index["elapsed_step"]}
-        self._infos.pop("players", None)
-        self._flat_infos = [(key, f"_{key}", i) for key, i in self._infos.items() if isinstance(i, int)]
-        self._nested_infos = {key: plan for key, plan in self._infos.items() if not isinstance(plan, int)}
-        self._ones = np.ones(0, dtype=np.bool_)
-        # indices of what makes observations and infos; the rest are rewards and flags
-        self.visible = [i for i, key in enumerate(state_keys) if key.partition(":")[0] in ("obs", "info", "elapsed_step")]
-
-    # -- flags and rewards -----------------------------------------------------------------------------------
-
-    def env_ids(self, states: States) -> Array:
-        """Which environments these rows are of, int32 of shape ``(b,)``."""
-        return states[self._env_id]
-
-    def rewards(self, states: States) -> Array:
-        """Rewards, float64 of shape ``(b,)``."""
-        return states[self._reward].astype(np.float64)
-
-    def flags(self, states: States) -> tuple[Array, Array, Array]:
-        """``(terminated, truncated, over)``, bool of shape ``(b,)``; the first two are the caller's own.
-
-        The pool reports an episode that ends on its last allowed step as truncated only. Where it says more (a state key
-        ``terminated`` in EnvPool 1.2.7, an info ``terminated`` in Atari), both flags can be True, as with Gymnasium's
-        ``TimeLimit``.
-        """
-        done = states[self._done]
-        truncated = states[self._trunc]
-        if self._terminated is not None:
-            return states[self._terminated].astype(np.bool_), truncated, done
-        terminated = done > truncated
-        if self._game_over is not None:
-            terminated |= done & (states[self._game_over] != 0)
-        return terminated, truncated, done
-
-    # -- observations ----------------------------------------------------------------------------------------
-
-    def leaves(self, states: States) -> list[Array]:
-        """The arrays of an observation, in the order of the space; each of shape ``(b, *leaf_shape)``."""
-        return [states[i] if cast is None else cast(states[i]) for i, cast in self._leaves]
-
-    def build(self, leaves: Sequence[Any]) -> Any:
-        """The observation that consists of these leaves: an array, or nested dicts of them."""
-        return leaves[0] if self._template is None else _fill(self._template, iter(leaves))
-
-    def observations(self, states: States) -> Any:
-        """The observations of an answer."""
-        return self.build(self.leaves(states)) if self._array is None else states[self._array]
-
-    def row(self, leaves: Sequence[Array], i: int) -> Any:
-        """One environment's observation, copied: a view of one row would keep the whole batch in memory."""
-        return self.build([leaf[i].copy() for leaf in leaves])
-
-    # -- infos -----------------------------------------------------------------------------------------------
-
-    def infos(self, states: States, rows: Array) -> Infos:
-        """All infos of a batch, each with its mask; every row has every key. All masks are the caller's own.
-
-        Args:
-            states: The pool's arrays.
-            rows: Environment of each row, intp, for ``env_id``; the caller's own.
-        """
-        if len(self._ones) != len(rows):
-            self._ones = np.ones(len(rows), dtype=np.bool_)
-        mask = self._ones.copy
-        infos: Infos = {}
-        for key, mask_key, i in self._flat_infos:
-            infos[key] = states[i]
-            infos[mask_key] = mask()
-        for key, plan in self._nested_infos.items():
-            infos[key] = _scatter(plan, states, slice(None), len(self._ones))
-            infos[f"_{key}"] = mask()
-        infos["env_id"] = rows
-        return infos
-
-    def scattered_infos(self, states: States, rows: Array, num_rows: int) -> Infos:
-        """Infos of some rows in arrays for ``num_rows``; the others are zero, and False in the masks.
-
-        Args:
-            states: An answer, or a selection of it, with ``len(rows)`` rows.
-            rows: Where these go.
-            num_rows: Length of the result.
-        """
-        return _scatter(self._infos, states, rows, num_rows)
-
-
 def _tree(index: Mapping[str, int], prefix: str) -> dict[str, Any]:
     """The state keys ``"obs:a.b"`` under a prefix, as nested dicts of their indices."""
     tree: dict[str, Any] = {}
@@ -354,8 +252,23 @@ class PoolRows:
     """``check(actions, ids)``: actions as the pool takes them, checked and copied."""
 
     def __init__(self, task: Task) -> None:
-        self.reader = RowReader(task.state_keys, task.observation_space)
         self.check = ActionChecker(task.action_space, task.action_keys[2:], task.action_dtypes[2:])
+        keys = task.state_keys
+        index = {key: i for i, key in enumerate(keys)}
+        self._env_id = index["info:env_id"]
+        self._reward, self._done, self._trunc = index["reward"], index["done"], index["trunc"]
+        self._terminated = index.get("terminated")
+        self._game_over = index.get("info:terminated")
+        self._template, self._leaves = _observation_plan(index, task.observation_space)
+        # where an observation is one of the pool's arrays, as most are
+        self._array = self._leaves[0][0] if self._template is None and self._leaves[0][1] is None else None
+        self._info_plan = {**_tree(index, "info"), "elapsed_step": index["elapsed_step"]}
+        self._info_plan.pop("players", None)
+        self._flat_infos = [(key, f"_{key}", i) for key, i in self._info_plan.items() if isinstance(i, int)]
+        self._nested_infos = {key: plan for key, plan in self._info_plan.items() if not isinstance(plan, int)}
+        self._ones = np.ones(0, dtype=np.bool_)
+        # indices of what makes observations and infos; the rest are rewards and flags
+        self.visible = [i for i, key in enumerate(keys) if key.partition(":")[0] in ("obs", "info", "elapsed_step")]
 
     def begin(self) -> None:
         """A new pool."""
@@ -378,7 +291,7 @@ class PoolRows:
     def ordered(self, batches: list[States], all_ids: Array, ended: Array) -> tuple[Stepped, Any]:
         """The answer of all environments, in their order; and what is held once it was taken."""
         joined: States = [np.concatenate(parts) for parts in zip(*batches, strict=True)]
-        order = np.argsort(self.reader.env_ids(joined))
+        order = np.argsort(joined[self._env_id])
         return self._stepped([array[order] for array in joined], all_ids.astype(np.intp), ended), (all_ids,)
 
     def answer(self, states: States, ended: Array) -> tuple[Stepped, Latest, Any]:
@@ -388,13 +301,81 @@ class PoolRows:
             states: Rows of the pool.
             ended: bool, one per environment; updated in place.
         """
-        ids = self.reader.env_ids(states)
+        ids = states[self._env_id]
         rows = ids.astype(np.intp)  # indexing with it is ten times as fast as with int32
         latest = ids, rows.tobytes()
         return self._stepped(states, rows, ended), latest, latest
 
     def _stepped(self, states: States, rows: Array, ended: Array) -> Stepped:
-        reader = self.reader
-        infos = reader.infos(states, rows)
-        terminated, truncated, ended[rows] = reader.flags(states)
-        return reader.observations(states), reader.rewards(states), terminated, truncated, infos
+        infos = self.infos(states, rows)
+        terminated, truncated, ended[rows] = self.flags(states)
+        observations = self.build(self.leaves(states)) if self._array is None else states[self._array]
+        return observations, self.rewards(states), terminated, truncated, infos
+
+    # -- flags and rewards -----------------------------------------------------------------------------------
+
+    def rewards(self, states: States) -> Array:
+        """Rewards, float64 of shape ``(b,)``."""
+        return states[self._reward].astype(np.float64)
+
+    def flags(self, states: States) -> tuple[Array, Array, Array]:
+        """``(terminated, truncated, over)``, bool of shape ``(b,)``; the first two are the caller's own.
+
+        The pool reports an episode that ends on its last allowed step as truncated only. Where it says more (a state key
+        ``terminated`` in EnvPool 1.2.7, an info ``terminated`` in Atari), both flags can be True, as with Gymnasium's
+        ``TimeLimit``.
+        """
+        done = states[self._done]
+        truncated = states[self._trunc]
+        if self._terminated is not None:
+            return states[self._terminated].astype(np.bool_), truncated, done
+        terminated = done > truncated
+        if self._game_over is not None:
+            terminated |= done & (states[self._game_over] != 0)
+        return terminated, truncated, done
+
+    # -- observations ----------------------------------------------------------------------------------------
+
+    def leaves(self, states: States) -> list[Array]:
+        """The arrays of an observation, in the order of the space; each of shape ``(b, *leaf_shape)``."""
+        return [states[i] if cast is None else cast(states[i]) for i, cast in self._leaves]
+
+    def build(self, leaves: Sequence[Any]) -> Any:
+        """The observation that consists of these leaves: an array, or nested dicts of them."""
+        return leaves[0] if self._template is None else _fill(self._template, iter(leaves))
+
+    def row(self, leaves: Sequence[Array], i: int) -> Any:
+        """One environment's observation, copied: a view of one row would keep the whole batch in memory."""
+        return self.build([leaf[i].copy() for leaf in leaves])
+
+    # -- infos -----------------------------------------------------------------------------------------------
+
+    def infos(self, states: States, rows: Array) -> Infos:
+        """All infos of a batch, each with its mask; every row has every key. All masks are the caller's own.
+
+        Args:
+            states: The pool's arrays.
+            rows: Environment of each row, intp, for ``env_id``; the caller's own.
+        """
+        if len(self._ones) != len(rows):
+            self._ones = np.ones(len(rows), dtype=np.bool_)
+        mask = self._ones.copy
+        infos: Infos = {}
+        for key, mask_key, i in self._flat_infos:
+            infos[key] = states[i]
+            infos[mask_key] = mask()
+        for key, plan in self._nested_infos.items():
+            infos[key] = _scatter(plan, states, slice(None), len(self._ones))
+            infos[f"_{key}"] = mask()
+        infos["env_id"] = rows
+        return infos
+
+    def scattered_infos(self, states: States, rows: Array, num_rows: int) -> Infos:
+        """Infos of some rows in arrays for ``num_rows``; the others are zero, and False in the masks.
+
+        Args:
+            states: An answer, or a selection of it, with ``len(rows)`` rows.
+            rows: Where these go.
+            num_rows: Length of the result.
+        """
+        return _scatter(self._info_plan, states, rows, num_rows)

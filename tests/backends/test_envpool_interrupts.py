@@ -72,59 +72,43 @@ def test_a_step_was_not_sent_or_its_answer_is_owed(make: Make, mode: str, kind: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("timeout", [None, 30.0])
-@pytest.mark.parametrize("batch_size", [4, 2])
-def test_send_and_recv_can_be_interrupted_anywhere(make: Make, batch_size: int, kind: str, timeout: float | None) -> None:
-    envs, same = make(batch_size=batch_size), make()
+@pytest.mark.parametrize(
+    ("num_envs", "batch_size", "count", "timeout"),
+    [
+        *((4, batch_size, None, timeout) for batch_size in (4, 2) for timeout in (None, 30.0)),
+        *((6, 2, count, None) for count in (1, 3)),  # what the pool gave too much is kept for the next one
+    ],
+)
+def test_send_and_recv_can_be_interrupted_anywhere(
+    make: Make, num_envs: int, batch_size: int, count: int | None, timeout: float | None, kind: str
+) -> None:
+    envs, same = make(num_envs, batch_size=batch_size), make(num_envs)
     envs.reset()
     stream = [same.reset()[0]]
-    seen = [0] * 4
-    envs.send(zeros(4), np.arange(4))
+    seen = [0] * num_envs
+    rows = count or batch_size
+    envs.send(zeros(num_envs), np.arange(num_envs))
     for interruption in moments(kind, least=20):
         found = None
         with interruption:
-            found = envs.recv(timeout)
-        observations, *_, infos = found or envs.recv(timeout)
+            found = envs.recv(timeout, count=count)
+        observations, *_, infos = found or envs.recv(timeout, count=count)
         ids = infos["env_id"].tolist()
-        assert len(ids) == batch_size
+        assert len(set(ids)) == rows
         for row, i in enumerate(ids):
             seen[i] += 1
             while len(stream) <= seen[i]:
-                stream.append(same.step(zeros(4))[0])
+                stream.append(same.step(zeros(num_envs))[0])
             np.testing.assert_array_equal(observations[row], stream[seen[i]][i])
-        again = Interruption(interruption.kind, interruption._left % 40 if interruption.fired else 10**6)
-        with again:
-            envs.send(zeros(batch_size))  # to those of the latest recv
-        if in_flight(envs) < 4:
-            envs.send(zeros(batch_size), infos["env_id"])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("count", [1, 3])
-def test_rows_kept_for_the_next_recv_are_neither_lost_nor_repeated(make: Make, count: int, kind: str) -> None:
-    """A count that is no batch: what the pool gave too much is kept, whatever interrupts."""
-    envs, same = make(6, batch_size=2), make(6)
-    envs.reset()
-    stream = [same.reset()[0]]
-    seen = [0] * 6
-    envs.send(zeros(6), np.arange(6))
-    for interruption in moments(kind, least=20):
-        found = None
-        with interruption:
-            found = envs.recv(count=count)
-        observations, *_, infos = found or envs.recv(count=count)
-        ids = infos["env_id"].tolist()
-        assert len(set(ids)) == count
-        for row, i in enumerate(ids):
-            seen[i] += 1
-            while len(stream) <= seen[i]:
-                stream.append(same.step(zeros(6))[0])
-            np.testing.assert_array_equal(observations[row], stream[seen[i]][i])
-        assert in_flight(envs) == 6 - count
+        assert in_flight(envs) == num_envs - rows
         assert envs.stats()["steps"] == sum(seen)
-        envs.send(zeros(count))
-    envs.reset()
-    assert in_flight(envs) == 0
+        with Interruption(interruption.kind, interruption._left % 40 if interruption.fired else 10**6):
+            envs.send(zeros(rows))  # to those of the latest recv
+        if in_flight(envs) < num_envs:
+            envs.send(zeros(rows), infos["env_id"])
+    if batch_size < num_envs:
+        envs.reset()
+        assert in_flight(envs) == 0
 
 
 @pytest.mark.long

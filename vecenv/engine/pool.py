@@ -549,6 +549,12 @@ class WorkerPool:
         self._writers = {}
         self.__dict__.pop("batch", None)
         self._spin.forget()
+        nothing = PendingRequests(0)
+        for holder in (*self._all_processes(), self.own, self.sender):
+            if holder is not None:
+                holder._table = nothing
+        self.table = self._resources.table = nothing
+        self.__dict__.pop("watchdog", None)  # with these the last cycle goes: all is freed without the collector
         self.released = True
         left_in_a_fork.discard(self)
 

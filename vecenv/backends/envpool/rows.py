@@ -26,7 +26,8 @@ from vecenv.front.driver import Stepped
 
 __all__ = ["ActionChecker", "Array", "Infos", "Latest", "PoolRows", "States"]
 
-_FEW = 64  # up to so many actions, looking each up in a set is faster than a numpy reduction
+_FEW = 64  # actions at most, of which looking each up in a set is faster than a numpy reduction
+_MANY = 4096  # choices at most, for which there is such a set
 
 Array: TypeAlias = npt.NDArray[Any]
 States: TypeAlias = list[Array]
@@ -108,12 +109,11 @@ class ActionChecker:
     """
 
     def __init__(self, space: gymnasium.Space[Any], keys: Sequence[str], dtypes: Sequence[npt.DTypeLike]) -> None:
-        self._leaves: list[tuple[tuple[str, ...], _Discrete | _Box]] = []
+        self._leaves: list[tuple[tuple[str, ...], _Numbers]] = []
         for (path, inner), dtype in zip(_paths(space, keys), dtypes, strict=True):
-            kind: Any = _Discrete if isinstance(inner, spaces.Discrete) else _Box if isinstance(inner, spaces.Box) else None
-            if kind is None:
+            if not isinstance(inner, spaces.Discrete | spaces.Box):
                 raise TypeError(f"actions of the space {inner} are not supported")
-            self._leaves.append((path, kind(inner, np.dtype(dtype), ".".join(path))))
+            self._leaves.append((path, _Numbers(inner, np.dtype(dtype), ".".join(path))))
         self._single = self._leaves[0][1] if not isinstance(space, spaces.Dict) else None
 
     def __call__(self, actions: Any, ids: Array) -> list[Array]:
@@ -174,68 +174,52 @@ def _as_array(value: Any, what: str) -> Array:
         raise ValueError(f"{what} are not an array of numbers: {error}") from error
 
 
-class _Discrete:
-    """Integers from ``start`` to ``start + n - 1``, one per environment."""
+class _Numbers:
+    """One array of an action: a number per environment for a Discrete, an array for a Box.
 
-    def __init__(self, space: spaces.Discrete, dtype: np.dtype[Any], name: str) -> None:
-        self._start, self._count = int(space.start), int(space.n)
-        self._allowed = set(range(self._start, self._start + self._count)) if self._count <= 4096 else set()
-        self._dtype = dtype
-        self._what = f"actions[{name!r}]" if name else "actions"
+    The range of integers is checked in any case: environments index tables with them.
+    """
 
-    def __call__(self, value: Any, ids: Array) -> Array:
-        array = value if type(value) is np.ndarray else _as_array(value, self._what)
-        if array.shape != ids.shape:
-            raise ValueError(f"{self._what} must have shape {ids.shape}, one for each environment; got {array.shape}")
-        if array.dtype.kind not in "iu":
-            raise TypeError(f"{self._what} must be integers, got {array.dtype}")
-        if len(ids) <= _FEW and self._allowed:
-            right = self._allowed.issuperset(array.tolist())
+    def __init__(self, space: spaces.Discrete | spaces.Box, dtype: np.dtype[Any], name: str) -> None:
+        if isinstance(space, spaces.Discrete):
+            low, high = int(space.start), int(space.start + space.n - 1)
+            self._allowed = set(range(low, high + 1)) if space.n <= _MANY else set()
+            self._shape: tuple[int, ...] = ()
+            self._low, self._high = np.asarray(low, dtype), np.asarray(high, dtype)
         else:
-            # one comparison for both ends: what lies below the start becomes huge without its sign
-            offset = (array.astype(np.int64) - self._start).view(np.uint64)
-            right = bool(np.maximum.reduce(offset) < self._count)
-        if not right:
-            last = self._start + self._count - 1
-            wrong = np.flatnonzero((array < self._start) | (array > last))
-            got = f"got {array[wrong].tolist()} for envs {ids[wrong].tolist()}"
-            raise ValueError(f"{self._what} must be from {self._start} to {last}; {got}")
-        return array.astype(self._dtype)
-
-    def dummy(self, n: int) -> Array:
-        return np.full(n, self._start, dtype=self._dtype)
-
-
-class _Box:
-    """Arrays, one per environment. The range of integers is checked in any case: environments index tables with them."""
-
-    def __init__(self, space: spaces.Box, dtype: np.dtype[Any], name: str) -> None:
-        self._shape = tuple(int(length) for length in space.shape)
-        self._one = self._shape == (1,)
-        self._low, self._high = space.low.astype(dtype), space.high.astype(dtype)
+            self._allowed = set()
+            self._shape = tuple(int(length) for length in space.shape)
+            self._low, self._high = space.low.astype(dtype), space.high.astype(dtype)
+        # of integers: what lies between these is right in every place
+        self._inner = None if dtype.kind == "f" else (int(self._low.max()), int(self._high.min()))
         self._dtype = dtype
-        self._kinds = "fiu" if dtype.kind == "f" else "iu"
+        self._kinds, self._wanted = ("fiu", "numbers") if dtype.kind == "f" else ("iu", "integers")
         self._what = f"actions[{name!r}]" if name else "actions"
 
     def __call__(self, value: Any, ids: Array) -> Array:
         array = value if type(value) is np.ndarray else _as_array(value, self._what)
-        if array.shape != ids.shape + self._shape:
-            if not self._one or array.shape != ids.shape:
-                raise ValueError(
-                    f"{self._what} must have shape {(*ids.shape, *self._shape)}, one row for each environment; "
-                    f"got {array.shape}"
-                )
+        if array.shape != (shape := ids.shape + self._shape):
+            if self._shape != (1,) or array.shape != ids.shape:
+                raise ValueError(f"{self._what} must have shape {shape}, one row for each environment; got {array.shape}")
             array = array.reshape(-1, 1)
         if array.dtype.kind not in self._kinds:
-            wanted = "numbers" if self._dtype.kind == "f" else "integers"
-            raise TypeError(f"{self._what} must be {wanted}, got {array.dtype}")
-        if self._dtype.kind != "f":
-            within = ((array >= self._low) & (array <= self._high)).all(axis=tuple(range(1, array.ndim)))
-            if not within.all():
-                bounds = f"from {self._low.min()} to {self._high.max()}"
-                wrong = ids[~within].tolist()
-                raise ValueError(f"{self._what} must be within the bounds of the space ({bounds}): see envs {wrong}")
-        return array.astype(self._dtype, order="C")
+            raise TypeError(f"{self._what} must be {self._wanted}, got {array.dtype}")
+        if self._inner is not None:
+            if self._allowed and len(ids) <= _FEW:
+                right = self._allowed.issuperset(array.tolist())
+            else:
+                right = self._inner[0] <= np.minimum.reduce(array, None) and np.maximum.reduce(array, None) <= self._inner[1]
+            if not right:
+                self._require_within(array, ids)
+        return array.astype(self._dtype, "C")
+
+    def _require_within(self, array: Array, ids: Array) -> None:
+        wrong = ~((array >= self._low) & (array <= self._high)).reshape(len(ids), -1).all(axis=1)
+        if wrong.any():
+            raise ValueError(
+                f"{self._what} must be from {self._low.min()} to {self._high.max()}; got {array[wrong].tolist()} for envs "
+                f"{ids[wrong].tolist()}"
+            )
 
     def dummy(self, n: int) -> Array:
         inside = np.clip(np.zeros(self._shape, dtype=self._dtype), self._low, self._high)

@@ -29,8 +29,7 @@ import numpy as np
 
 import vecenv
 from vecenv.backends import RayVectorEnv
-from vecenv.backends.ray.host import Host, HostPlan
-from vecenv.backends.ray.packing import Packed, Packing
+from vecenv.backends.ray.host import Host, HostPlan, Packed, Packing
 from vecenv.tools.benchmark import take_turns
 from vecenv.tools.runners import run_for
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from vecenv.backends import native
 from vecenv.backends.envpool.drivers import FirstReadyDriver, WholeBatchDriver
-from vecenv.backends.jax_native.driver import _CAPABILITIES as ON_DEVICE
+from vecenv.backends.jax_native import _CAPABILITIES as ON_DEVICE
 from vecenv.engine.engine import Engine
 from vecenv.front.capabilities import Capabilities
 

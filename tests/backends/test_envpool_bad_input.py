@@ -1,15 +1,11 @@
-"""Every call that ends the interpreter, or reads wrong memory, when made on raw EnvPool is an exception here.
-
-Each runs in a process of its own, so that one that crashes after all cannot take the tests along. Those processes are forked
-from one that has imported EnvPool and built nothing, because the import is what takes time.
-"""
+"""Every call that ends the interpreter, or reads wrong memory, when made on raw EnvPool is an exception here."""
 
 from __future__ import annotations
 
-import json
+import re
 import subprocess
 import sys
-import textwrap
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,268 +19,123 @@ from vecenv.backends import EnvPoolVectorEnv
 from vecenv.backends.envpool import task
 from vecenv.backends.envpool.rows import ActionChecker
 
-RUNNER = """
-import sys
-sys.modules["jax"] = None  # EnvPool imports it if it is there, which takes a second
+from .conftest import Make, zeros
 
-import json, os, tempfile
-import envpool
-import numpy as np
-from vecenv.backends import EnvPoolVectorEnv
+# What ends the interpreter, or reads wrong memory, on raw EnvPool. What every backend has to refuse is in the contract.
+INTEGERS = (np.int8, np.int16, np.int32, np.int64)
+ACTIONS = [
+    # task, actions for two environments, the error and what it says
+    *(
+        (task_id, np.array([0, wrong], dtype), ValueError, "envs [1]")
+        for task_id, wrong in (
+            ("CartPole-v1", 7), ("CartPole-v1", -1), ("Taxi-v3", 99), ("FrozenLake-v1", 9), ("MiniGrid-Empty-5x5-v0", 99)
+        )
+        for dtype in INTEGERS
+    ),
+    ("Pong-v5", [0, 99], ValueError, "from 0 to 5"),
+    ("HighwayFast-v0", np.array([2**32, 0], np.uint64), ValueError, "envs [0]"),
+    ("HighwayFast-v0", np.array([2**32, 0]), ValueError, "envs [0]"),
+    ("HighwayFast-v0", np.array([2**64 - 1, 0], np.uint64), ValueError, "envs [0]"),
+    ("Pendulum-v1", np.zeros((2, 3), np.float32), ValueError, "(2, 1)"),
+    ("Ant-v4", np.zeros(2), ValueError, "(2, 8)"),
+    *(
+        ("CartPole-v1", np.array(wrong), TypeError, "must be integers")
+        for wrong in ([0.0, 0.0], ["a", "a"], [None, None], [False, False], [0j, 0])
+    ),
+    ("CartPole-v1", [[0], [0, 1]], ValueError, "actions"),
+    ("CartPole-v1", {"action": 0}, (ValueError, TypeError), "actions"),
+    ("CartPole-v1", np.full(4, 9, np.int32)[::2], ValueError, "envs [0, 1]"),
+    ("CartPole-v1", np.full(2, 9, ">i4"), ValueError, "envs [0, 1]"),
+]
 
-def refused(call, *errors, says=""):
-    try:
-        call()
-    except errors as error:
-        assert says in str(error), str(error)
-    else:
-        raise AssertionError("accepted")
 
-def make(task_id="CartPole-v1", num_envs=4, **options):
-    options = dict(num_threads=2, seed=0) | options
-    envs = EnvPoolVectorEnv(task_id, num_envs, **options)
-    if envs.batch_size == num_envs:
-        envs.reset()
-    return envs
-
-def run(lines):
-    names = dict(globals())
-    exec(lines, names)
-    envs = names.get("envs")
-    if envs is not None and not envs.closed and envs.batch_size == envs.num_envs:
-        envs.reset()  # whatever was refused, the environments go on
+@pytest.mark.parametrize(("task_id", "actions", "error", "says"), ACTIONS)
+def test_what_crashes_raw_envpool_is_an_exception(make: Make, task_id: str, actions: Any, error: Any, says: str) -> None:
+    envs = make(2, task_id)
+    envs.reset()
+    for _ in range(2):  # also after a good step
+        with pytest.raises(error, match=re.escape(says)):
+            envs.step(actions)
         envs.step(envs.action_space.sample())
-        envs.close()
-    print("survived")
 
-results = {}
-for case, lines in json.load(sys.stdin).items():
-    with tempfile.TemporaryFile("w+") as said:
-        if (pid := os.fork()) == 0:
-            os.dup2(said.fileno(), 1)
-            os.dup2(said.fileno(), 2)
-            import signal
-            signal.alarm(300)
-            try:
-                run(lines)
-                sys.stdout.flush()
-            except BaseException:
-                import traceback
-                traceback.print_exc()
-                sys.stderr.flush()
-                os._exit(1)
-            if "end of the interpreter" in case:
-                raise SystemExit(0)
-            os._exit(0)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        said.seek(0)
-        results[case] = [code, said.read()]
-print(json.dumps(results))
-"""
 
-# What was tried -> the lines that try it. What every backend has to refuse is in the contract (`tests/contract`).
-CRASHES = {
-    "fewer actions than envs later": """
-        envs = make()
-        envs.step(np.zeros(4, int))
-        refused(lambda: envs.step(np.zeros(3, int)), ValueError, says="(4,)")
-    """,
-    "env_id longer than actions": """
-        envs = make()
-        refused(lambda: envs.send(np.zeros(2, int), np.arange(3)), ValueError)
-    """,
-    "env_id shorter than actions": """
-        envs = make()
-        refused(lambda: envs.send(np.zeros(3, int), np.arange(2)), ValueError)
-    """,
-    "env_id out of range": """
-        envs = make()
-        for wrong in ([4], [-1], [0, 99], np.array([2**31], np.int64), np.array([2**32], np.uint64)):
-            refused(lambda: envs.send(np.zeros(len(wrong), int), wrong), ValueError, says="0..3")
-            refused(lambda: envs.reset_async(env_id=wrong), ValueError, says="0..3")
-    """,
-    "env_id twice": """
-        envs = make()
-        refused(lambda: envs.send(np.zeros(2, int), [0, 0]), ValueError, says="twice")
-        envs = make(batch_size=2)
+@pytest.mark.long
+def test_integers_of_a_box_are_held_against_it(make: Make) -> None:
+    envs = make(2, "BinPack-v2")
+    envs.reset()
+    high = envs.action_space.high  # type: ignore[attr-defined]
+    for wrong, error, says in ((high + 1, ValueError, r"envs \[0, 1\]"), (high - high - 1, ValueError, "envs"),
+                               (high * 0.5, TypeError, "integers")):  # fmt: skip
+        with pytest.raises(error, match=says):
+            envs.step(wrong)
+
+
+def test_indices_beyond_32_bits_are_refused(make: Make) -> None:
+    envs = make(batch_size=2)
+    envs.reset()
+    for wrong in (np.array([2**31], np.int64), np.array([2**32], np.uint64)):
+        for call in (lambda ids: envs.send(zeros(1), ids), lambda ids: envs.reset_async(env_id=ids)):
+            with pytest.raises(ValueError, match=r"0\.\.3"):
+                call(wrong)
+
+
+def test_actions_that_are_read_only_strided_or_of_the_other_byte_order_are_taken(make: Make) -> None:
+    wide = np.zeros((8, 3), np.float32)
+    wide.flags.writeable = False
+    for envs, every in ((make(4, "Pendulum-v1"), (wide[::2, 1:2], np.zeros((4, 1), ">f8"))),
+                        (make(), (np.zeros(8, np.int64)[::2], np.zeros(4, ">i4")))):  # fmt: skip
         envs.reset()
-        refused(lambda: envs.send(np.zeros(2, int), np.zeros(2, np.int32)), ValueError, says="twice")
-    """,
-    "wrong trailing shape after a good step": """
-        envs = make("Pendulum-v1")
-        envs.step(np.zeros((4, 1), np.float32))
-        refused(lambda: envs.step(np.zeros((4, 3), np.float32)), ValueError, says="(4, 1)")
-        envs.close()
-        envs = make("Ant-v4", 2)
-        envs.step(np.zeros((2, 8)))
-        refused(lambda: envs.step(np.zeros(2)), ValueError, says="(2, 8)")
-    """,
-    "MiniGrid action 99": """
-        envs = make("MiniGrid-Empty-5x5-v0")
-        refused(lambda: envs.step([0, 99, 0, 99]), ValueError, says="envs [1, 3]")
-    """,
-    "Atari action 99": """
-        envs = make("Pong-v5", 1)
-        refused(lambda: envs.step([99]), ValueError, says="from 0 to 5")
-    """,
-    "discrete actions out of range": """
-        for task, wrong in (("CartPole-v1", 7), ("CartPole-v1", -1), ("Taxi-v3", 99), ("FrozenLake-v1", 9)):
-            envs = make(task, 2)
-            for dtype in (np.int8, np.int16, np.int32, np.int64):
-                refused(lambda: envs.step(np.array([0, wrong], dtype)), ValueError, says="envs [1]")
-            envs.close()
-        envs = make("HighwayFast-v0", 2)
-        refused(lambda: envs.step(np.array([2**32, 0], np.uint64)), ValueError, says="envs [0]")
-        refused(lambda: envs.step(np.array([2**32, 0])), ValueError, says="envs [0]")
-        refused(lambda: envs.step(np.array([2**64 - 1, 0], np.uint64)), ValueError, says="envs [0]")
-    """,
-    "integers of a Box out of range": """
-        envs = make("BinPack-v2", 2)
-        high = envs.action_space.high
-        refused(lambda: envs.step(high + 1), ValueError, says="envs [0, 1]")
-        refused(lambda: envs.step(high - high - 1), ValueError, says="envs [0, 1]")
-        refused(lambda: envs.step(high * 0.5), TypeError, says="integers")
-    """,
-    "floats, strings and objects as actions": """
-        envs = make()
-        for wrong in (np.zeros(4), np.array(["a"] * 4), [None] * 4, [object()] * 4, np.zeros(4, bool), np.zeros(4, complex)):
-            refused(lambda: envs.step(wrong), TypeError)
-        refused(lambda: envs.step([[0], [0, 1], [0], [0]]), ValueError)
-        refused(lambda: envs.step(None), ValueError, TypeError)
-        refused(lambda: envs.step({"action": 0}), ValueError, TypeError)
-    """,
-    "reset, then reset_async, with small batches": """
-        envs = make(batch_size=2)
-        for _ in range(5):
-            envs.reset()
-            envs.reset_async()
-            envs.recv()
-            envs.reset_async()
-            envs.reset_wait()
-            envs.reset_async(env_id=[0])
-    """,
-    "no threads, or fewer": """
-        for wrong in (-1, 0):
-            refused(lambda: make(num_threads=wrong), ValueError, says="num_threads")
-        refused(lambda: make(num_threads=1.5), TypeError, says="num_threads")
-    """,
-    "lists as actions and env_id": """
-        envs = make(batch_size=2)
-        envs.reset()
-        envs.send([0, 1], [3, 1])
-        assert sorted(envs.recv()[4]["env_id"].tolist()) == [1, 3]
-        envs.send((0, 1), (3, 1))
-        envs.recv()
-    """,
-    "close while environments are in flight": """
-        for batch_size in (4, 2):
-            envs = make("Ant-v4", batch_size=batch_size)
-            envs.reset()
-            envs.send(np.zeros((4, 8)), np.arange(4))
-            envs.close()
-    """,
-    "the end of the interpreter while a helper waits": """
-        import time
-        from vecenv.errors import StepTimeout
-        envs = make(batch_size=2)
-        envs.reset()
-        recv = envs._driver.receiver._recv
-        envs._driver.receiver._recv = lambda: (time.sleep(0.5), recv())[1]
-        envs.send(np.zeros(4, int))
-        refused(lambda: envs.recv(timeout=0.01), StepTimeout)
-    """,
-    "options of Atari that are out of range": """
-        for option, value, says in [
-            ("noop_max", 0, "noop_max must be from 1 to 10000, got 0"),
-            ("noop_max", -1, "noop_max"),
-            ("noop_max", 2**31 - 1, "noop_max"),
-            ("stack_num", 0, "stack_num must be from 1 to 256, got 0"),
-            ("stack_num", -1, "stack_num"),
-            ("img_height", 0, "img_height must be from 1 to 4096, got 0"),
-            ("img_width", 0, "img_width must be from 1 to 4096, got 0"),
-            ("img_width", 10**6, "img_width"),
-            ("frame_skip", 0, "frame_skip must be from 1"),
-            ("repeat_action_probability", 1.5, "from 0 to 1"),
-            ("repeat_action_probability", float("nan"), "must be a number"),
-        ]:
-            refused(lambda: make("Pong-v5", 1, **{option: value}), ValueError, says=says)
-        refused(lambda: make("Pong-v5", 1, stack_num="four"), TypeError, says="stack_num must be an integer")
-        refused(lambda: make("Pong-v5", 1, max_num_players=2), TypeError, says="belongs to the task")
-        envs = make("Pong-v5", 1, noop_max=1, stack_num=1, img_height=1, img_width=100, frame_skip=1)
-        assert envs.observation_space.shape == (1, 1, 1, 100)
-    """,
-    "games that EnvPool does not have": """
-        refused(lambda: make("Pong-v5", 1, task="brakeout"), ValueError, says="did you mean 'breakout'")
-        refused(lambda: make("Pong-v5", 1, task=3), TypeError, says="task must be a string")
-        refused(lambda: make("AcrobotSwingup-v1", 1, task_name="swim"), ValueError)
-        refused(lambda: make("MiniGrid-Empty-5x5-v0", 1, env_name=""), ValueError, says="Accepted: ")
-        refused(lambda: make("HandReach-v0", 1, hand_task="x"), ValueError, says="Accepted: manipulate, reach")
-        envs = make("Pong-v5", 1, task="pong")
-    """,
-    "more threads than a machine can have": """
-        refused(lambda: make(num_threads=10**6), ValueError, says="num_threads must be from 1 to 4096")
-        envs = make(num_threads=16)
-    """,
-    "options that end the process together with others": """
-        refused(lambda: make("BabyAI-ActionObjDoor-v0", 1, num_cols=0), ValueError, says="num_cols=0: a process that tried")
-        refused(lambda: make("Go9x9-v1", 1, board_size=1), ValueError, says="Check failed: size_ > 1")
-        refused(lambda: make("Go9x9-v1", 1, history_length=0), ValueError, says="history_length=0")
-        refused(lambda: make("Exit-v0", 1, policy_frequency=0), ValueError, says="policy_frequency=0")
-        refused(lambda: make("AdroitHandDoor-v1", 1, obs_dim=5), ValueError, says="Unexpected Adroit observation size")
-        refused(lambda: make("Highway-v0", 1, observation_vehicles_count=-1), ValueError, says="a process that tried")
-        envs = make("Highway-v0", 1, vehicles_count=20)
-    """,
-    "arrays that are read only, strided or of the other byte order": """
-        envs = make("Pendulum-v1")
-        wide = np.zeros((8, 3), np.float32)
-        wide.flags.writeable = False
-        envs.step(wide[::2, 1:2])
-        envs.step(np.zeros((4, 1), ">f8"))
-        envs.close()
-        envs = make()
-        envs.step(np.zeros(8, np.int64)[::2])
-        envs.step(np.zeros(4, ">i4"))
-        refused(lambda: envs.step(np.full(8, 9, np.int32)[::2]), ValueError)
-        refused(lambda: envs.step(np.full(4, 9, ">i4")), ValueError)
-    """,
-}
+        for actions in every:
+            envs.step(actions)
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, tuple[int, str]]:
-    """Case -> exit code (negative for a signal) and what was printed."""
-    cases = {case: textwrap.dedent(lines) for case, lines in CRASHES.items()}
-    done = subprocess.run(
-        [sys.executable, "-c", RUNNER], input=json.dumps(cases), capture_output=True, text=True, check=True
-    )
-    return {case: (code, said) for case, (code, said) in json.loads(done.stdout).items()}
+@pytest.mark.long
+def test_a_pool_is_closed_while_environments_step(make: Make) -> None:
+    for batch_size in (4, 2):
+        envs = make(4, "Ant-v4", batch_size=batch_size)
+        envs.reset()
+        envs.send(np.zeros((4, 8)), np.arange(4))
+        envs.close()
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)  # options are tried in processes of their own, which import EnvPool: seconds each, more under load
-@pytest.mark.parametrize("case", CRASHES)
-def test_what_crashes_raw_envpool_is_an_exception(case: str, outcomes: dict[str, tuple[int, str]]) -> None:
-    code, said = outcomes[case]
-    assert (code, said.splitlines()[-1:]) == (0, ["survived"]), said
+@pytest.mark.parametrize(
+    ("task_id", "options", "says"),
+    [
+        *(("Pong-v5", {"noop_max": wrong}, "noop_max must be from 1 to 10000") for wrong in (0, -1, 2**31 - 1)),
+        *(("Pong-v5", {"stack_num": wrong}, "stack_num must be from 1 to 256") for wrong in (0, -1)),
+        ("Pong-v5", {"img_height": 0}, "img_height must be from 1 to 4096, got 0"),
+        *(("Pong-v5", {"img_width": wrong}, "img_width must be from 1 to 4096") for wrong in (0, 10**6)),
+        ("Pong-v5", {"frame_skip": 0}, "frame_skip must be from 1"),
+        ("Pong-v5", {"repeat_action_probability": 1.5}, "from 0 to 1"),
+        ("Pong-v5", {"repeat_action_probability": float("nan")}, "must be a number"),
+        ("Pong-v5", {"task": "brakeout"}, "did you mean 'breakout'"),
+        ("AcrobotSwingup-v1", {"task_name": "swim"}, "task_name"),
+        ("MiniGrid-Empty-5x5-v0", {"env_name": ""}, "Accepted: "),
+        ("HandReach-v0", {"hand_task": "x"}, "Accepted: manipulate, reach"),
+        ("CartPole-v1", {"num_threads": 10**6}, "num_threads must be from 1 to 4096"),
+        ("BabyAI-ActionObjDoor-v0", {"num_cols": 0}, "num_cols=0: a process that tried"),
+        ("Go9x9-v1", {"board_size": 1}, "Check failed: size_ > 1"),
+        ("Go9x9-v1", {"history_length": 0}, "history_length=0"),
+        ("Exit-v0", {"policy_frequency": 0}, "policy_frequency=0"),
+        ("AdroitHandDoor-v1", {"obs_dim": 5}, "Unexpected Adroit observation size"),
+        ("Highway-v0", {"observation_vehicles_count": -1}, "a process that tried"),
+    ],
+    ids=str,
+)
+def test_options_that_end_raw_envpool_are_refused(task_id: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        EnvPoolVectorEnv(task_id, 1, **options)
 
 
 @pytest.mark.long
-def test_a_crash_would_be_seen() -> None:
-    """The runner tells what happens when the same is done to raw EnvPool."""
-    lines = """
-        pool = envpool.make_gymnasium("CartPole-v1", num_envs=4, num_threads=1)
-        pool.reset()
-        pool.step(np.zeros(3, dtype=np.int32))
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", RUNNER],
-        input=json.dumps({"raw": textwrap.dedent(lines)}),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert json.loads(done.stdout)["raw"][0] < 0
+def test_unusual_options_within_the_range_are_taken(make: Make) -> None:
+    pong = make(1, "Pong-v5", noop_max=1, stack_num=1, img_height=1, img_width=100, frame_skip=1, task="pong")
+    assert pong.observation_space.shape == (1, 1, 1, 100)
+    for envs in (pong, make(1, "Highway-v0", vehicles_count=20), make(num_threads=16)):
+        envs.reset()
+        envs.step(envs.action_space.sample())
 
 
 # --- what is refused at construction ------------------------------------------------------------
@@ -306,9 +157,16 @@ def test_an_unknown_option_names_the_right_ones() -> None:
         EnvPoolVectorEnv("Pong-v5", env_seed=[1])
 
 
-def test_a_value_of_the_wrong_type_names_the_task() -> None:
-    with pytest.raises(TypeError, match="'Pong-v5'"):
-        EnvPoolVectorEnv("Pong-v5", frame_skip="four")
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"frame_skip": "four"}, "'Pong-v5'"), ({"stack_num": "four"}, "stack_num must be an integer"),
+        ({"task": 3}, "task must be a string"), ({"max_num_players": 2}, "belongs to the task"),
+    ],
+)  # fmt: skip
+def test_a_value_of_the_wrong_type_names_the_option(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        EnvPoolVectorEnv("Pong-v5", 1, **options)
 
 
 @pytest.mark.parametrize(
@@ -319,6 +177,8 @@ def test_a_value_of_the_wrong_type_names_the_task() -> None:
         ({"num_envs": 6, "batch_size": 4}, ValueError, r"must divide num_envs=6 \(one of \[1, 2, 3, 6\]\), got 4"),
         ({"num_envs": 6, "batch_size": 12}, ValueError, "must divide"),
         ({"num_envs": 6, "batch_size": 0}, ValueError, "batch_size"),
+        ({"num_threads": 0}, ValueError, "num_threads"),
+        ({"num_threads": 1.5}, TypeError, "num_threads"),
         ({"max_episode_steps": 0}, ValueError, "max_episode_steps must be from 1"),
         ({"max_episode_steps": -1}, ValueError, "max_episode_steps must be from 1"),
         ({"render_mode": "human"}, ValueError, "'rgb_array' or None"),

@@ -174,7 +174,7 @@ def test_same_step_is_next_step_with_the_reset_rows_folded_in(family: str, task_
                 continue
             ended += 1
             infos = mine[4]
-            final_obs = unfolded._driver._rows.reader.row(unfolded._driver._last, 0)  # type: ignore[union-attr]
+            final_obs = unfolded._driver._rows.row(unfolded._driver._last, 0)  # type: ignore[union-attr]
             assert_identical(infos.pop("final_obs")[0], final_obs, "final_obs")
             assert_identical(infos.pop("final_info"), theirs[4], "final_info")
             assert infos.pop("_final_obs").tolist() == infos.pop("_final_info").tolist() == [True]
@@ -185,37 +185,6 @@ def test_same_step_is_next_step_with_the_reset_rows_folded_in(family: str, task_
         folded.close()
         unfolded.close()
     assert ended
-
-
-def test_same_step_infos_have_gymnasiums_layout() -> None:
-    """Keys, dtypes, shapes and masks as SyncVectorEnv has them; the numbers are another simulator's."""
-    mode = AutoresetMode.SAME_STEP
-    stock = gymnasium.vector.SyncVectorEnv(
-        [lambda: gymnasium.make("CartPole-v1", max_episode_steps=5)] * 3, autoreset_mode=mode
-    )
-    mine = EnvPoolVectorEnv("CartPole-v1", 3, max_episode_steps=5, autoreset_mode=mode, num_threads=1)
-    try:
-        for envs in (stock, mine):
-            envs.reset(seed=0)
-        for step in range(11):
-            actions = np.arange(3) % 2
-            results = {"stock": stock.step(actions), "mine": mine.step(actions)}
-            for theirs, ours in zip(results["stock"][:4], results["mine"][:4], strict=True):
-                assert ours.dtype == theirs.dtype
-                assert ours.shape == theirs.shape
-            infos = {who: result[4] for who, result in results.items()}
-            for each in (infos["mine"], infos["mine"].get("final_info", {})):
-                for key in ("env_id", "elapsed_step"):  # EnvPool's own
-                    each.pop(key, None), each.pop(f"_{key}", None)
-            assert set(infos["mine"]) == set(infos["stock"])
-            if step % 5 == 4:
-                for key in ("_final_obs", "_final_info", "final_info"):
-                    assert_identical(infos["mine"][key], infos["stock"][key], key)
-                for ours, theirs in zip(infos["mine"]["final_obs"], infos["stock"]["final_obs"], strict=True):
-                    assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
-    finally:
-        stock.close()
-        mine.close()
 
 
 @pytest.mark.long
@@ -387,14 +356,3 @@ def test_every_mask_may_be_written_to_by_itself() -> None:
     assert infos["_elapsed_step"].all()
     assert envs.step([0, 0])[4]["_env_id"].all()
     envs.close()
-
-
-def test_gymnasiums_observation_wrappers_work_on_top() -> None:
-    """NormalizeObservation needs next-step autoreset and batched spaces."""
-    envs = EnvPoolVectorEnv("Ant-v4", 2, num_threads=1)
-    wrapped = gymnasium.wrappers.vector.NormalizeObservation(gymnasium.wrappers.vector.RecordEpisodeStatistics(envs))
-    observations, _ = wrapped.reset(seed=0)
-    assert observations.shape == (2, 27)
-    wrapped.step(wrapped.action_space.sample())
-    wrapped.close()
-    assert envs.closed

@@ -12,9 +12,9 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+from double import DoubleVectorEnv
 
 import vecenv
-from vecenv.testing import DoubleVectorEnv
 
 from .games import PAUSE, Game, SlowCartPole
 

@@ -64,8 +64,8 @@ class HostsHere:
         """End a host without a word, whatever it was asked."""
         host = self.host(index)
         self.dead.add(id(host))
-        if host._rows is not None:
-            host._rows.envs.close()
+        if host.envs is not None:
+            host.envs.close()
 
     def submit(self, host: Host, method: str, *args: Any) -> int:
         number = len(self.calls)
@@ -103,8 +103,8 @@ class HostsHere:
     def kill(self, host: Host) -> None:
         if id(host) not in self.dead:
             self.dead.add(id(host))
-            if host._rows is not None:
-                host._rows.envs.close()
+            if host.envs is not None:
+                host.envs.close()
 
     def close(self) -> None:
         for host in self.living:

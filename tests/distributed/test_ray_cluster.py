@@ -195,11 +195,6 @@ def test_large_observations_arrive_and_may_be_written_to() -> None:
     assert_same_trajectory(envs, sync, 8, seed=1)
     observations, *_ = envs.step(sync.action_space.sample())
     observations.fill(0)
-    for (part,) in envs._driver.store._parts:  # one array a host, where Ray put it
-        assert part.shape == (4, 84, 84, 4)
-        assert part.flags.c_contiguous
-        assert not part.flags.owndata
-        assert not part.flags.writeable
     envs.close()
 
 

@@ -21,12 +21,9 @@ from sampling import each_once
 
 import vecenv
 from vecenv.backends import RayVectorEnv
-from vecenv.backends.ray.host import HostReply
-from vecenv.backends.ray.packing import Packing
+from vecenv.backends.ray.host import HostReply, Packing
 from vecenv.backends.ray.pool import RemoteHost
-from vecenv.backends.ray.store import PartsStore
 from vecenv.errors import ClusterError, EnvFailed, HostDied, StepTimeout, WorkerDied
-from vecenv.shm import fixed_tree
 from vecenv.testing import VectorEnvContract, assert_identical, assert_same_trajectory
 
 
@@ -501,31 +498,6 @@ def test_a_host_reserves_a_core_a_worker_and_one_for_itself() -> None:
 
 
 # -- how often bytes move --------------------------------------------------------------------------------------
-
-
-def test_a_copy_is_one_copy_and_without_one_the_same_arrays_are_given_out() -> None:
-    space = spaces.Dict({"image": spaces.Box(0, 255, (4, 4), np.uint8), "n": spaces.Discrete(9)})
-    tree = fixed_tree(space)
-    assert tree is not None
-    leaves = [np.zeros((5, *leaf.shape), leaf.dtype) for leaf in tree.leaves()]
-    store = PartsStore(tree, leaves, [range(2), range(2, 5)])
-    sent = [[np.full((count, *leaf.shape), 7 + count, leaf.dtype) for leaf in tree.leaves()] for count in (2, 3)]
-    for host, parts in enumerate(sent):
-        for part in parts:
-            part.flags.writeable = False
-        store.put_part(host, None, parts)
-    assert all(kept is part for kept, part in zip(store._parts[0], sent[0], strict=True))  # kept as it came
-    fresh = store.batch(copy=True)
-    assert not leaves[0].any()  # nothing was moved on the way
-    assert fresh["n"].tolist() == [9, 9, 10, 10, 10]
-    some = store.take(np.array([4, 0, 2]))
-    assert some["n"].tolist() == [10, 9, 10]
-    assert some["image"].flags.writeable
-    kept = store.batch(copy=False)
-    assert kept["image"] is leaves[0]
-    store.put_part(0, [1], [part[:1] + 1 for part in sent[0]])
-    assert store.batch(copy=False)["n"].tolist() == [9, 10, 10, 10, 10]
-    assert fresh["n"].tolist() == [9, 9, 10, 10, 10]
 
 
 def test_small_arrays_travel_as_one_object_and_large_ones_as_they_are() -> None:

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from double import DoubleVectorEnv
 from envs import counters, opened
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from walks import ENGINES, LONGEST, SEED, Walk, begun, choose, numbers, walks, wanted_from
 
 import vecenv
 from vecenv.errors import SnapshotMismatch, WorkerDied
-from vecenv.testing import DoubleVectorEnv
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)

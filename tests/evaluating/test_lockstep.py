@@ -7,11 +7,11 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from double import DoubleVectorEnv
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from walks import SEED, choose, numbers, walks, wanted
 
 import vecenv
-from vecenv.testing import DoubleVectorEnv
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)

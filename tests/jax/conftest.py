@@ -46,6 +46,12 @@ def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> Any:
     return None if HAS_JAX else WithoutJax.from_parent(parent, path=module_path)
 
 
+@pytest.fixture(params=["primitive", "io_callback"])
+def transport(request: pytest.FixtureRequest) -> str:
+    """How compiled programs call the host."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="session")
 def pendulum() -> Any:
     """Brax's inverted_pendulum on the spring backend, adapted: the cheapest real physics."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,6 @@ from vecenv.errors import StaleStateError
 from vecenv.jax.host_call import host_call, primitive_problem
 
 ACTION = np.zeros((2, 1), np.float32)
-
-
-@pytest.fixture(params=["primitive", "io_callback"])
-def transport(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 @pytest.fixture
@@ -293,25 +287,3 @@ def test_a_sharded_program_makes_every_step_once(transport: str) -> None:
         state = jax.jit(env.step)(env.reset(new_key(0)), action)
         assert state.steps.tolist() == [1, 1]
         assert calls(env) == "RS"
-
-
-@pytest.mark.slow
-def test_a_host_call_costs_a_fraction_of_an_io_callback() -> None:
-    """In a scan over small arrays, side by side; ``bench/bridge_cost.py`` has the microseconds."""
-    from jax.experimental import io_callback
-
-    array = np.zeros((8, 4), np.float32)
-    result: Any = jax.ShapeDtypeStruct(array.shape, array.dtype)
-
-    def program(call: Any) -> Any:
-        return jax.jit(lambda x: jax.lax.scan(lambda x, _: (call(x), None), x, None, length=400)[0])
-
-    mine = program(lambda x: host_call(lambda x: [array], [result], [x], "primitive")[0])
-    jaxs = program(lambda x: io_callback(lambda x: array, result, x, ordered=True))
-    times: dict[str, list[float]] = {"mine": [], "jaxs": []}
-    for _ in range(7):
-        for name, run in (("mine", mine), ("jaxs", jaxs)):
-            start = time.perf_counter()
-            jax.block_until_ready(run(array))
-            times[name].append(time.perf_counter() - start)
-    assert min(times["mine"]) < 0.4 * min(times["jaxs"])

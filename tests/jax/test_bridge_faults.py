@@ -36,11 +36,6 @@ from vecenv.errors import ObservationError, StaleStateError, StepTimeout, Worker
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(params=["primitive", "io_callback"])
-def transport(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture(autouse=True)
 def no_log_of_failed_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
     """JAX logs what ``io_callback`` raises; pytest keeps the record, which keeps the test's frame and its environments."""

@@ -18,11 +18,6 @@ def three_keys() -> Any:
     return jax.random.split(jax.random.key(3), 3)
 
 
-@pytest.fixture(params=["primitive", "io_callback"])
-def transport(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.mark.long
 def test_a_mapped_scan_is_one_host_call_a_step(transport: str) -> None:
     with vj.bridge(Logged(6), transport=transport, lanes=3) as env:

@@ -40,7 +40,6 @@ class Wide(gym.Env[Any, Any]):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("transport", ["primitive", "io_callback"])
 @pytest.mark.parametrize("x64", [False, True])
 def test_dtypes_follow_jaxs_mode(transport: str, x64: bool) -> None:
     with jax.enable_x64(x64), vj.bridge(SyncVectorEnv([Wide] * 2), {"third": np.float64}, transport=transport) as env:

@@ -19,11 +19,6 @@ import vecenv.jax as vj
 N, T = 4, 15
 
 
-@pytest.fixture(params=["primitive", "io_callback"])
-def transport(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @vj.stateless
 def policy(params: Any, obs: Any, key: Any) -> Any:
     """Random actions of ``Discrete(5, start=-2)``, of each row by itself."""

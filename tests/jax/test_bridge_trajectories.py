@@ -25,7 +25,6 @@ INFOS = {
     "left": jax.ShapeDtypeStruct((), jnp.int32),
     "deep": {"pair": jax.ShapeDtypeStruct((2,), jnp.float32)},
 }
-TRANSPORTS = ["primitive", "io_callback"]
 ENGINES: dict[str, Any] = {
     "sync": SyncVectorEnv,
     "gymnasium-async": lambda fns, autoreset_mode: gym.vector.AsyncVectorEnv(
@@ -144,7 +143,6 @@ def roll(env: vj.Bridge, actions: list[Any], split: bool = False) -> Any:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("engine", "mode", "split"), each_pair(ENGINES, AutoresetMode, [False, True]))
 def test_trajectories_are_those_of_a_plain_loop(engine: Any, mode: AutoresetMode, split: bool, transport: str) -> None:
     fns = tracks(N)
@@ -174,7 +172,6 @@ def test_discounted_returns() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("engine", ["sync", "vecenv", "gymnasium-async"])
 def test_reset_mask_restarts_some_and_leaves_the_others(engine: str, transport: str) -> None:
     fns = tracks(N)
@@ -204,17 +201,6 @@ def test_reset_mask_restarts_some_and_leaves_the_others(engine: str, transport: 
 
 
 @pytest.mark.long
-def test_all_finished_environments_stay_as_they_are_without_work() -> None:
-    with vj.bridge(ENGINES["vecenv-in-process"](tracks(N), autoreset_mode=AutoresetMode.DISABLED)) as env:
-        actions = actions_of(env.action_space)
-        states = roll(env, actions)
-        steps = env.envs.stats()["steps"]
-        assert steps == int(states.valid.sum())
-        assert states.done[-1].all()
-        assert not states.valid[-1].any()
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("name", list(SPACES))
 @pytest.mark.parametrize("engine", ["sync", "vecenv"])
 def test_observations_and_actions_of_every_space(name: str, engine: str) -> None:
@@ -222,15 +208,6 @@ def test_observations_and_actions_of_every_space(name: str, engine: str) -> None
         with vj.bridge(ENGINES[engine](fns, autoreset_mode=AutoresetMode.SAME_STEP), INFOS) as env:
             actions = actions_of(env.action_space)
             assert check(roll(env, actions), fns, AutoresetMode.SAME_STEP, actions) >= N
-
-
-def test_the_spaces_are_those_of_the_vector_env() -> None:
-    envs = SyncVectorEnv(tracks(N, "dict", "tuple"))
-    with vj.bridge(envs) as env:
-        assert env.single_observation_space == envs.single_observation_space
-        assert env.action_space == envs.action_space
-        assert env.num_envs == N
-        assert env.autoreset_mode is AutoresetMode.NEXT_STEP
 
 
 @pytest.mark.long
@@ -253,7 +230,6 @@ def test_envpool() -> None:
                 assert state.valid.tolist() == [True, False, True]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_key_may_be_a_constant_of_the_program(transport: str) -> None:
     fns = tracks(N)
     sync = SyncVectorEnv(fns)

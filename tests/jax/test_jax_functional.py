@@ -38,16 +38,6 @@ def run(env: FunctionalVectorEnv, steps: int, key: Any = None, action: Any = PUS
 
 
 @pytest.mark.long
-def test_a_reset_state_has_done_nothing_yet(counters: Any) -> None:
-    state = run(counters(), 0)[0]
-    assert state.first.all()
-    assert not (state.valid | state.done).any()
-    for zero in (state.reward, state.steps, state.episode_return, state.last_return, state.last_length):
-        assert not zero.any()
-    np.testing.assert_array_equal(state.next_obs["place"], state.obs["place"])
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_next_obs_is_always_what_followed_the_action(counters: Any, mode: AutoresetMode) -> None:
     states = run(counters(autoreset_mode=mode), 25)
@@ -61,18 +51,6 @@ def test_next_obs_is_always_what_followed_the_action(counters: Any, mode: Autore
         np.testing.assert_array_equal(after.reward[after.valid], after.next_obs["place"][after.valid, 0])
         assert (after.next_obs["step"][done] == after.last_length[done]).all()
     assert ended >= 5
-
-
-@pytest.mark.long
-def test_same_step_and_next_step_play_the_same_episodes(counters: Any) -> None:
-    def episodes(mode: str, row: int) -> list[Any]:
-        states = run(counters(autoreset_mode=mode), 40)[1:]
-        return [(s.last_return[row], s.last_length[row], s.next_obs["place"][row, 0]) for s in states if s.done[row]]
-
-    for row in range(5):
-        same, following = episodes("SameStep", row), episodes("NextStep", row)
-        assert len(following) >= 4
-        assert same[: len(following)] == following
 
 
 @pytest.mark.long
@@ -177,14 +155,6 @@ def test_a_rows_stream_depends_neither_on_their_number_nor_on_the_others(reset: 
     few = FunctionalVectorEnv(Counter(), 3, reset=reset)
     many = FunctionalVectorEnv(Counter(), 20, reset=reset)
     assert starts(few, 40) == starts(many, 40)[:3]
-
-
-@pytest.mark.long
-def test_another_key_gives_other_episodes(counters: Any) -> None:
-    env = counters()
-    same, again, other = (starts(env, 20, jax.random.key(seed)) for seed in (1, 1, 2))
-    assert same == again
-    assert not set(itertools.chain(*same)) & set(itertools.chain(*other))
 
 
 def test_raw_and_typed_keys_are_taken(counters: Any) -> None:

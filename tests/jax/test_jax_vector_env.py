@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import importlib
 import sys
 from collections.abc import Callable
@@ -42,54 +41,6 @@ class TestContractOverCounter(VectorEnvContract):
         if key not in self._compiled:
             self._compiled[key] = FunctionalVectorEnv(self.build(), num_envs, autoreset_mode)
         return JaxVectorEnv(self._compiled[key], **kwargs)
-
-
-@pytest.mark.long
-class TestContractOverSwitch(TestContractOverCounter):
-    """Discrete actions and observations, no infos."""
-
-    def build(self) -> Any:
-        return Switch()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-class TestContractOverPendulum(TestContractOverCounter):
-    """Real physics."""
-
-    def build(self) -> Any:
-        pytest.importorskip("brax", reason="needs Brax")
-        return adapt("inverted_pendulum", backend="spring", max_episode_steps=20)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-def test_thousands_of_episodes_of_real_physics_leave_nothing(pendulum: Any, mode: AutoresetMode) -> None:
-    psutil = pytest.importorskip("psutil", reason="needs psutil")
-    envs = JaxVectorEnv(pendulum, 64, autoreset_mode=mode, max_episode_steps=5)
-    still = np.zeros(envs.action_space.shape, np.float32)
-
-    def measure() -> tuple[int, int, int]:
-        gc.collect()
-        return psutil.Process().memory_info().rss, len(jax.live_arrays()), envs.functional._step._cache_size()
-
-    observations, _ = envs.reset(seed=0)
-    starts = [row.tobytes() for row in observations]
-    begins = np.zeros(64, bool)
-    for step in range(800):
-        if step == 200:
-            before = measure()
-        observations, _, terminated, truncated, _ = envs.step(still)
-        ended = terminated | truncated
-        starts += [row.tobytes() for row in observations[begins if mode is AutoresetMode.NEXT_STEP else ended]]
-        begins = ended
-    memory, arrays, programs = (now - earlier for now, earlier in zip(measure(), before, strict=True))
-    assert len(starts) > 8000
-    assert len(set(starts)) == len(starts)
-    assert memory < 4 << 20  # one state kept a step would make it 24 MB
-    assert (arrays, programs) == (0, 0)
-    envs.close()
 
 
 # -- against SyncVectorEnv -----------------------------------------------------------------------------------------
@@ -290,12 +241,6 @@ def test_jax_arrays_hold_what_numpy_arrays_hold(make: Any, mode: AutoresetMode) 
                 final = jax.tree.map(lambda x, row=row: np.asarray(x)[row], infos["final_obs"])
                 jax.tree.map(np.testing.assert_array_equal, mine[4]["final_obs"][row], final)
     np.testing.assert_array_equal(first, kept)  # steps do not write into what was handed out
-
-
-def test_infos_can_be_switched_off(make: Any) -> None:
-    envs = make(mode="SameStep", infos=False)
-    seen = [set(envs.step(np.ones((5, 1), np.float32))[4]) for _ in range(5)]
-    assert set().union(*seen) == {"final_obs", "_final_obs", "final_info", "_final_info"}
 
 
 @pytest.mark.long

@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from agent_games import RandomGame, Scripted
-from gymnasium.error import ClosedEnvironmentError
 from gymnasium.vector import AutoresetMode
 
-import vecenv
 from vecenv.multi_agent import MultiAgentVecEnv
 
 WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
@@ -38,10 +36,6 @@ def test_calls_and_attributes_are_those_of_the_environment_itself(num_workers: i
             envs.exec_func(3)  # type: ignore[arg-type]
         assert envs.stats()["resets"] == 3
         assert "random_game_v0, agents=3, layout='stack', num_envs=3" in repr(envs)
-    with pytest.raises(ClosedEnvironmentError):
-        envs.reset()
-    with pytest.raises(ClosedEnvironmentError):
-        envs.step(np.zeros((3, 3), np.int64))
 
 
 def test_attributes_are_set_on_the_wrapper_that_has_them() -> None:
@@ -110,24 +104,6 @@ def test_a_restarted_environment_truncates_whoever_was_alive(mode: AutoresetMode
         assert obs[1].tolist() == [[start, start]] * 2
         assert infos["agent_mask"][1].all()
         assert envs.stats()["restarts"] == 1
-
-
-def test_a_dead_process_is_an_error_and_a_reset_brings_it_back(tmp_path: Any) -> None:
-    fns = [
-        functools.partial(Mortal, "exit", str(tmp_path / "flag")),
-        functools.partial(Scripted, {"a": (0, 2), "b": (0, 9)}),
-    ]
-    with MultiAgentVecEnv(fns, num_workers=2) as envs:
-        envs.reset(seed=0)
-        actions = np.zeros((2, 2), np.int64)
-        envs.step(actions)
-        envs.step(actions)
-        with pytest.raises(vecenv.errors.WorkerDied) as caught:
-            envs.step(actions)
-        assert caught.value.envs == (0,)
-        obs, _ = envs.reset(seed=0)
-        assert obs[:, 0, 0].tolist() == [100, 100]
-        assert envs.step(actions)[1].tolist() == [[1, 1]] * 2
 
 
 def test_layouts_have_the_spaces_of_what_they_give() -> None:

@@ -23,45 +23,9 @@ def flat(env_fns: list[Any], padding_done: bool = True, **options: Any) -> Flatt
     return MultiAgentVecEnv(env_fns, **options).flatten_agents(padding_done=padding_done)
 
 
-class _Contract(VectorEnvContract):
-    agents: ClassVar[int] = 1
-    options: ClassVar[dict[str, Any]] = {"num_workers": 0}
-    game: ClassVar[dict[str, Any]] = {"infos": True}
-
+class TestRowsOfOneAgentEach(VectorEnvContract):
     def make(self, num_envs: int = 3, autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP, **kwargs: Any) -> VectorEnv:
-        agents = self.agents if num_envs % self.agents == 0 else 1
-        fns = [functools.partial(RandomGame, agents, **self.game)] * (num_envs // agents)
-        return flat(fns, autoreset_mode=autoreset_mode, **self.options)
-
-
-class TestRowsOfOneAgentEach(_Contract):
-    pass
-
-
-@pytest.mark.long
-class TestRowsOfOneAgentEachInProcesses(_Contract):
-    options: ClassVar[dict[str, Any]] = {"num_workers": 2}
-
-
-class TestRowsOfThreeAgentsWhoEndTogether(_Contract):
-    agents: ClassVar[int] = 3
-    game: ClassVar[dict[str, Any]] = {"infos": True, "together": True, "masks": "obs", "strict": False}
-    supports_reset_mask: ClassVar[bool] = False  # the contract's masks split environments
-
-    def sample_actions(self, envs: VectorEnv) -> Any:
-        return np.zeros(envs.num_envs, np.int64)
-
-    def make(self, num_envs: int = 3, autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP, **kwargs: Any) -> VectorEnv:
-        agents = self.agents if num_envs % self.agents == 0 else 1
-        fns = [functools.partial(AnythingGoes, agents, **self.game)] * (num_envs // agents)
-        return flat(fns, autoreset_mode=autoreset_mode, num_workers=0)
-
-
-class AnythingGoes(RandomGame):
-    """Masks that nobody holds anyone to."""
-
-    def _check_masks(self, actions: Any) -> None:
-        pass
+        return flat([functools.partial(RandomGame, 1, infos=True)] * num_envs, autoreset_mode=autoreset_mode, num_workers=0)
 
 
 class TestRowsOfAgentsWhoDieApart(VectorEnvContract):

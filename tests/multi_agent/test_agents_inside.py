@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from test_agents_stacked import Stacked
+from test_rllib_game import Turns
 
 from vecenv.multi_agent import MultiAgentVecEnv, StackedAgents
 
@@ -87,14 +88,16 @@ def lengthen(env: Any, length: int) -> str:
     return type(env).__name__
 
 
-@pytest.mark.parametrize("env_fn", [Stacked, lambda: StackedAgents(Stacked())])
+@pytest.mark.parametrize("env_fn", [Stacked, lambda: StackedAgents(Stacked()), Turns])
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_what_a_function_writes_into_an_environment_stays(env_fn: Any, num_workers: int) -> None:
     with MultiAgentVecEnv([env_fn] * 2, num_workers=num_workers) as envs:
-        assert envs.exec_func(lengthen, None, 7) == ("Stacked", "Stacked")
+        assert envs.exec_func(lengthen, None, 7) == ("Turns" if env_fn is Turns else "Stacked",) * 2
         assert envs.exec_func(lambda env: vars(env)["length"]) == (7, 7)
         assert envs.get_attr("length") == (7, 7)
         envs.set_attr("metadata", {"name": "another"})
         assert envs.exec_func(lambda env: env.metadata) == ({"name": "another"},) * 2
+        if env_fn is Turns:
+            return
         assert envs.get_attr("observation_space") == (spaces.Box(-99, 99, (1,), np.float32),) * 2
         assert envs.get_attr("possible_agents") == (["agent_0", "agent_1"],) * 2

@@ -67,15 +67,6 @@ def test_without_autoreset_a_finished_environment_asks_for_a_reset_and_others_go
             envs.send(np.zeros((1, 1), np.int64), [0])
 
 
-def test_a_reset_of_one_of_two_finished_environments_leaves_the_other_finished() -> None:
-    with MultiAgentVecEnv(scripted(2, lives={"a": (0, 1)}), autoreset_mode=AutoresetMode.DISABLED, num_workers=0) as envs:
-        envs.reset(seed=0)
-        play(envs, 1)
-        envs.reset(options={"reset_mask": np.array([True, False])})
-        with pytest.raises(ResetNeeded, match=r"envs \[1\]"):
-            play(envs, 1)
-
-
 def test_a_step_before_the_first_reset_is_refused() -> None:
     with MultiAgentVecEnv(scripted(2), num_workers=0) as envs:
         with pytest.raises(ResetNeeded, match=r"\[0, 1\]"):

@@ -127,8 +127,6 @@ class Odd(Scripted):
         observations, rewards, terminations, truncations, infos = super().step(actions)
         if self.what == "large":
             observations["a"] = np.full(2, 1e300)
-        if self.what == "array":
-            rewards["a"] = np.array([2.5])
         if self.what == "swapped":
             rewards["who"] = rewards.pop("b")
         return observations, rewards, terminations, truncations, infos
@@ -146,13 +144,6 @@ class Odd(Scripted):
 def test_what_a_reset_returns_is_checked(what: str, error: Any, match: str) -> None:
     with MultiAgentVecEnv([lambda: Odd(what)], num_workers=0) as envs, pytest.raises(error, match=match):
         envs.reset(seed=0)
-
-
-def test_a_reward_in_an_array_of_one_is_a_number() -> None:
-    with MultiAgentVecEnv([lambda: Odd("array")], num_workers=0) as envs:
-        envs.reset(seed=0)
-        for _ in range(3):
-            assert envs.step(np.zeros((1, 2), np.int64))[1].tolist() == [[2.5, 1.0]]
 
 
 def test_an_agents_reward_under_another_name_is_refused_on_ordinary_steps_too() -> None:

@@ -21,7 +21,6 @@ class Stacked:
         values: Of a step: 4 or 5.
         with_info: Whether ``reset`` returns an info.
         resets_itself: ``has_auto_reset``.
-        one_hot: Observations are one-hot rows of a ``Discrete`` space.
         masks: Infos have ``action_masks``.
     """
 
@@ -35,18 +34,15 @@ class Stacked:
         values: int = 5,
         with_info: bool = True,
         resets_itself: bool = False,
-        one_hot: bool = False,
         masks: bool = False,
     ) -> None:
         self.values, self.with_info, self.has_auto_reset = values, with_info, resets_itself
-        self.one_hot, self.masks = one_hot, masks
-        self.observation_space = spaces.Discrete(10) if one_hot else spaces.Box(-99, 99, (1,), np.float32)
+        self.masks = masks
+        self.observation_space = spaces.Box(-99, 99, (1,), np.float32)
         self.action_space = spaces.Discrete(3)
         self.resets: list[Any] = []
 
     def _look(self) -> Any:
-        if self.one_hot:
-            return np.eye(10)[[self.time, self.time + 1]]
         return np.array([[self.time], [self.time + 10]], np.float32)
 
     def _info(self) -> dict[str, Any]:
@@ -144,16 +140,6 @@ def test_the_view_has_that_conventions_shapes() -> None:
         ([False, False], [1, 1]),
     ]  # fmt: skip
     assert (envs.agent_num, envs.parallel_env_num, envs.env_name) == (2, 2, "stacked")
-    envs.close()
-
-
-def test_discrete_observations_are_one_hot_in_the_view_and_numbers_in_the_class() -> None:
-    envs = view(functools.partial(Stacked, one_hot=True))
-    assert envs.observation_space == spaces.Discrete(10)
-    obs, _ = envs.reset(seed=0)
-    assert obs.tolist() == [np.eye(10, dtype=int)[[0, 1]].tolist()] * 2
-    batch, _ = envs.envs.reset(seed=0)
-    assert batch.tolist() == [[0, 1]] * 2
     envs.close()
 
 

@@ -86,16 +86,6 @@ def test_a_heavier_real_game_is_what_a_plain_loop_gives(game: Any) -> None:
             assert frames[0].ndim == 3
 
 
-def test_the_state_of_a_real_game_is_given() -> None:
-    pytest.importorskip("mpe2")
-    alone = spread()
-    with MultiAgentVecEnv([spread] * 2, state=True, num_workers=1) as envs:
-        _, infos = envs.reset(seed=3)
-        alone.reset(seed=3)
-        assert np.array_equal(infos["state"][0], alone.state())
-    alone.close()
-
-
 def test_in_a_turn_based_game_one_agent_acts_at_a_time() -> None:
     pytest.importorskip("pygame")
     with MultiAgentVecEnv([tictactoe] * 2, num_workers=0) as envs:

@@ -65,7 +65,8 @@ def test_a_program_of_openrls_gets_its_shapes_by_halves() -> None:
     with pytest.raises(AlreadyPendingCallError):
         env.step_send(np.zeros((3, 1, 1), int))
     obs, infos = env.reset_fetch()
-    assert obs.shape == (3, 1, 2)
+    assert obs.shape == (3, 1, 2)  # one-hot, and a number in the class beneath
+    assert env.envs.single_observation_space == space
     assert infos == [{**info, "active_masks": 1.0} for info in infos]
     env.step_send(obs.argmax(axis=-1)[..., None])
     obs, rewards, dones, infos = env.step_fetch()

@@ -25,7 +25,6 @@ class Turns(gym.Env[Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         self.time, self.acted = 0, []  # type: ignore[var-annotated]
-        self.level = getattr(self, "level", 0)
         return {"quick": np.zeros(1, np.float32), "slow": np.zeros(1, np.float32)}, {"__common__": {"round": 0}}
 
     def step(self, actions: Any) -> Any:
@@ -59,13 +58,4 @@ def test_agents_with_an_observation_act_and_others_wait() -> None:
     assert envs.get_attr("acted")[0] == [["quick", "slow"], ["quick"], ["late", "quick", "slow"], ["late", "quick"]]
     _, _, _, _, infos = envs.step(np.ones((2, 3), np.int64))
     assert infos["agent_mask"][0].tolist() == [True, True, False]
-    envs.close()
-
-
-def test_what_is_called_and_written_is_the_environment_itself() -> None:
-    envs = MultiAgentVecEnv([Turns], num_workers=0)
-    envs.reset()
-    envs.set_attr("level", 3)
-    assert envs.get_attr("level") == (3,)
-    assert envs.exec_func(lambda env: type(env).__name__) == ("Turns",)
     envs.close()

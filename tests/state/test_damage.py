@@ -110,7 +110,7 @@ STATES: dict[str, dict[str, Any]] = {
     "no seeds": {"seeds": None},
     "too few spaces": {"spaces": [None]},
     "spaces": {"spaces": ["x", "y", "z", "w"]},
-    "another generator": {"spaces": [({"bit_generator": "MT19937"}, None), None, None, None]},
+    "another generator": {"spaces": [[({"bit_generator": "MT19937"}, None)], None, None, None]},
     "snapshots": {"snapshots": None},
 }
 

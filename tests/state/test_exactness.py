@@ -1,4 +1,4 @@
-"""The matrix: environments that people use, under the wrappers that people use, in every autoreset mode."""
+"""The matrix: environments, wrappers, games and simulators that people use, in every autoreset mode."""
 
 from __future__ import annotations
 
@@ -66,13 +66,52 @@ def grid(name: str) -> Any:
     return ImgObsWrapper(plain(name))
 
 
-CASES: dict[str, Callable[[], Any]] = {
+def tictactoe() -> Any:
+    from pettingzoo.classic import tictactoe_v3
+
+    return vecenv.multi_agent.from_aec(tictactoe_v3.env())
+
+
+def spread() -> Any:
+    from mpe2 import simple_spread_v3
+
+    return simple_spread_v3.parallel_env(max_cycles=20)
+
+
+def players(game: Callable[[], Any], mode: str, num_workers: int) -> Any:
+    return vecenv.MultiAgentVecEnv([game] * ROWS, autoreset_mode=mode, num_workers=num_workers)
+
+
+def processes(env_fn: Callable[[], Any], mode: str, num_workers: int) -> Any:
+    return vecenv.AsyncVectorEnv([env_fn] * ROWS, autoreset_mode=mode, num_workers=num_workers)
+
+
+def device(name: str, config: dict[str, Any], mode: str, num_workers: int) -> Any:
+    from vecenv.backends import JaxVectorEnv
+
+    return JaxVectorEnv(name, ROWS, autoreset_mode=mode, max_episode_steps=60, **config)
+
+
+PYTHON: dict[str, Callable[[], Any]] = {
     **{name: functools.partial(plain, name) for name in PLAIN},
     **{name: functools.partial(vector, name) for name in VECTORS if name == "Pendulum-v1" or installed("mujoco")},
     **{name: functools.partial(atari, name) for name in ATARI if installed("ale_py", "cv2")},
     **{name: functools.partial(grid, name) for name in GRIDS if installed("minigrid")},
 }
-QUICK = [name for name in ("Hopper-v5", "Pong") if name in CASES]
+GAMES = {
+    **({"tictactoe": tictactoe} if installed("pettingzoo", "pygame") else {}),
+    **({"simple_spread": spread} if installed("mpe2") else {}),
+}
+DEVICES: dict[str, tuple[str, dict[str, Any]]] = {
+    **({"brax": ("inverted_pendulum", {"backend": "spring"})} if installed("brax") else {}),
+    **({"playground": ("CartpoleBalance", {"config_overrides": {"impl": "jax"}})} if installed("mujoco_playground") else {}),
+}
+CASES: dict[str, Callable[[str, int], Any]] = {  # what builds a vector environment of a mode, with so many workers
+    **{name: functools.partial(processes, env_fn) for name, env_fn in PYTHON.items()},
+    **{name: functools.partial(players, game) for name, game in GAMES.items()},
+    **{name: functools.partial(device, *settings) for name, settings in DEVICES.items()},
+}
+QUICK = {"Hopper-v5": "SameStep", "Pong": "SameStep", "simple_spread": "NextStep"}
 ELSEWHERE = """
 import pickle, sys
 sys.path.insert(0, {folder!r})
@@ -81,56 +120,67 @@ run_elsewhere({path!r})
 """
 
 
+def actions_for(envs: Any, infos: Any) -> Any:
+    """Random ones, of those that are allowed."""
+    if "action_mask" not in infos:
+        return envs.action_space.sample()
+    chance = envs.action_space.np_random.random(infos["action_mask"].shape)
+    return np.argmax(chance * infos["action_mask"], axis=-1)
+
+
+def latest_infos(said: Any) -> Any:
+    """Those of a step, and of the reset after it."""
+    step, again = said
+    return step[4] if again is None else {**step[4], **again[1]}
+
+
 def run_elsewhere(path: str) -> None:
     """In another interpreter: load, take the same actions, leave what came of them."""
     with open(path, "rb") as file:
         name, mode, kept, actions = pickle.load(file)
-    with closing(vecenv.AsyncVectorEnv([CASES[name]] * ROWS, autoreset_mode=mode, num_workers=0)) as envs:
+    with closing(CASES[name](mode, 0)) as envs:
         envs.load(kept)
         said = [advanced(envs, mode, one) for one in actions]
     with open(path + ".out", "wb") as file:
         pickle.dump(said, file)
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("name", "mode", "steps"),
     [
-        *(pytest.param(name, "SameStep", 100, marks=pytest.mark.long) for name in QUICK),
+        *(pytest.param(name, mode, 100, marks=pytest.mark.long) for name, mode in QUICK.items() if name in CASES),
         *(pytest.param(name, mode, STEPS, marks=pytest.mark.slow) for name in CASES for mode in MODES),
     ],
 )
 def test_it_goes_on_bit_for_bit_in_other_processes_another_engine_and_another_interpreter(
     name: str, mode: str, steps: int, tmp_path: Any
 ) -> None:
-    make = functools.partial(vecenv.AsyncVectorEnv, [CASES[name]] * ROWS, autoreset_mode=mode)
-    with closing(make(num_workers=2)) as envs, closing(make(num_workers=0)) as here, closing(make(num_workers=1)) as there:
-        envs.reset(seed=5)
+    make = CASES[name]
+    with closing(make(mode, 2)) as envs, closing(make(mode, 0)) as here, closing(make(mode, 1)) as there:
+        _, infos = envs.reset(seed=5)
         envs.action_space.seed(5)
         for _ in range(40):
-            advanced(envs, mode, envs.action_space.sample())
+            infos = latest_infos(advanced(envs, mode, actions_for(envs, infos)))
         kept = envs.save()
-        actions = [envs.action_space.sample() for _ in range(steps)]
         here.load(kept)
         there.reset(seed=1)
         there.load(kept)
-        path = str(tmp_path / "kept")
-        if steps == STEPS:
-            with open(path, "wb") as file:
-                pickle.dump((name, mode, kept, actions), file)
-            program = ELSEWHERE.format(folder=__file__.rpartition("/")[0], path=path)
-            subprocess.run([sys.executable, "-c", program], check=True, timeout=600)
-        ended = 0
-        said = []
-        for number, action in enumerate(actions):
-            wanted = advanced(envs, mode, action)
+        actions, said = [], []
+        for number in range(steps):
+            actions.append(actions_for(envs, infos))
+            said.append(advanced(envs, mode, actions[-1]))
             for other in (here, there):
-                assert_identical(advanced(other, mode, action), wanted, f"step {number}")
-            ended += int(np.count_nonzero(wanted[0][2] | wanted[0][3] if len(wanted) == 2 else wanted[2] | wanted[3]))
-            said.append(wanted)
-        assert ended
-        if steps == STEPS:
-            with open(path + ".out", "rb") as file:
-                assert_identical(pickle.load(file), said)
+                assert_identical(advanced(other, mode, actions[-1]), said[-1], f"step {number}")
+            infos = latest_infos(said[-1])
+        assert any((step[2] | step[3]).any() for step, _ in said)
+    path = str(tmp_path / "kept")
+    with open(path, "wb") as file:
+        pickle.dump((name, mode, kept, actions), file)
+    program = ELSEWHERE.format(folder=__file__.rpartition("/")[0], path=path)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=900)
+    with open(path + ".out", "rb") as file:
+        assert_identical(pickle.load(file), said)
 
 
 BOX2D = [name for name in BOXES if installed("Box2D")]

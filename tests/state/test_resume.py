@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import random
 import re
 import shutil
 import signal
@@ -67,26 +66,6 @@ def test_what_a_kill_leaves_goes_on_as_the_run_that_was_not_killed(tmp_path: Pat
     assert [run.wait(), resumed.wait()] == [0, 0]
     assert 0 < steps_of(whole) == STEPS
     assert_identical(outcome(copy), outcome(whole))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
-    began = time.monotonic()
-    assert started(tmp_path).wait() == 0
-    whole = time.monotonic() - began
-    wanted = outcome(tmp_path)
-    chance = random.Random(20)
-    killed = 0
-    for number in range(20):
-        folder = tmp_path / str(number)
-        run = started(folder)
-        time.sleep(whole * chance.uniform(0.4, 0.95))
-        run.kill()
-        killed += run.wait() != 0
-        assert started(folder).wait() == 0
-        assert_identical(outcome(folder), wanted, f"run {number}")
-    assert killed
 
 
 STATE_PAGE = Path(__file__).parents[2] / "docs" / "state.md"

@@ -44,20 +44,12 @@ _TAKEN = frozenset({"reward", "done", "terminated", "truncated", "action", "next
 
 
 def as_torchrl(
-    envs: Any,
-    num_envs: int | None = None,
-    backend: str = "process",
-    *,
-    num_workers: int | str | None = None,
-    device: Any = None,
-    frame_skip: int = 1,
-    categorical_action_encoding: bool = False,
-    infos: bool | Sequence[str] = False,
-    allow_done_after_reset: bool = False,
-    vector_kwargs: Mapping[str, Any] | None = None,
-    wrappers: Sequence[Callable[[Any], Any]] | None = None,
+    envs: Any, num_envs: int | None = None, backend: str = "process", *, num_workers: int | str | None = None,
+    device: Any = None, frame_skip: int = 1, categorical_action_encoding: bool = False,
+    infos: bool | Sequence[str] = False, allow_done_after_reset: bool = False,
+    vector_kwargs: Mapping[str, Any] | None = None, wrappers: Sequence[Callable[[Any], Any]] | None = None,
     **env_kwargs: Any,
-) -> TorchRLEnv:
+) -> TorchRLEnv:  # fmt: skip
     """A TorchRL ``EnvBase`` over a vector environment: ``batch_size`` is ``[num_envs]``, closing it closes the environments.
 
     The autoreset mode is its own affair: with a name it takes ``"SameStep"`` where the engine has it, in which the end of an

@@ -379,9 +379,6 @@ class Remembered:
         elif rows:
             _copy_rows(self._batch, self._store, rows, self._tree)
 
-    def keep_lost(self, rows: Sequence[int]) -> None:
-        """These rows were lost and are about to be rebuilt."""
-
     def of(self, row: int) -> Any:
         """The observation that was kept of an environment, as an object of its own; ``None`` if there is none."""
         if self._tree is None:
@@ -499,9 +496,7 @@ class Recovery:
                 settlement.error = self._ledger.combined_error(settlement.raised or (), result.deaths, others)
                 return settlement.error
             if settlement.todo is None:
-                todo = {row for row in settlement.rows if row in self._ledger.failed}
-                self.remembered.keep_lost(sorted(todo))
-                settlement.todo = todo
+                settlement.todo = {row for row in settlement.rows if row in self._ledger.failed}
             if (gave_up := self._rebuild(settlement)) is not None:
                 settlement.error = gave_up
                 return gave_up

@@ -28,9 +28,10 @@ from vecenv.front.capabilities import capabilities_of
 from vecenv.front.gymnasiums import GymnasiumSync
 from vecenv.jax.env import Array, EnvState, PyTree
 from vecenv.jax.functional import action_spec, check_action
-from vecenv.jax.host import CallbackHost, InfoColumns, leaves_of
+from vecenv.jax.host import CallbackHost, InfoColumns
 from vecenv.jax.host_call import call_in_lanes, choose_transport, host_call, host_function, original_errors, struct
 from vecenv.jax.interop import jax_space
+from vecenv.link.observations import flat_of
 
 __all__ = ["Bridge", "bridge"]
 
@@ -40,7 +41,7 @@ _FLOAT64 = ("cast", "keep")
 
 
 class Bridge:
-    """A vector env as pure-looking functions; made by :func:`bridge`, which describes the arguments.
+    """A vector env for use inside compiled programs, as pure-looking functions; ``bridge`` is another name for it.
 
     ``reset``, ``step``, ``send``, ``recv`` and ``reset_mask`` may be called as they are, or inside ``jit``, ``scan``,
     ``while_loop``, ``cond`` and ``grad``; under ``vmap`` with ``lanes``. Each call is made exactly once, in program order.
@@ -50,6 +51,28 @@ class Bridge:
     Exceptions of the environments are raised as themselves by calls outside of compiled programs, and by
     :func:`vecenv.jax.run`. A program of one's own that is called without it fails with JAX's ``JaxRuntimeError``. After
     any of them the next call must be ``reset``.
+
+    Args:
+        envs: Any Gymnasium vector env: vecenv's over processes or EnvPool, Gymnasium's own, wrapped or not. It is the
+            bridge's from now on: do not step it, and close the bridge instead. Workers should have been started by
+            forkserver or spawn.
+        info_spec: Infos to report in ``EnvState.info``: name -> shape and dtype for one environment
+            (``jax.ShapeDtypeStruct``), or a dtype for a number, or a dict of these. Each comes with a mask ``_name``. Others
+            are left out.
+        discount: For ``EnvState.discounted_return``.
+        float64: What becomes of float64 observations and infos. ``"cast"``: float32, or float64 in JAX's 64-bit mode.
+            ``"keep"``: float64, and an error outside of that mode.
+        transport: ``"primitive"``: fast, through parts of JAX that may change. ``"io_callback"``: JAX's own. ``"auto"``:
+            the first if it passes a test here.
+        timeout: Seconds that a step, and a reset, may take, after which they raise ``StepTimeout``; ``None`` waits for ever.
+            ``"auto"``: the vector env's own ``step_timeout``, which may also restart what hangs, and 60 where it has none.
+            Vector envs without ``step_wait``, as ``SyncVectorEnv``, step in this process, where nothing can end a wait.
+        lanes: The number of equal groups of environments, to be used under ``jax.vmap`` over as many lanes.
+
+    Raises:
+        TypeError: ``envs`` is no vector env; its spaces have no fixed size; ``info_spec`` is no specification.
+        ValueError: An option has no meaning, or the environments run JAX in this process.
+        RuntimeError: ``transport="primitive"`` does not work here.
 
     Attributes:
         num_envs: Environments in one state (in one lane).
@@ -62,8 +85,8 @@ class Bridge:
     """
 
     def __init__(
-        self, envs: VectorEnv[Any, Any, Any], info_spec: Mapping[str, Any] | None, discount: float, float64: str,
-        transport: str, timeout: float | str | None, lanes: int | None,
+        self, envs: VectorEnv[Any, Any, Any], info_spec: Mapping[str, Any] | None = None, discount: float = 1.0,
+        float64: str = "cast", transport: str = "auto", timeout: float | str | None = "auto", lanes: int | None = None,
     ) -> None:  # fmt: skip
         _check_options(envs, float64, timeout, lanes)
         _refuse_jax_in_process(envs)
@@ -251,7 +274,7 @@ class Bridge:
         return (jax.random.bits(key, (self.num_envs,), jnp.uint32) >> 1).astype(jnp.int32)
 
     def _action_leaves(self, action: PyTree) -> list[Array]:
-        return [jnp.asarray(leaf) for leaf in leaves_of(self._host.action_tree, action)]
+        return [jnp.asarray(leaf) for leaf in flat_of(self._host.action_tree, action)]
 
     def _results(self, stepped: bool) -> list[Struct]:
         """Shapes and dtypes of what JAX gets for the arrays of a step or a reset."""
@@ -269,35 +292,8 @@ class Bridge:
         return self._host.observation_tree.build(left), list(left)
 
 
-def bridge(
-    envs: VectorEnv[Any, Any, Any], info_spec: Mapping[str, Any] | None = None, discount: float = 1.0, float64: str = "cast",
-    transport: str = "auto", timeout: float | str | None = "auto", lanes: int | None = None,
-) -> Bridge:  # fmt: skip
-    """A vector env for use inside compiled programs.
-
-    Args:
-        envs: Any Gymnasium vector env: vecenv's over processes or EnvPool, Gymnasium's own, wrapped or not. It is the
-            bridge's from now on: do not step it, and close the bridge instead. Workers should have been started by
-            forkserver or spawn.
-        info_spec: Infos to report in ``EnvState.info``: name -> shape and dtype for one environment
-            (``jax.ShapeDtypeStruct``), or a dtype for a number, or a dict of these. Each comes with a mask ``_name``. Others
-            are left out.
-        discount: For ``EnvState.discounted_return``.
-        float64: What becomes of float64 observations and infos. ``"cast"``: float32, or float64 in JAX's 64-bit mode.
-            ``"keep"``: float64, and an error outside of that mode.
-        transport: ``"primitive"``: fast, through parts of JAX that may change. ``"io_callback"``: JAX's own. ``"auto"``:
-            the first if it passes a test here.
-        timeout: Seconds that a step, and a reset, may take, after which they raise ``StepTimeout``; ``None`` waits for ever.
-            ``"auto"``: the vector env's own ``step_timeout``, which may also restart what hangs, and 60 where it has none.
-            Vector envs without ``step_wait``, as ``SyncVectorEnv``, step in this process, where nothing can end a wait.
-        lanes: The number of equal groups of environments, to be used under ``jax.vmap`` over as many lanes.
-
-    Raises:
-        TypeError: ``envs`` is no vector env; its spaces have no fixed size; ``info_spec`` is no specification.
-        ValueError: An option has no meaning, or the environments run JAX in this process.
-        RuntimeError: ``transport="primitive"`` does not work here.
-    """
-    return Bridge(envs, info_spec, discount, float64, transport, timeout, lanes)
+bridge = Bridge
+"""The name by which programs build one: ``vecenv.jax.bridge(envs)``."""
 
 
 def _check_options(envs: Any, float64: str, timeout: float | str | None, lanes: int | None) -> None:
@@ -346,7 +342,7 @@ def _warn_of_fork(envs: VectorEnv[Any, Any, Any]) -> None:
             f"The workers of {type(envs.unwrapped).__name__} were started by fork, and so will be those that replace "
             "them: next to JAX's threads that may hang. Build it with context='forkserver' (or 'spawn').",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
 
 

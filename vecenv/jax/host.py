@@ -27,9 +27,10 @@ from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from vecenv.errors import ObservationError, StaleStateError
 from vecenv.front.capabilities import capabilities_of
 from vecenv.front.gymnasiums import GymnasiumAsync
+from vecenv.link.observations import flat_of
 from vecenv.shm.layout import Tree, fixed_tree
 
-__all__ = ["CallbackHost", "InfoColumns", "Requests", "leaves_of"]
+__all__ = ["CallbackHost", "InfoColumns", "Requests"]
 
 Array: TypeAlias = npt.NDArray[Any]
 Result: TypeAlias = tuple[tuple[int, ...], np.dtype[Any]]  # shape and dtype
@@ -53,14 +54,6 @@ def _tree_of(space: gymnasium.Space[Any], name: str) -> Tree:
         kinds = "Box, Discrete, MultiDiscrete, MultiBinary, and Dict or Tuple of those"
         raise TypeError(f"The bridge needs {name}s of fixed size ({kinds}), got {space}.")
     return tree
-
-
-def leaves_of(tree: Tree, value: Any) -> list[Any]:
-    """The arrays of a batch, in the order of the space."""
-    found: list[Any] = []
-    keep: Any = found.append
-    tree.map(keep, value)
-    return found
 
 
 class CallbackHost:
@@ -194,7 +187,7 @@ class CallbackHost:
             raise ObservationError("an episode ended in same-step mode and infos['final_obs'] is missing")
         successors = [leaf.copy() for leaf in leaves]
         for row in np.flatnonzero(ended).tolist():
-            for leaf, value in zip(successors, leaves_of(self.observation_tree, infos["final_obs"][row]), strict=True):
+            for leaf, value in zip(successors, flat_of(self.observation_tree, infos["final_obs"][row]), strict=True):
                 leaf[row] = value
         return successors
 
@@ -204,7 +197,7 @@ class CallbackHost:
         if exact is not None:
             return exact
         try:
-            arrays = [np.asarray(array) for array in leaves_of(self.observation_tree, observations)]
+            arrays = [np.asarray(array) for array in flat_of(self.observation_tree, observations)]
         except (KeyError, IndexError, TypeError) as error:
             raise ObservationError(f"observations are not structured as {self.envs.single_observation_space}") from error
         for array, leaf in zip(arrays, self.observation_tree.leaves(), strict=True):

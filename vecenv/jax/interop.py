@@ -27,8 +27,8 @@ from vecenv.jax.env import Array, Fixed, PyTree
 from vecenv.jax.libraries import adapt
 
 __all__ = [
-    "GymEnv", "JaxBox", "JaxDict", "JaxDiscrete", "JaxMultiBinary", "JaxMultiDiscrete", "JaxTuple", "entropy_seeds",
-    "from_torch", "jax_space", "masked_infos", "require_torch", "seed_keys", "to_numpy", "to_torch",
+    "GymEnv", "entropy_seeds", "from_torch", "jax_space", "masked_infos", "require_torch", "seed_keys", "to_numpy",
+    "to_torch",
 ]  # fmt: skip
 
 
@@ -245,38 +245,11 @@ class _ForJax:
         return super().contains(x)  # type: ignore[misc]
 
 
-class JaxBox(_ForJax, spaces.Box):
-    """See :func:`jax_space`."""
-
-
-class JaxDiscrete(_ForJax, spaces.Discrete):
-    """See :func:`jax_space`."""
-
-
-class JaxMultiDiscrete(_ForJax, spaces.MultiDiscrete):
-    """See :func:`jax_space`."""
-
-
-class JaxMultiBinary(_ForJax, spaces.MultiBinary):
-    """See :func:`jax_space`."""
-
-
-class JaxDict(_ForJax, spaces.Dict):
-    """See :func:`jax_space`."""
-
-
-class JaxTuple(_ForJax, spaces.Tuple):  # type: ignore[type-arg]
-    """See :func:`jax_space`."""
-
-
 _KINDS: dict[type[Any], type[Any]] = {
-    spaces.Box: JaxBox,
-    spaces.Discrete: JaxDiscrete,
-    spaces.MultiDiscrete: JaxMultiDiscrete,
-    spaces.MultiBinary: JaxMultiBinary,
-    spaces.Dict: JaxDict,
-    spaces.Tuple: JaxTuple,
+    kind: type(f"Jax{kind.__name__}", (_ForJax, kind), {"__doc__": "See :func:`jax_space`.", "__module__": __name__})
+    for kind in (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Dict, spaces.Tuple)
 }
+globals().update({kind.__name__: kind for kind in _KINDS.values()})  # where a pickle looks for them
 
 
 def jax_space(space: gym.Space[Any]) -> Any:

@@ -18,9 +18,9 @@ import gymnasium
 import numpy as np
 
 from vecenv.errors import ObservationError
-from vecenv.link.observations import tree_writer
+from vecenv.link.observations import flat_of, tree_writer
 from vecenv.multi_agent.conventions import ALL, MASK_KEYS, Adapted, as_parallel
-from vecenv.multi_agent.roster import FLAGS, AgentGroup, Roster, flat, tree_of, zeros
+from vecenv.multi_agent.roster import FLAGS, AgentGroup, Roster, tree_of, zeros
 from vecenv.shm import Tree
 from vecenv.shm.layout import Array
 
@@ -90,7 +90,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         for (part, place), name in zip(roster.places(), self._names, strict=True):
             tree = tree_of(part.observation_space, "observation")
             held = row["obs"] if roster.layout == "stack" else row["obs"][part.key]
-            leaves = flat(tree_of(part.widened(part.observation_space), "observation"), held)
+            leaves = flat_of(tree_of(part.widened(part.observation_space), "observation"), held)
             leaves = leaves if part.axis else [leaf[None] for leaf in leaves]
             self._puts.append(self._writer(tree, leaves, place, name))
             self._leaves.append([leaf[place : place + 1] for leaf in leaves])
@@ -99,7 +99,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
                 self._single_arrays.append((name, cells, self._puts[-1]))
         if roster.state_space is not None:
             tree = tree_of(roster.state_space, "state")
-            self._put_state = self._writer(tree, [leaf[None] for leaf in flat(tree, row["state"])], 0, None)
+            self._put_state = self._writer(tree, [leaf[None] for leaf in flat_of(tree, row["state"])], 0, None)
 
     def _assume_nothing_written(self) -> None:
         """The next step writes every flag and all padding, whatever the memory holds."""

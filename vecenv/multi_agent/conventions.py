@@ -81,11 +81,16 @@ class Adapted:
 
     def observation_space(self, agent: Any) -> Any:
         """The observation space of one agent."""
-        return self.env.observation_space
+        return self._space("observation_space", agent)
 
     def action_space(self, agent: Any) -> Any:
         """The action space of one agent."""
-        return self.env.action_space
+        return self._space("action_space", agent)
+
+    def _space(self, name: str, agent: Any) -> Any:
+        """A space of the environment's: one for all agents, or by a method that RLlib calls ``get_...``."""
+        found = getattr(self.unwrapped, f"get_{name}", None) or getattr(self.env, name)
+        return found(agent) if callable(found) else found
 
     def _stepped(self, observations: Any, rewards: Any, terminations: Any, truncations: Any, infos: Any) -> Step:
         """What ``step`` returns; agents whose flags are set leave ``agents``."""
@@ -130,14 +135,6 @@ class TurnBased(Adapted):
     def agents_to_act(self) -> tuple[Any, ...]:
         """The agent whose turn it is; empty before the first reset."""
         return (self.env.agent_selection,) if getattr(self.env, "agents", None) else ()
-
-    def observation_space(self, agent: Any) -> Any:
-        """The observation space of one agent."""
-        return self.env.observation_space(agent)
-
-    def action_space(self, agent: Any) -> Any:
-        """The action space of one agent."""
-        return self.env.action_space(agent)
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
         """Start a game; returns the observations and infos of all agents."""
@@ -312,14 +309,6 @@ class RLlibGame(Adapted):
         super().__init__(env, getattr(inner, "possible_agents", None) or inner.observation_spaces or ())
         self.agents_to_act: tuple[Any, ...] = ()
         self._latest: dict[Any, Any] = {}
-
-    def observation_space(self, agent: Any) -> Any:
-        """The observation space of one agent."""
-        return self.unwrapped.get_observation_space(agent)
-
-    def action_space(self, agent: Any) -> Any:
-        """The action space of one agent."""
-        return self.unwrapped.get_action_space(agent)
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
         """Start an episode; agents that have an observation are in the game, and act."""

@@ -8,7 +8,7 @@ it cannot be seeded again, so a reset with a seed builds a new one.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
 from vecenv.backends.envpool.drivers import FirstReadyDriver, Seeding
-from vecenv.backends.envpool.rows import PlayerBatch, PlayerRows
+from vecenv.backends.envpool.rows import Latest, PoolRows, States
 from vecenv.backends.envpool.task import Task, check_options, spread
 from vecenv.backends.envpool.vector_env import PoolVectorEnv
 from vecenv.front.arguments import env_ids_of
@@ -26,7 +26,7 @@ from vecenv.front.driver import Stepped
 from vecenv.multi_agent.roster import FLAGS, AgentGroup, Roster
 from vecenv.shm.layout import Array
 
-__all__ = ["PlayerPool"]
+__all__ = ["PlayerPool", "PlayerRows"]
 
 _OBSERVATIONS = ("obs", "obs:players.obs")
 _BOOKKEEPING = ("info:env_id", "info:players.env_id", "info:players.id", "info:current_player", "info:legal_action_mask")
@@ -45,7 +45,7 @@ class PlayerPool(PoolVectorEnv):
     Raises:
         ImportError: EnvPool is not installed.
         UnregisteredEnv, TypeError, ValueError: As of :class:`~vecenv.backends.EnvPoolVectorEnv`.
-        ValueError: The task has observations that are not one array a player.
+        ValueError: The task has observations that are not one array per player.
     """
 
     autoreset_mode = AutoresetMode.NEXT_STEP
@@ -55,21 +55,25 @@ class PlayerPool(PoolVectorEnv):
         self, task_id: str, num_envs: int, *, batch_size: int | None = None, num_threads: int | None = None, **config: Any
     ) -> None:
         self.closed = True  # until there is something to close
-        self.num_envs, batch_size = check_options(
-            num_envs, batch_size, num_threads, None, None, self.autoreset_mode
-        )
-        max_episode_steps = config.pop("max_episode_steps", None)
+        num_envs, batch_size = check_options(num_envs, batch_size, num_threads, None, None, self.autoreset_mode)
+        limit = config.pop("max_episode_steps", None)
         task = Task.of(
-            task_id, config, num_envs=self.num_envs, batch_size=batch_size, num_threads=num_threads or 0,
-            max_episode_steps=max_episode_steps,
+            task_id, config, num_envs=num_envs, batch_size=batch_size, num_threads=num_threads or 0, max_episode_steps=limit
+        )
+        rows = PlayerRows(task, num_envs)
+        players = tuple(range(task.max_num_players))
+        observation, action = task.observation_space, task.action_space
+        self.num_envs = num_envs
+        self.roster = Roster(
+            tuple(f"player_{index}" for index in players), (observation,) * len(players), (action,) * len(players),
+            (AgentGroup(None, players, True, observation, action),), "stack",
+            state_space=None, pad_value=0, any_end=False, info_masks=True,
         )  # fmt: skip
-        rows = PlayerRows(task, self.num_envs, _PlayerReader(task))
-        self.roster = _roster(task.max_num_players, task.observation_space, task.action_space)
         self.metadata = {"name": task_id, "autoreset_mode": self.autoreset_mode}
         self.single_observation_space = self.observation_space = self.roster.observation_space()
         self.single_action_space = self.roster.action_space()
-        self.action_space = batch_space(self.single_action_space, self.num_envs)
-        seeding = Seeding(spread(None, self.num_envs, self.np_random), self.np_random)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        seeding = Seeding(spread(None, num_envs, self.np_random), self.np_random)
         self._open(FirstReadyDriver(task, batch_size, seeding, self.autoreset_mode, rows))
 
     def rows(self, env_id: Any) -> npt.NDArray[np.intp]:
@@ -84,50 +88,170 @@ class PlayerPool(PoolVectorEnv):
 PlayerPool.__name__ = "MultiAgentVecEnv"  # the name in messages, which is what the caller has
 
 
-class _PlayerReader:
-    """Makes rows of all agents, with infos as the engine gives them."""
+class PlayerBatch(NamedTuple):
+    """One answer of a pool, in order of environments; n rows, k players at most.
 
-    def __init__(self, task: Task) -> None:
-        found = [key for key in _OBSERVATIONS if key in task.state_specs and task.state_specs[key].shape[:1] == [-1]]
+    Attributes:
+        env_ids: int32, shape ``(n,)``, ascending.
+        mask: Which players there are, bool, shape ``(n, k)``.
+        envs: The pool's arrays of environments by state key, shape ``(n, ...)``.
+        players: Its arrays of players (``reward``, ``obs``, ...), shape ``(n, k, ...)``; zero where there is no player. A
+            view of the pool's array where it came in order and complete.
+    """
+
+    env_ids: Array
+    mask: Array
+    envs: dict[str, Array]
+    players: dict[str, Array]
+
+
+class PlayerRows(PoolRows):
+    """Rows of pools with several players per environment: the rows taken say which players there are, and which act.
+
+    Args:
+        task: Of the pools.
+        num_envs: Number of environments.
+    """
+
+    def __init__(self, task: Task, num_envs: int) -> None:
+        self._keys = list(task.state_keys)
+        self._of_players = [tuple(task.state_specs[key].shape[:1]) == (-1,) for key in self._keys]
+        found = [key for key, several in zip(self._keys, self._of_players, strict=True) if several and key in _OBSERVATIONS]
         space = task.observation_space
         if len(found) != 1 or isinstance(space, (spaces.Dict, spaces.Tuple)):
-            raise ValueError(f"{task.id}: observations must be one array a player, got {space}")
+            raise ValueError(f"{task.id}: observations must be one array per player, got {space}")
         self._observed, self._dtype = found[0], space.dtype
+        self._env_id, self._owner = self._keys.index("info:env_id"), self._keys.index("info:players.env_id")
+        self._player_id = self._keys.index("info:players.id") if "info:players.id" in self._keys else None
+        self._shape = num_envs, task.max_num_players
+        self._action_dtype = np.dtype(task.action_dtypes[-1])
+        self._turns = "info:current_player" in self._keys
+        self.begin()
 
-    def __call__(self, rows: PlayerBatch, acted: Array, acting: Array) -> Stepped:
-        envs, players = rows.envs, rows.players
-        begins = envs["elapsed_step"] == 0
-        done = envs["done"].astype(np.bool_) & ~begins
-        truncated = done & envs["trunc"].astype(np.bool_)
+    def begin(self) -> None:
+        self._present, self._acting = np.zeros((2, *self._shape), np.bool_)
+
+    def keep(self, held: Any) -> None:
+        ids, present, acting = held
+        self._present[ids], self._acting[ids] = present, acting
+
+    # -- to the pool --------------------------------------------------------------------------------------------------
+
+    def check(self, actions: Any, ids: Array) -> list[Array]:
+        """Actions as an array; ``MultiAgentVecEnv`` has checked them."""
+        return [np.asarray(actions)]
+
+    def payload(self, ids: Array, actions: list[Array]) -> list[Array]:
+        """What the pool's ``_send`` takes, in the order of environments."""
+        order, (given,) = np.argsort(ids), actions
+        ids, given = ids[order], given[order]
+        acting = self._acting[ids]
+        given = np.where(acting.reshape(acting.shape + (1,) * (given.ndim - 2)), given, 0).astype(self._action_dtype)
+        if self._turns:  # EnvPool takes the first player's action for that of the current player
+            given[:] = given[np.arange(len(ids)), acting.argmax(axis=1)][:, None]
+        return self.flat(given, ids, self._present[ids])
+
+    def filler(self, ids: Array) -> list[Array]:
+        mask = self._present[ids]
+        return self.flat(np.zeros(mask.shape, self._action_dtype), ids, mask)
+
+    def flat(self, actions: Array, env_ids: Array, mask: Array) -> list[Array]:
+        """``[env_id, players.env_id, actions]`` of lengths n, p and p, for the p players under ``mask``, ``(n, k)``."""
+        owners = np.repeat(env_ids, mask.sum(axis=1)).astype(np.int32)
+        return [env_ids.astype(np.int32), owners, np.ascontiguousarray(actions[mask])]
+
+    # -- from the pool ------------------------------------------------------------------------------------------------
+
+    def cut_out(self, states: States, first: int, last: int) -> States:
+        """Copies of the rows of environments from ``first`` to before ``last``, and of their players."""
+        theirs = np.isin(states[self._owner], states[self._env_id][first:last])
+        return [
+            array[theirs] if of_players else array[first:last].copy()
+            for array, of_players in zip(states, self._of_players, strict=True)
+        ]
+
+    def ordered(self, batches: list[States], all_ids: Array, ended: Array) -> tuple[Stepped, Any]:
+        stepped, batch, acting = self._read([np.concatenate(parts) for parts in zip(*batches, strict=True)])
+        return stepped, (all_ids, batch.mask, acting)
+
+    def answer(self, states: States, ended: Array) -> tuple[Stepped, Latest, Any]:
+        stepped, batch, acting = self._read(states)
+        ids, index = batch.env_ids.copy(), batch.env_ids.astype(np.intp)
+        stepped[4].update(env_id=index, _env_id=np.ones(len(ids), np.bool_))
+        return stepped, (ids, index.tobytes()), (ids, batch.mask, acting)
+
+    def sorted(self, states: States) -> PlayerBatch:
+        """An answer in order of environments.
+
+        Raises:
+            ValueError: It has more players of one environment than there may be, or players of an environment that is not
+                in it.
+        """
+        env_order, env_ids = _sorted(states[self._env_id])
+        player_order, owners = _sorted(states[self._owner])
+        n, k = len(env_ids), self._shape[1]
+        row = np.searchsorted(env_ids, owners)
+        if (row == n).any() or (env_ids[np.minimum(row, n - 1)] != owners).any():
+            raise ValueError(f"players of environments {np.setdiff1d(owners, env_ids).tolist()}, which are not in the batch")
+        counts = np.bincount(row, minlength=n)
+        if counts.max(initial=0) > k:
+            raise ValueError(f"{counts.max()} players in one environment; there may be {k}")
+        slot = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]  # which of its environment's players each row is
+        if self._player_id is not None:
+            numbers = states[self._player_id]
+            slot = numbers if player_order is None else numbers[player_order]
+        complete = len(owners) == n * k and np.array_equal(row * k + slot, np.arange(n * k))
+        batch = PlayerBatch(env_ids, np.zeros((n, k), np.bool_), {}, {})
+        batch.mask[row, slot] = True
+        for key, array, of_players in zip(self._keys, states, self._of_players, strict=True):
+            order = player_order if of_players else env_order
+            array = array if order is None else array[order]
+            if not of_players:
+                batch.envs[key] = array
+            elif complete:
+                batch.players[key] = array.reshape(n, k, *array.shape[1:])
+            else:
+                batch.players[key] = np.zeros((n, k, *array.shape[1:]), dtype=array.dtype)
+                batch.players[key][row, slot] = array
+        return batch
+
+    def _read(self, states: States) -> tuple[Stepped, PlayerBatch, Array]:
+        """A step of all agents, with infos as the engine gives them; the sorted answer; which players have to act."""
+        batch = self.sorted(states)
+        begins = batch.envs["elapsed_step"] == 0
+        done = batch.envs["done"].astype(np.bool_) & ~begins
+        truncated = done & batch.envs["trunc"].astype(np.bool_)
         terminated = done & ~truncated
+        acting = batch.mask & ~done[:, None]
+        if self._turns:
+            acting &= np.arange(batch.mask.shape[1]) == batch.envs["info:current_player"][:, None]
         flags = {
-            "terminations": terminated[:, None] & rows.mask,
-            "truncations": truncated[:, None] & rows.mask,
+            "terminations": terminated[:, None] & batch.mask,
+            "truncations": truncated[:, None] & batch.mask,
             "agent_mask": acting,
-            "transition_mask": acted,
+            "transition_mask": self._acting[batch.env_ids] & ~begins[:, None],
         }
-        batch = {
-            "obs": players[self._observed].astype(self._dtype),
-            "signals": np.stack(
-                [players["reward"] * ~begins[:, None], *(flags[key] for key in FLAGS)], axis=1, dtype=np.float64
-            ),
+        signals = [batch.players["reward"] * ~begins[:, None], *(flags[key] for key in FLAGS)]
+        observed = {
+            "obs": batch.players[self._observed].astype(self._dtype),
+            "signals": np.stack(signals, axis=1, dtype=np.float64),
         }
-        return batch, np.zeros(len(done)), terminated, truncated, self._infos(rows, acting)
+        return (observed, np.zeros(len(done)), terminated, truncated, self._infos(batch, acting)), batch, acting
 
-    def _infos(self, rows: PlayerBatch, acting: Array) -> dict[Any, Any]:
-        everywhere = np.ones(len(rows.env_ids), np.bool_)
+    def _infos(self, batch: PlayerBatch, acting: Array) -> dict[Any, Any]:
+        everywhere = np.ones(len(batch.env_ids), np.bool_)
         out: dict[Any, Any] = {}
-        for key, value in rows.envs.items():
+        for key, value in batch.envs.items():
             if key.startswith("info:") and key not in _BOOKKEEPING:
                 out[key[5:]], out[f"_{key[5:]}"] = value.copy(), everywhere.copy()
         agents: dict[Any, Any] = {}
-        for index in range(rows.mask.shape[1]):
+        for index in range(batch.mask.shape[1]):
             own: dict[Any, Any] = {}
-            for key, value in rows.players.items():
+            for key, value in batch.players.items():
                 if key.startswith("info:players.") and key not in _BOOKKEEPING:
-                    own[key[13:]], own[f"_{key[13:]}"] = value[:, index], rows.mask[:, index]
-            if "info:legal_action_mask" in rows.envs:
-                own["action_mask"], own["_action_mask"] = rows.envs["info:legal_action_mask"] != 0, acting[:, index]
+                    own[key[13:]], own[f"_{key[13:]}"] = value[:, index], batch.mask[:, index]
+            if "info:legal_action_mask" in batch.envs:
+                own["action_mask"], own["_action_mask"] = batch.envs["info:legal_action_mask"] != 0, acting[:, index]
             if own:
                 agents[index], agents[f"_{index}"] = own, everywhere
         if agents:
@@ -135,10 +259,9 @@ class _PlayerReader:
         return out
 
 
-def _roster(players: int, observation: Any, action: Any) -> Roster:
-    agents = tuple(f"player_{index}" for index in range(players))
-    all_players = AgentGroup(None, tuple(range(players)), True, observation, action)
-    return Roster(
-        agents, (observation,) * players, (action,) * players, (all_players,), "stack",
-        state_space=None, pad_value=0, any_end=False, info_masks=True,
-    )  # fmt: skip
+def _sorted(ids: Array) -> tuple[Array | None, Array]:
+    """The stable order that sorts ``ids`` (``None`` if it is sorted already), and the result."""
+    if (ids[1:] >= ids[:-1]).all():
+        return None, ids
+    order = np.argsort(ids, kind="stable")
+    return order, ids[order]

@@ -23,7 +23,7 @@ from vecenv.shm import Tree, fixed_tree
 from vecenv.shm.layout import Array, Leaf
 
 __all__ = [
-    "FLAGS", "AgentActions", "AgentGroup", "Roster", "env_name", "flat", "map_checked", "read_roster", "tree_of", "zeros",
+    "FLAGS", "AgentActions", "AgentGroup", "Roster", "env_name", "map_checked", "read_roster", "tree_of", "zeros",
 ]  # fmt: skip
 
 FLAGS: Final = ("terminations", "truncations", "agent_mask", "transition_mask")
@@ -267,13 +267,6 @@ def tree_of(space: Space[Any], name: str) -> Tree:
 def zeros(tree: Tree, *axes: int) -> Any:
     """A value of the tree's structure, whose leaves have ``axes`` in front and are all zeros."""
     return tree.build(iter([np.zeros((*axes, *leaf.shape), leaf.dtype) for leaf in tree.leaves()]))
-
-
-def flat(tree: Tree, value: Any) -> list[Array]:
-    """The leaves of a value, in the order of the tree's."""
-    found: list[Array] = []
-    tree.map(lambda leaf: found.append(leaf) or leaf, value)  # type: ignore[func-returns-value]
-    return found
 
 
 def env_name(env: Any) -> str:

@@ -24,10 +24,11 @@ from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import SnapshotMismatch
 from vecenv.front.arguments import ResetOptions, env_ids_of, rows_of
 from vecenv.front.capabilities import unable
+from vecenv.link.observations import flat_of
 from vecenv.multi_agent.adapter import AgentsEnv, EnvFn
 from vecenv.multi_agent.conventions import as_parallel
 from vecenv.multi_agent.infos import ActionMasks, agents_to_axis
-from vecenv.multi_agent.roster import FLAGS, AgentActions, Roster, env_name, flat, read_roster, tree_of, zeros
+from vecenv.multi_agent.roster import FLAGS, AgentActions, Roster, env_name, read_roster, tree_of, zeros
 from vecenv.multi_agent.views import FlattenAgents, OpenRLView, forwarding
 from vecenv.planning.options import EngineOptions, StartMethod
 from vecenv.shm.layout import Array
@@ -415,7 +416,7 @@ class MultiAgentVecEnv:
         ended = np.array([end is not None for end in ends])
         whole = zeros(self._tree, len(ends))
         for row in np.flatnonzero(ended).tolist():
-            for column, value in zip(flat(self._tree, whole), flat(self._tree, ends[row]), strict=True):
+            for column, value in zip(flat_of(self._tree, whole), flat_of(self._tree, ends[row]), strict=True):
                 column[row] = value
         rewards[ended] = whole["signals"][ended, 0]
         for line, key in enumerate(FLAGS, 1):

@@ -13,8 +13,8 @@ from vecenv.system.generators import GeneratorsOption
 from vecenv.system.spawning import WorkerEnv, check_variables, require_processes
 
 __all__ = [
-    "BatchSize", "EngineOptions", "NumWorkers", "OnFailure", "StartMethod", "check_option", "check_options",
-    "parse_spares", "require_processes_for",
+    "BatchSize", "EngineOptions", "NumWorkers", "OnFailure", "StartMethod", "check_option", "check_options", "one_of",
+    "parse_spares", "require_processes_for", "whole",
 ]  # fmt: skip
 
 NumWorkers: TypeAlias = int | Literal["auto"] | None
@@ -92,7 +92,8 @@ def parse_spares(spare_workers: Any, num_envs: int, mode: AutoresetMode, **besid
 _Check: TypeAlias = Callable[[Any], bool]
 
 
-def _whole(low: int, high: float = math.inf) -> _Check:
+def whole(low: int, high: float = math.inf) -> _Check:
+    """Whether a value is an int from ``low`` to ``high``, and no bool."""
     return lambda value: isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(low <= value <= high)
 
 
@@ -100,26 +101,26 @@ def _seconds(value: Any) -> bool:
     return isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and bool(value > 0)
 
 
-def _one_of(*accepted: Any, or_: _Check = lambda value: False) -> _Check:
+def one_of(*accepted: Any, or_: _Check = lambda value: False) -> _Check:
     """Whether a value is one of a few constants, or passes another check. (0 and 1 are neither ``False`` nor ``True``.)"""
     return lambda value: any(value is one or (isinstance(one, str) and value == one) for one in accepted) or or_(value)
 
 
-_SWITCH: Final = _one_of(True, False), "True or False"
-_SWITCH_OR_NONE: Final = _one_of(None, True, False), "None, True or False"
+_SWITCH: Final = one_of(True, False), "True or False"
+_SWITCH_OR_NONE: Final = one_of(None, True, False), "None, True or False"
 _DURATION: Final = _seconds, "a number of seconds above 0"
 _CHECKS: Final[dict[str, tuple[_Check, str]]] = {
-    "num_envs": (_whole(1), "an int from 1 on"),
-    "num_workers": (_one_of(None, "auto", or_=_whole(0)), "None (one process per environment), 'auto', or an int from 0 on"),
-    "spare_workers": (_whole(0), "an int from 0 on"),
-    "on_failure": (_one_of("raise", "restart"), "'raise' or 'restart'"),
-    "restart_limit": (_one_of(None, or_=_whole(0)), "None or an int from 0 on"),
+    "num_envs": (whole(1), "an int from 1 on"),
+    "num_workers": (one_of(None, "auto", or_=whole(0)), "None (one process per environment), 'auto', or an int from 0 on"),
+    "spare_workers": (whole(0), "an int from 0 on"),
+    "on_failure": (one_of("raise", "restart"), "'raise' or 'restart'"),
+    "restart_limit": (one_of(None, or_=whole(0)), "None or an int from 0 on"),
     "restart_period": _DURATION,
-    "step_timeout": (_one_of(None, or_=_seconds), "None or a number of seconds above 0"),
+    "step_timeout": (one_of(None, or_=_seconds), "None or a number of seconds above 0"),
     "start_timeout": _DURATION,
-    "threads_per_worker": (_one_of(None, or_=_whole(1)), "None or an int from 1 on"),
-    "env_threads": (_whole(1), "an int from 1 on"),
-    "generators": (_one_of("shared", "own"), "'shared' or 'own'"),
+    "threads_per_worker": (one_of(None, or_=whole(1)), "None or an int from 1 on"),
+    "env_threads": (whole(1), "an int from 1 on"),
+    "generators": (one_of("shared", "own"), "'shared' or 'own'"),
     "isolate": _SWITCH_OR_NONE,
     "dummy_env": _SWITCH_OR_NONE,
     "strict": _SWITCH,
@@ -172,13 +173,13 @@ def check_options(num_envs: int, batch_size: Any, **options: Any) -> None:
                     f"`{name}` needs worker processes, which {reason}: it cannot be combined with `use_caller=True` "
                     "or `num_workers=0`"
                 )
-    sizes = _one_of(None, "auto", or_=_whole(1, num_envs)), f"None, 'auto' or an int within 1..{num_envs}"
+    sizes = one_of(None, "auto", or_=whole(1, num_envs)), f"None, 'auto' or an int within 1..{num_envs}"
     check_option("batch_size", batch_size, sizes)
     for name, value in options.items():
         if name in _CHECKS:
             check_option(name, value)
     if options.get("env_threads", 1) != 1:
         shared = "'shared' beside env_threads: threads of one process share its generators"
-        check_option("generators", options.get("generators", "shared"), (_one_of("shared"), shared))
+        check_option("generators", options.get("generators", "shared"), (one_of("shared"), shared))
         counted = "None or an int from 1 on, beside env_threads: what waits cannot be measured"
-        check_option("num_workers", options.get("num_workers"), (_one_of(None, or_=_whole(1)), counted))
+        check_option("num_workers", options.get("num_workers"), (one_of(None, or_=whole(1)), counted))

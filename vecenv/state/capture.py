@@ -26,8 +26,7 @@ import gymnasium
 import numpy as np
 
 from vecenv.errors import NotRestorable, SnapshotMismatch, VecEnvError
-from vecenv.state import atari, codecs  # noqa: F401 - the codecs of emulators are registered by the import
-from vecenv.state.codecs import CACHES, STAYS, Codec, Refused, how_of, made
+from vecenv.state.codecs import CACHES, STAYS, Codec, Refused, how_of, made, save_space
 
 __all__ = ["capture_state", "layers_of", "prepare_restore"]
 
@@ -162,7 +161,7 @@ class _Writer(pickle.Pickler):
         for name, value, sort in zip(attributes, values, map(_SORT_OF, map(type, values)), strict=True):
             if sort == _ATOM:
                 continue
-            if sort in (_LAYER, _STAYING) or (sort == _SPACE and codecs.save_space(value) is None):
+            if sort in (_LAYER, _STAYING) or (sort == _SPACE and save_space(value) is None):
                 kept.append(name)
                 del state[name]
                 continue

@@ -5,17 +5,21 @@ Libraries that an environment may use are named by strings, so that nothing is i
 
 from __future__ import annotations
 
+import math
 import pickle
 import random
+import re
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
 
-from vecenv.errors import SnapshotMismatch
+from vecenv.errors import NotRestorable, SnapshotMismatch
 from vecenv.system.uninterrupted import succeeds_when_repeated
 
 __all__ = ["CACHES", "STAYS", "Codec", "How", "Refused", "how_of", "made", "name_of", "put", "register", "save_space"]
@@ -182,45 +186,38 @@ put("torch._C.Generator", Codec(_save_torch, _load_torch))
 # -- spaces: only their generators ---------------------------------------------------------------------------------
 
 
+def _spaces_in(space: Any) -> Iterator[Any]:
+    """A space, and what a Dict or a Tuple is made of."""
+    yield space
+    inner = getattr(space, "spaces", ())
+    for one in inner.values() if hasattr(inner, "values") else inner:
+        yield from _spaces_in(one)
+
+
 def save_space(space: Any) -> Any:
     """The generators of a space; ``None``: it has none yet, as most spaces of environments."""
-    own = getattr(space, "_np_random", None)
-    state = None if own is None else _save_generator(own)
-    inner = getattr(space, "spaces", None)
-    inside = None
-    if inner is not None:
-        each = inner.values() if hasattr(inner, "values") else inner
-        inside = [save_space(one) for one in each]
-    return None if state is None and not (inside and any(inside)) else (state, inside)
+    if getattr(space, "_np_random", None) is None and not hasattr(space, "spaces"):
+        return None
+    each = [getattr(one, "_np_random", None) for one in _spaces_in(space)]
+    return [own and _save_generator(own) for own in each] if any(each) else None
 
 
 def _load_space(space: Any, state: Any) -> None:
-    if state is None:
-        return
-    own, inside = state
-    if own is not None:
-        if getattr(space, "_np_random", None) is None:
-            space._np_random = _make_generator(own)
+    for one, own in zip(_spaces_in(space), state, strict=True) if state is not None else ():
+        if own is None:
+            continue
+        if getattr(one, "_np_random", None) is None:
+            one._np_random = _make_generator(own)
         else:
-            _load_generator(space._np_random, own)
-    if inside is not None:
-        inner = space.spaces
-        for one, its in zip(inner.values() if hasattr(inner, "values") else inner, inside, strict=True):
-            _load_space(one, its)
+            _load_generator(one._np_random, own)
 
 
 def _open_space(space: Any, state: Any) -> Any:
     """Refuse a state that is not one of the generators of such a space."""
-    if state is None:
-        return None
-    own, inside = state
-    if own is not None:
-        _open_generator(np.random.Generator(np.random.PCG64(0)) if space._np_random is None else space._np_random, own)
-        _make_generator(own)
-    if inside is not None:
-        inner = space.spaces
-        for one, its in zip(inner.values() if hasattr(inner, "values") else inner, inside, strict=True):
-            _open_space(one, its)
+    for one, own in zip(_spaces_in(space), state, strict=True) if state is not None else ():
+        if own is not None:
+            _open_generator(np.random.Generator(np.random.PCG64(0)) if one._np_random is None else one._np_random, own)
+            _make_generator(own)
     return state
 
 
@@ -283,6 +280,122 @@ def _load_physics(data: Any, state: Any) -> None:
 
 put("mujoco._structs.MjData", Codec(_save_physics, _load_physics, _open_physics))
 put("mujoco._structs.MjModel", STAYS)
+
+# -- Atari emulators, with the action that a sticky emulator repeats ------------------------------------------------
+#
+# `cloneState(include_rng=True)` has the console, the game and the generator, but not the previous action, which the emulator
+# repeats with `repeat_action_probability`. No call of ALE reads it, and it depends on past draws. So an experiment finds it:
+# the generator in a state is set so that it always repeats, the emulator plays some frames of the unknown action from there,
+# and then the same frames of each action in turn. The action that plays them alike is the previous one, or continues exactly
+# as the previous one does. Then the emulator gets its own state again; its picture is one frame late until it steps.
+
+_ALE_SETTINGS: Final = (
+    ("getFloat", "repeat_action_probability"), ("getInt", "frame_skip"), ("getBool", "color_averaging"),
+    ("getInt", "max_num_frames_per_episode"),
+)  # fmt: skip
+_MISSED: Final = 1e-9
+"""The highest probability that the previous action is repeated for more frames than are compared."""
+_GENERATOR: Final = re.compile(rb"\d+(?: \d+){623,624}")
+"""A Mersenne Twister as text: 624 words and, where the standard library writes it, the place."""
+_LOWEST: Final = b"0"
+_HIGHEST: Final = b"316513203"
+"""A word that gives 2**32 - 1, as :data:`_LOWEST` gives 0."""
+
+
+def _ale_settings(ale: Any) -> Any:
+    return [getattr(ale, how)(name) for how, name in _ALE_SETTINGS], ale.getAvailableModes(), ale.getMinimalActionSet()
+
+
+def _save_ale(ale: Any) -> Any:
+    state = ale.cloneState(include_rng=True)
+    return sys.modules["ale_py"].__version__, _ale_settings(ale), state, _previous_action(ale, state)
+
+
+def _open_ale(ale: Any, state: Any) -> Any:
+    version, settings, emulator, previous = state
+    if version != (here := sys.modules["ale_py"].__version__):
+        raise SnapshotMismatch(f"it was played by ALE {version}, and this is {here}")
+    if settings != (here := _ale_settings(ale)):
+        raise SnapshotMismatch(f"its emulator has other settings: {here[0]}, the snapshot {settings[0]}, or another game")
+    return emulator, previous, None if previous is None else _drawing(emulator, _HIGHEST)
+
+
+def _load_ale(ale: Any, state: Any) -> None:
+    emulator, previous, obeying = state
+    if previous is not None:
+        ale.restoreState(obeying)
+        ale.act(*previous)
+    ale.restoreState(emulator)
+
+
+def _previous_action(ale: Any, state: Any) -> Any:
+    """(action, strength) that the emulator repeats, or that continues exactly alike; ``None``: it repeats nothing."""
+    sticky = ale.getFloat("repeat_action_probability")
+    if sticky <= 0:
+        return None
+    if ale.getBool("color_averaging"):
+        raise NotRestorable("ALE blends each frame with the one before (color_averaging), which it does not give away")
+    frames = 1 if sticky >= 1 else math.ceil(math.log(_MISSED, sticky) / max(1, ale.getInt("frame_skip")))
+    repeating, obeying = _drawing(state, _LOWEST), _drawing(state, _HIGHEST)
+    every = ale.getLegalActionSet()
+    likely = ale.getMinimalActionSet()
+    whole = [(action, 1.0) for action in (*likely, *(other for other in every if other not in likely))]
+
+    def goes_on_as(action: Any) -> bool:
+        ale.restoreState(obeying)
+        return all(_frame(ale, *action) == frame for frame in wanted)
+
+    try:
+        ale.restoreState(repeating)
+        wanted = [_frame(ale, every[0]) for _ in range(frames)]  # of the unknown action: first, while it is there
+        found = next(filter(goes_on_as, chain(whole, _weaker(ale, obeying, wanted[0], whole))), None)
+        if found is None:
+            raise NotRestorable("none of its actions goes on as its previous one does, which ALE does not give away")
+        ale.restoreState(obeying)
+        ale.act(*found)
+    finally:
+        ale.restoreState(state)
+    return found
+
+
+def _frame(ale: Any, action: Any, strength: float = 1.0) -> tuple[float, bytes]:
+    """Reward and state after a frame."""
+    return ale.act(action, strength), ale.cloneState(include_rng=False).serialize()
+
+
+def _weaker(ale: Any, obeying: Any, wanted: tuple[float, bytes], whole: Sequence[tuple[Any, float]]) -> Iterator[Any]:
+    """Actions that turn a paddle as far as one frame did: continuous actions have a strength."""
+    for action, _ in whole:
+        states = []
+        for strength in (0.0, 0.5, 1.0):
+            ale.restoreState(obeying)
+            states.append(_frame(ale, action, strength)[1])
+        if len({*map(len, states), len(wanted[1])}) > 1:
+            continue
+        for place in range(len(wanted[1]) - 3):
+            here, none, half, full = (
+                int.from_bytes(one[place : place + 4], "little", signed=True) for one in (wanted[1], *states)
+            )
+            if full != none and abs(full - none - 2 * (half - none)) < 3 and 0 < (here - none) / (full - none) < 1:
+                yield action, (abs(here - none) + 0.5) / abs(full - none)
+
+
+def _drawing(state: Any, word: bytes) -> Any:
+    """A state with a generator that draws one number only."""
+    whole = state.serialize()
+    *_, found = [None, *_GENERATOR.finditer(whole)]  # the first one is the console's
+    words = [word] * 624 + ([b"0"] if found and found[0].count(b" ") == 624 else [])
+    room = len(found[0]) - sum(map(len, words)) - len(words) + 1 if found else -1
+    if found is None or room < 0:
+        raise NotRestorable("the state that this version of ALE gives has no generator that vecenv knows how to read")
+    kind: Any = type(state)
+    other = kind.__new__(kind)
+    text = b" ".join(words[:-1]) + b" " * (room + 1) + words[-1]
+    other.__setstate__(whole[: found.start()] + text + whole[found.end() :])
+    return other
+
+
+put("ale_py._ale_py.ALEInterface", Codec(_save_ale, _load_ale, _open_ale))
 
 # -- objects that stay ----------------------------------------------------------------------------------------------------
 

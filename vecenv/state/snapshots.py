@@ -20,7 +20,7 @@ from vecenv.system.uninterrupted import succeeds_when_repeated
 
 __all__ = ["FORMAT", "Kind", "Row", "Snapshot", "Snapshots", "StateDict", "attempt", "kind_of", "parse_snapshots"]
 
-FORMAT: Final = 3
+FORMAT: Final = 4
 
 _T = TypeVar("_T")
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")

@@ -13,19 +13,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vecenv.state.proof import prove as assert_restorable
     from vecenv.testing.contract import VectorEnvContract, assert_identical, assert_same_trajectory
-    from vecenv.testing.double import DoubleVectorEnv
     from vecenv.testing.isolated import assert_isolated
 
-__all__ = [
-    "DoubleVectorEnv", "VectorEnvContract", "assert_identical", "assert_isolated", "assert_restorable",
-    "assert_same_trajectory",
-]  # fmt: skip
+__all__ = ["VectorEnvContract", "assert_identical", "assert_isolated", "assert_restorable", "assert_same_trajectory"]
 
 
-_MODULES = {
-    "DoubleVectorEnv": "vecenv.testing.double", "assert_isolated": "vecenv.testing.isolated",
-    "assert_restorable": "vecenv.state.proof",
-}  # fmt: skip
+_MODULES = {"assert_isolated": "vecenv.testing.isolated", "assert_restorable": "vecenv.state.proof"}
 """Public name -> the module that defines it; all others are the contract's."""
 
 

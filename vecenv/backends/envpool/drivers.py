@@ -18,7 +18,7 @@ import numpy as np
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
 from gymnasium.vector import AutoresetMode
 
-from vecenv.backends.envpool.rows import Array, Infos, Latest, PlayerRows, SingleRows, States
+from vecenv.backends.envpool.rows import Array, Infos, Latest, PoolRows, States
 from vecenv.backends.envpool.task import Task, spread
 from vecenv.backends.envpool.wire import Receiver, together
 from vecenv.front.arguments import ResetOptions, env_ids_of
@@ -58,7 +58,7 @@ class PoolDriver(Driver):
     capabilities: Capabilities
 
     def __init__(
-        self, task: Task, batch_size: int, seeding: Seeding, mode: AutoresetMode, rows: SingleRows | PlayerRows
+        self, task: Task, batch_size: int, seeding: Seeding, mode: AutoresetMode, rows: PoolRows
     ) -> None:
         self.pool: Any = None
         self.task = task
@@ -203,8 +203,6 @@ class WholeBatchDriver(PoolDriver):
         "envpool", attributes=False, first_ready=False, masked_seeds=False, reset_options=False,
         row_options=False, in_this_process=True,
     )
-    _rows: SingleRows
-
     def _adopt(self, pool: Any) -> None:
         super()._adopt(pool)
         self._same_step = self._mode is AutoresetMode.SAME_STEP
@@ -278,7 +276,7 @@ class WholeBatchDriver(PoolDriver):
     # -- receiving ----------------------------------------------------------------------------------------------------
 
     def answer(self, kind: Phase, deadline: float | None) -> Stepped | None:
-        reader, ids = self._rows.reader, self._ids
+        reader, ids = self._rows, self._ids
         if ids is self.all_ids:
             return self._finish(deadline, ids, reader.infos)
         some = self._finish(deadline, self.taken[1], partial(reader.scattered_infos, num_rows=self.num_envs))
@@ -295,7 +293,7 @@ class WholeBatchDriver(PoolDriver):
         if count is not None and count < flying:
             why = "with batch_size=num_envs EnvPool answers a call as a whole"
             unable(self.name, f"`recv` {count} of {flying} environments", why)
-        return self._finish(deadline, self._ids, self._rows.reader.infos)
+        return self._finish(deadline, self._ids, self._rows.infos)
 
     def _finish(
         self, deadline: float | None, latest: Array, infos_of: Callable[[States, Array], Infos]
@@ -303,7 +301,7 @@ class WholeBatchDriver(PoolDriver):
         if not self._gather(deadline):
             return None
         states, leaves, terminated, truncated, final = self._read()
-        infos, rows, reader = infos_of(states, self._places.copy()), len(self._ids), self._rows.reader
+        infos, rows, reader = infos_of(states, self._places.copy()), len(self._ids), self._rows
         if final:
             infos |= final
         taken = self.wire, latest
@@ -328,7 +326,7 @@ class WholeBatchDriver(PoolDriver):
         if self._kind is Phase.WAITING_RESET or trips != self._steps:
             return False
         states = self.wire[1]
-        terminated, truncated, ended = self._rows.reader.flags(states)
+        terminated, truncated, ended = self._rows.flags(states)
         rows = np.flatnonzero(ended)
         if not rows.size:
             return False
@@ -338,7 +336,7 @@ class WholeBatchDriver(PoolDriver):
 
     def _read(self) -> tuple[States, list[Array], Array, Array, Infos]:
         """The answer that is there: the pool's arrays, those of the observation, both flags, and final infos."""
-        reader, states = self._rows.reader, self.wire[1]
+        reader, states = self._rows, self.wire[1]
         final: Infos = {}
         if self._final is not None:  # a step, and the resets of the rows it ended
             terminated, truncated, final = self._final
@@ -365,7 +363,7 @@ class WholeBatchDriver(PoolDriver):
 
     def _final_infos(self, states: States, rows: Array) -> Infos:
         """What Gymnasium reports of the episodes of ``rows``, which ended in a step that also begins the next ones."""
-        n, reader = len(self._ids), self._rows.reader
+        n, reader = len(self._ids), self._rows
         leaves = reader.leaves(states)
         final_obs = np.full(n, None, dtype=object)
         for row in rows.tolist():

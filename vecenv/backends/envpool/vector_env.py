@@ -15,7 +15,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
 from vecenv.backends.envpool.drivers import FirstReadyDriver, PoolDriver, Seeding, WholeBatchDriver
-from vecenv.backends.envpool.rows import SingleRows
+from vecenv.backends.envpool.rows import PoolRows
 from vecenv.backends.envpool.task import Seed, Task, check_options, seeds_within, spread, task_ids
 from vecenv.front.arguments import mode_of
 from vecenv.front.guard import exclusive
@@ -158,7 +158,7 @@ class EnvPoolVectorEnv(PoolVectorEnv):
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
         drive = WholeBatchDriver if batch_size == num_envs else FirstReadyDriver
-        self._open(drive(task, batch_size, Seeding(seeds, self.np_random), mode, SingleRows(task)))
+        self._open(drive(task, batch_size, Seeding(seeds, self.np_random), mode, PoolRows(task)))
 
     task_ids = staticmethod(task_ids)
 

@@ -6,11 +6,8 @@ first-ready batches, failures and restarts, and what is here is the way to a hos
 
 * :mod:`~vecenv.backends.ray.host` is what runs on a host, and knows nothing of Ray;
 * :mod:`~vecenv.backends.ray.pool` asks hosts and takes in their answers, and knows nothing of Ray either;
-* :mod:`~vecenv.backends.ray.engine` is the engine with hosts for workers;
-* :mod:`~vecenv.backends.ray.packing` makes one object of many small arrays for the way;
-* :mod:`~vecenv.backends.ray.store` keeps observations as the hosts sent them;
 * :mod:`~vecenv.backends.ray.cluster` is all there is of Ray;
-* :mod:`~vecenv.backends.ray.vector_env` is :class:`RayVectorEnv`.
+* :mod:`~vecenv.backends.ray.vector_env` is :class:`RayVectorEnv`, over the engine with hosts for workers.
 """
 
 from vecenv.backends.ray.vector_env import RayVectorEnv

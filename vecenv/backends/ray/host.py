@@ -3,6 +3,10 @@
 A host relays: it hands a request to its own workers, and what they wrote into its shared memory goes back as it lies there,
 one contiguous array a leaf. Nothing is raised across the network: failures are part of the answer, as a worker's are, with
 the environments counted as the caller counts them.
+
+Ray pickles every array by itself, which takes longer than what a small one holds; a ``bytes`` it hands on as it is. So small
+arrays travel joined to one ``bytes`` (:class:`Packing`). Large ones travel as arrays: Ray gives those out where they
+arrived, but a ``bytes`` it copies first.
 """
 
 from __future__ import annotations
@@ -12,13 +16,12 @@ import os
 import pickle
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
-from vecenv.backends.ray.packing import Packed, Packing
 from vecenv.engine.engine import Engine
 from vecenv.engine.handles import envs_text
 from vecenv.engine.pending import COMMANDS, Death, Result, Settlement, Worker
@@ -39,7 +42,37 @@ from vecenv.system.descendants import end_descendants
 from vecenv.system.spawning import variables_of
 from vecenv.worker.main import WorkerPlan
 
-__all__ = ["Host", "HostPlan", "HostReady", "HostReply"]
+__all__ = ["Host", "HostPlan", "HostReady", "HostReply", "Packed", "Packing"]
+
+_LARGE: Final = 16 * 1024  # bytes; copying so many takes a few microseconds, pickling an array tens
+
+Packed = bytes | tuple[Any, ...]
+"""The small arrays joined, or those and each of the large ones."""
+
+
+class Packing:
+    """Packs arrays of the shapes and dtypes of ``arrays``, all of them C-contiguous, and unpacks them again."""
+
+    def __init__(self, arrays: Sequence[Array]) -> None:
+        self._forms = [(array.shape, array.dtype, array.nbytes) for array in arrays]
+        self._any_large = any(size >= _LARGE for _, _, size in self._forms)
+
+    def pack(self, arrays: Sequence[Any]) -> Packed:
+        if not self._any_large:
+            return b"".join(arrays)
+        return b"".join(a for a in arrays if a.nbytes < _LARGE), *(a for a in arrays if a.nbytes >= _LARGE)
+
+    def unpack(self, packed: Packed) -> list[Array]:
+        """The arrays, read-only: views of ``packed``, not copies."""
+        joined, *large = packed if isinstance(packed, tuple) else (packed,)
+        rest, arrays, at = iter(large), [], 0
+        for shape, dtype, size in self._forms:
+            if size >= _LARGE:
+                arrays.append(next(rest))
+            else:
+                arrays.append(np.ndarray(shape, dtype, joined, at))
+                at += size
+        return arrays
 
 
 @dataclass(slots=True)
@@ -108,85 +141,6 @@ class HostReply:
         return not (self.columns or self.lost) and self.infos is None and self.outcome is None and self.error is None
 
 
-class Host:
-    """The body of a host: everything a caller may ask of it."""
-
-    def __init__(self, plan: HostPlan) -> None:
-        self._plan = plan
-        self._rows: HostRows | None = None
-        self._answered: tuple[int, HostReply | Packed] | None = None  # the latest request's number, and its answer
-
-    def start(self) -> HostReady:
-        """Build the environments."""
-        ready = HostReady(os.getpid(), platform.node())
-        try:
-            self._rows = _build(self._plan)
-            self._rows.describe(ready)
-        except BaseException as error:
-            ready.error = pack_error(error)
-        return ready
-
-    def serve(self, seq: int, op: int, rows: list[int] | None, payload: Any) -> HostReply | Packed:
-        """Carry out a request, once: one that was carried out already is answered as before.
-
-        Args:
-            seq: Its number.
-            op: A word of :class:`~vecenv.link.messages.Op`.
-            rows: Which environments, counted from this host's first; ``None``: all.
-            payload: As a worker gets it, pickled; or for a step the leaves of a batch of actions.
-
-        Returns:
-            The answer; after a step of all environments packed, if rewards, flags and observations are all of it.
-        """
-        assert self._rows is not None
-        if self._answered is not None and self._answered[0] == seq:
-            return self._answered[1]
-        reply: HostReply | Packed
-        try:
-            reply = self._rows.packed(self._rows.answer(Op(op), rows, payload), rows)
-        except BaseException as error:
-            self._rows.give_up()
-            reply = HostReply(lost=self._rows.lost(), error=pack_error(error))
-        self._answered = seq, reply
-        return reply
-
-    def step(self, seq: int, actions: Packed) -> HostReply | Packed:
-        """Step all environments, with the leaves of a batch of actions: :meth:`serve`."""
-        assert self._rows is not None
-        return self.serve(seq, Op.STEP, None, self._rows.unpacked(actions))
-
-    def stats(self) -> dict[str, float]:
-        """As :meth:`vecenv.AsyncVectorEnv.stats`."""
-        return {} if self._rows is None else self._rows.stats()
-
-    def close(self, timeout: float) -> list[Failure]:
-        """Close all environments and end all workers; what environments raised in their own ``close``."""
-        said = [] if self._rows is None else self._rows.shut(timeout)
-        end_descendants([os.getpid()])  # what environments of the host's own share started
-        return said
-
-
-def _build(plan: HostPlan) -> HostRows:
-    sys.path += [place for place in plan.path if place not in sys.path and os.path.exists(place)]
-    hint = " (what it imports has to be installed on every node)"
-    env_fns = plan.env_fns.load(plan.rows[0], "on its host", hint)
-    options = dict(plan.options)
-    workers = plan.workers
-    if workers == "auto":
-        variables = options.get("worker_env")
-        wanted = options.get("on_failure") == "restart" or options.get("step_timeout") is not None or variables
-        context = multiprocessing.get_context(options["context"])
-        probe = EnvProbe(
-            env_fns, context, options["start_timeout"], daemon=options.get("daemon", True),
-            variables=variables_of(variables, 0),
-        )  # fmt: skip
-        chosen = choose(probe.times(), len(env_fns), plan.cpus, isolate=True if wanted else None)
-        workers = chosen.num_workers
-        if chosen.use_caller:
-            options["use_caller"] = True
-    return HostRows(env_fns, first=plan.rows[0], host=plan.index, num_workers=workers, **options)
-
-
 class _SharedNodeEngine(Engine):
     """The engine of a host: it does not spin or pin cores, since Ray's threads and perhaps other hosts run there too."""
 
@@ -203,55 +157,91 @@ class _HostVectorEnv(AsyncVectorEnv[Any, Any]):
         """The caller does, which knows of all hosts."""
 
 
-class HostRows:
-    """The local engine of a host, whose answers are to travel.
+class Host:
+    """The body of a host: everything a caller may ask of it.
 
-    Args:
-        env_fns: What builds its environments.
-        first: Index of the first of them, as the caller counts.
-        host: Index of the host.
-        **options: As :class:`~vecenv.AsyncVectorEnv`.
+    Attributes:
+        envs: The local vector environment; ``None`` before the start, and where it failed.
     """
 
-    def __init__(self, env_fns: Sequence[Callable[[], Any]], *, first: int, host: int, **options: Any) -> None:
-        self._first = first
-        self._host = host
-        self._told_of_draws = False
+    _driver: Engine
+
+    def __init__(self, plan: HostPlan) -> None:
+        self._plan = plan
+        self._first = plan.rows.start  # index of the first environment, as the caller counts
+        self._answered: tuple[int, HostReply | Packed] | None = None  # the latest request's number, and its answer
+        self._warned_of_draws = False
         self._known_schemas: set[int] = set()
         self._coming: dict[int, Snapshot] = {}  # what rows are about to be loaded with
-        self.envs = _HostVectorEnv(env_fns, **options)
-        self.num_envs = self.envs.num_envs
-        self._driver = self.envs._driver
-        batch = self._driver.batch
-        self._actions = Packing(batch.actions or [])
-        self._answers = Packing([batch.rewards, batch.terminations, batch.truncations, *(batch.observations or [])])
+        self.envs: _HostVectorEnv | None = None
 
-    def describe(self, ready: HostReady) -> None:
-        """Fill in what is known of the environments."""
-        envs = self.envs
-        ready.num_workers = max(envs.num_workers, 1)
-        ready.metadata = {key: value for key, value in envs.metadata.items() if key != "autoreset_mode"}
-        ready.render_mode = envs.render_mode
-        ready.action_space = envs.single_action_space
-        ready.observation_space = envs.single_observation_space
-        ready.mismatches = [(self._first + env, *what) for env, *what in self._driver.mismatches]  # type: ignore[misc]
-        if envs.observation_mode == "different" and not ready.mismatches:
-            ready.observation_spaces = envs.get_attr("observation_space")
+    def start(self) -> HostReady:
+        """Build the environments."""
+        ready = HostReady(os.getpid(), platform.node())
+        try:
+            self.envs = envs = _build(self._plan)
+            self._driver = envs._driver
+            self.num_envs, batch = envs.num_envs, envs._driver.batch
+            self._actions = Packing(batch.actions or [])
+            self._answers = Packing([batch.rewards, batch.terminations, batch.truncations, *(batch.observations or [])])
+            ready.num_workers = max(envs.num_workers, 1)
+            ready.metadata = {key: value for key, value in envs.metadata.items() if key != "autoreset_mode"}
+            ready.render_mode = envs.render_mode
+            ready.action_space, ready.observation_space = envs.single_action_space, envs.single_observation_space
+            ready.mismatches = [(self._first + env, which, space) for env, which, space in envs._driver.mismatches]
+            if envs.observation_mode == "different" and not ready.mismatches:
+                ready.observation_spaces = envs.get_attr("observation_space")
+        except BaseException as error:
+            ready.error = pack_error(error)
+        return ready
+
+    def serve(self, seq: int, op: int, rows: list[int] | None, payload: Any) -> HostReply | Packed:
+        """Carry out a request, once: one that was carried out already is answered as before.
+
+        Args:
+            seq: Its number.
+            op: A word of :class:`~vecenv.link.messages.Op`.
+            rows: Which environments, counted from this host's first; ``None``: all.
+            payload: As a worker gets it, pickled; or for a step the leaves of a batch of actions.
+
+        Returns:
+            The answer; after a step of all environments packed, if rewards, flags and observations are all of it.
+        """
+        if self._answered is not None and self._answered[0] == seq:
+            return self._answered[1]
+        reply: HostReply | Packed
+        try:
+            reply = self._answer(Op(op), rows, payload)
+            if rows is None and reply.leaves is not None and reply.numbers is not None and reply.is_plain():
+                reply = self._answers.pack([*reply.numbers, *reply.leaves])
+        except BaseException as error:
+            self._driver.pending = self._driver.emptied(0, 0)  # it failed as a whole: nothing of it is pending
+            reply = HostReply(lost=self._lost(), error=pack_error(error))
+        self._answered = seq, reply
+        return reply
+
+    def step(self, seq: int, actions: Packed) -> HostReply | Packed:
+        """Step all environments, with the leaves of a batch of actions: :meth:`serve`."""
+        return self.serve(seq, Op.STEP, None, tuple(self._actions.unpack(actions)))
+
+    def stats(self) -> dict[str, float]:
+        """As :meth:`vecenv.AsyncVectorEnv.stats`."""
+        return {} if self.envs is None else self._driver.stats()
+
+    def close(self, timeout: float) -> list[Failure]:
+        """Close all environments and end all workers; what environments raised in their own ``close``."""
+        said: list[Failure] = []
+        if self.envs is not None:
+            self.envs.closed, pool = True, self._driver.pool
+            pool.close(timeout, terminate=False)
+            said = [self._shipped(failure) for failure, _ in pool.failures_in_close]
+            pool.release()
+        end_descendants([os.getpid()])  # what environments of the host's own share started
+        return said
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    def unpacked(self, actions: Packed) -> tuple[Array, ...]:
-        """The leaves of a batch of actions."""
-        return tuple(self._actions.unpack(actions))
-
-    def packed(self, reply: HostReply, rows: list[int] | None) -> HostReply | Packed:
-        """An answer about ``rows``, packed if it can be."""
-        if rows is None and reply.leaves is not None and reply.numbers is not None and reply.is_plain():
-            return self._answers.pack([*reply.numbers, *reply.leaves])
-        return reply
-
-    def answer(self, op: Op, rows: list[int] | None, payload: Any) -> HostReply:
-        """Carry out a request; see :meth:`Host.serve`."""
+    def _answer(self, op: Op, rows: list[int] | None, payload: Any) -> HostReply:
         engine = self._driver
         self._ask(op, rows, pickle.loads(payload) if isinstance(payload, bytes) else payload)
         request = engine.call
@@ -260,7 +250,7 @@ class HostRows:
         settlement = engine.settlement_of(request)
         reply = HostReply()
         outcome = Outcome()
-        self._settle(settlement, reply, outcome)
+        self._resolve(settlement, reply, outcome)
         engine.pending = engine.emptied(request.steps, request.resets)
         result = settlement.result
         assert result is not None
@@ -271,16 +261,12 @@ class HostRows:
             self._page(op, rows, result, reply, outcome)
             if engine.policy.restart:
                 engine.recovery.remembered.keep(range(self.num_envs) if rows is None else rows, all_rows=rows is None)
-        if engine.warned_of_draws and not self._told_of_draws:
+        if engine.warned_of_draws and not self._warned_of_draws:
             outcome.warnings.append(("generators", engine.warned_of_draws))
-            self._told_of_draws = True
+            self._warned_of_draws = True
         if not outcome.is_plain():
             reply.outcome = encode_outcome(outcome)
         return reply
-
-    def give_up(self) -> None:
-        """A request failed as a whole: nothing of it is pending."""
-        self._driver.pending = self._driver.emptied(0, 0)
 
     def _ask(self, op: Op, rows: list[int] | None, payload: Any) -> None:
         engine = self._driver
@@ -361,7 +347,7 @@ class HostRows:
             outcome.infos = self._moved(result.infos)
             outcome.finals = self._moved(engine.finals(answered) | result.finals)
 
-    def _settle(self, settlement: Settlement, reply: HostReply, outcome: Outcome) -> None:
+    def _resolve(self, settlement: Settlement, reply: HostReply, outcome: Outcome) -> None:
         """Rebuild what failed, or report it."""
         engine, result = self._driver, settlement.result
         assert result is not None
@@ -381,13 +367,13 @@ class HostRows:
                 row = next((row for row in settlement.rows if row in death.envs), death.envs[0])
                 outcome.failures.append(Failure(self._first + row, pack_error(self._death(death))))
             engine.ledger.mark_failed(result.failures, result.deaths, settlement.rows, all_of_them=False)
-        reply.lost = self.lost()
+        reply.lost = self._lost()
 
     def _death(self, death: Death) -> WorkerDied:
         """A worker's death, as the caller is to read it."""
         rows = range(self._first + death.envs[0], self._first + death.envs[-1] + 1)
         reason = death.text.partition(" died ")[2]
-        text = f"worker {death.worker} of host {self._host} (pid {death.pid}, {envs_text(rows)}) died {reason}"
+        text = f"worker {death.worker} of host {self._plan.index} (pid {death.pid}, {envs_text(rows)}) died {reason}"
         return WorkerDied(
             text, worker=death.worker, envs=list(rows), pid=death.pid, exitcode=death.exitcode, command=death.command
         )
@@ -396,21 +382,31 @@ class HostRows:
         packed = failure.error if isinstance(failure.error, PackedError) else pack_error(failure.error)
         return Failure(self._first + failure.env, packed, failure.fatal)
 
-    def lost(self) -> dict[int, str]:
+    def _lost(self) -> dict[int, str]:
         """Environments that only a reset brings back, and why."""
         return self._moved(self._driver.failed)
 
     def _moved(self, table: dict[int, Any]) -> dict[int, Any]:
         return {self._first + row: value for row, value in table.items()}
 
-    def stats(self) -> dict[str, float]:
-        """As :meth:`vecenv.AsyncVectorEnv.stats`."""
-        return self._driver.stats()
 
-    def shut(self, timeout: float) -> list[Failure]:
-        """End all workers; what environments raised in their own ``close``."""
-        self.envs.closed, pool = True, self._driver.pool
-        pool.close(timeout, terminate=False)
-        said = [self._shipped(failure) for failure, _ in pool.failures_in_close]
-        pool.release()
-        return said
+def _build(plan: HostPlan) -> _HostVectorEnv:
+    """The local vector environment of a host."""
+    sys.path += [place for place in plan.path if place not in sys.path and os.path.exists(place)]
+    hint = " (what it imports has to be installed on every node)"
+    env_fns = plan.env_fns.load(plan.rows[0], "on its host", hint)
+    options = dict(plan.options)
+    workers: Any = plan.workers
+    if workers == "auto":
+        variables = options.get("worker_env")
+        wanted = options.get("on_failure") == "restart" or options.get("step_timeout") is not None or variables
+        context = multiprocessing.get_context(options["context"])
+        probe = EnvProbe(
+            env_fns, context, options["start_timeout"], daemon=options.get("daemon", True),
+            variables=variables_of(variables, 0),
+        )  # fmt: skip
+        chosen = choose(probe.times(), len(env_fns), plan.cpus, isolate=True if wanted else None)
+        workers = chosen.num_workers
+        if chosen.use_caller:
+            options["use_caller"] = True
+    return _HostVectorEnv(env_fns, num_workers=workers, **options)

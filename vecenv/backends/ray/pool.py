@@ -19,8 +19,7 @@ import cloudpickle
 import numpy as np
 from gymnasium.error import ClosedEnvironmentError
 
-from vecenv.backends.ray.host import HostPlan, HostReady, HostReply
-from vecenv.backends.ray.packing import Packing
+from vecenv.backends.ray.host import HostPlan, HostReady, HostReply, Packing
 from vecenv.engine.handles import command_of, envs_text
 from vecenv.engine.pending import ONLY_COLUMNS, PLAIN, Answer, Death, PendingRequests, Request, WorkerRequest
 from vecenv.errors import HostDied, StartupTimeout
@@ -242,14 +241,13 @@ class HostPool:
     # -- asking and answering ---------------------------------------------------------------------------------------
 
     def attach(
-        self, batch: Batch, store: Any, arena: Arena, learn: Callable[[dict[int, Any]], None], table: PendingRequests
+        self, batch: Batch, arena: Arena, learn: Callable[[dict[int, Any]], None], table: PendingRequests
     ) -> None:
         """Say where answers go."""
         self._batch = batch
         self.table = self._table = table
         for host in self.workers:
             host.attach(batch, table)
-        self._store = store
         self._arena = arena
         self._learn = learn
 
@@ -354,12 +352,12 @@ class HostPool:
         """Put an answer where the engine looks for it, as a worker does itself. It can be done again."""
         host: Any = part.worker
         reply = host.opened(answered)
-        first = host.rows.start
         whole = len(part.rows) == len(host.rows)
-        rows: Any = slice(first, host.rows.stop) if whole else np.array(part.rows)
+        rows: Any = slice(host.rows.start, host.rows.stop) if whole else np.array(part.rows)
         batch = self._batch
         if reply.leaves is not None:
-            self._store.put_part(host.index, None if whole else [row - first for row in part.rows], reply.leaves)
+            for leaf, values in zip(batch.observations or (), reply.leaves, strict=True):
+                leaf[rows] = values
         if reply.numbers is not None:
             batch.rewards[rows], batch.terminations[rows], batch.truncations[rows] = reply.numbers
         if reply.infos is not None:
@@ -406,7 +404,7 @@ class HostPool:
         if self._arena is not None:
             self._arena.close()
             self._arena = None
-        for name in ("_batch", "_store", "_learn"):
+        for name in ("_batch", "_learn"):
             self.__dict__.pop(name, None)
         for host in self.workers:
             for name in ("_own_actions", "_actions", "_answers"):

@@ -1,4 +1,4 @@
-"""``RayVectorEnv``: Gymnasium's vector interface over the hosts of a Ray cluster.
+"""``RayVectorEnv``: Gymnasium's vector interface over the hosts of a Ray cluster, and the engine with hosts for workers.
 
 Everything a caller can see is :class:`~vecenv.AsyncVectorEnv`'s; what differs is where environments are built and where
 spaces come from.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,18 +19,21 @@ from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
-from vecenv.backends.ray.engine import HostsEngine, disagreements
-from vecenv.backends.ray.host import HostPlan
-from vecenv.backends.ray.pool import HostPool
-from vecenv.backends.ray.store import PartsStore
+from vecenv.backends.ray.host import HostPlan, HostReady
+from vecenv.backends.ray.pool import GRACE, HostPool, RemoteHost
 from vecenv.engine.engine import Engine, Policy, shares
+from vecenv.engine.handles import command_of, envs_text
+from vecenv.engine.pending import Answer, Result, Worker
+from vecenv.engine.processes import PoolOptions
+from vecenv.engine.recovery import writeable
 from vecenv.engine.vector_env import EngineVectorEnv
-from vecenv.errors import how_to_install
-from vecenv.front.arguments import check_env_fns
+from vecenv.errors import ErrorRecord, how_to_install
+from vecenv.front.arguments import check_env_fns, check_names
 from vecenv.link.env_fns import PackedEnvFns
-from vecenv.link.observations import PickledStore
-from vecenv.planning.options import check_options
-from vecenv.shm import Batch, Layout, fixed_tree
+from vecenv.link.messages import PackedError, unpack_error
+from vecenv.link.observations import PickledStore, SharedStore
+from vecenv.planning.options import check_option, check_options, one_of, whole
+from vecenv.shm import Arena, Batch, Layout, fixed_tree
 from vecenv.worker.envs import Expected
 from vecenv.worker.main import WorkerPlan
 
@@ -40,6 +44,70 @@ _ENGINE_OPTIONS = (
     "shared_memory", "copy", "context", "daemon", "observation_mode", "max_concurrency", "use_caller", "step_timeout",
     "start_timeout", "threads_per_worker", "strict", "worker_env", "ragged_infos", "generators",
 )  # fmt: skip
+
+
+class HostsEngine(Engine):
+    """The engine, with hosts for workers.
+
+    Args:
+        pool: Hosts that are ready.
+        mismatches: Environments whose spaces do not go with those of the first host.
+        env_fns, layout, make_store, plan: As of :class:`~vecenv.engine.engine.Engine`.
+        policy: What to do about hosts that fail.
+    """
+
+    backend = "ray"
+
+    def __init__(
+        self, pool: HostPool, mismatches: list[tuple[int, str, str]], env_fns: Sequence[Any], layout: Layout,
+        make_store: Callable[[Batch], Any], plan: WorkerPlan, policy: Policy,
+    ) -> None:  # fmt: skip
+        self._host_pool: Any = pool
+        self._found = mismatches
+        options = PoolOptions(None, False, "", policy.start_timeout)
+        super().__init__(env_fns, layout, make_store, plan, options, policy, len(pool.workers), 0)
+
+    def _open_pool(self, plan: WorkerPlan, arena: Arena, options: PoolOptions, num_workers: int) -> Any:
+        self._host_pool.attach(self.batch, arena, self._infos.learn, self)
+        return self._host_pool
+
+    def _start(self, env_fns: Sequence[Callable[[], Any]], plan: WorkerPlan, num_workers: int, caller_share: int) -> None:
+        """They are started: the spaces came from them."""
+        self.mismatches = self._found
+
+    def _why_not_frozen(self) -> str:
+        return "its environments are stepped by hosts"
+
+    def read(self, answers: Iterable[tuple[Worker, Answer]]) -> Result:
+        listed = list(answers)
+        result = super().read(listed)
+        for host, answer in listed:
+            self.failed.update(answer.lost)
+            if answer.error is not None:
+                result = writeable(result)
+                result.errors.append(self._error_of(host, answer.error))
+        return result
+
+    def _error_of(self, host: Worker, packed: PackedError) -> tuple[Exception, ErrorRecord]:
+        busy = self.oldest_of(host)
+        command = "a request" if busy is None else command_of(busy, host)
+        note = f"{host.label}, {envs_text(host.rows)}, during {command}"
+        record = ErrorRecord(None, host.index, host.pid, command, unpack_error(packed, note), packed.text, time.monotonic())
+        return unpack_error(packed, note), record
+
+    def stats(self) -> dict[str, float]:
+        """As :meth:`Engine.stats`, of all hosts together; one that is busy for long or dead is left out."""
+        own = super().stats()
+        if self._host_pool.closing:  # no host is left to ask
+            return own
+        each = list(self._host_pool.ask_all("stats", timeout=GRACE).values())
+        if each:
+            for key in ("restarts", "bytes_pickled"):
+                own[key] += sum(stats[key] for stats in each)
+            own["step_time_mean"] = float(np.mean([stats["step_time_mean"] for stats in each]))
+            for key in ("step_time_slowest_env", "straggler_share"):
+                own[key] = max(stats[key] for stats in each)
+        return own
 
 
 class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
@@ -58,7 +126,7 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
       are built anew wherever the cluster has room, and its rows come back truncated, with ``restarted`` in their infos. No
       step is ever sent twice.
     * Each host has a budget of restarts for its workers, and the caller one for hosts.
-    * No memory is shared between machines; with ``copy=True`` each observation is copied once here.
+    * No memory is shared between machines; an observation is copied here once, and with ``copy=True`` twice.
     * vecenv, and whatever ``env_fns`` import, has to be installed on every node.
 
     Args:
@@ -125,15 +193,10 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
         recovery: dict[str, Any] = {
             "on_failure": on_failure, "restart_limit": restart_limit, "restart_period": restart_period
         }  # fmt: skip
-        checked = {
-            "start_timeout", "step_timeout", "threads_per_worker", "use_caller", "strict", "worker_env", "ragged_infos",
-            "generators",
-        }  # fmt: skip
-        own = {name: value for name, value in engine_options.items() if name in checked}
-        check_options(len(env_fns), batch_size, num_workers=workers_per_host, **recovery, **own)
-        self._recovery = recovery
+        check_options(len(env_fns), batch_size, num_workers=workers_per_host, **recovery, **engine_options)
         self.generators = engine_options.get("generators", "shared")
-        self._host_options = {key: value for key, value in engine_options.items() if key != "copy"}
+        self._host_options = {**engine_options, **recovery}
+        self._host_options.pop("copy", None)
         self._take_options(
             env_fns, engine_options.get("shared_memory", True), engine_options.get("copy", True), engine_options["context"],
             engine_options.get("daemon", True), engine_options.get("observation_mode", "same"), autoreset_mode,
@@ -171,7 +234,7 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
             self.observation_space = batch_space(first.observation_space, self.num_envs)
             if mode == "same":
                 fits = _equal
-        self._mismatches = disagreements(plans, pool.readies, fits)
+        self._mismatches = _disagreements(plans, pool.readies, fits)
         if mode == "different" and not self._mismatches:
             self.observation_space = batch_differing_spaces(
                 [space for ready in pool.readies for space in ready.observation_spaces]
@@ -190,8 +253,8 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
         self._cluster = self._connect()
         ranges = self._shares()
         self._strategy = self._placement or ("PACK" if self._cluster.own else "STRICT_SPREAD")
-        options = {**self._host_options, **self._recovery, "autoreset_mode": self.autoreset_mode}
-        if self._recovery["on_failure"] == "raise":
+        options = {**self._host_options, "autoreset_mode": self.autoreset_mode}
+        if options["on_failure"] == "raise":
             options.pop("step_timeout", None)  # the wait for the host keeps to it, and may be repeated
         plans = []
         for index, rows in enumerate(ranges):
@@ -232,29 +295,23 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
 
         def make_store(batch: Batch) -> Any:
             if observations is not None and batch.observations is not None:
-                return PartsStore(observations, batch.observations, [host.rows for host in pool.workers])
+                return SharedStore(observations, batch.observations)
             return PickledStore(self.single_observation_space, self.num_envs)
 
         expected = Expected(self.observation_mode, self.single_observation_space, self.single_action_space)
         plan = WorkerPlan(layout, self.autoreset_mode, expected, ragged=self._host_options.get("ragged_infos", False))
-        return HostsEngine(pool, self.env_fns, layout, make_store, plan, policy, self._mismatches)
+        return HostsEngine(pool, self._mismatches, self.env_fns, layout, make_store, plan, policy)
 
     # -- what can be looked at --------------------------------------------------------------------------------------
 
     @property
     def hosts(self) -> list[dict[str, Any]]:
         """For each host its ``index``, ``node``, ``pid``, ``envs`` (a range) and whether it is ``alive``."""
-        return [
-            {
-                "index": host.index,
-                "node": host.node,
-                "pid": host.pid,
-                "envs": host.rows,
-                "workers": host.num_workers,
-                "alive": host.death is None,
-            }
-            for host in (self._host_pool.workers if self._host_pool is not None else [])
-        ]
+        def seen(host: RemoteHost) -> dict[str, Any]:
+            own = {"index": host.index, "node": host.node, "pid": host.pid, "envs": host.rows}
+            return {**own, "workers": host.num_workers, "alive": host.death is None}
+
+        return [seen(host) for host in (self._host_pool.workers if self._host_pool is not None else [])]
 
     def __repr__(self) -> str:
         text = super().__repr__()
@@ -265,29 +322,31 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _check(
-    env_fns: Sequence[Any],
-    num_hosts: Any,
-    envs_per_host: Any,
-    placement: Any,
-    engine_options: dict[str, Any],
-) -> None:
+def _check(env_fns: Sequence[Any], num_hosts: Any, envs_per_host: Any, placement: Any, engine_options: Any) -> None:
     """Refuse what means nothing, before anything is started."""
-    if not env_fns:
-        raise ValueError("RayVectorEnv needs at least one env_fn")
-    for name in engine_options:
-        if name == "num_workers":
-            raise TypeError("RayVectorEnv has no option 'num_workers': workers_per_host is how many each host has")
-        if name not in _ENGINE_OPTIONS:
-            raise TypeError(f"RayVectorEnv has no option {name!r}. Options of the engine: {', '.join(_ENGINE_OPTIONS)}")
-    if placement is not None and placement not in _PLACEMENTS:
-        raise ValueError(f"`placement` must be one of {', '.join(map(repr, _PLACEMENTS))} or None, got {placement!r}.")
-    for name, value in (("num_hosts", num_hosts), ("envs_per_host", envs_per_host)):
-        whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-        if value is not None and not (whole and 1 <= value <= len(env_fns)):
-            raise ValueError(f"`{name}` must be None or an int within 1..{len(env_fns)}, got {value!r}.")
+    if "num_workers" in engine_options:
+        raise TypeError("RayVectorEnv has no option 'num_workers': workers_per_host is how many each host has")
+    check_names(engine_options, _ENGINE_OPTIONS, "RayVectorEnv")
+    accepted = f"one of {', '.join(map(repr, _PLACEMENTS))} or None"
+    check_option("placement", placement, (lambda value: value is None or value in _PLACEMENTS, accepted))
+    hosts = one_of(None, or_=whole(1, len(env_fns))), f"None or an int within 1..{len(env_fns)}"
+    check_option("num_hosts", num_hosts, hosts)
+    check_option("envs_per_host", envs_per_host, hosts)
     if num_hosts is not None and envs_per_host is not None and num_hosts != -(-len(env_fns) // envs_per_host):
         raise ValueError(
             f"{len(env_fns)} environments with envs_per_host={envs_per_host} are {-(-len(env_fns) // envs_per_host)} hosts, "
             f"not num_hosts={num_hosts}: give one of the two"
         )
+
+
+def _disagreements(plans: Sequence[HostPlan], readies: Sequence[HostReady], fits: Any) -> list[tuple[int, str, str]]:
+    """(env, which space, what it is) for environments whose spaces do not go with those of the first host."""
+    first = readies[0]
+    found = [mismatch for ready in readies for mismatch in ready.mismatches]
+    for plan, ready in zip(plans[1:], readies[1:], strict=True):
+        where = f"on host {plan.index} (node {ready.node})"
+        if not fits(ready.observation_space, first.observation_space):
+            found.append((plan.rows.start, "observation", f"{ready.observation_space} {where}"))
+        elif ready.action_space != first.action_space:
+            found.append((plan.rows.start, "action", f"{ready.action_space} {where}"))
+    return found

@@ -1,6 +1,6 @@
 """A vector environment without processes, threads or libraries: arithmetic in memory, behind the front of the real ones.
 
-For tests of what is written on top of vector environments, and for the front's own. It can be told to be late.
+It is a column of the contract, and for tests of the front. It can be told to be late.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from vecenv.front.driver import Call, Stepped
 from vecenv.front.lockstep import LockstepDriver
 from vecenv.front.phases import Phase
 from vecenv.front.vector_env import VectorEnvBase
-
-__all__ = ["DoubleVectorEnv"]
 
 _LENGTH: Final = 5  # steps an episode
 _Answer: TypeAlias = tuple[npt.NDArray[np.float32], Any, Any, Any]

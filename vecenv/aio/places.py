@@ -11,6 +11,7 @@ All of it runs in one event loop, in callbacks that do not wait.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from asyncio import AbstractEventLoop, Future, TimerHandle
 from collections import deque
@@ -170,7 +171,7 @@ class Places:
         elif self._loop is not asyncio.get_running_loop():
             raise LoopError(f"this Pool belongs to another event loop; `{method}` was refused: build a new one in this loop")
 
-    # -- episodes ---- ---------------------------------------------------------------------------------------------------
+    # -- episodes -----------------------------------------------------------------------------------------------------
 
     async def acquire(self, episode: object) -> Place:
         """A place for an episode; it waits for its turn."""
@@ -186,8 +187,9 @@ class Places:
         try:
             return await waiter
         except BaseException:
-            if waiter.cancelled():
-                self.waiters.remove((episode, waiter))
+            if not waiter.done() or waiter.cancelled():
+                with contextlib.suppress(ValueError):
+                    self.waiters.remove((episode, waiter))
             elif waiter.exception() is None:  # the place came at the same time
                 self.release(waiter.result())
             raise
@@ -294,9 +296,9 @@ class Places:
 
     def abandon(self, place: Place, question: Question) -> None:
         """No task wants the answer any more: wait for it a while, before the worker is killed."""
-        if place.question is not question or self.closed or self.cancel_timeout is None:
-            return
         assert self._loop is not None
+        if place.question is not question or self.closed or self.cancel_timeout is None or self._loop.is_closed():
+            return
         place.patience = self._loop.call_later(self.cancel_timeout, self._out_of_patience, place, question)
 
     def _out_of_patience(self, place: Place, question: Question) -> None:

@@ -1,9 +1,8 @@
 """Checks the prose of the documentation: proselint's own rules, and the rules of this project's style.
 
 ``python .ci/prose.py`` looks at README, docs, CHANGELOG, CONTRIBUTING and SECURITY. By the project's own rules it looks at
-what a program shows, too: docstrings of the public names in the reference, and all texts of the commands. With arguments it
-looks at them. Code and links are blanked out first, so that only sentences are judged. A finding is ``file:line: rule:
-what to do``.
+the code, too: all docstrings, and all texts of the commands. With arguments it looks at them. Code and links are blanked
+out first, so that only sentences are judged. A finding is ``file:line: rule: what to do``.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def prose(text: str) -> str:
 
 
 def shown(path: Path, *, every_text: bool) -> str:
-    """The docstrings of a module's public names, each on its own lines; with ``every_text`` all other texts too."""
+    """The docstrings of a module, each on its own lines; with ``every_text`` all other texts too."""
     tree = ast.parse(path.read_text())
     lines = [""] * (path.read_text().count("\n") + 2)
 
@@ -81,11 +80,11 @@ def shown(path: Path, *, every_text: bool) -> str:
             lines[number] += f" {line}"
 
     def docstrings(parent: ast.AST) -> None:
-        for node in ast.iter_child_nodes(parent):
-            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
-                if ast.get_docstring(node) is not None and isinstance(text := node.body[0], ast.Expr):
-                    keep(text.value)  # type: ignore[arg-type]
-                docstrings(node)
+        for node in ast.walk(parent):
+            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) or ast.get_docstring(node) is None:
+                continue
+            if isinstance(text := node.body[0], ast.Expr):
+                keep(text.value)  # type: ignore[arg-type]
 
     if every_text:
         for node in ast.walk(tree):
@@ -97,24 +96,13 @@ def shown(path: Path, *, every_text: bool) -> str:
     return prose(text)
 
 
-def modules() -> list[Path]:
-    """The files of what the reference shows."""
-    said = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
-    found = set()
-    for name in re.findall(r"^::: (\S+)", said, re.MULTILINE):
-        path = ROOT / name.replace(".", "/")
-        found |= {place for place in (path.with_suffix(".py"), path.parent.with_suffix(".py")) if place.exists()}
-    return sorted(found | set((ROOT / "vecenv" / "engine").glob("[!_]*face.py")) | {ROOT / "vecenv" / "engine" / "owner.py"})
-
-
 def main(arguments: list[str]) -> int:
     """Print the findings; 1 if there are any."""
     register()
     pages = [Path(name) for name in arguments] or [
         *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
         *sorted((ROOT / "docs").rglob("*.md")),
-        *modules(),
-        *sorted((ROOT / "vecenv" / "tools").rglob("*.py")),
+        *sorted((ROOT / "vecenv").rglob("*.py")),
     ]
     all_rules = {name: on and name not in LEFT_OUT for name, on in DEFAULT["checks"].items()} | {"vecenv": True}
     found = 0

@@ -284,7 +284,7 @@ def test_thousands_of_combinations_of_keys_are_right_and_are_not_all_remembered(
                 assert writer.write(row, info)
             else:
                 schemas[row] = 0
-        writer.tell(told := {})
+        writer.send_new(told := {})
         reader.learn(told)
         combinations.add(frozenset(kinds.tolist()))
         assert_identical(reader.read(None, rows, {}, {}), merged(infos))
@@ -303,7 +303,7 @@ def test_keys_that_never_repeat_are_right_and_are_not_remembered() -> None:
     for t in range(5000):
         infos = [{f"k{t}": t, "x": 1.5}, {"x": 2.5}, {f"k{t + row}": 1 for row in range(2)}]
         pickled = {row: info for row, info in enumerate(infos) if not writer.write(row, info)}
-        writer.tell(told := {})
+        writer.send_new(told := {})
         reader.learn(told)
         assert_identical(reader.read(None, rows, pickled, {}), merged(infos))
     sizes = [len(value) for holder in (writer, reader) for value in vars(holder).values() if isinstance(value, dict)]

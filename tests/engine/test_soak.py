@@ -8,6 +8,7 @@ import os
 import random
 import threading
 import tracemalloc
+import weakref
 from typing import Any
 
 import gymnasium as gym
@@ -264,11 +265,12 @@ def test_failures_do_not_keep_what_the_program_had(workers: int, failures: int) 
 def test_a_closed_engine_is_gone_without_the_collector(workers: int, cycles: int) -> None:
     """With the cyclic collector off, as some trainers have it: memory, descriptors and mappings are flat."""
 
-    def one() -> None:
+    def one() -> Any:
         envs = vecenv.AsyncVectorEnv([Small] * 2, num_workers=workers, context="fork")
         envs.reset(seed=1)
         envs.step(np.zeros(2, np.int64))
         envs.close()
+        return weakref.ref(envs._driver)
 
     def mappings() -> int:
         with open("/proc/self/maps") as file:
@@ -282,7 +284,7 @@ def test_a_closed_engine_is_gone_without_the_collector(workers: int, cycles: int
         own = psutil.Process()
         descriptors, mapped, memory = own.num_fds(), mappings(), []
         for cycle in range(cycles):
-            one()
+            assert one()() is None, "its engine refers to itself"
             assert (own.num_fds() - descriptors, mappings() - mapped) == (0, 0), f"more after engine {cycle + 1}"
             memory.append(resident())
         middle = memory[cycles // 3 :]

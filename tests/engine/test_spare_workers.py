@@ -234,7 +234,7 @@ def test_what_cannot_be_right_is_refused_by_name() -> None:
     for call, words in (
         (lambda: envs.set_attr("level", [1.0, 2.0]), "one value for each row"),
         (lambda: envs.set_next_options({"scale": 2.0}), "set_next_options"),
-        (envs.save, "save"), (envs.state_dict, "save"), (lambda: envs.send(np.zeros(2, np.int64)), "send to some"),
+        (envs.save, "save"), (envs.state_dict, "state_dict"), (lambda: envs.send(np.zeros(2, np.int64)), "send to some"),
         (envs.recv, "receive"), (lambda: envs.reset_async(env_id=[0]), "send to some"),
     ):  # fmt: skip
         with pytest.raises(NotImplementedError, match=words):

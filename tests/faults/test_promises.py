@@ -164,8 +164,7 @@ def test_sending_to_a_busy_worker_does_not_block() -> None:
         began = time.monotonic()
         envs.send([np.zeros(40_000)], [1])
         assert time.monotonic() - began < 2.5
-        envs.batch_size = 1
-        assert sorted(int(envs.recv()[4]["env_id"][0]) for _ in range(2)) == [0, 1]
+        assert sorted(int(envs.recv(count=1)[4]["env_id"][0]) for _ in range(2)) == [0, 1]
         assert not envs.errors
 
 
@@ -191,11 +190,9 @@ def test_idle_environments_of_a_dead_worker_say_that_they_are_new(mode: str) -> 
         autoreset_mode=mode, batch_size=1,
     ) as envs:  # fmt: skip
         envs.reset(seed=0)
-        envs.batch_size = 3
         for _ in range(2):
             envs.send(quick(3), np.arange(3))
-            envs.recv()
-        envs.batch_size = 1
+            envs.recv(count=3)
         envs.send(quick(1), [0])
         *_, truncated, infos = envs.recv()
         assert truncated.tolist() == [True]

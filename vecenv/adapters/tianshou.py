@@ -33,7 +33,7 @@ def as_tianshou(envs: AnyVectorEnv, wait_num: int | None = None) -> TianshouVect
 
     Args:
         envs: The vector environment.
-        wait_num: For Tianshou's asynchronous mode: ``step`` returns as soon as so many environments are done. Some
+        wait_num: For Tianshou's asynchronous mode: ``step`` returns as soon as that many environments are done. Some
             environments are then reset while others step, which worker processes can do. Default, all, and no asynchronous
             mode.
 
@@ -248,7 +248,7 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
             seed: An int gives environment i ``seed + i``; a sequence has one for each.
 
         Returns:
-            ``[[seed], ...]``, one an environment.
+            ``[[seed], ...]``, one per environment.
         """
         self._assert_is_not_closed()
         seeds: Any = [None] * self.env_num if seed is None else seed

@@ -133,7 +133,7 @@ class _Library(LockstepDriver):
         elif seeds != seeds_of(seed := seeds[0], len(seeds)):
             raise NotImplementedError(f"backend 'native': {self.title} resets all by one seed; got {seeds}")
         mask = np.ones(len(seeds), np.bool_) if mask is None else mask
-        self._ask(call, mask, functools.partial(self.library.reset, seed=seed, options=options))
+        self._ask(call, mask, functools.partial(self.library.reset, seed=seed, options=options or None))
 
     def begin_step(self, call: Call, actions: Any) -> None:
         if self.asked is None:
@@ -201,7 +201,7 @@ class _Library(LockstepDriver):
         return self._own(observations), np.array(rewards, np.float64), terminations, truncations, columns
 
     def _columns(self, infos: Mapping[str, Any], mask: Any) -> dict[str, Any]:
-        """Infos as fresh arrays, a row an environment, each with its mask; what is one for all is repeated."""
+        """Infos as fresh arrays, a row per environment, each with its mask; what is one for all is repeated."""
         columns: dict[str, Any] = {}
         for key, value in infos.items():
             if not key.startswith("_") or key[1:] not in infos:

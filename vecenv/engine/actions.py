@@ -30,7 +30,7 @@ class ActionStage:
         space: Its batch.
         num_envs: Number of environments.
         tree: Structure of one action of fixed size, else ``None``.
-        leaves: The shared arrays, a row an environment.
+        leaves: The shared arrays, a row per environment.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class ActionStage:
 
 
 def _check_counts(single: Space[Any], space: Space[Any], actions: Any, count: int, name: str) -> None:
-    """Every leaf of a structured batch has a row an environment; ``zip`` would silently drop what one leaf has too many.
+    """Every leaf of a structured batch has a row per environment; ``zip`` would silently drop what one leaf has too many.
 
     What holds the parts may be anything that has them by their keys, as for ``iterate``: a list is as good as a tuple.
     """

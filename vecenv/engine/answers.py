@@ -59,7 +59,7 @@ class Answers(PendingRequests):
     Attributes:
         said: Warnings of environments by name, each of which is given once.
         proved: Kinds of environments whose snapshots were proved to be exact.
-        steps_before: Of all steps that were taken, so many came with a state that was loaded.
+        steps_before: Of all steps that were taken, that many came with a state that was loaded.
     """
 
     num_envs: int
@@ -251,13 +251,13 @@ class Answers(PendingRequests):
         Args:
             count: How many.
             deadline: Of ``time.monotonic()``.
-            least: So many are enough from this moment of ``time.monotonic()`` on, or if no more are in flight.
+            least: That many are enough from this moment of ``time.monotonic()`` on, or if no more are in flight.
 
         Returns:
             ``None`` where they are not there by the deadline; nothing is lost.
 
         Raises:
-            NoAsyncCallError: There are not so many.
+            NoAsyncCallError: There are not that many.
             StepTimeout: There is no deadline, and they did not come within the engine's own ``step_timeout``.
         """
         pending = self.pending

@@ -88,7 +88,6 @@ class Engine(Calls):
         self.failed = self.ledger.failed
         self.said = {}
         self.card: Any = None  # the file that `vecenv top` reads, where there is one
-        self.publish: Callable[[], None] | None = None  # what opens it with the next reset
         self.stage: ActionStage
         super().__init__(self.num_envs)
 
@@ -174,7 +173,7 @@ class Engine(Calls):
         self.ask_step(self.stage.put(actions))
 
     def ask_step(self, actions: list[Any] | None) -> None:
-        """Step every row. ``actions``: one a row, or ``None`` if they are in shared memory."""
+        """Step every row. ``actions``: one per row, or ``None`` if they are in shared memory."""
         failed = self.failed
         if actions is None and not failed:
             self.pool.ask_plain_step()
@@ -285,8 +284,6 @@ class Engine(Calls):
             assert ids is not None
             rows = ids.tolist()
             self._require_not_in_flight("reset_async", rows)
-        if self.card is None and self.publish is not None:
-            self.publish()
         if by_row:
             self.ask_reset_rows(rows, seeds, options)
         else:

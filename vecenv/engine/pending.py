@@ -350,7 +350,7 @@ class PendingRequests(Driver):
             pending.requests[request.seq] = request
 
     def emptied(self, steps: int, resets: int, *requests: Request) -> Pending:
-        """A table with nothing but ``requests``, once so many steps and resets were taken."""
+        """A table with nothing but ``requests``, once that many steps and resets were taken."""
         now, then = self.pending, Pending()
         then.requests, then.latest = {request.seq: request for request in requests}, now.latest
         then.steps, then.resets = now.steps + steps, now.resets + resets

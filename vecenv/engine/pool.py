@@ -54,7 +54,7 @@ class Sender:
 
     Args:
         table: The table.
-        max_busy: At most so many workers are busy at a time; ``None``: all of them.
+        max_busy: At most that many workers are busy at a time; ``None``: all of them.
 
     Attributes:
         behind: Something in the table may not have been sent yet.
@@ -553,6 +553,12 @@ class WorkerPool:
         self._writers = {}
         self.__dict__.pop("batch", None)
         self._spin.forget()
+        nothing = PendingRequests(0)
+        for holder in (*self._all_processes(), self.own, self.sender):
+            if holder is not None:
+                holder._table = nothing
+        self.table = self._resources.table = nothing
+        self.__dict__.pop("watchdog", None)  # with these the last cycle goes: all is freed without the collector
         self.released = True
         left_in_a_fork.discard(self)
 

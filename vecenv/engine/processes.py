@@ -59,7 +59,7 @@ class PoolOptions:
         daemon: ``Process.daemon`` of every worker.
         name: Process names are ``Worker<name>-index``.
         start_timeout: Seconds until a worker must have built its environments; ``None``: never.
-        max_busy: At most so many workers are busy at a time; ``None``: all of them.
+        max_busy: At most that many workers are busy at a time; ``None``: all of them.
         caller_spin: Seconds for which the caller may poll before it sleeps.
         placements: Where each worker sits.
         variables: Environment variables of each worker.

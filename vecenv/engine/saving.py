@@ -172,7 +172,8 @@ def _rest_of(engine: Calls, state: Mapping[str, Any], spaces: list[Any]) -> Call
             (space, its if its is None else _space_codec(space).open(space, its))
             for space, its in zip(spaces, state["spaces"], strict=True)
         ]
-        return tuple(map(_natural, state["counters"])), np.random.SeedSequence(**state["seeds"]), opened
+        env_steps, resets, restarts = map(_natural, state["counters"])
+        return (env_steps, resets, restarts), np.random.SeedSequence(**state["seeds"]), opened
 
     try:
         (env_steps, resets, restarts), seeds, opened = read()

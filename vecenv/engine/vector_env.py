@@ -35,7 +35,7 @@ from vecenv.engine.published import StatsFile
 from vecenv.engine.spare_engine import SpareEngine
 from vecenv.engine.spares import refuse_different
 from vecenv.errors import ErrorRecord
-from vecenv.front.arguments import check_env_fns, check_names, check_switches, env_ids_of, mode_of
+from vecenv.front.arguments import ResetOptions, check_env_fns, check_names, check_switches, env_ids_of, mode_of
 from vecenv.front.deadlines import seconds_of
 from vecenv.front.guard import exclusive, is_within_a_call
 from vecenv.front.gymnasiums import GymnasiumAsync, WrongType
@@ -128,7 +128,6 @@ class EngineVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray]):
             engine.pool.close(0.0, terminate=True)
             engine.pool.release()
             raise
-        engine.publish = self._publish_if_asked
 
     def _check_spaces(self) -> None:
         for env, which, got in self._driver.mismatches:
@@ -248,8 +247,9 @@ class EngineVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray]):
             raise NotImplementedError("publish_stats() needs Linux and workers on this machine; stats() is there everywhere")
         self._publish(name)
 
-    def _publish_if_asked(self) -> None:
-        if published.asked_for(self._driver):
+    def _begin_reset(self, seed: Any, options: ResetOptions, env_id: Any) -> None:
+        super()._begin_reset(seed, options, env_id)
+        if self._driver.card is None and published.asked_for(self._driver):
             self._publish(None)
 
     def _publish(self, name: str | None) -> None:

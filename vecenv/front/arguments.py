@@ -305,8 +305,8 @@ def least_of(at_least: Any, within: Any, count: int) -> tuple[int, float]:
     """How many rows are enough for a ``recv`` of ``count``, and from which moment of ``time.monotonic()`` on.
 
     Args:
-        at_least: So many; ``None``: one.
-        within: Once so many seconds have passed; ``None``: at once.
+        at_least: That many; ``None``: one.
+        within: Once that many seconds have passed; ``None``: at once.
         count: The most that are wanted.
 
     Raises:

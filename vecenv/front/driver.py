@@ -155,7 +155,7 @@ class Driver:
         self.pending = taken, *self.pending[1:]
 
     def gives(self, taken: Any, steps: int, resets: int) -> None:
-        """The answer that is being given is what will be taken last, of so many steps and resets."""
+        """The answer that is being given is what will be taken last, of that many steps and resets."""
         _, all_steps, all_resets = self.pending
         self.next_pending = taken, all_steps + steps, all_resets + resets
 
@@ -192,7 +192,7 @@ class Driver:
         """The next ``count`` rows (``None``: :attr:`batch_size`), as :meth:`answer`.
 
         Raises:
-            NoAsyncCallError: Not so many are in flight.
+            NoAsyncCallError: Not that many are in flight.
             AlreadyPendingCallError: A step that is not by row is pending.
             NotImplementedError: Only all of them are answered.
         """
@@ -200,7 +200,7 @@ class Driver:
     def recv_enough(self, count: int | None, deadline: float | None, least: int, moment: float) -> Stepped | None:
         """The next ``count`` rows; or fewer, but ``least`` of them, from a moment of ``time.monotonic()`` on.
 
-        An answer that is read changes nothing, so this asks for ever fewer until there are so many.
+        An answer that is read changes nothing, so this asks for ever fewer until there are that many.
 
         Raises:
             NotImplementedError: Rows are not done one by one here.
@@ -217,7 +217,7 @@ class Driver:
         return answer or self.recv(least, deadline)
 
     def _recv_some(self, count: int, deadline: float | None) -> Stepped | None:
-        """So many rows; ``None``, too, where there will never be so many without others being sent to."""
+        """That many rows; ``None``, too, where there will never be that many without others being sent to."""
         try:
             return self.recv(count, deadline)
         except NoAsyncCallError:
@@ -232,7 +232,7 @@ class Driver:
         )
 
     def _lateness(self, seconds: float | None) -> str:
-        """What is known of what is late after so many seconds, in lines of its own."""
+        """What is known of what is late after that many seconds, in lines of its own."""
         return ""
 
     # -- figures and the end --------------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def _require_right(envs: Any, driver: Any, method: str) -> None:
 
 
 def is_within_a_call(envs: object, depth: int = 1) -> bool:
-    """Whether a call on a vector environment is on this thread's stack, from so many frames up on.
+    """Whether a call on a vector environment is on this thread's stack, from that many frames up on.
 
     ``caller`` alone does not tell: an exception that falls into the very first instruction after a call has failed leaves it
     as it was.

@@ -249,7 +249,7 @@ class VectorEnvBase(NotClosedUnasked, VectorEnv[ObsType, ActType, ArrayType], Ge
             NoAsyncCallError: Fewer than ``count`` environments, or than are enough, are in flight or ready.
             gymnasium.error.AlreadyPendingCallError: The answer to :meth:`step_async` is pending.
             TypeError, ValueError: ``timeout``, ``count``, ``at_least`` or ``within`` without a meaning.
-            NotImplementedError: Only so many, or at least so many, where all are answered at once.
+            NotImplementedError: Only that many, or at least that many, where all are answered at once.
             StepTimeout: Not within ``timeout`` seconds; nothing is lost, call again.
             Exception: What an environment raised; the rows of the others are kept for the next call.
         """

@@ -339,7 +339,7 @@ def _over(sizes: tuple[int, ...]) -> str:
 
 
 def _advice(sizes: tuple[int, ...], num_envs: int) -> str:
-    """What to do to have so many lanes; a bridge cannot get more, because each lane's environments are made before."""
+    """What to do to have that many lanes; a bridge cannot get more, because each lane's environments are made before."""
     wanted = math.prod(sizes)
     return f"For {wanted} lanes of {num_envs}, make {wanted * num_envs} environments and bridge(..., lanes={wanted}) them."
 

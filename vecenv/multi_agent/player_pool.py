@@ -33,7 +33,7 @@ _BOOKKEEPING = ("info:env_id", "info:players.env_id", "info:players.id", "info:c
 
 
 class PlayerPool(PoolVectorEnv):
-    """A pool with several players an environment, whose observations are rows of all agents.
+    """A pool with several players per environment, whose observations are rows of all agents.
 
     Args:
         task_id: EnvPool's.

@@ -58,7 +58,7 @@ class Roster:
 
     Attributes:
         agents: ``possible_agents``; the index of an agent is its place here.
-        observation_spaces, action_spaces: One an agent.
+        observation_spaces, action_spaces: One per agent.
         parts: The layout.
         layout: ``"stack"``, ``"agents"`` or ``"groups"``.
         state_space: Space of ``env.state()`` where the state is wanted, else ``None``.

@@ -169,7 +169,7 @@ class MultiAgentVecEnv:
         num_threads: int | None = None,
         **config: Any,
     ) -> MultiAgentVecEnv:
-        """A pool of EnvPool's with several players an environment, as ``"TicTacToe-v1"``; players are the agents.
+        """A pool of EnvPool's with several players per environment, as ``"TicTacToe-v1"``; players are the agents.
 
         Always ``layout="stack"`` and next-step autoreset; masks of turn-based games as of
         :class:`~vecenv.multi_agent.TurnBased`. ``reset_mask``, ``call``, ``exec_func``, attributes and frames are refused by
@@ -360,7 +360,7 @@ class MultiAgentVecEnv:
         within: float | None = None,
     ) -> Step:
         """What ``step`` returns, of the next ``count`` environments to finish (default ``batch_size``); or of ``at_least``
-        so many, see :meth:`vecenv.AsyncVectorEnv.recv`. ``infos["env_id"]`` says which.
+        that many, see :meth:`vecenv.AsyncVectorEnv.recv`. ``infos["env_id"]`` says which.
         """
         batch, _, terminated, truncated, infos = self._rows.recv(timeout, count=count, at_least=at_least, within=within)
         return self._unpack(batch, terminated, truncated, infos, infos["env_id"])

@@ -174,7 +174,7 @@ class Batch:
         requested: uint32 ``(n,)``: the sequence number of the message that a row belongs to (``Op.*_SOME``).
         info_schemas: uint64 ``(n,)``: which schema a row's infos follow; 0: no info; 1: by pickle.
         infos: uint8 ``(n, INFO_BYTES)``: the values.
-        worker_time, worker_steps: float64 seconds and steps spent inside environments, a row a worker; short messages are
+        worker_time, worker_steps: float64 seconds and steps spent inside environments, a row per worker; short messages are
             extrapolated, and a few of them may not be in it yet.
         step_time: float64 ``(n,)``: seconds of the last sampled step of each environment.
         no_spin_until: float64 ``(1,)``: no process spins before this time (:class:`vecenv.system.cores.SpinPolicy`).
@@ -257,7 +257,7 @@ class Layout:
     def view(self, buffer: Any, *, spares: bool = True) -> Batch:
         """Numpy views of every field over ``buffer`` (anything with a writeable buffer of at least ``size`` bytes).
 
-        Without ``spares``, what has a row an environment ends with the batch.
+        Without ``spares``, what has a row per environment ends with the batch.
         """
         views = {name: field.view(buffer) for name, field in self.fields.items()}
         if self.spares and not spares:

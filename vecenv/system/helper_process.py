@@ -112,7 +112,7 @@ class HelperProcess:
             raise
 
     def has_ended(self, seconds: float = 0.0) -> bool:
-        """Whether it ends by itself within so many seconds; that it can be seen in ``/proc`` still means nothing."""
+        """Whether it ends by itself within that many seconds; that it can be seen in ``/proc`` still means nothing."""
         return self._watch is not None and self._watch.has_ended(min(max(seconds, 0.0), _LONGEST_POLL))
 
     def exit_code(self) -> int | None:

@@ -54,10 +54,10 @@ class WorkerPlan:
         autoreset_mode: What to do when an episode ends.
         expected: The spaces to check every environment against.
         registered: (space, memory) of a custom space with shared-memory functions of its own.
-        threads: At most so many threads for BLAS, OpenMP and torch in a worker; ``None``: as they come.
+        threads: At most that many threads for BLAS, OpenMP and torch in a worker; ``None``: as they come.
         strict: An observation that loses finite numbers in the cast to its space is an error and not a warning.
         ragged: Info values of one key that do not go together become an object array.
-        env_threads: So many environments of a worker are run at the same time.
+        env_threads: That many environments of a worker are run at the same time.
         overlaps: With ``env_threads``: each message is about one row, and is answered when that is done.
         generators: What environments draw from by ``random``, ``numpy.random`` and torch: ``"shared"`` or ``"own"``.
         ahead: Each worker has one environment, which may begin episodes ahead of time, of any row.

@@ -285,8 +285,8 @@ class EnvRows(Envs):
         Args:
             seq: The number of the message; see :meth:`_begin`.
             ks: Which rows; ``None``: all.
-            seeds: One a row of ``ks``.
-            options: A dict or ``None`` for every environment, each its own copy; or a list of them, one a row of ``ks``.
+            seeds: One per row of ``ks``.
+            options: A dict or ``None`` for every environment, each its own copy; or a list of them, one per row of ``ks``.
             pending: Let the next step begin with an automatic reset (after a restart in next-step mode).
         """
         if seq != self._seq:

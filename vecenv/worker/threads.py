@@ -45,7 +45,7 @@ class Said:
 
 
 class ThreadedRows(SnapshotRows):
-    """As :class:`SnapshotRows`, with at most so many environments at once. For worker processes: nothing interrupts them.
+    """As :class:`SnapshotRows`, with at most that many environments at once. For worker processes: nothing interrupts them.
 
     Args:
         env_threads: How many.

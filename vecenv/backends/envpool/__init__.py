@@ -3,7 +3,7 @@
 EnvPool steps environments written in C++ in its own threads, and its pools come close to a Gymnasium vector environment
 without being one: spaces are not batched, ``reset(seed=...)`` is ignored, infos have no masks, an episode that ends on its
 last allowed step loses its termination, and a short action ends the interpreter. :class:`EnvPoolVectorEnv` puts that
-right with checks that cost a few microseconds a step, and adds same-step resets, first-ready batches with a timeout, and
+right with checks that cost a few microseconds per step, and adds same-step resets, first-ready batches with a timeout, and
 errors in place of crashes.
 
 =========== ==========================================================================================

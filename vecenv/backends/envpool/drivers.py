@@ -1,7 +1,7 @@
 """Drives the pools of one vector environment: its pending call, and which episodes have ended.
 
 :class:`WholeBatchDriver` drives a pool whose batch is all its environments, :class:`FirstReadyDriver` one with smaller
-batches or several players an environment. What a call has received so far is in ``wire``, and asking for the answer again
+batches or several players per environment. What a call has received so far is in ``wire``, and asking for the answer again
 goes on from there. A pool cannot be seeded again, so a reset with seeds builds a new one.
 """
 

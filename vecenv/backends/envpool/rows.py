@@ -280,7 +280,7 @@ def _as_array(value: Any, what: str) -> Array:
 
 
 class _Discrete:
-    """Integers from ``start`` to ``start + n - 1``, one an environment."""
+    """Integers from ``start`` to ``start + n - 1``, one per environment."""
 
     def __init__(self, space: spaces.Discrete, dtype: np.dtype[Any], name: str) -> None:
         self._start, self._count = int(space.start), int(space.n)
@@ -312,7 +312,7 @@ class _Discrete:
 
 
 class _Box:
-    """Arrays, one an environment. The range of integers is checked in any case: environments index tables with them."""
+    """Arrays, one per environment. The range of integers is checked in any case: environments index tables with them."""
 
     def __init__(self, space: spaces.Box, dtype: np.dtype[Any], name: str) -> None:
         self._shape = tuple(int(length) for length in space.shape)
@@ -351,7 +351,7 @@ class _Box:
 
 
 class SingleRows:
-    """Rows of pools with one player an environment.
+    """Rows of pools with one player per environment.
 
     Attributes:
         check: Actions as the pool takes them.
@@ -390,7 +390,7 @@ class SingleRows:
 
         Args:
             states: Rows of the pool.
-            ended: bool, one an environment; updated in place.
+            ended: bool, one per environment; updated in place.
         """
         ids = self.reader.env_ids(states)
         rows = ids.astype(np.intp)  # indexing with it is ten times as fast as with int32
@@ -521,7 +521,7 @@ def _sorted(ids: Array) -> tuple[Array | None, Array]:
 
 
 class PlayerRows:
-    """Rows of pools with several players an environment: the rows taken say which players there are, and which act.
+    """Rows of pools with several players per environment: the rows taken say which players there are, and which act.
 
     Args:
         task: Of the pools.

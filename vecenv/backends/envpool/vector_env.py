@@ -67,7 +67,7 @@ class EnvPoolVectorEnv(PoolVectorEnv):
         ImportError: EnvPool is not installed.
         UnregisteredEnv: No such task; names close ones.
         TypeError: An unknown option; lists the right ones.
-        ValueError: An option has no meaning; several players an environment.
+        ValueError: An option has no meaning; several players per environment.
 
     Attributes:
         observation_space: ``single_observation_space`` batched, with infinite bounds where EnvPool says the extremes of
@@ -128,7 +128,7 @@ class EnvPoolVectorEnv(PoolVectorEnv):
 
         Raises:
             TypeError: No pool.
-            ValueError: Options that have no meaning, as for the class; several players an environment.
+            ValueError: Options that have no meaning, as for the class; several players per environment.
         """
         envs = cls.__new__(cls)
         envs.closed = True

@@ -159,7 +159,7 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
         """Compile everything now, rather than in the first reset and step; the environments are left as they are.
 
         Args:
-            chunk: Also compile ``step_chunk`` of so many steps.
+            chunk: Also compile ``step_chunk`` of that many steps.
 
         Returns:
             Seconds it took, by function: mostly compilation, ``{"reset": ..., "step": ...}``. Also in ``compile_seconds``.

@@ -73,7 +73,7 @@ class Cluster:
         return sorted(alive, key=lambda node: -node["Resources"]["CPU"])
 
     def fair_share(self, hosts: int, spread: bool) -> int:
-        """Cores for each of so many hosts: those of the smallest node that is needed, or an equal part of all."""
+        """Cores for each of that many hosts: those of the smallest node that is needed, or an equal part of all."""
         cores = [int(node["Resources"]["CPU"]) for node in self.nodes()]
         if self.own:
             return max(1, usable_cores() // hosts)
@@ -82,7 +82,7 @@ class Cluster:
         return max(1, sum(cores) // hosts)
 
     def place(self, cpus: Sequence[int], strategy: str, timeout: float) -> None:
-        """Reserve a place with so many cores for every host.
+        """Reserve a place with that many cores for every host.
 
         Raises:
             ClusterError: There was no room within ``timeout`` seconds; says what is missing.

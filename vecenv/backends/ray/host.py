@@ -89,7 +89,7 @@ class HostReply:
     """The answer to one request.
 
     Attributes:
-        leaves: Observations of fixed size, a row an environment asked for.
+        leaves: Observations of fixed size, a row per environment asked for.
         numbers: Rewards, terminations, truncations.
         columns: There are infos or final observations.
         infos: Schema numbers, records, definitions that are new; see :meth:`vecenv.link.infos.InfoReader.export`.

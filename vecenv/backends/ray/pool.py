@@ -2,8 +2,8 @@
 
 What a host was asked stands in the table of pending requests, and with it the reference of the answer. Where an exception
 fell between sending and keeping the reference, the request is sent again under the same number, and a host gives the answer
-it gave: nothing is carried out twice. Whether a step was taken by a host that cannot be reached cannot be known, so such a host
-is ended and counts as dead.
+it gave: nothing is carried out twice. Whether a step was taken by a host that cannot be reached cannot be known, so such a
+host is ended and counts as dead.
 
 What answers is behind :class:`Hosts`, so that the pool can be tested and measured without a cluster.
 """

@@ -63,10 +63,10 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
 
     Args:
         env_fns: Functions that build the environments, called on the hosts only. They travel by cloudpickle.
-        num_hosts: Default: as many as ``envs_per_host`` asks for, else one a node, at most one an environment.
+        num_hosts: Default: as many as ``envs_per_host`` asks for, else one per node, at most one per environment.
         envs_per_host: Default: even shares.
-        workers_per_host: Worker processes a host: as ``num_workers`` of :class:`~vecenv.AsyncVectorEnv`. ``"auto"`` measures
-            on the host. A host reserves a core a worker and one for itself; with ``"auto"`` a node's cores.
+        workers_per_host: Worker processes per host, as ``num_workers`` of :class:`~vecenv.AsyncVectorEnv`. ``"auto"``
+            measures on the host. A host reserves a core per worker and one for itself; with ``"auto"`` a node's cores.
         address: Of a Ray cluster. ``None``: the one this process is connected to, or that runs here, or that ``RAY_ADDRESS``
             names. If there is none, one is started for this machine, on the loopback interface, and stopped by
             :meth:`close`. A cluster that was there before is left alone.

@@ -37,7 +37,7 @@ class Pool:
 
     Args:
         make_env: Builds an environment; called in workers.
-        size: How many environments there are: so many episodes are under way at the same time, and others wait.
+        size: How many environments there are: that many episodes are under way at the same time, and others wait.
         num_workers: Processes, over which environments are spread; ``None``: one for each environment.
         env_threads: Up to that many environments of a worker run at the same time, each in a thread: for those that wait and
             compute little.

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Words(gym.Env[str, str]):
-    """Each step says a number that follows from the seed, all actions so far and the step; an episode has ``length`` steps."""
+    """Each step says a number that follows from the seed, and the actions so far; an episode has ``length`` steps."""
 
     def __init__(self, length: int = 6) -> None:
         self.observation_space = gym.spaces.Text(100)
@@ -128,8 +128,7 @@ async def whole(pool: Pool, act: Callable[[Episode], Awaitable[Any]] | None = No
                 all_there.set()
             await all_there.wait()
             said: list[Any] = [env.observation]
-            for word in ("a", f"b{seed}", "c"):
-                said.append((await env.step(word))[:4])
+            said += [(await env.step(word))[:4] for word in ("a", f"b{seed}", "c")]
         wanted = alone(Words(), seed, ["a", f"b{seed}", "c"])
         assert said == [wanted[0][0], *(each[:4] for each in wanted[1:])]
 

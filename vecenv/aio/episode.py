@@ -125,7 +125,6 @@ class Episode:
                 await self._places.settled(place, self)
             except Exception as error:
                 raise self._failed(error)  # noqa: B904 - it is the same
-            place.lost, place.untold = "", None
             payload = None if seed is None and options is None else ([seed], [options])
             reply = await self._places.ask(place, "reset", Op.RESET_SOME, payload)
             result = self._result(place, "reset", reply)

@@ -63,7 +63,7 @@ class Process:
     Attributes:
         worker: The process that is there now.
         places: Of its environments.
-        starting: A new process was started and is not ready.
+        changing: It is being killed, or a new process was started that is not ready.
         unwanted: It was killed as a task did not want its answer any more: that costs no restart of the budget.
         given_up: How it ended, if there will be no new one.
     """
@@ -71,7 +71,7 @@ class Process:
     def __init__(self, worker: ProcessWorker) -> None:
         self.worker = worker
         self.places = [Place(row, self) for row in worker.rows]
-        self.starting = False
+        self.changing = False
         self.unwanted = False
         self.given_up: Death | None = None
 
@@ -219,7 +219,7 @@ class Places:
 
     def _settle(self, place: Place) -> None:
         """Tell the episode that waits for its place, or give the place to another, if it can be asked again."""
-        if self.closed or place.question is not None or place.process.starting or place.process.given_up:
+        if self.closed or place.question is not None or place.process.changing or place.process.given_up:
             return
         if place.owner is None and not place.free:
             self._give_back(place)
@@ -247,7 +247,7 @@ class Places:
         while True:
             if process.given_up is not None:
                 raise process.given_up.error()
-            if place.question is None and not process.starting:
+            if place.question is None and not process.changing:
                 if (death := process.worker.death) is None:
                     return
                 if tried:
@@ -279,6 +279,8 @@ class Places:
         )  # fmt: skip
         engine.pool.stage(question.part, question.seq)
         engine.batch.requested[place.row] = question.seq
+        if command == "reset":
+            place.lost, place.untold = "", None
         place.question = question
         self._workers.send(question)
         timer: TimerHandle | None = None
@@ -306,7 +308,7 @@ class Places:
         if place.question is question:
             place.process.unwanted = True
             late = f"{self.cancel_timeout} seconds after that was cancelled"
-            self._workers.kill(question.worker, f"env {place.row} was still in `{question.command}` {late}, and was killed")
+            self._kill(place, f"was still in `{question.command}` {late}, and was killed")
 
     def _answered(self, question: Question, reply: Reply) -> None:
         place = self._places[question.row]
@@ -337,7 +339,22 @@ class Places:
         text = f"env {place.row}, {worker.label}, during {question.command}: it {hangs}" + (f"\n{stack}" if stack else "")
         place.lost = hangs
         question.reply.set_result(Reply(error=StepTimeout(text)))
-        self._workers.kill(worker, f"env {place.row} {hangs}" + (f"\nits stack:\n{stack}" if stack else ""))
+        self._kill(place, hangs + (f"\nits stack:\n{stack}" if stack else ""))
+
+    def _kill(self, place: Place, reason: str) -> None:
+        """Kill the worker of a place; until it has ended, none of its places is given to an episode."""
+        process = place.process
+        if process.worker.death is None:
+            process.changing = True
+            self._withdraw(process)
+            self._workers.kill(process.worker, f"env {place.row} {reason}")
+
+    def _withdraw(self, process: Process) -> None:
+        """Take a worker's places out of those that are free."""
+        for place in process.places:
+            if place.free:
+                self.free.remove(place)
+                place.free = False
 
     def _died(self, worker: ProcessWorker) -> None:
         """All that the worker was asked has been answered by its death."""
@@ -350,14 +367,12 @@ class Places:
         for place in process.places:
             if place.owner is not None and not place.lost:
                 place.lost, place.untold = death.text.partition("\n")[0], death
-            if self._budget is not None and place.free:
-                self.free.remove(place)
-                place.free = False
         if self._budget is not None:
-            process.starting = True
+            self._withdraw(process)
+            process.changing = True
             self._loop.call_soon(self._start_within_budget, process)
         else:
-            process.starting = False
+            process.changing = False
             for place in process.places:
                 self._settle(place)
 
@@ -384,18 +399,18 @@ class Places:
 
     def _start_anew(self, process: Process) -> None:
         process.worker = self._workers.start_anew(process.worker)
-        process.starting = True
+        process.changing = True
 
     def _ready(self, worker: ProcessWorker) -> None:
         """A new worker is ready: its places can be asked."""
         process = self.processes[worker.index]
-        process.starting = False
+        process.changing = False
         for place in process.places:
             self._settle(place)
 
     def _give_up(self, process: Process, death: Death, why: str) -> None:
         """A worker needs too many restarts: it gets no more, and its places are gone."""
-        process.starting = False
+        process.changing = False
         process.given_up = Death(
             why, death.worker, tuple(process.worker.rows), death.pid, death.exitcode, "restart", RestartsExhausted
         )

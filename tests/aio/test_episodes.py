@@ -19,7 +19,7 @@ from worlds import Walk, Words, alone, run, whole
 import vecenv
 from vecenv.aio import Pool
 from vecenv.errors import NotRestorable, SnapshotMismatch
-from vecenv.trajectories import assert_identical
+from vecenv.testing import assert_identical
 
 LOOPS = ["asyncio", *(["uvloop"] if importlib.util.find_spec("uvloop") else [])]
 HOW = [

@@ -1,9 +1,11 @@
-"""libuv, which uvloop is made of, keeps one pipe from its first loop on: it is there before any test."""
+"""What is there before any test: libuv, which uvloop is made of, keeps one pipe from its first loop on."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+
+import vecenv.testing  # noqa: F401 - before anything imports what its assertions are rewritten in
 
 with contextlib.suppress(ImportError):
     import uvloop

@@ -159,6 +159,44 @@ def test_a_cancelled_step_that_ends_in_time_costs_nothing_but_its_episode() -> N
     run(main())
 
 
+def test_a_cancelled_step_that_waits_for_others_does_not_cost_them_their_worker() -> None:
+    async def main() -> None:
+        async with Pool(Words, 4, num_workers=1, cancel_timeout=0.1) as pool:
+            async with pool.episode() as one, pool.episode() as two, pool.episode() as three:
+                before = asyncio.create_task(one.step("wait 0.3"))
+                behind = asyncio.create_task(two.step("wait 0.01"))
+                last = asyncio.create_task(three.step("x"))
+                await asyncio.sleep(0.02)
+                behind.cancel()
+                assert (await before)[4]["of"] == ["wait 0.3"]
+                assert (await last)[4]["of"] == ["x"]
+            await whole(pool)
+            assert pool.stats()["restarts"] == 0
+
+    run(main())
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_deaths_are_noticed_where_no_descriptor_tells_of_them(on_failure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> int:
+        raise OSError
+
+    monkeypatch.setattr(os, "pidfd_open", refuse, raising=False)
+
+    async def main() -> None:
+        async with Pool(Words, 4, num_workers=2, on_failure=on_failure) as pool:
+            async with pool.episode() as one, pool.episode() as two:
+                with pytest.raises(WorkerDied):
+                    await one.step("kill")
+                os.kill(await two.call("pid"), signal.SIGKILL)
+                await asyncio.sleep(0.3)
+                with pytest.raises(WorkerDied):
+                    await two.step("x")
+            await whole(pool)
+
+    run(main())
+
+
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 def test_workers_that_die_while_no_episode_has_them(on_failure: Any) -> None:
     async def main() -> None:

@@ -94,7 +94,9 @@ class PoolEngine(Engine):
 
     def info_of(self, row: int, result: Result, columns: bool) -> dict[Any, Any]:
         """The info of one environment, as it gave it."""
-        return result.infos.get(row) or (self._infos.one(row) if columns else {})
+        if row in result.infos:
+            return result.infos[row]  # type: ignore[no-any-return]
+        return self._infos.one(row) if columns else {}
 
     def mark_lost(self, worker: Worker, death: Death) -> None:
         super().mark_lost(worker, death)

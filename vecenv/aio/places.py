@@ -82,6 +82,7 @@ class Places:
     Args:
         engine: The engine.
         step_timeout, cancel_timeout, start_timeout: Seconds; see :class:`vecenv.aio.Pool`.
+        one_by_one: A worker steps its environments one after the other.
         budget: What a worker that died is started anew within, at once; ``None``: it is started with the next reset.
     """
 
@@ -92,6 +93,8 @@ class Places:
         cancel_timeout: float | None,
         start_timeout: float | None,
         budget: RestartBudget | None,
+        *,
+        one_by_one: bool,
     ) -> None:
         self.engine = engine
         self.step_timeout = step_timeout
@@ -99,6 +102,7 @@ class Places:
         self.start_timeout = start_timeout
         self.processes = {worker.index: Process(worker) for worker in engine.pool.processes}
         self.closed = False
+        self._one_by_one = one_by_one
         self.waiters: deque[tuple[Any, Future[Place]]] = deque()
         self._places = {place.row: place for process in self.processes.values() for place in process.places}
         # the first of every worker, then the second: few episodes are spread over many workers
@@ -305,7 +309,11 @@ class Places:
 
     def _out_of_patience(self, place: Place, question: Question) -> None:
         place.patience = None
-        if place.question is question:
+        if place.question is not question:
+            return
+        if self._one_by_one and self.engine.oldest_of(question.worker) is not question:  # it has not begun
+            self.abandon(place, question)
+        else:
             place.process.unwanted = True
             late = f"{self.cancel_timeout} seconds after that was cancelled"
             self._kill(place, f"was still in `{question.command}` {late}, and was killed")
@@ -387,7 +395,6 @@ class Places:
         if not unwanted and not self._budget.spend(cause, rows):
             self._give_up(process, death, self._budget.refusal(rows))
             return
-        self.engine.ledger.restarts += 1
         if not unwanted:
             self._log.say(cause)
         try:
@@ -400,6 +407,7 @@ class Places:
     def _start_anew(self, process: Process) -> None:
         process.worker = self._workers.start_anew(process.worker)
         process.changing = True
+        self.engine.ledger.restarts += 1
 
     def _ready(self, worker: ProcessWorker) -> None:
         """A new worker is ready: its places can be asked."""

@@ -99,7 +99,7 @@ class Pool:
         engine = self._engine = self._envs.engine
         budget = RestartBudget(restart_limit, restart_period, lambda: engine.pending.steps / size)
         restarts = budget if on_failure == "restart" else None
-        self._places = Places(engine, *limits, engine.policy.start_timeout, restarts)
+        self._places = Places(engine, *limits, engine.policy.start_timeout, restarts, one_by_one=env_threads == 1)
         self._closing: Future[None] | None = None
 
     # -- what can be looked at ----------------------------------------------------------------------------------------
@@ -156,7 +156,11 @@ class Pool:
             places.require_usable("close", entered=False)
             seconds = _LITTLE_PATIENCE if places.busy and seconds is None else seconds
             places.close()
-            self._closing = asyncio.get_running_loop().run_in_executor(None, partial(self._envs.close, timeout=seconds))
+            end = partial(self._envs.close, timeout=seconds)
+            try:
+                self._closing = asyncio.get_running_loop().run_in_executor(None, end)
+            except RuntimeError:  # the program ends: there are no threads any more
+                end()
         cancelled: asyncio.CancelledError | None = None
         while self._closing is not None and not self._closing.done():
             try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-import vecenv.testing  # noqa: F401 - before anything imports what its assertions are rewritten in
+from vecenv.testing import assert_identical  # noqa: F401 - before anything else imports where its assertions are
 
 with contextlib.suppress(ImportError):
     import uvloop

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from worlds import Words, alone, run, whole
 
-from vecenv.aio import Episode, Pool
+from vecenv.aio import EpisodeEnv, Pool
 from vecenv.errors import VecEnvError
 
 Act = Callable[[Any], None]
@@ -282,7 +282,7 @@ def test_a_step_whose_answer_was_cancelled_is_never_the_next_ones() -> None:
                     await env.reset(seed=number)
                     await check(env, number)
 
-    async def check(env: Episode, number: int) -> None:
+    async def check(env: EpisodeEnv, number: int) -> None:
         wanted = alone(Words(), number, ["y"])
         assert env.observation == wanted[0][0]
         assert (await env.step("y"))[:4] == wanted[1][:4]

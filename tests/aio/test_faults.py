@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from worlds import Words, alone, run, whole
 
-from vecenv.aio import Episode, Pool
+from vecenv.aio import EpisodeEnv, Pool
 from vecenv.errors import EnvFailed, RestartsExhausted, StartupTimeout, StepTimeout, WorkerDied
 from vecenv.testing.faulty import FaultyConstructor
 
@@ -63,7 +63,7 @@ def test_one_fault_ends_one_episode(fault: str, workers: str, on_failure: Any, s
             assert type(ends[0]) is FAULTS[fault], ends[0]
             await whole(pool)
 
-    episodes: dict[int, Episode] = {}
+    episodes: dict[int, EpisodeEnv] = {}
 
     async def one(pool: Pool, number: int) -> BaseException | None:
         actions = [f"step {step}" for step in range(8)]
@@ -84,7 +84,7 @@ def test_one_fault_ends_one_episode(fault: str, workers: str, on_failure: Any, s
         assert said == [wanted[0][0], *(each[:4] for each in wanted[1:])]
         return None
 
-    async def go_wrong(env: Episode) -> None:
+    async def go_wrong(env: EpisodeEnv) -> None:
         if fault != "cancel":
             await env.step(fault)
         step = asyncio.create_task(env.step("wait 0.05"))

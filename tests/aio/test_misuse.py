@@ -22,7 +22,7 @@ def test_a_second_task_in_the_same_episode() -> None:
             step = asyncio.create_task(env.step("wait 0.05"))
             await asyncio.sleep(0)
             for call in (env.step("x"), env.reset(), env.save(), env.call("pid")):
-                with pytest.raises(BusyError, match=r"another task is in `step` of this Episode .env \d.; `\w+` was re"):
+                with pytest.raises(BusyError, match=r"another task is in `step` of this EpisodeEnv .env \d.; `\w+` was re"):
                     await call
             assert (await step)[4]["of"] == ["wait 0.05"]
             await env.step("x")
@@ -41,7 +41,7 @@ def test_a_step_after_the_end_of_the_episode() -> None:
                 await env.reset()
                 await env.step("x")
             for call in (env.step("x"), env.reset(), env.save(), env.call("pid")):
-                with pytest.raises(ClosedEnvironmentError, match="Trying to operate on `Episode`, outside of its"):
+                with pytest.raises(ClosedEnvironmentError, match="Trying to operate on `EpisodeEnv`, outside of its"):
                     await call
             with pytest.raises(ClosedEnvironmentError, match="a second time"):
                 await env.__aenter__()

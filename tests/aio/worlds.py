@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import gymnasium as gym
 import numpy as np
 
-from vecenv.aio import Episode, Pool
+from vecenv.aio import EpisodeEnv, Pool
 
 __all__ = ["Walk", "Words", "alone", "run", "whole"]
 
@@ -115,7 +115,7 @@ def alone(env: gym.Env[Any, Any], seed: int, actions: list[Any]) -> list[Any]:
     return said
 
 
-async def whole(pool: Pool, act: Callable[[Episode], Awaitable[Any]] | None = None) -> None:
+async def whole(pool: Pool, act: Callable[[EpisodeEnv], Awaitable[Any]] | None = None) -> None:
     """Every place can be taken at the same time, and each answers what it was asked."""
     entered = 0
     all_there = asyncio.Event()

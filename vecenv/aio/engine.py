@@ -1,7 +1,7 @@
-"""The engine under a pool: each question is about one environment, and its answer goes to the coroutine that asked.
+"""The engine under a pool: each request is about one environment, and its answer goes to the coroutine that asked.
 
-The table of pending requests stays what it is: an answer finds its question by its number, the death of a worker answers
-all that it was asked, and an answer whose question is gone goes nowhere. What differs is that nothing waits: an answer is
+The table of pending requests stays what it is: an answer finds its request by its number, the death of a worker answers
+all that it was asked, and an answer whose request is gone goes nowhere. What differs is that nothing waits: an answer is
 read when it is delivered, and handed to a future.
 """
 
@@ -19,10 +19,10 @@ from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.link.messages import Op
 from vecenv.worker.main import WorkerPlan
 
-__all__ = ["PoolEngine", "PoolEnvs", "Question", "Reply"]
+__all__ = ["PoolEngine", "PoolEnvs", "RowAnswer", "RowRequest"]
 
 
-class Reply:
+class RowAnswer:
     """What an environment said.
 
     Attributes:
@@ -39,34 +39,34 @@ class Reply:
         self.error = error
 
 
-class Question(Request):
+class RowRequest(Request):
     """A request about one environment.
 
     Attributes:
         row: Which.
         worker: Its process.
         part: What is sent.
-        reply: Done once there is an answer, or none is wanted any more.
-        answered: Called with the reply.
+        future: Done once there is an answer, or none is wanted any more.
+        on_answer: Called with it and the answer.
     """
 
     by_row = True  # so that each answer is delivered, and not only put down
 
     def __init__(
-        self, seq: int, command: str, row: int, worker: ProcessWorker, op: Op, payload: Any, reply: Future[Reply],
-        answered: Callable[[Question, Reply], None],
+        self, seq: int, command: str, row: int, worker: ProcessWorker, op: Op, payload: Any, future: Future[RowAnswer],
+        on_answer: Callable[[RowRequest, RowAnswer], None],
     ) -> None:  # fmt: skip
         super().__init__(seq, command, (worker,))
         self.row = row
         self.worker = worker
         self.part = WorkerRequest(worker, (row,), op, payload)
         self.parts = {worker.index: self.part}
-        self.reply = reply
-        self.tell = answered
+        self.future = future
+        self.on_answer = on_answer
 
 
 class PoolEngine(Engine):
-    """An engine that delivers."""
+    """An engine whose answers are delivered to those that asked."""
 
     on_death: Callable[[Worker], None] | None = None
 
@@ -80,17 +80,17 @@ class PoolEngine(Engine):
         return pool
 
     def deliver(self, seq: int, index: int, answer: Answer) -> None:
-        question = self.pending.requests.pop(seq, None)
-        if not isinstance(question, Question):
+        request = self.pending.requests.pop(seq, None)
+        if not isinstance(request, RowRequest):
             return
         try:
-            reply = Reply(self.read([(question.worker, answer)]), columns=answer.columns)
+            taken = RowAnswer(self.read([(request.worker, answer)]), columns=answer.columns)
         except Exception as error:  # whatever reading it raises is about this environment alone
-            reply = Reply(error=error)
-        if reply.error is None and answer.death is None:
-            self.pending.steps += question.command == "step"
-            self.pending.resets += question.command == "reset"
-        question.tell(question, reply)
+            taken = RowAnswer(error=error)
+        if taken.error is None and answer.death is None:
+            self.pending.steps += request.command == "step"
+            self.pending.resets += request.command == "reset"
+        request.on_answer(request, taken)
 
     def info_of(self, row: int, result: Result, columns: bool) -> dict[Any, Any]:
         """The info of one environment, as it gave it."""

@@ -1,4 +1,4 @@
-"""``Episode``: one episode of one environment, as coroutines."""
+"""``EpisodeEnv``: one episode of one environment, as coroutines."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any, TypeVar
 import numpy as np
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 
-from vecenv.aio.engine import Reply
-from vecenv.aio.places import Place, Places
+from vecenv.aio.engine import RowAnswer
+from vecenv.aio.slots import Slot, Slots
 from vecenv.engine import saving
 from vecenv.engine.pending import Result
 from vecenv.errors import BusyError, EnvFailed
 from vecenv.link.messages import Op, summary
 from vecenv.state.snapshots import Snapshot, parse_snapshots
 
-__all__ = ["Episode"]
+__all__ = ["EpisodeEnv"]
 
 E = TypeVar("E", bound=Exception)
 
 
-class Episode:
+class EpisodeEnv:
     """An episode in one of a pool's environments, from entering it to leaving it; :meth:`vecenv.aio.Pool.episode` makes it.
 
     One task at a time calls it. A call that is cancelled, from outside or by a timeout, gives its environment up: what it
@@ -37,7 +37,7 @@ class Episode:
         failure: The latest exception by which it was lost.
     """
 
-    def __init__(self, places: Places, seed: int | None, options: Mapping[str, Any] | None) -> None:
+    def __init__(self, slots: Slots, seed: int | None, options: Mapping[str, Any] | None) -> None:
         _check_reset(seed, options)
         self.env_id = -1
         self.observation: Any = None
@@ -45,9 +45,9 @@ class Episode:
         self.terminated = False
         self.truncated = False
         self.failure: Exception | None = None
-        self._places = places
+        self._slots = slots
         self._begins_with = seed, options
-        self._place: Place | None = None
+        self._slot: Slot | None = None
         self._entered = False
         self._call = ""
 
@@ -58,14 +58,14 @@ class Episode:
 
     def __repr__(self) -> str:
         state = "over" if self.over else self._call or "idle"
-        return f"Episode(env {self.env_id}, {state if self._place is not None else 'not entered, or left'})"
+        return f"EpisodeEnv(env {self.env_id}, {state if self._slot is not None else 'not entered, or left'})"
 
-    async def __aenter__(self) -> Episode:
+    async def __aenter__(self) -> EpisodeEnv:
         if self._entered:
-            raise ClosedEnvironmentError("Trying to enter an `Episode` a second time: `pool.episode()` makes a new one.")
+            raise ClosedEnvironmentError("Trying to enter an `EpisodeEnv` a second time: `pool.episode()` makes a new one.")
         self._entered = True
-        self._place = await self._places.acquire(self)
-        self.env_id = self._place.row
+        self._slot = await self._slots.acquire(self)
+        self.env_id = self._slot.row
         try:
             seed, options = self._begins_with
             await self.reset(seed=seed, options=options)
@@ -78,9 +78,9 @@ class Episode:
         self._leave()
 
     def _leave(self) -> None:
-        place, self._place = self._place, None
-        if place is not None:
-            self._places.release(place)
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            self._slots.release(slot)
 
     # -- calls ----------------------------------------------------------------------------------------------------------
 
@@ -98,13 +98,13 @@ class Episode:
             BusyError: Another task is in a call.
             gymnasium.error.ClosedEnvironmentError: After the end of its block, or of the pool.
         """
-        with self._calling("step") as place:
+        with self._calling("step") as slot:
             if self.over:
-                raise ResetNeeded(f"the episode of env {place.row} is over: reset() begins a new one")
-            reply = await self._places.ask(place, "step", Op.STEP_SOME, [action])
-            result = self._result(place, "step", reply)
-            engine, row = self._places.engine, place.row
-            self.observation, self.info = engine.store.row(row), engine.info_of(row, result, reply.columns)
+                raise ResetNeeded(f"the episode of env {slot.row} is over: reset() begins a new one")
+            answer = await self._slots.ask(slot, "step", Op.STEP_SOME, [action])
+            result = self._result(slot, "step", answer)
+            engine, row = self._slots.engine, slot.row
+            self.observation, self.info = engine.store.row(row), engine.info_of(row, result, answer.columns)
             batch = engine.batch
             self.terminated, self.truncated = bool(batch.terminations[row]), bool(batch.truncations[row])
             return self.observation, float(batch.rewards[row]), self.terminated, self.truncated, self.info
@@ -112,23 +112,23 @@ class Episode:
     async def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Any, dict[Any, Any]]:
-        """Begin a new episode in the same place, whatever became of the one before.
+        """Begin a new episode in the same slot, whatever became of the one before.
 
         Raises:
             EnvFailed, WorkerDied, StepTimeout, BusyError, ClosedEnvironmentError: As :meth:`step`.
             RestartsExhausted: Its worker has died too often, and was given up.
         """
         _check_reset(seed, options)
-        engine = self._places.engine
-        with self._calling("reset", revives=True) as place:
+        engine = self._slots.engine
+        with self._calling("reset", revives=True) as slot:
             try:
-                await self._places.settled(place, self)
+                await self._slots.until_ready(slot, self)
             except Exception as error:
                 raise self._failed(error)  # noqa: B904 - it is the same
             payload = None if seed is None and options is None else ([seed], [options])
-            reply = await self._places.ask(place, "reset", Op.RESET_SOME, payload)
-            result = self._result(place, "reset", reply)
-            self._at_beginning(engine.store.row(place.row), engine.info_of(place.row, result, reply.columns))
+            answer = await self._slots.ask(slot, "reset", Op.RESET_SOME, payload)
+            result = self._result(slot, "reset", answer)
+            self._at_beginning(engine.store.row(slot.row), engine.info_of(slot.row, result, answer.columns))
             return self.observation, self.info
 
     async def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -137,10 +137,10 @@ class Episode:
         Raises:
             Exception: What it raised, as itself; the episode goes on.
         """
-        with self._calling("call") as place:
-            one: list[Any] = [self._k(place)]
-            reply = await self._places.ask(place, "call", Op.EXEC, (one, _called, (name, args, kwargs), {}))
-            return self._result(place, "call", reply).results[place.row]
+        with self._calling("call") as slot:
+            one: list[Any] = [self._k(slot)]
+            answer = await self._slots.ask(slot, "call", Op.EXEC, (one, _called, (name, args, kwargs), {}))
+            return self._result(slot, "call", answer).results[slot.row]
 
     async def save(self, *, verify: bool = True) -> Snapshot:
         """The state of the environment; see :meth:`vecenv.AsyncVectorEnv.save`.
@@ -148,15 +148,15 @@ class Episode:
         Raises:
             NotRestorable: It cannot be saved, or not exactly; the episode goes on.
         """
-        with self._calling("save") as place:
-            engine, row, k = self._places.engine, place.row, [self._k(place)]
-            reply = await self._places.ask(place, "save", Op.SAVE, k)
-            snapshot: Snapshot = self._result(place, "save", reply).results[row]
+        with self._calling("save") as slot:
+            engine, row, k = self._slots.engine, slot.row, [self._k(slot)]
+            answer = await self._slots.ask(slot, "save", Op.SAVE, k)
+            snapshot: Snapshot = self._result(slot, "save", answer).results[row]
             known = snapshot.row
             if known.used:
                 snapshot = snapshot.having(observation=engine.store.row(row))
             if verify and known.kind not in engine.proved:
-                self._result(place, "save", await self._places.ask(place, "save", Op.PROVE, k))
+                self._result(slot, "save", await self._slots.ask(slot, "save", Op.PROVE, k))
                 engine.proved |= {known.kind}
             return snapshot
 
@@ -169,13 +169,13 @@ class Episode:
         Raises:
             SnapshotMismatch: It does not fit; nothing was touched.
         """
-        with self._calling("load") as place:
-            engine, row, k = self._places.engine, place.row, self._k(place)
+        with self._calling("load") as slot:
+            engine, row, k = self._slots.engine, slot.row, self._k(slot)
             (one,) = parse_snapshots(snapshot, [row])
             known = one.row
             saving.require_observation(engine, row, known)
-            self._result(place, "load", await self._places.ask(place, "load", Op.CHECK, [(k, one)]))
-            self._result(place, "load", await self._places.ask(place, "load", Op.LOAD, [k]))
+            self._result(slot, "load", await self._slots.ask(slot, "load", Op.CHECK, [(k, one)]))
+            self._result(slot, "load", await self._slots.ask(slot, "load", Op.LOAD, [k]))
             saving.put_beside(engine, {row: known})
             self._at_beginning(engine.store.row(row), {})
             return self.observation
@@ -183,46 +183,46 @@ class Episode:
     # -- inside -----------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _calling(self, method: str, *, revives: bool = False) -> Iterator[Place]:
+    def _calling(self, method: str, *, revives: bool = False) -> Iterator[Slot]:
         """One call at a time, on an environment that can go on. ``revives``: or one that cannot."""
-        self._places.require_usable(method)
-        place = self._place
-        if place is None:
-            raise ClosedEnvironmentError("Trying to operate on `Episode`, outside of its `async with` block.")
+        self._slots.require_usable(method)
+        slot = self._slot
+        if slot is None:
+            raise ClosedEnvironmentError("Trying to operate on `EpisodeEnv`, outside of its `async with` block.")
         if self._call:
-            raise BusyError(f"another task is in `{self._call}` of this Episode (env {place.row}); `{method}` was refused")
-        if not revives and place.untold is not None:
-            death, place.untold = place.untold, None
+            raise BusyError(f"another task is in `{self._call}` of this EpisodeEnv (env {slot.row}); `{method}` was refused")
+        if not revives and slot.unreported is not None:
+            death, slot.unreported = slot.unreported, None
             raise self._failed(death.error())
-        if not revives and place.lost:
-            raise EnvFailed(f"env {place.row} failed earlier and has to be rebuilt by reset() first: {place.lost}")
+        if not revives and slot.lost:
+            raise EnvFailed(f"env {slot.row} failed earlier and has to be rebuilt by reset() first: {slot.lost}")
         self._call = method
         try:
-            yield place
+            yield slot
         finally:
             self._call = ""
 
-    def _result(self, place: Place, command: str, reply: Reply) -> Result:
+    def _result(self, slot: Slot, command: str, answer: RowAnswer) -> Result:
         """What the environment said.
 
         Raises:
             Exception: It failed. In a step or a reset that is the end of the episode.
         """
-        if reply.error is not None or reply.result is None:
-            assert reply.error is not None
-            raise self._failed(reply.error)
-        result = reply.result
+        if answer.error is not None or answer.result is None:
+            assert answer.error is not None
+            raise self._failed(answer.error)
+        result = answer.result
         for death in result.deaths:
-            place.lost, place.untold = place.lost or death.text.partition("\n")[0], None
+            slot.lost, slot.unreported = slot.lost or death.text.partition("\n")[0], None
             raise self._failed(death.error())
         for failure, worker in result.failures:
-            ledger = self._places.engine.ledger
+            ledger = self._slots.engine.ledger
             error, record = ledger.exception(failure, worker, command)
             ledger.errors.append(record)
             if failure.fatal:
-                place.lost = summary(error)
+                slot.lost = summary(error)
             if command in ("step", "reset"):
-                text = f"env {place.row}, {worker.label}, during {command}: {summary(error)}"
+                text = f"env {slot.row}, {worker.label}, during {command}: {summary(error)}"
                 raise self._failed(EnvFailed(text)) from error
             raise error
         return result
@@ -235,9 +235,9 @@ class Episode:
         self.observation, self.info, self.terminated, self.truncated = observation, info, False, False
 
     @staticmethod
-    def _k(place: Place) -> int:
+    def _k(slot: Slot) -> int:
         """Which one of its worker's environments it is."""
-        return place.row - place.process.worker.rows[0]
+        return slot.row - slot.group.worker.rows[0]
 
 
 def _called(env: Any, name: str, args: Any, kwargs: Any) -> Any:

@@ -14,8 +14,8 @@ from gymnasium import Env, Space
 from gymnasium.vector import AutoresetMode
 
 from vecenv.aio.engine import PoolEnvs
-from vecenv.aio.episode import Episode
-from vecenv.aio.places import Places
+from vecenv.aio.episode import EpisodeEnv
+from vecenv.aio.slots import Slots
 from vecenv.engine.recovery import RestartBudget
 from vecenv.errors import ErrorRecord, VecEnvError
 from vecenv.evaluating.episodes import Attempt, EpisodeResult, EpisodeResults, Episodes, Listed, listed
@@ -44,10 +44,10 @@ class Pool:
         step_timeout: Seconds until a step or a reset is taken to hang: its worker is killed. Where a worker has several
             environments, the time that one waits for the others counts.
         cancel_timeout: Seconds that a call whose task was cancelled may still take; then its worker is killed.
-        on_failure: ``"raise"``: a worker that died is started anew with the next episode in one of its places;
+        on_failure: ``"raise"``: a worker that died is started anew with the next episode in one of its slots;
             ``"restart"``: at once, within a budget.
         restart_limit: At most this many restarts of all workers within ``restart_period`` seconds. ``None``: each has 5 in
-            that time, and one more for every 1,000 steps. A worker that needs more is given up, with its places.
+            that time, and one more for every 1,000 steps. A worker that needs more is given up, with its slots.
         restart_period: Seconds.
         start_timeout: Seconds that a worker has to build its environments.
         context, daemon, threads_per_worker, worker_env, generators, dummy_env, shared_memory: As of
@@ -99,7 +99,7 @@ class Pool:
         engine = self._engine = self._envs.engine
         budget = RestartBudget(restart_limit, restart_period, lambda: engine.pending.steps / size)
         restarts = budget if on_failure == "restart" else None
-        self._places = Places(engine, *limits, engine.policy.start_timeout, restarts, one_by_one=env_threads == 1)
+        self._slots = Slots(engine, *limits, engine.policy.start_timeout, restarts, one_by_one=env_threads == 1)
         self._closing: Future[None] | None = None
 
     # -- what can be looked at ----------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class Pool:
     @property
     def closed(self) -> bool:
         """It was closed, or is being closed."""
-        return self._places.closed
+        return self._slots.closed
 
     @property
     def errors(self) -> deque[ErrorRecord]:
@@ -119,20 +119,20 @@ class Pool:
         return self._envs.stats()
 
     def __repr__(self) -> str:
-        places = self._places
-        if places.closed:
+        slots = self._slots
+        if slots.closed:
             return f"Pool(size={self.size}, closed)"
         restarts = f", restarted={self._engine.restarts}" if self._engine.restarts else ""
-        lost = sum(len(process.places) for process in places.processes.values() if process.given_up is not None)
+        lost = sum(len(group.slots) for group in slots.groups.values() if group.given_up is not None)
         return (
-            f"Pool(size={self.size}, workers={len(places.processes)}, episodes={places.taken()}, free={len(places.free)}, "
-            f"waiting={len(places.waiters)}{restarts}{f', given_up={lost}' if lost else ''})"
+            f"Pool(size={self.size}, workers={len(slots.groups)}, episodes={slots.taken()}, free={len(slots.free)}, "
+            f"waiting={len(slots.waiters)}{restarts}{f', given_up={lost}' if lost else ''})"
         )
 
     # -- beginning and end ----------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Pool:
-        self._places.enter()
+        self._slots.enter()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -151,11 +151,11 @@ class Pool:
         Raises:
             ForkedError, LoopError: In a forked child, or in another event loop than its own.
         """
-        seconds, places = seconds_of(timeout), self._places
-        if not places.closed:
-            places.require_usable("close", entered=False)
-            seconds = _LITTLE_PATIENCE if places.busy and seconds is None else seconds
-            places.close()
+        seconds, slots = seconds_of(timeout), self._slots
+        if not slots.closed:
+            slots.require_usable("close", entered=False)
+            seconds = _LITTLE_PATIENCE if slots.busy and seconds is None else seconds
+            slots.close()
             end = partial(self._envs.close, timeout=seconds)
             try:
                 self._closing = asyncio.get_running_loop().run_in_executor(None, end)
@@ -167,18 +167,18 @@ class Pool:
                 await asyncio.shield(self._closing)
             except asyncio.CancelledError as error:
                 cancelled = error
-                for process in places.processes.values():
-                    process.worker.signal(signal.SIGKILL)
+                for group in slots.groups.values():
+                    group.worker.signal(signal.SIGKILL)
         if cancelled is not None:
             raise cancelled
 
     # -- episodes -------------------------------------------------------------------------------------------------------
 
-    def episode(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> Episode:
+    def episode(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> EpisodeEnv:
         """An episode, to be entered: ``async with pool.episode(seed=7) as env``.
 
-        Entering waits for a place, in the order in which it was asked for one, and resets the environment. Leaving gives the
-        place back, whatever happened.
+        Entering waits for a slot, in the order in which it was asked for one, and resets the environment. Leaving gives the
+        slot back, whatever happened.
 
         Args:
             seed, options: Of the reset.
@@ -188,8 +188,8 @@ class Pool:
             RestartsExhausted: On entering: all workers were given up.
             ClosedEnvironmentError, LoopError, ForkedError: The pool cannot be used here.
         """
-        self._places.require_usable("episode")
-        return Episode(self._places, seed, options)
+        self._slots.require_usable("episode")
+        return EpisodeEnv(self._slots, seed, options)
 
     async def evaluate(
         self,
@@ -200,7 +200,7 @@ class Pool:
         retries: int = 1,
         on_episode: Callable[[EpisodeResult], object] | None = None,
     ) -> EpisodeResults:
-        """Run each episode of a list exactly once, as many at a time as there are places.
+        """Run each episode of a list exactly once, as many at a time as there are slots.
 
         Args:
             policy: ``await policy(observation)`` gives an action.
@@ -212,7 +212,7 @@ class Pool:
         Raises:
             Exception: What the policy or ``on_episode`` raises; the other episodes are cancelled.
         """
-        self._places.require_usable("evaluate")
+        self._slots.require_usable("evaluate")
         wanted, base = listed(episodes, seed)
         todo = Episodes(wanted, base, retries)
         left = iter(range(len(wanted)))

@@ -14,17 +14,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from vecenv.aio.engine import PoolEngine, Question
+from vecenv.aio.engine import PoolEngine, RowRequest
 from vecenv.engine.handles import ProcessWorker
 from vecenv.engine.pending import Worker
 from vecenv.link.channel import ChannelClosed
 
-__all__ = ["Workers"]
+__all__ = ["WorkerWatch"]
 
-_ASKS_EVERY: Final = 0.5  # seconds between two questions whether a worker has ended, on systems that do not tell
+_LOOKS_EVERY: Final = 0.5  # seconds between two looks whether a worker has ended, on systems that do not tell
 
 
-class Workers:
+class WorkerWatch:
     """Watches, kills and starts worker processes.
 
     Args:
@@ -49,12 +49,12 @@ class Workers:
         self._watched: dict[ProcessWorker, tuple[int, int]] = {}
         self._starting: dict[ProcessWorker, TimerHandle | None] = {}
         self._crowded: dict[ProcessWorker, int] = {}  # whose pipe was full -> the descriptor
-        self._asking: TimerHandle | None = None
+        self._looking: TimerHandle | None = None
         engine.on_death = self._died
         for worker in engine.pool.processes:
             self._watch(worker)
         if any(worker.watch.asks for worker in engine.pool.processes):
-            self._ask()
+            self._look()
 
     # -- watching ---------------------------------------------------------------------------------------------------
 
@@ -76,8 +76,8 @@ class Workers:
         self._engine.on_death = None
         for worker in list(self._watched):
             self._unwatch(worker)
-        if self._asking is not None:
-            self._asking.cancel()
+        if self._looking is not None:
+            self._looking.cancel()
 
     def _heard(self, worker: ProcessWorker) -> None:
         """There is something to read, or the other end is closed."""
@@ -99,20 +99,20 @@ class Workers:
             self._unwatch(worker)
             self._on_death(worker)
 
-    def _ask(self) -> None:
+    def _look(self) -> None:
         """Where no descriptor tells that a process has ended, because a helper of its own may hold that open."""
         for worker in list(self._watched):
             if worker.watch.has_ended():
                 self._ended(worker)
-        self._asking = self._loop.call_later(_ASKS_EVERY, self._ask)
+        self._looking = self._loop.call_later(_LOOKS_EVERY, self._look)
 
     # -- asking -----------------------------------------------------------------------------------------------------
 
-    def send(self, question: Question) -> None:
-        """Ask. From here on the question is in the table, and will be answered."""
+    def send(self, request: RowRequest) -> None:
+        """Ask. From here on the request is in the table, and will be answered."""
         sender = self._engine.pool.sender
-        self._engine.enter(question)
-        if sender.behind or not question.worker.send(question.part):
+        self._engine.enter(request)
+        if sender.behind or not request.worker.send(request.part):
             sender.behind = True
             self._pump()
 
@@ -120,9 +120,9 @@ class Workers:
         """Send what is left, as far as pipes take it, and watch those that are full."""
         self._engine.pool.sender.pump()
         full = {
-            question.worker: question.worker.channel.out
-            for question in self._engine.requests.values()
-            if isinstance(question, Question) and not question.part.sent and question.worker.death is None
+            request.worker: request.worker.channel.out
+            for request in self._engine.requests.values()
+            if isinstance(request, RowRequest) and not request.part.sent and request.worker.death is None
         }
         for worker in self._crowded.keys() - full.keys():
             self._loop.remove_writer(self._crowded.pop(worker))

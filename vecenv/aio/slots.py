@@ -305,13 +305,15 @@ class Slots:
         assert self._loop is not None
         if slot.request is not request or self.closed or self.cancel_timeout is None or self._loop.is_closed():
             return
-        slot.patience = self._loop.call_later(self.cancel_timeout, self._out_of_patience, slot, request)
+        begun = not self._one_by_one or self.engine.oldest_of(request.worker) is request
+        slot.patience = self._loop.call_later(self.cancel_timeout, self._out_of_patience, slot, request, begun)
 
-    def _out_of_patience(self, slot: Slot, request: RowRequest) -> None:
+    def _out_of_patience(self, slot: Slot, request: RowRequest, begun: bool) -> None:
+        """``begun``: the worker was busy with this, and not with others before it, all that time."""
         slot.patience = None
         if slot.request is not request:
             return
-        if self._one_by_one and self.engine.oldest_of(request.worker) is not request:  # it has not begun
+        if not begun:
             self.abandon(slot, request)
         else:
             slot.group.killed_by_cancel = True

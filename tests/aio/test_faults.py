@@ -34,7 +34,7 @@ def died(error: BaseException) -> bool:
 
 
 @pytest.mark.parametrize("size", [6, MANY])
-@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+@pytest.mark.parametrize("on_failure", ["restart", pytest.param("raise", marks=pytest.mark.long)])
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("workers", ["each", "two", "threads"])
 def test_one_fault_ends_one_episode(fault: str, workers: str, on_failure: Any, size: int) -> None:
@@ -93,6 +93,21 @@ def test_one_fault_ends_one_episode(fault: str, workers: str, on_failure: Any, s
         await step
 
     run(main(), seconds=100)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+def test_the_other_start_methods(context: Any, on_failure: Any) -> None:
+    async def main() -> None:
+        async with Pool(Words, 4, num_workers=2, context=context, on_failure=on_failure) as pool:
+            for fault in ("kill", "raise it", "abort"):
+                async with pool.episode() as env:
+                    with pytest.raises((WorkerDied, EnvFailed)):
+                        await env.step(fault)
+            await whole(pool)
+
+    run(main(), seconds=200)
 
 
 def test_what_is_said_of_each_failure() -> None:

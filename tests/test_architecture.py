@@ -14,7 +14,7 @@ PAGE = PACKAGE.parent / "docs" / "architecture.md"
 
 FLOORS = (
     ("vecenv", "__main__"), ("tools",), ("adapters", "torch"), ("make", "patching", "registry"), ("wrappers",),
-    ("evaluating",), ("multi_agent",),
+    ("aio",), ("evaluating",), ("multi_agent",),
     ("backends",), ("jax.rollouts",), ("jax.bridging", "jax.host", "jax.host_call"), ("jax",), ("engine",),
     ("planning",), ("worker",),
     ("link",), ("testing",), ("state",), ("front",), ("shm",), ("system",), ("errors", "trajectories", "_version"),

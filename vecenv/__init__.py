@@ -13,6 +13,7 @@ from vecenv._version import __version__
 
 if TYPE_CHECKING:
     from vecenv import adapters as adapters
+    from vecenv import aio as aio
     from vecenv import backends as backends
     from vecenv import errors as errors
     from vecenv import state as state
@@ -48,6 +49,7 @@ _LAZY: dict[str, str] = {
     "MultiAgentVecEnv": "vecenv.multi_agent:MultiAgentVecEnv",
     "Plan": "vecenv.planning.plan:Plan",
     "adapters": "vecenv.adapters:",
+    "aio": "vecenv.aio:",
     "errors": "vecenv.errors:",
     "evaluate": "vecenv.evaluating.evaluate:evaluate",
     "install": "vecenv.patching:install",

@@ -24,6 +24,7 @@ __all__ = [
     "ErrorRecord",
     "ForkedError",
     "HostDied",
+    "LoopError",
     "NotRestorable",
     "ObservationError",
     "RemoteTraceback",
@@ -126,6 +127,10 @@ class BusyError(VecEnvError, RuntimeError):
 
 class ForkedError(VecEnvError, RuntimeError):
     """A vector environment was used in a process forked from the one that owns its workers."""
+
+
+class LoopError(VecEnvError, RuntimeError):
+    """A :class:`vecenv.aio.Pool` was used in another event loop than that which entered it, or before it was entered."""
 
 
 class StaleStateError(VecEnvError, RuntimeError):

@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import time
+from collections.abc import Generator
 from copy import deepcopy
 from typing import Any, Final, Literal
 
@@ -189,6 +190,7 @@ class ProcessWorker:
         self.starting = True
         self.paid = False  # its death is in the budget of restarts
         self.asked_to_close = False
+        self.ended_for = ""  # why the caller has killed it
         self._table = table
         self.watch = ProcessWatch(process, held)
         self._poll = select.poll()
@@ -269,7 +271,7 @@ class ProcessWorker:
             stack = innermost(self.black_box.read()) if (self.exitcode or 0) < 0 else ""
             where = f"worker {self.index} (pid {self.pid}, {envs_text(self.rows)})"
             doing = {"idle": "while idle", "start": "during its start"}.get(command, f"during {command}")
-            text = f"{where} died {doing}: {reason or describe_exit(self.exitcode)}"
+            text = f"{where} died {doing}: {reason or self.ended_for or describe_exit(self.exitcode)}"
             if stack:
                 text += f"\nits last Python stack:\n{stack}"
             end_group([self.pid])
@@ -280,20 +282,29 @@ class ProcessWorker:
 
     def stack(self) -> str:
         """The Python stack of a worker that is late, from its black box; empty if it cannot be had. Does it no harm."""
+        looking = self.looking_for_stack()
+        while True:
+            try:
+                time.sleep(next(looking))
+            except StopIteration as found:
+                return found.value  # type: ignore[no-any-return]
+
+    def looking_for_stack(self) -> Generator[float, None, str]:
+        """As :meth:`stack`, for a caller that has its own way to sleep: yields the seconds until it is to look again."""
         stack = ""
         for number in STACK_SIGNALS:
             if not stack and not self.is_stopped() and catches(self.pid, number):
-                stack = self._stack_on(number)
+                stack = yield from self._stack_on(number)
         self.black_box.clear()
         return innermost(stack)
 
-    def _stack_on(self, number: int) -> str:
+    def _stack_on(self, number: int) -> Generator[float, None, str]:
         """What the worker writes when it gets this signal. Empty: its main thread is in C code, or had no core to run on."""
         self.black_box.expect()
         stack, asked, ran = "", time.monotonic(), self._seconds_run()
         self.signal(number)
         while (waited := time.monotonic() - asked) < _LAST_WORD and not reaches_down(stack):
-            time.sleep(0.002)
+            yield 0.002
             stack = self.black_box.read()
             if not stack and waited > _FIRST_WORD and (self._state() != "R" or self._seconds_run() - ran > _OWN_TIME):
                 break

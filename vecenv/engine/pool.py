@@ -260,13 +260,9 @@ class WorkerPool:
 
         Until the new one is there the dead one keeps its place, so that the next call tries again.
         """
-        worker.release()
-        self._resources.forget_process(worker.process)
-        end_marked([worker.token])
         started: list[ProcessWorker] = []
         try:
-            with clear_mpi_env_vars():
-                launch(self._resources, worker.index, worker.rows, self._env_fns[worker.index], 1, started)
+            self.launch_again(worker, started)
             ready = await_ready(started[0], deadline_of(self._options.start_timeout), self._options)
             self.set_workers([started[0] if other is worker else other for other in self.all_workers()])
         except BaseException:
@@ -279,6 +275,14 @@ class WorkerPool:
             raise
         self.replaced += 1
         return ready
+
+    def launch_again(self, worker: ProcessWorker, into: list[ProcessWorker]) -> None:
+        """Start a new process for the rows of a dead one, and add it to ``into``, without waiting for it."""
+        worker.release()
+        self._resources.forget_process(worker.process)
+        end_marked([worker.token])
+        with clear_mpi_env_vars():
+            launch(self._resources, worker.index, worker.rows, self._env_fns[worker.index], 1, into)
 
     # -- copies of workers (:mod:`vecenv.engine.frozen`) ------------------------------------------------------------
 

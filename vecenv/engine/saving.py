@@ -22,7 +22,7 @@ from vecenv.state.codecs import Codec, how_of
 from vecenv.state.snapshots import FORMAT, Kind, Row, Snapshot, Snapshots, StateDict, parse_snapshots
 from vecenv.system.uninterrupted import succeeds_when_repeated
 
-__all__ = ["load", "load_state_dict", "put_beside", "save", "state_dict"]
+__all__ = ["load", "load_state_dict", "put_beside", "require_observation", "save", "state_dict"]
 
 
 def save(engine: Calls, rows: list[int], verify: bool) -> Any:
@@ -114,14 +114,7 @@ def _ask_load(engine: Calls, rows: list[int], each: list[Snapshot], extras: Call
     of_row = dict(zip(rows, each, strict=True))
     known = {row: snapshot.row for row, snapshot in of_row.items()}
     for row, one in known.items():
-        if one.used:
-            try:
-                engine.store.require(one.observation)
-            except Exception as error:
-                if succeeds_when_repeated(partial(engine.store.require, one.observation)):
-                    raise
-                text = f"it is of {one.kind.env_id}, and its observation is none of this environment: {error}"
-                raise SnapshotMismatch(f"env {row}: the snapshot does not fit: {text}") from error
+        require_observation(engine, row, one)
 
     def payload(worker: Worker) -> Any:
         first = worker.rows[0]
@@ -134,6 +127,23 @@ def _ask_load(engine: Calls, rows: list[int], each: list[Snapshot], extras: Call
         return engine.answer_by(deadline, timeout)
 
     engine.ask_call(Op.CHECK, payload, "load", sequel=fits)
+
+
+def require_observation(engine: Calls, row: int, one: Row) -> None:
+    """Refuse a snapshot whose last observation no row of this engine can have.
+
+    Raises:
+        SnapshotMismatch: It cannot.
+    """
+    if not one.used:
+        return
+    try:
+        engine.store.require(one.observation)
+    except Exception as error:
+        if succeeds_when_repeated(partial(engine.store.require, one.observation)):
+            raise
+        text = f"it is of {one.kind.env_id}, and its observation is none of this environment: {error}"
+        raise SnapshotMismatch(f"env {row}: the snapshot does not fit: {text}") from error
 
 
 def _in_place(engine: Calls, known: dict[int, Row], extras: Callable[[], None], *_: Any) -> Any:

@@ -156,6 +156,11 @@ class Episodes:
     failures: dict[int, int] = field(default_factory=dict)
     begun: dict[int, int] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        retries = self.retries
+        if isinstance(retries, bool) or not isinstance(retries, (int, np.integer)) or retries < 0:
+            raise ValueError(f"retries must be an integer from 0 on, got {retries!r}")
+
     def seed(self, index: int) -> int:
         """Of the reset of an episode."""
         seed = self.episodes[index].seed

@@ -99,11 +99,9 @@ def evaluate(
     if not isinstance(envs, VectorEnv):
         raise _no_vector_env(envs, policy)
     wanted, base = listed(episodes, seed)
-    if isinstance(retries, bool) or not isinstance(retries, (int, np.integer)) or retries < 0:
-        raise ValueError(f"retries must be an integer from 0 on, got {retries!r}")
+    todo = Episodes(wanted, base, retries)
     if on_episode is not None and not callable(on_episode):
         raise TypeError(f"on_episode must be callable, got {on_episode!r}")
-    todo = Episodes(wanted, base, int(retries))
     filmed = _filmed(frames, len(wanted))
     act = Acting(
         policy, envs.num_envs, envs.single_observation_space, envs.single_action_space, arrays=arrays, device=device,

@@ -360,6 +360,7 @@ def _run(lifeline: Descriptor, token: int, variables: Variables, target: Callabl
             os.environ[name] = value
     with contextlib.suppress(OSError):
         os.setsid()  # keeps a terminal's Ctrl-C out, and makes the environments' own helpers one group with us
+    signal.set_wakeup_fd(-1)  # a forked one has that of the caller's event loop, which our signals are not for
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -27,8 +27,10 @@ __all__ = ["SnapshotRows"]
 class SnapshotRows(EnvRows):
     """Environments that are stepped and reset (:class:`~vecenv.worker.rows.EnvRows`), saved and loaded."""
 
-    _opened: dict[int, tuple[Callable[[], None], Snapshot]] | None = None
-    """Of the rows that are about to be loaded: what fills them, and with what."""
+    def __init__(self, *rows: Any, **how: Any) -> None:
+        super().__init__(*rows, **how)
+        self._opened: dict[int, tuple[Callable[[], None], Snapshot]] = {}
+        """Of the rows that are about to be loaded: what fills them, and with what."""
 
     def follow(self, before: SnapshotRows) -> None:
         """Take over the environment of rows that have one, in this process."""
@@ -79,12 +81,9 @@ class SnapshotRows(EnvRows):
     def check(self, seq: int, snapshots: Sequence[tuple[int, Snapshot]]) -> Outcome:
         """Read the snapshots that rows are to be filled with, and refuse those that do not fit. Rows stay as they are."""
         given = dict(snapshots)
-        if seq != self._seq or self._opened is None:
-            self._opened = {}
-        opened_ones = self._opened
 
         def one(k: int) -> None:
-            opened_ones[k] = self._fitting(k, given[k]), given[k]
+            self._opened[k] = self._fitting(k, given[k]), given[k]
 
         return self._again(seq, list(given), one)
 
@@ -92,7 +91,6 @@ class SnapshotRows(EnvRows):
         """Fill the rows with what was checked."""
 
         def one(k: int) -> None:
-            assert self._opened is not None
             fill, snapshot = self._opened[k]
             known = snapshot.row
             self._fill(k, fill, known)
@@ -101,7 +99,8 @@ class SnapshotRows(EnvRows):
 
         out = self._again(seq, ks, one, fatal=True)
         if not self._interrupts:  # in the calling process it may be asked for again, and is kept until the next check
-            self._opened = None
+            for k in ks:
+                self._opened.pop(k, None)
         return out
 
     def _fitting(self, k: int, snapshot: Snapshot) -> Callable[[], None]:

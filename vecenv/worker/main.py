@@ -40,7 +40,7 @@ from vecenv.system.supervision import BlackBox, flush_output
 from vecenv.worker.ahead import SpareRows
 from vecenv.worker.envs import Expected
 from vecenv.worker.keeping import SnapshotRows
-from vecenv.worker.threads import ThreadedRows
+from vecenv.worker.threads import OverlappingRows, ThreadedRows
 
 __all__ = ["Ready", "Start", "WorkerPlan", "answer", "main", "make_rows"]
 
@@ -61,6 +61,7 @@ class WorkerPlan:
         strict: An observation that loses finite numbers in the cast to its space is an error and not a warning.
         ragged: Info values of one key that do not go together become an object array.
         env_threads: That many environments of a worker are run at the same time.
+        overlaps: With ``env_threads``: each message is about one row, and is answered when that is done.
         generators: What environments draw from by ``random``, ``numpy.random`` and torch: ``"shared"`` or ``"own"``.
         ahead: Each worker has one environment, which may begin episodes ahead of time, of any row.
     """
@@ -73,6 +74,7 @@ class WorkerPlan:
     strict: bool = False
     ragged: bool = False
     env_threads: int = 1
+    overlaps: bool = False
     ahead: bool = False
     generators: GeneratorsOption = "shared"
 
@@ -142,7 +144,8 @@ def make_rows(
         def put(k: int, observation: Any) -> Any:
             return observation
 
-    kind = SnapshotRows if plan.env_threads == 1 or interrupts else partial(ThreadedRows, plan.env_threads)
+    threaded = OverlappingRows if plan.overlaps else ThreadedRows
+    kind = SnapshotRows if plan.env_threads == 1 or interrupts else partial(threaded, plan.env_threads)
     if plan.ahead:
         kind = SpareRows
     rows = kind(
@@ -310,12 +313,7 @@ def serve(
                 send(plain, seq)
                 continue
         elif op == Op.CLOSE:
-            outcome = rows.close()
-            if left := left_behind():
-                outcome.warnings.append(("left", f"after close() environments {rows.span} left running: {left}"))
-            with contextlib.suppress(ChannelClosed):
-                channel.send(Reply.FULL, seq, encode_outcome(outcome))
-            return not outcome.failures
+            return close_rows(channel, rows, seq)
         elif op == Op.TAKE:
             rows = take(rows, *pickle.loads(payload or b""))
             step, actions = rows.step, rows.actions
@@ -326,10 +324,47 @@ def serve(
             outcome = answer(rows, op, seq, _loader(payload))
         if os.getpid() != pid:  # a child that an environment forked has come back from step(): it is not the worker
             os._exit(0)
-        if outcome.is_plain():
-            channel.send(Reply.COLUMNS if outcome.columns else Reply.PLAIN, seq)
-        else:
-            channel.send(Reply.FULL, seq, encode_outcome(outcome))
+        say(channel, seq, outcome)
+
+
+def serve_overlapping(channel: WorkerEnd, rows: OverlappingRows, patience: SpinPolicy) -> bool:
+    """As :func:`serve`, but a message begins while others are in work, and is answered when its own environment is done."""
+
+    def carry_out(op: int, seq: int, payload: Any) -> None:
+        try:
+            rows.run(op, seq, payload)
+            with rows.turn:
+                say(channel, seq, answer(rows, op, seq, lambda: payload))
+        except ChannelClosed:  # the main thread sees that too
+            pass
+        except BaseException:  # without an answer the caller would wait for ever
+            traceback.print_exc()
+            flush_output()
+            os._exit(1)
+
+    while True:
+        op, seq, payload = channel.wait(patience)
+        if op == Op.CLOSE:
+            return close_rows(channel, rows, seq)
+        rows.submit(carry_out, op, seq, _loader(payload)())
+
+
+def say(channel: WorkerEnd, seq: int, outcome: Outcome) -> None:
+    """Answer a message."""
+    if outcome.is_plain():
+        channel.send(Reply.COLUMNS if outcome.columns else Reply.PLAIN, seq)
+    else:
+        channel.send(Reply.FULL, seq, encode_outcome(outcome))
+
+
+def close_rows(channel: WorkerEnd, rows: SnapshotRows, seq: int) -> bool:
+    """Close the environments, and say so; true if each closed cleanly."""
+    outcome = rows.close()
+    if left := left_behind():
+        outcome.warnings.append(("left", f"after close() environments {rows.span} left running: {left}"))
+    with contextlib.suppress(ChannelClosed):
+        channel.send(Reply.FULL, seq, encode_outcome(outcome))
+    return not outcome.failures
 
 
 def left_behind() -> str:
@@ -387,10 +422,13 @@ def _live(
         if rows is not None:
             batch = start.plan.layout.view(start.arena.buffer)
             patience = SpinPolicy(start.placement.spin, batch.no_spin_until, start.placement.cpus)
-            clean = serve(
-                channel, rows, patience, lambda now, *sent: take_place(now, start.plan, batch, *sent),
-                lambda now, plan: freeze(now, start, channel, uncopied, plan),
-            )  # fmt: skip
+            if isinstance(rows, OverlappingRows):
+                clean = serve_overlapping(channel, rows, patience)
+            else:
+                clean = serve(
+                    channel, rows, patience, lambda now, *sent: take_place(now, start.plan, batch, *sent),
+                    lambda now, plan: freeze(now, start, channel, uncopied, plan),
+                )  # fmt: skip
     except ChannelClosed:  # the caller closed or died; no process is left to report to
         clean = abandoned = True
         if rows is not None:

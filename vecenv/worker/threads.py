@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from threading import Lock
 from typing import Any
 
 from gymnasium.vector import AutoresetMode
 
-from vecenv.link.messages import Outcome
+from vecenv.link.messages import Op, Outcome
 from vecenv.worker.keeping import SnapshotRows
 from vecenv.worker.rows import clock
 
-__all__ = ["Said", "ThreadedRows"]
+__all__ = ["OverlappingRows", "Said", "ThreadedRows"]
 
 
 class Said:
@@ -113,3 +114,64 @@ class ThreadedRows(SnapshotRows):
         out = super().close()
         self._pool.shutdown()
         return out
+
+
+class OverlappingRows(ThreadedRows):
+    """Rows that are stepped, reset and called each by a message of its own, at the same time as others.
+
+    :meth:`run` runs the environment, in whatever thread it is called. What comes after, between taking :attr:`turn` and
+    giving it back, is that of :class:`SnapshotRows`, for one message at a time. No message is about a row whose last one is
+    not answered.
+
+    Attributes:
+        turn: Held while a message is carried out, apart from what its environment does.
+    """
+
+    def __init__(self, env_threads: int, *rows: Any, **how: Any) -> None:
+        super().__init__(env_threads, *rows, **how)
+        self.turn = Lock()
+
+    def submit(self, function: Callable[..., None], *args: Any) -> None:
+        """Call a function in a thread, as soon as one of them is free."""
+        self._pool.submit(function, *args)
+
+    def run(self, op: int, seq: int, payload: Any) -> None:
+        """Run the environment that a message is about; what it says is kept for the turn."""
+        if op == Op.STEP_SOME:
+            (k,), (action,) = self.chosen(seq), payload
+            self._begun[k] = Said(lambda: self._steps[k](action))
+        elif op == Op.RESET_SOME:
+            (k,), ((seed,), options) = self.chosen(seq), payload or ((None,), None)
+            own = options[0] if isinstance(options, list) else options
+            self._begun[k] = Said(lambda: SnapshotRows._reset(self, k, seed, own))
+        elif op == Op.EXEC:
+            (k,), function, args, kwargs = payload
+            self._begun[k] = Said(lambda: function(self._env(k), *args, **kwargs))
+        self.leave_if_forked()
+
+    def step(self, seq: int, ks: list[int] | None, actions: Sequence[Any]) -> Outcome:
+        assert ks is not None
+        (k,) = ks
+        step, said = self._steps[k], self._begun.pop(k)
+        self._steps[k] = said
+        out = SnapshotRows.step(self, seq, ks, actions)
+        if self._steps[k] is said:  # it has not failed
+            self._steps[k] = step
+        self._times.add(said.seconds, [(k, said.seconds)])
+        return out
+
+    def reset(
+        self, seq: int, ks: list[int] | None, seeds: Sequence[Any], options: Any, *, pending: bool = False
+    ) -> Outcome:
+        return SnapshotRows.reset(self, seq, ks, seeds, options, pending=pending)
+
+    def _reset(self, k: int, seed: Any, options: Any) -> tuple[Any, Any]:
+        answer: tuple[Any, Any] = self._begun.pop(k)()
+        return answer
+
+    def execute(self, seq: int, ks: Sequence[int], *function: Any) -> Outcome:
+        return self._each(seq, ks, lambda k: self._begun.pop(k)())
+
+    def close(self) -> Outcome:
+        self._pool.shutdown()
+        return SnapshotRows.close(self)

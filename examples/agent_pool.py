@@ -1,0 +1,131 @@
+"""An agent that plays text games: many episodes at the same time, each a coroutine, and a policy that one waits for.
+
+    pip install -e '.[examples]'
+    python examples/agent_pool.py
+    python examples/agent_pool.py --episodes 2000 --size 64 --workers 4
+
+The game is to guess a number. The policy stands for a language model behind a service: it reads text, answers with text, and
+takes its time, each call another. While it thinks about one game, the other games go on. A game that fails is begun again,
+and the others never notice: ``--crash 0.01`` lets one guess in a hundred kill its worker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import re
+import signal
+import statistics
+import time
+from typing import Any
+
+import gymnasium as gym
+from gymnasium import spaces
+from rich.progress import Progress
+
+from vecenv.aio import Pool
+from vecenv.errors import EnvFailed, StepTimeout, WorkerDied
+
+HIGHEST = 1000
+
+
+class Guess(gym.Env[str, str]):
+    """Guess a number from 1 to 1000: each guess costs 1, and the right one gives 20.
+
+    Args:
+        seconds: How long the game takes for an answer.
+        crash: How probable it is that a guess kills the process, as a broken game does.
+    """
+
+    def __init__(self, seconds: float = 0.01, crash: float = 0.0) -> None:
+        self.observation_space = spaces.Text(200)
+        self.action_space = spaces.Text(20)
+        self._seconds, self._crash = seconds, crash
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._number = int(self.np_random.integers(1, HIGHEST + 1))
+        self._low, self._high = 1, HIGHEST
+        return self._text("Guess my number."), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        time.sleep(self._seconds)
+        if random.SystemRandom().random() < self._crash:  # of the system: begun again, the game has another fate
+            os.kill(os.getpid(), signal.SIGKILL)
+        guess = int(action)
+        if guess == self._number:
+            return "That is it!", 20.0, True, False, {}
+        if guess < self._number:
+            self._low = max(self._low, guess + 1)
+            return self._text(f"{guess} is too low."), -1.0, False, False, {}
+        self._high = min(self._high, guess - 1)
+        return self._text(f"{guess} is too high."), -1.0, False, False, {}
+
+    def _text(self, said: str) -> str:
+        return f"{said} It lies between {self._low} and {self._high}."
+
+
+async def policy(observation: str) -> str:
+    """Guesses about in the middle; takes 1 to 30 ms."""
+    await asyncio.sleep(random.uniform(0.001, 0.03))
+    low, high = map(int, re.findall(r"between (\d+) and (\d+)", observation)[0])
+    return str(round(random.triangular(low, high)))
+
+
+async def play(pool: Pool, seed: int) -> float:
+    """One game, begun again until it comes to an end: its return."""
+    while True:
+        try:
+            async with pool.episode(seed=seed) as env:
+                total = 0.0
+                while not env.over:
+                    action = await policy(env.observation)
+                    _, reward, *_ = await env.step(action)
+                    total += reward
+                return total
+        except (WorkerDied, StepTimeout, EnvFailed):
+            continue
+
+
+async def play_all(args: argparse.Namespace) -> list[float]:
+    """All games, as many at the same time as there are environments."""
+    pool = Pool(
+        lambda: Guess(args.game_seconds, args.crash), args.size, args.workers, env_threads=8, step_timeout=10.0,
+        on_failure="restart", restart_limit=args.episodes,
+    )  # fmt: skip
+    async with pool:
+        with Progress() as progress:
+            bar = progress.add_task("games", total=args.episodes)
+
+            async def one(seed: int) -> float:
+                total = await play(pool, seed)
+                progress.advance(bar)
+                return total
+
+            returns = await asyncio.gather(*map(one, range(args.episodes)))
+        print(f"{pool.stats()['steps']:.0f} guesses; workers started anew: {pool.stats()['restarts']:.0f}")
+    return returns
+
+
+def main() -> None:
+    """Play, and print what came of it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="python examples/agent_pool.py"
+    )
+    parser.add_argument("--episodes", type=int, default=500, help="games (default: 500)")
+    parser.add_argument("--size", type=int, default=64, help="games at the same time (default: 64)")
+    parser.add_argument("--workers", type=int, default=4, help="processes (default: 4)")
+    parser.add_argument("--game-seconds", type=float, default=0.01, help="what a game takes for an answer (default: 0.01)")
+    parser.add_argument("--crash", type=float, default=0.0, help="how probably a guess kills its worker (default: 0)")
+    args = parser.parse_args()
+    began = time.perf_counter()
+    returns = asyncio.run(play_all(args))
+    seconds = time.perf_counter() - began
+    mean, deviation = statistics.mean(returns), statistics.pstdev(returns)
+    print(f"{len(returns)} games in {seconds:.1f} s: mean return {mean:.2f}, standard deviation {deviation:.2f}")
+
+
+if __name__ == "__main__":
+    main()

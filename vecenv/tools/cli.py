@@ -138,20 +138,7 @@ def _build_parser() -> _Parser:
     option("env_id", metavar="ENV_ID", help="as for bench")
     option("--num-envs", type=_count, default=64, metavar="N", help="environments (default: 64)")
     option("--json", action="store_true", help="print the plan as JSON")
-    option = add(
-        "conform",
-        _conform,
-        help="which promises of Gymnasium's vector interface an engine keeps",
-        description="Asks an engine about each promise of Gymnasium's documentation, and shows a short program for each "
-        "that is broken. MODULE:ENGINE is called with functions that build environments, or, where it has an argument "
-        "num_envs, with their number; and with autoreset_mode where it takes that.",
-        epilog="Exit codes: 0 nothing is broken; 1 something is; 2 wrong usage. "
-        "Try: vecenv conform gymnasium.vector:AsyncVectorEnv",
-    )
-    option("engine", metavar="MODULE:ENGINE", help="what builds the engine")
-    option("--modes", default="all", metavar="MODES", help="autoreset modes with commas between (default: all)")
-    option("--faults", action="store_true", help="also with exceptions, kills and timeouts")
-    option("--json", action="store_true", help="print the rows as JSON")
+    _add_conform(add)
     _add_watch(add)
     option = add(
         "top",
@@ -182,6 +169,23 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise CliError(f"{arguments.env_id} cannot be measured: {text}{hint_of_arguments(text)}") from None
     print(json.dumps(dataclasses.asdict(plan), indent=1, default=str) if arguments.json else fitted(str(plan)))
     return 0
+
+
+def _add_conform(add: Callable[..., Callable[..., Any]]) -> None:
+    option = add(
+        "conform",
+        _conform,
+        help="which promises of Gymnasium's vector interface an engine keeps",
+        description="Asks an engine about each promise of Gymnasium's documentation, and shows a short program for each "
+        "that is broken. MODULE:ENGINE is called with functions that build environments, or, where it has an argument "
+        "num_envs, with their number; and with autoreset_mode where it takes that.",
+        epilog="Exit codes: 0 nothing is broken; 1 something is; 2 wrong usage. "
+        "Try: vecenv conform gymnasium.vector:AsyncVectorEnv",
+    )
+    option("engine", metavar="MODULE:ENGINE", help="what builds the engine")
+    option("--modes", default="all", metavar="MODES", help="autoreset modes with commas between (default: all)")
+    option("--faults", action="store_true", help="also with exceptions, kills and timeouts")
+    option("--json", action="store_true", help="print the rows as JSON")
 
 
 def _conform(arguments: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import goals, micro, plots, programs, size, suites, tables, train, waits
+from bench import goals, micro, programs, size, suites, tables, train, waits
 from bench.programs import PROGRAMS
 from bench.train import TRAININGS
 from bench.waits import WAITS
@@ -23,8 +23,6 @@ from vecenv.tools.report import draw_bars, draw_scale, print_report, print_scale
 MICRO: dict[str, Callable[[suites.Pace], Report]] = {
     "round-trip": micro.round_trip,
     **{f"batch-{n}": partial(micro.batch, num_envs=n) for n in (2, 8, 64)},
-    "reset": micro.reset,
-    "call": micro.call,
     "infos": micro.infos,
     "copies": micro.copies,
 }
@@ -90,9 +88,6 @@ def _parser() -> argparse.ArgumentParser:
     compared("waits", _waits, "long resets, uneven steps, services, simulators", 16, WAITS)
     compared("episodes", _episodes, "a list of episodes: evaluate, and batch after batch", 8)
     compared("train", _train, "whole trainings: frames per second, where time goes", 16, TRAININGS)
-    option = add("busy", _busy, "with and without spinning, quiet and disturbed", pace, out)
-    option("--workload", default="CartPole-v1", choices=WORKLOADS)
-    option("--num-envs", type=int, default=64)
     option = add("goals", _goals, "measure rows of the table in bench/README.md", pace, out)
     parts = goals.PARTS
     option("parts", nargs="*", type=_one_of(parts), metavar="PART", help=f"of {', '.join(parts)} (default: all)")
@@ -114,14 +109,12 @@ def _show(arguments: argparse.Namespace, reports: list[Report], stem: str) -> No
     (arguments.out / f"{stem}.json").write_text(everything + "\n")
     if len(reports) == 1:
         draw_bars(reports[0], arguments.out / f"{stem}.png")
-    elif reports:
-        plots.draw_matrix(reports, arguments.out / f"{stem}.png")
     if arguments.json:
         print(everything)
     else:
         for report in reports:
             print_report(report)
-        print(f"Written: {arguments.out / stem}.json and .png")
+        print(f"Written: {arguments.out / stem}.json")
 
 
 def _list(arguments: argparse.Namespace, pace: suites.Pace) -> None:
@@ -159,7 +152,6 @@ def _sweep(arguments: argparse.Namespace, pace: suites.Pace) -> None:
     stem = f"sweep-{arguments.workload.replace('/', '_')}"
     _show(arguments, reports, stem)
     draw_scale(sizes, arguments.out / f"{stem}-scale.png")
-    plots.draw_memory(memory, arguments.out / f"{stem}-memory.png")
     kept = {n: {name: asdict(used) for name, used in by_name.items()} for n, by_name in memory.items()}
     (arguments.out / f"{stem}-memory.json").write_text(json.dumps(kept, indent=1) + "\n")
     if arguments.json:
@@ -184,15 +176,6 @@ def _micro(arguments: argparse.Namespace, pace: suites.Pace) -> None:
             for name, spent in micro.outside_the_steps(report).items():
                 text = f"{spent.median:.1f} us ({spent.lower:.1f} - {spent.upper:.1f})" if spent else "not measured"
                 print(f"{report.num_envs} environments, {name}: {text} a batch beyond the bare loop in as many processes")
-
-
-def _busy(arguments: argparse.Namespace, pace: suites.Pace) -> None:
-    reports = list(suites.busy(arguments.workload, arguments.num_envs, arguments.workers, pace))
-    _show(arguments, reports, "busy")
-    for report in reports:
-        for label, gain in suites.gain_of_spinning(report).items():
-            text = f"{gain.median:.2f} ({gain.minimum:.2f} - {gain.maximum:.2f})" if gain else "not measured"
-            print(f"{report.env}: {label}: {text} of its rate without spinning")
 
 
 def _waits(arguments: argparse.Namespace, pace: suites.Pace) -> None:

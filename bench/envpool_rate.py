@@ -1,12 +1,14 @@
-"""The cost of vecenv's EnvPool backend: environment steps per second against raw EnvPool, side by side.
+"""Steps per second of vecenv's EnvPool backend, side by side with raw EnvPool or with vecenv's own processes.
 
-Both step the same task with the same number of environments and threads and the same actions, in short turns that
-alternate, so that whatever else the machine does hits both; a repeat is one turn each, and the ratio of a repeat is what
-counts. Modes: ``sync`` is ``step()`` of all environments, ``first-ready`` is ``recv()`` and ``send()`` of half of them at
-a time. Raw EnvPool gets numpy actions in its own dtype and has its own checks, which look at its first call only.
+Both step the same task with the same number of environments, in short turns that alternate, so that whatever else the
+machine does hits both; a repeat is one turn each, and the ratio of a repeat is what counts. Modes: ``sync`` is ``step()`` of
+all environments, ``first-ready`` is ``recv()`` and ``send()`` of half of them at a time. Raw EnvPool gets numpy actions in
+its own dtype and has its own checks, which look at its first call only. Of the processes, CartPole is the same game; Pong is
+the same emulator, where Gymnasium's wrappers stand in for the preprocessing that EnvPool does in C++.
 
     python bench/envpool_rate.py                      # CartPole-v1, Ant-v4, Pong-v5 with 64 environments
     python bench/envpool_rate.py --task CartPole-v1 --seconds 1 --repeats 9 --json
+    python bench/envpool_rate.py --against process --task CartPole-v1 --task Pong-v5 --mode sync
 """
 
 from __future__ import annotations
@@ -20,8 +22,11 @@ from functools import partial
 from typing import Any
 
 import envpool
+import gymnasium as gym
 import numpy as np
+from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 
+import vecenv
 from vecenv.backends import EnvPoolVectorEnv
 from vecenv.tools.benchmark import Summary, take_turns
 from vecenv.tools.runners import run_for
@@ -30,23 +35,8 @@ TASKS = ("CartPole-v1", "Ant-v4", "Pong-v5")
 MODES = ("sync", "first-ready")
 
 
-def raw_step(pool: Any, actions: Any, batch: int) -> Callable[[], int]:
-    """One batch of raw EnvPool; returns how many environments it has stepped."""
-    if batch == len(actions):
-        pool.reset()
-        return lambda: len(pool.step(actions)[1])
-    held = actions[:batch]
-
-    def step() -> int:
-        pool.send(held, pool.recv()[4]["env_id"])
-        return batch
-
-    pool.async_reset()
-    return step
-
-
-def vecenv_step(envs: EnvPoolVectorEnv, actions: Any, batch: int) -> Callable[[], int]:
-    """The same of vecenv."""
+def stepping(envs: Any, actions: Any, batch: int) -> Callable[[], int]:
+    """One batch; returns how many environments it has stepped."""
     if batch == len(actions):
         envs.reset()
         return lambda: len(envs.step(actions)[1])
@@ -56,31 +46,50 @@ def vecenv_step(envs: EnvPoolVectorEnv, actions: Any, batch: int) -> Callable[[]
         envs.send(held, envs.recv()[4]["env_id"])
         return batch
 
-    envs.reset_async()
+    (envs.async_reset if hasattr(envs, "async_reset") else envs.reset_async)()
     return step
+
+
+def processes(task: str, count: int, batch: int) -> Any:
+    """The same task in worker processes."""
+    import ale_py
+
+    gym.register_envs(ale_py)
+    options: dict[str, Any] = {"vector_kwargs": {"batch_size": batch}} if batch < count else {}
+    if task == "Pong-v5":
+        task, options["frameskip"] = "ALE/Pong-v5", 1
+        options["wrappers"] = [partial(AtariPreprocessing, noop_max=30), partial(FrameStackObservation, stack_size=4)]
+    return vecenv.make_vec(task, count, **options)
 
 
 def compare(task: str, mode: str, options: argparse.Namespace) -> dict[str, Any]:
     """Turns of both; rates in environment steps per second."""
     count, threads = options.num_envs, options.threads
     batch = count if mode == "sync" else count // 2
-    pool = envpool.make_gymnasium(task, num_envs=count, batch_size=batch, num_threads=threads or 0, seed=list(range(count)))
     envs = EnvPoolVectorEnv(task, count, batch_size=batch, num_threads=threads, seed=0)
     envs.action_space.seed(0)
-    actions = np.ascontiguousarray(envs.action_space.sample().astype(pool.spec._action_spec[-1][0]))
-    steps = {"raw": raw_step(pool, actions, batch), "vecenv": vecenv_step(envs, actions, batch)}
+    actions = envs.action_space.sample()
+    if options.against == "raw":
+        seeds = list(range(count))
+        other = envpool.make_gymnasium(task, num_envs=count, batch_size=batch, num_threads=threads or 0, seed=seeds)
+        actions = np.ascontiguousarray(actions.astype(other.spec._action_spec[-1][0]))
+    else:
+        other = processes(task, count, batch)
+    steps = {"other": stepping(other, actions, batch), "vecenv": stepping(envs, actions, batch)}
     for step in steps.values():
         run_for(step, options.seconds / 2)
     rates = take_turns({name: partial(run_for, step, options.seconds) for name, step in steps.items()}, options.repeats)
     envs.close()
+    other.close()
     medians = {f"{name}_rate": statistics.median(found) for name, found in rates.items()}
-    ratio = Summary.of_ratios(rates["vecenv"], rates["raw"])
+    ratio = Summary.of_ratios(rates["vecenv"], rates["other"])
     return {"task": task, "mode": mode, "num_envs": count, **medians, "ratio": asdict(ratio)}  # type: ignore[arg-type]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", action="append", help=f"EnvPool task id, repeatable; default: {', '.join(TASKS)}")
+    parser.add_argument("--against", choices=("raw", "process"), default="raw", help="raw EnvPool, or vecenv's processes")
     parser.add_argument("--mode", choices=MODES, action="append", help="default: both")
     parser.add_argument("--num-envs", type=int, default=64)
     parser.add_argument("--threads", type=int, help="default: EnvPool's choice")
@@ -90,14 +99,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     rows = []
     if not options.json:
-        print(f"{'task':<14}{'mode':<13}{'raw EnvPool/s':>14}{'vecenv/s':>12}   ratio (least - greatest)")
+        print(f"{'task':<14}{'mode':<13}{options.against + '/s':>14}{'vecenv/s':>12}   ratio (least - greatest)")
     for task in options.task or TASKS:
         for mode in options.mode or MODES:
             row = compare(task, mode, options)
             rows.append(row)
             ratio = Summary(**row["ratio"])
             if not options.json:
-                rates = f"{row['raw_rate']:>14,.0f}{row['vecenv_rate']:>12,.0f}"
+                rates = f"{row['other_rate']:>14,.0f}{row['vecenv_rate']:>12,.0f}"
                 print(f"{task:<14}{mode:<13}{rates}   {ratio.show('.3f')}", flush=True)
     if options.json:
         print(json.dumps(rows, indent=2))

@@ -26,6 +26,7 @@ import psutil
 from gymnasium import spaces
 
 import vecenv
+from vecenv.tools.benchmark import take_turns
 from vecenv.tools.runners import make_env
 
 
@@ -65,8 +66,8 @@ class Way:
         else:
             self.envs.reset(seed=0)
 
-    def turn(self, seconds: float, *, keep: bool = True) -> None:
-        """Step for so long."""
+    def turn(self, seconds: float, *, keep: bool = True) -> float:
+        """Step for so long; how long it was."""
         envs, actions = self.envs, self.actions
         steps, before = 0, self._processor_times()
         began = time.perf_counter()
@@ -80,6 +81,7 @@ class Way:
         if keep:
             caller, workers = (1e6 * (now - then) / steps for now, then in zip(after, before, strict=True))
             self.taken.append((1e6 * wall * len(self.workers) / steps, caller, workers))
+        return wall
 
     def _processor_times(self) -> tuple[float, float]:
         return time.process_time(), sum(sum(worker.cpu_times()[:2]) for worker in self.workers)
@@ -104,9 +106,7 @@ def main() -> None:
     ways.append(Way('"auto"', env_fn, options, batch_size="auto"))
     for way in ways:
         way.turn(options.seconds / 2, keep=False)
-    for turn in range(options.rounds):
-        for way in ways if turn % 2 else reversed(ways):
-            way.turn(options.seconds)
+    take_turns({way.name: functools.partial(way.turn, options.seconds) for way in ways}, options.rounds)
     print(f"{'us per environment step':<28} {'all cores':>10} {'caller':>8} {'workers':>8} {'rest':>8}   x the rate of step")
     for way in ways:
         whole, caller, workers = (statistics.median(column) for column in zip(*way.taken, strict=True))

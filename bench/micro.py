@@ -1,4 +1,4 @@
-"""One cost at a time: a round trip, a reset, a call, infos, copies, starting up.
+"""One cost at a time: a round trip, a batch, infos, copies, starting up.
 
 Each measurement sets the engine beside the barest thing that does the same job in the same run: a pipe
 between two processes, ``memcpy``, the same environment without its infos.
@@ -33,7 +33,7 @@ from vecenv.tools.benchmark import (
     gymnasium_candidate,
     vecenv_candidate,
 )
-from vecenv.tools.runners import EnvFn, VectorRunner, make_env, run_for
+from vecenv.tools.runners import EnvFn, make_env, run_for
 
 MESSAGE = b"12345"
 IMAGE = (84, 84, 4)
@@ -117,22 +117,6 @@ class Copier:
         pass
 
 
-class Resetter(VectorRunner):
-    """Resets all environments, over and over."""
-
-    def _step(self) -> float:
-        self.envs.reset()
-        return self.num_envs
-
-
-class Caller(VectorRunner):
-    """Reads an attribute of all environments, over and over."""
-
-    def _step(self) -> float:
-        self.envs.get_attr("render_mode")
-        return self.num_envs
-
-
 def _vecenv(env_fn: EnvFn, num_envs: int, **options: Any) -> Any:
     from vecenv import AsyncVectorEnv
 
@@ -175,27 +159,6 @@ def outside_the_steps(report: Report) -> dict[str, Summary | None]:
         pairs = zip(rates[name], rates[bare], strict=True)
         found[name] = Summary.of(1e6 * report.num_envs * (1 / ours - 1 / theirs) for ours, theirs in pairs)
     return found
-
-
-def _repeated_call(title: str, unit: str, runner: type[VectorRunner], num_envs: int, workers: int, pace: Pace) -> Report:
-    ours = partial(vecenv_candidate, env_fn=EmptyEnv, num_envs=num_envs, runner=runner)
-    rows = [
-        ours("workers", f"vecenv, {workers} workers", num_workers=workers),
-        ours("per-env", "vecenv, one process per env"),
-        gymnasium_candidate("gym-sync", "SyncVectorEnv", EmptyEnv, num_envs, runner),
-        gymnasium_candidate("gym-async", "AsyncVectorEnv", EmptyEnv, num_envs, runner),
-    ]
-    return compare(title, EmptyEnv, num_envs, rows, check=False, unit=unit, **pace)
-
-
-def reset(pace: Pace, num_envs: int = 64, workers: int = 2) -> Report:
-    """``reset()`` of a whole batch."""
-    return _repeated_call("reset", "resets/s", Resetter, num_envs, workers, pace)
-
-
-def call(pace: Pace, num_envs: int = 64, workers: int = 2) -> Report:
-    """``get_attr`` over a whole batch."""
-    return _repeated_call("get_attr", "calls/s", Caller, num_envs, workers, pace)
 
 
 def infos(pace: Pace, num_envs: int = 32, workers: int = 2) -> Report:

@@ -34,6 +34,7 @@ import numpy as np
 import vecenv
 import vecenv.jax as vj
 from vecenv.jax.rollouts import Policy
+from vecenv.tools.benchmark import take_turns
 
 WIDTH, TOKENS = 128, 16
 
@@ -124,14 +125,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         begin = {"whole": (run_whole, whole.reset(key)), "halves": (run_halves, both), "overlap": (run_overlap, both)}
         turns: dict[str, Callable[[Any], Any]] = {name: jax.jit(run) for name, (run, _) in begin.items()}
         states = {"whole": begin["whole"][1], "both": both}
-        times: dict[str, list[float]] = {name: [] for name in turns}
-        for repeat in range(options.repeats + 1):
-            for name, turn in turns.items():
-                slot = "whole" if name == "whole" else "both"
-                start = time.perf_counter()
-                _, states[slot] = jax.block_until_ready(turn(states[slot]))
-                if repeat:  # the first one compiles
-                    times[name].append((time.perf_counter() - start) / options.length * 1e3)
+
+        def milliseconds(name: str) -> float:
+            slot = "whole" if name == "whole" else "both"
+            start = time.perf_counter()
+            _, states[slot] = jax.block_until_ready(turns[name](states[slot]))
+            return (time.perf_counter() - start) / options.length * 1e3
+
+        runs = {name: functools.partial(milliseconds, name) for name in turns}
+        take_turns(runs, 1)  # compiles
+        times = take_turns(runs, options.repeats)
     ratios = {
         name: [base / ours for base, ours in zip(times[name], times["overlap"], strict=True)] for name in ("whole", "halves")
     }

@@ -1,8 +1,9 @@
 """``python -m bench size``: how large this package is, and how much has to be read to follow a step.
 
 A code line is a line with code on it: no docstring, no comment, no blank. Private words are those of :data:`PRIVATE` that
-name a class, a function, a variable or an attribute somewhere in ``vecenv/``. The path of a step is measured: its files are
-those in ``vecenv/`` whose functions run in the caller or in a worker during one ``step`` of two worker processes.
+name a class, a function, a method or an attribute somewhere in ``vecenv/``; local names do not count. The path of a step is
+measured: its files are those in ``vecenv/`` whose functions run in the caller or in a worker during one ``step`` of two
+worker processes.
 """
 
 from __future__ import annotations
@@ -37,11 +38,14 @@ MOST = {
 """The most that there is to be of each."""
 
 PRIVATE = frozenset({
-    "Flight", "Part", "Owed", "owed", "Round", "landed", "verdict", "calm", "AS_IT_IS", "Telling", "tell", "told",
-    "Answering", "Reading", "one_call", "guarded", "_told", "_blame", "wait_any", "read_ready", "PoolResources", "Keeping",
-    "KeptRows", "Book", "Wish", "Key", "Turn", "AheadRows", "Ward", "Patrol", "bell", "rope", "Holdings", "Patience",
-    "resting_until", "Together", "Once", "say_it_was_closed", "Trial", "scout", "Scouted", "Described", "Probe", "works",
+    "Flight", "Part", "Owed", "owed", "Round", "land", "landed", "lose", "found", "verdict", "calm", "after", "AS_IT_IS",
+    "Telling", "tell", "told", "Answering", "Reading", "one_call", "guarded", "_told", "_blame", "everybody", "everyone",
+    "gather_any", "take_in", "Workplace", "Keeping", "KeptRows", "Book", "Wish", "Key", "Turn", "AheadRows", "Ward",
+    "Patrol", "bell", "rope", "Holdings", "Patience", "resting_until", "Together", "Once", "say_it_was_closed", "Trial",
+    "scout", "Scouted", "Described", "Probe", "works", "over", "cut", "_wary",
 })  # fmt: skip
+"""Words that have a better one in the field."""
+_JSON_KEYS = {"tools/doctor.py": {"verdict"}}  # fields whose names users read
 _PERSONS = re.compile(r"\b(?:whoever|nobody|somebody|everybody|anybody)\b", re.IGNORECASE)
 _NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER,
@@ -63,13 +67,15 @@ def code_lines(source: str) -> int:
 
 
 def _names(tree: ast.Module) -> Iterator[str]:
+    """Classes, functions, methods, fields and attributes that a module defines."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            yield node.name
-        elif isinstance(node, ast.Name):
-            yield node.id
-        elif isinstance(node, ast.Attribute):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield node.attr
+        elif isinstance(node, ast.Module | ast.ClassDef):
+            yield from (inner.name for inner in node.body if isinstance(inner, ast.ClassDef | ast.FunctionDef))
+        if isinstance(node, ast.ClassDef):
+            fields = (inner.target for inner in node.body if isinstance(inner, ast.AnnAssign))
+            yield from (field.id for field in fields if isinstance(field, ast.Name))
 
 
 def measure(root: Path = ROOT) -> dict[str, int]:
@@ -79,7 +85,11 @@ def measure(root: Path = ROOT) -> dict[str, int]:
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
     classes = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
-    used = {name for tree in trees.values() for name in _names(tree)}
+    private = {
+        name
+        for path, tree in trees.items()
+        for name in PRIVATE.intersection(_names(tree)) - _JSON_KEYS.get(path.relative_to(root / "vecenv").as_posix(), set())
+    }
     return {
         "code lines in vecenv/": sum(map(code_lines, sources.values())),
         "files in vecenv/": len(sources),
@@ -90,7 +100,7 @@ def measure(root: Path = ROOT) -> dict[str, int]:
         "code lines in tests/": sum(code_lines(path.read_text()) for path in (root / "tests").rglob("*.py")),
         "words in docs/*.md": sum(len(path.read_text().split()) for path in (root / "docs").glob("*.md")),
         "class names defined twice": sum(count > 1 for count in classes.values()),
-        "private words in names": len(used & PRIVATE),
+        "private words in names": len(private),
         "lines with whoever, nobody, somebody": sum(
             bool(_PERSONS.search(line)) for text in sources.values() for line in text.splitlines()
         ),

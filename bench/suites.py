@@ -1,12 +1,10 @@
-"""Comparisons beyond the main job: all workloads, many sizes, memory, a busy machine."""
+"""Comparisons beyond the main job: all workloads, many sizes, memory."""
 
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,12 +18,11 @@ from vecenv.tools.benchmark import (
     CandidateProcess,
     Report,
     ResultRow,
-    Summary,
     compare,
     default_candidates,
     vecenv_candidate,
 )
-from vecenv.tools.runners import EnvFn, FirstReadyVectorRunner, Runner, VectorRunner
+from vecenv.tools.runners import FirstReadyVectorRunner, VectorRunner
 
 PROCESS_EACH = {"per-env", "gym-async", "sb3", "tianshou", "torchrl"}
 TOGETHER = 600  # processes that may be alive at once before such engines are measured one by one
@@ -152,57 +149,6 @@ def first_ready(pace: Pace, num_envs: int = 64) -> Report:
     ]
     rows.append(ours("all", "vecenv, waiting for all", runner=Sleepers))
     return compare("sleeping, share of the ideal", SleepingEnv, num_envs, rows, check=False, unit="of the ideal", **pace)
-
-
-class _NoSpin:
-    """Builds a runner in a process in which nothing spins."""
-
-    def __init__(self, build: Callable[[], Runner]) -> None:
-        self._build = build
-
-    def __call__(self) -> Runner:
-        from vecenv.system import cores
-
-        cores.SPIN_SECONDS = 0.0  # type: ignore[misc]
-        return self._build()
-
-
-def _burn() -> None:
-    while True:
-        pass
-
-
-@contextmanager
-def burner() -> Iterator[None]:
-    """One core taken by another process."""
-    process = multiprocessing.get_context("spawn").Process(target=_burn, daemon=True)
-    process.start()
-    try:
-        yield
-    finally:
-        process.kill()
-        process.join()
-
-
-def busy(workload: str, num_envs: int, workers: int, pace: Pace) -> tuple[Report, Report]:
-    """Quiet, then with one core burning: spinning must gain in the first and not lose in the second."""
-    env_fn: EnvFn = WORKLOADS[workload].prepare()
-    rows = default_candidates(env_fn, num_envs, workers)
-    still = [
-        replace(c, name=f"{c.name}-still", label=f"{c.label}, no spinning", build=_NoSpin(c.build))
-        for c in rows
-        if c.name in ("workers", "use-caller", "per-env")
-    ]
-    chosen = [c for c in rows if c.name not in ("first-ready", "auto")] + still
-    quiet = compare(f"{workload}, quiet", env_fn, num_envs, chosen, **pace)
-    with burner():
-        disturbed = compare(f"{workload}, one core taken", env_fn, num_envs, chosen, check=False, **pace)
-    return quiet, disturbed
-
-
-def gain_of_spinning(report: Report) -> dict[str, Summary | None]:
-    """How many times faster with spinning than without, round by round, of the engines that :func:`busy` ran both ways."""
-    return {row.label: report.ratio(row.name, f"{row.name}-still") for row in report.rows if report.row(f"{row.name}-still")}
 
 
 def raise_descriptor_limit() -> None:

@@ -306,7 +306,7 @@ SAID = re.compile(
     [
         (["--num-workers", "2"], ["--lr", "3"]),
         pytest.param(["--num-workers", "0"], ["exit", "-m", "--help"], marks=pytest.mark.long),
-        (["--num-workers", "1", "--no-copy", "--on-failure", "restart"], ["raise"]),
+        (["--num-workers", "1", "--generators", "own", "--on-failure", "restart"], ["raise"]),
         pytest.param([], ["--seed=1"], marks=pytest.mark.long),
         pytest.param(["--num-workers", "each"], ["spawn"], marks=pytest.mark.long),
     ],
@@ -325,7 +325,7 @@ def test_a_program_does_what_it_does(options: list[str], arguments: list[str], p
         assert said["own"].count('File "') == 1  # none of vecenv's
     else:
         assert said["own"] == ""
-    assert ("copy=False" in said["given"]) == ("--no-copy" in options)
+    assert ("generators='own'" in said["given"]) == ("own" in options)
 
 
 @pytest.mark.long

@@ -92,7 +92,7 @@ def make_vec(
             :class:`vecenv.backends.EnvPoolVectorEnv`. ``"brax"`` and ``"playground"``: on the accelerator.
             ``"ray"``: worker processes on the machines of a Ray cluster, :class:`vecenv.backends.RayVectorEnv`.
             ``"native"``: the library's own vector environment, :class:`vecenv.backends.NativeVectorEnv`; ``"process"`` takes
-            it too for an id that has nothing but a vector entry point, and ``envs.plan`` says so.
+            it too for an id that has nothing but a vector entry point.
         vector_kwargs: Options of the vector environment, as ``{"autoreset_mode": ..., "batch_size": 16}``.
         wrappers: Functions that wrap each environment. For ``"process"``, ``"serial"`` and ``"ray"``.
         **env_kwargs: For the environment, as ``render_mode=`` or ``max_episode_steps=``.
@@ -102,8 +102,7 @@ def make_vec(
 
     Raises:
         gymnasium.error.UnregisteredEnv: No such environment; names close ones.
-        ValueError: No such backend; lists them. Wrappers where there are no Python environments to wrap. ``num_envs`` is no
-            int from 1 on.
+        ValueError: No such backend; lists them. Wrappers for a backend without Python environments. A wrong ``num_envs``.
         TypeError: An option that does not exist; lists those that do. An argument of a wrong kind.
         ImportError: A library is missing; says what to install.
         NotImplementedError: ``spare_workers`` of a backend that has none.
@@ -115,13 +114,7 @@ def make_vec(
         reason = "only worker processes of this machine go from row to row, those of backend='process'"
         unable(f"backend {backend!r}", "have spare workers", reason)
     if isinstance(id_or_env_fn, EnvSpec):
-        # as in Gymnasium: the spec of a vector environment records how it was made
-        recorded = copy.deepcopy(id_or_env_fn.kwargs)
-        num_envs = recorded.pop("num_envs", num_envs)
-        given = dict(recorded.pop("vector_kwargs", given))
-        wrappers = recorded.pop("wrappers", wrappers)
-        recorded.pop("vectorization_mode", None)
-        kwargs = {**recorded, **kwargs}
+        num_envs, given, wrappers, kwargs = _as_recorded(id_or_env_fn, num_envs, given, wrappers, kwargs)
     check_option("num_envs", num_envs)
     if found is not None and found.vector_entry_point == _REGISTERED:
         settings = kwargs if found is id_or_env_fn else {**found.kwargs, **kwargs}
@@ -136,6 +129,17 @@ def make_vec(
     if (spec := request.result_spec(row.mode, envs.unwrapped.spec)) is not None:
         envs.unwrapped.spec = spec
     return envs
+
+
+def _as_recorded(
+    spec: EnvSpec, num_envs: int, vector_kwargs: dict[str, Any], wrappers: Wrappers | None, kwargs: dict[str, Any]
+) -> tuple[int, dict[str, Any], Wrappers | None, dict[str, Any]]:
+    """The arguments of :func:`make_vec`, those first that the spec of a vector environment records, as in Gymnasium."""
+    recorded = copy.deepcopy(spec.kwargs)
+    recorded.pop("vectorization_mode", None)
+    num_envs = recorded.pop("num_envs", num_envs)
+    vector_kwargs = dict(recorded.pop("vector_kwargs", vector_kwargs))
+    return num_envs, vector_kwargs, recorded.pop("wrappers", wrappers), {**recorded, **kwargs}
 
 
 def register(id: str, *, backend: str = "process", vector_kwargs: VectorKwargs = None, **env_kwargs: Any) -> str:

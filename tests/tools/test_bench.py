@@ -25,9 +25,9 @@ BENCH = Path(programs.__file__).parent
 TINY = "--seconds 0.05 --repeats 1"
 PROGRAMS = {
     # program -> small settings, and what it prints
+    "aio.py": ("--help", "--openenv-python"),
     "bridge_cost.py": ("--length 4 --steps 4 --repeats 1", "scan"),
-    "envpool_rate.py": ("--task CartPole-v1 --num-envs 2 --seconds 0.05 --repeats 1", "CartPole-v1"),
-    "envpool_row.py": ("--num-envs 2 --seconds 0.05 --repeats 1", "CartPole-v1"),
+    "envpool_rate.py": ("--task CartPole-v1 --num-envs 2 --seconds 0.05 --repeats 1 --against process", "CartPole-v1"),
     "first_ready_cost.py": ("CartPole-v1 --num-envs 2 --workers 1 --rounds 1 --seconds 0.05", "us per environment step"),
     "jax_cost.py": ("--help", "--limit"),  # three minutes of compiling
     "many_cores.py": ("--costs 1 1 1 --each 2", "per worker"),
@@ -35,7 +35,6 @@ PROGRAMS = {
     "overlap_rate.py": ("--env-ms 1 --policy-ms 1 --envs 2 --workers 1 --length 2 --repeats 1", "halves"),
     "ray_rate.py": ("--help", "--rounds"),  # a cluster is started in tests/distributed
     "state.py": ("--tries 1 --only CartPole", "CartPole"),
-    "torchrl_brax.py": ("--help", "usage"),
     "torchrl_rate.py": ("--help", "usage"),
     "versions.py": (". --num-envs 1 --num-workers 0 --pairs 2 --processes 2", "CartPole"),
     "watched.py": ("", ""),  # run by test_programs_that_are_equal_and_such_as_are_not, inside another program

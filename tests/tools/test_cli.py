@@ -261,12 +261,12 @@ def test_watch_writes_a_video_of_the_users_policy(tmp_path: Path) -> None:
         "    assert observations.shape == (3, 4), observations.shape\n"
         "    return np.zeros(3, np.int64)\n"
     )
-    options = ["--num-envs", "3", "--steps", "7", "--width", "300", "--policy", "acting:act", "--seed", "1", "--json"]
+    options = ["--num-envs", "3", "--steps", "7", "--policy", "acting:act", "--seed", "1", "--json"]
     done = run("watch", "CartPole-v1", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     printed = json.loads(done.stdout)
     assert (printed["file"], printed["frames"], printed["policy"]) == ("CartPole-v1.gif", 8, "acting:act")
-    assert printed["size"][0] == 300
+    assert printed["size"][0] <= 800
     assert (tmp_path / "CartPole-v1.gif").read_bytes().startswith(b"GIF89a")
     assert "Traceback" not in done.stderr
 

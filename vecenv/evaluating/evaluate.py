@@ -42,58 +42,65 @@ def evaluate(
 ) -> EpisodeResults:
     """Run each episode of a list exactly once, and give the results in the order of the list.
 
-    They do not depend on how many environments or workers there are. (Where environments draw from generators that they
-    share, they do; then there is a warning, and ``generators="own"`` mends it.)
-
-    Where an engine answers row by row (worker processes, the calling process, Ray), an environment that is done begins the
-    next episode at once, while the others go on, and none is stepped for nothing: there are as many steps as the lengths add
-    up to. Engines whose environments step together do what they can; see ``docs/evaluation.md``.
+    Results do not depend on the number of environments or workers, unless environments share generators: then there is a
+    warning, and ``generators="own"`` mends it. ``docs/evaluation.md`` says what each engine does.
 
     Args:
-        envs: A vector environment with one agent each, in any autoreset mode; nothing may be in flight. Afterwards it has
-            to be reset before it is used for something else.
-        policy: ``policy(observations)`` gives an action for each row of ``observations``, which are the rows that are
-            ready, from 1 to ``num_envs`` of them. It is also given what it names among its parameters: ``rows``, int
-            ``(k,)``, which environments these are; ``begins``, bool ``(k,)``, which of them begin an episode; ``episodes``,
-            int ``(k,)``, the places in the list; ``rngs``, ``k`` of ``numpy.random.Generator``, one per episode; ``infos``,
-            ``k`` dicts; ``state``, see ``initial_state``. Actions may be arrays of numpy, torch or JAX.
-        episodes: How many, or a sequence of :class:`vecenv.Episode`, or of snapshots (``envs.save()``), from which they go
-            on.
-        seed: An episode without a seed gets this one plus its place in the list; the generators follow from it as well.
-            ``None``: an unpredictable one; the results say which seeds it came to.
-        retries: How often an episode that fails is begun again, with the same seed. Afterwards its result has the error.
-            With engines that step together an exception ends the evaluation.
-        timeout: Seconds that one environment may take for a step or a reset before its worker is ended and the episode has
-            failed. ``None``: the vector environment's own ``step_timeout``, or for ever.
+        envs: A vector environment with one agent each, in any autoreset mode, nothing in flight. Reset it afterwards.
+        policy: ``policy(observations)`` gives an action for each row: the environments that are ready, 1 to ``num_envs``.
+            It also gets what its parameters name: ``rows``, int ``(k,)``, which environments; ``begins``, bool ``(k,)``,
+            which begin an episode; ``episodes``, int ``(k,)``, places in the list; ``rngs``, ``k`` generators, one per
+            episode; ``infos``, ``k`` dicts; ``state``. Actions are arrays of numpy, torch or JAX.
+        episodes: How many, or a sequence of :class:`vecenv.Episode` or snapshots (``envs.save()``).
+        seed: An episode without a seed gets this one plus its place; generators follow from it too. ``None``: a random one.
+        retries: How often a failed episode begins again, with its seed; then its result has the error. Where environments
+            step together, an exception ends the evaluation.
+        timeout: Seconds that one environment has for a step or a reset; then its worker is ended and the episode has failed.
+            ``None``: the vector environment's ``step_timeout``.
         on_episode: Called with each result, in the order in which episodes end.
         progress: Show a bar, by ``tqdm``.
-        frames: Places of episodes whose frames are kept (``render_mode="rgb_array"``). They are run one at a time, before
-            all others.
-        initial_state: For a policy that names ``state``: that of one episode at its beginning, an array or dicts, lists and
-            tuples of them. The policy is given those of the rows that are ready, stacked, and returns ``(actions, state)``.
-        arrays: What observations are given as: ``"numpy"``, ``"torch"`` (without gradients), ``"jax"``; ``None``: tensors
-            if the policy is a ``torch.nn.Module``, else as they come.
+        frames: Places of episodes whose frames are kept (``render_mode="rgb_array"``); they run first, one at a time.
+        initial_state: For a policy that names ``state``: the state at the beginning of an episode, an array or dicts, lists
+            and tuples of them. The policy gets those of its rows, stacked, and returns ``(actions, state)``.
+        arrays: Observations are ``"numpy"``, ``"torch"`` or ``"jax"`` arrays; ``None``: tensors for a ``torch.nn.Module``.
         device: Where tensors go; ``None``: where the module's parameters are.
-        batch: ``"ready"``; ``"padded"``: always ``num_envs`` rows, copies of the first at the end, with ``num_envs`` in
-            ``rows``, so that a compiled policy is compiled once; ``"single"``: one row at a time, so that results are the
-            same bit for bit even where a library computes a row in another way when it is beside others.
+        batch: ``"ready"``; ``"padded"``: always ``num_envs`` rows, the first one repeated, with ``num_envs`` in ``rows``;
+            ``"single"``: one row at a time, so that no result depends on the rows beside it.
 
     Returns:
-        A list of one :class:`vecenv.EpisodeResult` per episode, with ``returns``, ``lengths``, ``mean`` and ``std``: an
-        :class:`~vecenv.evaluating.episodes.EpisodeResults`.
+        A list of :class:`vecenv.EpisodeResult`, with ``returns``, ``lengths``, ``mean`` and ``std``.
 
     Raises:
-        TypeError, ValueError: Arguments that are wrong, before anything is run; a policy that returns something else than an
-            action a row, before any environment is stepped with it.
-        NotImplementedError: The engine cannot give each episode its seed, its options, or its snapshot, or frames, or a
-            timeout; before anything is run.
-        SnapshotMismatch: A snapshot does not fit the environments; before anything is run, though one of them has been
-            loaded.
+        TypeError, ValueError: Wrong arguments, before anything runs; a policy that does not give an action for each row.
+        NotImplementedError: The engine lacks seeds, options, snapshots, frames or timeouts for each episode.
+        SnapshotMismatch: A snapshot does not fit the environments.
         AlreadyPendingCallError: Something is in flight.
         ImportError: ``progress`` without tqdm.
-        Exception: What the policy, ``on_episode`` or a signal handler raises. What was in flight then is waited for by the
-            next ``reset()``.
+        Exception: Of the policy, ``on_episode`` or a signal handler. The next ``reset()`` waits for what was in flight.
     """
+    todo = _checked_episodes(envs, policy, episodes, seed, retries, on_episode)
+    given: dict[str, Any] = {"arrays": arrays, "device": device, "batch": batch, "initial_state": initial_state}
+    act = Acting(policy, envs.num_envs, envs.single_observation_space, envs.single_action_space, **given)
+    reporting = _Reporting(on_episode)
+    runner = _runner(envs, todo, act, reporting, seconds_of(timeout), _filmed(frames, len(todo.episodes)))
+    return _run(envs, todo, runner, reporting, progress)
+
+
+class _Reporting:
+    """Called with each result: moves the bar, if there is one, and calls the user's function."""
+
+    def __init__(self, on_episode: Callable[[EpisodeResult], object] | None) -> None:
+        self.bar: Any = None
+        self._on_episode = on_episode
+
+    def __call__(self, result: EpisodeResult) -> None:
+        if self.bar is not None:
+            self.bar.update()
+        if self._on_episode is not None:
+            self._on_episode(result)
+
+
+def _checked_episodes(envs: Any, policy: Any, episodes: Listed, seed: Any, retries: Any, on_episode: Any) -> Episodes:
     if hasattr(envs, "possible_agents"):
         unable(envs, "evaluate episodes of several agents", "a result has one return")
     if not isinstance(envs, VectorEnv):
@@ -102,36 +109,25 @@ def evaluate(
     todo = Episodes(wanted, base, retries)
     if on_episode is not None and not callable(on_episode):
         raise TypeError(f"on_episode must be callable, got {on_episode!r}")
-    filmed = _filmed(frames, len(wanted))
-    act = Acting(
-        policy, envs.num_envs, envs.single_observation_space, envs.single_action_space, arrays=arrays, device=device,
-        batch=batch, initial_state=initial_state,
-    )  # fmt: skip
-    limit = seconds_of(timeout)
-    bar: Any = None
+    return todo
 
-    def report(result: EpisodeResult) -> None:
-        if bar is not None:
-            bar.update()
-        if on_episode is not None:
-            on_episode(result)
 
-    runner = _runner(envs, todo, act, report, limit, filmed)
+def _run(envs: Any, todo: Episodes, runner: Any, reporting: _Reporting, progress: bool) -> EpisodeResults:
     if progress:
-        bar = _bar(len(wanted))
+        reporting.bar = _bar(len(todo.episodes))
     try:
         with Noted():
             runner.run()
     finally:
-        if bar is not None:
-            bar.close()
+        if reporting.bar is not None:
+            reporting.bar.close()
     if getattr(getattr(envs.unwrapped, "_driver", None), "warned_of_draws", ""):
         logger.warn(
             "%s",
             "what evaluate gave depends on which row each episode ran in, and on the others in its process: they draw "
             "from generators that they share. generators='own' makes results the same for every number of environments",
         )
-    return EpisodeResults(todo.results[index] for index in range(len(wanted)))
+    return EpisodeResults(todo.results[index] for index in range(len(todo.episodes)))
 
 
 def _no_vector_env(envs: Any, policy: Any) -> TypeError:

@@ -592,7 +592,7 @@ def compare(
         HostFailed: The environment does not even work in ``SyncVectorEnv``.
         Interrupted: A ``KeyboardInterrupt`` after the first round.
     """
-    about, order = machine(), random.Random(SEED)
+    about = machine()
     wanted, checked = None, "nothing to check" if check else "not asked for"
     if check and any(candidate.checked for candidate in candidates):
         progress("checking the environment in SyncVectorEnv", 0, 0)
@@ -600,31 +600,37 @@ def compare(
     with started(candidates, progress) as hosts:
         if wanted is not None:
             checked = _check(hosts, wanted, env_fn, num_envs, progress)
-        for host in hosts:
-            if not host.candidate.crowd:
-                host.rate(min(seconds, WARM_UP))
-        rates: dict[str, list[float]] = {host.candidate.name: [] for host in hosts}
-        turn = 0
+        rates = {host.candidate.name: list[float]() for host in hosts}
 
         def report(turns: int) -> Report:
             rows = [_row(host, rates[host.candidate.name][:turns]) for host in hosts]
             return Report(env, num_envs, seconds, turns, checked, about, rows, unit)
 
         try:
-            for turn in range(repeats):
-                for i, host in enumerate(order.sample(hosts, len(hosts))):
-                    progress(f"round {turn + 1} of {repeats}", turn * len(hosts) + i, repeats * len(hosts))
-                    rates[host.candidate.name].append(host.rate(seconds))
-                    host.rest()
+            _run_rounds(hosts, rates, seconds, repeats, progress)
         except KeyboardInterrupt:
-            if not turn:
-                raise
-            raise Interrupted(report(turn)) from None
+            if complete := min(map(len, rates.values())):
+                raise Interrupted(report(complete)) from None
+            raise
         if inspect:
             for host in hosts:
                 host.rate(min(seconds, WARM_UP))
             inspect(hosts)
         return report(repeats)
+
+
+def _run_rounds(
+    hosts: list[CandidateProcess], rates: dict[str, list[float]], seconds: float, repeats: int, progress: Progress
+) -> None:
+    order = random.Random(SEED)
+    for host in hosts:
+        if not host.candidate.crowd:
+            host.rate(min(seconds, WARM_UP))
+    for turn in range(repeats):
+        for i, host in enumerate(order.sample(hosts, len(hosts))):
+            progress(f"round {turn + 1} of {repeats}", turn * len(hosts) + i, repeats * len(hosts))
+            rates[host.candidate.name].append(host.rate(seconds))
+            host.rest()
 
 
 def _row(host: CandidateProcess, rates: list[float]) -> ResultRow:

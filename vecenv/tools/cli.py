@@ -220,8 +220,6 @@ def _add_watch(add: Callable[..., Callable[..., Any]]) -> None:
     option("--steps", type=_count, default=200, metavar="N", help="of each environment (default: 200)")
     option("--backend", default="process", help="as for make_vec: process, envpool, ... (default: process)")
     option("--seed", type=int, metavar="S", help="of the environments and of the random policy")
-    option("--fps", type=_number, default=30.0, metavar="F", help="frames per second (default: 30)")
-    option("--width", type=_count, default=800, metavar="W", help="pixels at most (default: 800)")
     option("--json", action="store_true", help="print what was written as JSON")
 
 
@@ -233,7 +231,7 @@ def _watch(arguments: argparse.Namespace) -> int:
     from vecenv.tools.report import progress_bar
 
     path = arguments.out or Path(re.sub(r"[^\w.-]+", "_", arguments.env_id) + ".gif")
-    names = ("policy", "backend", "num_envs", "steps", "seed", "fps", "width")
+    names = ("policy", "backend", "num_envs", "steps", "seed")
     options = {name: getattr(arguments, name) for name in names}
     try:
         with progress_bar() as progress:

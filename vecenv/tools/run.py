@@ -21,7 +21,7 @@ from vecenv.tools.usage import CliError, one_line
 
 __all__ = ["add_options", "prepare"]
 
-_DEFAULTS: Final = ("num_workers", "on_failure", "step_timeout", "context", "copy", "generators")
+_DEFAULTS: Final = ("num_workers", "on_failure", "step_timeout", "context", "generators")
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], None]:
@@ -186,7 +186,6 @@ def add_options(option: Callable[..., Any]) -> None:
     option("--on-failure", choices=("raise", "restart"), help="what to do about an environment that fails")
     option("--step-timeout", type=float, metavar="S", help="seconds after which a step counts as hanging")
     option("--context", choices=("fork", "spawn", "forkserver"), help="how worker processes are started")
-    option("--copy", action=argparse.BooleanOptionalAction, help="whether observations are copies")
     option("--generators", choices=("shared", "own"), help="whether each environment has global generators of its own")
     option("--sync", action="store_true", help="replace gymnasium.vector.SyncVectorEnv too")
     option("--quiet", action="store_true", help="say nothing at the beginning and at the end")

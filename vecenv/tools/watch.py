@@ -33,6 +33,9 @@ Policy = Callable[[Any], Any]
 
 VIDEO_SUFFIXES: Final = {".gif": ("PIL", how_to_install("bench")), ".mp4": ("moviepy", "pip install 'moviepy>=2'")}
 """What videos can be written, the module that writes each, and what installs it."""
+FPS: Final = 30.0
+WIDTH: Final = 800
+"""Pixels at most, of what ``vecenv watch`` writes."""
 
 
 def render_grid(envs: VectorEnv[Any, Any, Any], *, columns: int | None = None, gap: int = 2) -> Frame:
@@ -218,8 +221,6 @@ def record(
     num_envs: int = 4,
     steps: int = 200,
     seed: int | None = None,
-    fps: float = 30.0,
-    width: int = 800,
     progress: Callable[[str, int, int], object] = lambda *_: None,
 ) -> Recording:
     """Step ``num_envs`` environments and write what they look like; the arguments are those of the command.
@@ -236,9 +237,9 @@ def record(
     with closing(make_vec(_what(env_id), num_envs, backend, vector_kwargs=options, render_mode="rgb_array")) as envs:
         for done, image in enumerate(frames(envs, act, steps, seed)):
             progress("drawing", done, steps + 1)
-            small.append(shrink(image, width))
-    count, (height, width) = write_video(small, path, fps=fps), small[0].shape[:2]
-    return Recording(str(path), env_id, num_envs, policy or "random", count, (width, height), round(count / fps, 3))
+            small.append(shrink(image, WIDTH))
+    count, (height, width) = write_video(small, path, fps=FPS), small[0].shape[:2]
+    return Recording(str(path), env_id, num_envs, policy or "random", count, (width, height), round(count / FPS, 3))
 
 
 def _what(env_id: str) -> Any:

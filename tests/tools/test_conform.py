@@ -94,8 +94,8 @@ def test_the_command_prints_rows_programs_and_json(capsys: pytest.CaptureFixture
     assert "actions and rewards are of this step" in said
     assert "an environment got another's action" in said
     assert "Documented: " in said
-    assert "envs = Swapped(told(num_envs" not in said
-    assert "envs = Swapped(told(3), autoreset_mode=AutoresetMode.NEXT_STEP)" in said
+    assert "envs = Swapped(makers(num_envs" not in said
+    assert "envs = Swapped(makers(3), autoreset_mode=AutoresetMode.NEXT_STEP)" in said
     assert main(["conform", "gymnasium.vector:SyncVectorEnv", "--modes", "same_step", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["engine"] == "gymnasium.vector:SyncVectorEnv"

@@ -45,7 +45,7 @@ class SharedBlock(mmap.mmap):
     file: Descriptor
 
     @classmethod
-    def over(cls, file: Descriptor, size: int, owner: DescriptorOwner) -> SharedBlock:
+    def mapped(cls, file: Descriptor, size: int, owner: DescriptorOwner) -> SharedBlock:
         """The memory of a file, which is closed with it."""
         block = cls(file.number, size, access=mmap.ACCESS_READ)
         block.file = file
@@ -66,7 +66,7 @@ class SharedBlock(mmap.mmap):
             _fill(file.number, size, places, arrays)
             if memfd:
                 seal(file, contents=True)
-            return cls.over(file, size, owner)
+            return cls.mapped(file, size, owner)
         except BaseException:
             owner.close()
             raise
@@ -85,7 +85,7 @@ def _fill(number: int, size: int, places: Sequence[Place], arrays: Sequence[Arra
 
 def _attached(size: int, handle: Any) -> SharedBlock:
     owner = DescriptorOwner(None)
-    return SharedBlock.over(owner.open(handle.detach), size, owner)
+    return SharedBlock.mapped(owner.open(handle.detach), size, owner)
 
 
 def _copied(data: Any) -> SharedBlock:

@@ -21,7 +21,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
-__all__ = ["CHECKS", "COUNT", "Check", "Told", "program", "stepped", "told"]
+__all__ = ["CHECKS", "COUNT", "Check", "Told", "makers", "program", "stepped"]
 
 COUNT: Final = 3
 """Environments that a check gets."""
@@ -50,29 +50,29 @@ class Told(gymnasium.Env[Any, Any]):
 
     def __init__(self, length: int = 3) -> None:
         self.length = length
-        self.told = np.array([-1.0, -1.0, 0.0, -1.0])
+        self.state = np.array([-1.0, -1.0, 0.0, -1.0])
         self.info: dict[str, Any] = {}
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self.resets += 1
-        self.told[:] = (-1 if seed is None else seed), self.told[1] + 1, 0, -1
+        self.state[:] = (-1 if seed is None else seed), self.state[1] + 1, 0, -1
         self.info.clear()
         self.given = (options or {}).get("given")
-        self.info.update({"begins": int(self.told[1])} | ({} if self.given is None else {"given": self.given}))
-        return self.told, self.info
+        self.info.update({"begins": int(self.state[1])} | ({} if self.given is None else {"given": self.given}))
+        return self.state, self.info
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self.told[2:] = self.told[2] + 1, action
-        _, episode, at, _ = self.told
+        self.state[2:] = self.state[2] + 1, action
+        _, episode, at, _ = self.state
         over = at == self.length
         self.info.clear()
         self.info.update({"at": int(at)} | ({"odd": True} if at % 2 else {}))
         if self.given == -1:
             raise ValueError("told to fail")
         ends, cut = ((True, False), (False, True), (True, True))[int(episode) % 3]
-        told, info = (self.told.copy(), self.info.copy()) if over else (self.told, self.info)
-        return told, float(100 * episode + at), bool(over and ends), bool(over and cut), info
+        state, info = (self.state.copy(), self.info.copy()) if over else (self.state, self.info)
+        return state, float(100 * episode + at), bool(over and ends), bool(over and cut), info
 
 
 class _Maker:
@@ -88,7 +88,7 @@ class _Maker:
         return f"lambda: Told({self.length})"
 
 
-def told(count: int = COUNT) -> list[Callable[[], Told]]:
+def makers(count: int = COUNT) -> list[Callable[[], Told]]:
     """Functions that build environments whose episodes have 3, 4, 5 ... steps."""
     return [_Maker(3 + index) for index in range(count)]
 
@@ -153,7 +153,7 @@ def program(check: Check, engine: str, mode: AutoresetMode, *, functions: bool) 
     first = next(number for number, line in enumerate(lines) if line.startswith("def ")) + 1
     body = textwrap.dedent("\n".join(lines[first:]))
     first_name, *others = inspect.signature(check.run).parameters
-    given = f"told({COUNT})" if functions else f"num_envs={COUNT}"
+    given = f"makers({COUNT})" if functions else f"num_envs={COUNT}"
     built = f"{name}({given}, autoreset_mode={mode})"
     opened = "\n".join(f"{each} = {built}" for each in (first_name, *others))
     return (

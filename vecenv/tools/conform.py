@@ -23,11 +23,11 @@ from typing import Any, Final
 
 from gymnasium.vector import AutoresetMode
 
-from vecenv.testing.conformity import CHECKS, COUNT, Check, program, told
+from vecenv.testing.conformity import CHECKS, COUNT, Check, makers, program
 from vecenv.testing.shapes import as_gymnasium
 from vecenv.tools.usage import WRONG, CliError, did_you_mean
 
-__all__ = ["Row", "conform", "show"]
+__all__ = ["Finding", "conform", "show"]
 
 KEPT, BROKEN, REFUSED = "kept", "broken", "refused"
 _SECONDS: Final = 20.0  # for one check
@@ -35,7 +35,7 @@ _START: Final = 120.0  # for the imports before the first
 
 
 @dataclass
-class Row:
+class Finding:
     """What an engine does about one promise.
 
     Attributes:
@@ -63,7 +63,7 @@ class Row:
 
 def conform(
     engine: str, modes: Sequence[AutoresetMode], *, faults: bool = False, heard: Callable[[int, int], None] | None = None
-) -> list[Row]:
+) -> list[Finding]:
     """Ask an engine about every promise.
 
     Args:
@@ -82,7 +82,7 @@ def conform(
         for mode in modes
         if mode in check.modes and (faults or not check.fault)
     ]
-    rows = {number: Row(CHECKS[number].name, CHECKS[number].about, CHECKS[number].known) for number, _ in todo}
+    rows = {number: Finding(CHECKS[number].name, CHECKS[number].about, CHECKS[number].known) for number, _ in todo}
     done = 0
     while done < len(todo):
         for state, why in _answers(engine, todo[done:]):
@@ -192,7 +192,7 @@ def _builder(engine: Any, check: Check, mode: AutoresetMode) -> Callable[[], Any
     options = {"autoreset_mode": mode} if takes_mode else {}
     if not takes_functions:
         return lambda: as_gymnasium(engine(num_envs=COUNT, **options))
-    return lambda: as_gymnasium(engine(told(), **options))
+    return lambda: as_gymnasium(engine(makers(), **options))
 
 
 def _parameters(engine: Any) -> Mapping[str, inspect.Parameter]:
@@ -218,7 +218,7 @@ def _said(error: BaseException) -> str:
 # -- the table ------------------------------------------------------------------------------------------------------------
 
 
-def show(engine: str, rows: Sequence[Row], *, as_json: bool) -> int:
+def show(engine: str, rows: Sequence[Finding], *, as_json: bool) -> int:
     """Print the table; the exit code."""
     if as_json:
         print(json.dumps({"engine": engine, "rows": [{**asdict(row), "state": row.state} for row in rows]}, indent=1))

@@ -118,9 +118,9 @@ def fork_twice(token: int) -> bool:
     try:
         if os.fork():
             os._exit(0)
-    except BaseException:
+        adopt(token)
+    except BaseException:  # it must not go on as the one that it is a copy of
         os._exit(1)
-    adopt(token)
     return True
 
 

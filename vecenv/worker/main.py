@@ -229,12 +229,15 @@ def freeze(rows: SnapshotRows, start: Start, channel: WorkerEnd, uncopied: Uncop
     """Copy this worker: the copy waits until it is copied in its turn, each time for a row that goes on from here."""
     assert uncopied is not None
     why = uncopied.why_not()
+    flush_output()  # what is written later is not to be written by each copy
     if not why and fork_twice(plan.token):
         code = 1
         try:
             os.sched_setaffinity(0, uncopied.cpus)
             channel.close()
             code = _wait_frozen(rows, start, plan)
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
     failures = [Failure(rows.first, NotRestorable(f"it cannot be frozen: {why}"), fatal=False)] if why else []

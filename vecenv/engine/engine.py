@@ -113,7 +113,8 @@ class Engine(Calls):
             raise
 
     def _open_pool(self, plan: WorkerPlan, arena: Arena, options: PoolOptions, num_workers: int) -> WorkerPool:
-        options.placements, options.caller_spin = placements(num_workers)
+        if not options.placements:
+            options.placements, options.caller_spin = placements(num_workers)
         pool = self._pool_class(plan, arena, self.batch, options, self)
         pool.watchdog.bounded = () if self.policy.step_timeout is None else ("step", "reset")
         return pool

@@ -53,7 +53,7 @@ from vecenv.planning.options import (
 from vecenv.planning.plan import Plan, workers_and_share
 from vecenv.planning.probe import EnvProbe
 from vecenv.shm import Batch, Layout, fixed_tree
-from vecenv.system.cores import usable_cores
+from vecenv.system.cores import bound_placements, usable_cores
 from vecenv.system.generators import GeneratorsOption
 from vecenv.system.spawning import WorkerEnv, end_if_importing_main, is_about_main, too_late, variables_of
 from vecenv.worker.envs import Expected
@@ -379,6 +379,8 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             (``{"CUDA_VISIBLE_DEVICES": lambda worker: worker % 4}``); ``None`` removes one. Under ``spawn`` they are there
             before anything is imported; under ``fork`` modules that this process has imported have read theirs already.
             With them no environment is built in this process, unless ``dummy_env=True``.
+        worker_affinity: The cores of each worker: a list with a core, or a list of cores, for each process. Without it the
+            scheduler of the system decides, and workers that have a core to themselves stay on that.
         ragged_infos: Info values of one key whose shapes or types differ become an object array, ``None`` where there is
             none. Without it they are an error, or are broadcast, as in Gymnasium.
         spare_workers: That many processes more than there are environments, each with an environment that has been reset
@@ -459,6 +461,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         dummy_env: bool | None = None,
         isolate: bool | None = None,
         worker_env: WorkerEnv | None = None,
+        worker_affinity: Sequence[int | Sequence[int]] | None = None,
         ragged_infos: bool = False,
         env_threads: int = 1,
         spare_workers: int = 0,
@@ -489,7 +492,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         )  # fmt: skip
         if about_main := self._look_and_open(
             (num_workers, use_caller, isolate, self._probe.times, batch_size),
-            (mp, policy, batch_size, threads_per_worker, strict, ragged_infos, worker_env, env_threads),
+            (mp, policy, batch_size, threads_per_worker, strict, ragged_infos, worker_env, worker_affinity, env_threads),
         ):
             raise about_main
 
@@ -529,6 +532,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         strict: bool,
         ragged: bool,
         worker_env: WorkerEnv | None,
+        worker_affinity: Sequence[int | Sequence[int]] | None,
         env_threads: int,
     ) -> None:
         """Start the workers."""
@@ -537,6 +541,8 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         if worker_env:
             options.variables = [variables_of(worker_env, index) for index in range(self.num_workers + self._spares)]
             _warn_of_late(options)
+        if worker_affinity is not None:
+            options.placements = bound_placements(worker_affinity, self.num_workers + self._spares)
         at_once = None
         if batch_size == "auto":
             assert self.plan is not None

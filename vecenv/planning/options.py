@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, TypeAlias, TypedDict
 
 import numpy as np
@@ -44,6 +44,7 @@ class EngineOptions(TypedDict, total=False):
     dummy_env: bool | None
     isolate: bool | None
     worker_env: WorkerEnv | None
+    worker_affinity: Sequence[int | Sequence[int]] | None
     ragged_infos: bool
     env_threads: int
     generators: GeneratorsOption

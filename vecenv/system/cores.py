@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["SPIN_SECONDS", "Placement", "SpinPolicy", "placements", "seconds_waited", "usable_cores"]
+__all__ = ["SPIN_SECONDS", "Placement", "SpinPolicy", "bound_placements", "placements", "seconds_waited", "usable_cores"]
 
 SPIN_SECONDS: Final = 150e-6
 """Longest spin before a process goes to sleep: a few wake-ups' worth."""
@@ -33,13 +34,16 @@ _BEARABLE: Final = 0.25  # of the time; 0.04 in 95 of 100 reviews on a quiet mac
 
 
 def usable_cores() -> int:
-    """Cores this process may use: its affinity mask, or its control group's CPU quota where that is smaller."""
+    """Cores this process may use: its affinity mask, or what is smaller: its control group's CPU quota, or the number that
+    Slurm has given to its task (``SLURM_CPUS_PER_TASK``), which binds nothing on many clusters."""
     try:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:
         cores = os.cpu_count() or 1
     quota = _cgroup_quota()
-    return max(1, cores if quota is None else min(cores, int(quota)))
+    given = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    limits = [cores, *([] if quota is None else [int(quota)]), *([int(given)] if given.isdigit() else [])]
+    return max(1, min(limits))
 
 
 def _cgroup_quota() -> float | None:
@@ -65,12 +69,14 @@ def _words(path: str) -> list[str]:
 class Placement:
     """Where a worker sits: the cores it is bound to (``None``: any), how long it may spin, and whether the caller is there.
 
-    A worker that shares the caller's core runs when the caller sleeps, and so must be waited for by sleeping.
+    A worker that shares the caller's core runs when the caller sleeps, and so must be waited for by sleeping. One that is
+    ``bound`` stays on its cores from its start to its end; others are bound only while they spin.
     """
 
     cpus: frozenset[int] | None = None
     spin: float = 0.0
     with_caller: bool = False
+    bound: bool = False
 
 
 def placements(workers: int) -> tuple[list[Placement], float]:
@@ -90,6 +96,31 @@ def placements(workers: int) -> tuple[list[Placement], float]:
     if workers < cores:
         return spinning[:workers], SPIN_SECONDS
     return [Placement(frozenset({cpus[0]}), with_caller=True), *spinning], SPIN_SECONDS
+
+
+def bound_placements(affinity: Any, workers: int) -> list[Placement]:
+    """The placements of workers that are bound to cores of the user's choice.
+
+    Args:
+        affinity: A core, or several, for each worker.
+        workers: How many there are.
+
+    Raises:
+        NotImplementedError: This system cannot bind processes.
+        ValueError: It is no list with cores for each worker, or has cores that this process may not use.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        raise NotImplementedError(f"`worker_affinity` needs a system that can bind processes to cores, not {sys.platform}")
+    if not isinstance(affinity, Sequence) or isinstance(affinity, str) or len(affinity) != workers:
+        raise ValueError(f"`worker_affinity` must be a list with the cores of each of {workers} workers, got {affinity!r}.")
+    usable = os.sched_getaffinity(0)
+    found = []
+    for worker, given in enumerate(affinity):
+        cores = frozenset([given] if isinstance(given, int) else given if isinstance(given, Iterable) else ())
+        if not cores or not cores <= usable:
+            raise ValueError(f"`worker_affinity[{worker}]` must be some of the cores {sorted(usable)}, got {given!r}.")
+        found.append(Placement(cores, bound=True))
+    return found
 
 
 def seconds_waited() -> float | None:

@@ -277,6 +277,8 @@ def _thawed(before: SnapshotRows, start: Start, plan: CopyPlan) -> int:
     assert plan.row is not None
     assert plan.placement is not None
     start.placement = plan.placement
+    if plan.placement.bound and plan.placement.cpus is not None:
+        os.sched_setaffinity(0, plan.placement.cpus)
     channel = _opened(before, start, plan)
     batch = start.plan.layout.view(start.arena.buffer)
     rows = make_rows(before.env_fns, plan.row, plan.row, start.plan, batch)
@@ -388,6 +390,8 @@ def _loader(payload: bytes | None) -> Callable[[], Any]:
 def main(start: Start) -> None:
     """The body of a worker process."""
     uncopied = None
+    if start.placement.bound and start.placement.cpus is not None:
+        os.sched_setaffinity(0, start.placement.cpus)
     start.black_box.arm(threads=start.plan.env_threads > 1)
     gc.freeze()  # what came with the fork stays shared with the caller instead of being copied by the collector
     _limit_threads(start.plan.threads)

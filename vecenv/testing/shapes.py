@@ -1,7 +1,7 @@
 """Vector environments of other shapes behind Gymnasium's interface, for :mod:`vecenv.testing.conformity`.
 
-Stable-Baselines3's and Tianshou's say the same things in other words. What they do not say, such as infos of steps without a
-key, stays unsaid.
+Stable-Baselines3's, Tianshou's and TorchRL's say the same things in other words. What they do not say, such as infos of
+steps without a key, stays unsaid.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import numpy as np
+from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
@@ -19,7 +20,8 @@ __all__ = ["as_gymnasium"]
 def as_gymnasium(envs: Any) -> Any:
     """A vector environment with Gymnasium's interface, whatever shape it has."""
     for module, name, shape in (
-        ("stable_baselines3.common.vec_env", "VecEnv", _FromSb3), ("tianshou.env", "BaseVectorEnv", _FromTianshou)
+        ("stable_baselines3.common.vec_env", "VecEnv", _FromSb3), ("tianshou.env", "BaseVectorEnv", _FromTianshou),
+        ("torchrl.envs", "EnvBase", _FromTorchRL),
     ):  # fmt: skip
         if (loaded := sys.modules.get(module)) is not None and isinstance(envs, getattr(loaded, name)):
             return shape(envs)
@@ -28,7 +30,8 @@ def as_gymnasium(envs: Any) -> Any:
 
 class _Foreign(VectorEnv[Any, Any, Any]):
     def __init__(self, envs: Any, observation_space: Any, action_space: Any, mode: AutoresetMode) -> None:
-        self.inner, self.num_envs = envs, int(getattr(envs, "num_envs", 0) or envs.env_num)
+        self.inner = envs
+        self.num_envs = int(getattr(envs, "num_envs", 0) or getattr(envs, "env_num", 0) or envs.batch_size[0])
         self.single_observation_space, self.single_action_space = observation_space, action_space
         self.observation_space = batch_space(observation_space, self.num_envs)
         self.action_space = batch_space(action_space, self.num_envs)
@@ -108,3 +111,42 @@ class _FromTianshou(_Foreign):
 
     def get_attr(self, name: str) -> Any:
         return self.inner.get_env_attr(name)
+
+
+class _FromTorchRL(_Foreign):
+    """Without autoreset; ``_reset`` says which environments a reset is for. Everything is a tensor, and there are no infos.
+
+    Spaces are those of one array for observations, and of categorical actions.
+    """
+
+    def __init__(self, envs: Any) -> None:
+        shape, choices = envs.observation_spec["observation"].shape[1:], envs.action_spec.space.n
+        dtype: Any = str(envs.observation_spec["observation"].dtype).removeprefix("torch.")
+        super().__init__(envs, Box(-np.inf, np.inf, tuple(shape), dtype), Discrete(choices), AutoresetMode.DISABLED)
+        self._latest: Any = None
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        import torch
+
+        options = dict(options or {})
+        mask = options.pop("reset_mask", None)
+        if isinstance(seed, list) or options:
+            raise NotImplementedError("set_seed() takes one seed, and reset() no options")
+        if seed is not None:
+            self.inner.set_seed(seed)
+        if mask is None:
+            self._latest = self.inner.reset()
+        else:
+            self._latest = self.inner.reset(self._latest.set("_reset", torch.as_tensor(mask)[:, None]))
+        return self._latest["observation"].numpy().copy(), {}
+
+    def step(self, actions: Any) -> Any:
+        import torch
+        from torchrl.envs.utils import step_mdp
+
+        if len(actions) != self.num_envs:
+            raise ValueError(f"got {len(actions)} actions for {self.num_envs} environments")
+        stepped = self.inner.step(self._latest.set("action", torch.as_tensor(np.asarray(actions))))
+        self._latest = step_mdp(stepped)
+        numbers = [stepped["next", name].numpy()[:, 0].copy() for name in ("reward", "terminated", "truncated")]
+        return (stepped["next", "observation"].numpy().copy(), *numbers, {})

@@ -230,27 +230,16 @@ def _for_this_machine_alone(ray: Any) -> Iterator[None]:
     as on macOS; it reads the variable of that constant when it is imported, its processes when they start.
     """
     constants = ray._private.ray_constants
-    allowed = constants.ENABLE_RAY_CLUSTER
+    allowed, before = constants.ENABLE_RAY_CLUSTER, {name: os.environ.get(name) for name in _ALONE}
     constants.ENABLE_RAY_CLUSTER = False
-    try:
-        with _environment(_ALONE):
-            yield
-    finally:
-        constants.ENABLE_RAY_CLUSTER = allowed
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Environment variables for the processes that are started meanwhile."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+    os.environ.update(_ALONE)
     try:
         yield
     finally:
+        constants.ENABLE_RAY_CLUSTER = allowed
         for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
+            os.environ.pop(name, None)
+            if value is not None:
                 os.environ[name] = value
 
 

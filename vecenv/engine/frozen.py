@@ -83,10 +83,9 @@ class _Copy:
             if message is None:
                 raise WorkerDied(f"{name} could not be copied: its copy ended, or was not there within {_READY:.0f} seconds")
             ready: Ready = pickle.loads(message[2] or b"")
-            process = CopiedProcess(ready.pid, method, name, self.held)
-            self.channel.drop()
-            self.channel.started()
-            self.process = process
+            self.process = CopiedProcess(ready.pid, method, name, self.held)
+        self.channel.drop()  # from here on it is known, whatever interrupts this
+        self.channel.started()
         return self.process
 
     def end(self) -> None:

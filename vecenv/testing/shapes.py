@@ -29,9 +29,8 @@ def as_gymnasium(envs: Any) -> Any:
 
 
 class _Foreign(VectorEnv[Any, Any, Any]):
-    def __init__(self, envs: Any, observation_space: Any, action_space: Any, mode: AutoresetMode) -> None:
-        self.inner = envs
-        self.num_envs = int(getattr(envs, "num_envs", 0) or getattr(envs, "env_num", 0) or envs.batch_size[0])
+    def __init__(self, envs: Any, num_envs: int, observation_space: Any, action_space: Any, mode: AutoresetMode) -> None:
+        self.inner, self.num_envs = envs, num_envs
         self.single_observation_space, self.single_action_space = observation_space, action_space
         self.observation_space = batch_space(observation_space, self.num_envs)
         self.action_space = batch_space(action_space, self.num_envs)
@@ -51,7 +50,7 @@ class _FromSb3(_Foreign):
     """Same-step; the final observation is ``info["terminal_observation"]``, truncation ``info["TimeLimit.truncated"]``."""
 
     def __init__(self, envs: Any) -> None:
-        super().__init__(envs, envs.observation_space, envs.action_space, AutoresetMode.SAME_STEP)
+        super().__init__(envs, envs.num_envs, envs.observation_space, envs.action_space, AutoresetMode.SAME_STEP)
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         if isinstance(seed, list):
@@ -88,7 +87,7 @@ class _FromTianshou(_Foreign):
 
     def __init__(self, envs: Any) -> None:
         observations, actions = (envs.get_env_attr(name)[0] for name in ("observation_space", "action_space"))
-        super().__init__(envs, observations, actions, AutoresetMode.DISABLED)
+        super().__init__(envs, envs.env_num, observations, actions, AutoresetMode.DISABLED)
         self._latest: Any = None
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
@@ -122,7 +121,8 @@ class _FromTorchRL(_Foreign):
     def __init__(self, envs: Any) -> None:
         shape, choices = envs.observation_spec["observation"].shape[1:], envs.action_spec.space.n
         dtype: Any = str(envs.observation_spec["observation"].dtype).removeprefix("torch.")
-        super().__init__(envs, Box(-np.inf, np.inf, tuple(shape), dtype), Discrete(choices), AutoresetMode.DISABLED)
+        observations, actions = Box(-np.inf, np.inf, tuple(shape), dtype), Discrete(choices)
+        super().__init__(envs, envs.batch_size[0], observations, actions, AutoresetMode.DISABLED)
         self._latest: Any = None
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:

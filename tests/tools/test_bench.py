@@ -25,6 +25,7 @@ BENCH = Path(programs.__file__).parent
 TINY = "--seconds 0.05 --repeats 1"
 PROGRAMS = {
     # program -> small settings, and what it prints
+    "aio.py": ("--kinds wait --workers 1 --num-envs 2 --seconds 0.1 --repeats 1 --only pool first bare", "wait, 1 workers"),
     "bridge_cost.py": ("--length 4 --steps 4 --repeats 1", "scan"),
     "envpool_rate.py": ("--task CartPole-v1 --num-envs 2 --seconds 0.05 --repeats 1", "CartPole-v1"),
     "envpool_row.py": ("--num-envs 2 --seconds 0.05 --repeats 1", "CartPole-v1"),

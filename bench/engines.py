@@ -1,129 +1,169 @@
-"""Other engines against ``vecenv conform``: ``python bench/engines.py`` prints the table of ``docs/engines.md``.
+"""Other libraries' engines behind the same three methods, each optional.
 
-Each engine is built as its own documentation says. Those that bring their own environments are asked only what needs no
-knowledge of them. An engine that is not installed is left out, and named.
+A missing library leaves its row out with a word. Libraries that reset within the step, or leave resetting
+to the caller, do more than ``num_envs`` units of work in a step when episodes end; each reset is to their
+credit. All of them start their processes by fork here: it changes nothing about stepping, and saves minutes
+of importing torch.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
-from collections.abc import Callable, Sequence
+import contextlib
+import importlib
+import itertools
+import tempfile
+import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from gymnasium.vector import AutoresetMode
+import numpy as np
 
-from vecenv.tools.conform import BROKEN, KEPT, CliError, conform
-
-ENGINES = {
-    "Gymnasium SyncVectorEnv": ("gymnasium.vector:SyncVectorEnv", "gymnasium"),
-    "Gymnasium AsyncVectorEnv": ("gymnasium.vector:AsyncVectorEnv", "gymnasium"),
-    "Gymnasium CartPoleVectorEnv": ("bench.engines:cartpole", "gymnasium"),
-    "ALE AtariVectorEnv": ("bench.engines:atari", "ale-py"),
-    "EnvPool": ("bench.engines:envpool_cartpole", "envpool"),
-    "SB3 DummyVecEnv": ("stable_baselines3.common.vec_env:DummyVecEnv", "stable-baselines3"),
-    "SB3 SubprocVecEnv": ("stable_baselines3.common.vec_env:SubprocVecEnv", "stable-baselines3"),
-    "Tianshou DummyVectorEnv": ("tianshou.env:DummyVectorEnv", "tianshou"),
-    "Tianshou SubprocVectorEnv": ("tianshou.env:SubprocVectorEnv", "tianshou"),
-    "TorchRL SerialEnv": ("bench.engines:torchrl_serial", "torchrl"),
-    "TorchRL ParallelEnv": ("bench.engines:torchrl_parallel", "torchrl"),
-    "vecenv AsyncVectorEnv": ("vecenv:AsyncVectorEnv", "vecenv"),
-}
+from vecenv.tools.benchmark import Candidate, Unavailable, default_candidates, vecenv_candidate
+from vecenv.tools.runners import EnvFn, Runner, run_for, sample_actions
 
 
-def cartpole(num_envs: int) -> Any:
-    """Gymnasium's own CartPole in NumPy."""
-    import gymnasium
-
-    return gymnasium.make_vec("CartPole-v1", num_envs, vectorization_mode="vector_entry_point")
-
-
-def atari(num_envs: int, autoreset_mode: AutoresetMode) -> Any:
-    """ALE's C++ threads."""
-    from ale_py.vector_env import AtariVectorEnv
-
-    return AtariVectorEnv("pong", num_envs, autoreset_mode=autoreset_mode)
+def _need(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise Unavailable(f"{package} is not installed ({error})") from None
 
 
-def envpool_cartpole(num_envs: int) -> Any:
-    """EnvPool's C++ threads, with the interface of its Gymnasium type."""
-    import envpool
+class Stepping:
+    """Steps ``envs`` again and again; subclasses say how."""
 
-    envs = envpool.make_gymnasium("CartPole-v1", num_envs=num_envs)
-    return _Batched(envs, num_envs)
+    envs: Any
 
+    def _step(self) -> int:
+        raise NotImplementedError
 
-class _Batched:
-    """EnvPool's pool has the single spaces under the names of the batched ones, and no metadata."""
-
-    def __init__(self, envs: Any, num_envs: int) -> None:
-        from gymnasium.vector.utils import batch_space
-
-        self._envs, self.num_envs = envs, num_envs
-        self.single_observation_space, self.single_action_space = envs.observation_space, envs.action_space
-        self.observation_space = batch_space(envs.observation_space, num_envs)
-        self.action_space = batch_space(envs.action_space, num_envs)
-        self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        if seed is not None or options:
-            raise NotImplementedError("reset() takes neither seeds nor options; make() takes a seed")
-        return self._envs.reset()
-
-    def step(self, actions: Any) -> Any:
-        return self._envs.step(actions)
+    def run(self, seconds: float) -> float:
+        return run_for(self._step, seconds)
 
     def close(self) -> None:
-        self._envs.close()
+        self.envs.close()
 
 
-def torchrl_serial(env_fns: Sequence[Callable[[], Any]]) -> Any:
-    """TorchRL's environments in this process."""
-    from torchrl.envs import SerialEnv
+class StableBaselines3(Stepping):
+    """``SubprocVecEnv``: one process an environment; resets within the step."""
 
-    return SerialEnv(len(env_fns), [partial(_wrapped, fn) for fn in env_fns])
+    def __init__(self, env_fn: EnvFn, num_envs: int, workers: int) -> None:
+        module = _need("stable_baselines3.common.vec_env", "stable-baselines3")
+        self.envs = module.SubprocVecEnv([env_fn] * num_envs, start_method="fork")
+        self._next = itertools.cycle(sample_actions(self.envs.action_space, num_envs)).__next__
+        self.envs.reset()
+
+    def _step(self) -> int:
+        dones = self.envs.step(self._next())[2]
+        return len(dones) + int(np.count_nonzero(dones))
 
 
-def torchrl_parallel(env_fns: Sequence[Callable[[], Any]]) -> Any:
-    """TorchRL's worker processes."""
-    from torchrl.envs import ParallelEnv
+class Tianshou(Stepping):
+    """``ShmemVectorEnv``: one process an environment, observations in shared memory; the caller resets."""
 
-    return ParallelEnv(len(env_fns), [partial(_wrapped, fn) for fn in env_fns])
+    def __init__(self, env_fn: EnvFn, num_envs: int, workers: int) -> None:
+        module = _need("tianshou.env", "tianshou")
+        self.envs = module.ShmemVectorEnv([env_fn] * num_envs)
+        self._next = itertools.cycle(sample_actions(self.envs.action_space[0], num_envs)).__next__
+        self.envs.reset()
+
+    def _step(self) -> int:
+        _, _, terminated, truncated, _ = self.envs.step(self._next())
+        ended = np.flatnonzero(terminated | truncated)
+        if len(ended):
+            self.envs.reset(ended)
+        return len(terminated) + len(ended)
 
 
-def _wrapped(env_fn: Callable[[], Any]) -> Any:
+def _torchrl_env(env_fn: EnvFn) -> Any:
     from torchrl.envs import GymWrapper
 
     return GymWrapper(env_fn(), categorical_action_encoding=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help="engines whose names have this in them")
-    parser.add_argument("--no-faults", action="store_true", help="without exceptions, kills and timeouts")
-    given = parser.parse_args()
-    columns: dict[str, dict[str, str]] = {}
-    for name, (engine, package) in ENGINES.items():
-        if given.only and given.only.lower() not in name.lower():
-            continue
-        try:
-            rows = conform(engine, list(AutoresetMode), faults=not given.no_faults)
-        except CliError as error:
-            print(f"left out: {name}: {error}")
-            continue
-        title = f"{name} {importlib.metadata.version(package)}" if package != "vecenv" else name
-        columns[title] = {row.name: row.state for row in rows}
-        for row in rows:
-            if row.state == BROKEN:
-                mode = next(mode for mode, state in row.modes.items() if state == BROKEN)
-                print(f"{name}: {row.name}: {mode}: {row.why[mode]}")
-    names = list(dict.fromkeys(name for column in columns.values() for name in column))
-    print(f"\n| promise | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
-    for name in names:
-        cells = [column.get(name, "") for column in columns.values()]
-        print(f"| {name} | {' | '.join('yes' if cell == KEPT else cell for cell in cells)} |")
+class TorchRL(Stepping):
+    """``ParallelEnv``: one process an environment, everything in shared tensors; resets after the step."""
+
+    def __init__(self, env_fn: EnvFn, num_envs: int, workers: int) -> None:
+        module = _need("torchrl.envs", "torchrl")
+        importlib.import_module("torch").set_num_threads(1)
+        self.envs = module.ParallelEnv(num_envs, partial(_torchrl_env, env_fn), mp_start_method="fork")
+        self._state = self.envs.reset()
+        self._next = itertools.cycle([self.envs.action_spec.rand() for _ in range(64)]).__next__
+
+    def _step(self) -> int:
+        self._state.set("action", self._next())
+        stepped, self._state = self.envs.step_and_maybe_reset(self._state)
+        done = stepped.get(("next", "done"))
+        return int(done.numel()) + int(done.sum())
 
 
-if __name__ == "__main__":
-    main()
+def _puffer_env(env_fn: EnvFn, buf: Any = None, seed: int = 0) -> Any:
+    from pufferlib.emulation import GymnasiumPufferEnv
+
+    return GymnasiumPufferEnv(env_fn(), buf=buf, seed=seed)
+
+
+class PufferLib(Stepping):
+    """``vector.Multiprocessing``: a process a core, all spinning on shared flags; resets in the next step."""
+
+    def __init__(self, env_fn: EnvFn, num_envs: int, workers: int) -> None:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            contextlib.chdir(folder),
+        ):  # its import leaves a link behind
+            module = _need("pufferlib.vector", "pufferlib")
+        if num_envs % workers:
+            raise Unavailable(f"wants a multiple of {workers} environments")
+        self.envs = module.make(
+            partial(_puffer_env, env_fn),
+            backend=module.Multiprocessing,
+            num_envs=num_envs,
+            num_workers=workers,
+            batch_size=num_envs,
+        )
+        self._next = itertools.cycle([self.envs.action_space.sample() for _ in range(64)]).__next__
+        self.envs.reset(0)
+        self._num_envs = num_envs
+
+    def _step(self) -> int:
+        self.envs.step(self._next())
+        return self._num_envs
+
+    def run(self, seconds: float) -> float:
+        rate = super().run(seconds)
+        time.sleep(0.8)  # its idle workers spin for another half second
+        return rate
+
+
+class PufferLibFewer(PufferLib):
+    """With a core left for the trainer."""
+
+    def __init__(self, env_fn: EnvFn, num_envs: int, workers: int) -> None:
+        if workers == 1:
+            raise Unavailable("there is only one core")
+        super().__init__(env_fn, num_envs, workers - 1)
+
+
+OTHERS: dict[str, tuple[str, Callable[[EnvFn, int, int], Runner]]] = {
+    "sb3": ("Stable-Baselines3 SubprocVecEnv", StableBaselines3),
+    "tianshou": ("Tianshou ShmemVectorEnv", Tianshou),
+    "torchrl": ("TorchRL ParallelEnv", TorchRL),
+    # PufferLib's trainer spins as its workers do: one worker fewer may do better.
+    "pufferlib": ("PufferLib, a worker a core", PufferLib),
+    "pufferlib-fewer": ("PufferLib, one worker fewer", PufferLibFewer),
+}
+
+
+def candidates(env_fn: EnvFn, num_envs: int, workers: int) -> list[Candidate]:
+    """The rows of ``vecenv bench``, then those of other libraries."""
+    workers = min(workers, num_envs)
+    others = [
+        Candidate(name, label, partial(build, env_fn, num_envs, workers), kind="other")
+        for name, (label, build) in OTHERS.items()
+    ]
+    auto, *rows, limit = default_candidates(env_fn, num_envs, workers)
+    # beside engines that hand out the very memory their workers write into, as PufferLib's does
+    view = vecenv_candidate("auto-view", "vecenv, auto, copy=False", env_fn, num_envs, num_workers="auto", copy=False)
+    return [auto, view, *rows, *others, limit]

@@ -25,9 +25,9 @@ BENCH = Path(programs.__file__).parent
 TINY = "--seconds 0.05 --repeats 1"
 PROGRAMS = {
     # program -> small settings, and what it prints
-    "aio.py": ("--help", "--openenv-python"),
+    "aio.py": ("--kinds wait --workers 1 --num-envs 2 --seconds 0.1 --repeats 1 --only pool first bare", "wait, 1 workers"),
     "bridge_cost.py": ("--length 4 --steps 4 --repeats 1", "scan"),
-    "engines.py": ("--only nothing", "promise"),
+    "conformity.py": ("--only nothing", "promise"),
     "envpool_rate.py": ("--task CartPole-v1 --num-envs 2 --seconds 0.05 --repeats 1 --against process", "CartPole-v1"),
     "first_ready_cost.py": ("CartPole-v1 --num-envs 2 --workers 1 --rounds 1 --seconds 0.05", "us per environment step"),
     "jax_cost.py": ("--help", "--limit"),  # three minutes of compiling

@@ -30,6 +30,7 @@ from vecenv.tools.usage import WRONG, CliError, did_you_mean
 __all__ = ["Finding", "conform", "show"]
 
 KEPT, BROKEN, REFUSED = "kept", "broken", "refused"
+_ONLY: Final = "its only mode is "
 _SECONDS: Final = 20.0  # for one check
 _START: Final = 120.0  # for the imports before the first
 
@@ -78,8 +79,8 @@ def conform(
     functions = _takes_functions(engine_named(engine))
     todo = [
         (number, mode.name)
-        for number, check in enumerate(CHECKS)
         for mode in modes
+        for number, check in enumerate(CHECKS)
         if mode in check.modes and (faults or not check.fault)
     ]
     rows = {number: Finding(CHECKS[number].name, CHECKS[number].about, CHECKS[number].known) for number, _ in todo}
@@ -94,6 +95,11 @@ def conform(
             done += 1
             if heard is not None:
                 heard(done, len(todo))
+            if why.startswith(_ONLY):  # it need not be built for the other checks of this mode
+                while done < len(todo) and todo[done][1] == mode:
+                    rows[todo[done][0]].modes[mode], rows[todo[done][0]].why[mode] = state, why
+                    done += 1
+                break
             if spoilt:  # what is left of it may hang when it is closed: a new process goes on
                 break
     if rows and all(row.state == REFUSED for row in rows.values()):
@@ -167,7 +173,7 @@ def _ask(check: Check, name: str, mode: AutoresetMode, engines: list[Any]) -> tu
         except (NotImplementedError, TypeError, ValueError) as error:
             return REFUSED, _said(error)
         if engines[0].metadata.get("autoreset_mode", mode) != mode:
-            return REFUSED, f"it has {engines[0].metadata['autoreset_mode']} only"
+            return REFUSED, f"{_ONLY}{engines[0].metadata['autoreset_mode']}"
         check.run(*engines)
     except NotImplementedError as error:
         return REFUSED, _said(error)

@@ -47,7 +47,7 @@ BROKEN = {
     "NoMasks": "every info has a mask",
     "AllAtOnce": "a masked reset leaves the others alone",
     "Paid": "next-step: the step after an end resets",
-    "Lacks": "step: five values, float64 and bool",
+    "Lacks": "step: five values, one per environment",
     "Dies": "actions and rewards are of this step",
 }
 

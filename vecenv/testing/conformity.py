@@ -183,13 +183,14 @@ def reset_returns(any_envs: Any) -> None:
     assert isinstance(infos, dict), type(infos)
 
 
-@_check("step: five values, float64 and bool", f"rewards are float64, flags bool, one for each environment: {_VECTOR}")
+@_check("step: five values, one per environment", f"rewards are numbers and flags bools, one per environment: {_VECTOR}")
 def step_returns(any_envs: Any) -> None:
     any_envs.reset(seed=1)
     observations, *numbers, infos = any_envs.step(any_envs.action_space.sample())
     assert observations in any_envs.observation_space, "the observations are not in observation_space"
-    for name, array, kind in zip(("rewards", "terminations", "truncations"), numbers, (float, bool, bool), strict=True):
-        assert (array.dtype, array.shape) == (np.dtype(kind), (any_envs.num_envs,)), f"{name}: {array.dtype} {array.shape}"
+    for name, array, kinds in zip(("rewards", "terminations", "truncations"), numbers, ("fiu", "b", "b"), strict=True):
+        assert array.shape == (any_envs.num_envs,), f"{name}: {array.shape}"
+        assert array.dtype.kind in kinds, f"{name}: {array.dtype}"
     assert isinstance(infos, dict), type(infos)
 
 
@@ -225,7 +226,11 @@ def same_seed(any_envs: Any, twin: Any) -> None:
 
 @_check("an int seeds environment i by seed + i", f"an int is that seed, the next, and so on: {_VECTOR}")
 def consecutive_seeds(any_envs: Any, twin: Any) -> None:
-    mine, other = any_envs.reset(seed=5)[0], twin.reset(seed=[5 + i for i in range(any_envs.num_envs)])[0]
+    mine = any_envs.reset(seed=5)[0]
+    try:
+        other = twin.reset(seed=[5 + i for i in range(any_envs.num_envs)])[0]
+    except Exception as error:
+        raise NotImplementedError(f"no list of seeds: {error}") from error
     np.testing.assert_equal(mine, other)
 
 

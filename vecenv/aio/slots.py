@@ -66,6 +66,7 @@ class WorkerSlots:
         changing: It is being killed, or a new process was started that is not ready.
         killed_by_cancel: It was killed as a task did not want its answer any more: that costs no restart of the budget.
         given_up: How it ended, if there will be no new one.
+        looking: Held while it is found out where it hangs: the request that was too late first is the one that is blamed.
     """
 
     def __init__(self, worker: ProcessWorker) -> None:
@@ -74,6 +75,7 @@ class WorkerSlots:
         self.changing = False
         self.killed_by_cancel = False
         self.given_up: Death | None = None
+        self.looking = asyncio.Lock()
 
 
 class Slots:
@@ -341,15 +343,18 @@ class Slots:
     async def _end_hanging(self, slot: Slot, request: RowRequest) -> None:
         """Find out where a worker hangs, and kill it."""
         worker = request.worker
-        stack = "" if worker.death is not None else await self._workers.stack_of(worker)
-        if slot.request is not request or request.future.done():
-            return
-        at = f" at {found}" if (found := line_of(stack)) else ""
-        hangs = f"hung for more than {self.step_timeout} seconds and was killed{at}"
-        text = f"env {slot.row}, {worker.label}, during {request.command}: it {hangs}" + (f"\n{stack}" if stack else "")
-        slot.lost = hangs
-        request.future.set_result(RowAnswer(error=StepTimeout(text)))
-        self._kill(slot, hangs + (f"\nits stack:\n{stack}" if stack else ""))
+        async with slot.group.looking:
+            if worker.ended_for:
+                return
+            stack = "" if worker.death is not None else await self._workers.stack_of(worker)
+            if slot.request is not request or request.future.done():
+                return
+            at = f" at {found}" if (found := line_of(stack)) else ""
+            hangs = f"hung for more than {self.step_timeout} seconds and was killed{at}"
+            text = f"env {slot.row}, {worker.label}, during {request.command}: it {hangs}" + (f"\n{stack}" if stack else "")
+            slot.lost = hangs
+            request.future.set_result(RowAnswer(error=StepTimeout(text)))
+            self._kill(slot, hangs + (f"\nits stack:\n{stack}" if stack else ""))
 
     def _kill(self, slot: Slot, reason: str) -> None:
         """Kill the worker of a slot; until it has ended, none of its slots is given to an episode."""

@@ -27,7 +27,7 @@ from vecenv.testing.conformity import CHECKS, COUNT, Check, makers, program
 from vecenv.testing.shapes import as_gymnasium
 from vecenv.tools.usage import WRONG, CliError, did_you_mean
 
-__all__ = ["Finding", "conform", "show"]
+__all__ = ["Promise", "conform", "show"]
 
 KEPT, BROKEN, REFUSED = "kept", "broken", "refused"
 _ONLY: Final = "its only mode is "
@@ -36,7 +36,7 @@ _START: Final = 120.0  # for the imports before the first
 
 
 @dataclass
-class Finding:
+class Promise:
     """What an engine does about one promise.
 
     Attributes:
@@ -64,7 +64,7 @@ class Finding:
 
 def conform(
     engine: str, modes: Sequence[AutoresetMode], *, faults: bool = False, heard: Callable[[int, int], None] | None = None
-) -> list[Finding]:
+) -> list[Promise]:
     """Ask an engine about every promise.
 
     Args:
@@ -83,7 +83,7 @@ def conform(
         for number, check in enumerate(CHECKS)
         if mode in check.modes and (faults or not check.fault)
     ]
-    rows = {number: Finding(CHECKS[number].name, CHECKS[number].about, CHECKS[number].known) for number, _ in todo}
+    rows = {number: Promise(CHECKS[number].name, CHECKS[number].about, CHECKS[number].known) for number, _ in todo}
     done = 0
     while done < len(todo):
         for state, why in _answers(engine, todo[done:]):
@@ -224,7 +224,7 @@ def _said(error: BaseException) -> str:
 # -- the table ------------------------------------------------------------------------------------------------------------
 
 
-def show(engine: str, rows: Sequence[Finding], *, as_json: bool) -> int:
+def show(engine: str, rows: Sequence[Promise], *, as_json: bool) -> int:
     """Print the table; the exit code."""
     if as_json:
         print(json.dumps({"engine": engine, "rows": [{**asdict(row), "state": row.state} for row in rows]}, indent=1))

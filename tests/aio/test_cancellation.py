@@ -183,7 +183,7 @@ def test_every_await_of_a_task_that_waits_for_a_place(moment: Any, how: dict[str
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_every_await_of_evaluate(moment: Any, how: dict[str, Any]) -> None:
-    assert moments(evaluating, 2, how, moment) > 2
+    assert moments(evaluating, 2, how, moment) > 1  # the second, of tasks that are done, Python 3.12 does not wait in
 
 
 @pytest.mark.parametrize("moment", [at_once, a_while_later, with_a_death])

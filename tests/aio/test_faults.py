@@ -337,6 +337,7 @@ def test_the_loop_goes_on_while_workers_are_started_anew_and_closed() -> None:
             async with pool.episode():
                 pass
         watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
         return late
 
     late = run(main())

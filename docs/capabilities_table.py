@@ -31,6 +31,7 @@ CALLS = {
     "`call`, `get_attr`, `set_attr`, `exec_func`": "attributes",
     "`save`, `load`, `state_dict`, `load_state_dict`": "snapshots",
     "`freeze`, `thaw`": "freezing",
+    "`record_failures=`, `record`": "recording",
     '`on_failure="restart"`': "restarts",
     "`spare_workers=`, resets ahead of time": "spare_workers",
     "a crash of an environment leaves the program alone": "in_this_process",
@@ -41,7 +42,9 @@ CALLS = {
 def columns() -> dict[str, Capabilities]:
     """Backend -> what it can do at most."""
     pool = SimpleNamespace(own=None)
-    engine = {"policy": SimpleNamespace(restart=True), "layout": SimpleNamespace(spares=0), "pool": pool}
+    engine = {
+        "policy": SimpleNamespace(restart=True), "layout": SimpleNamespace(spares=0), "pool": pool, "recorder": pool
+    }  # fmt: skip
     here, there = (lambda _: ""), (lambda _: "its environments are stepped by hosts")
     workers: Any = Engine.__dict__["capabilities"].fget
     library: Any = native._Library.__dict__["capabilities"].fget

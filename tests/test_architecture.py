@@ -16,7 +16,7 @@ FLOORS = (
     ("vecenv", "__main__"), ("tools",), ("adapters", "torch"), ("make", "patching", "registry"), ("wrappers",),
     ("aio",), ("evaluating",), ("multi_agent",),
     ("backends",), ("jax.rollouts",), ("jax.bridging", "jax.host", "jax.host_call"), ("jax",), ("engine",),
-    ("planning",), ("worker",),
+    ("planning",), ("recording",), ("worker",),
     ("link",), ("testing",), ("state",), ("front",), ("shm",), ("system",), ("errors", "trajectories", "_version"),
 )  # fmt: skip
 """From the roof to the ground."""

@@ -31,13 +31,14 @@ if TYPE_CHECKING:
     from vecenv.patching import uninstall as uninstall
     from vecenv.planning.plan import Plan as Plan
     from vecenv.planning.plan import plan as plan
+    from vecenv.recording.recorder import FlightRecorder as FlightRecorder
     from vecenv.shm.shared import share as share
     from vecenv.tools.watch import render_grid as render_grid
     from vecenv.tools.watch import write_video as write_video
 
 __all__ = [
-    "AsyncVectorEnv", "Episode", "EpisodeResult", "Frozen", "Plan", "__version__", "errors", "evaluate", "install",
-    "make_vec", "plan", "register", "render_grid", "share", "uninstall", "write_video",
+    "AsyncVectorEnv", "Episode", "EpisodeResult", "FlightRecorder", "Frozen", "Plan", "__version__", "errors", "evaluate",
+    "install", "make_vec", "plan", "register", "render_grid", "share", "uninstall", "write_video",
 ]  # fmt: skip
 
 _LAZY: dict[str, str] = {
@@ -45,6 +46,7 @@ _LAZY: dict[str, str] = {
     "AsyncVectorEnv": "vecenv.engine.vector_env:AsyncVectorEnv",
     "Episode": "vecenv.evaluating.episodes:Episode",
     "EpisodeResult": "vecenv.evaluating.episodes:EpisodeResult",
+    "FlightRecorder": "vecenv.recording.recorder:FlightRecorder",
     "Frozen": "vecenv.engine.frozen:Frozen",
     "MultiAgentVecEnv": "vecenv.multi_agent:MultiAgentVecEnv",
     "Plan": "vecenv.planning.plan:Plan",

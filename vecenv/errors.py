@@ -168,6 +168,7 @@ class ErrorRecord:
         error: The exception as it was (or would have been) raised.
         traceback: The traceback text from the worker, or the stack from its black box.
         time: ``time.monotonic()`` of the moment when the caller learnt of it.
+        recorded: With ``record_failures=``, the file that ``vecenv replay`` takes; empty: there is none.
 
     ``str(record)`` is one line, which begins with the date and time of day.
     """
@@ -179,6 +180,7 @@ class ErrorRecord:
     error: BaseException
     traceback: str
     time: float
+    recorded: str = ""
 
     @property
     def when(self) -> datetime:
@@ -186,9 +188,13 @@ class ErrorRecord:
         return datetime.now().astimezone() - timedelta(seconds=time.monotonic() - self.time)
 
     def __str__(self) -> str:
-        first = (str(self.error).strip().splitlines() or [""])[0]
+        try:
+            first = (str(self.error).strip().splitlines() or [""])[0]
+        except Exception:  # of the environment's own class
+            first = "it could not be printed"
         where = f"worker {self.worker}, pid {self.pid}" if self.worker >= 0 else "in the calling process"
         source = where if self.env is None else f"env {self.env} ({where})"
         said = self.env is None and first.startswith(f"worker {self.worker} (pid {self.pid},")  # the source and the command
         doing = "" if said else f"{source}, {self.command}: "
-        return f"{self.when:%Y-%m-%d %H:%M:%S} {doing}{type(self.error).__name__}: {first}"
+        recorded = f" (recorded: {self.recorded})" if self.recorded else ""
+        return f"{self.when:%Y-%m-%d %H:%M:%S} {doing}{type(self.error).__name__}: {first}{recorded}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import random
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import gymnasium
@@ -25,6 +27,7 @@ from vecenv.backends.ray.host import HostReply, Packing
 from vecenv.backends.ray.pool import RemoteHost
 from vecenv.errors import ClusterError, EnvFailed, HostDied, StepTimeout, WorkerDied
 from vecenv.testing import VectorEnvContract, assert_identical, assert_same_trajectory
+from vecenv.tools.replay import replay
 
 
 class _Contract(VectorEnvContract):
@@ -556,3 +559,54 @@ def test_rows_are_saved_on_hosts_and_loaded_into_an_engine_here_and_back() -> No
     finally:
         over.close()
         here.close()
+
+
+# -- the flight recorder ---------------------------------------------------------------------------------------------------
+
+
+class Fragile(CounterEnv):
+    """Raises in its sixth step where its index says so, or ends its process."""
+
+    def __init__(self, how: str, row: int) -> None:
+        super().__init__(row)
+        self.how, self.row, self.made = how, row, 0
+
+    def step(self, action: Any) -> Any:
+        self.made += 1
+        if self.row == 3 and self.made == 6:
+            if self.how == "dies":
+                os._exit(3)
+            raise ValueError(f"row {self.row} broke")
+        return super().step(action)
+
+
+def _fragile(how: str) -> list[Any]:
+    return [functools.partial(Fragile, how, row) for row in range(4)]
+
+
+@pytest.mark.parametrize("how", ["raises", "dies"])
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_files_of_hosts_come_to_the_caller(how: str, on_failure: str, tmp_path: Path) -> None:
+    more = {"workers_per_host": 1} if how == "dies" else {}
+    envs = VectorEnvHere(_fragile(how), num_hosts=2, record_failures=tmp_path, on_failure=on_failure, **more)
+    with contextlib.closing(envs):
+        envs.reset(seed=4)
+        names: list[str] = []
+        for _ in range(8):
+            try:
+                envs.step(envs.action_space.sample())
+            except (ValueError, WorkerDied) as error:
+                names = error.__notes__
+                break
+    file = next(tmp_path.glob("*-env3-*.vecenv"))
+    assert on_failure == "restart" or any(str(file) in name for name in names)
+    assert replay(file).which == "happened again"
+
+
+def test_a_host_records_by_hand(tmp_path: Path) -> None:
+    with contextlib.closing(VectorEnvHere(_fragile("raises"), num_hosts=2, record_failures=tmp_path)) as envs:
+        envs.reset(seed=4)
+        envs.step(envs.action_space.sample())
+        assert envs.capabilities.recording
+        path = envs.record(2, tmp_path / "by hand.vecenv")
+    assert replay(path).text == "nothing had failed, and all 1 steps gave what was recorded"

@@ -18,6 +18,7 @@ from vecenv.aio.engine import PoolEngine, RowRequest
 from vecenv.engine.handles import ProcessWorker
 from vecenv.engine.pending import Worker
 from vecenv.link.channel import ChannelClosed
+from vecenv.system.cores import let_caller_first, usable_cores
 
 __all__ = ["WorkerWatch"]
 
@@ -60,6 +61,8 @@ class WorkerWatch:
 
     def _watch(self, worker: ProcessWorker) -> None:
         heard, ended = self._watched[worker] = worker.channel.fd, worker.watch.descriptor
+        if len(self._engine.pool.processes) > usable_cores():
+            let_caller_first(worker.pid)
         self._loop.add_reader(heard, self._heard, worker)
         self._loop.add_reader(ended, self._ended, worker)
 

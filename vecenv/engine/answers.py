@@ -40,6 +40,7 @@ from vecenv.front.phases import Phase, still_pending
 from vecenv.link.infos import NO_INFO, InfoReader
 from vecenv.link.messages import decode_outcome
 from vecenv.link.observations import Store
+from vecenv.recording.recorder import Recorder
 from vecenv.shm import Batch
 from vecenv.shm.layout import Array
 from vecenv.state.snapshots import Kind
@@ -60,6 +61,7 @@ class Answers(PendingRequests):
         said: Warnings of environments by name, each of which is given once.
         proved: Kinds of environments whose snapshots were proved to be exact.
         steps_before: Of all steps that were taken, that many came with a state that was loaded.
+        recorder: Notes what is answered, for files about what fails; ``None``: there is none.
     """
 
     num_envs: int
@@ -74,6 +76,7 @@ class Answers(PendingRequests):
     mode: AutoresetMode
     proved: frozenset[Kind] = frozenset()
     steps_before: int = 0
+    recorder: Recorder | None = None
     frozen: weakref.WeakSet[Any]
     _infos: InfoReader
 
@@ -104,11 +107,15 @@ class Answers(PendingRequests):
             if not request.lost and request.command == "step":
                 if self.policy.restart:
                     self.recovery.remembered.keep(range(self.num_envs), all_rows=True)
+                if self.recorder is not None:
+                    self.recorder.answered(request)
                 now, then = self.pending, Pending()  # as `emptied` does
                 then.requests, then.latest, then.steps, then.resets = {}, now.latest, now.steps + request.steps, now.resets
                 self.next_pending = then
                 return result, None
         settlement = self.settlement_of(request)
+        if self.recorder is not None:
+            self.recorder.answered(request)
         error = self.recovery.resolve(settlement)
         if error is None and self.policy.restart and request.command in ("step", "reset"):
             self.recovery.remembered.keep(range(self.num_envs), all_rows=True)
@@ -150,7 +157,9 @@ class Answers(PendingRequests):
             StepTimeout: They are not.
         """
         if not self.policy.restart:
-            raise self.too_late(method, limit)
+            error = self.too_late(method, limit)
+            self.ledger.record_late(error, late, limit, self.pending.requests.values())
+            raise error
         self.end_late(late, limit)
 
     def settlement_of(self, request: Request) -> Settlement:
@@ -208,6 +217,8 @@ class Answers(PendingRequests):
     def end_late(self, late: Sequence[Worker], limit: float | None) -> None:
         """Kill workers that hang."""
         for worker in late:
+            if self.recorder is not None and limit is not None:
+                self.recorder.limits[worker.pid] = limit
             stack = worker.stack()
             at = f" at {found}" if (found := place(stack)) else ""
             worker.signal(9)
@@ -324,6 +335,8 @@ class Answers(PendingRequests):
         while len(pending.arrived) > len(seen):  # answers arrive behind those that are there; rebuilding may let some in
             for key, request in list(pending.arrived.items())[len(seen) :]:
                 seen[key] = request
+                if self.recorder is not None and key[1] != ALL:
+                    self.recorder.answered(request, key[1])
                 rows = self._plain(request, key[1])
                 if rows is not None:
                     ready += zip(rows, repeat(None))
@@ -421,6 +434,8 @@ class Answers(PendingRequests):
         for (_, index), request in list(self.pending.arrived.items()):
             if index == ALL or (request.seq, index) in self.pending.settlements:
                 continue  # it was looked at
+            if self.recorder is not None:
+                self.recorder.answered(request, index)
             worker = next(worker for worker in request.workers if worker.index == index)
             result = self.read([(worker, request.answers[index])])
             settlement = Settlement(request, request.rows_at(index), ())

@@ -35,7 +35,7 @@ from vecenv.front.capabilities import Capabilities
 from vecenv.front.driver import Stepped
 from vecenv.front.phases import Phase, advance
 from vecenv.link.infos import NO_INFO, InfoReader
-from vecenv.link.messages import Definition, Failure, Op, PackedError, summary
+from vecenv.link.messages import Definition, Failure, Op
 from vecenv.link.observations import Store
 from vecenv.shm import Arena, Batch, Layout
 from vecenv.shm.layout import Array
@@ -164,9 +164,12 @@ class Engine(Calls):
         return Capabilities(
             self.backend, first_ready=plain, restarts=self.policy.restart, snapshots=plain, spare_workers=not plain,
             in_this_process=self.pool.own is not None, freezing=not self.reason("freezing"),
+            recording=self.recorder is not None,
         )  # fmt: skip
 
     def reason(self, capability: str) -> str:
+        if capability == "recording":
+            return "record_failures= was not given"
         return self._why_not_frozen() if capability == "freezing" else super().reason(capability)
 
     def _why_not_frozen(self) -> str:
@@ -185,6 +188,8 @@ class Engine(Calls):
         pending = self.pending
         if pending.requests or pending.ready:
             self.require_idle("step_async")
+        if self.recorder is not None and self.recorder.due:
+            self.recorder.snapshot(self.store.row)
         if self.failed and not self.policy.restart:
             self.ledger.refuse(self.failed)
         self.ask_step(self.stage.put(actions))
@@ -301,6 +306,8 @@ class Engine(Calls):
             assert ids is not None
             rows = ids.tolist()
             self._require_not_in_flight("reset_async", rows)
+        if self.recorder is not None:
+            seeds = self.recorder.seeds(seeds, ids)
         if by_row:
             self.ask_reset_rows(rows, seeds, options)
         else:
@@ -361,9 +368,7 @@ class Engine(Calls):
             return observations, None, None, None, infos
         return observations, batch.rewards.copy(), batch.terminations.copy(), batch.truncations.copy(), infos
 
-    def recv(
-        self, count: int | None, deadline: float | None, least: tuple[int, float] | None = None
-    ) -> Stepped | None:
+    def recv(self, count: int | None, deadline: float | None, least: tuple[int, float] | None = None) -> Stepped | None:
         if (call := self.call) is not None:
             if call.phase is not Phase.WAITING_RESET:
                 advance(call.phase, "reset_async", self)
@@ -465,7 +470,13 @@ class Engine(Calls):
         copies = [copy for copy in self.frozen if not copy.closed]
         return {"frozen": float(len(copies)), "frozen_bytes": float(sum(copy.bytes for copy in copies))} if copies else {}
 
+    def record(self, row: int, path: Any) -> Any:
+        """Write a file about a row; see :meth:`vecenv.AsyncVectorEnv.record`."""
+        assert self.recorder is not None
+        return self.recorder.record(row, path, None)
+
     freeze, thaw = frozen.freeze, frozen.thaw
+    snapshots = saving.save_unproved
     save, load, state_dict, load_state_dict = saving.save, saving.load, saving.state_dict, saving.load_state_dict
 
     # -- the end ----------------------------------------------------------------------------------------------------
@@ -478,9 +489,7 @@ class Engine(Calls):
         said = self.pool.failures_in_close
         while said:
             failure, _ = said.pop(0)
-            packed = failure.error
-            text = packed.summary if isinstance(packed, PackedError) else summary(packed)
-            logger.warn("%s", f"env {failure.env} raised in close(): {text}")
+            logger.warn("%s", f"env {failure.env} raised in close(): {failure.text}")
 
     def resume(self) -> None:
         self.pool.resume()
@@ -492,6 +501,9 @@ class Engine(Calls):
         self.keep_figures()
         if self.card is not None:
             self.card.close()
+        if self.recorder is not None:
+            self.recorder.forget()
+            self.recorder = self.ledger.recorder = None
         self.pool.release()
         for name in ("arena", "batch", "store", "_infos", "recovery", "stage"):
             self.__dict__.pop(name, None)  # memory is unmapped when no array over it is held outside

@@ -237,6 +237,8 @@ def thaw(engine: Calls, frozen: Frozen, rows: list[int], reseed: bool) -> tuple[
         batch.info_schemas[rows], batch.final[rows] = NO_INFO, False
         if engine.policy.restart:
             engine.recovery.remembered.keep(rows, all_rows=False)
+        if engine.recorder is not None:
+            engine.recorder.lost(rows)
     infos: dict[str, Any] = {}
     for position, row in enumerate(rows):
         add_info(infos, frozen.info, position, len(rows), row)

@@ -17,7 +17,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any, Final, NoReturn, Protocol
 
@@ -27,12 +27,14 @@ from gymnasium.vector import AutoresetMode
 
 from vecenv.engine.handles import raise_ready
 from vecenv.engine.pending import COLUMNS, NOTHING, Answer, Death, Request, Result, Settlement, Worker, WorkerRequest
-from vecenv.errors import ClusterError, EnvFailed, ErrorRecord, RestartsExhausted, StartupTimeout, WorkerDied
+from vecenv.errors import ClusterError, EnvFailed, ErrorRecord, RestartsExhausted, StartupTimeout, StepTimeout, WorkerDied
 from vecenv.front.arguments import options_of_rows
 from vecenv.front.deadlines import deadline_of, seconds_of
 from vecenv.link.infos import NO_INFO, InfoReader
 from vecenv.link.messages import Failure, Op, PackedError, pack_error, summary, unpack_error
 from vecenv.link.observations import SharedStore, Store
+from vecenv.recording.file import Failed
+from vecenv.recording.recorder import Recorder
 from vecenv.shm import Batch, Layout
 from vecenv.shm.layout import Array, Tree
 from vecenv.worker.main import Ready
@@ -54,6 +56,8 @@ class Ledger:
         restarts: How many there were.
         paid: Those of them whose restart is in the budget already.
         latest_death: Of the worker that died last.
+        recorder: Writes a file about what fails; ``None``: there is none.
+        recordings: Row -> the file about its latest failure.
     """
 
     def __init__(self) -> None:
@@ -62,6 +66,8 @@ class Ledger:
         self.paid: set[int] = set()
         self.restarts = 0
         self.latest_death: Death | None = None
+        self.recorder: Recorder | None = None
+        self.recordings: dict[int, str] = {}
         self._deaths: set[tuple[int, int | None]] = set()  # (worker, pid) of those that are on record
 
     def record(
@@ -83,10 +89,14 @@ class Ledger:
     def make(self, settlement: Settlement, failures: Sequence[tuple[Failure, Worker]], deaths: Sequence[Death]) -> None:
         """Make the exceptions of what failed, and their records. A death that several rounds tell of is recorded once."""
         raised, records, now = [], [], time.monotonic()
-        for death in {death.worker: death for death in deaths}.values():
+        distinct = {death.worker: death for death in deaths}.values()
+        if self.recorder is not None:
+            self._write_files(settlement, failures, [one for one in distinct if (one.worker, one.pid) not in self._deaths])
+        for death in distinct:
             if (death.worker, death.pid) not in self._deaths:
                 pid, error = death.pid or 0, death.error()
-                records.append(ErrorRecord(None, death.worker, pid, death.command, error, death.text, now))
+                where = self.files(death.envs)
+                records.append(ErrorRecord(None, death.worker, pid, death.command, error, death.text, now, where))
             self.latest_death = death
         for failure, worker in sorted(failures, key=lambda pair: pair[0].env):
             made, record = self.exception(failure, worker, settlement.command)
@@ -108,8 +118,47 @@ class Ledger:
         if "daemonic processes are not allowed" in summary(error):
             note_once(error, "environments that start processes of their own need AsyncVectorEnv(..., daemon=False)")
         index = -1 if worker.local else worker.index
-        kept = unpack_error(packed, note)
-        return error, ErrorRecord(failure.env, index, worker.pid, command, kept, packed.text, time.monotonic())
+        kept, where = unpack_error(packed, note), self.files([failure.env])
+        if where:
+            note_once(error, f"recorded: {where}")
+            note_once(kept, f"recorded: {where}")
+        return error, ErrorRecord(failure.env, index, worker.pid, command, kept, packed.text, time.monotonic(), where)
+
+    def _write_files(
+        self, settlement: Settlement, failures: Sequence[tuple[Failure, Worker]], deaths: Sequence[Death]
+    ) -> None:
+        """Have what failed recorded, once."""
+        assert self.recorder is not None
+        failed: dict[int, Failed] = {}
+        for death in deaths:
+            seconds = self.recorder.limits.pop(death.pid or 0, None)
+            how, text = "died" if seconds is None else "hung", death.text.partition("\n")[0]
+            failed.update(dict.fromkeys(death.envs, Failed(how, text, death.command, death.exitcode, seconds)))
+        for failure, _ in failures:
+            if failure.fatal:
+                failed[failure.env] = Failed("raised", failure.text, settlement.command)
+        if failed:
+            self.recordings.update(self.recorder.failures(failed))
+
+    def files(self, rows: Sequence[int]) -> str:
+        """The files about rows that failed together, in words; empty: there are none."""
+        found = [self.recordings[row] for row in rows if row in self.recordings]
+        return f"{found[0]} and {len(found) - 1} more" if len(found) > 1 else "".join(found)
+
+    def record_late(self, error: StepTimeout, late: Sequence[Worker], limit: float | None, requests: Any) -> None:
+        """Workers hang, and are left alone: have what they were asked recorded, and name the files in the exception."""
+        if self.recorder is None:
+            return
+        for request in requests:
+            if request.awaits(late[0]):
+                self.recorder.answered(request, late[0].index if request.by_row else None)
+                text = f"it hung for more than {limit} seconds"
+                rows = [row for worker in late for row in worker.rows]
+                self.recordings.update(
+                    self.recorder.failures(dict.fromkeys(rows, Failed("hung", text, request.command, None, limit)))
+                )
+                note_once(error, f"recorded: {self.files(rows)}")
+                return
 
     def mark_failed(
         self, failures: Sequence[tuple[Failure, Any]], deaths: Sequence[Death], rows: Sequence[int], *, all_of_them: bool
@@ -132,9 +181,7 @@ class Ledger:
             self._deaths.add((death.worker, death.pid))
         for failure, _ in failures:
             if failure.fatal or all_of_them:
-                packed = failure.error
-                text = packed.summary if isinstance(packed, PackedError) else summary(packed)
-                self.failed.setdefault(failure.env, text)
+                self.failed.setdefault(failure.env, failure.text)
 
     def mark_recovered(self, row: int) -> None:
         """A row is well again."""
@@ -154,6 +201,8 @@ class Ledger:
     ) -> Exception:
         """The failure of the lowest environment, with notes on all the others."""
         distinct = list({death.worker: death for death in deaths}.values())
+        if where := self.files([row for death in distinct for row in death.envs]):
+            distinct = [replace(death, text=f"{death.text}\nrecorded: {where}") for death in distinct]
         if others:
             for other in others[1:]:
                 note_once(others[0], f"also: {other}")
@@ -506,6 +555,7 @@ class Recovery:
 
     def _rebuild(self, settlement: Settlement) -> Exception | None:
         """New environments for the rows that are to be rebuilt, within the budget; the exception if it is used up."""
+        ledger = self._ledger
         while settlement.todo:
             if settlement.rebuild is None:
                 if (gave_up := self._replace_dead(settlement)) is not None:
@@ -519,6 +569,8 @@ class Recovery:
             limit_or_never = None if self._policy.start_timeout is None else limit
             if late := self._pool.gather(settlement.rebuild, deadline_of(limit_or_never)):
                 self._end_late(late, limit)
+            if ledger.recorder is not None:
+                ledger.recorder.answered(settlement.rebuild)
             self._take_rebuilt(settlement, settlement.rebuild)
         self._ledger.write(settlement)
         for row in settlement.rebuilt:
@@ -543,6 +595,7 @@ class Recovery:
         for cause, rows in causes:
             # noted first, by stores alone: an interruption here costs one restart for nothing, and none is counted twice
             worker, paid = self._worker_of(rows[0]), ledger.paid | set(rows)
+            cause += f" (recorded: {where})" if (where := ledger.files(rows)) else ""
             ledger.restarts, ledger.paid, worker.paid = ledger.restarts + 1, paid, worker.death is not None
             if not self._budget.spend(cause, rows):
                 ledger.restarts -= 1

@@ -16,13 +16,13 @@ import numpy as np
 
 from vecenv.engine.calls import Calls
 from vecenv.engine.pending import Result, Worker
-from vecenv.errors import SnapshotMismatch
+from vecenv.errors import NotRestorable, SnapshotMismatch
 from vecenv.link.messages import Op
 from vecenv.state.codecs import Codec, how_of
 from vecenv.state.snapshots import FORMAT, Kind, Row, Snapshot, Snapshots, StateDict, parse_snapshots
 from vecenv.system.uninterrupted import succeeds_when_repeated
 
-__all__ = ["load", "load_state_dict", "put_beside", "require_observation", "save", "state_dict"]
+__all__ = ["load", "load_state_dict", "put_beside", "require_observation", "save", "save_unproved", "state_dict"]
 
 
 def save(engine: Calls, rows: list[int], verify: bool) -> Any:
@@ -88,6 +88,27 @@ def _saved(
     then = partial(_proved, engine, frozenset(new), partial(dress, snapshots))
     engine.ask_call(Op.PROVE, _own_rows(sorted(new.values())), "save", sequel=then, alone=True)
     return engine.answer_by(deadline, timeout)
+
+
+def save_unproved(engine: Calls) -> list[Snapshot]:
+    """The states of all rows, between two calls: it is no call, and leaves nothing pending, and nothing on record.
+
+    Raises:
+        NotRestorable: An environment cannot be saved, or its worker has died.
+    """
+    rows = list(range(engine.num_envs))
+    taken: list[Snapshot] = []
+    _ask_save(engine, rows, False, taken.extend)
+    request = engine.call
+    assert request is not None
+    engine.wait_for(request, None)
+    result = engine.settlement_of(request).result
+    engine.pending = engine.emptied(0, 0)
+    assert result is not None
+    if result.failures or result.deaths:
+        raise NotRestorable(result.deaths[0].text if result.deaths else result.failures[0][0].text)
+    request.sequel(result, None, None)
+    return taken
 
 
 def _proved(engine: Calls, kinds: frozenset[Kind], answer: Callable[[], Any], *_: Any) -> Any:

@@ -179,7 +179,8 @@ class SpareEngine(Engine):
     """An engine with spare workers."""
 
     why_not: ClassVar[Mapping[str, str]] = {
-        **Engine.why_not, "snapshots": "episodes that spare workers have begun ahead of time are the state of no row"
+        **Engine.why_not,
+        "snapshots": "episodes that spare workers have begun ahead of time are the state of no row",
     }
     pool: SparePool
     _pool_class = SparePool
@@ -208,6 +209,9 @@ class SpareEngine(Engine):
         rows = [row for row in self.episodes.ended if self.episodes.seeds[row] is not None]
         if rows:
             self._change_places(rows, begin=True)
+            if self.recorder is not None:
+                for key in map(self.episodes.next_key, rows):
+                    self.recorder.heard(key, Op.TAKE, [key.row], key.row, pickle.dumps(self.episodes.seed_of(key)))
         super().ask_step(actions)
         self._look_ahead()
 
@@ -369,6 +373,8 @@ class SpareEngine(Engine):
         if ends.settlement is None:
             ends.settlement = Settlement(begin, ends.rows, ())
         settlement = ends.settlement
+        if self.recorder is not None:
+            self.recorder.answered(begin)
         if settlement.result is None:
             settlement.result = self.read((worker, begin.answers[worker.index]) for worker in begin.workers)
         if (error := self.recovery.resolve(settlement)) is None and self.policy.restart:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import inspect
 import multiprocessing
+import os
 import time
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from threading import get_ident
@@ -52,6 +54,7 @@ from vecenv.planning.options import (
 )  # fmt: skip
 from vecenv.planning.plan import Plan, workers_and_share
 from vecenv.planning.probe import EnvProbe
+from vecenv.recording.recorder import FlightRecorder, Recorder
 from vecenv.shm import Batch, Layout, fixed_tree
 from vecenv.system.cores import bound_placements, usable_cores
 from vecenv.system.generators import GeneratorsOption
@@ -394,6 +397,8 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             ``"shared"``: the generators of their process, as in Gymnasium; there is a warning where one is seen to draw.
             ``"own"``: each has its own, which follow from the seeds of its resets, so that results do not depend on workers;
             see ``docs/workers.md``. Cannot be combined with ``env_threads``.
+        record_failures: A folder, or a :class:`vecenv.FlightRecorder`: what fails leaves a file there by which
+            ``vecenv replay`` lets it fail again; see ``docs/recording.md``.
         strict: Float observations that become infinite in the cast to the space's dtype are an
             :class:`~vecenv.errors.ObservationError`; without it, one warning.
 
@@ -413,6 +418,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
     __signature__ = _Signature()
     _engine_class: type[Engine] = Engine
     _spares = 0
+    _env_id = "env"
     _asks_for_shared_memory = False  # whether `shared_memory=True` was given, and is not just the default
 
     def __new__(
@@ -466,9 +472,10 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         env_threads: int = 1,
         spare_workers: int = 0,
         generators: GeneratorsOption = "shared",
+        record_failures: str | os.PathLike[str] | FlightRecorder | None = None,
     ) -> None:
         self._take_options(env_fns, shared_memory, copy, context, daemon, observation_mode, autoreset_mode, max_concurrency)
-        self.worker, self.generators = worker, generators
+        self.worker, self.generators, self._recording = worker, generators, FlightRecorder.of(record_failures)
         check_options(
             self.num_envs, batch_size, num_workers=num_workers, use_caller=use_caller, on_failure=on_failure,
             restart_limit=restart_limit, restart_period=restart_period, step_timeout=step_timeout,
@@ -582,7 +589,13 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             generators=self.generators,
         )
         kind = SpareEngine if self._spares else self._engine_class
-        return kind(self.env_fns, layout, make_store, plan, options, policy, self.num_workers, self._share)
+        engine = kind(self.env_fns, layout, make_store, plan, options, policy, self.num_workers, self._share)
+        if self._recording is not None:
+            save = weakref.WeakMethod(engine.snapshots)
+            engine.recorder = engine.ledger.recorder = Recorder(
+                self._recording, self.env_fns, self._env_id, layout, engine.arena.buffer, plan, save
+            )
+        return engine
 
     # -- spaces -----------------------------------------------------------------------------------------------------
 
@@ -592,6 +605,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         found = self._probe.describe(all_envs=isinstance(mode, str) and mode == "different")
         self.metadata = {**found.metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode = found.render_mode
+        self._env_id = found.env_id
         self.single_action_space = found.action_space
         self.action_space = batch_space(found.action_space, self.num_envs)
         if isinstance(mode, tuple) and len(mode) == 2:

@@ -27,6 +27,7 @@ class Capabilities:
         restarts: ``on_failure="restart"``.
         snapshots: ``save``, ``load``, ``state_dict``, ``load_state_dict``.
         freezing: ``freeze``, ``thaw``.
+        recording: ``record``; failures leave files (``record_failures=``).
         spare_workers: The next episodes of rows are begun ahead of time.
         in_this_process: Environments are stepped by the calling process.
         runs_jax: They run as JAX programs of the calling process.
@@ -44,6 +45,7 @@ class Capabilities:
     restarts: bool = False
     snapshots: bool = False
     freezing: bool = False
+    recording: bool = False
     spare_workers: bool = False
     in_this_process: bool = False
     runs_jax: bool = False

@@ -75,6 +75,7 @@ class Driver:
         "snapshots": "its environments are a library's own, which does not give their state away",
         "workers": "its environments are stepped by no worker processes",
         "freezing": "its environments are stepped by no worker processes",
+        "recording": "what its environments were asked is not recorded",
     }
     name = ""
     own_means = "its threads"

@@ -6,9 +6,11 @@ they are here, once. What differs is the driver.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from threading import get_ident
 from typing import Any, ClassVar, Final, Generic, NoReturn
 
@@ -188,9 +190,7 @@ class VectorEnvBase(NotClosedUnasked, VectorEnv[ObsType, ActType, ArrayType], Ge
         self._driver.step(actions)
 
     @exclusive
-    def step_wait(
-        self, timeout: float | None = None
-    ) -> tuple[ObsType, ArrayType, ArrayType, ArrayType, dict[str, Any]]:
+    def step_wait(self, timeout: float | None = None) -> tuple[ObsType, ArrayType, ArrayType, ArrayType, dict[str, Any]]:
         """Fetch the answer to :meth:`step_async`; as :meth:`step`.
 
         Raises:
@@ -522,6 +522,25 @@ class VectorEnvBase(NotClosedUnasked, VectorEnv[ObsType, ActType, ArrayType], Ge
         rows = rows_of(into, self.num_envs)
         self._driver.require_idle("thaw")
         return self._driver.thaw(frozen, rows, reseed)  # type: ignore[no-any-return]
+
+    @exclusive
+    def record(self, env_id: int, path: str | os.PathLike[str] | None = None) -> Path:
+        """Write what an environment was asked so far to a file that ``vecenv replay`` takes, without a failure.
+
+        Args:
+            env_id: Which environment.
+            path: Where; ``None``: a name of its own in the folder of ``record_failures=``.
+
+        Returns:
+            Where it is.
+
+        Raises:
+            NotImplementedError: The backend records nothing, or ``record_failures=`` was not given.
+            ValueError: There is no such environment.
+            OSError: The file cannot be written.
+        """
+        self._need("recording", "record")
+        return self._driver.record(rows_of([env_id], self.num_envs)[0], path)  # type: ignore[no-any-return]
 
     # the second set of names
     reset_send, reset_fetch = reset_async, reset_wait

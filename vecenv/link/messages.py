@@ -137,6 +137,11 @@ class Failure:
     error: Any
     fatal: bool = True
 
+    @property
+    def text(self) -> str:
+        """The exception in a line."""
+        return self.error.summary if isinstance(self.error, PackedError) else summary(self.error)
+
 
 @dataclass(slots=True)
 class Outcome:

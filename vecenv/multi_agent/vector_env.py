@@ -54,6 +54,7 @@ class AgentRows(AsyncVectorEnv[Any, Any]):
         roster: Roster = env_fns[0].roster
         metadata, self.render_mode = self._template
         self.metadata = {**metadata, "autoreset_mode": self.autoreset_mode}
+        self._env_id = str(metadata.get("name", "game"))
         self.single_observation_space = self.observation_space = roster.observation_space()
         self.single_action_space = roster.action_space()
         self.action_space = batch_space(self.single_action_space, self.num_envs)
@@ -69,7 +70,7 @@ AgentRows.__name__ = "MultiAgentVecEnv"  # the name in the engine's own messages
 @forwarding(
     "_rows", "abandon", "call", "call_async", "call_wait", "capabilities", "close", "closed", "context", "copy", "daemon",
     "error_queue", "errors", "exec_func_fetch", "generators", "get_attr", "in_flight", "local_envs", "max_concurrency",
-    "observation_mode", "observations", "parent_pipes", "plan", "processes", "publish_stats", "render", "set_attr",
+    "observation_mode", "observations", "parent_pipes", "plan", "processes", "publish_stats", "record", "render", "set_attr",
     "set_next_options", "shared_memory", "spec", "stats", "step_timeout", "worker", "worker_rows",
     call_send="call_async", call_fetch="call_wait",
 )  # fmt: skip

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, TypeAlias, TypedDict
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
+from vecenv.recording.recorder import FlightRecorder
 from vecenv.system.generators import GeneratorsOption
 from vecenv.system.spawning import WorkerEnv, check_variables, require_processes
 
@@ -48,6 +50,7 @@ class EngineOptions(TypedDict, total=False):
     ragged_infos: bool
     env_threads: int
     generators: GeneratorsOption
+    record_failures: str | os.PathLike[str] | FlightRecorder | None
 
 
 def require_processes_for(

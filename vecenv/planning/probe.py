@@ -82,12 +82,14 @@ class EnvDescription:
         render_mode: Its render mode.
         action_space: Its action space.
         observation_spaces: Its observation space; or, where they may differ, those of all environments.
+        env_id: Under which it is registered, or its class.
     """
 
     metadata: dict[str, Any]
     render_mode: str | None
     action_space: Space[Any]
     observation_spaces: list[Space[Any]]
+    env_id: str = ""
 
 
 class EnvProbe:
@@ -240,7 +242,8 @@ def _describe(env: Any, env_fns: Sequence[Callable[[], Any]], all_envs: bool) ->
     for index, env_fn in enumerate(env_fns if all_envs else ()):
         with closing(made_by(env_fn, index)) as other:
             spaces.append(other.observation_space)
-    return EnvDescription({**env.metadata}, env.render_mode, env.action_space, spaces)
+    name = env.spec.id if getattr(env, "spec", None) is not None else type(getattr(env, "unwrapped", env)).__name__
+    return EnvDescription({**env.metadata}, env.render_mode, env.action_space, spaces, name)
 
 
 # -- in the process ----------------------------------------------------------------------------------------------------

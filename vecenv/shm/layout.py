@@ -209,6 +209,7 @@ class Layout:
         actions: Tree of one action, ``None`` when actions go by pickle.
         final: Whether there is room for final observations.
         size: Bytes of the whole block.
+        recorded: Of these, the first ones, which hold actions, rewards and flags.
         spares: Rows behind those of the batch, where environments without a row are.
     """
 
@@ -219,6 +220,7 @@ class Layout:
     fields: dict[str, Field] = field(default_factory=dict)
     size: int = 0
     spares: int = 0
+    recorded: int = 0
 
     @classmethod
     def of(
@@ -229,14 +231,15 @@ class Layout:
         layout = cls(num_envs, observations, actions, final and observations is not None, spares=spares)
         for index, leaf in enumerate(actions.leaves() if actions else ()):
             layout._add(f"actions/{index}", leaf.dtype, leaf.shape)
+        layout._add("rewards", np.float64)
+        layout._add("terminations", np.bool_)
+        layout._add("truncations", np.bool_)
+        layout.recorded = layout.size
         for index, leaf in enumerate(observations.leaves() if observations else ()):
             layout._add(f"observations/{index}", leaf.dtype, leaf.shape)
             if layout.final:
                 layout._add(f"final_observations/{index}", leaf.dtype, leaf.shape)
         layout._add("final", np.bool_)
-        layout._add("rewards", np.float64)
-        layout._add("terminations", np.bool_)
-        layout._add("truncations", np.bool_)
         layout._add("requested", np.uint32)
         layout._add("info_schemas", np.uint64)
         layout._add("infos", np.uint8, (INFO_BYTES,))

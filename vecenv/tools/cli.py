@@ -1,4 +1,4 @@
-"""The command line: ``vecenv run | bench | doctor | plan | watch | top``, and ``python -m vecenv`` the same.
+"""The command line: ``vecenv run | bench | doctor | plan | conform | replay | watch | top``, and ``python -m vecenv``.
 
 A command says what is wrong in one line instead of a traceback, and takes ``--json``. Exit codes: 0 all is well; 1 an
 engine gave wrong answers, ``doctor`` found a problem, or ``top`` found no program; 2 the command was called wrongly, or
@@ -139,6 +139,7 @@ def _build_parser() -> _Parser:
     option("--num-envs", type=_count, default=64, metavar="N", help="environments (default: 64)")
     option("--json", action="store_true", help="print the plan as JSON")
     _add_conform(add)
+    _add_replay(add)
     _add_watch(add)
     option = add(
         "top",
@@ -194,6 +195,31 @@ def _conform(arguments: argparse.Namespace) -> int:
     modes = conform.parse_modes(arguments.modes)
     rows = conform.conform(arguments.engine, modes, faults=arguments.faults)
     return conform.show(arguments.engine, rows, as_json=arguments.json)
+
+
+def _add_replay(add: Callable[..., Callable[..., Any]]) -> None:
+    option = add(
+        "replay",
+        _replay,
+        help="let an environment fail again, by the file that record_failures= has left",
+        description="Builds the environment, resets it by its seed and options, repeats its actions, and says whether it "
+        "fails as it did. FILE holds a pickle, which can do anything: replay only files of your own.",
+        epilog="Exit codes: 0 it happened again; 1 it did not; 2 it cannot be replayed, or wrong usage. "
+        "Try: vecenv replay failures/CartPole-v1-env3-episode17-step412.vecenv",
+    )
+    option("file", type=Path, metavar="FILE", help="what was recorded")
+    option("--from-snapshot", action="store_true", help="begin with the latest snapshot, and not with the reset")
+    option("--until", type=_count, metavar="N", help="stop before step N of the episode")
+    option("--pdb", action="store_true", help="open the debugger where the environment raises, or at --until")
+    option("--frames", type=Path, metavar="OUT.gif", help="write what the environment shows")
+    option("--yes", action="store_true", help="do not ask whether the file is your own")
+    option("--json", action="store_true", help="print the verdict as JSON")
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from vecenv.tools import replay
+
+    return replay.main(arguments)
 
 
 def _top(arguments: argparse.Namespace) -> int:

@@ -126,6 +126,7 @@ class HostReply:
         outcome: Everything else, sealed (:mod:`vecenv.link.messages`).
         lost: Environments that only a reset brings back, and why.
         error: What the request as a whole failed of.
+        files: What the caller is to write about environments that failed; see :mod:`vecenv.recording.recorder`.
     """
 
     leaves: list[Array] | None = None
@@ -135,10 +136,12 @@ class HostReply:
     outcome: bytes | None = None
     lost: dict[int, str] | None = None
     error: PackedError | None = None
+    files: list[tuple[int, str, bytes]] | None = None
 
     def is_plain(self) -> bool:
         """Whether there is nothing in it but numbers and observations of fixed size."""
-        return not (self.columns or self.lost) and self.infos is None and self.outcome is None and self.error is None
+        more = self.columns or self.lost or self.error or self.files
+        return not more and self.infos is None and self.outcome is None
 
 
 class _SharedNodeEngine(Engine):
@@ -181,6 +184,8 @@ class Host:
         try:
             self.envs = envs = _build(self._plan)
             self._driver = envs._driver
+            if self._driver.recorder is not None:
+                self._driver.recorder.parcels, self._driver.recorder.first_row = [], self._first
             self.num_envs, batch = envs.num_envs, envs._driver.batch
             self._actions = Packing(batch.actions or [])
             self._answers = Packing([batch.rewards, batch.terminations, batch.truncations, *(batch.observations or [])])
@@ -217,6 +222,8 @@ class Host:
         except BaseException as error:
             self._driver.pending = self._driver.emptied(0, 0)  # it failed as a whole: nothing of it is pending
             reply = HostReply(lost=self._lost(), error=pack_error(error))
+        if (recorder := self._driver.recorder) is not None and recorder.parcels and isinstance(reply, HostReply):
+            reply.files, recorder.parcels = recorder.parcels, []
         self._answered = seq, reply
         return reply
 
@@ -227,6 +234,14 @@ class Host:
     def stats(self) -> dict[str, float]:
         """As :meth:`vecenv.AsyncVectorEnv.stats`."""
         return {} if self.envs is None else self._driver.stats()
+
+    def record(self, row: int) -> tuple[int, str, bytes]:
+        """A file about an environment, for the caller to write."""
+        recorder = self._driver.recorder
+        assert recorder is not None
+        recorder.record(row, None, None)
+        assert recorder.parcels is not None
+        return recorder.parcels.pop()
 
     def close(self, timeout: float) -> list[Failure]:
         """Close all environments and end all workers; what environments raised in their own ``close``."""
@@ -248,6 +263,8 @@ class Host:
         assert request is not None
         engine.wait_for(request, None)
         settlement = engine.settlement_of(request)
+        if engine.recorder is not None:
+            engine.recorder.answered(request)
         reply = HostReply()
         outcome = Outcome()
         self._resolve(settlement, reply, outcome)
@@ -271,6 +288,8 @@ class Host:
     def _ask(self, op: Op, rows: list[int] | None, payload: Any) -> None:
         engine = self._driver
         if op in (Op.STEP, Op.STEP_SOME):
+            if engine.recorder is not None and engine.recorder.due:
+                engine.recorder.snapshot(engine.store.row)
             self._send_step(rows, payload)
         elif op in (Op.RESET, Op.RESET_SOME):
             self._ask_reset(rows, *(payload or (None, None)))
@@ -303,7 +322,10 @@ class Host:
 
     def _ask_reset(self, rows: list[int] | None, seeds: Sequence[Any] | None, options: Any) -> None:
         if rows is None:
-            self._driver.ask_reset(seeds or [None] * self.num_envs, options, None)
+            given = list(seeds or [None] * self.num_envs)
+            if self._driver.recorder is not None:
+                given = self._driver.recorder.seeds(given, None)
+            self._driver.ask_reset(given, options, None)
             return
         mask = np.zeros(self.num_envs, np.bool_)
         mask[rows] = True

@@ -167,6 +167,7 @@ class HostPool:
         self.time_waiting = 0.0
         self._hosts = hosts
         self._patience = start_timeout + _START_GRACE
+        self.keep_files: Callable[[Sequence[tuple[int, str, bytes]]], None] = lambda files: None
         self._seq = 0
         self._arena: Arena | None = None
         self.table: PendingRequests | None = None
@@ -240,9 +241,7 @@ class HostPool:
 
     # -- asking and answering ---------------------------------------------------------------------------------------
 
-    def attach(
-        self, batch: Batch, arena: Arena, learn: Callable[[dict[int, Any]], None], table: PendingRequests
-    ) -> None:
+    def attach(self, batch: Batch, arena: Arena, learn: Callable[[dict[int, Any]], None], table: PendingRequests) -> None:
         """Say where answers go."""
         self._batch = batch
         self.table = self._table = table
@@ -366,12 +365,24 @@ class HostPool:
             self._learn(news)
         elif part.op <= Op.REBUILD_SOME:
             batch.info_schemas[rows] = NO_INFO
+        if reply.files:
+            self.keep_files(reply.files)
         plain = reply.outcome is None and not reply.lost and reply.error is None
         if plain:
             answer = ONLY_COLUMNS if reply.columns else PLAIN
         else:
             answer = Answer(reply.columns, sealed=reply.outcome, lost=reply.lost or {}, error=reply.error)
         self._table.deliver(request.seq, host.index, answer)
+
+    def ask_host(self, host: RemoteHost, method: str, *args: Any) -> Any:
+        """Call a method of one host, when it has answered what it was asked before.
+
+        Raises:
+            Lost: It has died.
+        """
+        reference = self._hosts.submit(host.actor, method, *args)
+        self._hosts.wait([reference], None)
+        return self._hosts.result(reference)
 
     def ask_all(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
         """Call a method of every host that is alive; index -> answer, of those that answer within the time."""

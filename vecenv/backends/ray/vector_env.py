@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,10 +32,13 @@ from vecenv.engine.recovery import writeable
 from vecenv.engine.vector_env import EngineVectorEnv
 from vecenv.errors import ErrorRecord, how_to_install
 from vecenv.front.arguments import check_env_fns, check_names
+from vecenv.front.capabilities import Capabilities
 from vecenv.link.env_fns import PackedEnvFns
 from vecenv.link.messages import PackedError, unpack_error
 from vecenv.link.observations import PickledStore, SharedStore
 from vecenv.planning.options import check_option, check_options, one_of, whole
+from vecenv.recording.file import write
+from vecenv.recording.recorder import FlightRecorder, keep_parcels
 from vecenv.shm import Arena, Batch, Layout, fixed_tree
 from vecenv.worker.envs import Expected
 from vecenv.worker.main import WorkerPlan
@@ -42,7 +48,7 @@ __all__ = ["RayVectorEnv"]
 _PLACEMENTS = ("STRICT_SPREAD", "SPREAD", "PACK")
 _ENGINE_OPTIONS = (
     "shared_memory", "copy", "context", "daemon", "observation_mode", "max_concurrency", "use_caller", "step_timeout",
-    "start_timeout", "threads_per_worker", "strict", "worker_env", "ragged_infos", "generators",
+    "start_timeout", "threads_per_worker", "strict", "worker_env", "ragged_infos", "generators", "record_failures",
 )  # fmt: skip
 
 
@@ -57,6 +63,8 @@ class HostsEngine(Engine):
     """
 
     backend = "ray"
+    records = False
+    """Hosts record what fails."""
 
     def __init__(
         self, pool: HostPool, mismatches: list[tuple[int, str, str]], env_fns: Sequence[Any], layout: Layout,
@@ -74,6 +82,20 @@ class HostsEngine(Engine):
     def _start(self, env_fns: Sequence[Callable[[], Any]], plan: WorkerPlan, num_workers: int, caller_share: int) -> None:
         """They are started: the spaces came from them."""
         self.mismatches = self._found
+
+    def keep_files(self, recording: FlightRecorder, files: Sequence[tuple[int, str, bytes]]) -> None:
+        """Write what a host has recorded."""
+        self.ledger.recordings.update(keep_parcels(recording, files))
+
+    def record(self, row: int, path: Any) -> Path:
+        host = next(host for host in self._host_pool.workers if row in host.rows)
+        _, own, content = self._host_pool.ask_host(host, "record", row - host.rows.start)
+        write(Path(path or own), content)
+        return Path(path or own)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return dataclasses.replace(super().capabilities, recording=self.records)
 
     def _why_not_frozen(self) -> str:
         return "its environments are stepped by hosts"
@@ -144,8 +166,8 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
         on_failure, restart_limit, restart_period, autoreset_mode: As :class:`~vecenv.AsyncVectorEnv`.
         **engine_options: ``shared_memory``, ``copy``, ``context`` (default here: ``"forkserver"``), ``daemon``,
             ``observation_mode``, ``max_concurrency`` (a host), ``use_caller`` (the host's own process steps a share),
-            ``step_timeout``, ``start_timeout``, ``threads_per_worker``, ``strict``, ``generators``, as of
-            :class:`~vecenv.AsyncVectorEnv`.
+            ``step_timeout``, ``start_timeout``, ``threads_per_worker``, ``strict``, ``generators``,
+            ``record_failures`` (the files come to the caller), as of :class:`~vecenv.AsyncVectorEnv`.
 
     Raises:
         ImportError: Ray is not installed.
@@ -195,6 +217,9 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
         }  # fmt: skip
         check_options(len(env_fns), batch_size, num_workers=workers_per_host, **recovery, **engine_options)
         self.generators = engine_options.get("generators", "shared")
+        if (recording := FlightRecorder.of(engine_options.get("record_failures"))) is not None:
+            recording = dataclasses.replace(recording, folder=os.path.abspath(recording.folder))
+            engine_options["record_failures"] = recording
         self._host_options = {**engine_options, **recovery}
         self._host_options.pop("copy", None)
         self._take_options(
@@ -300,13 +325,17 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
 
         expected = Expected(self.observation_mode, self.single_observation_space, self.single_action_space)
         plan = WorkerPlan(layout, self.autoreset_mode, expected, ragged=self._host_options.get("ragged_infos", False))
-        return HostsEngine(pool, self._mismatches, self.env_fns, layout, make_store, plan, policy)
+        engine = HostsEngine(pool, self._mismatches, self.env_fns, layout, make_store, plan, policy)
+        if (recording := self._host_options.get("record_failures")) is not None:
+            pool.keep_files, engine.records = partial(engine.keep_files, recording), True
+        return engine
 
     # -- what can be looked at --------------------------------------------------------------------------------------
 
     @property
     def hosts(self) -> list[dict[str, Any]]:
         """For each host its ``index``, ``node``, ``pid``, ``envs`` (a range) and whether it is ``alive``."""
+
         def seen(host: RemoteHost) -> dict[str, Any]:
             own = {"index": host.index, "node": host.node, "pid": host.pid, "envs": host.rows}
             return {**own, "workers": host.num_workers, "alive": host.death is None}

@@ -1,0 +1,316 @@
+"""What was recorded says everything: an environment that is asked the same again gives the same, whatever that was."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from worlds import Chronicle, Drawing, Textual, Vectorial
+
+import vecenv
+from vecenv.errors import NotRestorable
+from vecenv.recording import recorder as recorder_module
+from vecenv.recording.file import read, read_header
+from vecenv.recording.replay import AGAIN, Replay, Verdict
+
+pytestmark = pytest.mark.timeout(120)
+
+MODES = ("NextStep", "SameStep", "Disabled")
+
+
+def replayed(path: Path, begin: str = "latest") -> tuple[Verdict, int]:
+    """What comes of a file in this process, and how many steps that took."""
+    header, body = read_header(path)
+    playing = Replay(header, read(header, body), begin=begin)
+    steps = sum(step != 0 for step in playing.run())
+    playing.close()
+    assert playing.verdict is not None
+    return playing.verdict, steps
+
+
+def require_all_repeat(envs: Any, folder: Path, *begins: str) -> None:
+    for row in range(envs.num_envs):
+        for begin in begins or ("latest", "first"):
+            verdict, _ = replayed(envs.record(row, folder / f"{row}.vecenv"), begin)
+            assert verdict.which == AGAIN, (row, begin, verdict.text)
+            assert "gave what was recorded" in verdict.text
+
+
+@contextlib.contextmanager
+def recorded(kind: Any, folder: Path, count: int = 4, **options: Any) -> Iterator[Any]:
+    snapshot_every = options.pop("snapshot_every", None)
+    recording = vecenv.FlightRecorder(folder, snapshot_every=snapshot_every)
+    with contextlib.closing(vecenv.AsyncVectorEnv([kind] * count, record_failures=recording, **options)) as envs:
+        yield envs
+
+
+ENGINES = {
+    "a process each": {},
+    "two workers": {"num_workers": 2},
+    "spawn": {"num_workers": 2, "context": "spawn"},
+    "in process": {"num_workers": 0},
+    "the caller's share": {"num_workers": 1, "use_caller": True},
+    "threads": {"num_workers": 2, "env_threads": 2},
+    "generators of their own": {"num_workers": 2, "generators": "own"},
+    "restarts": {"num_workers": 2, "on_failure": "restart"},
+    "spare workers": {"spare_workers": 2},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_any_engine_records_what_repeats(engine: str, mode: str, tmp_path: Path) -> None:
+    if engine == "spare workers" and mode == "Disabled":
+        return  # refused by the engine, which begins no episodes then
+    kind = Drawing if engine == "generators of their own" else Chronicle
+    with recorded(kind, tmp_path, autoreset_mode=mode, **ENGINES[engine]) as envs:
+        envs.reset(seed=5)
+        for at in range(150):
+            _, _, terminated, truncated, _ = envs.step(envs.action_space.sample())
+            if mode == "Disabled" and (over := terminated | truncated).any():
+                envs.reset(options={"reset_mask": over})
+            if at == 40:
+                envs.set_attr("gain", 3.0 if engine == "spare workers" else [2.0, 3.0, 4.0, 5.0])
+        require_all_repeat(envs, tmp_path)
+
+
+@pytest.mark.parametrize("kind", [Vectorial, Textual])
+def test_actions_of_any_kind_are_recorded(kind: Any, tmp_path: Path) -> None:
+    with recorded(kind, tmp_path, num_workers=2) as envs:
+        envs.action_space.seed(1)
+        envs.reset(seed=[4, 3, 2, 1])
+        for _ in range(60):
+            envs.step(envs.action_space.sample())
+        require_all_repeat(envs, tmp_path)
+
+
+def test_actions_of_another_dtype_arrive_as_they_were(tmp_path: Path) -> None:
+    with recorded(Chronicle, tmp_path, num_workers=2) as envs:
+        envs.reset(seed=1)
+        for at in range(40):
+            envs.step(np.array([at % 5] * 4, np.int16) if at % 2 else [0, 1, 2, 3])
+        require_all_repeat(envs, tmp_path)
+
+
+def test_a_reset_without_a_seed_repeats_too(tmp_path: Path) -> None:
+    with recorded(Chronicle, tmp_path) as envs:
+        first, _ = envs.reset()
+        envs.step(np.zeros(4, np.int64))
+        second, _ = envs.reset()  # goes on from the first
+        for _ in range(30):
+            envs.step(np.ones(4, np.int64))
+        require_all_repeat(envs, tmp_path)
+    assert len({row.tobytes() for row in np.concatenate([first, second])}) == 8, "each has a seed of its own"
+
+
+def do(envs: Any, word: str, number: int, held: list[Any]) -> None:
+    """One call that changes environments, or none."""
+    row = number % envs.num_envs
+    match word:
+        case "step":
+            for at in range(number % 7 + 1):
+                envs.step((np.arange(envs.num_envs) + at + number) % 5)
+        case "reset":
+            envs.reset(seed=[None if one == row else number + one for one in range(envs.num_envs)])
+        case "mask":
+            mask = np.arange(envs.num_envs) == row
+            envs.reset(seed=number, options={"reset_mask": mask, "start": float(number)})
+        case "options":
+            envs.reset(options=[{"start": float(one + number)} for one in range(envs.num_envs)])
+        case "set_attr":
+            envs.set_attr("gain", [float(number + one) for one in range(envs.num_envs)])
+        case "call":
+            envs.call("add", number)
+        case "exec":
+            envs.exec_func(_added, [row], number)
+        case "next":
+            envs.set_next_options({"start": float(number)}, seed=number, env_id=[row])
+        case "save":
+            held.append(envs.save(verify=False))
+        case "load" if held:
+            envs.load(held[number % len(held)])
+        case "send":
+            rows = np.unique([row, (row + 1) % envs.num_envs])
+            envs.send(np.full(len(rows), number % 5), rows)
+            envs.reset_async(seed=number, env_id=[one for one in range(envs.num_envs) if one not in rows][:1])
+            envs.recv(len(rows) + 1)
+
+
+def _added(env: Any, amount: float) -> float:
+    return float(env.unwrapped.add(amount))
+
+
+WORDS = ("step", "reset", "mask", "options", "set_attr", "call", "exec", "next", "save", "load", "send")
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    calls=st.lists(st.tuples(st.sampled_from(WORDS), st.integers(0, 30)), min_size=1, max_size=25),
+    engine=st.sampled_from([{"num_workers": 0}, {"num_workers": 2}]),
+    every=st.sampled_from([None, 5]),
+)
+def test_whatever_was_called(
+    calls: list[tuple[str, int]], engine: dict[str, Any], every: int | None, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("records")
+    with recorded(Chronicle, folder, 3, snapshot_every=every, **engine) as envs:
+        recorder = envs._driver.recorder
+        held: list[Any] = []
+        envs.reset(seed=9)
+        for word, number in calls:
+            recorder._not_before = 0.0
+            do(envs, word, number, held)
+        require_all_repeat(envs, folder)
+        if recorder._saved is not None and recorder._saved_at(0) is not None:
+            require_all_repeat(envs, folder, "snapshot")
+
+
+def test_old_steps_are_dropped_and_the_snapshot_counts_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "_BLOCK", 16)
+    monkeypatch.setattr(recorder_module, "_MEMORY", 0)  # two blocks, the least
+    with recorded(Chronicle, tmp_path, num_workers=0, snapshot_every=10) as envs:
+        envs.reset(seed=2)
+        envs.set_attr("gain", 3.0)
+        begun, over = np.ones(4, int), np.zeros(4, bool)
+        steps = np.zeros(4, int)
+        for _ in range(500):
+            envs._driver.recorder._not_before = 0.0
+            _, _, terminated, truncated, _ = envs.step(envs.action_space.sample())
+            begun, steps = begun + over, np.where(over, 0, steps + 1)
+            over = terminated | truncated
+        assert len(envs._driver.recorder._blocks) == 2
+        for row in range(4):
+            verdict, made = replayed(path := envs.record(row))
+            assert verdict.which == AGAIN, verdict.text
+            assert made <= 26, "from the snapshot on"
+            episode, step = (begun[row] + 1, 0) if over[row] else (begun[row], steps[row])
+            assert path.name == f"Chronicle-env{row}-episode{episode}-step{step}.vecenv"
+
+
+def test_without_a_snapshot_old_steps_cannot_be_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "_BLOCK", 16)
+    monkeypatch.setattr(recorder_module, "_MEMORY", 0)
+    with recorded(Chronicle, tmp_path, num_workers=0) as envs:
+        envs.reset(seed=2)
+        for _ in range(100):
+            envs.step(envs.action_space.sample())
+        header, body = read_header(envs.record(0))
+        with pytest.raises(ValueError, match="the record holds no reset with a seed any more, and no snapshot"):
+            Replay(header, read(header, body))
+        envs.reset(seed=3)
+        envs.step(envs.action_space.sample())
+        require_all_repeat(envs, tmp_path)
+
+
+class Unsavable(Chronicle):
+    def __getstate__(self) -> Any:
+        raise TypeError("it is made of smoke")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("it is made of smoke")
+
+    __reduce_ex__ = __getstate__  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.smoke = iter(range(9))
+        self.file = open("/dev/null")  # noqa: SIM115
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def test_what_cannot_be_saved_is_recorded_from_its_reset(tmp_path: Path) -> None:
+    with recorded(Unsavable, tmp_path, 2, num_workers=0, snapshot_every=3) as envs:
+        envs.reset(seed=2)
+        for _ in range(10):
+            envs.step(envs.action_space.sample())
+        with pytest.raises(NotRestorable):
+            envs.save()
+        require_all_repeat(envs, tmp_path)
+        header, body = read_header(envs.record(0))
+        with pytest.raises(ValueError, match=r"from a snapshot, because there is none: .*cannot be saved"):
+            Replay(header, read(header, body), begin="snapshot")
+
+
+class TooLateError(Exception):
+    pass
+
+
+def test_interruptions_leave_nothing_out_and_nothing_twice(tmp_path: Path) -> None:
+    armed = [False]
+
+    def ring(number: int, frame: Any) -> None:
+        if armed[0]:
+            raise TooLateError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    rng = np.random.default_rng(3)
+    try:
+        with recorded(Chronicle, tmp_path, snapshot_every=20, num_workers=2) as envs:
+            envs.reset(seed=1)
+            interrupted, until = 0, time.monotonic() + 4.0
+            while time.monotonic() < until:
+                envs._driver.recorder._not_before = 0.0
+                actions = rng.integers(0, 5, 4)
+                try:
+                    armed[0] = True
+                    signal.setitimer(signal.ITIMER_REAL, float(rng.uniform(2e-5, 8e-4)))
+                    envs.step(actions)
+                    armed[0] = False
+                except TooLateError:
+                    armed[0], interrupted = False, interrupted + 1
+                    if envs._state.value == "step":
+                        envs.step_wait()
+            require_all_repeat(envs, tmp_path)
+            require_all_repeat(envs, tmp_path, "snapshot")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted > 100
+
+
+def test_thawed_environments_cannot_be_repeated_before_a_reset(tmp_path: Path) -> None:
+    with recorded(Chronicle, tmp_path, 2) as envs:
+        envs.reset(seed=2)
+        with contextlib.closing(envs.freeze([0])[0]) as frozen:
+            envs.thaw(frozen, into=[1])
+        envs.step(envs.action_space.sample())
+        require = functools.partial(pytest.raises, ValueError, match="holds no reset with a seed")
+        header, body = read_header(envs.record(1))
+        with require():
+            Replay(header, read(header, body))
+        envs.reset(seed=4)
+        require_all_repeat(envs, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"record_failures": 3}, "`record_failures` must be None, a folder or a vecenv.FlightRecorder, got 3."),
+        ({"record_failures": True}, "got True"),
+    ],
+)
+def test_bad_options(wrong: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        vecenv.AsyncVectorEnv([Chronicle], **wrong)
+    with pytest.raises(ValueError, match="`keep` must be an int from 1 on, got 0"):
+        vecenv.FlightRecorder("failures", keep=0)
+    with pytest.raises(ValueError, match="`snapshot_every` must be an int from 1 on, got 'often'"):
+        vecenv.FlightRecorder("failures", snapshot_every="often")  # type: ignore[arg-type]
+
+
+def test_record_by_hand_is_refused_where_nothing_is_recorded() -> None:
+    with contextlib.closing(vecenv.AsyncVectorEnv([Chronicle], num_workers=0)) as envs:
+        assert not envs.capabilities.recording
+        with pytest.raises(NotImplementedError, match="AsyncVectorEnv cannot `record`: record_failures= was not given"):
+            envs.record(0)

@@ -1,0 +1,448 @@
+"""Failures leave files, and ``vecenv replay`` lets them happen again: in a clean process, whatever the environment did."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import pickle
+import pty
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from worlds import Chronicle
+
+import vecenv
+from vecenv.errors import StepTimeout, WorkerDied
+from vecenv.multi_agent import MultiAgentVecEnv
+from vecenv.testing import faulty
+from vecenv.testing.faulty import FaultyEnv
+from vecenv.tools.replay import replay
+
+pytestmark = pytest.mark.timeout(180)
+
+AT = 9
+"""The step that fails: the fifth of the second episode, as seeds and actions are here."""
+
+
+class Short(gym.Env[Any, Any]):
+    """Episodes of four steps and a reset."""
+
+    observation_space = gym.spaces.Box(-1e9, 1e9, (2,), np.float32)
+    action_space = gym.spaces.Discrete(5)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.steps = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        drawn = self.np_random.random()
+        return np.array([drawn, self.steps], np.float32), drawn + int(action), False, self.steps == 40, {}
+
+
+def step_on(envs: Any, actions: Any) -> None:
+    """Until something is raised."""
+    for at in range(10_000):
+        envs.step(actions(at))
+
+
+def send_on(envs: Any) -> None:
+    while True:
+        rows = envs.recv()[-1]["env_id"]
+        envs.send(rows % 5, rows)
+
+
+def faulty_short(fault: str, **when: Any) -> Any:
+    return FaultyEnv(Short(), fault, **when)
+
+
+def fails(folder: Path, fault: str, *, when: dict[str, Any] | None = None, **options: Any) -> tuple[list[Path], Any]:
+    """Step environments of which env 1 fails; the files, and the exception."""
+    when = when or {"step": AT}
+    fns = [Short, functools.partial(faulty_short, fault, **when), Short]
+    rng = np.random.default_rng(0)
+    raised: Any = None
+    with contextlib.closing(vecenv.AsyncVectorEnv(fns, record_failures=folder, **options)) as envs:
+        try:
+            envs.reset(seed=3)
+            for _ in range(60):
+                envs.step(rng.integers(0, 5, 3))
+        except (Exception, KeyboardInterrupt) as error:
+            raised = error
+        records = list(envs.errors)
+        envs.close(terminate=True)
+    files = sorted(folder.glob("*.vecenv"))
+    assert raised is not None
+    shown = "" if "unprintable" in fault else str(raised)
+    shown += "\n".join(getattr(raised, "__notes__", ()))
+    named = [file for file in files if str(file) in shown]
+    assert named, "the exception names the file"
+    if not isinstance(raised, StepTimeout):
+        assert any(str(named[0]) in str(record) and str(named[0]) in record.recorded for record in records)
+    return files, raised
+
+
+REPEAT_BY_RAISING = (
+    "raises", "two_arguments_error", "keyword_only_error", "unpicklable_error", "evil_error", "unprintable_error",
+    "sys_exit", "keyboard_interrupt", "wrong_shape", "no_observation", "too_few_values",
+)  # fmt: skip
+REPEAT_BY_DYING = ("segfault", "abort", "bus_error", "arithmetic_error", "kill", "exit_now")
+
+
+@pytest.mark.parametrize(
+    "context",
+    ["fork", pytest.param("spawn", marks=pytest.mark.long), pytest.param("forkserver", marks=pytest.mark.long)],
+)
+@pytest.mark.parametrize("fault", [*REPEAT_BY_RAISING, *REPEAT_BY_DYING])
+def test_a_fault_happens_again(fault: str, context: str, tmp_path: Path) -> None:
+    files, _ = fails(tmp_path, fault, context=context)
+    assert [file.name for file in files] == [f"Short-env1-episode1-step{AT}.vecenv"]
+    verdict = replay(files[0])
+    assert verdict.text.startswith(f"happened again at step {AT}: "), verdict
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", ["sleep", "hold_gil"])
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_a_hang_happens_again(fault: str, on_failure: str, tmp_path: Path) -> None:
+    more = {"restart_limit": 0} if on_failure == "restart" else {}
+    files, _ = fails(tmp_path, fault, step_timeout=1.0, on_failure=on_failure, **more)
+    verdict = replay(files[0])
+    assert verdict.text == f"happened again at step {AT}: it hung for more than 1 seconds"
+
+
+def test_a_reset_that_fails_happens_again(tmp_path: Path) -> None:
+    files, _ = fails(tmp_path, "raises", when={"seed": 4})
+    assert replay(files[0]).text.startswith("happened again in the last call: ")
+
+
+def test_what_comes_from_outside_does_not_happen_again(tmp_path: Path) -> None:
+    once = tmp_path / "once"
+    files, error = fails(tmp_path / "records", "kill", when={"step": AT, "once": str(once)})
+    assert isinstance(error, WorkerDied)
+    assert replay(files[0]) == (
+        "did not happen again",
+        f"did not happen again, though all {AT} steps gave what was recorded",
+    )
+
+
+class Dice(Short):
+    """Its rewards come from elsewhere."""
+
+    def step(self, action: Any) -> Any:
+        observation, _, terminated, truncated, info = super().step(action)
+        if self.steps == AT:
+            raise ValueError(f"{os.getpid()}")
+        return observation, float(os.getpid() if self.steps > 4 else 1.0), terminated, truncated, info
+
+
+def test_the_first_difference_is_said(tmp_path: Path) -> None:
+    with contextlib.closing(vecenv.AsyncVectorEnv([Dice] * 2, record_failures=tmp_path)) as envs:
+        envs.reset(seed=1)
+        with pytest.raises(ValueError, match=r"\d+"):
+            step_on(envs, lambda at: np.zeros(2, np.int64))
+    verdict = replay(min(tmp_path.glob("*.vecenv")))
+    assert verdict.which == "did not happen again"
+    assert f"another failure at step {AT}: ValueError" in verdict.text
+    assert "first difference from the record at step 5: reward" in verdict.text
+
+
+def test_every_environment_of_a_worker_that_dies_has_a_file(tmp_path: Path) -> None:
+    files, error = fails(tmp_path, "segfault", num_workers=1)
+    assert isinstance(error, WorkerDied)
+    assert [file.name[:10] for file in files] == ["Short-env0", "Short-env1", "Short-env2"]
+    assert [replay(file).which for file in files] == ["did not happen again", "happened again", "did not happen again"]
+
+
+def test_a_restart_names_the_file_in_its_log_line_and_the_next_one_repeats(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "vecenv"):
+        fns = [functools.partial(faulty_short, "kill", step=20)] * 2
+        with contextlib.closing(
+            vecenv.AsyncVectorEnv(fns, record_failures=tmp_path, on_failure="restart", num_workers=2)
+        ) as envs:
+            envs.reset(seed=3)
+            for _ in range(50):
+                envs.step(envs.action_space.sample())
+    files = sorted(tmp_path.glob("*.vecenv"), key=lambda file: file.stat().st_mtime_ns)
+    assert len(files) == 4
+    for file in files:
+        assert any(f"(recorded: {file})" in record.getMessage() for record in caplog.records)
+        assert replay(file).which == "happened again"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_workers": 0}, {"num_workers": 1, "use_caller": True}, {"num_workers": 2, "autoreset_mode": "SameStep"}],
+    ids=str,
+)
+def test_engines_of_all_kinds(options: dict[str, Any], tmp_path: Path) -> None:
+    files, _ = fails(tmp_path, "raises", when={"step": 50}, **options)
+    verdict = replay(files[0])
+    assert verdict.which == "happened again", verdict.text
+
+
+def test_first_ready_batches(tmp_path: Path) -> None:
+    fns = [functools.partial(faulty_short, "raises", step=30)] + [Short] * 3
+    with contextlib.closing(vecenv.AsyncVectorEnv(fns, record_failures=tmp_path, batch_size=2)) as envs:
+        envs.reset(seed=3)
+        envs.send(np.zeros(4, np.int64), np.arange(4))
+        with pytest.raises(ValueError, match="the environment is out of order"):
+            send_on(envs)
+    (file,) = tmp_path.glob("*.vecenv")
+    assert file.name == "Short-env0-episode1-step30.vecenv"
+    assert replay(file).text.startswith("happened again at step 30: ")
+
+
+def test_old_files_go_and_those_of_the_latest_failure_stay(tmp_path: Path) -> None:
+    recording = vecenv.FlightRecorder(tmp_path, keep=2)
+    fns = [functools.partial(faulty_short, "kill", step=5)] * 3
+    with contextlib.closing(
+        vecenv.AsyncVectorEnv(fns, record_failures=recording, on_failure="restart", num_workers=1)
+    ) as envs:
+        envs.reset(seed=3)
+        for _ in range(12):
+            envs.step(np.zeros(3, np.int64))
+        assert len(list(tmp_path.glob("*.vecenv"))) == 3
+        assert set(envs._driver.ledger.recordings.values()) == {str(path) for path in tmp_path.glob("*.vecenv")}
+    assert not list(tmp_path.glob(".*")), "nothing unfinished"
+
+
+def test_a_folder_that_cannot_be_written_does_not_hide_the_failure(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with contextlib.closing(
+        vecenv.AsyncVectorEnv([functools.partial(faulty_short, "raises", step=2)], record_failures=blocked / "folder")
+    ) as envs:
+        envs.reset(seed=1)
+        envs.step([0])
+        with pytest.raises(ValueError, match="out of order") as caught:
+            envs.step([0])
+    assert "not recorded: NotADirectoryError" in "".join(caught.value.__notes__)
+
+
+class Pennies:
+    """A game of two players, which ends in an exception."""
+
+    metadata = {"name": "pennies"}  # noqa: RUF012
+    possible_agents = ["left", "right"]  # noqa: RUF012
+    render_mode = None
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng()
+        self.agents: list[str] = []
+
+    def observation_space(self, agent: str) -> Any:
+        return gym.spaces.Box(0, 1, (2,), np.float32)
+
+    def action_space(self, agent: str) -> Any:
+        return gym.spaces.Discrete(2)
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        if seed is not None:
+            self.rng = np.random.default_rng(seed)
+        self.agents, self.made = list(self.possible_agents), 0
+        return self._all(lambda: self.rng.random(2).astype(np.float32)), self._all(dict)
+
+    def _all(self, make: Any) -> dict[str, Any]:
+        return {agent: make() for agent in self.possible_agents}
+
+    def step(self, actions: Any) -> Any:
+        self.made += 1
+        if self.rng.random() < 0.02:
+            raise ValueError(f"a penny is lost after {self.made} throws of {sum(map(int, actions.values()))}")
+        over = self.made == 30
+        if over:
+            self.agents = []
+        rewards = self._all(lambda: float(self.rng.random()))
+        observations = self._all(lambda: self.rng.random(2).astype(np.float32))
+        return observations, rewards, self._all(lambda: over), self._all(lambda: False), self._all(dict)
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_game_of_several_agents(tmp_path: Path) -> None:
+    with contextlib.closing(MultiAgentVecEnv([Pennies] * 3, record_failures=tmp_path, num_workers=2)) as envs:
+        envs.reset(seed=8)
+        with pytest.raises(ValueError, match="a penny is lost"):
+            step_on(envs, lambda at: np.full((3, 2), at % 2))
+    (file,) = tmp_path.glob("pennies-env*.vecenv")
+    assert "a penny is lost" in replay(file).text
+    assert replay(file).which == "happened again"
+
+
+# -- the command ----------------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: Any, **how: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "vecenv", "replay", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, stdin=subprocess.DEVNULL, **how)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of an environment that raised in step 9, and whose snapshot is of step 5."""
+    folder = tmp_path_factory.mktemp("records")
+    recording = vecenv.FlightRecorder(folder, snapshot_every=4)
+    with contextlib.closing(
+        vecenv.AsyncVectorEnv([functools.partial(Chronicle, AT)], record_failures=recording, num_workers=0)
+    ) as envs:
+        envs.reset(seed=1)
+        with pytest.raises(ValueError, match="the pen broke"):
+            step_on(envs, lambda at: [at % 5])
+    (written,) = folder.glob("*.vecenv")
+    return written
+
+
+def test_the_command(file: Path) -> None:
+    done = run(file, "--yes")
+    assert done.returncode == 0, done.stderr
+    first, recorded, verdict = done.stdout.splitlines()
+    assert first.startswith("Chronicle, env 0, episode 1, step ")
+    assert recorded.startswith("Recorded: ValueError: the pen broke after 9 steps at ")
+    assert verdict.startswith("Happened again at step ")
+    assert "the pen broke after 9 steps at " in verdict
+
+
+def test_json_and_until_and_snapshot(file: Path) -> None:
+    done = run(file, "--yes", "--json", "--from-snapshot")
+    assert json.loads(done.stdout)["verdict"] == "happened again"
+    step = int(file.stem.rpartition("step")[2])
+    done = run(file, "--yes", "--until", max(step - 1, 1))
+    assert done.stdout.splitlines()[-1] == f"Stopped before step {max(step - 1, 1)}: all as recorded"
+    assert done.returncode == 0
+
+
+def test_frames(file: Path, tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    from PIL import Image
+
+    assert run(file, "--yes", "--frames", tmp_path / "out.gif").returncode == 2  # it is not registered
+    recording = vecenv.FlightRecorder(tmp_path)
+    with contextlib.closing(
+        vecenv.AsyncVectorEnv([functools.partial(gym.make, "CartPole-v1")], record_failures=recording, num_workers=0)
+    ) as envs:
+        envs.reset(seed=1)
+        for _ in range(6):
+            envs.step([1])
+        written = envs.record(0)
+    assert written.name == "CartPole-v1-env0-episode1-step6.vecenv"
+    pytest.importorskip("pygame")
+    done = run(written, "--yes", "--frames", tmp_path / "out.gif")
+    assert done.returncode == 0, done.stdout
+    assert getattr(Image.open(tmp_path / "out.gif"), "n_frames", 0) > 1
+
+
+def changed(file: Path, to: Path, change: Any) -> Path:
+    to.write_bytes(change(file.read_bytes()))
+    return to
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda blob: b"", "is no flight record of vecenv"),
+        (lambda blob: pickle.dumps([1]), "is no flight record of vecenv"),
+        (lambda blob: blob[:-10], "is cut short: "),
+        (lambda blob: blob[:40], "is damaged: its header cannot be read"),
+        (lambda blob: blob[:-10] + b"0123456789", "is damaged: its bytes are not those that were written"),
+        (lambda blob: blob.replace(b'"format": 1', b'"format": 9', 1), "has format 9, and this version of vecenv reads 1"),
+    ],
+)
+def test_files_that_are_not_right_are_refused_before_anything_is_unpickled(
+    change: Any, text: str, file: Path, tmp_path: Path
+) -> None:
+    done = run(changed(file, tmp_path / "wrong.vecenv", change), "--yes")
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert len(done.stderr.strip().splitlines()) <= 2, done.stderr
+
+
+def test_a_file_that_is_not_there() -> None:
+    done = run("nowhere.vecenv", "--yes")
+    assert done.returncode == 2
+    assert "No such file" in done.stderr
+
+
+def test_nothing_is_unpickled_without_a_yes(file: Path) -> None:
+    done = run(file)
+    assert done.returncode == 2
+    assert "nothing was replayed: the file holds a pickle" in done.stderr
+
+
+def test_environments_that_are_not_here(tmp_path: Path) -> None:
+    module = tmp_path / "gone_world.py"
+    module.write_text(Path(__file__).with_name("worlds.py").read_text())
+    program = (
+        "import vecenv, gone_world, functools\n"
+        "if __name__ == '__main__':\n"
+        "    envs = vecenv.AsyncVectorEnv([gone_world.Chronicle], num_workers=0, record_failures='records')\n"
+        "    envs.reset(seed=1); envs.step([1]); print(envs.record(0)); envs.close()\n"
+    )
+    made = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert run(made.stdout.strip(), "--yes").returncode == 0, "the folder that it was imported from is known"
+    module.unlink()
+    done = run(made.stdout.strip(), "--yes")
+    assert done.returncode == 2
+    assert "annot be replayed, because " in done.stdout
+    assert "No module named 'gone_world'" in done.stdout
+
+
+def talk(command: Sequence[str], *words: tuple[str, str]) -> str:
+    """Run a command in a terminal: wait for a text, type a line, and so on; all that it wrote."""
+    pid, terminal = pty.fork()
+    if not pid:
+        os.execv(command[0], list(command))
+    said, waited = "", list(words)
+    until = time.monotonic() + 100
+    try:
+        while time.monotonic() < until:
+            if select.select([terminal], [], [], 0.2)[0]:
+                try:
+                    more = os.read(terminal, 4096)
+                except OSError:
+                    break
+                if not more:
+                    break
+                said += more.decode()
+            if waited and waited[0][0] in said.rpartition("\0")[2]:
+                os.write(terminal, waited.pop(0)[1].encode() + b"\n")
+                said += "\0"
+    finally:
+        os.close(terminal)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, 9)
+        os.waitpid(pid, 0)
+    assert not waited, said
+    return said
+
+
+def test_pdb_stops_in_the_frame_that_raised(file: Path) -> None:
+    command = [sys.executable, "-m", "vecenv", "replay", str(file), "--pdb"]
+    said = talk(command, ("[y/N]", "y"), ("(Pdb)", "p self.made, self.fails_at"), ("(9, 9)", ""), ("(Pdb)", "q"))
+    assert 'raise ValueError(f"the pen broke' in said
+    assert "worlds.py" in said
+
+
+def test_pdb_waits_before_a_step_that_kills(tmp_path: Path) -> None:
+    files, _ = fails(tmp_path, "kill")
+    command = [sys.executable, "-m", "vecenv", "replay", str(files[0]), "--pdb", "--yes"]
+    said = talk(command, ("(Pdb)", "p 'action', action"), ("('action',", ""), ("(Pdb)", "q"))
+    assert "faulty.py" in said
+    assert faulty.__name__.rpartition(".")[2] in said

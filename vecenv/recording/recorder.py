@@ -1,0 +1,475 @@
+"""Keeps what environments were asked, and writes a file about each that fails.
+
+A *tick* is the answer to a step: one copy of the piece of shared memory that holds actions, rewards and flags of all
+environments. Ticks lie in blocks of some hundred, and the oldest blocks are dropped when they take too much memory. A
+*message* is anything else that a worker was asked (reset, set_attr, a call, a load), as it was pickled for the worker.
+
+What is recorded is noted when an answer is looked at. That may happen again after an interruption: the same answer is then
+written to the same place.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import cloudpickle
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from vecenv.errors import NotRestorable, VecEnvError
+from vecenv.link.messages import Op, decode
+from vecenv.recording.file import LASTING, Failed, Message, Record, own_part, packed, write
+from vecenv.shm.layout import Array
+from vecenv.system.uninterrupted import Uninterrupted
+
+__all__ = ["FlightRecorder", "Recorder", "keep_parcels"]
+
+_MEMORY: Final = 64 * 2**20
+"""Bytes that ticks may take."""
+_BLOCK: Final = 512
+_MOST_MESSAGES: Final = 10_000
+_SHARE: Final = 0.002
+"""Of the time, for snapshots."""
+_REPEATED: Final = {Op.RESET, Op.RESET_SOME, Op.REBUILD_SOME, Op.CALL, Op.SET_ATTR, Op.SET_NEXT, Op.EXEC, Op.CHECK, Op.LOAD}
+
+
+@dataclass(frozen=True, slots=True)
+class FlightRecorder:
+    """Where failures are recorded, for ``record_failures=``; see ``docs/recording.md``.
+
+    Args:
+        folder: Is made where there is none.
+        snapshot_every: Environments that can be saved are, after so many steps, and more seldom where that takes more than
+            0.2 % of the time. ``None``: never; a replay then begins with the latest reset that has a seed.
+        keep: At most so many files; the oldest go first, and never those of the latest failure.
+
+    Raises:
+        ValueError: An argument has no meaning.
+    """
+
+    folder: str | os.PathLike[str]
+    snapshot_every: int | None = 1000
+    keep: int = 20
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("snapshot_every", self.snapshot_every, 1), ("keep", self.keep, 1)):
+            if name == "snapshot_every" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+                raise ValueError(f"`{name}` must be an int from 1 on, got {value!r}")
+        if not isinstance(self.folder, (str, os.PathLike)):
+            raise ValueError(f"`folder` must be a path, got {self.folder!r}")
+
+    @classmethod
+    def of(cls, option: Any) -> FlightRecorder | None:
+        """From what ``record_failures=`` may be: a folder, one of these, or ``None``."""
+        if option is None or isinstance(option, cls):
+            return option
+        if isinstance(option, (str, os.PathLike)):
+            return cls(option)
+        raise ValueError(f"`record_failures` must be None, a folder or a vecenv.FlightRecorder, got {option!r}.")
+
+
+class _Block:
+    """Some ticks.
+
+    Attributes:
+        first: The number of the first.
+        bytes: A piece of shared memory a tick.
+        stepped: bool ``(ticks, n)``: which environments each is about; ``None``: all of them.
+        actions: By tick, counted from the first: what workers were sent about rows, where actions do not lie in memory.
+    """
+
+    def __init__(self, first: int, size: int, num_envs: int) -> None:
+        self.first = first
+        self.bytes = memoryview(bytearray(_BLOCK * size))
+        self.stepped: Array | None = None
+        self.actions: dict[int, list[tuple[Sequence[int], bytes]]] = {}
+        self._num_envs = num_envs
+
+    def about(self, at: int, rows: Sequence[int]) -> None:
+        """Tick ``at`` is about these environments only."""
+        if self.stepped is None:
+            self.stepped = np.ones((_BLOCK, self._num_envs), np.bool_)
+        self.stepped[at] = False
+        self.stepped[at, rows] = True
+
+
+class _Heard(NamedTuple):
+    """A message: before which tick it came, what it was, about which environments, and the first of the worker's."""
+
+    tick: int
+    key: Any
+    op: Op
+    rows: Sequence[int]
+    first: int
+    payload: bytes | None
+
+
+class _Saved(NamedTuple):
+    """Snapshots of all environments, and how their observations looked."""
+
+    tick: int
+    messages: int  # how many had come, those included that were dropped
+    snapshots: Sequence[Any]
+    digests: list[bytes]
+
+
+class Recorder:
+    """Records one vector environment.
+
+    Args:
+        options: What the program asked for.
+        env_fns: What builds the environments.
+        env_id: What they are called.
+        layout, buffer: The shared memory.
+        how: What a worker is given, for the replay: the same for all environments.
+        save: A weak reference to what takes snapshots of all environments.
+    """
+
+    def __init__(
+        self,
+        options: FlightRecorder,
+        env_fns: Sequence[Callable[[], Any]],
+        env_id: str,
+        layout: Any,
+        buffer: Any,
+        how: Any,
+        save: weakref.WeakMethod[Callable[[], list[Any]]],
+    ) -> None:
+        self.due = False
+        """A snapshot is to be taken before the next step."""
+        self.limits: dict[int, float] = {}
+        """By pid, of workers that were ended because they hung: after how many seconds."""
+        self.parcels: list[tuple[int, str, bytes]] | None = None
+        """On a host, in place of files: environment, path and content, for the caller to write."""
+        self.first_row = 0
+        """On a host: what the caller calls the first environment."""
+        self._options, self._env_fns, self._env_id = options, env_fns, env_id
+        self._folder = Path(options.folder).absolute()
+        self._how, self._save, self._layout = how, save, layout
+        self._num_envs = layout.num_envs
+        self._size = layout.recorded
+        self._region = memoryview(buffer).cast("B")[: self._size]
+        self._last: tuple[Any, int] = (None, -1)  # the latest tick: of which answer, and its number
+        self._ticked: set[Any] = set()  # answers by row that have a tick
+        self._blocks: list[_Block] = []
+        self._heard: list[_Heard] = []
+        self._dropped = 0  # messages
+        self._seeded: set[int] = set()  # rows that were given a seed
+        self._saved: _Saved | None = None
+        self._marks: list[tuple[int, list[bytes]]] = []  # tick, and how the observations looked before it
+        self._why_not_saved = "" if options.snapshot_every else "snapshot_every is None"
+        self._save_at = options.snapshot_every or 1 << 62
+        self._not_before = 0.0
+        self._before = np.zeros((2, self._num_envs), np.int64)  # episodes and steps of the latest, when all that was dropped
+
+    def forget(self) -> None:
+        """Let go of the shared memory."""
+        self._region.release()
+
+    # -- what was asked ---------------------------------------------------------------------------------------------------
+
+    def stepped(self, key: Any) -> None:
+        """A step of all environments was answered, and their actions lie in shared memory."""
+        last, at = self._last
+        if key != last:
+            at += 1
+            if at % _BLOCK == 0:
+                self._begin_block(at)
+            if at >= self._save_at:
+                self.due = True
+            self._last = key, at
+        began = at % _BLOCK * self._size
+        self._blocks[-1].bytes[began : began + self._size] = self._region
+
+    def answered(self, request: Any, index: int | None = None) -> None:
+        """Workers have answered a request.
+
+        Args:
+            request: See :class:`vecenv.engine.pending.Request`.
+            index: Only that worker; its answers are looked at one by one.
+        """
+        if request.parts is None:
+            if request.command == "step":
+                self.stepped(request.seq)
+                return
+            parts: list[Any] = [_Whole(worker, request.data) for worker in request.workers]
+        else:
+            parts = list(request.parts.values()) if index is None else [request.parts[index]]
+        key = request.seq, index
+        stepped = [part for part in parts if part.op in (Op.STEP, Op.STEP_SOME)]
+        if stepped and key not in self._ticked:
+            self.stepped(key)
+            block, at = self._blocks[-1], self._last[1] % _BLOCK
+            block.about(at, [row for part in stepped for row in part.rows])
+            if actions := [(part.rows, sent) for part in stepped if (sent := _pickled(part)) is not None]:
+                block.actions[at] = actions
+            if index is not None:
+                self._ticked.add(key)
+        if index is not None and len(self._ticked) > _MOST_MESSAGES:
+            self._ticked = {(seq, at) for seq, at in self._ticked if seq > request.seq - _MOST_MESSAGES // 2}
+        for part in parts:
+            if part.op in _REPEATED:
+                self.heard((key, part.worker.index), part.op, part.rows, part.worker.rows[0], _pickled(part))
+
+    def heard(self, key: Any, op: Op, rows: Sequence[int], first: int, payload: bytes | None) -> None:
+        """A worker was told something that is no step."""
+        if any(one.key == key for one in self._heard[-2 * self._num_envs :]):
+            return
+        self._heard.append(_Heard(self._last[1] + 1, key, op, rows, first, payload))
+        if len(self._heard) > _MOST_MESSAGES:
+            self._drop_messages(self._heard[_MOST_MESSAGES // 2].tick)
+
+    def lost(self, rows: Sequence[int]) -> None:
+        """These environments go on from a state that is not recorded, until they are reset with a seed."""
+        self.heard(object(), Op.THAW, rows, rows[0], None)
+        self._seeded.difference_update(rows)
+
+    def seeds(self, seeds: list[Any], ids: Array | None) -> list[Any]:
+        """Seeds for a reset: an environment that never had one gets one, so that its episodes can be repeated."""
+        given = list(seeds)
+        for row in range(self._num_envs) if ids is None else ids.tolist():
+            if given[row] is None and row not in self._seeded:
+                given[row] = int(np.random.SeedSequence().generate_state(1)[0] >> 1)
+            self._seeded.add(row)
+        return given
+
+    def snapshot(self, observation: Callable[[int], Any]) -> None:
+        """Save all environments, if it is time to; ``observation``: that of a row."""
+        self.due = False
+        began = time.monotonic()
+        every = self._options.snapshot_every
+        assert every is not None
+        self._save_at = self._last[1] + every
+        if began < self._not_before or self._why_not_saved:
+            return
+        try:
+            with Uninterrupted():
+                save = self._save()
+                assert save is not None
+                snapshots = save()
+                digests = [self._digest(observation(row)) for row in range(self._num_envs)]
+                tick = self._last[1] + 1
+                self._saved = _Saved(tick, self._dropped + len(self._heard), snapshots, digests)
+                self._marks.append((tick, digests))
+        except NotRestorable as error:
+            self._why_not_saved, self._save_at = str(error), 1 << 62
+        except VecEnvError:  # a worker has died: the step says so
+            return
+        now = time.monotonic()
+        self._not_before = now + (now - began) / _SHARE
+
+    def _digest(self, observation: Any) -> bytes:
+        from vecenv.recording.file import digest
+
+        return digest(observation, self._layout.observations)
+
+    def _begin_block(self, first: int) -> None:
+        if self._blocks and self._blocks[-1].first == first:
+            return
+        while len(self._blocks) >= max(2, _MEMORY // (_BLOCK * self._size)):
+            block = self._blocks[0]
+            before = self._progress(self._before, block, _BLOCK, None)
+            self._blocks.pop(0)
+            self._before = before
+            self._drop_messages(first=block.first + _BLOCK)
+        self._blocks.append(_Block(first, self._size, self._num_envs))
+
+    def _drop_messages(self, first: int) -> None:
+        """Forget messages from before a tick, but for those whose effect may last, as long as there are not too many."""
+        lasting = LASTING if len(self._heard) < _MOST_MESSAGES else ()
+        kept = [one for one in self._heard if one.tick >= first or one.op in lasting]
+        self._dropped += len(self._heard) - len(kept)
+        self._heard = kept
+        self._marks = [mark for mark in self._marks if mark[0] >= first]
+
+    def _progress(self, before: Array, block: _Block, count: int, row: int | None) -> Array:
+        """int ``(2, n)``: the numbers of episodes and of steps in the latest, after a block.
+
+        Args:
+            before: The same, before it.
+            block: Some ticks.
+            count: How many of them there are.
+            row: Only of that row; ``None``: of all.
+        """
+        which = slice(None) if row is None else slice(row, row + 1)
+        ends = (self._view(block, "terminations") | self._view(block, "truncations"))[:count, which]
+        stepped = np.ones_like(ends) if block.stepped is None else block.stepped[:count, which]
+        ends = ends & stepped & (self._how.autoreset_mode is not AutoresetMode.DISABLED)
+        first_step = -1 if self._how.autoreset_mode is AutoresetMode.NEXT_STEP else 0
+        episodes, steps = before[:, which].copy()
+        begins = [one for one in self._heard if one.op in _BEGIN and block.first <= one.tick < block.first + _BLOCK]
+        at = 0
+        for until, rows in [*((one.tick - block.first, one.rows) for one in begins), (count, ())]:
+            number = np.arange(at, until)[:, None]
+            last = np.where(ends[at:until], number, -1).max(axis=0, initial=-1)
+            after = (stepped[at:until] & (number > last)).sum(axis=0)
+            steps = after + np.where(last >= 0, first_step, steps)
+            episodes = episodes + ends[at:until].sum(axis=0)
+            mine = np.isin(np.arange(self._num_envs)[which], rows)
+            episodes = episodes + (mine & ((steps > 0) | (episodes == 0)))
+            steps = np.where(mine, 0, steps)
+            at = max(at, until)
+        return np.stack([episodes, steps])
+
+    def _view(self, block: _Block, name: str) -> Array:
+        """A field of all ticks of a block, ``(ticks, n, ...)``."""
+        field = self._layout.fields[name]
+        whole = np.frombuffer(block.bytes, np.uint8).reshape(_BLOCK, self._size)
+        count = int(np.prod(field.shape, dtype=np.int64)) * field.dtype.itemsize
+        piece = np.ascontiguousarray(whole[:, field.offset : field.offset + count])
+        view: Array = piece.view(field.dtype).reshape(_BLOCK, *field.shape)
+        return view
+
+    # -- files ------------------------------------------------------------------------------------------------------------
+
+    def failures(self, failed: dict[int, Failed]) -> dict[int, str]:
+        """Write a file about each of some environments; by row, which.
+
+        A file that cannot be written is said in the place of its name: the failure itself counts for more.
+        """
+        said: dict[int, str] = {}
+        written: list[Path] = []
+        for row, how in failed.items():
+            try:
+                path = self.record(row, None, how)
+                written.append(path)
+                said[row] = str(path)
+            except Exception as error:
+                said[row] = f"not recorded: {type(error).__name__}: {error}"
+        if self.parcels is None:
+            forget_old(self._options, written)
+        return said
+
+    def record(self, row: int, path: Any, how: Failed | None) -> Path:
+        """Write a file about a row; ``path``: where, in place of a name in the folder. Returns where."""
+        record, episode, step = self._record(row, how)
+        env = self.first_row + row
+        if path is None:
+            env_id = re.sub(r"[^\w.-]+", "_", self._env_id).strip("_")
+            path = self._folder / f"{env_id}-env{env}-episode{episode}-step{step}.vecenv"
+        content = packed(record, self._env_id, env, episode, step)
+        if self.parcels is None:
+            write(Path(path), content)
+        else:
+            self.parcels.append((env, str(path), content))
+        return Path(path)
+
+    def _record(self, row: int, how: Failed | None) -> tuple[Record, int, int]:
+        """What is known of a row, the number of its episode, and that of the step in it."""
+        ticks, columns, actions = self._column(row)
+        episode_and_step = self._before[:, row : row + 1]
+        for block in self._blocks:
+            whole = np.zeros((2, self._num_envs), np.int64)
+            whole[:, row : row + 1] = episode_and_step
+            episode_and_step = self._progress(whole, block, min(self._last[1] + 1 - block.first, _BLOCK), row)
+        episode, step = (max(int(number[0]), 0) for number in episode_and_step)
+
+        def place(tick: int) -> int:
+            return int(np.searchsorted(ticks, tick))
+
+        mine = [
+            (number, Message(place(one.tick), *part))
+            for number, one in enumerate(self._heard)
+            if row in one.rows and (part := own_part(one.op, one.payload, one.rows, row, one.first)) is not None
+        ]
+        messages = [message for _, message in mine]
+        snapshot = None
+        if (at := self._saved_at(row)) is not None and self._saved is not None:
+            said = sum(number < at for number, _ in mine)
+            snapshot = place(self._saved.tick), said, self._saved.snapshots[row]
+        record = Record(
+            row=row, how=self._how, env_fn=_dumped(self._env_fns[row]), messages=messages, columns=columns, actions=actions,
+            failed=how, steps_before=step - len(ticks), marks=[(place(tick), each[row]) for tick, each in self._marks],
+            snapshot=snapshot, why_no_snapshot=self._why_not_saved,
+        )  # fmt: skip
+        return record, episode, step
+
+    def _saved_at(self, row: int) -> int | None:
+        """How many messages that are kept came before the latest snapshot; ``None``: a row cannot begin with it, because
+        steps since were dropped, or its state was replaced by another that is not recorded."""
+        saved = self._saved
+        if saved is None or saved.messages < self._dropped or (self._blocks and saved.tick < self._blocks[0].first):
+            return None
+        at = saved.messages - self._dropped
+        return None if any(row in one.rows and one.op is Op.THAW for one in self._heard[at:]) else at
+
+    def _column(self, row: int) -> tuple[Array, dict[str, Array], dict[int, bytes]]:
+        """The ticks of a row; actions, rewards and flags; by their place, actions that were pickled."""
+        ticks: list[int] = []
+        actions: dict[int, bytes] = {}
+        pieces: dict[str, list[Array]] = {}
+        names = [name for name in self._layout.fields if name.startswith("actions/")]
+        for block in self._blocks:
+            count = min(self._last[1] + 1 - block.first, _BLOCK)
+            mine = np.arange(count) if block.stepped is None else np.flatnonzero(block.stepped[:count, row])
+            for name in (*names, "rewards", "terminations", "truncations"):
+                pieces.setdefault(name, []).append(self._view(block, name)[mine, row])
+            for at in mine.tolist():
+                for rows, sent in block.actions.get(at, ()):
+                    if row in rows:
+                        actions[len(ticks)] = cloudpickle.dumps(pickle.loads(sent)[list(rows).index(row)])
+                ticks.append(block.first + at)
+        columns = {name: np.concatenate(arrays) for name, arrays in pieces.items()}
+        return np.array(ticks, np.int64), columns, actions
+
+
+def keep_parcels(options: FlightRecorder, parcels: Sequence[tuple[int, str, bytes]]) -> dict[int, str]:
+    """Write the files of a host here; by environment, where they are, or why they are not."""
+    said: dict[int, str] = {}
+    for env, path, content in parcels:
+        try:
+            write(Path(path), content)
+            said[env] = path
+        except OSError as error:
+            said[env] = f"not recorded: {error}"
+    forget_old(options, [Path(path) for _, path, _ in parcels])
+    return said
+
+
+def forget_old(options: FlightRecorder, latest: Sequence[Path]) -> None:
+    """Remove the oldest files of a folder; those of the latest failure stay."""
+    folder = Path(options.folder).absolute()
+    found = sorted(folder.glob("*.vecenv"), key=lambda file: (file in latest, file.stat().st_mtime_ns))
+    for path in found[: max(len(found) - max(options.keep, len(latest)), 0)]:
+        path.unlink(missing_ok=True)
+
+
+_BEGIN: Final = (Op.RESET, Op.RESET_SOME, Op.REBUILD_SOME)
+
+
+class _Whole:
+    """What a worker was asked in the same words as all others."""
+
+    payload = None
+
+    def __init__(self, worker: Any, data: bytes) -> None:
+        self.worker, self.rows, self.op, self.data = worker, worker.rows, Op(decode(data)[0]), data
+
+
+def _pickled(part: Any) -> bytes | None:
+    """What was sent with a message; empty: it cannot be pickled."""
+    if part.data is not None:
+        return decode(part.data)[2]
+    try:
+        return None if part.payload is None else cloudpickle.dumps(part.payload)
+    except Exception:
+        return b""
+
+
+def _dumped(env_fn: Callable[[], Any]) -> bytes | str:
+    """A pickled function, or why it cannot be."""
+    try:
+        blob: bytes = cloudpickle.dumps(env_fn)
+        return blob
+    except Exception as error:
+        return f"its env_fn cannot be pickled: {type(error).__name__}: {error}"

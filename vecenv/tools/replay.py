@@ -1,0 +1,214 @@
+"""``vecenv replay``: an environment fails again, in a process of its own, so that what kills it does not end the command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import pdb
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Final
+
+import gymnasium
+
+from vecenv.recording.file import Failed, Unreadable, read, read_header
+from vecenv.recording.replay import AGAIN, CANNOT, DIFFERENT, Replay, Verdict
+from vecenv.system.supervision import describe_exit
+from vecenv.tools.usage import USAGE, WRONG, CliError
+
+__all__ = ["main", "replay"]
+
+_MOST_FRAMES: Final = 1000
+_GRACE: Final = 5.0
+"""Seconds that a step has beside those that the record gives it, for a process that has just started."""
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """What the command line calls."""
+    path: Path = arguments.file
+    try:
+        header, _ = read_header(path)
+    except (OSError, Unreadable) as error:
+        raise CliError(str(error)) from None
+    if not arguments.json:
+        print(f"{header.env_id}, env {header.env}, episode {header.episode}, step {header.step}, {header.written}")
+        print(f"Recorded: {header.failed}")
+        if differences := header.differences():
+            print(f"Recorded with {', '.join(differences)}")
+    if not arguments.yes and not _is_own(path):
+        raise CliError("nothing was replayed: the file holds a pickle, which can do anything; --yes says that it is yours")
+    begins = ("snapshot",) if arguments.from_snapshot else ("latest", "first")
+    if arguments.pdb:
+        verdict = _in_this_process(path, debug=True, begin=begins[0], until=arguments.until, frames=arguments.frames)
+    else:
+        verdict = replay(path, begins, until=arguments.until, frames=arguments.frames)
+    text = verdict.text[0].upper() + verdict.text[1:]
+    print(json.dumps({"verdict": verdict.which, "text": verdict.text}) if arguments.json else text)
+    return {AGAIN: 0, DIFFERENT: WRONG, CANNOT: USAGE}[verdict.which]
+
+
+def _is_own(path: Path) -> bool:
+    """Asks, at a terminal."""
+    if not sys.stdin.isatty():
+        return False
+    question = f"{path} holds a pickle, which can do anything: replay it only if it is your own. Replay it? [y/N] "
+    return input(question).strip().lower() in ("y", "yes")
+
+
+# -- in a process of its own ----------------------------------------------------------------------------------------------
+
+
+def replay(
+    path: Path, begins: Sequence[str] = ("latest", "first"), *, until: int | None = None, frames: Path | None = None
+) -> Verdict:
+    """Replay a file in a process of its own.
+
+    Args:
+        path: The file. It is unpickled, which runs what its bytes say.
+        begins: Where to begin (:class:`~vecenv.recording.replay.Replay`): one after the other until it happens again. What
+            an environment keeps across resets is not there when it begins with the latest.
+        until, frames: As of the command.
+    """
+    verdicts: list[Verdict] = []
+    for begin in begins:
+        verdicts.append(_replay(path, begin=begin, until=until, frames=frames))
+        if verdicts[-1].which != DIFFERENT:
+            break
+    return verdicts[-1] if verdicts[-1].which == AGAIN else verdicts[0]
+
+
+def _replay(path: Path, **options: Any) -> Verdict:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    at = context.Value("q", 0, lock=False)
+    done = context.Value("q", 0, lock=False)
+    process = context.Process(target=_child, args=(path, options, theirs, at, done), name="vecenv-replay")
+    process.start()
+    theirs.close()
+    failed: Failed | None = None
+    hung = False
+    try:
+        failed = ours.recv()
+        hung = _hangs(ours, failed, done)
+        if not hung:
+            verdict: Verdict = ours.recv()
+            return verdict
+    except EOFError:
+        pass
+    finally:
+        if not hung:
+            process.join(_GRACE)
+        process.kill()
+        process.join()
+        ours.close()
+    return _of_death(failed, process.exitcode, at.value, hung)
+
+
+def _hangs(ours: Connection, failed: Failed | None, done: Any) -> bool:
+    """Wait for the verdict, or until the environment hangs as it did."""
+    seen, since = 0, time.monotonic()
+    while not ours.poll(0.1):
+        if done.value != seen:
+            seen, since = done.value, time.monotonic()
+        elif failed is not None and failed.seconds and seen and time.monotonic() - since > failed.seconds + _GRACE:
+            return True
+    return False
+
+
+def _of_death(failed: Failed | None, exitcode: int | None, at: int, hung: bool) -> Verdict:
+    """The verdict of a replay that did not come to its end."""
+    where = f"at step {at}" if at else "outside of a step"
+    text = f"it hung for more than {failed.seconds:g} seconds" if hung and failed is not None else describe_exit(exitcode)
+    if failed is not None and (failed.how == "hung" if hung else failed.how == "died" and failed.exitcode == exitcode):
+        return Verdict(AGAIN, f"happened again {where}: {text}")
+    was = "nothing had failed" if failed is None else f"recorded was: {failed.text}"
+    return Verdict(DIFFERENT, f"did not happen again: another failure {where}: {text} ({was})")
+
+
+def _child(path: Path, options: dict[str, Any], conn: Connection, at: Any, done: Any) -> None:
+    """The process: says what was recorded, and at its end what came of it."""
+    said = False
+
+    def read_it(failed: Failed | None) -> None:
+        nonlocal said
+        conn.send(failed)
+        said = True
+
+    def progress(step: int) -> None:
+        at.value, done.value = max(step, 0), done.value + 1
+
+    verdict = _in_this_process(path, read_it=read_it, progress=progress, **options)
+    if not said:
+        conn.send(None)
+    conn.send(verdict)
+
+
+def _in_this_process(
+    path: Path,
+    *,
+    begin: str,
+    until: int | None,
+    frames: Path | None,
+    debug: bool = False,
+    read_it: Callable[[Failed | None], None] = lambda failed: None,
+    progress: Callable[[int], None] = lambda step: None,
+) -> Verdict:
+    """Replay a file here, where what kills the environment ends this process."""
+    header, body = read_header(path)
+    try:
+        record = read(header, body)
+        read_it(record.failed)
+        playing = Replay(header, record, begin=begin, change=_drawable if frames is not None else None)
+        drawn: deque[Any] = deque(maxlen=_MOST_FRAMES)
+        stop = until
+        if debug and until is None and record.failed is not None and record.failed.how != "raised":
+            stop = max(header.step, 1)  # what dies or hangs leaves no frame to look at: the debugger waits before it
+        for step in playing.run(stop):
+            progress(step)
+            if frames is not None and step:
+                drawn.append(playing.env.render())
+        if debug:
+            _debug(playing)
+        if frames is not None:
+            _write(drawn, playing.env, frames)
+        verdict = playing.verdict
+        assert verdict is not None
+        playing.close()
+        return verdict
+    except Unreadable as error:
+        return Verdict(CANNOT, str(error))
+
+
+def _debug(playing: Replay) -> None:
+    """The debugger: in the frame that raised; or, where nothing was raised, at the step that would be next."""
+    assert playing.verdict is not None
+    print(playing.verdict.text)
+    if playing.failure is not None:
+        pdb.post_mortem(playing.failure.__traceback__)
+    elif playing.env is not None and playing.place < playing.record.steps:
+        pdb.Pdb().runcall(playing.env.step, playing.action)
+
+
+def _drawable(env: Any) -> Any:
+    """The same environment, made so that it gives frames."""
+    if env.render_mode == "rgb_array":
+        return env
+    if env.spec is None:
+        raise Unreadable("cannot be drawn, because the environment is not registered: build it with render_mode='rgb_array'")
+    env.close()
+    return gymnasium.make(env.spec, render_mode="rgb_array")
+
+
+def _write(drawn: deque[Any], env: Any, path: Path) -> None:
+    from vecenv.tools.watch import write_video
+
+    if env is not None:
+        drawn.append(env.render())
+    if not drawn:
+        raise Unreadable("cannot be drawn, because it failed before the first step")
+    write_video(list(drawn), path, fps=int(getattr(env, "metadata", {}).get("render_fps", 30)))

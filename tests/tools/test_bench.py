@@ -122,8 +122,8 @@ def test_each_table_is_written_into_its_page(tmp_path: Path, monkeypatch: pytest
     tables.write_tables(tmp_path)
     written = {name: page.read_text() for name, page in pages.items()}
     assert "| CartPole-v1 | 4 | 2.5 |" in written["README.md"]  # medians of 6 and 2, of 3 and 2
-    assert "| Pong | 4 | 2.5 |" in written["README.md"]
-    assert "4 times `AsyncVectorEnv` on CartPole-v1, 4 times on Ant-v5, 4 times on Pong (8" in written["README.md"]
+    assert "| ALE/Pong-v5 | 4 | 2.5 |" in written["README.md"]
+    assert "4 times `AsyncVectorEnv` on CartPole-v1, 4 times on Ant-v5, 4 times on ALE/Pong-v5 (8" in written["README.md"]
     assert "| Ant-v5 | 4 (2 - 6) | 1 (0.5 - 2) | - | - |" in written["docs/benchmarks.md"]
     assert written["bench/RESULTS.md"].count("| long-resets, 8 | 10 | 12 |") == 2
     assert "| CartPole-v1, 8 | 1 | 1 | 4 |" in written["bench/RESULTS.md"]

@@ -1,6 +1,6 @@
 """For mkdocs: names in docstrings, options in one piece, and the address of the repository.
 
-Docstrings name things by Sphinx roles, :class:`vecenv.AsyncVectorEnv`, with a tilde if a page should show only the last part.
+Docstrings name things by Sphinx roles, :class:`vecenv.AsyncVectorEnv`, with a tilde if only the last part is shown.
 Two colons before a block of code become one. The link to the repository is the address under ``Repository`` of
 ``[project.urls]`` in pyproject.toml, its only place; ``VECENV_REPOSITORY`` in the environment replaces it, for a fork.
 """

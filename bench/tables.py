@@ -116,7 +116,8 @@ def headline(reports: list[dict[str, Any]]) -> list[str]:
     found = list(_of(reports, GAINS))
     gains = [f"{_times(report, 'auto', 'gym-async')} times on {report['env']}" for report in found]
     gains[0] = gains[0].replace(" times on", " times `AsyncVectorEnv` on")
-    return [f"- **Faster:** {', '.join(gains)} ({found[0]['num_envs']} environments)."]
+    cores = found[0]["machine"]["usable_cores"]
+    return [f"- **Faster:** {', '.join(gains)} ({found[0]['num_envs']} environments, {cores} cores)."]
 
 
 def _of(reports: list[dict[str, Any]], workloads: Iterable[str]) -> list[dict[str, Any]]:

@@ -2,5 +2,5 @@
 
 They need a source checkout; ``vecenv`` never imports them.
 
-``python -m bench --help`` lists the parts; ``bench/README.md`` says how to repeat the table.
+``python -m bench --help`` lists the parts; ``bench/README.md`` says how to repeat the tables.
 """

@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     compared("waits", _waits, "long resets, uneven steps, services, simulators", 16, WAITS)
     compared("episodes", _episodes, "a list of episodes: evaluate, and batch after batch", 8)
     compared("train", _train, "whole trainings: frames per second, where time goes", 16, TRAININGS)
-    option = add("goals", _goals, "measure rows of the table in bench/README.md", pace, out)
+    option = add("goals", _goals, "measure rows of the first table in bench/RESULTS.md", pace, out)
     parts = goals.PARTS
     option("parts", nargs="*", type=_one_of(parts), metavar="PART", help=f"of {', '.join(parts)} (default: all)")
     option("--quick", action="store_true", help="tiny settings, to see that it runs; never written down")
@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--rounds", type=int, default=3, help="pairs of runs of each program (default: 3)")
     option = add("size", _size, "how large the package is, and how much has to be read to follow a step")
     option("--json", action="store_true", help="print JSON instead of a table")
-    add("table", _table, "write what was measured into bench/README.md and docs/benchmarks.md", out)
+    add("table", _table, "write what was measured into README.md, bench/RESULTS.md and docs/benchmarks.md", out)
     return parser
 
 

@@ -1,4 +1,4 @@
-"""The tables of ``README.md``, ``bench/README.md`` and ``docs/benchmarks.md``: from what was measured, and nothing else.
+"""The tables of ``README.md``, ``bench/RESULTS.md`` and ``docs/benchmarks.md``: from what was measured, and nothing else.
 
 ``python -m bench table`` takes whatever JSON it finds in the folder of results: the goals, the main job, ``compare``,
 ``sweep``, ``waits``, ``episodes`` and ``train``. A table of which nothing was measured anew stays as it stands.
@@ -18,7 +18,7 @@ from bench.goals import PARTS, ROWS
 ROOT = Path(__file__).resolve().parent.parent
 NOT_YET = "not measured yet"
 SWEEP = "sweep-CartPole-v1"
-GAINS = {"CartPole-v1": "CartPole-v1", "Ant-v5": "Ant-v5", "ALE/Pong-v5": "Pong"}  # README.md's rows
+GAINS = ("CartPole-v1", "Ant-v5", "ALE/Pong-v5")  # README.md's rows
 REAL = {  # docs/benchmarks.md's rows ...
     **{name: name for name in ("CartPole-v1", "Pendulum-v1", "Ant-v5", "ALE/Pong-v5")},
     "busy-1000us": "steps of 1 ms",
@@ -42,16 +42,16 @@ def _between(text: str, marker: str, lines: list[str]) -> str:
 
 
 def goals_table(out: Path, page: str) -> list[str]:
-    """The rows of ``bench/README.md``: those that were measured for good, and the others as they stand in ``page``."""
+    """The rows of ``bench/RESULTS.md``: those that were measured for good, and the others as they stand in ``page``."""
     figures: dict[str, dict[str, str]] = {}
     for part in PARTS:
         path = out / f"goals-{part}.json"
         if path.exists():
             kept = json.loads(path.read_text())
             figures.update({} if kept["quick"] else kept["figures"])
-    lines = ["| what | goal | measured | spread | command |", "|---|---|---|---|---|"]
+    lines = ["| what | measured | spread | command |", "|---|---|---|---|"]
     for row in ROWS:
-        begin = f"| {row.what} | {row.goal} |"
+        begin = f"| {row.what} |"
         standing = [line for line in page.splitlines() if line.startswith(begin)]
         if row.key not in figures and standing:
             lines += standing[:1]
@@ -107,8 +107,17 @@ def gains_table(reports: list[dict[str, Any]]) -> list[str]:
     lines = ["| environment | against `AsyncVectorEnv` | against `SyncVectorEnv` |", "|---|---:|---:|"]
     for report in _of(reports, GAINS):
         cells = [_times(report, "auto", other) for other in ("gym-async", "gym-sync")]
-        lines.append(f"| {GAINS[report['env']]} | {' | '.join(cells)} |")
+        lines.append(f"| {report['env']} | {' | '.join(cells)} |")
     return lines
+
+
+def headline(reports: list[dict[str, Any]]) -> list[str]:
+    """The first line of ``README.md`` with figures: the gains against ``AsyncVectorEnv``."""
+    found = list(_of(reports, GAINS))
+    gains = [f"{_times(report, 'auto', 'gym-async')} times on {report['env']}" for report in found]
+    gains[0] = gains[0].replace(" times on", " times `AsyncVectorEnv` on")
+    cores = found[0]["machine"]["usable_cores"]
+    return [f"- **Faster:** {', '.join(gains)} ({found[0]['num_envs']} environments, {cores} cores)."]
 
 
 def _of(reports: list[dict[str, Any]], workloads: Iterable[str]) -> list[dict[str, Any]]:
@@ -152,7 +161,7 @@ def sweep_table(reports: list[dict[str, Any]], memory: dict[str, dict[str, dict[
 def write_tables(out: Path) -> None:
     """Write every table for which there is something in ``out``."""
     compared = _read(out / "compare.json")
-    page = ROOT / "bench" / "README.md"
+    page = ROOT / "bench" / "RESULTS.md"
     text = page.read_text()
     text = _between(text, "goals", goals_table(out, text))
     swept = _read(out / f"{SWEEP}.json")
@@ -163,6 +172,7 @@ def write_tables(out: Path) -> None:
             text = _between(text, name, compare_table(reports))
     page.write_text(text)
     if compared:
+        _write(ROOT / "README.md", "headline", headline(compared))
         _write(ROOT / "README.md", "gains", gains_table(compared))
         _write(ROOT / "docs" / "benchmarks.md", "real", real_table(compared))
     main = out / "CartPole-v1-64.json"

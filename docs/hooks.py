@@ -1,10 +1,8 @@
-"""For mkdocs: names of docstrings, where code may break, and the address of the repository.
+"""For mkdocs: names in docstrings, options in one piece, and the address of the repository.
 
-Docstrings name things by Sphinx roles, :class:`vecenv.AsyncVectorEnv`, and with a tilde where only the last part is to be
-shown; a page shows the name. Two colons before a block of code become one. On a narrow screen a line of code breaks after an
-opening bracket rather than inside a word, and an option stays in one piece. The link to the repository is the address under
-``Repository`` of ``[project.urls]`` in pyproject.toml, the one place where it stands; ``VECENV_REPOSITORY`` in the
-environment replaces it, for a fork.
+Docstrings name things by Sphinx roles, :class:`vecenv.AsyncVectorEnv`, with a tilde if only the last part is shown.
+Two colons before a block of code become one. The link to the repository is the address under ``Repository`` of
+``[project.urls]`` in pyproject.toml, its only place; ``VECENV_REPOSITORY`` in the environment replaces it, for a fork.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from typing import Any
 
 _ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):(?=<code)")
 _CODE_FOLLOWS = re.compile(r"::(?=</p>\s*<(?:div|pre))")
-_BRACKET = re.compile(r'(<span class="p">[^<]*[(\[{]</span>)(?=<span class="[nsm])')
 _OPTION = re.compile(r"<code>(--?[\w-]{1,24})</code>")
 _SHORT = re.compile(r"<code>~(?:\w+\.)+(\w+)</code>")
 
@@ -31,5 +28,5 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    html = _OPTION.sub(r'<code class="option">\1</code>', _BRACKET.sub(r"\1<wbr>", html))
+    html = _OPTION.sub(r'<code class="option">\1</code>', html)
     return _CODE_FOLLOWS.sub(":", _SHORT.sub(r"<code>\1</code>", _ROLE.sub("", html)))

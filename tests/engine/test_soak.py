@@ -1,4 +1,4 @@
-"""Slow leaks: row 45 of the table in ``docs/faults.md``. Run with ``pytest -m soak``; a little of some in every run."""
+"""Slow leaks: row 45 of the table in ``FAULTS.md``. Run with ``pytest -m soak``; a little of some in every run."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from gymnasium.vector import SyncVectorEnv
 
 
 def derived_seed(seed: int, row: int, episode: int) -> int:
-    """As ``docs/long_resets.md`` has it."""
+    """As ``docs/workers.md`` has it."""
     return int(np.random.SeedSequence(seed, spawn_key=(row, episode)).generate_state(1)[0] >> 1)
 
 

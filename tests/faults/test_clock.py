@@ -1,4 +1,4 @@
-"""Clocks jump: row 49 of the table in ``docs/faults.md``."""
+"""Clocks jump: row 49 of the table in ``FAULTS.md``."""
 
 from __future__ import annotations
 

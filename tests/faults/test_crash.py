@@ -1,4 +1,4 @@
-"""Environments that raise and workers that die: rows 1 to 14 of the table in ``docs/faults.md``."""
+"""Environments that raise and workers that die: rows 1 to 14 of the table in ``FAULTS.md``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments that do not answer: rows 15 to 20 of the table in ``docs/faults.md``."""
+"""Environments that do not answer: rows 15 to 20 of the table in ``FAULTS.md``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrong answers of environments and wrong calls of programs: rows 25 to 29 and 39 to 46 of ``docs/faults.md``."""
+"""Wrong answers of environments and wrong calls of programs: rows 25 to 29 and 39 to 46 of ``FAULTS.md``."""
 
 from __future__ import annotations
 

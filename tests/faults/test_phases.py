@@ -1,4 +1,4 @@
-"""Calls out of order: row 28 of the table in ``docs/faults.md``.
+"""Calls out of order: row 28 of the table in ``FAULTS.md``.
 
 The 35 answers are Gymnasium's, and Gymnasium itself is asked for them here.
 """

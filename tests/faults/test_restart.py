@@ -1,6 +1,6 @@
 """``on_failure="restart"``: what is lost, what comes instead, and when it is enough.
 
-Rows 47 and 48 of the table in ``docs/faults.md``.
+Rows 47 and 48 of the table in ``FAULTS.md``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Engines that cannot start: rows 21 to 24, 36 and 42 of the table in ``docs/faults.md``."""
+"""Engines that cannot start: rows 21 to 24, 36 and 42 of the table in ``FAULTS.md``."""
 
 from __future__ import annotations
 

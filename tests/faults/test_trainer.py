@@ -1,4 +1,4 @@
-"""The ends of the trainer itself: rows 30 to 34, 37 and 38 of the table in ``docs/faults.md``.
+"""The ends of the trainer itself: rows 30 to 34, 37 and 38 of the table in ``FAULTS.md``.
 
 Each trainer is a program of its own (``trainer.py``), in a session of its own, and is ended from here.
 """

@@ -118,7 +118,8 @@ class Ledger:
         if "daemonic processes are not allowed" in summary(error):
             note_once(error, "environments that start processes of their own need AsyncVectorEnv(..., daemon=False)")
         index = -1 if worker.local else worker.index
-        kept, where = unpack_error(packed, note), self.files([failure.env])
+        rows = error.envs if isinstance(error, WorkerDied) else [failure.env]  # a host's worker has several
+        kept, where = unpack_error(packed, note), self.files(rows)
         if where:
             note_once(error, f"recorded: {where}")
             note_once(kept, f"recorded: {where}")

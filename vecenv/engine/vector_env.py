@@ -388,7 +388,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             none. Without it they are an error, or are broadcast, as in Gymnasium.
         spare_workers: That many processes more than there are environments, each with an environment that has been reset
             ahead of time: when an episode is over, the next is one that has begun already. For resets that take long; see
-            ``docs/long_resets.md``. All ``env_fns`` must build the same, one process each (``num_workers=None``), and each
+            ``docs/workers.md``. All ``env_fns`` must build the same, one process each (``num_workers=None``), and each
             episode has a seed of its own, which follows from the row's and from the number of the episode.
         env_threads: Up to that many environments of a worker run at the same time, each in a thread:
             for those that wait, for a service or a robot, and compute little. They must not mind which thread it is, nor

@@ -1,0 +1,110 @@
+"""Failures after 50,000 steps: the latest snapshot is near, and the replay from it takes seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from worlds import Drawing
+
+import vecenv
+from vecenv.multi_agent import MultiAgentVecEnv
+from vecenv.tools.replay import replay
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(590)]
+
+STEPS = 50_000
+
+
+class FailsAfter(gym.Wrapper[Any, Any, Any, Any]):
+    """Counts steps over all episodes."""
+
+    def __init__(self, env: Any, steps: int) -> None:
+        super().__init__(env)
+        self.left = steps
+
+    def step(self, action: Any) -> Any:
+        self.left -= 1
+        result = self.env.step(action)
+        if not self.left:
+            raise ValueError(f"too old, at {float(np.sum(result[0])):.6f}")
+        return result
+
+
+def made(env_id: str) -> Any:
+    return FailsAfter(gym.make(env_id), STEPS)
+
+
+def drawn() -> Any:
+    return Drawing(fails_at=STEPS)
+
+
+class FailsAfterAll:
+    """The same for a game of several agents."""
+
+    def __init__(self, game: Any, steps: int) -> None:
+        self.game, self.left = game, steps
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.game, name)
+
+    def step(self, actions: Any) -> Any:
+        self.left -= 1
+        if not self.left:
+            raise ValueError(f"too old, with {sorted(actions.items())}")
+        return self.game.step(actions)
+
+
+def game() -> Any:
+    from pettingzoo.classic import rps_v2
+
+    return FailsAfterAll(rps_v2.parallel_env(max_cycles=60), STEPS)
+
+
+def fails(envs: Any, seconds: float, folder: Path, begin: str) -> None:
+    with contextlib.closing(envs):
+        envs.reset(seed=3)
+        envs.action_space.seed(3)
+        actions = [envs.action_space.sample() for _ in range(97)]
+        with pytest.raises(ValueError, match="too old|the pen broke"):
+            for at in range(STEPS + 60_000):
+                envs.step(actions[at % 97])
+    (file,) = folder.glob("*.vecenv")
+    began = time.monotonic()
+    verdict = replay(file, (begin,))
+    assert verdict.which == "happened again", verdict.text
+    assert time.monotonic() - began < seconds
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        pytest.param(functools.partial(made, "Ant-v5"), {}, id="Ant"),
+        pytest.param(drawn, {"generators": "own"}, id="generators of its own"),
+    ],
+)
+def test_from_the_snapshot(kind: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    if "Ant" in str(kind):
+        pytest.importorskip("mujoco")
+    envs = vecenv.AsyncVectorEnv([kind], num_workers=1, record_failures=tmp_path, **options)
+    fails(envs, 60.0, tmp_path, "snapshot")
+
+
+def test_an_atari_game(tmp_path: Path) -> None:
+    pytest.importorskip("ale_py")
+    envs = vecenv.AsyncVectorEnv([functools.partial(made, "ALE/Pong-v5")], num_workers=1, record_failures=tmp_path)
+    fails(envs, 60.0, tmp_path, "snapshot")
+
+
+def test_a_game_of_several_agents(tmp_path: Path) -> None:
+    pytest.importorskip("pettingzoo")
+    pytest.importorskip("pygame")
+    fails(MultiAgentVecEnv([game], num_workers=1, record_failures=tmp_path), 120.0, tmp_path, "latest")

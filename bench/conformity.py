@@ -43,7 +43,8 @@ def atari(num_envs: int, autoreset_mode: AutoresetMode) -> Any:
     """ALE's C++ threads."""
     from ale_py.vector_env import AtariVectorEnv
 
-    return AtariVectorEnv("pong", num_envs, autoreset_mode=autoreset_mode)
+    only_mode = autoreset_mode is AutoresetMode.NEXT_STEP  # of its first versions
+    return AtariVectorEnv("pong", num_envs, **({} if only_mode else {"autoreset_mode": autoreset_mode}))
 
 
 def envpool_cartpole(num_envs: int) -> Any:

@@ -20,7 +20,7 @@ pytestmark = FAULTS
 SOURCES = sorted(Path(vecenv.__file__).parent.rglob("*.py"))
 
 
-SHOWN = {"errors": {"datetime.now"}}  # to people: the time of day at which something failed; nothing waits for it
+SHOWN = {"errors": {"datetime.now"}, "file": {"datetime.now"}}  # to people: when something failed; nothing waits for it
 SETTABLE = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow"}
 
 

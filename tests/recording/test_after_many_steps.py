@@ -11,7 +11,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from worlds import Drawing
+from chronicles import Drawing
 
 import vecenv
 from vecenv.multi_agent import MultiAgentVecEnv
@@ -69,14 +69,18 @@ def game() -> Any:
     return FailsAfterAll(rps_v2.parallel_env(max_cycles=60), STEPS)
 
 
+def step_on(envs: Any, actions: list[Any]) -> None:
+    for at in range(STEPS + 60_000):
+        envs.step(actions[at % len(actions)])
+
+
 def fails(envs: Any, seconds: float, folder: Path, begin: str) -> None:
     with contextlib.closing(envs):
         envs.reset(seed=3)
         envs.action_space.seed(3)
         actions = [envs.action_space.sample() for _ in range(97)]
-        with pytest.raises(ValueError, match="too old|the pen broke"):
-            for at in range(STEPS + 60_000):
-                envs.step(actions[at % 97])
+        with pytest.raises(ValueError, match=r"too old|the pen broke"):
+            step_on(envs, actions)
     (file,) = folder.glob("*.vecenv")
     began = time.monotonic()
     verdict = replay(file, (begin,))

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from chronicles import Chronicle, Drawing, Textual, Vectorial
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from worlds import Chronicle, Drawing, Textual, Vectorial
 
 import vecenv
 from vecenv.errors import NotRestorable
@@ -152,7 +152,7 @@ def _added(env: Any, amount: float) -> float:
 WORDS = ("step", "reset", "mask", "options", "set_attr", "call", "exec", "next", "save", "load", "send")
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     calls=st.lists(st.tuples(st.sampled_from(WORDS), st.integers(0, 30)), min_size=1, max_size=25),
     engine=st.sampled_from([{"num_workers": 0}, {"num_workers": 2}]),
@@ -246,6 +246,7 @@ class TooLateError(Exception):
     pass
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # some come in a callback of the collector
 def test_interruptions_leave_nothing_out_and_nothing_twice(tmp_path: Path) -> None:
     armed = [False]
 

@@ -20,7 +20,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from worlds import Chronicle
+from chronicles import Chronicle
 
 import vecenv
 from vecenv.errors import StepTimeout, WorkerDied
@@ -386,7 +386,7 @@ def test_nothing_is_unpickled_without_a_yes(file: Path) -> None:
 
 def test_environments_that_are_not_here(tmp_path: Path) -> None:
     module = tmp_path / "gone_world.py"
-    module.write_text(Path(__file__).with_name("worlds.py").read_text())
+    module.write_text(Path(__file__).with_name("chronicles.py").read_text())
     program = (
         "import vecenv, gone_world, functools\n"
         "if __name__ == '__main__':\n"
@@ -437,7 +437,7 @@ def test_pdb_stops_in_the_frame_that_raised(file: Path) -> None:
     command = [sys.executable, "-m", "vecenv", "replay", str(file), "--pdb"]
     said = talk(command, ("[y/N]", "y"), ("(Pdb)", "p self.made, self.fails_at"), ("(9, 9)", ""), ("(Pdb)", "q"))
     assert 'raise ValueError(f"the pen broke' in said
-    assert "worlds.py" in said
+    assert "chronicles.py" in said
 
 
 def test_pdb_waits_before_a_step_that_kills(tmp_path: Path) -> None:

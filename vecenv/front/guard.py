@@ -79,12 +79,10 @@ def exclusive(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[
             if not _is_answer(self, driver, error):
                 raise
             driver.pending_error = None
-            driver.pending = driver.next_pending
-            raise
+            driver.pending = driver.next_pending; raise  # noqa: E702 - no call and no jump between the two
         if next_pending is None:
             return answer
-        driver.pending = next_pending
-        return answer
+        driver.pending = next_pending; return answer  # noqa: E702 - likewise
 
     return guarded
 

@@ -37,7 +37,7 @@ __all__ = [
 _MAGIC: Final = b"vecenv flight record\n"
 _FORMAT: Final = 1
 _MOST_HEADER: Final = 2**20
-LASTING: Final = (Op.SET_ATTR, Op.CALL, Op.EXEC)
+LASTING: Final = (Op.SET_ATTR, Op.CALL, Op.EXEC, Op.CHECK, Op.LOAD)
 """What may change an environment for longer than an episode."""
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
 
 from vecenv.link.messages import Failure, Op
 from vecenv.recording.file import LASTING, Header, Message, Record, Unreadable, digest
@@ -15,6 +18,7 @@ from vecenv.worker.main import answer, make_rows
 
 __all__ = ["AGAIN", "CANNOT", "DIFFERENT", "Replay", "Verdict"]
 
+_RESETS: Final = (Op.RESET, Op.RESET_SOME, Op.REBUILD_SOME)
 AGAIN, DIFFERENT, CANNOT = "happened again", "did not happen again", "cannot be replayed"
 
 
@@ -80,13 +84,37 @@ class Replay:
             place, said, self._snapshot = record.snapshot
             self._marks = {at: mark for at, mark in record.marks if at > place}
             return [], messages[said:], place
-        starts = [start for number in range(len(messages)) if (start := _start_at(messages, number)) is not None]
+        starts = [start for number in range(len(messages)) if (start := self._start_at(number)) is not None]
         if not starts and record.snapshot is not None:
             return self._start("snapshot")
         if not starts:
             why = f", and no snapshot ({record.why_no_snapshot})" if record.why_no_snapshot else ""
             raise Unreadable(f"cannot be replayed, because the record holds no reset with a seed any more{why}")
         return starts[0 if begin == "first" else -1]
+
+    def _start_at(self, number: int) -> tuple[list[Message], list[Message], int] | None:
+        """How to begin with a message: what is to be said before, what follows, and the first step; ``None``: not at all."""
+        messages = self.record.messages
+        message = messages[number]
+        if any(later.op is Op.THAW for later in messages[number:]):
+            return None
+        before = [one for one in messages[:number] if one.op in LASTING or self._waits(one, message.place)]
+        if message.op is Op.TAKE:  # a spare worker's episode, which begins in the next step
+            begin = Message(message.place, Op.RESET, pickle.dumps(([pickle.loads(message.payload or b"")], None)))
+            return [*before, begin], messages[number + 1 :], message.place + 1
+        if message.op not in _RESETS or not message.payload or pickle.loads(message.payload)[0][0] is None:
+            return None
+        return [] if message.op is Op.REBUILD_SOME else before, messages[number:], message.place
+
+    def _waits(self, message: Message, until: int) -> bool:
+        """Whether a message is about an automatic reset that has not come before step ``until``."""
+        if message.op is not Op.SET_NEXT:
+            return False
+        record, late = self.record, int(self.record.how.autoreset_mode is AutoresetMode.NEXT_STEP)
+        none = np.zeros(0, np.bool_)
+        over = record.columns.get("terminations", none) | record.columns.get("truncations", none)
+        by_caller = {one.place for one in record.messages if one.op in _RESETS}
+        return not any(over[at] and at + late not in by_caller for at in range(max(message.place - late, 0), until - late))
 
     def _build(self) -> None:
         record, plan = self.record, self.record.how
@@ -228,22 +256,6 @@ class Replay:
     def close(self) -> None:
         """Close the environment."""
         self._rows.close()
-
-
-def _start_at(messages: Sequence[Message], number: int) -> tuple[list[Message], list[Message], int] | None:
-    """How to begin with a message: what is to be said before, what follows, and the first step; ``None``: one cannot."""
-    message = messages[number]
-    if any(later.op is Op.THAW for later in messages[number:]):
-        return None
-    before = [one for one in messages[:number] if one.op in LASTING]
-    if message.op is Op.TAKE:  # a spare worker's episode, which begins in the next step
-        begin = Message(message.place, Op.RESET, pickle.dumps(([pickle.loads(message.payload or b"")], None)))
-        return [*before, begin], list(messages[number + 1 :]), message.place + 1
-    if message.op not in (Op.RESET, Op.RESET_SOME, Op.REBUILD_SOME) or not message.payload:
-        return None
-    if pickle.loads(message.payload)[0][0] is None:
-        return None
-    return [] if message.op is Op.REBUILD_SOME else before, list(messages[number:]), message.place
 
 
 def _same(value: Any) -> Any:

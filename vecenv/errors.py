@@ -41,7 +41,7 @@ __all__ = [
 def how_to_install(extra: str, *besides: str) -> str:
     """The command that installs an extra, and packages besides, for messages."""
     more = "".join(f" {package}" for package in besides)
-    return f"pip install 'vecenv[{extra}]'{more} (in a checkout: pip install -e '.[{extra}]'{more})"
+    return f"pip install -e '.[{extra}]'{more} in a checkout (where there is a release: pip install 'vecenv[{extra}]'{more})"
 
 
 class VecEnvError(Exception):

@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import inspect
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,8 +56,11 @@ def _other_places(env_id: str) -> str:
     close = difflib.get_close_matches(name, registry, n=3, cutoff=0.7)
     if close:
         hints.append(f"Registered ids like it: {', '.join(close)}.")
-    library, command = _LIBRARIES.get(name.partition("/")[0], ("", ""))
-    if library:
+    namespace = "ALE" if re.search(r"NoFrameskip-v\d|Deterministic-v\d", name) else name.partition("/")[0]
+    library, command = _LIBRARIES.get(namespace, ("", ""))
+    if library and importlib.util.find_spec(library) is not None:
+        hints.append(f"{library} is installed and registers ids of this kind: `import {library}`, or '{library}:{name}'.")
+    elif library:
         hints.append(f"Ids of this kind are registered by `import {library}`: {command}.")
     if importlib.util.find_spec("envpool") is not None:
         from vecenv.backends.envpool.task import task_ids

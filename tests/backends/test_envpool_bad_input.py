@@ -245,7 +245,7 @@ def test_dict_actions_are_checked_leaf_by_leaf() -> None:
     assert go.tolist() == [1, 3]
     with pytest.raises(ValueError, match=r"actions\['go'\] must be from 1 to 3; got \[0\] for envs \[1\]"):
         check({**actions, "go": [1, 0]}, ids)
-    with pytest.raises(ValueError, match=r"actions\['arm.push'\] must have shape \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"actions\['arm.push'\]: got shape .*, wanted \(2, 2\)"):
         check({**actions, "arm": {"push": np.zeros(2)}}, ids)
     with pytest.raises(TypeError, match="no 'go'; they have"):
         check({"arm": actions["arm"]}, ids)

@@ -248,7 +248,7 @@ def test_a_library_with_one_generator_takes_an_int_consecutive_seeds_or_none(cou
 @pytest.mark.parametrize(
     ("actions", "error", "text"),
     [
-        ([0, 1], ValueError, r"3 of Discrete\(5\), got array\(\[0, 1\]\)"),
+        ([0, 1], ValueError, r"actions: got shape \(2,\), wanted \(3,\)"),
         ([0, 1, 5], ValueError, "3 of"),
         ([0, -1, 2], ValueError, "3 of"),
         (np.array([0, 1, 2**63 + 1], dtype=np.uint64), ValueError, "3 of"),
@@ -272,7 +272,7 @@ def test_actions_of_other_kinds_are_cast_or_held_against_their_space(counters: A
     box.step(np.full((3, 2), 0.1))
     assert box.library.came[-1].dtype == np.float32
     for wrong in (np.full((3, 2), 1.5), np.full((3, 2), np.nan), np.zeros((3, 1))):
-        with pytest.raises(ValueError, match="3 of Box"):
+        with pytest.raises(ValueError, match=r"3 of Box|got shape"):
             box.step(wrong)
     pair = counters(action_space=spaces.Dict(a=spaces.Discrete(2), b=spaces.Box(0, 1, (1,), np.float32)))
     pair.reset()

@@ -63,7 +63,7 @@ def _engine(name: str, **options: Any) -> Backend:
     def build(env_fn: Any) -> Any:
         return vecenv.AsyncVectorEnv([env_fn] * ROWS, **options)
 
-    return Backend(name, functools.partial(build, _CARTPOLE), functools.partial(build, SlowCartPole), not_yet=_SHAPES)
+    return Backend(name, functools.partial(build, _CARTPOLE), functools.partial(build, SlowCartPole))
 
 
 # -- Ray -----------------------------------------------------------------------------------------------------------
@@ -175,7 +175,6 @@ def _moves(n: int) -> Any:
 
 # -- what does not hold yet ------------------------------------------------------------------------------------------
 
-_SHAPES = {"actions: a wrong shape": "the engine hands on actions of any shape, as Gymnasium does; environments judge them"}
 _OWN_MASKS = {"infos: masks": "the arrays that MultiAgentVecEnv always gives (agent_mask, env_done, ...) have no masks"}
 _WHOLE_BATCHES = {"`recv`: one row in flight": "EnvPool answers in whole batches, and no capability says so"}
 
@@ -245,7 +244,6 @@ BACKENDS = (
         folder="distributed",
         around=_cluster,
         dear=True,
-        not_yet=_SHAPES,
     ),
     _jax_backend("numpy"),
     _jax_backend("jax"),

@@ -20,7 +20,7 @@ from envs import (
     started,
 )
 from gymnasium import spaces
-from gymnasium.error import CustomSpaceError, ResetNeeded
+from gymnasium.error import ResetNeeded
 from gymnasium.vector.utils import batch_space, iterate
 
 ZEROS = np.zeros(4, dtype=np.float32)
@@ -89,12 +89,10 @@ ARM = spaces.Dict({"arm": spaces.Box(-1, 1, (2,), np.float32), "gear": spaces.Di
         (spaces.Discrete(5), "ab", ["a", "b"]),
         (spaces.Discrete(5), [np.int64(1), 2], [np.int64(1), 2]),
         (spaces.Discrete(5), np.array([99, -7]), [np.int64(99), np.int64(-7)]),
-        (spaces.Discrete(5), np.array([[1], [2]]), [np.array([1]), np.array([2])]),
         (BOX, np.ones((2, 2), np.float32), [np.ones(2, np.float32)] * 2),
         (BOX, np.ones((2, 2), np.float64), [np.ones(2, np.float64)] * 2),
         (BOX, np.ones((2, 2), np.int64), [np.ones(2, np.int64)] * 2),
         (BOX, np.full((2, 2), 50, np.float32), [np.full(2, 50, np.float32)] * 2),
-        (BOX, np.ones((2, 3), np.float32), [np.ones(3, np.float32)] * 2),
         (BOX, [[0.5, 1.0], [2, 3]], [[0.5, 1.0], [2, 3]]),
         (BOX, [np.ones(2, np.float32), [1.0, 2.0]], [np.ones(2, np.float32), [1.0, 2.0]]),
         (BOX, np.asfortranarray(np.arange(4, dtype=np.float32).reshape(2, 2)), None),
@@ -164,7 +162,7 @@ def test_what_a_signal_handler_raises_among_words_is_not_told_as_gymnasiums_own(
         with pytest.raises(TimeoutError, match="time is up"):
             envs.step(words)
         assert envs.step(words)[4]["action"].tolist() == [describe("ab"), describe("c")]
-        with pytest.raises(CustomSpaceError, match="not iterable"):
+        with pytest.raises(TypeError, match=r"actions: got object .*, wanted 2, one per environment"):
             envs.step(object())
 
 

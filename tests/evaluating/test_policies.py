@@ -182,7 +182,7 @@ def test_rows_that_are_in_flight_are_not_touched() -> None:
 
 
 def test_what_is_no_vector_environment_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"evaluate wants a Gymnasium vector environment, as vecenv\.make_vec builds"):
+    with pytest.raises(TypeError, match=r"wants a Gymnasium vector environment, as vecenv\.make_vec builds"):
         vecenv.evaluate(Walk(), choose, 3)  # type: ignore[arg-type]
 
 

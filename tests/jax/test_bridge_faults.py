@@ -258,8 +258,8 @@ def test_actions_that_do_not_fit_are_refused_while_tracing() -> None:
         for bad, error, text in (
             (jnp.zeros(2), ValueError, "structured as"),
             ({"a": jnp.zeros((2, 2))}, ValueError, "structured as"),
-            ({**good, "a": jnp.zeros((3, 2))}, ValueError, r"action\['a'\] has shape \(3, 2\)"),
-            ({**good, "z": jnp.zeros(2)}, TypeError, r"action\['z'\] has dtype float32"),
+            ({**good, "a": jnp.zeros((3, 2))}, ValueError, r"actions\['a'\]: got shape \(3, 2\)"),
+            ({**good, "z": jnp.zeros(2)}, TypeError, r"actions\['z'\] has dtype float32"),
         ):
             with pytest.raises(error, match=text):
                 jax.eval_shape(env.step, state, bad)

@@ -317,7 +317,7 @@ def test_options_that_make_no_sense_are_refused_and_what_was_not_built_is_closed
 def test_gradients_in_torch_say_what_to_install(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "vecenv.torch", raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(ImportError, match=rf"no {missing}: pip install 'vecenv\[jax\]' torch"):
+    with pytest.raises(ImportError, match=rf"no {missing}: pip install -e '.\[jax\]' torch"):
         importlib.import_module("vecenv.torch")
 
 

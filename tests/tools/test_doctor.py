@@ -232,7 +232,7 @@ def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert finding("numpy").verdict == "bad"
     monkeypatch.setattr(doctor, "_version", lambda name: None)
     assert "torch, in its CPU build" in finding("torchrl").advice
-    assert finding("envpool").advice.endswith("pip install 'vecenv[envpool]' (in a checkout: pip install -e '.[envpool]')")
+    assert finding("envpool").advice.startswith("for EnvPool's C++ threads: pip install -e '.[envpool]' in a checkout")
     bench = finding("extra bench")
     assert (bench.verdict, bench.value) == ("none", "without rich, matplotlib, pillow, psutil")
     assert "vecenv bench, watch and top" in bench.advice

@@ -21,7 +21,7 @@ from gymnasium.error import ResetNeeded
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import iterate
 
-from vecenv.front.arguments import ResetOptions, seeds_of
+from vecenv.front.arguments import ResetOptions, seeds_of, wrong_shape
 from vecenv.front.capabilities import Capabilities
 from vecenv.front.driver import Call, RunOnce, Stepped
 from vecenv.front.guard import exclusive
@@ -157,6 +157,8 @@ class _Library(LockstepDriver):
         space, given, wraps = self.library.action_space, actions, False
         if isinstance(space, _ARRAYS):
             given = np.asarray(actions)
+            if given.shape != space.shape:
+                raise wrong_shape("actions", given.shape, tuple(space.shape or ()))
             if not np.can_cast(given.dtype, space.dtype, "same_kind"):
                 raise TypeError(f"actions must have dtype {space.dtype}, got {given.dtype}; nothing was sent")
             actions = given.astype(space.dtype)

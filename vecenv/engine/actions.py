@@ -16,6 +16,7 @@ from gymnasium import Space, logger, spaces
 from gymnasium.error import CustomSpaceError
 from gymnasium.vector.utils import batch_space, iterate
 
+from vecenv.front.arguments import wrong_shape
 from vecenv.shm import Tree
 from vecenv.shm.layout import Array
 
@@ -118,13 +119,23 @@ def _check_counts(single: Space[Any], space: Space[Any], actions: Any, count: in
             raise ValueError(f"{name}: got a {type(actions).__name__}{length}, wanted a tuple of {size}; nothing was sent")
         for index, part in enumerate(parts):
             _check_counts(single.spaces[index], space.spaces[index], part, count, f"{name}[{index}]")
-    elif isinstance(actions, np.ndarray) and actions.ndim == 0:
-        raise TypeError(f"{name}: got a scalar, wanted {count} actions; nothing was sent")
-    elif isinstance(actions, Sized) and isinstance(actions, Iterable) and len(actions) != count:
+    elif not isinstance(actions, Iterable) or getattr(actions, "shape", None) == ():
+        got = "a scalar" if getattr(actions, "shape", None) == () else f"{type(actions).__name__} {actions!r}"
+        raise TypeError(f"{name}: got {got}, wanted {count}, one per environment; nothing was sent")
+    elif isinstance(actions, Sized) and len(actions) != count:
         raise ValueError(f"{name}: got {len(actions)}, wanted {count}, one per environment; nothing was sent")
+    elif type(single) in _ARRAYS and (shape := _shape_of(actions)) not in (None, wanted := (count, *(single.shape or ()))):
+        raise wrong_shape(name, shape, wanted)
 
 
+_ARRAYS: Final = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 _MISSING: Final = object()
+
+
+def _shape_of(actions: Any) -> tuple[int, ...] | None:
+    """The shape of an array; ``None``: it is none. What is in a list goes to the environments as it is, as in Gymnasium."""
+    shape = getattr(actions, "shape", None)
+    return tuple(shape) if isinstance(shape, tuple) and getattr(actions, "dtype", None) != np.dtype(object) else None
 
 
 def _part(actions: Any, key: Any) -> Any:

@@ -619,7 +619,10 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         if isinstance(mode, str) and mode == "same":
             self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         elif isinstance(mode, str) and mode == "different":
-            self.observation_space = batch_differing_spaces(found.observation_spaces)
+            try:
+                self.observation_space = batch_differing_spaces(found.observation_spaces)
+            except (ValueError, TypeError, AssertionError) as error:
+                raise type(error)(f"the observation spaces of these environments cannot be batched: {error}") from error
         else:
             raise ValueError(
                 "Invalid `observation_mode`, expected: 'same' or 'different' or tuple of single and batch observation "

@@ -135,7 +135,9 @@ def _no_vector_env(envs: Any, policy: Any) -> TypeError:
         return TypeError(
             f"evaluate(envs, policy, episodes): got envs={envs!r} and policy={policy!r}: are the first two swapped?"
         )
-    return TypeError(f"evaluate wants a Gymnasium vector environment, as vecenv.make_vec builds, got {envs!r}")
+    return TypeError(
+        f"evaluate(envs, policy, episodes) wants a Gymnasium vector environment, as vecenv.make_vec builds, got {envs!r}"
+    )
 
 
 def _runner(

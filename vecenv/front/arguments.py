@@ -27,6 +27,7 @@ _FEW = 64
 __all__ = [
     "OnlyMask", "ResetOptions", "check_env_fns", "check_names", "check_switches", "count_of", "env_ids_of", "least_of",
     "mode_of", "options_of_rows", "refuse_options", "reset_mask_of", "rows_of", "seeds_of",
+    "wrong_shape",
 ]  # fmt: skip
 
 ResetOptions: TypeAlias = dict[str, Any] | Sequence[dict[str, Any] | None] | None
@@ -87,9 +88,16 @@ def check_names(given: Iterable[str], accepted: Iterable[str], whose: str, *, el
         if other:
             what = "It" if other == [name] else f"{other[0]!r}"
             hint = f" {what} is an option of the vector environment: vector_kwargs={{{other[0]!r}: ...}}."
+        if name == "n_envs":
+            hint = " Did you mean 'num_envs'?"
         if name == "vectorization_mode":
             hint = " What steps the environments is said by backend='process' (async) or backend='serial' (sync)."
         raise TypeError(f"{whose} has no option {name!r}.{hint} Options: {', '.join(accepted)}")
+
+
+def wrong_shape(name: str, got: tuple[int, ...], wanted: tuple[int, ...]) -> ValueError:
+    """The error of a batch of another shape, on every backend."""
+    return ValueError(f"{name}: got shape {got}, wanted {wanted}; nothing was sent")
 
 
 def check_switches(name: str, **switches: Any) -> None:

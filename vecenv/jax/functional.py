@@ -31,7 +31,7 @@ from gymnasium.vector.utils import batch_space
 from jax.dtypes import float0
 
 from vecenv.errors import StaleStateError
-from vecenv.front.arguments import mode_of
+from vecenv.front.arguments import mode_of, wrong_shape
 from vecenv.jax.env import Array, EnvState, Fixed, FrameSkip, JaxEnv, NativeState, PyTree, default_key, merge_rows, select
 from vecenv.jax.interop import jax_space
 from vecenv.jax.libraries import adapt
@@ -282,12 +282,12 @@ def check_action(action: PyTree, spec: PyTree, batch_shape: tuple[int, ...], spa
     """
 
     def check(path: Any, spec: Any, leaf: Any) -> Any:
-        where = f"action{jax.tree_util.keystr(path)}"
+        where = f"actions{jax.tree_util.keystr(path)}"
         if not isinstance(leaf, np.ndarray | jax.Array):
             leaf = np.asarray(leaf)
         want = batch_shape + spec.shape
         if leaf.shape != want:
-            raise ValueError(f"{where} has shape {leaf.shape}; {math.prod(batch_shape)} environments take {want}.")
+            raise wrong_shape(where, leaf.shape, want)
         precise = isinstance(leaf, jax.Array) and leaf.dtype == jnp.float64 and spec.dtype == jnp.float32
         if leaf.dtype == spec.dtype or precise:  # in 64-bit mode an action of JAX's keeps its precision
             return leaf

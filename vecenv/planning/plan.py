@@ -81,8 +81,8 @@ class Plan:
         else:
             waiting = f"{times.waits:.0%} of it waiting ({times.steps} steps measured)"
             lines.append(f"  a step takes {times.step * 1e6:.1f} us, {waiting}")
-            slower = f"{times.pace:.1f} times as long as on the machine the estimates were made on"
-            lines.append(f"  Python takes {slower}, {times.pace * times.crowding:.1f} while another process computes")
+            both = f"{times.pace:.1f} times, {times.pace * times.crowding:.1f} times if another process computes"
+            lines.append(f"  time that Python takes here, compared with the machine of the cost model: {both}")
         for name, seconds in sorted(self.estimates.items(), key=lambda entry: entry[1]):
             lines.append(f"  {name:<28} {self.num_envs / seconds:>12,.0f} steps per second expected")
         share = f" (the caller steps {self.caller_share} environments itself)" if self.use_caller else ""
@@ -160,7 +160,8 @@ def _choices(times: StepTimes, num_envs: int, cores: int, isolate: bool | None) 
             workers = min(cores - 1, num_envs - 1)
             share = caller_share(num_envs, workers, times.step / times.pace)
             slower = max(HANDING_OUT * crowded + share * step, -(-(num_envs - share) // workers) * step)
-            choices[f"{workers} + caller"] = (WITH_CALLER * crowded + slower, workers, share)
+            name = f"{workers} worker{'s' * (workers != 1)} + this process"
+            choices[name] = (WITH_CALLER * crowded + slower, workers, share)
     workers = min(cores, num_envs)
     choices[f"{workers} workers"] = (BY_WORKERS * crowded + -(-num_envs // workers) * step, workers, 0)
     for power in range(1, 6) if times.waits > _WAITS else ():

@@ -132,9 +132,20 @@ def _build_parser() -> _Parser:
         )
     )
     _add_bench(add)
-    option = add("doctor", _doctor, help="look at this machine: what works, what is missing, what to do about it")
+    option = add(
+        "doctor",
+        _doctor,
+        help="look at this machine: what works, what is missing, what to do about it",
+        description="Checks Python, libraries, cores, memory and limits, and says what to do about what is not well.",
+    )
     option("--json", action="store_true", help="print the findings as JSON")
-    option = add("plan", _plan, help="how many workers? steps one real environment for a moment and says why")
+    option = add(
+        "plan",
+        _plan,
+        help="how many workers? steps one real environment for a moment and says why",
+        description="Times one environment in a process of its own, and prints the steps per second expected of each way "
+        "to step a vector of them, and which one num_workers='auto' takes.",
+    )
     option("env_id", metavar="ENV_ID", help="as for bench")
     option("--num-envs", type=_count, default=64, metavar="N", help="environments (default: 64)")
     option("--json", action="store_true", help="print the plan as JSON")

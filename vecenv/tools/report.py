@@ -103,6 +103,9 @@ def print_report(report: Report) -> None:
     _print_lines(console, f"{about['cpu']}, {about['usable_cores']} usable cores; {versions}")
     if "bare-loop" in baselines:
         _print_lines(console, "The bare loop is the upper bound: env.step and nothing else, on all cores.")
+    load = (about.get("load_average") or [0.0])[0]
+    if load > about["usable_cores"] + 1:
+        _print_lines(console, f"The machine was busy (load {load:.1f}): other programs cost part of what rows lack.")
     auto = report.row("auto")
     if auto and auto.description:
         _print_lines(console, f"auto chose {auto.description}")

@@ -184,7 +184,7 @@ def add_options(option: Callable[..., Any]) -> None:
     """
     option("--num-workers", type=_workers, default="auto", metavar="N", help="a number, auto, or each (default: auto)")
     option("--on-failure", choices=("raise", "restart"), help="what to do about an environment that fails")
-    option("--step-timeout", type=float, metavar="S", help="seconds after which a step counts as hanging")
+    option("--step-timeout", type=float, metavar="S", help="seconds after which a step counts as hanging (default: never)")
     option("--context", choices=("fork", "spawn", "forkserver"), help="how worker processes are started")
     option("--generators", choices=("shared", "own"), help="whether each environment has global generators of its own")
     option("--sync", action="store_true", help="replace gymnasium.vector.SyncVectorEnv too")

@@ -150,6 +150,8 @@ def write_video(images: Iterable[Frame], path: str | Path, *, fps: float = 30.0)
     """
     path = Path(path)
     require_writer(path)
+    if not isinstance(images, Iterable):
+        raise TypeError(f"write_video wants images, as [vecenv.render_grid(envs) for ...], got {images!r}")
     every = list(images)
     if not every:
         raise ValueError("there are no images to write")

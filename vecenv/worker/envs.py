@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -40,10 +42,18 @@ class Expected:
         else:
             fits = is_space_dtype_shape_equiv(env.observation_space, self.observation_space)
         if not fits:
-            return "observation", repr(env.observation_space)
+            return "observation", f"{env.observation_space!r}{self._never(env.observation_space)}"
         if env.action_space != self.action_space:
             return "action", repr(env.action_space)
         return None
+
+
+    def _never(self, space: gymnasium.Space[Any]) -> str:
+        """Says that no mode can batch a space with the others; empty: one can, or it is not known."""
+        with contextlib.suppress(Exception):  # of a space's own class
+            if not is_space_dtype_shape_equiv(space, self.observation_space):
+                return " (of another shape or dtype: no mode can batch these)"
+        return ""
 
 
 def _expected(blob: bytes) -> Expected:
@@ -59,10 +69,28 @@ def made_by(env_fn: Callable[[], Any], env: int) -> Any:
     made = env_fn()
     if made is None:
         raise TypeError(f"env_fns[{env}]() gave None, wanted an environment: is a `return` missing?")
+    if isinstance(made, gymnasium.Env):
+        return made
+    if hasattr(made, "possible_agents"):
+        raise TypeError(f"env_fns[{env}]() gave an environment of PettingZoo: vecenv.MultiAgentVecEnv takes these")
+    if missing := [name for name in ("reset", "step", "observation_space", "action_space") if not hasattr(made, name)]:
+        raise TypeError(f"env_fns[{env}]() gave a {type(made).__name__} without {missing[0]}, wanted a gymnasium.Env")
     return made
 
 
+def _counted(returned: Any) -> str:
+    """What was returned, in words."""
+    if isinstance(returned, (tuple, list)):
+        return f"{len(returned)} value{'s' * (len(returned) != 1)}"
+    return f"one {type(returned).__name__}"
+
+
 _NO_TURN: Final = nullcontext()
+_UNPACKED: Final = {  # what Python says where five values are wanted -> what there was
+    r"not enough values to unpack \(expected 5, got (\d)\)": r"\1 values",
+    r"too many values to unpack": "more than 5 values",
+    r"cannot unpack non-iterable (\S+) object": r"one \1",
+}
 
 
 class Envs:
@@ -215,7 +243,7 @@ class Envs:
         """The reset that was asked for, of an environment that is built anew if it had failed."""
         env = self.envs[k] or self._build(k)
         with self._turn(k, seed, begins=True):
-            return env.reset(seed=seed, options=None if options is None else dict(options))
+            return self._both(k, env.reset(seed=seed, options=None if options is None else dict(options)))
 
     def _begin_next(self, k: int) -> tuple[Any, Any]:
         """The reset of autoreset, with what was set for it."""
@@ -225,9 +253,15 @@ class Envs:
             given = {"seed": seed, "options": None if options is None else dict(options)}
         env = self._env(k)
         if self.generators is None:  # without a context, which would cost 0.4 us an episode
-            return env.reset(**given)
+            return self._both(k, env.reset(**given))
         with self._turn(k, seed, begins=True):
-            return env.reset(**given)
+            return self._both(k, env.reset(**given))
+
+    def _both(self, k: int, returned: Any) -> tuple[Any, Any]:
+        """What a reset has returned, if that is what it has to be: an array of two numbers could be taken apart, too."""
+        if isinstance(returned, (tuple, list)) and len(returned) == 2:
+            return returned[0], returned[1]
+        raise TypeError(f"env {self.first + k}: reset returned {_counted(returned)}, wanted (observation, info)")
 
     def _is_pending(self, k: int) -> bool:
         """Whether the row's next step begins with an automatic reset."""
@@ -246,7 +280,14 @@ class Envs:
             raise error
 
     def _named(self, k: int, error: BaseException) -> BaseException:
-        """What is said of an environment that raised ``error``: it, unless that is the person's at the keyboard."""
+        """What is said of an environment that raised ``error``: it, unless that is the person's at the keyboard, or was
+        raised where the five values of a step were taken apart."""
+        where = error.__traceback__
+        if isinstance(error, (TypeError, ValueError)) and where is not None and where.tb_next is None:
+            for text, got in _UNPACKED.items():
+                if found := re.match(text, str(error)):
+                    wanted = "(observation, reward, terminated, truncated, info)"
+                    return TypeError(f"env {self.first + k}: step returned {found.expand(got)}, wanted {wanted}")
         if self._interrupts and isinstance(error, KeyboardInterrupt):
             return EnvError(f"env {self.first + k} was interrupted: {summary(error)}")
         return error

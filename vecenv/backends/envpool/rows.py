@@ -22,6 +22,7 @@ import numpy.typing as npt
 from gymnasium import spaces
 
 from vecenv.backends.envpool.task import Task
+from vecenv.front.arguments import wrong_shape
 from vecenv.front.driver import Stepped
 
 __all__ = ["ActionChecker", "Array", "Infos", "Latest", "PoolRows", "States"]
@@ -200,7 +201,7 @@ class _Numbers:
         array = value if type(value) is np.ndarray else _as_array(value, self._what)
         if array.shape != (shape := ids.shape + self._shape):
             if self._shape != (1,) or array.shape != ids.shape:
-                raise ValueError(f"{self._what} must have shape {shape}, one row for each environment; got {array.shape}")
+                raise wrong_shape(self._what, array.shape, shape)
             array = array.reshape(-1, 1)
         if array.dtype.kind not in self._kinds:
             raise TypeError(f"{self._what} must be {self._wanted}, got {array.dtype}")

@@ -466,7 +466,8 @@ def _floats(value: Any) -> list[float]:
 
 def _like(name: str, names: Collection[str]) -> str:
     """Which of the names may have been meant."""
-    close = difflib.get_close_matches(name, names, n=5, cutoff=0.6)
+    stems = {known.rpartition("-v")[0] or known: known for known in names}  # a common "-v5" is no likeness
+    close = [stems[stem] for stem in difflib.get_close_matches(name.rpartition("-v")[0] or name, stems, n=5, cutoff=0.6)]
     return f"did you mean {' or '.join(map(repr, close))}? " if close else ""
 
 

@@ -47,9 +47,9 @@ class FlightRecorder:
 
     Args:
         folder: Is made where there is none.
-        snapshot_every: Environments that can be saved are, after so many steps, and more seldom where that takes more than
+        snapshot_every: Environments that can be saved are, after that many steps, and more seldom where that takes more than
             0.2 % of the time. ``None``: never; a replay then begins with the latest reset that has a seed.
-        keep: At most so many files; the oldest go first, and never those of the latest failure.
+        keep: At most that many files; the oldest go first, and never those of the latest failure.
 
     Raises:
         ValueError: An argument has no meaning.

@@ -129,10 +129,10 @@ def bound_placements(affinity: Any, workers: int) -> list[Placement]:
 
 
 def let_caller_first(pid: int) -> None:
-    """Give a worker less of a core than this process, where there are not enough for all; it may have an idle one whole.
+    """Lower the priority of a worker below this process; an idle core is still its own.
 
-    With many workers a process that wakes up waits for its turn among them, 35 ms with 32 of them for each core. On Linux a
-    session is scheduled as a whole (``sched_autogroup``), and the nice value that counts is the session's.
+    With 32 busy workers per core, a process that wakes up waits 35 ms for its turn. On Linux a session is scheduled as a
+    whole (``sched_autogroup``), and the nice value that counts is the session's.
     """
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, 0) + _NICE)

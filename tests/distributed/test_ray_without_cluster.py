@@ -609,4 +609,4 @@ def test_a_host_records_by_hand(tmp_path: Path) -> None:
         envs.step(envs.action_space.sample())
         assert envs.capabilities.recording
         path = envs.record(2, tmp_path / "by hand.vecenv")
-    assert replay(path).text == "nothing had failed, and all 1 steps gave what was recorded"
+    assert replay(path).text == "nothing had failed, and its one step gave what was recorded"

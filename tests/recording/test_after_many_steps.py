@@ -83,8 +83,8 @@ def fails(envs: Any, seconds: float, folder: Path, begin: str) -> None:
             step_on(envs, actions)
     (file,) = folder.glob("*.vecenv")
     began = time.monotonic()
-    verdict = replay(file, (begin,))
-    assert verdict.which == "happened again", verdict.text
+    result = replay(file, (begin,))
+    assert result.which == "happened again", result.text
     assert time.monotonic() - began < seconds
 
 

@@ -20,29 +20,29 @@ import vecenv
 from vecenv.errors import NotRestorable
 from vecenv.recording import recorder as recorder_module
 from vecenv.recording.file import read, read_header
-from vecenv.recording.replay import AGAIN, Replay, Verdict
+from vecenv.recording.replay import AGAIN, Replay, ReplayResult
 
 pytestmark = pytest.mark.timeout(120)
 
 MODES = ("NextStep", "SameStep", "Disabled")
 
 
-def replayed(path: Path, begin: str = "latest") -> tuple[Verdict, int]:
+def replayed(path: Path, begin: str = "latest") -> tuple[ReplayResult, int]:
     """What comes of a file in this process, and how many steps that took."""
     header, body = read_header(path)
     playing = Replay(header, read(header, body), begin=begin)
     steps = sum(step != 0 for step in playing.run())
     playing.close()
-    assert playing.verdict is not None
-    return playing.verdict, steps
+    assert playing.result is not None
+    return playing.result, steps
 
 
 def require_all_repeat(envs: Any, folder: Path, *begins: str) -> None:
     for row in range(envs.num_envs):
         for begin in begins or ("latest", "first"):
-            verdict, _ = replayed(envs.record(row, folder / f"{row}.vecenv"), begin)
-            assert verdict.which == AGAIN, (row, begin, verdict.text)
-            assert "gave what was recorded" in verdict.text
+            result, _ = replayed(envs.record(row, folder / f"{row}.vecenv"), begin)
+            assert result.which == AGAIN, (row, begin, result.text)
+            assert "gave what was recorded" in result.text
 
 
 @contextlib.contextmanager
@@ -189,8 +189,8 @@ def test_old_steps_are_dropped_and_the_snapshot_counts_then(tmp_path: Path, monk
             over = terminated | truncated
         assert len(envs._driver.recorder._blocks) == 2
         for row in range(4):
-            verdict, made = replayed(path := envs.record(row))
-            assert verdict.which == AGAIN, verdict.text
+            result, made = replayed(path := envs.record(row))
+            assert result.which == AGAIN, result.text
             assert made <= 26, "from the snapshot on"
             episode, step = (begun[row] + 1, 0) if over[row] else (begun[row], steps[row])
             assert path.name == f"Chronicle-env{row}-episode{episode}-step{step}.vecenv"

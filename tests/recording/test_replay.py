@@ -109,8 +109,8 @@ REPEAT_BY_DYING = ("segfault", "abort", "bus_error", "arithmetic_error", "kill",
 def test_a_fault_happens_again(fault: str, context: str, tmp_path: Path) -> None:
     files, _ = fails(tmp_path, fault, context=context)
     assert [file.name for file in files] == [f"Short-env1-episode1-step{AT}.vecenv"]
-    verdict = replay(files[0])
-    assert verdict.text.startswith(f"happened again at step {AT}: "), verdict
+    result = replay(files[0])
+    assert result.text.startswith(f"happened again at step {AT}: "), result
 
 
 @pytest.mark.long
@@ -119,8 +119,8 @@ def test_a_fault_happens_again(fault: str, context: str, tmp_path: Path) -> None
 def test_a_hang_happens_again(fault: str, on_failure: str, tmp_path: Path) -> None:
     more = {"restart_limit": 0} if on_failure == "restart" else {}
     files, _ = fails(tmp_path, fault, step_timeout=1.0, on_failure=on_failure, **more)
-    verdict = replay(files[0])
-    assert verdict.text == f"happened again at step {AT}: it hung for more than 1 seconds"
+    result = replay(files[0])
+    assert result.text == f"happened again at step {AT}: it hung for more than 1 seconds"
 
 
 def test_a_reset_that_fails_happens_again(tmp_path: Path) -> None:
@@ -153,10 +153,10 @@ def test_the_first_difference_is_said(tmp_path: Path) -> None:
         envs.reset(seed=1)
         with pytest.raises(ValueError, match=r"\d+"):
             step_on(envs, lambda at: np.zeros(2, np.int64))
-    verdict = replay(min(tmp_path.glob("*.vecenv")))
-    assert verdict.which == "did not happen again"
-    assert f"another failure at step {AT}: ValueError" in verdict.text
-    assert "first difference from the record at step 5: reward" in verdict.text
+    result = replay(min(tmp_path.glob("*.vecenv")))
+    assert result.which == "did not happen again"
+    assert f"another failure at step {AT}: ValueError" in result.text
+    assert "first difference from the record at step 5: reward" in result.text
 
 
 def test_every_environment_of_a_worker_that_dies_has_a_file(tmp_path: Path) -> None:
@@ -191,8 +191,8 @@ def test_a_restart_names_the_file_in_its_log_line_and_the_next_one_repeats(
 )
 def test_engines_of_all_kinds(options: dict[str, Any], tmp_path: Path) -> None:
     files, _ = fails(tmp_path, "raises", when={"step": 50}, **options)
-    verdict = replay(files[0])
-    assert verdict.which == "happened again", verdict.text
+    result = replay(files[0])
+    assert result.which == "happened again", result.text
 
 
 def test_first_ready_batches(tmp_path: Path) -> None:
@@ -311,16 +311,16 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_command(file: Path) -> None:
     done = run(file, "--yes")
     assert done.returncode == 0, done.stderr
-    first, recorded, verdict = done.stdout.splitlines()
+    first, recorded, result = done.stdout.splitlines()
     assert first.startswith("Chronicle, env 0, episode 1, step ")
     assert recorded.startswith("Recorded: ValueError: the pen broke after 9 steps at ")
-    assert verdict.startswith("Happened again at step ")
-    assert "the pen broke after 9 steps at " in verdict
+    assert result.startswith("Happened again at step ")
+    assert "the pen broke after 9 steps at " in result
 
 
 def test_json_and_until_and_snapshot(file: Path) -> None:
     done = run(file, "--yes", "--json", "--from-snapshot")
-    assert json.loads(done.stdout)["verdict"] == "happened again"
+    assert json.loads(done.stdout)["result"] == "happened again"
     step = int(file.stem.rpartition("step")[2])
     done = run(file, "--yes", "--until", max(step - 1, 1))
     assert done.stdout.splitlines()[-1] == f"Stopped before step {max(step - 1, 1)}: all as recorded"

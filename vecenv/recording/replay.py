@@ -16,13 +16,13 @@ from vecenv.recording.file import LASTING, Header, Message, Record, Unreadable, 
 from vecenv.shm import Layout
 from vecenv.worker.main import answer, make_rows
 
-__all__ = ["AGAIN", "CANNOT", "DIFFERENT", "Replay", "Verdict"]
+__all__ = ["AGAIN", "CANNOT", "DIFFERENT", "Replay", "ReplayResult"]
 
 _RESETS: Final = (Op.RESET, Op.RESET_SOME, Op.REBUILD_SOME)
 AGAIN, DIFFERENT, CANNOT = "happened again", "did not happen again", "cannot be replayed"
 
 
-class Verdict(NamedTuple):
+class ReplayResult(NamedTuple):
     """What came of a replay: one of three things, and the sentence that says it."""
 
     which: str
@@ -42,7 +42,7 @@ class Replay:
         at: The number of the step that is being made, in the latest episode; negative: in an earlier one.
         env: The environment.
         failure: The exception that it raised.
-        verdict: What came of it, at the end of :meth:`run`.
+        result: What came of it, at the end of :meth:`run`.
 
     Raises:
         Unreadable: It cannot be replayed; says why.
@@ -55,7 +55,7 @@ class Replay:
         self.failure: BaseException | None = None
         made = self._env_fn()
         self._make = made if change is None else lambda: change(made())
-        self.verdict: Verdict | None = None
+        self.result: ReplayResult | None = None
         self._snapshot: Any = None
         self._marks = dict(record.marks)
         self._before, self._messages, self.place = self._start(begin)
@@ -151,7 +151,7 @@ class Replay:
         return failed is not None and failed.command in ("step", "recv")
 
     def run(self, until: int | None = None) -> Iterator[int]:
-        """Replay; yields the number of each step before it is made, and 0 before each message. Ends with :attr:`verdict`.
+        """Replay; yields the number of each step before it is made, and 0 before each message. Ends with :attr:`result`.
 
         Args:
             until: The number of the step in the latest episode to stop before.
@@ -170,7 +170,7 @@ class Replay:
             yield 0
             self._say(message)
         messages = list(self._messages)
-        while self.verdict is None:
+        while self.result is None:
             while messages and messages[0].place <= self.place:
                 yield 0
                 last = len(messages) == 1 and self.place == record.steps
@@ -235,23 +235,26 @@ class Replay:
         self.failure = error if isinstance(error, BaseException) else None
         first = f"; first difference from the record at {self._different}" if self._different else ""
         if failed is not None and failed.how == "raised" and text == failed.text:
-            self.verdict = Verdict(AGAIN, f"happened again {where}: {text}{first}")
+            self.result = ReplayResult(AGAIN, f"happened again {where}: {text}{first}")
         else:
             was = "nothing had failed" if failed is None else f"recorded was: {failed.text}"
-            self.verdict = Verdict(DIFFERENT, f"did not happen again: another failure {where}: {text} ({was}){first}")
+            self.result = ReplayResult(DIFFERENT, f"did not happen again: another failure {where}: {text} ({was}){first}")
 
     def _ended(self, until: int | None) -> None:
         """The end was reached, or the step to stop before."""
-        if until is not None and self.place < self.record.steps:
-            so_far = f"first difference from the record at {self._different}" if self._different else "all as recorded"
-            self.verdict = Verdict(AGAIN if not self._different else DIFFERENT, f"stopped before step {self.at}: {so_far}")
+        record, different = self.record, f"first difference from the record at {self._different}"
+        which = DIFFERENT if self._different or record.failed is not None else AGAIN
+        steps = f"all {record.steps} steps" if record.steps != 1 else "its one step"
+        if until is not None and self.place < record.steps:
+            which = DIFFERENT if self._different else AGAIN
+            text = f"stopped before step {self.at}: {different if self._different else 'all as recorded'}"
         elif self._different:
-            self.verdict = Verdict(DIFFERENT, f"did not happen again; first difference from the record at {self._different}")
-        elif self.record.failed is None:
-            self.verdict = Verdict(AGAIN, f"nothing had failed, and all {self.record.steps} steps gave what was recorded")
+            text = f"did not happen again; {different}"
+        elif record.failed is None:
+            text = f"nothing had failed, and {steps} gave what was recorded"
         else:
-            steps = f"all {self.record.steps} steps" if self.record.steps != 1 else "its one step"
-            self.verdict = Verdict(DIFFERENT, f"did not happen again, though {steps} gave what was recorded")
+            text = f"did not happen again, though {steps} gave what was recorded"
+        self.result = ReplayResult(which, text)
 
     def close(self) -> None:
         """Close the environment."""

@@ -224,7 +224,7 @@ def _add_replay(add: Callable[..., Callable[..., Any]]) -> None:
     option("--pdb", action="store_true", help="open the debugger where the environment raises, or at --until")
     option("--frames", type=Path, metavar="OUT.gif", help="write what the environment shows")
     option("--yes", action="store_true", help="do not ask whether the file is your own")
-    option("--json", action="store_true", help="print the verdict as JSON")
+    option("--json", action="store_true", help="print the result as JSON")
 
 
 def _replay(arguments: argparse.Namespace) -> int:

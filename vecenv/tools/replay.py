@@ -17,7 +17,7 @@ from typing import Any, Final
 import gymnasium
 
 from vecenv.recording.file import Failed, Unreadable, read, read_header
-from vecenv.recording.replay import AGAIN, CANNOT, DIFFERENT, Replay, Verdict
+from vecenv.recording.replay import AGAIN, CANNOT, DIFFERENT, Replay, ReplayResult
 from vecenv.system.supervision import describe_exit
 from vecenv.tools.usage import USAGE, WRONG, CliError
 
@@ -44,12 +44,12 @@ def main(arguments: argparse.Namespace) -> int:
         raise CliError("nothing was replayed: the file holds a pickle, which can do anything; --yes says that it is yours")
     begins = ("snapshot",) if arguments.from_snapshot else ("latest", "first")
     if arguments.pdb:
-        verdict = _in_this_process(path, debug=True, begin=begins[0], until=arguments.until, frames=arguments.frames)
+        result = _in_this_process(path, debug=True, begin=begins[0], until=arguments.until, frames=arguments.frames)
     else:
-        verdict = replay(path, begins, until=arguments.until, frames=arguments.frames)
-    text = verdict.text[0].upper() + verdict.text[1:]
-    print(json.dumps({"verdict": verdict.which, "text": verdict.text}) if arguments.json else text)
-    return {AGAIN: 0, DIFFERENT: WRONG, CANNOT: USAGE}[verdict.which]
+        result = replay(path, begins, until=arguments.until, frames=arguments.frames)
+    text = result.text[0].upper() + result.text[1:]
+    print(json.dumps({"result": result.which, "text": result.text}) if arguments.json else text)
+    return {AGAIN: 0, DIFFERENT: WRONG, CANNOT: USAGE}[result.which]
 
 
 def _is_own(path: Path) -> bool:
@@ -65,7 +65,7 @@ def _is_own(path: Path) -> bool:
 
 def replay(
     path: Path, begins: Sequence[str] = ("latest", "first"), *, until: int | None = None, frames: Path | None = None
-) -> Verdict:
+) -> ReplayResult:
     """Replay a file in a process of its own.
 
     Args:
@@ -74,15 +74,15 @@ def replay(
             an environment keeps across resets is not there when it begins with the latest.
         until, frames: As of the command.
     """
-    verdicts: list[Verdict] = []
+    results: list[ReplayResult] = []
     for begin in begins:
-        verdicts.append(_replay(path, begin=begin, until=until, frames=frames))
-        if verdicts[-1].which != DIFFERENT:
+        results.append(_replay(path, begin=begin, until=until, frames=frames))
+        if results[-1].which != DIFFERENT:
             break
-    return verdicts[-1] if verdicts[-1].which == AGAIN else verdicts[0]
+    return results[-1] if results[-1].which == AGAIN else results[0]
 
 
-def _replay(path: Path, **options: Any) -> Verdict:
+def _replay(path: Path, **options: Any) -> ReplayResult:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     at = context.Value("q", 0, lock=False)
@@ -96,8 +96,8 @@ def _replay(path: Path, **options: Any) -> Verdict:
         failed = ours.recv()
         hung = _hangs(ours, failed, done)
         if not hung:
-            verdict: Verdict = ours.recv()
-            return verdict
+            result: ReplayResult = ours.recv()
+            return result
     except EOFError:
         pass
     finally:
@@ -110,7 +110,7 @@ def _replay(path: Path, **options: Any) -> Verdict:
 
 
 def _hangs(ours: Connection, failed: Failed | None, done: Any) -> bool:
-    """Wait for the verdict, or until the environment hangs as it did."""
+    """Wait for the result, or until the environment hangs as it did."""
     seen, since = 0, time.monotonic()
     while not ours.poll(0.1):
         if done.value != seen:
@@ -120,14 +120,14 @@ def _hangs(ours: Connection, failed: Failed | None, done: Any) -> bool:
     return False
 
 
-def _of_death(failed: Failed | None, exitcode: int | None, at: int, hung: bool) -> Verdict:
-    """The verdict of a replay that did not come to its end."""
+def _of_death(failed: Failed | None, exitcode: int | None, at: int, hung: bool) -> ReplayResult:
+    """The result of a replay that did not come to its end."""
     where = f"at step {at}" if at else "outside of a step"
     text = f"it hung for more than {failed.seconds:g} seconds" if hung and failed is not None else describe_exit(exitcode)
     if failed is not None and (failed.how == "hung" if hung else failed.how == "died" and failed.exitcode == exitcode):
-        return Verdict(AGAIN, f"happened again {where}: {text}")
+        return ReplayResult(AGAIN, f"happened again {where}: {text}")
     was = "nothing had failed" if failed is None else f"recorded was: {failed.text}"
-    return Verdict(DIFFERENT, f"did not happen again: another failure {where}: {text} ({was})")
+    return ReplayResult(DIFFERENT, f"did not happen again: another failure {where}: {text} ({was})")
 
 
 def _child(path: Path, options: dict[str, Any], conn: Connection, at: Any, done: Any) -> None:
@@ -142,10 +142,10 @@ def _child(path: Path, options: dict[str, Any], conn: Connection, at: Any, done:
     def progress(step: int) -> None:
         at.value, done.value = max(step, 0), done.value + 1
 
-    verdict = _in_this_process(path, read_it=read_it, progress=progress, **options)
+    result = _in_this_process(path, read_it=read_it, progress=progress, **options)
     if not said:
         conn.send(None)
-    conn.send(verdict)
+    conn.send(result)
 
 
 def _in_this_process(
@@ -157,7 +157,7 @@ def _in_this_process(
     debug: bool = False,
     read_it: Callable[[Failed | None], None] = lambda failed: None,
     progress: Callable[[int], None] = lambda step: None,
-) -> Verdict:
+) -> ReplayResult:
     """Replay a file here, where what kills the environment ends this process."""
     header, body = read_header(path)
     try:
@@ -176,18 +176,18 @@ def _in_this_process(
             _debug(playing)
         if frames is not None:
             _write(drawn, playing.env, frames)
-        verdict = playing.verdict
-        assert verdict is not None
+        result = playing.result
+        assert result is not None
         playing.close()
-        return verdict
+        return result
     except Unreadable as error:
-        return Verdict(CANNOT, str(error))
+        return ReplayResult(CANNOT, str(error))
 
 
 def _debug(playing: Replay) -> None:
     """The debugger: in the frame that raised; or, where nothing was raised, at the step that would be next."""
-    assert playing.verdict is not None
-    print(playing.verdict.text)
+    assert playing.result is not None
+    print(playing.result.text)
     if playing.failure is not None:
         pdb.post_mortem(playing.failure.__traceback__)
     elif playing.env is not None and playing.place < playing.record.steps:

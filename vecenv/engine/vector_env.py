@@ -344,7 +344,9 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
 
     It is a subclass of that class, so that ``isinstance`` holds, and every method is its own.
 
-    The first nine arguments are Gymnasium's, in its order; see its documentation. Ours are keyword-only.
+    The first nine arguments are Gymnasium's, in its order; see its documentation. Ours are keyword-only. About speed:
+    ``num_workers`` to ``worker_affinity``. About failures: ``on_failure`` to ``strict``. About the start of workers and what
+    environments see: ``start_timeout`` to ``ragged_infos``.
 
     Args:
         env_fns: Functions that build the environments.
@@ -365,27 +367,6 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         batch_size: How many environments :meth:`recv` returns at a time, 1 to ``num_envs``. ``"auto"``: an environment is
             tried, and it is half of them, or all where halves would not pay; where a core is free, or steps wait, each
             worker has two messages in flight then. ``print(envs.plan)`` says why.
-        on_failure: ``"raise"``, or ``"restart"`` what died, raised or hung.
-        restart_limit: At most this many restarts of all environments within ``restart_period`` seconds. ``None``: each
-            environment, and each worker that dies, has 5 in that time, and one more for every 1,000 steps it made.
-        restart_period: Seconds.
-        step_timeout: Seconds until a ``reset`` or ``step`` without a timeout of its own is taken to hang.
-        start_timeout: Seconds a worker has to build its environments.
-        threads_per_worker: Cap for BLAS, OpenMP and torch threads in a worker. Default: the usable cores divided by the
-            workers.
-        dummy_env: Where metadata and spaces come from. ``True``: an environment built and closed in this process, as
-            Gymnasium does. ``False``: one in a process of its own; none is built here. ``None``: as ``True``, but as
-            ``False`` where a process tries an environment anyway (``num_workers="auto"``, ``use_caller=True``).
-        isolate: For ``"auto"``: ``True`` steps no environment in this process, where a crash of it ends the program;
-            ``False`` does where that is faster, and ``None`` where it is faster by more than a tenth.
-        worker_env: Environment variables of the workers: name -> value, or a function of the worker's index that gives it
-            (``{"CUDA_VISIBLE_DEVICES": lambda worker: worker % 4}``); ``None`` removes one. Under ``spawn`` they are there
-            before anything is imported; under ``fork`` modules that this process has imported have read theirs already.
-            With them no environment is built in this process, unless ``dummy_env=True``.
-        worker_affinity: The cores of each worker: a list with a core, or a list of cores, for each process. Without it the
-            scheduler of the system decides, and workers that have a core to themselves stay on that.
-        ragged_infos: Info values of one key whose shapes or types differ become an object array, ``None`` where there is
-            none. Without it they are an error, or are broadcast, as in Gymnasium.
         spare_workers: That many processes more than there are environments, each with an environment that has been reset
             ahead of time: when an episode is over, the next is one that has begun already. For resets that take long; see
             ``docs/workers.md``. All ``env_fns`` must build the same, one process each (``num_workers=None``), and each
@@ -393,14 +374,35 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         env_threads: Up to that many environments of a worker run at the same time, each in a thread:
             for those that wait, for a service or a robot, and compute little. They must not mind which thread it is, nor
             share what they change. Needs worker processes.
-        generators: What environments draw from by ``random``, ``numpy.random`` and torch's default CPU generator.
-            ``"shared"``: the generators of their process, as in Gymnasium; there is a warning where one is seen to draw.
-            ``"own"``: each has its own, which follow from the seeds of its resets, so that results do not depend on workers;
-            see ``docs/workers.md``. Cannot be combined with ``env_threads``.
+        isolate: For ``"auto"``: ``True`` steps no environment in this process, where a crash of it ends the program;
+            ``False`` does where that is faster, and ``None`` where it is faster by more than a tenth.
+        threads_per_worker: Cap for BLAS, OpenMP and torch threads in a worker. Default: the usable cores divided by the
+            workers.
+        worker_affinity: The cores of each worker: a list with a core, or a list of cores, for each process. Without it the
+            scheduler of the system decides, and workers that have a core to themselves stay on that.
+        on_failure: ``"raise"``, or ``"restart"`` what died, raised or hung.
+        restart_limit: At most this many restarts of all environments within ``restart_period`` seconds. ``None``: each
+            environment, and each worker that dies, has 5 in that time, and one more for every 1,000 steps it made.
+        restart_period: Seconds.
+        step_timeout: Seconds until a ``reset`` or ``step`` without a timeout of its own is taken to hang.
         record_failures: A folder, or a :class:`vecenv.FlightRecorder`: what fails leaves a file there by which
             ``vecenv replay`` lets it fail again; see ``docs/recording.md``.
         strict: Float observations that become infinite in the cast to the space's dtype are an
             :class:`~vecenv.errors.ObservationError`; without it, one warning.
+        start_timeout: Seconds a worker has to build its environments.
+        dummy_env: Where metadata and spaces come from. ``True``: an environment built and closed in this process, as
+            Gymnasium does. ``False``: one in a process of its own; none is built here. ``None``: as ``True``, but as
+            ``False`` where a process tries an environment anyway (``num_workers="auto"``, ``use_caller=True``).
+        worker_env: Environment variables of the workers: name -> value, or a function of the worker's index that gives it
+            (``{"CUDA_VISIBLE_DEVICES": lambda worker: worker % 4}``); ``None`` removes one. Under ``spawn`` they are there
+            before anything is imported; under ``fork`` modules that this process has imported have read theirs already.
+            With them no environment is built in this process, unless ``dummy_env=True``.
+        generators: What environments draw from by ``random``, ``numpy.random`` and torch's default CPU generator.
+            ``"shared"``: the generators of their process, as in Gymnasium; there is a warning where one is seen to draw.
+            ``"own"``: each has its own, which follow from the seeds of its resets, so that results do not depend on workers;
+            see ``docs/workers.md``. Cannot be combined with ``env_threads``.
+        ragged_infos: Info values of one key whose shapes or types differ become an object array, ``None`` where there is
+            none. Without it they are an error, or are broadcast, as in Gymnasium.
 
     Raises:
         RuntimeError: Spaces of environments do not go together; the environment is named.

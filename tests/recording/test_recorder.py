@@ -27,6 +27,12 @@ pytestmark = pytest.mark.timeout(120)
 MODES = ("NextStep", "SameStep", "Disabled")
 
 
+@pytest.fixture(autouse=True)
+def _snapshots_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However short a replay is."""
+    monkeypatch.setattr(recorder_module, "_LONG_REPLAY", -1.0)
+
+
 def replayed(path: Path, begin: str = "latest") -> tuple[ReplayResult, int]:
     """What comes of a file in this process, and how many steps that took."""
     header, body = read_header(path)

@@ -25,6 +25,7 @@ from chronicles import Chronicle
 import vecenv
 from vecenv.errors import StepTimeout, WorkerDied
 from vecenv.multi_agent import MultiAgentVecEnv
+from vecenv.recording import recorder
 from vecenv.testing import faulty
 from vecenv.testing.faulty import FaultyEnv
 from vecenv.tools.replay import replay
@@ -298,9 +299,13 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of an environment that raised in step 9, and whose snapshot is of step 5."""
     folder = tmp_path_factory.mktemp("records")
     recording = vecenv.FlightRecorder(folder, snapshot_every=4)
-    with contextlib.closing(
-        vecenv.AsyncVectorEnv([functools.partial(Chronicle, AT)], record_failures=recording, num_workers=0)
-    ) as envs:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.closing(
+            vecenv.AsyncVectorEnv([functools.partial(Chronicle, AT)], record_failures=recording, num_workers=0)
+        ) as envs,
+    ):
+        patch.setattr(recorder, "_LONG_REPLAY", -1.0)
         envs.reset(seed=1)
         with pytest.raises(ValueError, match="the pen broke"):
             step_on(envs, lambda at: [at % 5])

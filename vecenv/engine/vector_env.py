@@ -16,6 +16,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -595,8 +596,9 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         if self._recording is not None:
             save = weakref.WeakMethod(engine.snapshots)
             engine.recorder = engine.ledger.recorder = Recorder(
-                self._recording, self.env_fns, self._env_id, layout, engine.arena.buffer, plan, save
-            )
+                self._recording, self.env_fns, self._env_id, layout, engine.arena.buffer, plan, save,
+                partial(np.sum, engine.batch.worker_time),
+            )  # fmt: skip
         return engine
 
     # -- spaces -----------------------------------------------------------------------------------------------------

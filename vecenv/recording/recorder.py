@@ -1,8 +1,8 @@
 """Keeps what environments were asked, and writes a file about each that fails.
 
 A *tick* is the answer to a step: one copy of the piece of shared memory that holds actions, rewards and flags of all
-environments. Ticks lie in blocks of some hundred, and the oldest blocks are dropped when they take too much memory. A
-*message* is anything else that a worker was asked (reset, set_attr, a call, a load), as it was pickled for the worker.
+environments. Ticks lie in blocks, of which the oldest is used again where all take too much memory.
+A *message* is anything else that a worker was asked (reset, set_attr, a call, a load), as it was pickled for the worker.
 
 What is recorded is noted when an answer is looked at. That may happen again after an interruption: the same answer is then
 written to the same place.
@@ -32,12 +32,17 @@ from vecenv.system.uninterrupted import Uninterrupted
 
 __all__ = ["FlightRecorder", "Recorder", "keep_parcels"]
 
-_MEMORY: Final = 64 * 2**20
+_MEMORY: Final = 128 * 2**20
 """Bytes that ticks may take."""
+_AT_ONCE: Final = 32 * 2**20
+"""Of these, the ones that are taken before the first step."""
 _BLOCK: Final = 512
 _MOST_MESSAGES: Final = 10_000
 _SHARE: Final = 0.002
 """Of the time, for snapshots."""
+_LONG_REPLAY: Final = 5.0
+"""Seconds of one environment: there are snapshots where a replay would take longer. The first one has a price that stays:
+Python up to 3.12 finds attributes of an object more slowly once its ``__dict__`` was read; 64 CartPoles step 5 % slower."""
 _REPEATED: Final = {Op.RESET, Op.RESET_SOME, Op.REBUILD_SOME, Op.CALL, Op.SET_ATTR, Op.SET_NEXT, Op.EXEC, Op.CHECK, Op.LOAD}
 
 
@@ -47,8 +52,9 @@ class FlightRecorder:
 
     Args:
         folder: Is made where there is none.
-        snapshot_every: Environments that can be saved are, after that many steps, and more seldom where that takes more than
-            0.2 % of the time. ``None``: never; a replay then begins with the latest reset that has a seed.
+        snapshot_every: Environments that can be saved are, after that many steps at the earliest: where a replay from the
+            reset would take more than five seconds, or its steps would be dropped; and in at most 0.2 % of the time.
+            ``None``: never.
         keep: At most that many files; the oldest go first, and never those of the latest failure.
 
     Raises:
@@ -88,19 +94,24 @@ class _Block:
         actions: By tick, counted from the first: what workers were sent about rows, where actions do not lie in memory.
     """
 
-    def __init__(self, first: int, size: int, num_envs: int) -> None:
-        self.first = first
-        self.bytes = memoryview(bytearray(_BLOCK * size))
+    def __init__(self, first: int, memory: memoryview) -> None:
+        self.first, self.bytes = first, memory
         self.stepped: Array | None = None
         self.actions: dict[int, list[tuple[Sequence[int], bytes]]] = {}
-        self._num_envs = num_envs
 
-    def about(self, at: int, rows: Sequence[int]) -> None:
+    def about(self, at: int, rows: Sequence[int], num_envs: int) -> None:
         """Tick ``at`` is about these environments only."""
         if self.stepped is None:
-            self.stepped = np.ones((_BLOCK, self._num_envs), np.bool_)
+            self.stepped = np.ones((_BLOCK, num_envs), np.bool_)
         self.stepped[at] = False
         self.stepped[at, rows] = True
+
+
+class _Point(NamedTuple):
+    """How far it had got: ticks, and seconds in environments."""
+
+    tick: int
+    seconds: float
 
 
 class _Heard(NamedTuple):
@@ -117,7 +128,7 @@ class _Heard(NamedTuple):
 class _Saved(NamedTuple):
     """Snapshots of all environments, and how their observations looked."""
 
-    tick: int
+    point: _Point
     messages: int  # how many had come, those included that were dropped
     snapshots: Sequence[Any]
     digests: list[bytes]
@@ -133,6 +144,7 @@ class Recorder:
         layout, buffer: The shared memory.
         how: What a worker is given, for the replay: the same for all environments.
         save: A weak reference to what takes snapshots of all environments.
+        seconds: How long was spent in environments so far, of all workers.
     """
 
     def __init__(
@@ -144,6 +156,7 @@ class Recorder:
         buffer: Any,
         how: Any,
         save: weakref.WeakMethod[Callable[[], list[Any]]],
+        seconds: Callable[[], float],
     ) -> None:
         self.due = False
         """A snapshot is to be taken before the next step."""
@@ -155,19 +168,22 @@ class Recorder:
         """On a host: what the caller calls the first environment."""
         self._options, self._env_fns, self._env_id = options, env_fns, env_id
         self._folder = Path(options.folder).absolute()
-        self._how, self._save, self._layout = how, save, layout
+        self._how, self._save, self._seconds, self._layout = how, save, seconds, layout
         self._num_envs = layout.num_envs
         self._size = layout.recorded
+        self._names = [name for name, field in layout.fields.items() if field.offset < layout.recorded]
         self._region = memoryview(buffer).cast("B")[: self._size]
         self._last: tuple[Any, int] = (None, -1)  # the latest tick: of which answer, and its number
         self._ticked: set[Any] = set()  # answers by row that have a tick
         self._blocks: list[_Block] = []
         self._heard: list[_Heard] = []
         self._dropped = 0  # messages
-        self._seeded: set[int] = set()  # rows that were given a seed
+        self._seeded: dict[int, _Point] = {}  # when rows had their latest seed
         self._saved: _Saved | None = None
         self._marks: list[tuple[int, list[bytes]]] = []  # tick, and how the observations looked before it
         self._why_not_saved = "" if options.snapshot_every else "snapshot_every is None"
+        self._most = max(2, _MEMORY // (_BLOCK * self._size))  # blocks
+        self._unused = self._touched(max(1, _AT_ONCE // (_BLOCK * self._size)))
         self._save_at = options.snapshot_every or 1 << 62
         self._not_before = 0.0
         self._before = np.zeros((2, self._num_envs), np.int64)  # episodes and steps of the latest, when all that was dropped
@@ -175,6 +191,7 @@ class Recorder:
     def forget(self) -> None:
         """Let go of the shared memory."""
         self._region.release()
+        self._seconds = float
 
     # -- what was asked ---------------------------------------------------------------------------------------------------
 
@@ -210,7 +227,7 @@ class Recorder:
         if stepped and key not in self._ticked:
             self.stepped(key)
             block, at = self._blocks[-1], self._last[1] % _BLOCK
-            block.about(at, [row for part in stepped for row in part.rows])
+            block.about(at, [row for part in stepped for row in part.rows], self._num_envs)
             if actions := [(part.rows, sent) for part in stepped if (sent := _pickled(part)) is not None]:
                 block.actions[at] = actions
             if index is not None:
@@ -232,16 +249,29 @@ class Recorder:
     def lost(self, rows: Sequence[int]) -> None:
         """These environments go on from a state that is not recorded, until they are reset with a seed."""
         self.heard(object(), Op.THAW, rows, rows[0], None)
-        self._seeded.difference_update(rows)
+        for row in rows:
+            self._seeded.pop(row, None)
 
     def seeds(self, seeds: list[Any], ids: Array | None) -> list[Any]:
         """Seeds for a reset: an environment that never had one gets one, so that its episodes can be repeated."""
-        given = list(seeds)
+        given, now = list(seeds), self._point()
         for row in range(self._num_envs) if ids is None else ids.tolist():
             if given[row] is None and row not in self._seeded:
                 given[row] = int(np.random.SeedSequence().generate_state(1)[0] >> 1)
-            self._seeded.add(row)
+            if given[row] is not None:
+                self._seeded[row] = now
         return given
+
+    def _point(self) -> _Point:
+        return _Point(self._last[1] + 1, self._seconds())
+
+    def _needs_snapshot(self) -> bool:
+        """A replay would take long, or some of its steps will soon be dropped."""
+        now, since = self._point(), min(self._seeded.values(), default=_Point(0, 0.0))
+        if self._saved is not None:
+            since = max(since, self._saved.point)
+        took = (now.seconds - since.seconds) / self._num_envs
+        return bool(took > _LONG_REPLAY or now.tick - since.tick > self._most * _BLOCK // 2)
 
     def snapshot(self, observation: Callable[[int], Any]) -> None:
         """Save all environments, if it is time to; ``observation``: that of a row."""
@@ -250,7 +280,7 @@ class Recorder:
         every = self._options.snapshot_every
         assert every is not None
         self._save_at = self._last[1] + every
-        if began < self._not_before or self._why_not_saved:
+        if began < self._not_before or self._why_not_saved or not self._needs_snapshot():
             return
         try:
             with Uninterrupted():
@@ -258,9 +288,8 @@ class Recorder:
                 assert save is not None
                 snapshots = save()
                 digests = [self._digest(observation(row)) for row in range(self._num_envs)]
-                tick = self._last[1] + 1
-                self._saved = _Saved(tick, self._dropped + len(self._heard), snapshots, digests)
-                self._marks.append((tick, digests))
+                self._saved = _Saved(self._point(), self._dropped + len(self._heard), snapshots, digests)
+                self._marks.append((self._last[1] + 1, digests))
         except NotRestorable as error:
             self._why_not_saved, self._save_at = str(error), 1 << 62
         except VecEnvError:  # a worker has died: the step says so
@@ -276,13 +305,22 @@ class Recorder:
     def _begin_block(self, first: int) -> None:
         if self._blocks and self._blocks[-1].first == first:
             return
-        while len(self._blocks) >= max(2, _MEMORY // (_BLOCK * self._size)):
+        while len(self._blocks) >= self._most:
             block = self._blocks[0]
             before = self._progress(self._before, block, _BLOCK, None)
+            self._unused.append(block.bytes)
             self._blocks.pop(0)
             self._before = before
             self._drop_messages(first=block.first + _BLOCK)
-        self._blocks.append(_Block(first, self._size, self._num_envs))
+        if not self._unused:
+            self._unused += self._touched(1)
+        self._blocks.append(_Block(first, self._unused.pop()))
+
+    def _touched(self, count: int) -> list[memoryview]:
+        """Memory of some blocks, all of it written to: the first write to a page takes several microseconds."""
+        size = _BLOCK * self._size
+        whole = memoryview(bytearray(b"\0") * (count * size))
+        return [whole[at : at + size] for at in range(0, count * size, size)]
 
     def _drop_messages(self, first: int) -> None:
         """Forget messages from before a tick, but for those whose effect may last, as long as there are not too many."""
@@ -326,8 +364,8 @@ class Recorder:
         field = self._layout.fields[name]
         whole = np.frombuffer(block.bytes, np.uint8).reshape(_BLOCK, self._size)
         count = int(np.prod(field.shape, dtype=np.int64)) * field.dtype.itemsize
-        piece = np.ascontiguousarray(whole[:, field.offset : field.offset + count])
-        view: Array = piece.view(field.dtype).reshape(_BLOCK, *field.shape)
+        piece = whole[:, field.offset : field.offset + count].view(field.dtype)
+        view: Array = piece.reshape(_BLOCK, *field.shape)
         return view
 
     # -- files ------------------------------------------------------------------------------------------------------------
@@ -386,7 +424,7 @@ class Recorder:
         snapshot = None
         if (at := self._saved_at(row)) is not None and self._saved is not None:
             said = sum(number < at for number, _ in mine)
-            snapshot = place(self._saved.tick), said, self._saved.snapshots[row]
+            snapshot = place(self._saved.point.tick), said, self._saved.snapshots[row]
         record = Record(
             row=row, how=self._how, env_fn=_dumped(self._env_fns[row]), messages=messages, columns=columns, actions=actions,
             failed=how, steps_before=step - len(ticks), marks=[(place(tick), each[row]) for tick, each in self._marks],
@@ -398,7 +436,7 @@ class Recorder:
         """How many messages that are kept came before the latest snapshot; ``None``: a row cannot begin with it, because
         steps since were dropped, or its state was replaced by another that is not recorded."""
         saved = self._saved
-        if saved is None or saved.messages < self._dropped or (self._blocks and saved.tick < self._blocks[0].first):
+        if saved is None or saved.messages < self._dropped or (self._blocks and saved.point.tick < self._blocks[0].first):
             return None
         at = saved.messages - self._dropped
         return None if any(row in one.rows and one.op is Op.THAW for one in self._heard[at:]) else at
@@ -408,11 +446,10 @@ class Recorder:
         ticks: list[int] = []
         actions: dict[int, bytes] = {}
         pieces: dict[str, list[Array]] = {}
-        names = [name for name in self._layout.fields if name.startswith("actions/")]
         for block in self._blocks:
             count = min(self._last[1] + 1 - block.first, _BLOCK)
             mine = np.arange(count) if block.stepped is None else np.flatnonzero(block.stepped[:count, row])
-            for name in (*names, "rewards", "terminations", "truncations"):
+            for name in self._names:
                 pieces.setdefault(name, []).append(self._view(block, name)[mine, row])
             for at in mine.tolist():
                 for rows, sent in block.actions.get(at, ()):

@@ -79,7 +79,7 @@ class Replay:
         record, messages = self.record, self.record.messages
         if begin == "snapshot":
             if record.snapshot is None:
-                why = record.why_no_snapshot or "none was taken since the environment was built"
+                why = record.why_no_snapshot or "a replay from the reset takes less than five seconds"
                 raise Unreadable(f"cannot be replayed from a snapshot, because there is none: {why}")
             place, said, self._snapshot = record.snapshot
             self._marks = {at: mark for at, mark in record.marks if at > place}

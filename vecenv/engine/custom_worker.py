@@ -18,7 +18,7 @@ __all__ = ["with_custom_worker"]
 
 _OURS = (
     "num_workers", "use_caller", "batch_size", "on_failure", "restart_limit", "restart_period",
-    "step_timeout", "start_timeout", "threads_per_worker", "strict", "dummy_env", "worker_env", "worker_affinity",
+    "step_timeout", "start_timeout", "threads_per_worker", "strict", "dummy_env", "worker_env", "worker_affinity", "preload",
     "ragged_infos", "isolate", "env_threads", "spare_workers", "generators",
     *(() if HAS_MAX_CONCURRENCY else ("max_concurrency",)),
 )  # fmt: skip

@@ -59,7 +59,7 @@ from vecenv.recording.recorder import FlightRecorder, Recorder
 from vecenv.shm import Batch, Layout, fixed_tree
 from vecenv.system.cores import bound_placements, usable_cores
 from vecenv.system.generators import GeneratorsOption
-from vecenv.system.spawning import WorkerEnv, end_if_importing_main, is_about_main, too_late, variables_of
+from vecenv.system.spawning import WorkerEnv, context_of, end_if_importing_main, is_about_main, too_late, variables_of
 from vecenv.worker.envs import Expected
 from vecenv.worker.main import WorkerPlan
 
@@ -394,6 +394,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         dummy_env: Where metadata and spaces come from. ``True``: an environment built and closed in this process, as
             Gymnasium does. ``False``: one in a process of its own; none is built here. ``None``: as ``True``, but as
             ``False`` where a process tries an environment anyway (``num_workers="auto"``, ``use_caller=True``).
+        preload: With ``context="forkserver"``, modules that the fork server imports once for all workers of the program.
         worker_env: Environment variables of the workers: name -> value, or a function of the worker's index that gives it
             (``{"CUDA_VISIBLE_DEVICES": lambda worker: worker % 4}``); ``None`` removes one. Under ``spawn`` they are there
             before anything is imported; under ``fork`` modules that this process has imported have read theirs already.
@@ -471,6 +472,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         isolate: bool | None = None,
         worker_env: WorkerEnv | None = None,
         worker_affinity: Sequence[int | Sequence[int]] | None = None,
+        preload: Sequence[str] | None = None,
         ragged_infos: bool = False,
         env_threads: int = 1,
         spare_workers: int = 0,
@@ -494,7 +496,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         if policy.restart or step_timeout is not None or worker_env:
             isolate = True
         require_processes_for(type(self).__name__, num_workers, use_caller, isolate, dummy_env)
-        mp = multiprocessing.get_context(context)
+        mp = context_of(context, preload)
         here = False if dummy_env is None and worker_env else dummy_env
         self._probe = EnvProbe(
             env_fns, mp, start_timeout, here=here, step="auto" in (num_workers, batch_size) or use_caller, daemon=daemon,

@@ -47,6 +47,7 @@ class EngineOptions(TypedDict, total=False):
     isolate: bool | None
     worker_env: WorkerEnv | None
     worker_affinity: Sequence[int | Sequence[int]] | None
+    preload: Sequence[str] | None
     ragged_infos: bool
     env_threads: int
     generators: GeneratorsOption

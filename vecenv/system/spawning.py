@@ -7,6 +7,7 @@ ends with its caller, and bears a mark by which all that it starts is found (:mo
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import select
@@ -25,8 +26,8 @@ if sys.platform != "win32":
     import fcntl
 
 __all__ = [
-    "NO_GUARD", "Lifeline", "Variables", "WorkerEnv", "adopt", "check_variables", "end_if_importing_main", "is_about_main",
-    "missing_guard", "require_processes", "spawn", "too_late", "variables_of", "why_no_processes",
+    "NO_GUARD", "Lifeline", "Variables", "WorkerEnv", "adopt", "check_variables", "context_of", "end_if_importing_main",
+    "is_about_main", "missing_guard", "require_processes", "spawn", "too_late", "variables_of", "why_no_processes",
 ]  # fmt: skip
 
 NO_GUARD: Final = 113
@@ -202,16 +203,41 @@ def _file_of_main() -> str:
     return os.path.join(original, file) if file and original and not os.path.isabs(file) else file
 
 
-def _server_exit() -> int | None:
-    """The exit code of the fork server, if it has ended; ``multiprocessing`` is left to reap it."""
+def forkserver_pid() -> int | None:
+    """The fork server of this program; ``None``: it does not run."""
     from multiprocessing import forkserver
 
-    pid = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
+    pid: int | None = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
+    return pid
+
+
+def _server_exit() -> int | None:
+    """The exit code of the fork server, if it has ended; ``multiprocessing`` is left to reap it."""
+    pid = forkserver_pid()
     try:
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) if pid else None
     except (OSError, AttributeError):
         return None
     return ended.si_status if ended else None
+
+
+def context_of(method: str | None, preload: Sequence[str] | None) -> Any:
+    """The ``multiprocessing`` context of a start method, with the modules that its fork server is to import.
+
+    Raises:
+        ValueError: ``preload`` is no list of modules, or there is no fork server.
+    """
+    context = multiprocessing.get_context(method)
+    if preload is None:
+        return context
+    if isinstance(preload, str) or not all(isinstance(name, str) for name in preload):
+        raise ValueError(f"`preload` must be a list of names of modules, got {preload!r}")
+    if context.get_start_method() != "forkserver":
+        raise ValueError(f"`preload` needs context='forkserver', got {context.get_start_method()!r}")
+    if (server := forkserver_pid()) is not None:
+        logging.getLogger("vecenv").warning("`preload` comes too late: the fork server (pid %s) runs already", server)
+    context.set_forkserver_preload(list(preload))
+    return context
 
 
 # -- the lifeline -------------------------------------------------------------------------------------------------------

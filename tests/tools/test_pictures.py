@@ -139,7 +139,7 @@ def test_what_cannot_be_written_is_known_before_anything_is_drawn(tmp_path: Path
     with pytest.raises(ValueError, match="no images to write"):
         write_video([], tmp_path / "a.gif")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"writing .gif needs PIL, not installed here: pip install 'vecenv\[bench\]'"):
+    with pytest.raises(ImportError, match=r"writing .gif needs PIL, not installed here: pip install -e '.\[bench\]'"):
         pictures.require_writer(tmp_path / "a.gif")
 
 

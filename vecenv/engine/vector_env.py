@@ -497,10 +497,9 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             isolate = True
         require_processes_for(type(self).__name__, num_workers, use_caller, isolate, dummy_env)
         mp = context_of(context, preload)
-        here = False if dummy_env is None and worker_env else dummy_env
         self._probe = EnvProbe(
-            env_fns, mp, start_timeout, here=here, step="auto" in (num_workers, batch_size) or use_caller, daemon=daemon,
-            variables=variables_of(worker_env, 0),
+            env_fns, mp, start_timeout, here=False if dummy_env is None and worker_env else dummy_env,
+            step="auto" in (num_workers, batch_size) or use_caller, daemon=daemon, variables=variables_of(worker_env, 0),
         )  # fmt: skip
         if about_main := self._look_and_open(
             (num_workers, use_caller, isolate, self._probe.times, batch_size),

@@ -99,6 +99,23 @@ def test_actions(workers: int, actions: Any, kind: type[Exception], text: str) -
             assert envs.step(handed_on)[1].tolist() == [0.5] * 3
 
 
+class Indexed:
+    """A sequence by its items alone, which ``iter`` takes."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        return [[0.5], [1.0], [0.25]][index]
+
+
+@ENGINES
+def test_a_sequence_without_iter_is_taken_as_by_gymnasium(workers: int) -> None:
+    with contextlib.closing(vecenv.AsyncVectorEnv([Plain] * 3, num_workers=workers)) as envs:
+        envs.reset()
+        assert envs.step(Indexed())[1].tolist() == [0.5, 1.0, 0.25]
+
+
 @ENGINES
 @pytest.mark.parametrize(
     ("kind", "call", "text"),

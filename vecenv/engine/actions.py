@@ -119,7 +119,7 @@ def _check_counts(single: Space[Any], space: Space[Any], actions: Any, count: in
             raise ValueError(f"{name}: got a {type(actions).__name__}{length}, wanted a tuple of {size}; nothing was sent")
         for index, part in enumerate(parts):
             _check_counts(single.spaces[index], space.spaces[index], part, count, f"{name}[{index}]")
-    elif not isinstance(actions, Iterable) or getattr(actions, "shape", None) == ():
+    elif not _can_iterate(actions) or getattr(actions, "shape", None) == ():
         got = "a scalar" if getattr(actions, "shape", None) == () else f"{type(actions).__name__} {actions!r}"
         raise TypeError(f"{name}: got {got}, wanted {count}, one per environment; nothing was sent")
     elif isinstance(actions, Sized) and len(actions) != count:
@@ -130,6 +130,11 @@ def _check_counts(single: Space[Any], space: Space[Any], actions: Any, count: in
 
 _ARRAYS: Final = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 _MISSING: Final = object()
+
+
+def _can_iterate(actions: Any) -> bool:
+    """Whether ``iter`` takes it: also what has no ``__iter__``, but items by their index."""
+    return isinstance(actions, Iterable) or hasattr(type(actions), "__getitem__")
 
 
 def _shape_of(actions: Any) -> tuple[int, ...] | None:

@@ -60,8 +60,17 @@ class Wide(Plain):
     observation_space = spaces.Box(-1, 1, (3,))
 
 
+class Large(Plain):
+    observation_space = spaces.Box(-2, 2, (2,))
+
+
 class Thing:
     """No environment."""
+
+
+class Unclosed:
+    observation_space, action_space = Plain.observation_space, Plain.action_space
+    reset, step = Plain.reset, Plain.step
 
 
 class Game:
@@ -144,6 +153,7 @@ def test_returns_of_old_interfaces(workers: int, kind: Any, call: str, text: str
     ("made", "text"),
     [
         (Thing, "env_fns[0]() gave a Thing without reset, wanted a gymnasium.Env"),
+        (Unclosed, "env_fns[0]() gave a Unclosed without close, wanted a gymnasium.Env"),
         (Game, "env_fns[0]() gave an environment of PettingZoo: vecenv.MultiAgentVecEnv takes these"),
     ],
 )
@@ -174,9 +184,13 @@ def test_a_class_that_only_looks_like_an_environment_is_one() -> None:
         envs.step(np.zeros((2, 1)))
 
 
-def test_spaces_that_no_mode_can_batch() -> None:
-    with pytest.raises(RuntimeError, match=r"use `observation_mode='different'` instead.*no mode can batch these"):
-        vecenv.AsyncVectorEnv([Plain, Wide], num_workers=0)
+@ENGINES
+def test_spaces_that_no_mode_can_batch(workers: int) -> None:
+    with pytest.raises(RuntimeError, match="Their shapes or dtypes differ: no mode can batch these") as caught:
+        vecenv.AsyncVectorEnv([Plain, Wide], num_workers=workers)
+    assert "observation_mode='different'" not in str(caught.value)  # advice that fails, too
+    with pytest.raises(RuntimeError, match="If this is intentional, use `observation_mode='different'` instead"):
+        vecenv.AsyncVectorEnv([Plain, Large], num_workers=workers)
     with pytest.raises(ValueError, match="the observation spaces of these environments cannot be batched: "):
         vecenv.AsyncVectorEnv([Plain, Wide], num_workers=0, observation_mode="different")
 

@@ -142,9 +142,12 @@ class EngineVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray]):
                 )
             detail = f" Env {env} has {got}, wanted {self.single_observation_space}."
             if self.observation_mode == "same":
+                advice = "If this is intentional, use `observation_mode='different'` instead."
+                if which == "shape":
+                    advice = "Their shapes or dtypes differ: no mode can batch these."
                 raise RuntimeError(
                     "AsyncVectorEnv(..., observation_mode='same') however some of the sub-environments observation spaces "
-                    "are not equivalent. If this is intentional, use `observation_mode='different'` instead." + detail
+                    f"are not equivalent. {advice}{detail}"
                 )
             raise RuntimeError(
                 "AsyncVectorEnv(..., observation_mode='different' or custom space) however the sub-environment's "

@@ -42,29 +42,30 @@ class Expected:
         else:
             fits = is_space_dtype_shape_equiv(env.observation_space, self.observation_space)
         if not fits:
-            return "observation", f"{env.observation_space!r}{self._never(env.observation_space)}"
+            return "observation" if self._batches(env.observation_space) else "shape", repr(env.observation_space)
         if env.action_space != self.action_space:
             return "action", repr(env.action_space)
         return None
 
-
-    def _never(self, space: gymnasium.Space[Any]) -> str:
-        """Says that no mode can batch a space with the others; empty: one can, or it is not known."""
+    def _batches(self, space: gymnasium.Space[Any]) -> bool:
+        """Whether some mode can batch a space with the others, or it is not known."""
         with contextlib.suppress(Exception):  # of a space's own class
-            if not is_space_dtype_shape_equiv(space, self.observation_space):
-                return " (of another shape or dtype: no mode can batch these)"
-        return ""
+            return is_space_dtype_shape_equiv(space, self.observation_space)
+        return True
 
 
 def _expected(blob: bytes) -> Expected:
     return Expected(*pickle.loads(blob))
 
 
+_NEEDED: Final = ("reset", "step", "close", "observation_space", "action_space")
+
+
 def made_by(env_fn: Callable[[], Any], env: int) -> Any:
     """What ``env_fns[env]`` builds.
 
     Raises:
-        TypeError: Nothing came back.
+        TypeError: Nothing came back, or something that is no environment.
     """
     made = env_fn()
     if made is None:
@@ -73,7 +74,7 @@ def made_by(env_fn: Callable[[], Any], env: int) -> Any:
         return made
     if hasattr(made, "possible_agents"):
         raise TypeError(f"env_fns[{env}]() gave an environment of PettingZoo: vecenv.MultiAgentVecEnv takes these")
-    if missing := [name for name in ("reset", "step", "observation_space", "action_space") if not hasattr(made, name)]:
+    if missing := [name for name in _NEEDED if not hasattr(made, name)]:
         raise TypeError(f"env_fns[{env}]() gave a {type(made).__name__} without {missing[0]}, wanted a gymnasium.Env")
     return made
 

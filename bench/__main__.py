@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -99,6 +100,8 @@ def _parser() -> argparse.ArgumentParser:
     option("--rounds", type=int, default=3, help="pairs of runs of each program (default: 3)")
     option = add("size", _size, "how large the package is, and how much has to be read to follow a step")
     option("--json", action="store_true", help="print JSON instead of a table")
+    text = "measure what README.md and the first tables of docs/benchmarks.md show, and write it"
+    add("figures", _figures, text, pace, out)
     add("table", _table, "write what was measured into README.md, bench/RESULTS.md and docs/benchmarks.md", out)
     return parser
 
@@ -222,6 +225,15 @@ def _programs(arguments: argparse.Namespace, pace: suites.Pace) -> None:
 
 def _size(arguments: argparse.Namespace, pace: suites.Pace) -> None:
     size.show(as_json=arguments.json)
+
+
+def _figures(arguments: argparse.Namespace, pace: suites.Pace) -> None:
+    """All that README.md and the first two tables of docs/benchmarks.md show, in one go."""
+    main_table = [sys.executable, "-m", "vecenv", "bench", "CartPole-v1", "--num-envs", "64", "--out", str(arguments.out)]
+    subprocess.run(main_table, check=True)
+    arguments.workloads, arguments.num_envs, arguments.engines = list(WORKLOADS), [8], None
+    _compare(arguments, pace)
+    tables.write_tables(arguments.out)
 
 
 def _table(arguments: argparse.Namespace, pace: suites.Pace) -> None:

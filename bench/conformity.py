@@ -10,11 +10,15 @@ import argparse
 import importlib.metadata
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 from gymnasium.vector import AutoresetMode
 
+from bench.tables import ROOT, between
 from vecenv.tools.conform import BROKEN, KEPT, CliError, conform
+
+SIGNS = {KEPT: "yes", BROKEN: "**no**"}
 
 ENGINES = {
     "Gymnasium SyncVectorEnv": ("gymnasium.vector:SyncVectorEnv", "gymnasium"),
@@ -22,6 +26,7 @@ ENGINES = {
     "Gymnasium CartPoleVectorEnv": ("bench.conformity:cartpole", "gymnasium"),
     "ALE AtariVectorEnv": ("bench.conformity:atari", "ale-py"),
     "EnvPool": ("bench.conformity:envpool_cartpole", "envpool"),
+    "MuJoCo Playground": ("bench.conformity:playground_cartpole", "playground"),
     "SB3 DummyVecEnv": ("stable_baselines3.common.vec_env:DummyVecEnv", "stable-baselines3"),
     "SB3 SubprocVecEnv": ("stable_baselines3.common.vec_env:SubprocVecEnv", "stable-baselines3"),
     "Tianshou DummyVectorEnv": ("tianshou.env:DummyVectorEnv", "tianshou"),
@@ -49,27 +54,33 @@ def atari(num_envs: int, autoreset_mode: AutoresetMode) -> Any:
 
 def envpool_cartpole(num_envs: int) -> Any:
     """EnvPool's C++ threads, with the interface of its Gymnasium type."""
-    import envpool
-
-    envs = envpool.make_gymnasium("CartPole-v1", num_envs=num_envs)
-    return _Batched(envs, num_envs)
+    return _Batched(num_envs)
 
 
 class _Batched:
-    """EnvPool's pool has the single spaces under the names of the batched ones, and no metadata."""
+    """EnvPool's pool names the single spaces as the batched ones, has no metadata, and is seeded when it is made."""
 
-    def __init__(self, envs: Any, num_envs: int) -> None:
+    def __init__(self, num_envs: int) -> None:
         from gymnasium.vector.utils import batch_space
 
-        self._envs, self.num_envs = envs, num_envs
-        self.single_observation_space, self.single_action_space = envs.observation_space, envs.action_space
-        self.observation_space = batch_space(envs.observation_space, num_envs)
-        self.action_space = batch_space(envs.action_space, num_envs)
+        self.num_envs = num_envs
+        self._make(0)
+        self.single_observation_space, self.single_action_space = self._envs.observation_space, self._envs.action_space
+        self.observation_space = batch_space(self._envs.observation_space, num_envs)
+        self.action_space = batch_space(self._envs.action_space, num_envs)
         self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
 
+    def _make(self, seed: int) -> None:
+        import envpool
+
+        self._envs = envpool.make_gymnasium("CartPole-v1", num_envs=self.num_envs, seed=seed)
+
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        if seed is not None or options:
-            raise NotImplementedError("reset() takes neither seeds nor options; make() takes a seed")
+        if options or isinstance(seed, list):
+            raise NotImplementedError("reset() takes no options, and make() takes one seed")
+        if seed is not None:
+            self._envs.close()
+            self._make(seed)
         return self._envs.reset()
 
     def step(self, actions: Any) -> Any:
@@ -77,6 +88,49 @@ class _Batched:
 
     def close(self) -> None:
         self._envs.close()
+
+
+def playground_cartpole(num_envs: int) -> Any:
+    """Playground's environments in the wrappers that its trainers use, with episodes of four steps."""
+    return _Playground(num_envs)
+
+
+class _Playground:
+    """States of JAX as what a step returns; the wrappers reset an environment in the step that ends its episode."""
+
+    metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": AutoresetMode.SAME_STEP}
+
+    def __init__(self, num_envs: int) -> None:
+        import jax
+        from gymnasium.spaces import Box
+        from gymnasium.vector.utils import batch_space
+        from mujoco_playground import registry, wrapper
+
+        env = wrapper.wrap_for_brax_training(registry.load("CartpoleBalance"), episode_length=4)
+        self.num_envs, self._random = num_envs, jax.random
+        self._reset, self._step = jax.jit(env.reset), jax.jit(env.step)
+        self.single_observation_space = Box(-np.inf, np.inf, (env.observation_size,), np.float32)
+        self.single_action_space = Box(-1, 1, (env.action_size,), np.float32)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        if options or isinstance(seed, list):
+            raise NotImplementedError("reset() takes keys, and no options")
+        self._state = self._reset(self._random.split(self._random.PRNGKey(seed or 0), self.num_envs))
+        return np.array(self._state.obs), {}
+
+    def step(self, actions: Any) -> Any:
+        if np.shape(actions) != self.action_space.shape:
+            raise ValueError("a wrong number of actions")
+        self._state = state = self._step(self._state, actions)
+        cut = np.array(state.info["truncation"], bool)
+        names = {name: np.array(value) for name, value in state.info.items() if name.endswith("final_obs")}
+        infos = {"final_obs": next(iter(names.values())), "_final_obs": np.array(state.done, bool)} if names else {}
+        return np.array(state.obs), np.array(state.reward), np.array(state.done, bool) & ~cut, cut, infos
+
+    def close(self) -> None:
+        """There is nothing to close."""
 
 
 def torchrl_serial(env_fns: Sequence[Callable[[], Any]]) -> Any:
@@ -103,6 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="engines whose names have this in them")
     parser.add_argument("--no-faults", action="store_true", help="without exceptions, kills and timeouts")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/engines.md")
     given = parser.parse_args()
     columns: dict[str, dict[str, str]] = {}
     for name, (engine, package) in ENGINES.items():
@@ -113,17 +168,27 @@ def main() -> None:
         except CliError as error:
             print(f"left out: {name}: {error}")
             continue
-        title = f"{name} {importlib.metadata.version(package)}" if package != "vecenv" else name
+        title = f"{name} {importlib.metadata.version(package)}" if package != "vecenv" else "vecenv"
         columns[title] = {row.name: row.state for row in rows}
         for row in rows:
             if row.state == BROKEN:
                 mode = next(mode for mode, state in row.modes.items() if state == BROKEN)
                 print(f"{name}: {row.name}: {mode}: {row.why[mode]}")
+    lines = table(columns)
+    print("\n".join(["", *lines]))
+    if given.write:
+        page = ROOT / "docs" / "engines.md"
+        page.write_text(between(page.read_text(), "engines", lines))
+
+
+def table(columns: dict[str, dict[str, str]]) -> list[str]:
+    """A row a promise, a column an engine."""
     names = list(dict.fromkeys(name for column in columns.values() for name in column))
-    print(f"\n| promise | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
+    lines = [f"| promise | {' | '.join(columns)} |", f"|---|{':---:|' * len(columns)}"]
     for name in names:
-        cells = [column.get(name, "") for column in columns.values()]
-        print(f"| {name} | {' | '.join('yes' if cell == KEPT else cell for cell in cells)} |")
+        cells = [SIGNS.get(column.get(name, ""), "-") for column in columns.values()]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
 
 
 if __name__ == "__main__":

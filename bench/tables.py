@@ -13,7 +13,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+
 from bench.goals import PARTS, ROWS
+from vecenv.tools.report import COLOURS, new_figure
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_YET = "not measured yet"
@@ -30,9 +33,16 @@ SHOWN = {  # ... and columns
     "per-env": "one process per environment",
     "bare-loop": "the bare loop (upper bound)",
 }
+PICTURED = {  # the bars of README.md's picture
+    "auto": 'vecenv, "auto"',
+    "per-env": "vecenv, import only",
+    "gym-sync": "SyncVectorEnv",
+    "gym-async": "AsyncVectorEnv",
+}
 
 
-def _between(text: str, marker: str, lines: list[str]) -> str:
+def between(text: str, marker: str, lines: list[str]) -> str:
+    """A page with these lines between two markers."""
     begin, end = f"<!-- {marker}: begin -->", f"<!-- {marker}: end -->"
     before, _, rest = text.partition(begin)
     _, found, after = rest.partition(end)
@@ -125,11 +135,16 @@ def _of(reports: list[dict[str, Any]], workloads: Iterable[str]) -> list[dict[st
     return [by_name[name] for name in workloads if name in by_name]
 
 
-def _times(report: dict[str, Any], name: str, against: str, spread: bool = False) -> str:
-    """The median of the rounds' ratios, with the least and the greatest on request; "-" without any."""
+def _ratios(report: dict[str, Any], name: str, against: str) -> list[float]:
+    """Those of one engine's samples to another's, round by round."""
     rates = {row["name"]: row["rates"] for row in report["rows"]}
     pairs = zip(rates.get(name, []), rates.get(against, []), strict=False)
-    ratios = [ours / theirs for ours, theirs in pairs if ours is not None and theirs]
+    return [ours / theirs for ours, theirs in pairs if ours is not None and theirs]
+
+
+def _times(report: dict[str, Any], name: str, against: str, spread: bool = False) -> str:
+    """The median of the rounds' ratios, with the least and the greatest on request; "-" without any."""
+    ratios = _ratios(report, name, against)
     if not ratios:
         return "-"
     middle = statistics.median(ratios)
@@ -163,18 +178,19 @@ def write_tables(out: Path) -> None:
     compared = _read(out / "compare.json")
     page = ROOT / "bench" / "RESULTS.md"
     text = page.read_text()
-    text = _between(text, "goals", goals_table(out, text))
+    text = between(text, "goals", goals_table(out, text))
     swept = _read(out / f"{SWEEP}.json")
     if swept:
-        text = _between(text, "sweep", sweep_table(swept, _read(out / f"{SWEEP}-memory.json") or {}))
+        text = between(text, "sweep", sweep_table(swept, _read(out / f"{SWEEP}-memory.json") or {}))
     for name in ("compare", "waits", "episodes", "train"):
         if reports := _read(out / f"{name}.json"):
-            text = _between(text, name, compare_table(reports))
+            text = between(text, name, compare_table(reports))
     page.write_text(text)
     if compared:
         _write(ROOT / "README.md", "headline", headline(compared))
         _write(ROOT / "README.md", "gains", gains_table(compared))
         _write(ROOT / "docs" / "benchmarks.md", "real", real_table(compared))
+        draw_gains(compared, ROOT / "docs" / "gains.svg")
     main = out / "CartPole-v1-64.json"
     if main.exists():
         _write(ROOT / "docs" / "benchmarks.md", "measured", main_table(main))
@@ -184,9 +200,32 @@ def write_tables(out: Path) -> None:
         shutil.copyfile(shares, ROOT / "docs" / "train_ant_shares.png")
 
 
+def draw_gains(reports: list[dict[str, Any]], path: Path) -> None:
+    """The picture of ``README.md``: the share of the bare loop that each engine reaches. For light and dark pages."""
+    found = list(_of(reports, GAINS))
+    grey = "#7d8590"
+    coloured = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), grey)
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "vecenv", "font.size": 15, **coloured}):
+        figure = new_figure(7.0, 1.0 + 0.42 * len(PICTURED) * len(found))
+        for axes, each in zip(figure.subplots(len(found), sharex=True, squeeze=False)[:, 0], found, strict=True):
+            shares = [statistics.median(_ratios(each, name, "bare-loop") or [0.0]) for name in PICTURED]
+            colours = [COLOURS["vecenv"] if name == "auto" else grey for name in PICTURED]
+            axes.barh(range(len(shares)), shares, color=colours, height=0.75)
+            for place, share in enumerate(shares):
+                axes.annotate(f" {share:.2f}", (share, place), va="center")
+            axes.set_yticks(range(len(shares)), PICTURED.values())
+            axes.get_yticklabels()[list(PICTURED).index("auto")].set(color=COLOURS["vecenv"], fontweight="bold")
+            axes.set_title(each["env"], loc="left", fontsize=15)
+            axes.set(xlim=(0, 1))
+            axes.invert_yaxis()
+            axes.spines[:].set_visible(False)
+        axes.set_xlabel("share of the bare loop (upper bound)")
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+
+
 def _read(path: Path) -> Any:
     return json.loads(path.read_text()) if path.exists() else None
 
 
 def _write(page: Path, marker: str, lines: list[str]) -> None:
-    page.write_text(_between(page.read_text(), marker, lines))
+    page.write_text(between(page.read_text(), marker, lines))

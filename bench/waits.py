@@ -184,8 +184,17 @@ def _spares(workload: str, env_fn: EnvFn, num_envs: int) -> list[Candidate]:
         )
         for count in sorted({max(num_envs // 2, 1), num_envs, num_envs + max(num_envs // 4, 1)})
     ]
-    free = WAITS["free-resets"].prepare()
-    return [*rows, vecenv_candidate("free", "vecenv, resets that cost nothing", free, num_envs, num_workers=None)]
+    free, half = WAITS["free-resets"].prepare(), max(num_envs // 2, 1)
+    ours = partial(vecenv_candidate, num_envs=num_envs, num_workers=None)
+    return [
+        *rows,
+        ours(
+            "spares-first-ready", f"vecenv, first {half} ready, {num_envs} spare workers", env_fn, spare_workers=num_envs,
+            batch_size=half,
+        ),
+        ours("free", "vecenv, resets that cost nothing", free),
+        ours("free-first-ready", f"vecenv, first {half} ready, resets that cost nothing", free, batch_size=half),
+    ]  # fmt: skip
 
 
 def _candidates(workload: str, env_fn: EnvFn, num_envs: int, workers: int) -> list[Candidate]:

@@ -13,7 +13,7 @@ PACKAGE = Path(vecenv.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "architecture.md"
 
 FLOORS = (
-    ("vecenv", "__main__"), ("tools",), ("adapters", "torch"), ("make", "patching", "registry"), ("wrappers",),
+    ("vecenv", "__main__"), ("tools",), ("adapters", "torch"), ("make", "patching"), ("wrappers",),
     ("aio",), ("evaluating",), ("multi_agent",),
     ("backends",), ("jax.rollouts",), ("jax.bridging", "jax.host", "jax.host_call"), ("jax",), ("engine",),
     ("planning",), ("recording",), ("worker",),

@@ -66,7 +66,7 @@ def test_serial_starts_no_process(make: Callable[..., Any]) -> None:
 def test_processes_are_as_many_as_is_fastest_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(vecenv.make, "AsyncVectorEnv", lambda env_fns, **options: seen.append(options) or _Nothing())
-    vecenv.registry.engine_options.cache_clear()
+    vecenv.make.engine_options.cache_clear()
     monkeypatch.setattr(vecenv.make, "engine_options", lambda: ("num_workers", "context"))
     make_vec("CartPole-v1", 2)
     make_vec("CartPole-v1", 2, vector_kwargs={"num_workers": None})

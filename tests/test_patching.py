@@ -26,7 +26,7 @@ from gymnasium.vector import SyncVectorEnv as EarlySync
 import vecenv
 from vecenv import patching
 
-ASYNC, SYNC = EarlyAsync, EarlySync  # these are replaced as well; what they were is in vecenv.front.gymnasiums
+ASYNC, SYNC = EarlyAsync, EarlySync  # these are replaced as well; what they were is in vecenv.front.arguments
 GENERIC = len(getattr(EarlyAsync, "__parameters__", ())) == 2  # since Gymnasium 1.4
 CARTPOLE = functools.partial(gymnasium.make, "CartPole-v1")
 
@@ -84,11 +84,11 @@ def test_it_is_put_back_and_said_again() -> None:
 
 def test_our_own_modules_keep_gymnasiums_classes() -> None:
     vecenv.install(sync=True)
-    from vecenv.front import gymnasiums
+    from vecenv.front import arguments
 
-    assert gymnasiums.GymnasiumAsync.__module__.startswith("gymnasium.")
-    assert gymnasiums.GymnasiumSync.__module__.startswith("gymnasium.")
-    assert gymnasiums.GymnasiumAsync in vecenv.AsyncVectorEnv.__mro__
+    assert arguments.GymnasiumAsync.__module__.startswith("gymnasium.")
+    assert arguments.GymnasiumSync.__module__.startswith("gymnasium.")
+    assert arguments.GymnasiumAsync in vecenv.AsyncVectorEnv.__mro__
 
 
 def test_an_option_that_does_not_exist_is_refused_and_nothing_is_replaced() -> None:

@@ -17,8 +17,7 @@ from gymnasium.core import ActType, ObsType
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from vecenv.engine.vector_env import AsyncVectorEnv
-from vecenv.front.arguments import check_names
-from vecenv.front.gymnasiums import GymnasiumAsync, GymnasiumSync
+from vecenv.front.arguments import GymnasiumAsync, GymnasiumSync, check_names
 
 __all__ = ["DEFAULTS", "REPORT", "PatchReport", "install", "uninstall"]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 
-from vecenv.front.gymnasiums import RESET_MASK
+from vecenv.front.arguments import RESET_MASK
 from vecenv.testing import assert_identical
 
 from .backends import ROWS, Backend

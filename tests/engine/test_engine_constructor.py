@@ -21,7 +21,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
 import vecenv
-from vecenv.front.gymnasiums import HAS_MAX_CONCURRENCY
+from vecenv.front.arguments import HAS_MAX_CONCURRENCY
 from vecenv.planning.options import EngineOptions
 
 checks_workers = pytest.mark.skipif(

@@ -12,7 +12,7 @@ from gymnasium.vector import VectorEnv
 from gymnasium.vector.async_vector_env import _async_worker
 
 import vecenv
-from vecenv.front.gymnasiums import HAS_MAX_CONCURRENCY
+from vecenv.front.arguments import HAS_MAX_CONCURRENCY
 
 
 def counting_worker(index: int, env_fn: Any, *rest: Any) -> None:

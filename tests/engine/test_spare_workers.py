@@ -225,22 +225,139 @@ def test_an_attribute_holds_in_what_is_built_later(mode: str, on_failure: str, v
     envs.close()
 
 
+def told_of(infos: dict[str, Any], at: int) -> dict[str, Any]:
+    """What an environment itself says in its info."""
+    return {key: infos[key][at] for key in ("length", "left", "name") if key in infos and infos[f"_{key}"][at]}
+
+
+class RowByRow:
+    """What rows say that are sent and received in an order of their own, and what they say in a twin."""
+
+    def __init__(self, env_fn: Any, num_envs: int, **options: Any) -> None:
+        self.envs = opened(env_fn, num_envs, **options)
+        self.twins = [twin([env_fn] * num_envs) for _ in range(num_envs)]  # one a row: each has a pace of its own
+        self.chance = np.random.default_rng(3)
+        self.n = num_envs
+        self.due: dict[int, Any] = {}
+
+    def expect(self, row: int, said: tuple[Any, ...]) -> None:
+        *values, infos = said
+        told = told_of(infos, row)
+        self.due[row] = [value[row] for value in values], told
+
+    def reset(self, **about: Any) -> None:
+        self.envs.reset(**about)
+        for one in self.twins:
+            one.reset(**about)
+
+    def reset_rows(self, rows: list[int], **about: Any) -> None:
+        self.envs.reset_async(env_id=rows, **about)
+        mask, zeros = np.isin(np.arange(self.n), rows), np.zeros(self.n)
+        for row in rows:
+            observation, infos = self.twins[row].reset(**(about or {"options": {"reset_mask": mask}}))
+            self.expect(row, (observation, zeros, zeros > 0, zeros > 0, infos))
+
+    def send(self, rows: list[int]) -> None:
+        actions = self.chance.integers(0, 3, len(rows))
+        self.envs.send(actions, np.array(rows))
+        for row, action in zip(rows, actions, strict=True):
+            self.expect(row, self.twins[row].step(np.full(self.n, action)))
+
+    def recv(self, count: int) -> list[int]:
+        *values, infos = self.envs.recv(count=count)
+        rows = infos["env_id"].tolist()
+        for position, row in enumerate(rows):
+            wanted, told = self.due.pop(row)
+            assert_identical([value[position] for value in values], wanted)
+            assert told_of(infos, position) == told
+        return rows
+
+
+@pytest.mark.parametrize("spares", [1, 3])
+def test_rows_that_are_received_first_see_the_same_episodes(spares: int) -> None:
+    both = RowByRow(partial(Walk, reset=0.002, step=0.001, uneven=True), 4, spare_workers=spares)
+    with contextlib.closing(both.envs):
+        assert both.envs.capabilities.first_ready
+        both.reset(seed=7)
+        both.send([0, 1, 2, 3])
+        for _ in range(150):
+            both.send(both.recv(int(both.chance.integers(1, 4))))
+        both.send(both.recv(len(both.due)))
+        both.recv(4)
+        actions = np.array([1, 0, 2, 1])
+        both.envs.step(actions)  # and a batch of all goes on from there
+
+
+def test_rows_are_reset_one_by_one() -> None:
+    both = RowByRow(Walk, 3)
+    with contextlib.closing(both.envs):
+        both.reset(seed=7)
+        both.send([0, 1, 2])
+        for turn in range(60):
+            rows = both.recv(2)
+            if turn % 5 == 0:
+                both.reset_rows(rows[:1])
+                both.send(rows[1:])
+            elif turn % 7 == 0:
+                both.reset_rows(rows, seed=turn)
+            else:
+                both.send(rows)
+
+
+def test_a_reset_of_all_may_be_received_row_by_row() -> None:
+    both = RowByRow(Walk, 3, batch_size=2)
+    with contextlib.closing(both.envs):
+        both.reset(seed=3)
+        both.envs.reset_async(seed=7)
+        for row, one in enumerate(both.twins):
+            observation, infos = one.reset(seed=7)
+            zeros = np.zeros(3)
+            both.expect(row, (observation, zeros, zeros > 0, zeros > 0, infos))
+        rows = [row for _ in range(3) for row in both.recv(1)]
+        for _ in range(40):  # and the episodes that follow are those of that seed
+            both.send(rows)
+            rows = both.recv(3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_snapshots_take_the_seeds_of_later_episodes_along(mode: str) -> None:
+    with contextlib.closing(opened(Walk, autoreset_mode=mode)) as envs:
+        play(envs, 11)
+        snapshots, whole = envs.save(), envs.state_dict()
+        went_on = play(envs, 30, seed=None, draws=2)
+        envs.load(snapshots)
+        assert_identical(play(envs, 30, seed=None, draws=2), went_on)
+        envs.load_state_dict(whole)
+        assert_identical(play(envs, 30, seed=None, draws=2), went_on)
+        play(envs, 3)
+        envs.load([snapshots[1]] * 3)
+        for observations, rewards, *_ in play(envs, 30, seed=None):
+            assert len({row.tobytes() for row in observations[:, 1:]}) == len(set(rewards)) == 1
+    with contextlib.closing(opened(Walk, spare_workers=1, autoreset_mode=mode)) as others:
+        others.load(snapshots)
+        assert_identical(play(others, 30, seed=None, draws=2), went_on)
+    plain = vecenv.AsyncVectorEnv([Walk] * 3, context="fork", autoreset_mode=mode)
+    with contextlib.closing(plain), contextlib.closing(opened(Walk, autoreset_mode=mode)) as envs:
+        plain.reset(seed=5)
+        envs.load(plain.save())  # seeds of its own from the next episode on
+        play(envs, 30, seed=None)
+
+
 def test_what_cannot_be_right_is_refused_by_name() -> None:
-    envs = opened(Walk, 2, spare_workers=1)
+    envs = opened(Walk, 2, spare_workers=1, autoreset_mode="SameStep")
     envs.reset(seed=1)
     assert not envs.capabilities.first_ready
-    assert not envs.capabilities.snapshots
     mask = np.array([True, False])
     for call, words in (
         (lambda: envs.set_attr("level", [1.0, 2.0]), "one value for each row"),
         (lambda: envs.set_next_options({"scale": 2.0}), "set_next_options"),
-        (envs.save, "save"), (envs.state_dict, "state_dict"), (lambda: envs.send(np.zeros(2, np.int64)), "send to some"),
-        (envs.recv, "receive"), (lambda: envs.reset_async(env_id=[0]), "send to some"),
+        (lambda: envs.send(np.zeros(2, np.int64)), "send to some"),
+        (envs.recv, "receive those"), (lambda: envs.reset_async(env_id=[0]), "send to some"),
     ):  # fmt: skip
         with pytest.raises(NotImplementedError, match=words):
             call()
     envs.reset_async(seed=1)
-    with pytest.raises(NotImplementedError, match="receive"):
+    with pytest.raises(NotImplementedError, match="receive those"):
         envs.recv()
     envs.reset_wait()
     assert envs.reset(options={"reset_mask": mask})[0].shape == (2, 3)
@@ -251,7 +368,8 @@ def test_what_cannot_be_right_is_refused_by_name() -> None:
     ("options", "words"),
     [
         ({"num_workers": 1}, "num_workers=None"), ({"num_workers": "auto"}, "num_workers=None"),
-        ({"num_workers": 0}, "num_workers=None"), ({"use_caller": True}, "calling process"), ({"batch_size": 1}, "all env"),
+        ({"num_workers": 0}, "num_workers=None"), ({"use_caller": True}, "calling process"),
+        ({"batch_size": 1, "autoreset_mode": "SameStep"}, "NEXT_STEP"),
         ({"max_concurrency": 1}, "while all the others step"), ({"autoreset_mode": "Disabled"}, "begins by itself"),
         ({"spare_workers": -1}, "from 0 on"), ({"spare_workers": True}, "from 0 on"),
         ({"env_threads": 2}, "one environment"),

@@ -19,7 +19,7 @@ from walks import ENGINES, SEED, choose, numbers, walks, wanted
 
 import vecenv
 from vecenv.errors import WorkerDied
-from vecenv.front.phases import dropping_pending
+from vecenv.front.driver import dropping_pending
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)

@@ -9,6 +9,7 @@ import signal
 import warnings
 from typing import Any
 
+from interruption import apart
 from witnesses import RESTART, SETTINGS, UNDISTURBED, Setting, Watchdog, belongings, children, kill, new_since
 
 ENDS = {
@@ -49,8 +50,7 @@ def interrupted_close(setting: Setting, state: str, interruptions: list[Any]) ->
             kill(workers[:1])
         waiting = [*interruptions, UNDISTURBED]
         while waiting:
-            with waiting.pop(0):
-                envs.close(**({"timeout": 1.0} if state == "a late step pending" else {}))
+            next(apart(_close, waiting.pop(0), envs, 1.0 if state == "a late step pending" else None))
     assert not watchdog.bit, "close() took longer than 30 s"
     envs.close()
     assert envs.closed
@@ -59,6 +59,11 @@ def interrupted_close(setting: Setting, state: str, interruptions: list[Any]) ->
     for interruption in interruptions:  # one that hits an environment of this process is told as the environment's own
         said = any(interruption.name in str(warning.message) for warning in told)
         assert not interruption.swallowed or (setting.local and said), "the exception was swallowed"
+
+
+def _close(interruption: Any, envs: Any, timeout: float | None) -> None:
+    with interruption:
+        envs.close(timeout=timeout)
 
 
 def warm_up(setting: Setting) -> None:

@@ -12,7 +12,7 @@ import itertools
 import os
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -149,6 +149,17 @@ def _collecting(frame: FrameType | None) -> bool:
 
 
 _FINALIZE = weakref.finalize.__call__.__code__
+
+
+def apart(function: Callable[..., None], *args: Any) -> Iterator[None]:
+    """Call a function, in a generator: to be used as ``next(apart(...))``.
+
+    CPython goes on handling an exception for ever if a trace function raises at a ``return`` in its except clause, or at the
+    end of a ``with``: its traceback then keeps the observations, and with them the shared memory. What a generator handles
+    ends with it.
+    """
+    function(*args)
+    yield
 
 
 def _only_here() -> None:

@@ -31,10 +31,14 @@ class Seeded(gymnasium.Wrapper[Any, Any, Any, Any]):
             self._seed, self._episode = seed, 0
         return self.env.reset(seed=seed, options=options)
 
+    def goes_on_from(self, seed: int) -> None:
+        """It has the state of the first episode after that seed."""
+        self._seed, self._episode = seed, 0
 
-def twin(env_fns: Sequence[Callable[[], Any]], **options: Any) -> SyncVectorEnv:
-    """A vector environment without spare workers, whose episodes are the same."""
-    seeded = [lambda row=row, env_fn=env_fn: Seeded(env_fn(), row) for row, env_fn in enumerate(env_fns)]
+
+def twin(env_fns: Sequence[Callable[[], Any]], first: int = 0, **options: Any) -> SyncVectorEnv:
+    """A vector environment without spare workers, whose episodes are the same; ``first``: the row of its first one."""
+    seeded = [lambda row=row, env_fn=env_fn: Seeded(env_fn(), row) for row, env_fn in enumerate(env_fns, first)]
     return SyncVectorEnv(seeded, **options)
 
 

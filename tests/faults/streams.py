@@ -11,6 +11,7 @@ import numpy as np
 from counting import RAISE
 from gymnasium.vector import SyncVectorEnv
 from interruption import Interruption, Stopped
+from spare_twins import twin
 from witnesses import RESTART, UNDISTURBED, Hung, Setting, Watchdog, brief, children, in_flight, kill
 
 from vecenv.testing import assert_identical
@@ -31,7 +32,8 @@ class Stream:
 
     def begin(self) -> None:
         self.envs = self.setting.open()
-        self.twins = [SyncVectorEnv([make]) for make in self.setting.env_fns()]
+        alone = twin if self.setting.spares else lambda fns, row: SyncVectorEnv(fns)
+        self.twins = [alone([make], row) for row, make in enumerate(self.setting.env_fns())]
         self.seed = 0
         self.restart()
 
@@ -39,8 +41,8 @@ class Stream:
         """A reset with a seed, and nothing is in flight."""
         self.seed += 100
         observations, _ = self.envs.reset(seed=self.seed)
-        for row, twin in enumerate(self.twins):
-            assert_identical(observations[row], twin.reset(seed=self.seed + row)[0][0], f"reset of {row}")
+        for row, one in enumerate(self.twins):
+            assert_identical(observations[row], one.reset(seed=self.seed + row)[0][0], f"reset of {row}")
         self.sent = [0] * self.count
         self.expected: dict[int, tuple[Any, ...]] = {}
 
@@ -82,8 +84,8 @@ class Stream:
         if not in_flight(self.envs):
             self.envs.reset_async(seed=self.seed)
         assert in_flight(self.envs) == self.count
-        for row, twin in enumerate(self.twins):
-            observations, infos = twin.reset(seed=self.seed + row)
+        for row, one in enumerate(self.twins):
+            observations, infos = one.reset(seed=self.seed + row)
             self.expected[row] = (observations, np.zeros(1), np.zeros(1, bool), np.zeros(1, bool), infos)
 
     def receive(self, *interruptions: Any, timeout: float | None = None, at_least: bool = False) -> list[int]:
@@ -163,6 +165,8 @@ FIRST_READY = {
     "max_concurrency": Setting({"num_workers": 4, "batch_size": 2, "max_concurrency": 2}),
     "restart": Setting({"num_workers": 2, "batch_size": 2, **RESTART}),
     "no shared memory": Setting({"num_workers": 2, "batch_size": 2, "shared_memory": False}),
+    "spare workers": Setting({"spare_workers": 2, "batch_size": 2}, length=1),
+    "spare workers, restart": Setting({"spare_workers": 1, "batch_size": 2, **RESTART}, length=1),
     "in process": Setting({"num_workers": 0, "batch_size": 2}, local=(0, 1, 2, 3)),
     "caller's share": Setting({"num_workers": 1, "use_caller": True, "batch_size": 2}, local=(0, 1, 2, 3)),
 }

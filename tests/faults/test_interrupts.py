@@ -21,7 +21,7 @@ import pytest
 from counting import DIE, HANG, RAISE, Counting
 from endings import ENDS, STATES, interrupted_close, leaves_nothing, warm_up
 from gymnasium.vector import SyncVectorEnv
-from interruption import KINDS, Interruption, Stopped, moments
+from interruption import KINDS, Interruption, Stopped, apart, moments
 from observe import FAULTS
 from streams import FIRST_READY, Stream
 from witnesses import (
@@ -84,7 +84,7 @@ def sweep(
         for interruption in moments(kind, every=every, offset=offset_of(*names, kind), least=least, **options):
             verdicts.attempts += 1
             try:
-                next(_apart(attempt, interruption))
+                next(apart(attempt, interruption))
             except (Exception, KeyboardInterrupt, Stopped) as error:
                 verdicts.add(error, repr(interruption))
                 del error
@@ -93,14 +93,6 @@ def sweep(
             if verdicts.enough:
                 return verdicts
     return verdicts
-
-
-def _apart(attempt: Callable[[Interruption], None], interruption: Interruption) -> Iterator[None]:
-    """CPython goes on handling an exception for ever if a trace function raises at a ``return`` in its except clause: its
-    traceback then keeps the observations, and with them the shared memory. What a generator handles ends with it.
-    """
-    attempt(interruption)
-    yield
 
 
 # --- calls --------------------------------------------------------------------------------------
@@ -182,6 +174,7 @@ def test_before_any_bytecode(setting: str, call: str) -> None:
     ("setting", "every"),
     [
         ("two of four", EVERY),
+        ("spare workers", 3 * EVERY),
         ("in process", EVERY),
         *(pytest.param(name, 1, marks=slow, id=f"all-{name}") for name in FIRST_READY),
     ],

@@ -26,7 +26,7 @@ import numpy as np
 from counting import RAISE, Counting, Texts, Words, tell
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from interruption import PACKAGE, Interruption
-from spare_twins import twin
+from spare_twins import Seeded, twin
 
 import vecenv
 from vecenv.state.capture import capture_state, prepare_restore
@@ -70,8 +70,7 @@ class Setting:
     @property
     def calls(self) -> tuple[str, ...]:
         """Those of :data:`CALLS` that are not refused."""
-        refused = ("set_next_options", "save", "load", "state_dict", "load_state_dict") if self.spares else ()
-        return tuple(name for name in CALLS if name not in refused)
+        return tuple(name for name in CALLS if name != "set_next_options" or not self.spares)
 
     def env_fns(self) -> list[Callable[[], Any]]:
         return [functools.partial(self.kind, 0 if self.spares else index, self.length) for index in range(self.count)]
@@ -190,11 +189,16 @@ def make_call(name: str, setting: Setting, tick: int) -> Call:
         )  # fmt: skip
     if name in ("load", "load_state_dict"):
         ends = setting.options.get("autoreset_mode") != "SameStep"  # where the next step begins an episode, it may be due
-        kept = [snapshot_of(env_fn(), 1000 * tick + row, tick % 4, ends) for row, env_fn in enumerate(setting.env_fns())]
+        kept = [
+            snapshot_of(env_fn(), 1000 * tick + row, tick % 4, ends, (1000 * tick, row, 0) if setting.spares else None)
+            for row, env_fn in enumerate(setting.env_fns())
+        ]
 
         def filled(same: SyncVectorEnv) -> Any:
             for row, snapshot in enumerate(kept):
-                prepare_restore(same.envs[row], snapshot.body)()
+                prepare_restore(same.envs[row].unwrapped, snapshot.body)()
+                if isinstance(same.envs[row], Seeded):
+                    same.envs[row].goes_on_from(1000 * tick)
                 same._autoreset_envs[row] = snapshot.row.pending
                 same._env_obs[row] = snapshot.observation
             return [as_list(snapshot.observation) for snapshot in kept]
@@ -264,11 +268,12 @@ def state_of(setting: Setting, snapshots: Sequence[Snapshot], tick: int) -> dict
     return dict(zip(STATE, values, strict=True))
 
 
-def snapshot_of(env: Any, seed: int, steps: int, ends: bool) -> Snapshot:
+def snapshot_of(env: Any, seed: int, steps: int, ends: bool, episodes: Any) -> Snapshot:
     """A state that none of the rows was ever in."""
     env.reset(seed=seed)
     env.steps = steps
-    return Snapshot.of(kind_of(env), capture_state(env), pending=ends and steps == 3, observation=env.observe())
+    pending, observation = ends and steps == 3, env.observe()
+    return Snapshot.of(kind_of(env), capture_state(env), pending=pending, observation=observation, episodes=episodes)
 
 
 # --- what is there ------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from failing import patiently
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from vecenv.errors import StepTimeout
-from vecenv.front.gymnasiums import HAS_MAX_CONCURRENCY
+from vecenv.front.arguments import HAS_MAX_CONCURRENCY
 from vecenv.multi_agent import FlattenAgents, MultiAgentVecEnv
 from vecenv.testing import VectorEnvContract, assert_identical
 

@@ -89,6 +89,18 @@ def test_any_engine_records_what_repeats(engine: str, mode: str, tmp_path: Path)
         require_all_repeat(envs, tmp_path)
 
 
+@pytest.mark.parametrize("spares", [0, 2])
+def test_rows_that_are_sent_one_by_one_repeat(spares: int, tmp_path: Path) -> None:
+    with recorded(Chronicle, tmp_path, batch_size=2, spare_workers=spares) as envs:
+        envs.reset(seed=5)
+        envs.send(np.zeros(4, np.int64), np.arange(4))
+        for _ in range(150):
+            rows = envs.recv()[-1]["env_id"]
+            envs.send(rows % 5, rows)
+        envs.recv(count=4)
+        require_all_repeat(envs, tmp_path)
+
+
 @pytest.mark.parametrize("kind", [Vectorial, Textual])
 def test_actions_of_any_kind_are_recorded(kind: Any, tmp_path: Path) -> None:
     with recorded(kind, tmp_path, num_workers=2) as envs:

@@ -13,7 +13,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +160,18 @@ def test_the_first_difference_is_said(tmp_path: Path) -> None:
     assert "first difference from the record at step 5: reward" in result.text
 
 
+@contextlib.contextmanager
+def restarting(fns: list[Any], recording: Any, steps: int, num_workers: int) -> Iterator[Any]:
+    """An engine that starts workers anew, after some steps."""
+    with contextlib.closing(
+        vecenv.AsyncVectorEnv(fns, record_failures=recording, on_failure="restart", num_workers=num_workers)
+    ) as envs:
+        envs.reset(seed=3)
+        for _ in range(steps):
+            envs.step(np.zeros(len(fns), np.int64))
+        yield envs
+
+
 def test_every_environment_of_a_worker_that_dies_has_a_file(tmp_path: Path) -> None:
     files, error = fails(tmp_path, "segfault", num_workers=1)
     assert isinstance(error, WorkerDied)
@@ -172,12 +184,8 @@ def test_a_restart_names_the_file_in_its_log_line_and_the_next_one_repeats(
 ) -> None:
     with caplog.at_level(logging.WARNING, "vecenv"):
         fns = [functools.partial(faulty_short, "kill", step=20)] * 2
-        with contextlib.closing(
-            vecenv.AsyncVectorEnv(fns, record_failures=tmp_path, on_failure="restart", num_workers=2)
-        ) as envs:
-            envs.reset(seed=3)
-            for _ in range(50):
-                envs.step(envs.action_space.sample())
+        with restarting(fns, tmp_path, 50, num_workers=2):
+            pass
     files = sorted(tmp_path.glob("*.vecenv"), key=lambda file: file.stat().st_mtime_ns)
     assert len(files) == 4
     for file in files:
@@ -211,12 +219,7 @@ def test_first_ready_batches(tmp_path: Path) -> None:
 def test_old_files_go_and_those_of_the_latest_failure_stay(tmp_path: Path) -> None:
     recording = vecenv.FlightRecorder(tmp_path, keep=2)
     fns = [functools.partial(faulty_short, "kill", step=5)] * 3
-    with contextlib.closing(
-        vecenv.AsyncVectorEnv(fns, record_failures=recording, on_failure="restart", num_workers=1)
-    ) as envs:
-        envs.reset(seed=3)
-        for _ in range(12):
-            envs.step(np.zeros(3, np.int64))
+    with restarting(fns, recording, 12, num_workers=1) as envs:
         assert len(list(tmp_path.glob("*.vecenv"))) == 3
         assert set(envs._driver.ledger.recordings.values()) == {str(path) for path in tmp_path.glob("*.vecenv")}
     assert not list(tmp_path.glob(".*")), "nothing unfinished"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.util
+import inspect
 import os
 import pickle
 import re
@@ -59,6 +60,9 @@ class Hidden(gym.Env):
     def do(self, what: str) -> Any:
         """Open something, or begin something."""
         return getattr(self, f"_{what}")()
+
+    def _depth(self) -> int:
+        return len(inspect.stack())
 
     def _socket(self) -> None:
         self.kept = socket.socketpair()
@@ -189,6 +193,18 @@ def test_what_was_thawed_is_a_worker_as_any_other() -> None:
         assert "killed" in str(envs.errors[0]) or "exit code is not known" in str(envs.errors[0])
         envs.thaw(frozen, into=[1])
         after(envs, 3, (0, 1))
+
+
+def test_copies_of_copies_do_not_run_out_of_stack() -> None:
+    with hidden(1) as envs:
+        envs.reset(seed=5)
+        depths = []
+        for _ in range(4):
+            [frozen] = envs.freeze([0])
+            with frozen:
+                envs.thaw(frozen, into=[0])
+            depths += envs.call("do", "depth")
+        assert len(set(depths)) == 1
 
 
 @pytest.mark.parametrize(

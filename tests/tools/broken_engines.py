@@ -122,5 +122,26 @@ def own(num_envs: int) -> Any:
     return gymnasium.make_vec("CartPole-v1", num_envs, vectorization_mode="vector_entry_point")
 
 
+def resets_early(num_envs: int) -> Any:
+    """Says that it resets in the next step, and does in the same one (Gymnasium#914)."""
+    envs = SyncVectorEnv([_cartpole] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+    envs.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+    return envs
+
+
+def loses_the_last(num_envs: int) -> Any:
+    """Resets in the same step, and keeps no observation of the episode that ended (mujoco_playground#305)."""
+    return _NoFinal([_cartpole] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+
+
+class _NoFinal(SyncVectorEnv):
+    def step(self, actions: Any) -> Any:
+        return (*super().step(actions)[:4], {})
+
+
+def _cartpole() -> Any:
+    return gymnasium.make("CartPole-v1")
+
+
 def wants_more(env_fns: Any, something: int) -> None:
     """Cannot be built."""

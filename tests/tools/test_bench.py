@@ -106,6 +106,13 @@ def report(env: str, **rates: list[float | None]) -> dict[str, Any]:
     return {"env": env, "num_envs": 8, "unit": "steps/s", "machine": {"usable_cores": 2}, "rows": rows}
 
 
+@pytest.fixture(scope="module")
+def fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """matplotlib leaves the files of fonts open."""
+    tables.draw_gains([report("CartPole-v1", auto=[1.0])], tmp_path_factory.mktemp("drawn") / "gains.svg")
+
+
+@pytest.mark.usefixtures("fonts")
 def test_each_table_is_written_into_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pages = {name: tmp_path / name for name in ("README.md", "bench/RESULTS.md", "docs/benchmarks.md")}
     for name, page in pages.items():

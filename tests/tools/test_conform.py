@@ -49,6 +49,8 @@ BROKEN = {
     "Paid": "next-step: the step after an end resets",
     "Lacks": "step: five values, one per environment",
     "Dies": "actions and rewards are of this step",
+    "resets_early": "next-step: a reset pays nothing",
+    "loses_the_last": "same-step: an end has a final observation",
 }
 
 

@@ -16,7 +16,7 @@ from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode
 
 from vecenv.adapters.single import AnyVectorEnv, require
-from vecenv.front.phases import dropping_pending
+from vecenv.front.driver import dropping_pending
 
 __all__ = ["EnvPoolLike", "as_envpool"]
 

@@ -24,7 +24,7 @@ from ray.tune.registry import ENV_CREATOR, _global_registry
 
 from vecenv.adapters.single import mapped, reset_all
 from vecenv.multi_agent import MultiAgentVecEnv
-from vecenv.multi_agent.infos import RESERVED, own_keys, row_of
+from vecenv.multi_agent.views import RESERVED, own_keys, row_of
 
 __all__ = ["MultiAgentVecEnvRunner", "RLlibVectorEnv", "as_rllib"]
 

@@ -12,8 +12,8 @@ from gymnasium import Env, Wrapper
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
 from vecenv.front.capabilities import capabilities_of
+from vecenv.front.driver import dropping_pending
 from vecenv.front.infos import info_rows
-from vecenv.front.phases import dropping_pending
 
 __all__ = ["SingleEnvs", "added_keys", "info_rows", "mapped", "require", "reset_all"]
 

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import numpy as np
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 
-from vecenv.aio.engine import RowAnswer
 from vecenv.aio.slots import Slot, Slots
+from vecenv.aio.workers import RowAnswer
 from vecenv.engine import saving
 from vecenv.engine.pending import Result
 from vecenv.errors import BusyError, EnvFailed

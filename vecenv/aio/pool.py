@@ -13,13 +13,13 @@ from typing import Any, Final
 from gymnasium import Env, Space
 from gymnasium.vector import AutoresetMode
 
-from vecenv.aio.engine import PoolEnvs
 from vecenv.aio.episode import EpisodeEnv
 from vecenv.aio.slots import Slots
+from vecenv.aio.workers import PoolEnvs
 from vecenv.engine.recovery import RestartBudget
 from vecenv.errors import ErrorRecord, VecEnvError
 from vecenv.evaluating.episodes import Attempt, EpisodeResult, EpisodeResults, Episodes, Listed, listed
-from vecenv.front.deadlines import seconds_of
+from vecenv.front.arguments import seconds_of
 from vecenv.planning.options import OnFailure, StartMethod
 from vecenv.system.generators import GeneratorsOption
 from vecenv.system.spawning import WorkerEnv

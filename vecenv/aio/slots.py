@@ -1,9 +1,9 @@
 """The slots of a pool: which episode has which environment, what each was asked, and what becomes of a slot that is lost.
 
-A *slot* is a row of the engine: where an environment lives, whichever process that is at the moment. An episode has a slot
-to itself. What is asked about a slot is one :class:`~vecenv.aio.engine.RowRequest`, and a slot has one at most: so an answer
-has nowhere else to go. A task that is cancelled leaves its request behind; the slot is not given to another episode before
-that is answered, or its worker has been killed for taking too long.
+A *slot* is a row of the engine: where an environment lives, whichever process that is at the moment. An episode has a
+slot to itself. What is asked about a slot is one :class:`~vecenv.aio.workers.RowRequest`, and a slot has one at most: so
+an answer has nowhere else to go. A task that is cancelled leaves its request behind; the slot is not given to another
+episode before that is answered, or its worker has been killed for taking too long.
 
 All of it runs in one event loop, in callbacks that do not wait.
 """
@@ -20,8 +20,7 @@ from typing import Any
 
 from gymnasium.error import ClosedEnvironmentError
 
-from vecenv.aio.engine import PoolEngine, RowAnswer, RowRequest
-from vecenv.aio.workers import WorkerWatch
+from vecenv.aio.workers import PoolEngine, RowAnswer, RowRequest, WorkerWatch
 from vecenv.engine.handles import ProcessWorker
 from vecenv.engine.pending import Death
 from vecenv.engine.recovery import RestartBudget, RestartLog

@@ -27,10 +27,9 @@ from gymnasium.vector import AutoresetMode
 from vecenv.errors import SnapshotMismatch, StaleStateError
 from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities
-from vecenv.front.driver import Call, Stepped
+from vecenv.front.driver import Call, Phase, Stepped
 from vecenv.front.guard import exclusive
 from vecenv.front.lockstep import LockstepDriver
-from vecenv.front.phases import Phase
 from vecenv.front.vector_env import VectorEnvBase
 from vecenv.jax.env import EnvState
 from vecenv.jax.functional import GONE, FunctionalVectorEnv

@@ -23,10 +23,9 @@ from gymnasium.vector.utils import iterate
 
 from vecenv.front.arguments import ResetOptions, seeds_of, wrong_shape
 from vecenv.front.capabilities import Capabilities
-from vecenv.front.driver import Call, RunOnce, Stepped
+from vecenv.front.driver import Call, Phase, RunOnce, Stepped
 from vecenv.front.guard import exclusive
 from vecenv.front.lockstep import LockstepDriver
-from vecenv.front.phases import Phase
 from vecenv.front.vector_env import VectorEnvBase
 
 __all__ = ["NativeVectorEnv"]

@@ -35,8 +35,8 @@ from vecenv.engine.pending import (
 )
 from vecenv.engine.pool import WorkerPool
 from vecenv.engine.recovery import Ledger, Policy, Recovery
-from vecenv.front.deadlines import deadline_of
-from vecenv.front.phases import Phase, still_pending
+from vecenv.front.arguments import deadline_of
+from vecenv.front.driver import Phase, still_pending
 from vecenv.link.infos import NO_INFO, InfoReader
 from vecenv.link.messages import decode_outcome
 from vecenv.link.observations import Store
@@ -108,7 +108,10 @@ class Answers(PendingRequests):
                 if self.policy.restart:
                     self.recovery.remembered.keep(range(self.num_envs), all_rows=True)
                 if self.recorder is not None:
-                    self.recorder.answered(request)
+                    if request.parts is None:  # as `answered` does, one call less of every step
+                        self.recorder.stepped(request.seq)
+                    else:
+                        self.recorder.answered(request)
                 now, then = self.pending, Pending()  # as `emptied` does
                 then.requests, then.latest, then.steps, then.resets = {}, now.latest, now.steps + request.steps, now.resets
                 self.next_pending = then

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
 
 from vecenv.engine.answers import Answers, wait_name
 from vecenv.engine.pending import Request, Worker, WorkerRequest
-from vecenv.front.deadlines import deadline_of
+from vecenv.front.arguments import deadline_of
 from vecenv.link.messages import Op
+from vecenv.state.snapshots import Row
 
 __all__ = ["Calls"]
 
 
 class Calls(Answers):
     """What an engine does for calls that are no step and no reset. Arguments were checked, and nothing is pending."""
+
+    def episodes_of(self, row: int) -> Any:
+        """Where the seeds of a row's episodes come from; ``None``: its environment draws them."""
+
+    def were_loaded(self, known: Mapping[int, Row]) -> None:
+        """These rows go on from snapshots. It may be done again."""
 
     def begin_call(self, name: str, args: Any, kwargs: Any) -> None:
         """Call a method, or read an attribute, of every environment."""

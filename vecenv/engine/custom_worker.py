@@ -12,7 +12,7 @@ from typing import Any
 
 from gymnasium.vector import VectorEnv
 
-from vecenv.front.gymnasiums import HAS_MAX_CONCURRENCY, GymnasiumAsync
+from vecenv.front.arguments import HAS_MAX_CONCURRENCY, GymnasiumAsync
 
 __all__ = ["with_custom_worker"]
 

@@ -7,12 +7,13 @@ change is another object, which takes the place of the one before in one store.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from vecenv.front.arguments import any_seed
 from vecenv.shm.layout import Array
 
 __all__ = ["EpisodeId", "EpisodeTable", "NextEpisode", "derived_seed"]
@@ -54,6 +55,7 @@ class EpisodeTable:
         answered: The number of the latest step whose answer is in here.
         steps: How many there were.
         seeds: What each row was reset with by the caller, or what stands for it; ``None``: it never was.
+        origins: The rows in which these seeds were given: a snapshot takes both along.
         lives: How often each was reset by the caller.
         episodes: The number of its episode since its seed.
         began: The step with which that began.
@@ -61,6 +63,7 @@ class EpisodeTable:
     """
 
     seeds: tuple[int | None, ...]
+    origins: tuple[int, ...]
     lives: tuple[int, ...]
     episodes: tuple[int, ...]
     began: tuple[int, ...]
@@ -72,7 +75,7 @@ class EpisodeTable:
     def blank(cls, num_envs: int) -> EpisodeTable:
         """Before the first reset."""
         zeros = (0,) * num_envs
-        return cls((None,) * num_envs, zeros, zeros, zeros)
+        return cls((None,) * num_envs, tuple(range(num_envs)), zeros, zeros, zeros)
 
     def next_key(self, row: int) -> EpisodeId:
         """The episode that follows the one that a row is in, or was in."""
@@ -82,7 +85,7 @@ class EpisodeTable:
         """The seed of an episode that begins by itself."""
         seed = self.seeds[key.row]
         assert seed is not None
-        return derived_seed(seed, key.row, key.episode)
+        return derived_seed(seed, self.origins[key.row], key.episode)
 
     def is_to_come(self, key: EpisodeId) -> bool:
         """Whether no step has asked for an episode yet, and one may."""
@@ -109,6 +112,7 @@ class EpisodeTable:
         gets one of no row's.
         """
         own, lives, episodes, began = list(self.seeds), list(self.lives), list(self.episodes), list(self.began)
+        origins = list(self.origins)
         given: list[int | None] = list(seeds)
         for row in rows:
             seed = seeds[row]
@@ -118,12 +122,33 @@ class EpisodeTable:
                 episodes[row] += 1
                 given[row] = self.seed_of(EpisodeId(row, 0, episodes[row]))
                 continue
-            episodes[row] = 0
-            given[row] = own[row] = int(np.random.SeedSequence().generate_state(1)[0] >> 1) if seed is None else int(seed)
+            episodes[row], origins[row] = 0, row
+            given[row] = own[row] = any_seed() if seed is None else int(seed)
         ended = tuple(row for row in self.ended if row not in set(rows))
         return replace(
-            self, seeds=tuple(own), lives=tuple(lives), episodes=tuple(episodes), began=tuple(began), ended=ended
+            self, seeds=tuple(own), origins=tuple(origins), lives=tuple(lives), episodes=tuple(episodes), began=tuple(began),
+            ended=ended,
         ), given  # fmt: skip
+
+    def source(self, row: int) -> tuple[int | None, int, int]:
+        """Of a row's episodes: the seed, the row that it was given to, and the number of the present one."""
+        return self.seeds[row], self.origins[row], self.episodes[row]
+
+    def loaded(self, sources: Mapping[int, tuple[int | None, int, int] | None], pending: Sequence[int]) -> EpisodeTable:
+        """Once rows go on from other states; it may be done again.
+
+        Args:
+            sources: By row, as :meth:`source` gives them; ``None``: it is not known.
+            pending: Those whose next step begins an episode.
+        """
+        seeds, origins, episodes, lives = list(self.seeds), list(self.origins), list(self.episodes), list(self.lives)
+        for row, source in sources.items():
+            seeds[row], origins[row], episodes[row] = source or (any_seed(), row, 0)
+            lives[row] += 1
+        ended = tuple({*pending} | {row for row in self.ended if row not in sources})
+        return replace(
+            self, seeds=tuple(seeds), origins=tuple(origins), episodes=tuple(episodes), lives=tuple(lives), ended=ended
+        )  # fmt: skip
 
     def stepped(self, answered: int, over: Array, *, at_once: bool) -> EpisodeTable:
         """After a step of all rows.
@@ -136,11 +161,20 @@ class EpisodeTable:
         if answered == self.answered:
             return self
         ended = tuple(np.flatnonzero(over).tolist())
-        begun = ended if at_once else self.ended
-        episodes, began = self.episodes, self.began
-        if begun:
-            episodes = tuple(episode + (row in begun) for row, episode in enumerate(episodes))
-            began = tuple(self.steps if row in begun else step for row, step in enumerate(began))
-        return EpisodeTable(
-            self.seeds, self.lives, episodes, began, () if at_once else ended, answered, self.steps + 1
-        )  # fmt: skip
+        rows = ended if at_once else self.ended
+        after = self.begun(rows) if rows else replace(self, steps=self.steps + 1)  # its columns stay the same objects
+        return replace(after, ended=() if at_once else ended, answered=answered)
+
+    def begun(self, rows: Sequence[int]) -> EpisodeTable:
+        """Once steps were asked for that begin the next episodes of rows."""
+        episodes, began = list(self.episodes), list(self.began)
+        for row in rows:
+            episodes[row] += 1
+            began[row] = self.steps
+        ended = tuple(row for row in self.ended if row not in rows)
+        return replace(self, episodes=tuple(episodes), began=tuple(began), ended=ended, steps=self.steps + 1)
+
+    def received(self, rows: Array, over: Array) -> EpisodeTable:
+        """After the answers of some rows; ``over``: bool ``(n,)``, whose episode is over. It may be done again."""
+        ended = tuple(rows[over[rows]].tolist())
+        return replace(self, ended=tuple({*self.ended, *ended})) if ended else self

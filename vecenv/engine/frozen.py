@@ -27,7 +27,7 @@ from vecenv.engine.handles import ProcessWorker
 from vecenv.engine.pending import Worker
 from vecenv.engine.pool import WorkerPool
 from vecenv.errors import WorkerDied
-from vecenv.front.deadlines import milliseconds
+from vecenv.front.arguments import milliseconds
 from vecenv.link.channel import CallerEnd, ChannelClosed
 from vecenv.link.infos import NO_INFO, add_info
 from vecenv.link.messages import Op, encode

@@ -17,8 +17,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from vecenv.errors import WorkerDied
-from vecenv.front.driver import Call, Driver
-from vecenv.front.phases import Phase
+from vecenv.front.driver import Call, Driver, Phase
 from vecenv.link.messages import Failure, Op, Outcome
 from vecenv.shm.layout import Array
 

@@ -34,7 +34,7 @@ from vecenv.engine.processes import (
     require_descriptors,
 )
 from vecenv.engine.watchdog import Watchdog
-from vecenv.front.deadlines import deadline_of, milliseconds
+from vecenv.front.arguments import deadline_of, milliseconds
 from vecenv.front.guard import left_in_a_fork
 from vecenv.link.channel import CallerEnd
 from vecenv.link.messages import Failure, Op, Reply, pack_head

@@ -22,10 +22,9 @@ from gymnasium import logger
 from vecenv.engine.handles import ProcessWorker, envs_text
 from vecenv.engine.pending import PendingRequests
 from vecenv.errors import StartupTimeout
-from vecenv.front.deadlines import milliseconds
+from vecenv.front.arguments import milliseconds
 from vecenv.link.channel import CallerEnd, ChannelClosed
-from vecenv.link.env_fns import PackedEnvFns
-from vecenv.link.messages import Failure, Op, Reply, decode_outcome, encode
+from vecenv.link.messages import Failure, Op, PackedEnvFns, Reply, decode_outcome, encode
 from vecenv.shm import Arena
 from vecenv.system.cores import Placement
 from vecenv.system.descendants import end_group, end_marked, new_token

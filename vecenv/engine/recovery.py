@@ -28,8 +28,7 @@ from gymnasium.vector import AutoresetMode
 from vecenv.engine.handles import raise_ready
 from vecenv.engine.pending import COLUMNS, NOTHING, Answer, Death, Request, Result, Settlement, Worker, WorkerRequest
 from vecenv.errors import ClusterError, EnvFailed, ErrorRecord, RestartsExhausted, StartupTimeout, StepTimeout, WorkerDied
-from vecenv.front.arguments import options_of_rows
-from vecenv.front.deadlines import deadline_of, seconds_of
+from vecenv.front.arguments import deadline_of, options_of_rows, seconds_of
 from vecenv.link.infos import NO_INFO, InfoReader
 from vecenv.link.messages import Failure, Op, PackedError, pack_error, summary, unpack_error
 from vecenv.link.observations import SharedStore, Store

@@ -79,7 +79,9 @@ def _saved(
         one: Snapshot = result.results[row]
         known = one.row
         kinds.setdefault(known.kind, row)
-        snapshots.append(one.having(observation=engine.store.row(row)) if known.used else one)
+        if known.used:
+            one = one.having(observation=engine.store.row(row), episodes=engine.episodes_of(row))
+        snapshots.append(one)
     new = kinds if verify else {}
     for kind in engine.proved:
         new.pop(kind, None)
@@ -181,6 +183,7 @@ def put_beside(engine: Calls, known: Mapping[int, Row]) -> None:
         if one.used:
             engine.store.put_row(row, one.observation)
         engine.ledger.mark_recovered(row)
+    engine.were_loaded(known)
     if engine.policy.restart:
         engine.recovery.remembered.keep(list(known), all_rows=len(known) == engine.num_envs)
 

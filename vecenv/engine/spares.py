@@ -42,10 +42,12 @@ from vecenv.link.channel import ChannelClosed
 from vecenv.link.infos import NO_INFO
 from vecenv.link.messages import Op, encode
 from vecenv.shm.layout import Array
+from vecenv.state.snapshots import Row
 from vecenv.worker.ahead import WithAttributes
 
 __all__ = ["SpareEngine", "SparePool", "refuse_different"]
 
+_SAME_STEP: Final = "in same-step mode one answer is of two workers; use autoreset_mode=AutoresetMode.NEXT_STEP"
 _REFUSED: Final = {
     Op.SET_NEXT: ("set_next_options", "the next episodes have begun already; give reset() the options, and a reset_mask"),
 }
@@ -146,13 +148,6 @@ def _refuse(what: str, reason: str) -> NoReturn:
     unable("AsyncVectorEnv(..., spare_workers=...)", what, reason)
 
 
-def _refuse_rows() -> NoReturn:
-    _refuse(
-        "send to some environments or receive those that are done first",
-        "spare workers are there for batches of all environments, so that no long reset holds these up",
-    )
-
-
 class _EpisodeEnds:
     """The second half of a step in same-step mode: rows whose episode is over, and what they said of it.
 
@@ -180,7 +175,7 @@ class SpareEngine(Engine):
 
     why_not: ClassVar[Mapping[str, str]] = {
         **Engine.why_not,
-        "snapshots": "episodes that spare workers have begun ahead of time are the state of no row",
+        "first_ready": _SAME_STEP,
     }
     pool: SparePool
     _pool_class = SparePool
@@ -190,6 +185,8 @@ class SpareEngine(Engine):
         self._asked = self.episodes  # as it will be when the reset that is pending has been answered
         self._numbers = itertools.count(1)
         self._ends: _EpisodeEnds | None = None
+        self._by_row: tuple[Sequence[int], EpisodeTable | None] = (), None
+        """Rows that are being asked one by one, and the episodes after a reset; ``None``: after a step."""
         self._looked: tuple[object, ...] = ()
         self._setting = b""  # the name and the value that set_attr was asked for last
         attributes: dict[str, bytes] = {}  # one for all: what is built later has what was set before
@@ -206,16 +203,24 @@ class SpareEngine(Engine):
     # -- asking -----------------------------------------------------------------------------------------------------
 
     def ask_step(self, actions: list[Any] | None) -> None:
-        rows = [row for row in self.episodes.ended if self.episodes.seeds[row] is not None]
-        if rows:
-            self._change_places(rows, begin=True)
-            if self.recorder is not None:
-                for key in map(self.episodes.next_key, rows):
-                    self.recorder.heard(key, Op.TAKE, [key.row], key.row, pickle.dumps(self.episodes.seed_of(key)))
+        if self.episodes.ended:
+            self._begin_episodes(self.episodes.ended)
         super().ask_step(actions)
         self._look_ahead()
 
+    def _begin_episodes(self, rows: Sequence[int]) -> None:
+        """The next step of rows begins their next episodes. It may be done again."""
+        rows = [row for row in rows if self.episodes.seeds[row] is not None]
+        self._change_places(rows, begin=True)
+        if self.recorder is not None:
+            for key in map(self.episodes.next_key, rows):
+                self.recorder.heard(key, Op.TAKE, [key.row], key.row, pickle.dumps(self.episodes.seed_of(key)))
+
     def ask_reset(self, seeds: Sequence[Any], options: ResetOptions, mask: Array | None) -> None:
+        self._note_asked()
+        if not self.idle:
+            self.drain()
+            self.episodes = self._with_ended(np.arange(self.num_envs))
         chosen = list(range(self.num_envs)) if mask is None else np.flatnonzero(mask).tolist()
         if mask is None:
             for worker in self.pool.spares:
@@ -224,19 +229,73 @@ class SpareEngine(Engine):
         self._asked, given = self.episodes.reset(chosen, seeds)
         super().ask_reset(given, options, mask)
 
+    # -- row by row -------------------------------------------------------------------------------------------------
+
     def launch(self, request: Request) -> None:
-        _refuse_rows()
+        self._require_rows()
+        self.episodes = self._asked
+        super().launch(request)
+
+    def ask_rows(self, rows: Sequence[int], actions: list[Any] | None) -> None:
+        self._require_rows()
+        self._note_asked()
+        beginning = [row for row in rows if row in self.episodes.ended]
+        if beginning:
+            self._begin_episodes(beginning)
+            self._by_row = beginning, None
+        super().ask_rows(rows, actions)
+        self._note_asked()
+        self._look_ahead()
+
+    def ask_reset_rows(self, rows: Sequence[int], seeds: Sequence[Any], options: ResetOptions) -> None:
+        self._require_rows()
+        self._note_asked()
+        after, given = self.episodes.reset(rows, seeds)
+        self._by_row = rows, after
+        super().ask_reset_rows(rows, given, options)
+        self._note_asked()
+
+    def _note_asked(self) -> None:
+        """Note the episodes of rows that were asked one by one, where an interruption has kept that from being done."""
+        rows, after = self._by_row
+        if not rows:
+            return
+        if rows[0] in self.waiting():  # otherwise the call was not made
+            if after is None:
+                upcoming = [(row, self.pool.arranged[row].next_episode) for row in rows]
+                table = self.episodes
+                after = table.begun([row for row, one in upcoming if one is not None and one.key == table.next_key(row)])
+            self.episodes = after
+        self._by_row = (), None
 
     def receive(
         self, count: int, deadline: float | None, least: tuple[int, float] | None = None
-    ) -> tuple[Received, Exception | None]:
-        _refuse_rows()
+    ) -> tuple[Received, Exception | None] | None:
+        self._require_rows()
+        self._note_asked()
+        answer = super().receive(count, deadline, least)
+        if answer is not None:
+            self.episodes = self._with_ended(answer[0][0])
+            self._look_ahead()
+        return answer
 
-    def ask_rows(self, rows: Sequence[int], actions: list[Any] | None) -> None:
-        _refuse_rows()
+    def _with_ended(self, rows: Array) -> EpisodeTable:
+        return self.episodes.received(rows, self.batch.terminations | self.batch.truncations)
 
-    def ask_reset_rows(self, rows: Sequence[int], seeds: Sequence[Any], options: ResetOptions) -> None:
-        _refuse_rows()
+    def _require_rows(self) -> None:
+        if self.mode is AutoresetMode.SAME_STEP:
+            _refuse("send to some environments or receive those that are done first", _SAME_STEP)
+
+    # -- snapshots --------------------------------------------------------------------------------------------------
+
+    def episodes_of(self, row: int) -> tuple[int | None, int, int]:
+        return self.episodes.source(row)
+
+    def were_loaded(self, known: Mapping[int, Row]) -> None:
+        pending = [row for row, one in known.items() if one.pending]
+        self.episodes = self.episodes.loaded({row: one.episodes for row, one in known.items()}, pending)
+
+    # -- calls ------------------------------------------------------------------------------------------------------
 
     def ask_call(self, op: Op, payload_of: Callable[[Worker], Any], command: str, **how: Any) -> None:
         if op in _REFUSED:

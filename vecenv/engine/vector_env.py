@@ -29,19 +29,26 @@ from gymnasium.vector.async_vector_env import AsyncState
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
 from vecenv.engine import published
-from vecenv.engine.actions import ActionStage
-from vecenv.engine.engine import Engine, Policy
+from vecenv.engine.engine import ActionStage, Engine, Policy
 from vecenv.engine.handles import ProcessWorker
 from vecenv.engine.pool import WorkerPool
 from vecenv.engine.processes import PoolOptions
 from vecenv.engine.published import StatsFile
 from vecenv.engine.spares import SpareEngine, refuse_different
 from vecenv.errors import ErrorRecord
-from vecenv.front.arguments import ResetOptions, check_env_fns, check_names, check_switches, env_ids_of, mode_of
-from vecenv.front.deadlines import seconds_of
+from vecenv.front.arguments import (
+    GymnasiumAsync,
+    ResetOptions,
+    WrongType,
+    check_env_fns,
+    check_names,
+    check_switches,
+    env_ids_of,
+    mode_of,
+    seconds_of,
+)
+from vecenv.front.driver import Phase, advance
 from vecenv.front.guard import exclusive, is_within_a_call
-from vecenv.front.gymnasiums import GymnasiumAsync, WrongType
-from vecenv.front.phases import Phase, advance
 from vecenv.front.vector_env import VectorEnvBase
 from vecenv.link.observations import PickledStore, RegisteredStore, SharedStore, Store, has_dynamic_part
 from vecenv.planning.options import (

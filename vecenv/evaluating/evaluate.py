@@ -14,8 +14,8 @@ from vecenv.errors import EnvFailed, SnapshotMismatch
 from vecenv.evaluating.episodes import EpisodeResult, EpisodeResults, Episodes, Listed, listed
 from vecenv.evaluating.policies import Acting
 from vecenv.evaluating.runners import FirstReadyRunner, LockstepRunner
+from vecenv.front.arguments import seconds_of
 from vecenv.front.capabilities import Capabilities, capabilities_of, unable
-from vecenv.front.deadlines import seconds_of
 from vecenv.state.snapshots import Kind, Snapshot
 from vecenv.system.uninterrupted import Noted
 

@@ -7,20 +7,106 @@ passes is changed.
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import operator
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import gymnasium
 import numpy as np
 import numpy.typing as npt
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AsyncVectorEnv as GymnasiumAsync
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import SyncVectorEnv as GymnasiumSync
 
 from vecenv.front.capabilities import unable
-from vecenv.front.deadlines import seconds_of
-from vecenv.front.gymnasiums import MASK_IS_EMPTY, RESET_MASK, WrongType, WrongValue
+
+__all__ = [
+    "HAS_MAX_CONCURRENCY", "LONGEST", "MASK_IS_EMPTY", "RESET_MASK", "GymnasiumAsync", "GymnasiumSync",
+    "NotClosedUnasked", "OnlyMask", "ResetOptions", "WrongType", "WrongValue", "any_seed", "check_env_fns", "check_names",
+    "check_switches", "count_of", "deadline_of", "env_ids_of", "least_of", "milliseconds", "mode_of",
+    "options_of_rows", "refuse_options", "reset_mask_of", "rows_of", "seconds_of", "seeds_of", "wrong_shape",
+]  # fmt: skip
+
+
+# -- what differs between the versions of Gymnasium --------------------------------------------------------------------
+#
+# vecenv goes with Gymnasium 1.1 to 1.4 and means what the installed one means. What their engines differ in, apart from what
+# their own functions do for us, is kept here and nowhere else:
+#
+# * Before 1.4 wrong seeds, reset masks and observation spaces were refused by ``assert``, since then by ``ValueError`` and
+#   ``TypeError``. Programs may catch either, so with the older ones ours are both.
+# * Before 1.3 every vector environment is closed when it is collected, one whose constructor failed too.
+# * Before 1.4 a custom worker function is given seven arguments, since then an eighth, for ``max_concurrency``.
+#
+# The classes are Gymnasium's as they were before anything was put in their place (:mod:`vecenv.patching`).
+
+HAS_MAX_CONCURRENCY: Final = "max_concurrency" in inspect.signature(GymnasiumAsync.__init__).parameters
+"""Whether Gymnasium's own class has this option. It came with 1.4, as the exceptions did; ours has it always."""
+
+
+class NotClosedUnasked:
+    """A vector environment that is not closed when it is collected, as since Gymnasium 1.3; goes before ``VectorEnv``."""
+
+    if hasattr(VectorEnv, "__del__"):
+
+        def __del__(self) -> None:
+            pass
+
+
+class AssertedValue(ValueError, AssertionError):
+    """A ``ValueError`` where the installed Gymnasium has an ``AssertionError``."""
+
+
+class AssertedType(TypeError, AssertionError):
+    """A ``TypeError`` where the installed Gymnasium has an ``AssertionError``."""
+
+
+WrongValue: Final[type[ValueError]] = ValueError if HAS_MAX_CONCURRENCY else AssertedValue
+WrongType: Final[type[TypeError]] = TypeError if HAS_MAX_CONCURRENCY else AssertedType
+
+RESET_MASK: Final = "`options['reset_mask']`" if HAS_MAX_CONCURRENCY else "`options['reset_mask': mask]`"
+"""What a wrong mask is called."""
+
+MASK_IS_EMPTY: Final = "contain a boolean array" + (" with at least one True value" if HAS_MAX_CONCURRENCY else "")
+"""What a mask must do that chooses no environment."""
+
+
+# -- timeouts and deadlines --------------------------------------------------------------------------------------------
+
+LONGEST: Final = 1e6
+"""Seconds (eleven days); a longer wait never ends, since the kernel counts milliseconds in 31 bits."""
+
+
+def seconds_of(timeout: Any, name: str = "timeout") -> float | None:
+    """A timeout in seconds: ``None`` for one that never ends, 0 for a negative one.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is not a number (nan).
+    """
+    if timeout is None:
+        return None
+    if isinstance(timeout, (bool, np.bool_)) or not isinstance(timeout, (int, float, np.integer, np.floating)):
+        raise TypeError(f"`{name}` must be a number of seconds or None, got {timeout!r}")
+    seconds = float(min(timeout, 2 * LONGEST))  # an int may be too large for a float
+    if math.isnan(seconds):
+        raise ValueError(f"`{name}` must be a number of seconds or None, got {timeout!r}")
+    return None if seconds >= LONGEST else max(seconds, 0.0)
+
+
+def deadline_of(timeout: Any, name: str = "timeout") -> float | None:
+    """The moment of ``time.monotonic()`` at which a timeout is over; ``None``: never. Raises as :func:`seconds_of`."""
+    seconds = seconds_of(timeout, name)
+    return None if seconds is None else time.monotonic() + seconds
+
+
+def milliseconds(deadline: float | None) -> float | None:
+    """What is left until ``deadline``, as ``poll`` wants it."""
+    return None if deadline is None else max(deadline - time.monotonic(), 0.0) * 1000
+
 
 _FEW = 64
 
@@ -118,6 +204,11 @@ def check_switches(name: str, **switches: Any) -> None:
                     "and `copy`. vecenv.multi_agent.make_openrl takes OpenRL's arguments in OpenRL's order"
                 )
             raise TypeError(f"`{option}` must be True or False, got {value!r}{hint}")
+
+
+def any_seed() -> int:
+    """A seed from the operating system, for an environment that was given none."""
+    return int(np.random.SeedSequence().generate_state(1)[0] >> 1)
 
 
 def seeds_of(seed: Any, num_envs: int, rows: Sequence[int] | None = None) -> list[Any]:

@@ -14,8 +14,7 @@ from gymnasium.error import NoAsyncCallError
 
 from vecenv.front.arguments import ResetOptions, env_ids_of
 from vecenv.front.capabilities import unable
-from vecenv.front.driver import NOTHING, Call, Driver, Stepped, require_idle, require_no_step
-from vecenv.front.phases import Phase
+from vecenv.front.driver import NOTHING, Call, Driver, Phase, Stepped, require_idle, require_no_step
 
 __all__ = ["LockstepDriver"]
 

@@ -22,8 +22,10 @@ from gymnasium.vector.vector_env import ArrayType
 
 from vecenv.errors import ErrorRecord
 from vecenv.front.arguments import (
+    NotClosedUnasked,
     ResetOptions,
     count_of,
+    deadline_of,
     env_ids_of,
     least_of,
     refuse_options,
@@ -32,11 +34,8 @@ from vecenv.front.arguments import (
     seeds_of,
 )
 from vecenv.front.capabilities import Capabilities, unable
-from vecenv.front.deadlines import deadline_of
-from vecenv.front.driver import Driver
+from vecenv.front.driver import Driver, Phase, advance
 from vecenv.front.guard import exclusive
-from vecenv.front.gymnasiums import NotClosedUnasked
-from vecenv.front.phases import Phase, advance
 
 __all__ = ["VectorEnvBase"]
 
@@ -686,5 +685,5 @@ class VectorEnvBase(NotClosedUnasked, VectorEnv[ObsType, ActType, ArrayType], Ge
         return self._driver.phase  # type: ignore[no-any-return]
 
     def _require_phase(self, method: str) -> None:
-        """Refuse one of the methods of :data:`vecenv.front.phases.NEXT` that is out of order."""
+        """Refuse one of the methods of :data:`vecenv.front.driver.NEXT` that is out of order."""
         advance(self._phase, method, self)

@@ -24,8 +24,8 @@ from gymnasium.error import ClosedEnvironmentError
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
+from vecenv.front.arguments import GymnasiumSync
 from vecenv.front.capabilities import capabilities_of
-from vecenv.front.gymnasiums import GymnasiumSync
 from vecenv.jax.env import Array, EnvState, PyTree
 from vecenv.jax.functional import action_spec, check_action
 from vecenv.jax.host import CallbackHost, InfoColumns

@@ -25,8 +25,8 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
 from vecenv.errors import ObservationError, StaleStateError
+from vecenv.front.arguments import GymnasiumAsync
 from vecenv.front.capabilities import capabilities_of
-from vecenv.front.gymnasiums import GymnasiumAsync
 from vecenv.link.observations import flat_of
 from vecenv.shm.layout import Tree, fixed_tree
 

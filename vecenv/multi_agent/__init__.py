@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from vecenv.multi_agent.conventions import StackedAgents, TurnBased, from_aec
-from vecenv.multi_agent.infos import list_of_dicts
+from vecenv.multi_agent.adapter import StackedAgents, TurnBased, from_aec
 from vecenv.multi_agent.vector_env import MultiAgentVecEnv, make_openrl
-from vecenv.multi_agent.views import FlattenAgents, OpenRLView
+from vecenv.multi_agent.views import FlattenAgents, OpenRLView, list_of_dicts
 
 __all__ = [
     "FlattenAgents",

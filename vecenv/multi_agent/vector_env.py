@@ -25,11 +25,9 @@ from vecenv.errors import SnapshotMismatch
 from vecenv.front.arguments import ResetOptions, env_ids_of, rows_of
 from vecenv.front.capabilities import unable
 from vecenv.link.observations import flat_of
-from vecenv.multi_agent.adapter import AgentsEnv, EnvFn
-from vecenv.multi_agent.conventions import as_parallel
-from vecenv.multi_agent.infos import ActionMasks, agents_to_axis
+from vecenv.multi_agent.adapter import AgentsEnv, EnvFn, as_parallel
 from vecenv.multi_agent.roster import FLAGS, AgentActions, Roster, env_name, read_roster, tree_of, zeros
-from vecenv.multi_agent.views import FlattenAgents, OpenRLView, forwarding
+from vecenv.multi_agent.views import ActionMasks, FlattenAgents, OpenRLView, agents_to_axis, forwarding
 from vecenv.planning.options import EngineOptions, StartMethod
 from vecenv.shm.layout import Array
 from vecenv.state.snapshots import Snapshot, Snapshots, StateDict

@@ -83,7 +83,7 @@ def parse_spares(spare_workers: Any, num_envs: int, mode: AutoresetMode, **besid
     reasons = {
         "num_workers": own is None or own == num_envs or "each row has a process of its own: num_workers=None",
         "use_caller": not beside["use_caller"] or "an environment of the calling process can go nowhere else",
-        "batch_size": beside["batch_size"] is None or "they are there for batches of all environments",
+        "batch_size": beside["batch_size"] is None or mode is AutoresetMode.NEXT_STEP or "use AutoresetMode.NEXT_STEP",
         "max_concurrency": beside["max_concurrency"] is None or "they reset while all the others step",
         "env_threads": beside["env_threads"] == 1 or "each has one environment",
         "autoreset_mode": mode is not AutoresetMode.DISABLED or "an episode that begins by itself is what they are for",

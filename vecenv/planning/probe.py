@@ -23,8 +23,7 @@ from gymnasium import Space
 from gymnasium.spaces import Discrete
 
 from vecenv.errors import StartupTimeout, WorkerDied
-from vecenv.link.env_fns import PackedEnvFns
-from vecenv.link.messages import PackedError, dumps, pack_error, unpack_error
+from vecenv.link.messages import PackedEnvFns, PackedError, dumps, pack_error, unpack_error
 from vecenv.system.cores import seconds_waited
 from vecenv.system.helper_process import HelperProcess
 from vecenv.system.spawning import NO_GUARD, Variables, missing_guard, why_no_processes

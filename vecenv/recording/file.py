@@ -30,13 +30,15 @@ from vecenv.link.messages import Op
 from vecenv.shm.layout import Array, Tree
 
 __all__ = [
-    "LASTING", "Failed", "Header", "Message", "Record", "Unreadable", "digest", "own_part", "packed", "read", "read_header",
-    "write",
+    "LASTING", "RESETS", "Failed", "Header", "Message", "Record", "Unreadable", "digest", "own_part", "packed", "read",
+    "read_header", "write",
 ]  # fmt: skip
 
 _MAGIC: Final = b"vecenv flight record\n"
 _FORMAT: Final = 1
 _MOST_HEADER: Final = 2**20
+RESETS: Final = (Op.RESET, Op.RESET_SOME, Op.REBUILD_SOME)
+"""What begins an episode."""
 LASTING: Final = (Op.SET_ATTR, Op.CALL, Op.EXEC, Op.CHECK, Op.LOAD)
 """What may change an environment for longer than an episode."""
 

@@ -25,8 +25,9 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from vecenv.errors import NotRestorable, VecEnvError
+from vecenv.front.arguments import any_seed
 from vecenv.link.messages import Op, decode
-from vecenv.recording.file import LASTING, Failed, Message, Record, own_part, packed, write
+from vecenv.recording.file import LASTING, RESETS, Failed, Message, Record, digest, own_part, packed, write
 from vecenv.shm.layout import Array
 from vecenv.system.uninterrupted import Uninterrupted
 
@@ -66,10 +67,9 @@ class FlightRecorder:
     keep: int = 20
 
     def __post_init__(self) -> None:
-        for name, value, least in (("snapshot_every", self.snapshot_every, 1), ("keep", self.keep, 1)):
-            if name == "snapshot_every" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        every = 1 if self.snapshot_every is None else self.snapshot_every
+        for name, value in (("snapshot_every", every), ("keep", self.keep)):
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
                 raise ValueError(f"`{name}` must be an int from 1 on, got {value!r}")
         if not isinstance(self.folder, (str, os.PathLike)):
             raise ValueError(f"`folder` must be a path, got {self.folder!r}")
@@ -257,7 +257,7 @@ class Recorder:
         given, now = list(seeds), self._point()
         for row in range(self._num_envs) if ids is None else ids.tolist():
             if given[row] is None and row not in self._seeded:
-                given[row] = int(np.random.SeedSequence().generate_state(1)[0] >> 1)
+                given[row] = any_seed()
             if given[row] is not None:
                 self._seeded[row] = now
         return given
@@ -287,7 +287,7 @@ class Recorder:
                 save = self._save()
                 assert save is not None
                 snapshots = save()
-                digests = [self._digest(observation(row)) for row in range(self._num_envs)]
+                digests = [digest(observation(row), self._layout.observations) for row in range(self._num_envs)]
                 self._saved = _Saved(self._point(), self._dropped + len(self._heard), snapshots, digests)
                 self._marks.append((self._last[1] + 1, digests))
         except NotRestorable as error:
@@ -296,11 +296,6 @@ class Recorder:
             return
         now = time.monotonic()
         self._not_before = now + (now - began) / _SHARE
-
-    def _digest(self, observation: Any) -> bytes:
-        from vecenv.recording.file import digest
-
-        return digest(observation, self._layout.observations)
 
     def _begin_block(self, first: int) -> None:
         if self._blocks and self._blocks[-1].first == first:
@@ -345,7 +340,7 @@ class Recorder:
         ends = ends & stepped & (self._how.autoreset_mode is not AutoresetMode.DISABLED)
         first_step = -1 if self._how.autoreset_mode is AutoresetMode.NEXT_STEP else 0
         episodes, steps = before[:, which].copy()
-        begins = [one for one in self._heard if one.op in _BEGIN and block.first <= one.tick < block.first + _BLOCK]
+        begins = [one for one in self._heard if one.op in RESETS and block.first <= one.tick < block.first + _BLOCK]
         at = 0
         for until, rows in [*((one.tick - block.first, one.rows) for one in begins), (count, ())]:
             number = np.arange(at, until)[:, None]
@@ -479,9 +474,6 @@ def forget_old(options: FlightRecorder, latest: Sequence[Path]) -> None:
     found = sorted(folder.glob("*.vecenv"), key=lambda file: (file in latest, file.stat().st_mtime_ns))
     for path in found[: max(len(found) - max(options.keep, len(latest)), 0)]:
         path.unlink(missing_ok=True)
-
-
-_BEGIN: Final = (Op.RESET, Op.RESET_SOME, Op.REBUILD_SOME)
 
 
 class _Whole:

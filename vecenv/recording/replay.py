@@ -6,19 +6,18 @@ import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from vecenv.link.messages import Failure, Op
-from vecenv.recording.file import LASTING, Header, Message, Record, Unreadable, digest
+from vecenv.recording.file import LASTING, RESETS, Header, Message, Record, Unreadable, digest
 from vecenv.shm import Layout
 from vecenv.worker.main import answer, make_rows
 
 __all__ = ["AGAIN", "CANNOT", "DIFFERENT", "Replay", "ReplayResult"]
 
-_RESETS: Final = (Op.RESET, Op.RESET_SOME, Op.REBUILD_SOME)
 AGAIN, DIFFERENT, CANNOT = "happened again", "did not happen again", "cannot be replayed"
 
 
@@ -102,7 +101,7 @@ class Replay:
         if message.op is Op.TAKE:  # a spare worker's episode, which begins in the next step
             begin = Message(message.place, Op.RESET, pickle.dumps(([pickle.loads(message.payload or b"")], None)))
             return [*before, begin], messages[number + 1 :], message.place + 1
-        if message.op not in _RESETS or not message.payload or pickle.loads(message.payload)[0][0] is None:
+        if message.op not in RESETS or not message.payload or pickle.loads(message.payload)[0][0] is None:
             return None
         return [] if message.op is Op.REBUILD_SOME else before, messages[number:], message.place
 
@@ -113,7 +112,7 @@ class Replay:
         record, late = self.record, int(self.record.how.autoreset_mode is AutoresetMode.NEXT_STEP)
         none = np.zeros(0, np.bool_)
         over = record.columns.get("terminations", none) | record.columns.get("truncations", none)
-        by_caller = {one.place for one in record.messages if one.op in _RESETS}
+        by_caller = {one.place for one in record.messages if one.op in RESETS}
         return not any(over[at] and at + late not in by_caller for at in range(max(message.place - late, 0), until - late))
 
     def _build(self) -> None:

@@ -2,7 +2,7 @@
 
 A table that every environment reads would lie in each worker once. Here it lies in memory that no process can write to any
 more, and its arrays are plain NumPy arrays over that. They know nothing of it: :func:`place_of` finds the memory under an
-array, and :mod:`vecenv.link.env_fns` sends its descriptor in place of the data.
+array, and :mod:`vecenv.link.messages` sends its descriptor in place of the data.
 """
 
 from __future__ import annotations

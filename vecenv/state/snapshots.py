@@ -20,7 +20,7 @@ from vecenv.system.uninterrupted import succeeds_when_repeated
 
 __all__ = ["FORMAT", "Kind", "Row", "Snapshot", "Snapshots", "StateDict", "attempt", "kind_of", "parse_snapshots"]
 
-FORMAT: Final = 4
+FORMAT: Final = 5
 
 _T = TypeVar("_T")
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
@@ -82,6 +82,8 @@ class Row:
         observation: The row's last observation.
         beside: What a vector environment over the engine knows about the row.
         generators: With ``generators="own"``, the states of the row's.
+        episodes: With spare workers, where the seeds of its episodes come from
+            (:meth:`vecenv.engine.episodes.EpisodeTable.source`).
     """
 
     kind: Kind
@@ -91,6 +93,7 @@ class Row:
     observation: Any = None
     beside: Any = None
     generators: Any = None
+    episodes: tuple[int | None, int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)

@@ -23,8 +23,7 @@ from typing import Any, Final
 
 from gymnasium.vector import AutoresetMode
 
-from vecenv.testing.conformity import CHECKS, COUNT, Check, makers, program
-from vecenv.testing.shapes import as_gymnasium
+from vecenv.testing.conformity import CHECKS, COUNT, Check, as_gymnasium, makers, program
 from vecenv.tools.usage import WRONG, CliError, did_you_mean
 
 __all__ = ["Promise", "conform", "show"]

@@ -77,7 +77,7 @@ def resolve(env_id: str) -> EnvFn:
     """The function that makes this environment; unknown ids name close matches."""
     import gymnasium
 
-    from vecenv.registry import newest_version
+    from vecenv.make import newest_version
     from vecenv.tools.runners import make_env
 
     module, _, name = env_id.rpartition(":")

@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from torchrl.data.tensor_specs import Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase
 
-from vecenv.adapters.torchrl_spaces import codec_of
+from vecenv.adapters.torchrl import codec_of
 from vecenv.backends.jax_native import functional_of
 from vecenv.jax.env import EnvState
 from vecenv.jax.functional import FunctionalVectorEnv

@@ -13,7 +13,8 @@ from typing import Any
 
 import cloudpickle
 
-from vecenv.link.messages import Outcome
+from vecenv.errors import NotRestorable
+from vecenv.link.messages import Failure, Outcome
 from vecenv.worker.keeping import SnapshotRows
 from vecenv.worker.threads import Said
 
@@ -68,6 +69,16 @@ class SpareRows(SnapshotRows):
             self._latest, self._kept = before._latest, before._kept
         if self._kept is not None:
             self._steps[0] = self._step_by_kept
+
+    def save(self, seq: int, ks: Sequence[int]) -> Outcome:
+        if self._kept is not None:
+            error = NotRestorable("a step that was interrupted has begun its next episode: step first")
+            return Outcome(failures=[Failure(self.first, error, fatal=False)])
+        return super().save(seq, ks)
+
+    def load(self, seq: int, ks: Sequence[int]) -> Outcome:
+        self._kept = None
+        return super().load(seq, ks)
 
     def prepare(self, number: int, seed: int) -> None:
         """Begin an episode ahead of time, unless preparation ``number`` is the latest one."""

@@ -20,15 +20,14 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from vecenv.errors import NotRestorable, ObservationError
 from vecenv.link.channel import ChannelClosed, Ends, WorkerEnd
-from vecenv.link.env_fns import PackedEnvFns
-from vecenv.link.messages import PLAIN_OUTCOME, Failure, Op, Outcome, Reply, encode_outcome, pack_error
+from vecenv.link.messages import PLAIN_OUTCOME, Failure, Op, Outcome, PackedEnvFns, Reply, encode_outcome, pack_error
 from vecenv.link.observations import KEPT, Put, checked_value, tree_writer
 from vecenv.shm import Arena, Batch, Layout, fixed_tree
 from vecenv.system.copies import Uncopied, fork_twice, has_copies, open_of
@@ -225,27 +224,57 @@ class CopyPlan:
     seed: int | None = None
 
 
-def freeze(rows: SnapshotRows, start: Start, channel: WorkerEnd, uncopied: Uncopied | None, plan: CopyPlan) -> Outcome:
+class _Copied(BaseException):
+    """Raised in a copy: it leaves the frames of the worker, or copies of copies would run out of stack.
+
+    Args:
+        rows: The environments, as they were in the worker.
+        plan: What the copy is given.
+    """
+
+    def __init__(self, rows: SnapshotRows, plan: CopyPlan) -> None:
+        super().__init__()
+        self.rows, self.plan = rows, plan
+
+
+def freeze(rows: SnapshotRows, channel: WorkerEnd, uncopied: Uncopied | None, plan: CopyPlan) -> Outcome:
     """Copy this worker: the copy waits until it is copied in its turn, each time for a row that goes on from here."""
     assert uncopied is not None
     why = uncopied.why_not()
     flush_output()  # what is written later is not to be written by each copy
     if not why and fork_twice(plan.token):
-        code = 1
         try:
             os.sched_setaffinity(0, uncopied.cpus)
             channel.close()
-            code = _wait_frozen(rows, start, plan)
-        except BaseException:
+        except BaseException:  # it must not go on as the one that it is a copy of
             traceback.print_exc()
-        finally:
-            os._exit(code)
+            os._exit(1)
+        raise _Copied(rows, plan)
     failures = [Failure(rows.first, NotRestorable(f"it cannot be frozen: {why}"), fatal=False)] if why else []
     return Outcome(failures=failures)
 
 
-def _wait_frozen(rows: SnapshotRows, start: Start, plan: CopyPlan) -> int:
-    """A frozen copy's whole life; returns its exit code."""
+def _live_as_copy(start: Start, rows: SnapshotRows, plan: CopyPlan) -> NoReturn:
+    """A copy's whole life: it waits, and each copy of it that is given a row serves, and may be copied in its turn."""
+    code = 1
+    try:
+        while (there := _wait_frozen(rows, start, plan)) is not None:
+            channel, rows = _thawed(rows, start, there)
+            try:
+                code = _live(start, channel, rows, Ready(os.getpid(), [], []), Uncopied())
+                break
+            except _Copied as copied:
+                rows, plan = copied.rows, copied.plan
+        else:
+            code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _wait_frozen(rows: SnapshotRows, start: Start, plan: CopyPlan) -> CopyPlan | None:
+    """Wait to be copied. In a copy: what it is given; in the one that waited, at its end: ``None``."""
     channel = _opened(rows, start, plan)
     channel.send(Reply.READY, 0, pickle.dumps(Ready(os.getpid(), [], [])))
     patience = SpinPolicy(0.0, np.zeros(1))
@@ -253,13 +282,13 @@ def _wait_frozen(rows: SnapshotRows, start: Start, plan: CopyPlan) -> int:
         try:
             op, _, payload = channel.wait(patience)
         except ChannelClosed:
-            return 0
+            return None
         if op == Op.CLOSE:
-            return 0
-        there = pickle.loads(payload or b"")
+            return None
+        there: CopyPlan = pickle.loads(payload or b"")
         if fork_twice(there.token):
             channel.close()
-            return _thawed(rows, start, there)
+            return there
 
 
 def _opened(rows: SnapshotRows, start: Start, plan: CopyPlan) -> WorkerEnd:
@@ -272,8 +301,8 @@ def _opened(rows: SnapshotRows, start: Start, plan: CopyPlan) -> WorkerEnd:
     return WorkerEnd(ends, blocks=plan.placement is None or not plan.placement.spin)
 
 
-def _thawed(before: SnapshotRows, start: Start, plan: CopyPlan) -> int:
-    """The life of a copy that has a row; returns its exit code."""
+def _thawed(before: SnapshotRows, start: Start, plan: CopyPlan) -> tuple[WorkerEnd, SnapshotRows]:
+    """In a copy that is given a row: its channel and its environment."""
     assert plan.row is not None
     assert plan.placement is not None
     start.placement = plan.placement
@@ -285,7 +314,7 @@ def _thawed(before: SnapshotRows, start: Start, plan: CopyPlan) -> int:
     rows.follow(before)
     if plan.seed is not None:
         rows.reseed(plan.seed)
-    return _live(start, channel, rows, Ready(os.getpid(), [], []), Uncopied())
+    return channel, rows
 
 
 def serve(
@@ -415,7 +444,11 @@ def main(start: Start) -> None:
         rows, failures, mismatches = None, [Failure(getattr(error, "env", start.first), error)], []
     for failure in failures:
         failure.error = pack_error(failure.error)
-    if code := _live(start, channel, rows, Ready(os.getpid(), failures, mismatches), uncopied):
+    try:
+        code = _live(start, channel, rows, Ready(os.getpid(), failures, mismatches), uncopied)
+    except _Copied as copied:
+        _live_as_copy(start, copied.rows, copied.plan)
+    if code:
         raise SystemExit(code)
 
 
@@ -434,12 +467,14 @@ def _live(
             else:
                 clean = serve(
                     channel, rows, patience, lambda now, *sent: take_place(now, start.plan, batch, *sent),
-                    lambda now, plan: freeze(now, start, channel, uncopied, plan),
+                    lambda now, plan: freeze(now, channel, uncopied, plan),
                 )  # fmt: skip
     except ChannelClosed:  # the caller closed or died; no process is left to report to
         clean = abandoned = True
         if rows is not None:
             rows.close()
+    except _Copied:
+        raise
     except BaseException:
         traceback.print_exc()
     flush_output()

@@ -23,8 +23,7 @@ from vecenv.backends.envpool.task import Task, spread
 from vecenv.backends.envpool.wire import Receiver, together
 from vecenv.front.arguments import ResetOptions, env_ids_of
 from vecenv.front.capabilities import Capabilities, unable
-from vecenv.front.driver import NOTHING, Call, Driver, Stepped, require_idle, require_no_step
-from vecenv.front.phases import Phase
+from vecenv.front.driver import NOTHING, Call, Driver, Phase, Stepped, require_idle, require_no_step
 
 __all__ = ["FirstReadyDriver", "PoolDriver", "Seeding", "WholeBatchDriver"]
 

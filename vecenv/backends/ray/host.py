@@ -31,8 +31,7 @@ from vecenv.engine.saving import put_beside
 from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import WorkerDied
 from vecenv.front.arguments import options_of_rows, reset_mask_of, seeds_of
-from vecenv.link.env_fns import PackedEnvFns
-from vecenv.link.messages import Definition, Failure, Op, Outcome, PackedError, encode_outcome, pack_error
+from vecenv.link.messages import Definition, Failure, Op, Outcome, PackedEnvFns, PackedError, encode_outcome, pack_error
 from vecenv.planning.plan import choose
 from vecenv.planning.probe import EnvProbe
 from vecenv.shm import Arena
@@ -321,16 +320,15 @@ class Host:
         self._driver.ask_some("step", Op.STEP_SOME, rows, lambda mine: actions and [actions[place[row]] for row in mine])
 
     def _ask_reset(self, rows: list[int] | None, seeds: Sequence[Any] | None, options: Any) -> None:
-        if rows is None:
-            given = list(seeds or [None] * self.num_envs)
-            if self._driver.recorder is not None:
-                given = self._driver.recorder.seeds(given, None)
-            self._driver.ask_reset(given, options, None)
-            return
-        mask = np.zeros(self.num_envs, np.bool_)
-        mask[rows] = True
-        _, options = reset_mask_of(options, self.num_envs, rows)
-        self._driver.ask_reset(seeds_of(seeds, self.num_envs, rows), options, mask)
+        given, mask = list(seeds or [None] * self.num_envs), None
+        if rows is not None:
+            mask = np.zeros(self.num_envs, np.bool_)
+            mask[rows] = True
+            _, options = reset_mask_of(options, self.num_envs, rows)
+            given = seeds_of(seeds, self.num_envs, rows)
+        if self._driver.recorder is not None:
+            given = self._driver.recorder.seeds(given, None if rows is None else np.array(rows))
+        self._driver.ask_reset(given, options, mask)
 
     def _share_of(self, worker: Worker, op: Op, payload: Any) -> Any:
         first = worker.rows[0]

@@ -33,8 +33,7 @@ from vecenv.engine.vector_env import EngineVectorEnv
 from vecenv.errors import ErrorRecord, how_to_install
 from vecenv.front.arguments import check_env_fns, check_names
 from vecenv.front.capabilities import Capabilities
-from vecenv.link.env_fns import PackedEnvFns
-from vecenv.link.messages import PackedError, unpack_error
+from vecenv.link.messages import PackedEnvFns, PackedError, unpack_error
 from vecenv.link.observations import PickledStore, SharedStore
 from vecenv.planning.options import check_option, check_options, one_of, whole
 from vecenv.recording.file import write

@@ -67,6 +67,7 @@ from vecenv.shm import Batch, Layout, fixed_tree
 from vecenv.system.cores import bound_placements, usable_cores
 from vecenv.system.generators import GeneratorsOption
 from vecenv.system.spawning import WorkerEnv, context_of, end_if_importing_main, is_about_main, too_late, variables_of
+from vecenv.system.uninterrupted import Uninterrupted
 from vecenv.worker.envs import Expected
 from vecenv.worker.main import WorkerPlan
 
@@ -318,9 +319,10 @@ class EngineVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray]):
         if not self._pool.released:
             hurried = again or nested
             self.close_extras(**{**kwargs, "timeout": _LITTLE_PATIENCE if hurried and seconds is None else seconds})
-        self.closed, driver.barred = True, "closed"
-        if not nested:
-            driver.leave()
+        with Uninterrupted():  # the next close() sees that it is closed, and would not let go of what is left
+            self.closed, driver.barred = True, "closed"
+            if not nested:
+                driver.leave()
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """End the workers; see :meth:`close`."""

@@ -1,4 +1,4 @@
-"""Other engines against ``vecenv conform``: ``python bench/conformity.py`` prints the table of ``docs/engines.md``.
+"""Other engines against ``vecenv conform``: ``python bench/conformity.py`` prints ``docs/generated/engines.md``.
 
 Each engine is built as its own documentation says. Those that bring their own environments are asked only what needs no
 knowledge of them. An engine that is not installed is left out, and named.
@@ -157,7 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="engines whose names have this in them")
     parser.add_argument("--no-faults", action="store_true", help="without exceptions, kills and timeouts")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/engines.md")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/generated/engines.md")
     given = parser.parse_args()
     columns: dict[str, dict[str, str]] = {}
     for name, (engine, package) in ENGINES.items():
@@ -177,7 +177,7 @@ def main() -> None:
     lines = table(columns)
     print("\n".join(["", *lines]))
     if given.write:
-        page = ROOT / "docs" / "engines.md"
+        page = ROOT / "docs" / "generated" / "engines.md"
         page.write_text(between(page.read_text(), "engines", lines))
 
 

@@ -1,4 +1,4 @@
-"""The table of ``docs/capabilities.md``: ``python docs/capabilities_table.py`` writes it from what backends say.
+"""The table of ``docs/generated/capabilities.md``: ``python docs/capabilities_table.py`` writes it from what backends say.
 
 Nothing is built and no environment is stepped: every backend says what it can do as a value.
 """
@@ -16,8 +16,8 @@ from vecenv.backends.jax_native import _CAPABILITIES as ON_DEVICE
 from vecenv.engine.engine import Engine
 from vecenv.front.capabilities import Capabilities
 
-PAGE = Path(__file__).with_name("capabilities.md")
-BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+PAGE = Path(__file__).parent / "generated" / "capabilities.md"
+BEGIN, END = "<!-- --8<-- [start:table] -->", "<!-- --8<-- [end:table] -->"  # docs/capabilities.md includes what is between
 
 CALLS = {
     "`reset`, `step`, `step_async`, `step_wait`, `stats`, `close`": None,

@@ -1,4 +1,4 @@
-"""``docs/capabilities.md`` shows what the backends say; ``python docs/capabilities_table.py`` writes it anew."""
+"""``docs/generated/capabilities.md`` shows what the backends say; ``python docs/capabilities_table.py`` writes it anew."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""One meaning per call: what ``docs/calls.md`` promises of every backend, asked of every backend."""
+"""One meaning per call: what ``docs/capabilities.md`` promises of every backend, asked of every backend."""

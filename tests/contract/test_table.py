@@ -1,4 +1,4 @@
-"""The table in ``docs/calls.md`` names the calls and the backends that there are."""
+"""The table in ``docs/generated/calls.md`` names the calls and the backends that there are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from . import table, test_guards, test_resets, test_state, test_steps  # noqa: F
 from .backends import BACKENDS
 from .calls import CALLS
 
-PAGE = Path(__file__).parents[2] / "docs" / "calls.md"
+PAGE = Path(__file__).parents[2] / "docs" / "generated" / "calls.md"
 
 
 def test_the_page_and_the_contract_name_the_same_calls_and_backends() -> None:

@@ -18,8 +18,8 @@ from bench.train import TRAININGS
 from bench.waits import WAITS
 from bench.workloads import WORKLOADS
 from vecenv.system.cores import usable_cores
-from vecenv.tools.benchmark import Report
-from vecenv.tools.report import draw_bars, draw_scale, print_report, print_scale, progress_bar
+from vecenv.tools import progress_bar
+from vecenv.tools.benchmark import Report, draw_bars, draw_scale, print_report, print_scale
 
 MICRO: dict[str, Callable[[suites.Pace], Report]] = {
     "round-trip": micro.round_trip,

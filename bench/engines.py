@@ -19,8 +19,16 @@ from typing import Any
 
 import numpy as np
 
-from vecenv.tools.benchmark import Candidate, Unavailable, default_candidates, vecenv_candidate
-from vecenv.tools.runners import EnvFn, Runner, run_for, sample_actions
+from vecenv.tools.runners import (
+    Candidate,
+    EnvFn,
+    Runner,
+    Unavailable,
+    default_candidates,
+    run_for,
+    sample_actions,
+    vecenv_candidate,
+)
 
 
 def _need(module: str, package: str) -> Any:

@@ -24,16 +24,16 @@ import gymnasium
 import numpy as np
 
 from bench.workloads import DropInfos, EmptyEnv, KeepInfos, wrapped
-from vecenv.tools.benchmark import (
+from vecenv.tools.benchmark import Report, Summary, compare
+from vecenv.tools.runners import (
     Candidate,
-    Report,
-    Summary,
-    bare_loop_candidate,
-    compare,
+    EnvFn,
+    bound_candidate,
     gymnasium_candidate,
+    make_env,
+    run_for,
     vecenv_candidate,
 )
-from vecenv.tools.runners import EnvFn, make_env, run_for
 
 MESSAGE = b"12345"
 IMAGE = (84, 84, 4)
@@ -140,7 +140,7 @@ def round_trip(pace: Pace) -> Report:
 def batch(pace: Pace, num_envs: int = 8) -> Report:
     """A step of CartPole-v1, whole batches a second, beside the bare loop in one process and in two."""
     env_fn = partial(make_env, "CartPole-v1")
-    limits = {name: bare_loop_candidate(env_fn, num_envs, processes) for name, processes in (("bare", 1), ("bare-2", 2))}
+    limits = {name: bound_candidate("bare-loop", env_fn, num_envs, n) for name, n in (("bare", 1), ("bare-2", 2))}
     rows = [
         gymnasium_candidate("gym-sync", "SyncVectorEnv", env_fn, num_envs),
         vecenv_candidate("in-process", "vecenv, in-process", env_fn, num_envs, num_workers=0),

@@ -243,7 +243,7 @@ def driver(seconds: float, rounds: int) -> list[dict[str, Any]]:
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Efficiency over the time of a batch, on a logarithmic axis, with the line at which two hosts equal one machine."""
-    from vecenv.tools.report import COLOURS, new_figure, save
+    from vecenv.tools.benchmark import COLOURS, new_figure, save
 
     figure = new_figure(7.0, 4.2)
     axes = figure.subplots()

@@ -13,16 +13,8 @@ import psutil
 
 from bench import engines
 from bench.workloads import WORKLOADS, SleepingEnv
-from vecenv.tools.benchmark import (
-    Candidate,
-    CandidateProcess,
-    Report,
-    ResultRow,
-    compare,
-    default_candidates,
-    vecenv_candidate,
-)
-from vecenv.tools.runners import FirstReadyVectorRunner, VectorRunner
+from vecenv.tools.benchmark import CandidateProcess, Report, ResultRow, compare
+from vecenv.tools.runners import Candidate, FirstReadyVectorRunner, VectorRunner, default_candidates, vecenv_candidate
 
 PROCESS_EACH = {"per-env", "gym-async", "sb3", "tianshou", "torchrl"}
 TOGETHER = 600  # processes that may be alive at once before such engines are measured one by one

@@ -22,9 +22,8 @@ import vecenv
 from bench.steppers import AsyncEnvPool, Halves, StableBaselines3, Stepper
 from bench.waits import sb3_envs
 from bench.workloads import Workload
-from vecenv.tools.benchmark import Candidate, CandidateProcess, Report, Unavailable, compare
-from vecenv.tools.report import new_figure, save
-from vecenv.tools.runners import SEED, EnvFn, make_env, run_for
+from vecenv.tools.benchmark import CandidateProcess, Report, compare, new_figure, save
+from vecenv.tools.runners import SEED, Candidate, EnvFn, Unavailable, make_env, run_for
 
 __all__ = ["TRAININGS", "draw_shares", "train"]
 

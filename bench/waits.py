@@ -25,16 +25,18 @@ import vecenv
 from bench.engines import OTHERS, Stepping
 from bench.suites import Memory, memory_of
 from bench.workloads import SleepingEnv, Workload
-from vecenv.tools.benchmark import (
+from vecenv.tools.benchmark import CandidateProcess, Report, compare
+from vecenv.tools.runners import (
     Candidate,
-    CandidateProcess,
-    Report,
+    EnvFn,
+    Runner,
     Unavailable,
-    compare,
+    VectorRunner,
     default_candidates,
+    run_for,
+    sample_actions,
     vecenv_candidate,
 )
-from vecenv.tools.runners import EnvFn, Runner, VectorRunner, run_for, sample_actions
 
 __all__ = ["WAITS", "episodes", "sb3_envs", "torchrl_pool", "waits"]
 

@@ -27,7 +27,7 @@ from vecenv.errors import how_to_install
 from vecenv.shm.arena import available_memory, memory_limits
 from vecenv.system.cores import usable_cores
 from vecenv.system.spawning import why_no_processes
-from vecenv.tools.usage import fitted
+from vecenv.tools import fitted
 
 if sys.platform != "win32":
     import resource

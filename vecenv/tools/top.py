@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from vecenv.engine.published import BadFile, PublishedStats, PublishedWorker, available, process_state, published
-from vecenv.tools.usage import WRONG, CliError, require
+from vecenv.tools import WRONG, CliError, require
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -305,7 +305,13 @@ def _duration(seconds: float) -> str:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Show the live table, or print one; returns the exit code."""
+    """a live table of the workers of running programs
+
+    Shows the workers of every program of this user that publishes its figures: one that has called envs.publish_stats(), or
+    was started with VECENV_TOP=1. Keys: s sorts by the next column, arrows and pages move, q or Ctrl-C ends.
+
+    Exit codes: 0 shown; 1 with --json or --once: no program publishes anything; 2 wrong usage.
+    """
     if not available():
         raise CliError("vecenv top needs Linux; envs.stats() gives the figures in the program itself")
     watcher = Watcher(arguments.pid)

@@ -174,14 +174,9 @@ def make_vec(
     vector_kwargs: VectorKwargs = None, wrappers: Wrappers | None = None, **env_kwargs: Any,
 ) -> AnyVectorEnv: ...  # fmt: skip
 def make_vec(
-    id_or_env_fn: str | EnvSpec | EnvFn,
-    num_envs: int = 1,
-    backend: str = "process",
-    *,
-    vector_kwargs: VectorKwargs = None,
-    wrappers: Wrappers | None = None,
-    **env_kwargs: Any,
-) -> AnyVectorEnv:
+    id_or_env_fn: str | EnvSpec | EnvFn, num_envs: int = 1, backend: str = "process", *,
+    vector_kwargs: VectorKwargs = None, wrappers: Wrappers | None = None, **env_kwargs: Any,
+) -> AnyVectorEnv:  # fmt: skip
     """Build a vector environment, by the id of its environments and the name of what steps them.
 
     Args:

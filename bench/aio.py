@@ -85,20 +85,12 @@ async def measured(seconds: float, num_envs: int, play: Callable[[Counter], Awai
 
 
 def env_class(kind: str) -> Any:
-    import gymnasium
-    import numpy as np
+    from bench.workloads import EmptyEnv
 
-    class Works(gymnasium.Env[Any, Any]):
-        observation_space = gymnasium.spaces.Box(0, 1, (4,), np.float32)
-        action_space = gymnasium.spaces.Discrete(2)
-        observation = np.zeros(4, np.float32)
-
-        def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-            return self.observation, {}
-
-        def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    class Works(EmptyEnv):
+        def step(self, action: Any) -> Any:
             work(kind)
-            return self.observation, 0.0, False, False, {}
+            return super().step(action)
 
     return Works
 

@@ -398,7 +398,8 @@ def _parse_wrappers(wrappers: Wrappers | None) -> tuple[Callable[[Any], Any], ..
 def _process(request: MakeRequest) -> AnyVectorEnv:
     options = dict(request.vector_kwargs)
     options.setdefault("num_workers", None if options.get("spare_workers") else "auto")
-    if options.get("context") is None and _threads_do_not_survive_a_fork():
+    threads = any(name in sys.modules for name in ("jax", "torch"))  # they do not survive a fork
+    if options.get("context") is None and threads and "forkserver" in multiprocessing.get_all_start_methods():
         options["context"] = "forkserver"
     return _engine(request, options)
 
@@ -413,11 +414,6 @@ def _engine(request: MakeRequest, options: dict[str, Any]) -> AnyVectorEnv:
     check_names(options, engine_options(), "AsyncVectorEnv")
     env_fn = _env_fn(request)
     return AsyncVectorEnv([env_fn] * request.num_envs, **options)
-
-
-def _threads_do_not_survive_a_fork() -> bool:
-    loaded = any(name in sys.modules for name in ("jax", "torch"))
-    return loaded and "forkserver" in multiprocessing.get_all_start_methods()
 
 
 def _env_fn(request: MakeRequest) -> EnvFn:

@@ -27,7 +27,7 @@ import numpy as np
 import vecenv
 from bench.engines import Pace, Stepping
 from bench.workloads import DropInfos, EmptyEnv, wrapped
-from vecenv.tools.benchmark import Report, Summary, compare
+from vecenv.tools.benchmark import Report, Summary, compare, take_turns
 from vecenv.tools.runners import (
     Candidate,
     EnvFn,
@@ -192,15 +192,15 @@ def start_once(engine: str, num_envs: int, workers: int) -> None:
 
 def startup(repeats: int, num_envs: int = 64, workers: int = 2) -> dict[str, list[float]]:
     """Seconds to start, each in a new interpreter with a cold fork server, engines in turns."""
-    seconds: dict[str, list[float]] = {"workers": [], "per-env": [], "gym-async": []}
-    for _ in range(repeats):
-        for engine, taken in seconds.items():
-            code = f"from bench.micro import start_once; start_once({engine!r}, {num_envs}, {workers})"
-            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
-            if done.returncode:
-                raise RuntimeError(f"{engine} did not start: {done.stderr.strip().splitlines()[-1:]}")
-            taken.append(float(done.stdout.split()[-1]))
-    return seconds
+
+    def start(engine: str) -> float:
+        code = f"from bench.micro import start_once; start_once({engine!r}, {num_envs}, {workers})"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{engine} did not start: {done.stderr.strip().splitlines()[-1:]}")
+        return float(done.stdout.split()[-1])
+
+    return take_turns({engine: partial(start, engine) for engine in ("workers", "per-env", "gym-async")}, repeats)
 
 
 class CountingEnv(EmptyEnv):

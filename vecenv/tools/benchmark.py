@@ -30,7 +30,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import cloudpickle
 import gymnasium
@@ -55,6 +55,7 @@ CHECK_STEPS: Final = 256
 CHECK_SECONDS: Final = 1.5
 START_TIMEOUT: Final = 300.0
 WARM_UP: Final = 0.3  # seconds: caches, allocators, and the first reset
+_T = TypeVar("_T")
 
 
 class Interrupted(KeyboardInterrupt):
@@ -301,12 +302,12 @@ class Summary:
         return f"{self.median:{form}} ({self.minimum:{form}} - {self.maximum:{form}})"
 
 
-def take_turns(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def take_turns(runs: Mapping[str, Callable[[], _T]], rounds: int) -> dict[str, list[_T]]:
     """What each run returns in each round, for candidates in this process.
 
     Every other round goes the other way, so that what drifts within a round favours none.
     """
-    found: dict[str, list[float]] = {name: [] for name in runs}
+    found: dict[str, list[_T]] = {name: [] for name in runs}
     for turn in range(rounds):
         for name in list(runs)[:: -1 if turn % 2 else 1]:
             found[name].append(runs[name]())

@@ -141,7 +141,7 @@ def test_wrong_trajectories_end_with_code_1(
     longer = partial(runners.make_env, "CartPole-v0")  # ends after 200 steps, and rewards and observations are the same
     build = partial(runners.VectorRunner, partial(SyncVectorEnv, [longer] * 2))
     wrong = runners.Candidate("wrong", "a wrong engine", build, "vecenv", checked=True)
-    monkeypatch.setattr(runners, "default_candidates", lambda *_: [wrong])
+    monkeypatch.setattr(runners, "default_candidates", lambda *_, **__: [wrong])
     assert cli.main(["bench", "Acrobot-v1", *TINY, "--out", str(tmp_path)]) == tools.WRONG
     error = capsys.readouterr().err
     assert "WRONG RESULTS, nothing was timed: a wrong engine differs from SyncVectorEnv at the reset" in error

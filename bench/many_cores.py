@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import vecenv
+from bench import seconds_per
 from bench.workloads import WaitingEnv
 
 CORES = (8, 16, 32, 64, 128)
@@ -55,11 +56,8 @@ def spent(workers: int, rows: int, seconds: float, size: int) -> float:
     envs = vecenv.AsyncVectorEnv([env_fn] * rows, num_workers=workers)
     try:
         envs.reset(seed=0)
-        actions, times = np.zeros(rows, np.int64), []
-        for _ in range(150):
-            before = time.process_time()
-            envs.step(actions)
-            times.append(time.process_time() - before)
+        actions = np.zeros(rows, np.int64)
+        times = [seconds_per(1, lambda: envs.step(actions), time.process_time) for _ in range(150)]
         return statistics.median(times[20:])
     finally:
         envs.close()

@@ -33,6 +33,7 @@ import numpy as np
 
 import vecenv
 import vecenv.jax as vj
+from bench import seconds_per
 from bench.workloads import WaitingEnv
 from vecenv.jax.rollouts import Policy
 from vecenv.tools.benchmark import take_turns
@@ -73,12 +74,7 @@ def layers_for(seconds: float, rows: int, weights: Any) -> int:
         run = jax.jit(functools.partial(policy_of(layers), weights, ()))
         obs, first, key = jnp.zeros((rows, 4)), jnp.zeros(rows, bool), jax.random.key(0)
         jax.block_until_ready(run(obs, first, key))
-        turns = []
-        for _ in range(15):
-            begin = time.perf_counter()
-            jax.block_until_ready(run(obs, first, key))
-            turns.append(time.perf_counter() - begin)
-        return statistics.median(turns)
+        return statistics.median(seconds_per(1, lambda: jax.block_until_ready(run(obs, first, key))) for _ in range(15))
 
     few, many = 10, 110
     each = (taken(many) - taken(few)) / (many - few)

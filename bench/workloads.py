@@ -70,7 +70,8 @@ class WaitingEnv(EmptyEnv):
         found = super().reset(seed=seed)
         if self._reset:
             time.sleep(self._reset)
-        self._left = self.np_random.integers(*self._length) if isinstance(self._length, tuple) else self._length
+        length = self._length
+        self._left = int(self.np_random.integers(*length)) if isinstance(length, tuple) else length
         return found
 
     def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:

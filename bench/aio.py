@@ -265,7 +265,7 @@ def spread(values: list[float], form: str) -> str:
 
 
 def compare(args: argparse.Namespace) -> None:
-    from vecenv.tools.benchmark import take_turns
+    from bench import take_turns
 
     print(f"{args.num_envs} environments, {args.repeats} interleaved rounds of {args.seconds:g} s: median (least - most)")
     print(f"{'':28}{'steps/s':>26}{'late, ms (99 %)':>22}{'pool / this':>24}")

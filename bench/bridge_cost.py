@@ -30,10 +30,9 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from jax.experimental import io_callback
 
-from bench import seconds_per
+from bench import seconds_per, take_turns
 from vecenv.jax import bridge
 from vecenv.jax.host_call import host_call
-from vecenv.tools.benchmark import take_turns
 
 SHAPES = {
     "8 x (4,) float32": (8, (4,), np.float32),

@@ -23,8 +23,8 @@ from typing import Any
 import psutil
 
 import vecenv
+from bench import take_turns
 from bench.workloads import WaitingEnv
-from vecenv.tools.benchmark import take_turns
 from vecenv.tools.runners import make_env
 
 

@@ -26,10 +26,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import seconds_per
+from bench import seconds_per, take_turns
 from vecenv.backends.jax_native import JaxVectorEnv
 from vecenv.jax import FunctionalVectorEnv, adapt, rollout, stateless
-from vecenv.tools.benchmark import take_turns
 
 
 def main() -> None:

@@ -25,9 +25,10 @@ import gymnasium
 import numpy as np
 
 import vecenv
+from bench import take_turns
 from bench.engines import Pace, Stepping
 from bench.workloads import DropInfos, EmptyEnv, wrapped
-from vecenv.tools.benchmark import Report, Summary, compare, take_turns
+from vecenv.tools.benchmark import Report, Summary, compare
 from vecenv.tools.runners import (
     Candidate,
     EnvFn,

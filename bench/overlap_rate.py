@@ -33,10 +33,9 @@ import numpy as np
 
 import vecenv
 import vecenv.jax as vj
-from bench import seconds_per
+from bench import seconds_per, take_turns
 from bench.workloads import WaitingEnv
 from vecenv.jax.rollouts import Policy
-from vecenv.tools.benchmark import take_turns
 
 WIDTH, TOKENS = 128, 16
 

@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 
 import vecenv
+from bench import take_turns
 from bench.workloads import WaitingEnv
 from vecenv.backends import RayVectorEnv
 from vecenv.backends.ray.host import Host, HostPlan, Packed, Packing
-from vecenv.tools.benchmark import take_turns
 from vecenv.tools.runners import run_for
 
 SHAPES: dict[str, tuple[tuple[int, ...], str]] = {"small": ((4,), "float32"), "image": ((84, 84, 4), "uint8")}

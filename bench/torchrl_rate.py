@@ -37,9 +37,9 @@ from torchrl.envs import GymEnv, GymWrapper, MultiThreadedEnvWrapper, ParallelEn
 from torchrl.modules import OneHotCategorical, ProbabilisticActor
 
 import vecenv
-from bench import seconds_per
+from bench import seconds_per, take_turns
 from vecenv.adapters import as_torchrl
-from vecenv.tools.benchmark import Summary, take_turns
+from vecenv.tools.benchmark import Summary
 
 Runs = Mapping[str, Callable[[], Any]]
 

@@ -25,12 +25,12 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import cloudpickle
 import gymnasium
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COLOURS", "CandidateProcess", "Interrupted", "Report", "ResultRow", "Summary", "compare", "draw_bars", "draw_scale",
-    "machine", "new_figure", "print_report", "print_scale", "save", "show_rate", "started", "take_turns",
+    "machine", "new_figure", "print_report", "print_scale", "save", "show_rate", "started",
 ]  # fmt: skip
 
 BASELINES: Final = {"gym-async": ("x Async", ".2f"), "bare-loop": ("of bare loop", ".3f")}
@@ -55,7 +55,6 @@ CHECK_STEPS: Final = 256
 CHECK_SECONDS: Final = 1.5
 START_TIMEOUT: Final = 300.0
 WARM_UP: Final = 0.3  # seconds: caches, allocators, and the first reset
-_T = TypeVar("_T")
 
 
 class Interrupted(KeyboardInterrupt):
@@ -300,18 +299,6 @@ class Summary:
     def show(self, form: str = ".2f") -> str:
         """Median, and in brackets the least and the greatest."""
         return f"{self.median:{form}} ({self.minimum:{form}} - {self.maximum:{form}})"
-
-
-def take_turns(runs: Mapping[str, Callable[[], _T]], rounds: int) -> dict[str, list[_T]]:
-    """What each run returns in each round, for candidates in this process.
-
-    Every other round goes the other way, so that what drifts within a round favours none.
-    """
-    found: dict[str, list[_T]] = {name: [] for name in runs}
-    for turn in range(rounds):
-        for name in list(runs)[:: -1 if turn % 2 else 1]:
-            found[name].append(runs[name]())
-    return found
 
 
 @dataclass

@@ -6,22 +6,23 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench import goals, micro, programs, size, suites, tables, train, waits
+from bench.engines import Pace
 from bench.programs import PROGRAMS
 from bench.train import TRAININGS
 from bench.waits import WAITS
 from bench.workloads import WORKLOADS
 from vecenv.system.cores import usable_cores
-from vecenv.tools.benchmark import Report
-from vecenv.tools.report import draw_bars, draw_scale, print_report, print_scale, progress_bar
+from vecenv.tools import progress_bar
+from vecenv.tools.benchmark import Report, draw_bars, draw_scale, print_report, print_scale
 
-MICRO: dict[str, Callable[[suites.Pace], Report]] = {
+MICRO: dict[str, Callable[[Pace], Report]] = {
     "round-trip": micro.round_trip,
     **{f"batch-{n}": partial(micro.batch, num_envs=n) for n in (2, 8, 64)},
     "infos": micro.infos,
@@ -120,20 +121,17 @@ def _show(arguments: argparse.Namespace, reports: list[Report], stem: str) -> No
         print(f"Written: {arguments.out / stem}.json")
 
 
-def _list(arguments: argparse.Namespace, pace: suites.Pace) -> None:
-    for workload in WORKLOADS.values():
-        print(f"workload {workload.name:12} {workload.text}")
-    for workload in WAITS.values():
-        print(f"waits    {workload.name:12} {workload.text}")
-    for workload in TRAININGS.values():
-        print(f"train    {workload.name:12} {workload.text}")
+def _list(arguments: argparse.Namespace, pace: Pace) -> None:
+    for kind, workloads in (("workload", WORKLOADS), ("waits", WAITS), ("train", TRAININGS)):
+        for workload in workloads.values():
+            print(f"{kind:8} {workload.name:12} {workload.text}")
     print("micro   ", ", ".join(MICRO))
     print("goals   ", ", ".join(goals.PARTS))
     for name, program in PROGRAMS.items():
         print(f"program  {name:22} https://github.com/{program.repository}")
 
 
-def _compare(arguments: argparse.Namespace, pace: suites.Pace) -> None:
+def _compare(arguments: argparse.Namespace, pace: Pace) -> None:
     reports = [
         report
         for workload in arguments.workloads
@@ -143,7 +141,7 @@ def _compare(arguments: argparse.Namespace, pace: suites.Pace) -> None:
     _show(arguments, reports, "compare")
 
 
-def _sweep(arguments: argparse.Namespace, pace: suites.Pace) -> None:
+def _sweep(arguments: argparse.Namespace, pace: Pace) -> None:
     suites.raise_descriptor_limit()
     memory: dict[int, dict[str, suites.Memory]] = {}
     reports, sizes = [], []
@@ -155,18 +153,22 @@ def _sweep(arguments: argparse.Namespace, pace: suites.Pace) -> None:
     stem = f"sweep-{arguments.workload.replace('/', '_')}"
     _show(arguments, reports, stem)
     draw_scale(sizes, arguments.out / f"{stem}-scale.png")
-    kept = {n: {name: asdict(used) for name, used in by_name.items()} for n, by_name in memory.items()}
+    if not arguments.json:
+        print_scale(sizes)
+    for num_envs, name, used in _kept(arguments, stem, memory):
+        each = (used.trainer + used.workers) / num_envs / 2**20
+        print(f"memory, {num_envs:5} envs, {name:12} {each:8.2f} MiB an env, {used.processes} processes")
+
+
+def _kept(arguments: argparse.Namespace, stem: str, memory: dict[Any, dict[str, suites.Memory]]) -> Iterator[Any]:
+    """Write what rows occupied; yields what is to be printed of it: the case, the row, and its memory."""
+    kept = {case: {name: asdict(used) for name, used in by_name.items()} for case, by_name in memory.items()}
     (arguments.out / f"{stem}-memory.json").write_text(json.dumps(kept, indent=1) + "\n")
-    if arguments.json:
-        return
-    print_scale(sizes)
-    for num_envs, by_name in memory.items():
-        for name, used in by_name.items():
-            each = (used.trainer + used.workers) / num_envs / 2**20
-            print(f"memory, {num_envs:5} envs, {name:12} {each:8.2f} MiB an env, {used.processes} processes")
+    if not arguments.json:
+        yield from ((case, name, used) for case, by_name in memory.items() for name, used in by_name.items())
 
 
-def _micro(arguments: argparse.Namespace, pace: suites.Pace) -> None:
+def _micro(arguments: argparse.Namespace, pace: Pace) -> None:
     for part in arguments.parts or MICRO:
         report = MICRO[part](pace)
         _show(arguments, [report], f"micro-{part}")
@@ -181,27 +183,22 @@ def _micro(arguments: argparse.Namespace, pace: suites.Pace) -> None:
                 print(f"{report.num_envs} environments, {name}: {text} a batch beyond the bare loop in as many processes")
 
 
-def _waits(arguments: argparse.Namespace, pace: suites.Pace) -> None:
+def _waits(arguments: argparse.Namespace, pace: Pace) -> None:
     suites.raise_descriptor_limit()
     memory: dict[str, dict[str, suites.Memory]] = {workload: {} for workload in arguments.workloads}
     how = arguments.num_envs, arguments.workers, pace, arguments.engines
     reports = [waits.waits(workload, *how, memory[workload]) for workload in arguments.workloads]
     _show(arguments, reports, "waits")
-    kept = {workload: {name: asdict(used) for name, used in by_name.items()} for workload, by_name in memory.items()}
-    (arguments.out / "waits-memory.json").write_text(json.dumps(kept, indent=1) + "\n")
-    if arguments.json:
-        return
-    for workload, by_name in memory.items():
-        for name, used in by_name.items():
-            whole = (used.trainer + used.workers) / 2**20
-            print(f"memory, {workload:12} {name:20} {whole:8.1f} MiB in {1 + used.processes} processes")
+    for workload, name, used in _kept(arguments, "waits", memory):
+        whole = (used.trainer + used.workers) / 2**20
+        print(f"memory, {workload:12} {name:20} {whole:8.1f} MiB in {1 + used.processes} processes")
 
 
-def _episodes(arguments: argparse.Namespace, pace: suites.Pace) -> None:
+def _episodes(arguments: argparse.Namespace, pace: Pace) -> None:
     _show(arguments, [waits.episodes(arguments.num_envs, pace, arguments.engines)], "episodes")
 
 
-def _train(arguments: argparse.Namespace, pace: suites.Pace) -> None:
+def _train(arguments: argparse.Namespace, pace: Pace) -> None:
     suites.raise_descriptor_limit()
     reports = []
     for name in arguments.workloads:
@@ -213,21 +210,21 @@ def _train(arguments: argparse.Namespace, pace: suites.Pace) -> None:
     _show(arguments, reports, "train")
 
 
-def _goals(arguments: argparse.Namespace, pace: suites.Pace) -> None:
+def _goals(arguments: argparse.Namespace, pace: Pace) -> None:
     settings = goals.Settings(arguments.workers, pace, arguments.quick)
     for part in arguments.parts or goals.PARTS:
         goals.run(part, settings, arguments.out)
 
 
-def _programs(arguments: argparse.Namespace, pace: suites.Pace) -> None:
+def _programs(arguments: argparse.Namespace, pace: Pace) -> None:
     programs.compare(arguments.names or list(PROGRAMS), arguments.sources, arguments.python, arguments.rounds, arguments.out)
 
 
-def _size(arguments: argparse.Namespace, pace: suites.Pace) -> None:
+def _size(arguments: argparse.Namespace, pace: Pace) -> None:
     size.show(as_json=arguments.json)
 
 
-def _figures(arguments: argparse.Namespace, pace: suites.Pace) -> None:
+def _figures(arguments: argparse.Namespace, pace: Pace) -> None:
     """All that README.md and the first two tables of docs/benchmarks.md show, in one go."""
     main_table = [sys.executable, "-m", "vecenv", "bench", "CartPole-v1", "--num-envs", "64", "--out", str(arguments.out)]
     subprocess.run(main_table, check=True)
@@ -236,7 +233,7 @@ def _figures(arguments: argparse.Namespace, pace: suites.Pace) -> None:
     tables.write_tables(arguments.out)
 
 
-def _table(arguments: argparse.Namespace, pace: suites.Pace) -> None:
+def _table(arguments: argparse.Namespace, pace: Pace) -> None:
     tables.write_tables(arguments.out)
 
 

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
+import itertools
 import json
 import os
 import socket
@@ -85,20 +87,12 @@ async def measured(seconds: float, num_envs: int, play: Callable[[Counter], Awai
 
 
 def env_class(kind: str) -> Any:
-    import gymnasium
-    import numpy as np
+    from bench.workloads import EmptyEnv
 
-    class Works(gymnasium.Env[Any, Any]):
-        observation_space = gymnasium.spaces.Box(0, 1, (4,), np.float32)
-        action_space = gymnasium.spaces.Discrete(2)
-        observation = np.zeros(4, np.float32)
-
-        def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-            return self.observation, {}
-
-        def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    class Works(EmptyEnv):
+        def step(self, action: Any) -> Any:
             work(kind)
-            return self.observation, 0.0, False, False, {}
+            return super().step(action)
 
     return Works
 
@@ -251,8 +245,8 @@ def candidates(args: argparse.Namespace) -> dict[str, Callable[[str, int], dict[
     }
 
 
-def child(name: str, kind: str, workers: int, args: argparse.Namespace) -> dict[str, float] | None:
-    """The figures of one program; ``None``: it cannot run here."""
+def child(name: str, kind: str, workers: int, args: argparse.Namespace) -> dict[str, float]:
+    """The figures of one program; none if it cannot run here."""
     python = args.openenv_python if name == "openenv" else sys.executable
     command = [python, __file__, "--run", name, "--kind", kind, "--of-workers", str(workers)]
     command += ["--seconds", str(args.seconds), "--num-envs", str(args.num_envs), *(["--uvloop"] if args.uvloop else [])]
@@ -261,7 +255,7 @@ def child(name: str, kind: str, workers: int, args: argparse.Namespace) -> dict[
     if done.returncode:
         missing = "No module named 'openenv'" in done.stderr
         print("openenv: missing, see --help" if missing else done.stderr, file=sys.stderr)
-        return None
+        return {}
     figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return figures
 
@@ -271,30 +265,22 @@ def spread(values: list[float], form: str) -> str:
 
 
 def compare(args: argparse.Namespace) -> None:
-    names = [name for name in candidates(args) if name in args.only]
+    from bench import take_turns
+
     print(f"{args.num_envs} environments, {args.repeats} interleaved rounds of {args.seconds:g} s: median (least - most)")
     print(f"{'':28}{'steps/s':>26}{'late, ms (99 %)':>22}{'pool / this':>24}")
-    for kind in args.kinds:
-        for workers in args.workers:
-            rounds: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-            for _ in range(args.repeats):
-                for name in list(names):
-                    figures = child(name, kind, workers, args)
-                    if figures is None:
-                        names.remove(name)
-                        del rounds[name]
-                    else:
-                        rounds[name].append(figures)
-            for name, figures_of in rounds.items():
-                rates = [each["rate"] for each in figures_of]
-                late = [each["late_ms"] for each in figures_of if "late_ms" in each]
-                ratios = [mine["rate"] / each["rate"] for mine, each in zip(rounds["pool"], figures_of, strict=True)]
-                steps = "" if name == "bare" else spread(rates, ",.0f")
-                beside = "" if name in ("pool", "bare") else spread(ratios, ".2f")
-                print(
-                    f"{f'{kind}, {workers} workers':20}{name:8}{steps:>26}"
-                    f"{spread(late, '.1f') if late else '':>22}{beside:>24}", flush=True,
-                )  # fmt: skip
+    for kind, workers in itertools.product(args.kinds, args.workers):
+        names = [name for name in candidates(args) if name in args.only]
+        found = take_turns({name: functools.partial(child, name, kind, workers, args) for name in names}, args.repeats)
+        for name, rounds in found.items():
+            if not all(rounds):
+                continue
+            late = [each["late_ms"] for each in rounds if "late_ms" in each]
+            ratios = [mine["rate"] / each["rate"] for mine, each in zip(found["pool"], rounds, strict=True)]
+            steps = "" if name == "bare" else spread([each["rate"] for each in rounds], ",.0f")
+            beside = "" if name in ("pool", "bare") else spread(ratios, ".2f")
+            what = f"{f'{kind}, {workers} workers':20}{name:8}"
+            print(f"{what}{steps:>26}{spread(late, '.1f') if late else '':>22}{beside:>24}", flush=True)
 
 
 def main() -> None:

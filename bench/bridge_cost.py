@@ -19,7 +19,6 @@ import argparse
 import functools
 import json
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,9 +30,9 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from jax.experimental import io_callback
 
+from bench import seconds_per, take_turns
 from vecenv.jax import bridge
 from vecenv.jax.host_call import host_call
-from vecenv.tools.benchmark import take_turns
 
 SHAPES = {
     "8 x (4,) float32": (8, (4,), np.float32),
@@ -90,13 +89,10 @@ def measure(spec: tuple[int, tuple[int, ...], Any], length: int, options: argpar
         run()  # compiles
     singles = max(1, options.steps // length)
 
-    def timed(run: Callable[[], Any]) -> float:
-        start = time.perf_counter()
-        for _ in range(singles):
-            run()
-        return (time.perf_counter() - start) / (singles * length) * 1e6
+    def microseconds(run: Callable[[], Any]) -> float:
+        return 1e6 * seconds_per(singles * length, lambda: [run() for _ in range(singles)])
 
-    times = take_turns({name: functools.partial(timed, run) for name, run in runs.items()}, options.repeats)
+    times = take_turns({name: functools.partial(microseconds, run) for name, run in runs.items()}, options.repeats)
     row = {name: statistics.median(values) for name, values in times.items()}
     row["io_callback / primitive"] = statistics.median(
         a / b for a, b in zip(times["io_callback"], times["primitive"], strict=True)

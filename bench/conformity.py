@@ -15,8 +15,10 @@ from typing import Any, ClassVar
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
+from bench.engines import torchrl_env
 from bench.tables import ROOT, between
-from vecenv.tools.conform import BROKEN, KEPT, CliError, conform
+from vecenv.tools import CliError
+from vecenv.tools.conform import BROKEN, KEPT, conform
 
 SIGNS = {KEPT: "yes", BROKEN: "**no**"}
 
@@ -137,20 +139,14 @@ def torchrl_serial(env_fns: Sequence[Callable[[], Any]]) -> Any:
     """TorchRL's environments in this process."""
     from torchrl.envs import SerialEnv
 
-    return SerialEnv(len(env_fns), [partial(_wrapped, fn) for fn in env_fns])
+    return SerialEnv(len(env_fns), [partial(torchrl_env, fn) for fn in env_fns])
 
 
 def torchrl_parallel(env_fns: Sequence[Callable[[], Any]]) -> Any:
     """TorchRL's worker processes."""
     from torchrl.envs import ParallelEnv
 
-    return ParallelEnv(len(env_fns), [partial(_wrapped, fn) for fn in env_fns])
-
-
-def _wrapped(env_fn: Callable[[], Any]) -> Any:
-    from torchrl.envs import GymWrapper
-
-    return GymWrapper(env_fn(), categorical_action_encoding=True)
+    return ParallelEnv(len(env_fns), [partial(torchrl_env, fn) for fn in env_fns])
 
 
 def main() -> None:

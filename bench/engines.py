@@ -19,11 +19,22 @@ from typing import Any
 
 import numpy as np
 
-from vecenv.tools.benchmark import Candidate, Unavailable, default_candidates, vecenv_candidate
-from vecenv.tools.runners import EnvFn, Runner, run_for, sample_actions
+from vecenv.tools.runners import (
+    Candidate,
+    EnvFn,
+    Runner,
+    Unavailable,
+    default_candidates,
+    run_for,
+    sample_actions,
+    vecenv_candidate,
+)
+
+Pace = dict[str, Any]
+"""Seconds, repeats and progress of a comparison."""
 
 
-def _need(module: str, package: str) -> Any:
+def need(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -35,7 +46,7 @@ class Stepping:
 
     envs: Any
 
-    def _step(self) -> int:
+    def _step(self) -> float:
         raise NotImplementedError
 
     def run(self, seconds: float) -> float:
@@ -45,12 +56,16 @@ class Stepping:
         self.envs.close()
 
 
+def sb3_envs(env_fn: EnvFn, num_envs: int) -> Any:
+    module = need("stable_baselines3.common.vec_env", "stable-baselines3")
+    return module.SubprocVecEnv([env_fn] * num_envs, start_method="fork")
+
+
 class StableBaselines3(Stepping):
     """``SubprocVecEnv``: one process an environment; resets within the step."""
 
     def __init__(self, env_fn: EnvFn, num_envs: int, workers: int) -> None:
-        module = _need("stable_baselines3.common.vec_env", "stable-baselines3")
-        self.envs = module.SubprocVecEnv([env_fn] * num_envs, start_method="fork")
+        self.envs = sb3_envs(env_fn, num_envs)
         self._next = itertools.cycle(sample_actions(self.envs.action_space, num_envs)).__next__
         self.envs.reset()
 
@@ -63,7 +78,7 @@ class Tianshou(Stepping):
     """``ShmemVectorEnv``: one process an environment, observations in shared memory; the caller resets."""
 
     def __init__(self, env_fn: EnvFn, num_envs: int, workers: int) -> None:
-        module = _need("tianshou.env", "tianshou")
+        module = need("tianshou.env", "tianshou")
         self.envs = module.ShmemVectorEnv([env_fn] * num_envs)
         self._next = itertools.cycle(sample_actions(self.envs.action_space[0], num_envs)).__next__
         self.envs.reset()
@@ -76,7 +91,7 @@ class Tianshou(Stepping):
         return len(terminated) + len(ended)
 
 
-def _torchrl_env(env_fn: EnvFn) -> Any:
+def torchrl_env(env_fn: EnvFn) -> Any:
     from torchrl.envs import GymWrapper
 
     return GymWrapper(env_fn(), categorical_action_encoding=True)
@@ -86,9 +101,9 @@ class TorchRL(Stepping):
     """``ParallelEnv``: one process an environment, everything in shared tensors; resets after the step."""
 
     def __init__(self, env_fn: EnvFn, num_envs: int, workers: int) -> None:
-        module = _need("torchrl.envs", "torchrl")
+        module = need("torchrl.envs", "torchrl")
         importlib.import_module("torch").set_num_threads(1)
-        self.envs = module.ParallelEnv(num_envs, partial(_torchrl_env, env_fn), mp_start_method="fork")
+        self.envs = module.ParallelEnv(num_envs, partial(torchrl_env, env_fn), mp_start_method="fork")
         self._state = self.envs.reset()
         self._next = itertools.cycle([self.envs.action_spec.rand() for _ in range(64)]).__next__
 
@@ -109,20 +124,12 @@ class PufferLib(Stepping):
     """``vector.Multiprocessing``: a process a core, all spinning on shared flags; resets in the next step."""
 
     def __init__(self, env_fn: EnvFn, num_envs: int, workers: int) -> None:
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            contextlib.chdir(folder),
-        ):  # its import leaves a link behind
-            module = _need("pufferlib.vector", "pufferlib")
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # its import leaves a link behind
+            module = need("pufferlib.vector", "pufferlib")
         if num_envs % workers:
             raise Unavailable(f"wants a multiple of {workers} environments")
-        self.envs = module.make(
-            partial(_puffer_env, env_fn),
-            backend=module.Multiprocessing,
-            num_envs=num_envs,
-            num_workers=workers,
-            batch_size=num_envs,
-        )
+        how = {"num_envs": num_envs, "num_workers": workers, "batch_size": num_envs}
+        self.envs = module.make(partial(_puffer_env, env_fn), backend=module.Multiprocessing, **how)
         self._next = itertools.cycle([self.envs.action_space.sample() for _ in range(64)]).__next__
         self.envs.reset(0)
         self._num_envs = num_envs

@@ -27,8 +27,9 @@ import numpy as np
 from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 
 import vecenv
+from bench import take_turns
 from vecenv.backends import EnvPoolVectorEnv
-from vecenv.tools.benchmark import Summary, take_turns
+from vecenv.tools.benchmark import Summary
 from vecenv.tools.runners import run_for
 
 TASKS = ("CartPole-v1", "Ant-v4", "Pong-v5")

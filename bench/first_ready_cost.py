@@ -20,32 +20,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import gymnasium
-import numpy as np
 import psutil
-from gymnasium import spaces
 
 import vecenv
-from vecenv.tools.benchmark import take_turns
+from bench import take_turns
+from bench.workloads import WaitingEnv
 from vecenv.tools.runners import make_env
-
-
-class Sleeping(gymnasium.Env[Any, Any]):
-    """Steps that sleep ``seconds``, a fifth more or less."""
-
-    observation_space = spaces.Box(0, 1, (27,), np.float32)
-    action_space = spaces.Discrete(2)
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        return np.zeros(27, np.float32), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        time.sleep(self._seconds * self.np_random.uniform(0.8, 1.2))
-        return np.zeros(27, np.float32), 0.0, False, False, {}
 
 
 class Way:
@@ -98,7 +78,7 @@ def main() -> None:
     options = parser.parse_args()
     env_fn: Callable[[], Any] = functools.partial(make_env, options.env)
     if options.sleep:
-        env_fn = functools.partial(Sleeping, options.sleep)
+        env_fn = functools.partial(WaitingEnv, (0.8 * options.sleep, 1.2 * options.sleep), shape=(27,))
     count = options.num_envs
     sizes = {f"batches of {size}": size for size in (max(count // 2, 1), max(count // 4, 1))}
     ways = [Way("step", env_fn, options)]

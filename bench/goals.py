@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from bench import micro, suites
-from bench.engines import OTHERS, candidates
+from bench.engines import OTHERS, Pace, candidates
 from bench.workloads import WORKLOADS
 from vecenv.tools.benchmark import Report, Summary
 
@@ -27,7 +27,7 @@ BATCHES = 10
 LONG = 6.0  # seconds of samples a row, after which fewer rounds must do
 ENOUGH = 0.95
 
-Look = Callable[[suites.Pace, "Iterable[str] | None"], Report]
+Look = Callable[[Pace, "Iterable[str] | None"], Report]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Settings:
     """How long and on what; the parts scale the rest."""
 
     workers: int
-    pace: suites.Pace
+    pace: Pace
     quick: bool = False
 
     @property
@@ -58,72 +58,26 @@ class Settings:
 @dataclass(frozen=True)
 class Row:
     key: str
-    what: str
-    goal: str
     part: str
+    what: str
 
 
+_ASYNC = "against Gymnasium's AsyncVectorEnv, CartPole-v1, 64 envs: best mode / W workers / one process per env"
+_OTHERS = "against the best other process engine in the same run (SB3, Tianshou, TorchRL, PufferLib)"
+_INFOS = "Ant-v5, 32 envs (10 numeric info keys a step), engine cost over the same env without infos"
+_COPIES = "observations (84, 84, 4) uint8, 64 envs: bytes copied per step, `copy=False` / `copy=True`"
+_SLEEPS = "first-ready batches, sleeping envs with log-normal step times (sigma 1): of the ideal, mean-bound rate"
 ROWS = (
-    Row(
-        "limit-best",
-        "CartPole-v1, of the bare loop, best mode: 2 / 8 / 64 envs",
-        "0.75 / 0.85 / 0.95",
-        "cartpole",
-    ),
-    Row(
-        "limit-workers",
-        "CartPole-v1, of the bare loop, isolated workers only: 8 / 64 envs",
-        "0.50 / 0.85",
-        "cartpole",
-    ),
-    Row(
-        "async",
-        "against Gymnasium's AsyncVectorEnv, CartPole-v1, 64 envs: best mode / W workers / one process per env",
-        "18x / 14x / 5x",
-        "cartpole",
-    ),
-    Row(
-        "others",
-        "against the best other process engine in the same run (SB3, Tianshou, TorchRL, PufferLib)",
-        "ahead in every case",
-        "others",
-    ),
-    Row(
-        "auto",
-        '`num_workers="auto"` against the best of SyncVectorEnv and every fixed choice',
-        "0.95 in every case",
-        "auto",
-    ),
-    Row(
-        "infos",
-        "Ant-v5, 32 envs (10 numeric info keys a step), engine cost over the same env without infos",
-        "under 3 %",
-        "infos",
-    ),
-    Row(
-        "copies",
-        "observations (84, 84, 4) uint8, 64 envs: bytes copied per step, `copy=False` / `copy=True`",
-        "1x / 2x",
-        "copies",
-    ),
-    Row(
-        "first-ready",
-        "first-ready batches, sleeping envs with log-normal step times (sigma 1): of the ideal, mean-bound rate",
-        "0.90",
-        "first-ready",
-    ),
-    Row(
-        "round-trip",
-        "one env, one worker, empty step: against a bare pipe ping-pong in the same run",
-        "1.3x",
-        "round-trip",
-    ),
-    Row(
-        "startup",
-        "start of 64 envs, forkserver, W workers, against Gymnasium with forkserver",
-        "10x faster",
-        "startup",
-    ),
+    Row("limit-best", "cartpole", "CartPole-v1, of the bare loop, best mode: 2 / 8 / 64 envs"),
+    Row("limit-workers", "cartpole", "CartPole-v1, of the bare loop, isolated workers only: 8 / 64 envs"),
+    Row("async", "cartpole", _ASYNC),
+    Row("others", "others", _OTHERS),
+    Row("auto", "auto", '`num_workers="auto"` against the best of SyncVectorEnv and every fixed choice'),
+    Row("infos", "infos", _INFOS),
+    Row("copies", "copies", _COPIES),
+    Row("first-ready", "first-ready", _SLEEPS),
+    Row("round-trip", "round-trip", "one env, one worker, empty step: against a bare pipe ping-pong in the same run"),
+    Row("startup", "startup", "start of 64 envs, forkserver, W workers, against Gymnasium with forkserver"),
 )
 
 
@@ -178,7 +132,7 @@ def others(settings: Settings) -> tuple[dict[str, Figure], list[Report]]:
     return {"others": _worst(reports, VECENV, "x")}, reports
 
 
-def _together(workload: str, num_envs: int, workers: int, pace: suites.Pace, names: Iterable[str] | None) -> Report:
+def _together(workload: str, num_envs: int, workers: int, pace: Pace, names: Iterable[str] | None) -> Report:
     (report,) = suites.side_by_side(workload, num_envs, workers, pace, names)
     return report
 

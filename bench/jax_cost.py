@@ -26,9 +26,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench import seconds_per, take_turns
 from vecenv.backends.jax_native import JaxVectorEnv
 from vecenv.jax import FunctionalVectorEnv, adapt, rollout, stateless
-from vecenv.tools.benchmark import take_turns
 
 
 def main() -> None:
@@ -50,14 +50,10 @@ def measure(env: Any, count: int, options: argparse.Namespace) -> dict[str, Any]
     runs = {**_single_steps(env, functional, options.steps), **_scans(env, functional, options.length)}
     clock = time.process_time if options.cpu else time.perf_counter
 
-    def timed(run: Callable[[], None], steps: int) -> float:
-        start = clock()
-        run()
-        return (clock() - start) / steps * 1e6
-
     for run, _ in runs.values():
         run()  # compiles
-    times = take_turns({name: functools.partial(timed, *run) for name, run in runs.items()}, options.repeats)
+    timed = {name: functools.partial(seconds_per, steps / 1e6, run, clock) for name, (run, steps) in runs.items()}
+    times = take_turns(timed, options.repeats)
     row: dict[str, Any] = {"envs": count}
     row |= {name: statistics.median(values) for name, values in times.items()}
     row["numpy / raw"] = statistics.median(n / r for n, r in zip(times["numpy"], times["raw"], strict=True))

@@ -21,11 +21,11 @@ import statistics
 import time
 from typing import Any, NamedTuple
 
-import gymnasium
 import numpy as np
-from gymnasium import spaces
 
 import vecenv
+from bench import seconds_per
+from bench.workloads import WaitingEnv
 
 CORES = (8, 16, 32, 64, 128)
 STEPS = (100e-6, 300e-6, 1e-3, 5e-3)
@@ -41,24 +41,6 @@ class Costs(NamedTuple):
     row: float
 
 
-class Rests(gymnasium.Env[Any, Any]):
-    """Steps that sleep, so that every worker has to be woken."""
-
-    action_space = spaces.Discrete(2)
-
-    def __init__(self, seconds: float, size: int) -> None:
-        self.observation_space = spaces.Box(0, 255, (size,), np.uint8)
-        self._seconds, self._observation = seconds, np.zeros(size, np.uint8)
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        return self._observation, {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        time.sleep(self._seconds)
-        return self._observation, 0.0, False, False, {}
-
-
 def measured(size: int) -> Costs:
     """What a batch, a worker and a row cost the caller of ``step``: two straight lines."""
     few, many, rows = 8, 64, 256
@@ -70,14 +52,12 @@ def measured(size: int) -> Costs:
 
 def spent(workers: int, rows: int, seconds: float, size: int) -> float:
     """Seconds of the caller's processor for a batch, the median."""
-    envs = vecenv.AsyncVectorEnv([functools.partial(Rests, seconds, size)] * rows, num_workers=workers)
+    env_fn = functools.partial(WaitingEnv, seconds, shape=(size,), dtype="uint8")
+    envs = vecenv.AsyncVectorEnv([env_fn] * rows, num_workers=workers)
     try:
         envs.reset(seed=0)
-        actions, times = np.zeros(rows, np.int64), []
-        for _ in range(150):
-            before = time.process_time()
-            envs.step(actions)
-            times.append(time.process_time() - before)
+        actions = np.zeros(rows, np.int64)
+        times = [seconds_per(1, lambda: envs.step(actions), time.process_time) for _ in range(150)]
         return statistics.median(times[20:])
     finally:
         envs.close()

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,36 +24,29 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from bench.workloads import DropInfos, EmptyEnv, KeepInfos, wrapped
-from vecenv.tools.benchmark import (
+import vecenv
+from bench import take_turns
+from bench.engines import Pace, Stepping
+from bench.workloads import DropInfos, EmptyEnv, wrapped
+from vecenv.tools.benchmark import Report, Summary, compare
+from vecenv.tools.runners import (
     Candidate,
-    Report,
-    Summary,
-    bare_loop_candidate,
-    compare,
+    EnvFn,
+    bound_candidate,
     gymnasium_candidate,
+    make_env,
     vecenv_candidate,
 )
-from vecenv.tools.runners import EnvFn, make_env, run_for
 
 MESSAGE = b"12345"
 IMAGE = (84, 84, 4)
 
 
-class PingPong:
+class PingPong(Stepping):
     """Five bytes to another process and five bytes back, over a socket pair, blocking or spinning."""
 
     def __init__(self, spin: bool) -> None:
-        self._spin = spin
-        self._receive = _spin_receive if spin else _receive
-
-    @staticmethod
-    def _serve(theirs: socket.socket, spin: bool) -> None:
-        theirs.setblocking(not spin)
-        receive = _spin_receive if spin else _receive
-        while message := receive(theirs):
-            theirs.send(message)
-        os._exit(0)
+        self._spin, self._receive = spin, _spin_receive if spin else _receive
 
     def _step(self) -> int:
         self._ours.send(MESSAGE)
@@ -62,14 +56,17 @@ class PingPong:
     def run(self, seconds: float) -> float:
         """Its partner lives as long as the sample: a spinning one would take a core from all others."""
         self._ours, theirs = socket.socketpair()
+        for end in (self._ours, theirs):
+            end.setblocking(not self._spin)
         pid = os.fork()
         if pid == 0:
             self._ours.close()
-            self._serve(theirs, self._spin)
+            while message := self._receive(theirs):
+                theirs.send(message)
+            os._exit(0)
         theirs.close()
-        self._ours.setblocking(not self._spin)
         try:
-            return run_for(self._step, seconds)
+            return super().run(seconds)
         finally:
             self._ours.close()
             os.waitpid(pid, 0)
@@ -90,7 +87,7 @@ def _spin_receive(end: socket.socket) -> bytes:
             pass
 
 
-class Copier:
+class Copier(Stepping):
     """Copies as many bytes as a batch of observations has, in one of the ways an engine could; the unit is a row."""
 
     def __init__(self, shape: Sequence[int], how: str) -> None:
@@ -110,20 +107,8 @@ class Copier:
         self._copy()
         return len(self._rows)
 
-    def run(self, seconds: float) -> float:
-        return run_for(self._step, seconds)
-
     def close(self) -> None:
         pass
-
-
-def _vecenv(env_fn: EnvFn, num_envs: int, **options: Any) -> Any:
-    from vecenv import AsyncVectorEnv
-
-    return AsyncVectorEnv([env_fn] * num_envs, **options)
-
-
-Pace = dict[str, Any]  # seconds, repeats and progress of a comparison
 
 
 def round_trip(pace: Pace) -> Report:
@@ -140,7 +125,7 @@ def round_trip(pace: Pace) -> Report:
 def batch(pace: Pace, num_envs: int = 8) -> Report:
     """A step of CartPole-v1, whole batches a second, beside the bare loop in one process and in two."""
     env_fn = partial(make_env, "CartPole-v1")
-    limits = {name: bare_loop_candidate(env_fn, num_envs, processes) for name, processes in (("bare", 1), ("bare-2", 2))}
+    limits = {name: bound_candidate("bare-loop", env_fn, num_envs, n) for name, n in (("bare", 1), ("bare-2", 2))}
     rows = [
         gymnasium_candidate("gym-sync", "SyncVectorEnv", env_fn, num_envs),
         vecenv_candidate("in-process", "vecenv, in-process", env_fn, num_envs, num_workers=0),
@@ -164,22 +149,15 @@ def outside_the_steps(report: Report) -> dict[str, Summary | None]:
 def infos(pace: Pace, num_envs: int = 32, workers: int = 2) -> Report:
     """Ant-v5 with its infos against the same computation without them, for three engines."""
     rows = []
-    for suffix, wrapper in (("", KeepInfos), ("-without", DropInfos)):
+    for suffix, wrapper in (("", gymnasium.Wrapper), ("-without", DropInfos)):
         env_fn = partial(wrapped, wrapper, "Ant-v5")
         text = "without infos" if suffix else "with infos"
-        rows += [
-            vecenv_candidate(
-                f"workers{suffix}",
-                f"vecenv, {workers} workers, {text}",
-                env_fn,
-                num_envs,
-                num_workers=workers,
-            ),
-        ]
+        label = f"vecenv, {workers} workers, {text}"
+        rows.append(vecenv_candidate(f"workers{suffix}", label, env_fn, num_envs, num_workers=workers))
         for name, kind in (("gym-sync", "SyncVectorEnv"), ("gym-async", "AsyncVectorEnv")):
             stock = gymnasium_candidate(f"{name}{suffix}", kind, env_fn, num_envs)
             rows.append(replace(stock, label=f"{stock.label}, {text}"))
-    return compare("Ant-v5, infos", partial(wrapped, KeepInfos, "Ant-v5"), num_envs, rows, check=False, **pace)
+    return compare("Ant-v5, infos", partial(wrapped, gymnasium.Wrapper, "Ant-v5"), num_envs, rows, check=False, **pace)
 
 
 def copies(pace: Pace, num_envs: int = 64) -> Report:
@@ -201,17 +179,13 @@ def copies(pace: Pace, num_envs: int = 64) -> Report:
 
 def start_once(engine: str, num_envs: int, workers: int) -> None:
     """Print the seconds from the constructor to the end of the first reset; for a process of its own."""
-    import time
-
     env_fns: list[EnvFn] = [partial(make_env, "CartPole-v1")] * num_envs
     gymnasium.make("CartPole-v1").close()  # the import is the environment's cost, not the engine's
     start = time.perf_counter()
     if engine == "gym-async":
         envs: Any = gymnasium.vector.AsyncVectorEnv(env_fns, context="forkserver")
     else:
-        from vecenv import AsyncVectorEnv
-
-        envs = AsyncVectorEnv(env_fns, context="forkserver", num_workers=workers if engine == "workers" else None)
+        envs = vecenv.AsyncVectorEnv(env_fns, context="forkserver", num_workers=workers if engine == "workers" else None)
     envs.reset(seed=0)
     print(time.perf_counter() - start, flush=True)
     envs.close()
@@ -219,15 +193,15 @@ def start_once(engine: str, num_envs: int, workers: int) -> None:
 
 def startup(repeats: int, num_envs: int = 64, workers: int = 2) -> dict[str, list[float]]:
     """Seconds to start, each in a new interpreter with a cold fork server, engines in turns."""
-    seconds: dict[str, list[float]] = {"workers": [], "per-env": [], "gym-async": []}
-    for _ in range(repeats):
-        for engine, taken in seconds.items():
-            code = f"from bench.micro import start_once; start_once({engine!r}, {num_envs}, {workers})"
-            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
-            if done.returncode:
-                raise RuntimeError(f"{engine} did not start: {done.stderr.strip().splitlines()[-1:]}")
-            taken.append(float(done.stdout.split()[-1]))
-    return seconds
+
+    def start(engine: str) -> float:
+        code = f"from bench.micro import start_once; start_once({engine!r}, {num_envs}, {workers})"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{engine} did not start: {done.stderr.strip().splitlines()[-1:]}")
+        return float(done.stdout.split()[-1])
+
+    return take_turns({engine: partial(start, engine) for engine in ("workers", "per-env", "gym-async")}, repeats)
 
 
 class CountingEnv(EmptyEnv):
@@ -248,7 +222,7 @@ def _copied_here() -> int:
 
 def _count_once(copy: bool, num_envs: int, steps: int = 50) -> float:
     """Bytes that the worker and this process copy in a step, as a multiple of the observations' bytes."""
-    envs = _vecenv(CountingEnv, num_envs, num_workers=1, copy=copy)
+    envs = vecenv.AsyncVectorEnv([CountingEnv] * num_envs, num_workers=1, copy=copy)
     try:
         envs.reset(seed=0)
         actions = envs.action_space.sample()

@@ -26,9 +26,10 @@ import numpy as np
 from gymnasium import spaces
 from pettingzoo import ParallelEnv
 
+from bench import take_turns
 from vecenv.multi_agent import MultiAgentVecEnv
 from vecenv.system.cores import usable_cores
-from vecenv.tools.benchmark import Summary, take_turns
+from vecenv.tools.benchmark import Summary
 from vecenv.tools.runners import run_for
 
 

@@ -33,30 +33,19 @@ import numpy as np
 
 import vecenv
 import vecenv.jax as vj
+from bench import seconds_per, take_turns
+from bench.workloads import WaitingEnv
 from vecenv.jax.rollouts import Policy
-from vecenv.tools.benchmark import take_turns
 
 WIDTH, TOKENS = 128, 16
 
 
-class Sleeper(gym.Env[Any, Any]):
-    """A step sleeps; the observation counts."""
-
-    observation_space = gym.spaces.Box(-np.inf, np.inf, (4,), np.float32)
-    action_space = gym.spaces.Box(-np.inf, np.inf, (1,), np.float32)
+class Sleeper(WaitingEnv):
+    """A step sleeps."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self.obs = np.zeros(4, np.float32)
-        return self.obs, {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        time.sleep(self.seconds)
-        self.obs = self.obs + np.float32(1)
-        return self.obs, 1.0, False, False, {}
+        super().__init__(seconds)
+        self.action_space: Any = gym.spaces.Box(-np.inf, np.inf, (1,), np.float32)
 
 
 def make_bridge(num_envs: int, workers: int, seconds: float) -> Any:
@@ -84,12 +73,7 @@ def layers_for(seconds: float, rows: int, weights: Any) -> int:
         run = jax.jit(functools.partial(policy_of(layers), weights, ()))
         obs, first, key = jnp.zeros((rows, 4)), jnp.zeros(rows, bool), jax.random.key(0)
         jax.block_until_ready(run(obs, first, key))
-        turns = []
-        for _ in range(15):
-            begin = time.perf_counter()
-            jax.block_until_ready(run(obs, first, key))
-            turns.append(time.perf_counter() - begin)
-        return statistics.median(turns)
+        return statistics.median(seconds_per(1, lambda: jax.block_until_ready(run(obs, first, key))) for _ in range(15))
 
     few, many = 10, 110
     each = (taken(many) - taken(few)) / (many - few)

@@ -51,84 +51,54 @@ class Program:
     """
 
     repository: str
-    start: tuple[str, ...]
+    start: str
     makes: str
-    watch: tuple[str, ...] = ()
+    watch: str = ""
     sync: bool = False
     inside: bool = False
     configuration: tuple[str, str, str] | None = None
 
 
+_SAC = "--env-id Hopper-v5 --num-envs 4 --learning-starts 100 --total-timesteps 320 --seed 3"
+_SKRL = "examples/gymnasium/torch_gymnasium_pendulum_ppo.py --num_envs 8 --headless --seed 3"
+_SLM = "-m slm_lab.cli.main slm_lab/spec/benchmark/ppo/ppo_mujoco.json ppo_mujoco dev -s env=HalfCheetah-v5 -s max_frame=3e4"
+_DEVICE = "\n    name: HalfCheetah-v5", "\n    name: HalfCheetah-v5\n    device: cpu\n    torch_compile: False"
 PROGRAMS: dict[str, Program] = {
     "cleanrl-ppo": Program(
-        "vwxyzjn/cleanrl",
-        ("cleanrl/ppo.py", "--total-timesteps", "2048", "--seed", "3"),
-        "SyncVectorEnv, CartPole-v1, 4",
-        sync=True,
+        "vwxyzjn/cleanrl", "cleanrl/ppo.py --total-timesteps 2048 --seed 3", "SyncVectorEnv, CartPole-v1, 4", sync=True,
     ),
     "cleanrl-sac": Program(
-        "vwxyzjn/cleanrl",
-        (
-            *("cleanrl/sac_continuous_action.py", "--env-id", "Hopper-v5", "--num-envs", "4"),
-            *("--learning-starts", "100", "--total-timesteps", "320", "--seed", "3"),
-        ),
-        "SyncVectorEnv, Hopper-v5, 4",
-        sync=True,
+        "vwxyzjn/cleanrl", f"cleanrl/sac_continuous_action.py {_SAC}", "SyncVectorEnv, Hopper-v5, 4", sync=True,
     ),
     "gymnasium-a2c": Program(
-        "Farama-Foundation/Gymnasium",
-        ("docs/tutorials/training_agents/vector_a2c.py",),
-        "make_vec and SyncVectorEnv, LunarLander-v3, 10",
-        watch=("--stop", "400", "--seed", "1"),
-        sync=True,
+        "Farama-Foundation/Gymnasium", "docs/tutorials/training_agents/vector_a2c.py",
+        "make_vec and SyncVectorEnv, LunarLander-v3, 10", "--stop 400 --seed 1", sync=True,
     ),
     "skrl-ppo": Program(
-        "Toni-SM/skrl",
-        ("examples/gymnasium/torch_gymnasium_pendulum_ppo.py", "--num_envs", "8", "--headless", "--seed", "3"),
-        'make_vec(..., vectorization_mode="sync"), Pendulum-v1, 8',
-        watch=("--stop", "1060"),
-        sync=True,
+        "Toni-SM/skrl", _SKRL, 'make_vec(..., vectorization_mode="sync"), Pendulum-v1, 8', "--stop 1060", sync=True,
     ),
     "agilerl-ppo": Program(
-        "AgileRL/AgileRL",
-        ("demos/single_agent/demo_on_policy.py",),
-        "AsyncVectorEnv, LunarLander-v3, 16",
-        watch=("--stop", "80", "--seed", "2"),
+        "AgileRL/AgileRL", "demos/single_agent/demo_on_policy.py", "AsyncVectorEnv, LunarLander-v3, 16",
+        "--stop 80 --seed 2",
     ),
     "agilerl-dqn": Program(
-        "AgileRL/AgileRL",
-        ("demos/single_agent/demo_off_policy.py",),
-        "AsyncVectorEnv, LunarLander-v3, 16",
-        watch=("--stop", "200", "--seed", "2"),
+        "AgileRL/AgileRL", "demos/single_agent/demo_off_policy.py", "AsyncVectorEnv, LunarLander-v3, 16",
+        "--stop 200 --seed 2",
     ),
     "rl-games-ppo": Program(  # all its settings are for a GPU
-        "Denys88/rl_games",
-        ("runner.py", "--train", "--file", "{settings}", "--num_actors", "8", "--seed", "3"),
-        "AsyncVectorEnv, HalfCheetah-v5, 8",
-        watch=("--stop", "260"),
-        configuration=(
-            "rl_games/configs/mujoco/halfcheetah.yaml",
-            "\n    name: HalfCheetah-v5",
-            "\n    name: HalfCheetah-v5\n    device: cpu\n    torch_compile: False",
-        ),
+        "Denys88/rl_games", "runner.py --train --file {settings} --num_actors 8 --seed 3",
+        "AsyncVectorEnv, HalfCheetah-v5, 8", "--stop 260",
+        configuration=("rl_games/configs/mujoco/halfcheetah.yaml", *_DEVICE),
     ),
     "slm-lab-ppo": Program(
-        "kengz/SLM-Lab",
-        (
-            *("-m", "slm_lab.cli.main", "slm_lab/spec/benchmark/ppo/ppo_mujoco.json", "ppo_mujoco", "dev"),
-            *("-s", "env=HalfCheetah-v5", "-s", "max_frame=3e4"),
-        ),
-        'make_vec(..., vectorization_mode="async") by spawn, HalfCheetah-v5, 16',
-        watch=("--stop", "140", "--seed", "2"),
-        inside=True,
+        "kengz/SLM-Lab", _SLM, 'make_vec(..., vectorization_mode="async") by spawn, HalfCheetah-v5, 16',
+        "--stop 140 --seed 2", inside=True,
     ),
     "hands-on-a2c": Program(
-        "PacktPublishing/Deep-Reinforcement-Learning-Hands-On-Third-Edition",
-        ("Chapter12/02_pong_a2c.py", "--use-async", "-n", "x"),
-        "AsyncVectorEnv, PongNoFrameskip-v4, 50",
-        watch=("--import", "ale_py", "--stop", "12", "--seed", "2"),
+        "PacktPublishing/Deep-Reinforcement-Learning-Hands-On-Third-Edition", "Chapter12/02_pong_a2c.py --use-async -n x",
+        "AsyncVectorEnv, PongNoFrameskip-v4, 50", "--import ale_py --stop 12 --seed 2",
     ),
-}
+}  # fmt: skip
 
 
 @dataclass
@@ -188,7 +158,7 @@ def fields(message: bytes) -> Iterator[tuple[int, Any]]:
 def live(program: Program, sources: Path, python: str, ours: bool) -> Run:
     """Run a program once."""
     home = sources / program.repository.rpartition("/")[2]
-    start = list(program.start)
+    start = program.start.split()
     if start[0] == "-m":
         start[0] = "--module"
     elif not (home / start[0]).is_file():
@@ -202,19 +172,15 @@ def live(program: Program, sources: Path, python: str, ours: bool) -> Run:
             settings.write_text((home / file).read_text().replace(words, instead))
             start = [str(settings) if word == "{settings}" else word for word in start]
         before = ["-m", "vecenv", "run", *(["--sync"] if program.sync else [])] if ours else []
-        watched = [str(ROOT / "bench" / "watched.py"), "--report", str(report), *program.watch, *start]
+        watched = [str(ROOT / "bench" / "watched.py"), "--report", str(report), *program.watch.split(), *start]
         path = os.pathsep.join(filter(None, (str(ROOT), str(home.resolve()), os.environ.get("PYTHONPATH"))))
         environment = os.environ | {"PYTHONPATH": path, "MPLBACKEND": "Agg"}
         begin = time.monotonic()
         with said.open("wb") as output:
             process = subprocess.Popen(
-                [python, *before, *watched],
-                cwd=home if program.inside else folder,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+                [python, *before, *watched], cwd=home if program.inside else folder, env=environment,
+                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            )  # fmt: skip
             _, status, used = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
         wall = time.monotonic() - begin
@@ -262,10 +228,11 @@ def milliseconds(runs: list[Run], key: str, per: str | None = None) -> float:
 def line(result: Result) -> str:
     """A row of the table."""
     program, figures = PROGRAMS[result.name], result.ours[0].figures
+    file = program.start.removeprefix("-m ").split()[0]
     making = [milliseconds(runs, "making") for runs in (result.plain, result.ours)]
     step = [milliseconds(runs, "stepping", "calls") for runs in (result.plain, result.ours)]
     cells = [
-        f"{program.repository} `{program.start[1] if program.start[0] == '-m' else program.start[0]}`",
+        f"{program.repository} `{file}`",
         program.makes,
         f"{figures['calls']:,} x {figures['environments']}",
         result.equal(),

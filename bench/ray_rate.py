@@ -19,45 +19,29 @@ import functools
 import json
 import os
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import numpy as np
 
 import vecenv
+from bench import take_turns
+from bench.workloads import WaitingEnv
 from vecenv.backends import RayVectorEnv
 from vecenv.backends.ray.host import Host, HostPlan, Packed, Packing
-from vecenv.tools.benchmark import take_turns
 from vecenv.tools.runners import run_for
 
-SPACES = {
-    "small": gymnasium.spaces.Box(-1, 1, (4,), np.float32),
-    "image": gymnasium.spaces.Box(0, 255, (84, 84, 4), np.uint8),
-}
+SHAPES: dict[str, tuple[tuple[int, ...], str]] = {"small": ((4,), "float32"), "image": ((84, 84, 4), "uint8")}
 ENVS_PER_HOST = 16
 BATCH_MS = (1, 2, 5, 10, 20, 50, 100)
 MEMORY = 400 * 1024 * 1024
 
 
-class Still(gymnasium.Env):
-    """Returns the same observation again and again, after ``seconds`` of sleep."""
-
-    def __init__(self, kind: str, seconds: float = 0.0) -> None:
-        self.observation_space = SPACES[kind]
-        self.action_space = gymnasium.spaces.Discrete(2)
-        self._observation = np.ones(self.observation_space.shape, self.observation_space.dtype)
-        self._seconds = seconds
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        return self._observation, {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        if self._seconds:
-            time.sleep(self._seconds)
-        return self._observation, 0.0, False, False, {}
+def still(kind: str, seconds: float = 0.0) -> Callable[[], Any]:
+    """Builds what returns the same observation again and again, after ``seconds`` of sleep."""
+    shape, dtype = SHAPES[kind]
+    return functools.partial(WaitingEnv, seconds, shape=shape, dtype=dtype)
 
 
 class Parrot:
@@ -72,9 +56,9 @@ class Parrot:
 
 def arrays_of(kind: str) -> list[Any]:
     """What one host's step is: rewards, terminations, truncations, observations."""
-    space = SPACES[kind]
+    shape, dtype = SHAPES[kind]
     flags = np.zeros(ENVS_PER_HOST, np.bool_)
-    observations = np.ones((ENVS_PER_HOST, *(space.shape or ())), space.dtype)
+    observations = np.ones((ENVS_PER_HOST, *shape), dtype)
     return [np.zeros(ENVS_PER_HOST), flags, flags.copy(), observations]
 
 
@@ -109,15 +93,15 @@ def stepper(envs: Any) -> Callable[[], Any]:
 
 
 def over(kind: str, hosts: int, **options: Any) -> Any:
-    fns = [functools.partial(Still, kind)] * (ENVS_PER_HOST * hosts)
+    fns = [still(kind)] * (ENVS_PER_HOST * hosts)
     return RayVectorEnv(fns, num_hosts=hosts, workers_per_host=1, placement="PACK", **options)
 
 
 def cost(seconds: float, rounds: int) -> list[dict[str, Any]]:
     rows = []
-    for kind in SPACES:
+    for kind in SHAPES:
         for hosts in (1, 2):
-            local: Any = vecenv.AsyncVectorEnv([functools.partial(Still, kind)] * (ENVS_PER_HOST * hosts), num_workers=hosts)
+            local: Any = vecenv.AsyncVectorEnv([still(kind)] * (ENVS_PER_HOST * hosts), num_workers=hosts)
             envs = over(kind, hosts)
             actions, arrays = np.zeros(ENVS_PER_HOST, np.int64), arrays_of(kind)
             bare, stop = parrots(hosts, actions, tuple(arrays))
@@ -151,7 +135,7 @@ def efficiency(seconds: float, rounds: int) -> list[dict[str, Any]]:
     """One sleeping environment a host, so that the hosts need no core of each other's."""
     rows = []
     for milliseconds in BATCH_MS:
-        fns = [functools.partial(Still, "small", milliseconds / 1000)] * 2
+        fns = [still("small", milliseconds / 1000)] * 2
         envs: Any = RayVectorEnv(fns, num_hosts=2, workers_per_host=1, placement="PACK")
         local: Any = vecenv.AsyncVectorEnv(fns[:1])  # what sleeping itself takes, with the engine of one host
         found = alternate({"ray": stepper(envs), "local": stepper(local)}, max(seconds, milliseconds / 100), rounds)
@@ -218,7 +202,7 @@ class InstantVectorEnv(RayVectorEnv[Any, Any]):
 
     def __init__(self, kind: str, hosts: int, in_store: bool) -> None:
         self._instant = InstantHosts(kind, in_store)
-        super().__init__([functools.partial(Still, kind)] * (ENVS_PER_HOST * hosts), num_hosts=hosts, workers_per_host=0)
+        super().__init__([still(kind)] * (ENVS_PER_HOST * hosts), num_hosts=hosts, workers_per_host=0)
 
     def _connect(self) -> Any:
         return self._instant
@@ -226,7 +210,7 @@ class InstantVectorEnv(RayVectorEnv[Any, Any]):
 
 def driver(seconds: float, rounds: int) -> list[dict[str, Any]]:
     rows = []
-    for kind in SPACES:
+    for kind in SHAPES:
         for hosts in (8, 32, 128):
             pair = {name: InstantVectorEnv(kind, hosts, name == "ray.get") for name in ("own", "ray.get")}
             found = alternate({name: stepper(envs) for name, envs in pair.items()}, seconds, rounds)
@@ -243,7 +227,7 @@ def driver(seconds: float, rounds: int) -> list[dict[str, Any]]:
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Efficiency over the time of a batch, on a logarithmic axis, with the line at which two hosts equal one machine."""
-    from vecenv.tools.report import COLOURS, new_figure, save
+    from vecenv.tools.benchmark import COLOURS, new_figure, save
 
     figure = new_figure(7.0, 4.2)
     axes = figure.subplots()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
-import time
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import gymnasium
 
 import vecenv
+from bench import seconds_per
 
 CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "CartPole": ("CartPole-v1", 64, ()),
@@ -30,12 +30,7 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
 
 def best(call: Callable[[], Any], tries: int) -> float:
     """Milliseconds of the fastest."""
-    taken = []
-    for _ in range(tries):
-        began = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - began)
-    return min(taken) * 1e3
+    return min(seconds_per(1, call) for _ in range(tries)) * 1e3
 
 
 def measured(env_id: str, num_envs: int, num_workers: int, tries: int) -> tuple[float, float, float, int]:

@@ -12,24 +12,15 @@ from typing import Any
 import psutil
 
 from bench import engines
+from bench.engines import Pace
 from bench.workloads import WORKLOADS, SleepingEnv
-from vecenv.tools.benchmark import (
-    Candidate,
-    CandidateProcess,
-    Report,
-    ResultRow,
-    compare,
-    default_candidates,
-    vecenv_candidate,
-)
-from vecenv.tools.runners import FirstReadyVectorRunner, VectorRunner
+from vecenv.tools.benchmark import CandidateProcess, Report, ResultRow, compare
+from vecenv.tools.runners import Candidate, EnvFn, FirstReadyVectorRunner, VectorRunner, default_candidates, vecenv_candidate
 
 PROCESS_EACH = {"per-env", "gym-async", "sb3", "tianshou", "torchrl"}
 TOGETHER = 600  # processes that may be alive at once before such engines are measured one by one
 PROCESS_BYTES = {"torchrl": 60 << 20, "sb3": 20 << 20, "tianshou": 20 << 20}  # of its own, after a fork
 OTHER_PROCESS_BYTES = 12 << 20
-
-Pace = dict[str, Any]
 
 
 @dataclass
@@ -43,13 +34,25 @@ class Memory:
 
 def memory_of(host: CandidateProcess) -> Memory:
     """What a row that runs occupies."""
-    found = Memory(0, 0, 0)
     process = psutil.Process(host.pid)
-    found.trainer += process.memory_full_info().pss
-    for child in process.children(recursive=True):
-        found.workers += child.memory_full_info().pss
-        found.processes += 1
-    return found
+    children = process.children(recursive=True)
+    workers = sum(child.memory_full_info().pss for child in children)
+    return Memory(process.memory_full_info().pss, workers, len(children))
+
+
+def compare_some(
+    names: Iterable[str] | None, memory: dict[str, Memory] | None, env: str, env_fn: EnvFn, num_envs: int,
+    rows: list[Candidate], **how: Any,
+) -> Report:  # fmt: skip
+    """:func:`compare` of those rows that have one of these names. With ``memory``, what they occupy goes in there."""
+
+    def look(hosts: list[CandidateProcess]) -> None:
+        assert memory is not None
+        memory.update((host.candidate.name, memory_of(host)) for host in hosts if host.usable)
+
+    if names is not None:
+        rows = [c for c in rows if c.name in set(names)]
+    return compare(env, env_fn, num_envs, rows, inspect=None if memory is None else look, **how)
 
 
 def _groups(candidates: list[Candidate], num_envs: int) -> list[list[Candidate]]:
@@ -78,17 +81,12 @@ def side_by_side(
     candidates = engines.candidates(env_fn, num_envs, workers)
     if names is not None:
         candidates = [c for c in candidates if c.name in set(names)]
-
-    def look(hosts: list[CandidateProcess]) -> None:
-        if memory is not None:
-            memory.update((host.candidate.name, memory_of(host)) for host in hosts if host.usable)
-
     reports = []
     for group in _groups(candidates, num_envs):
         heavy = [c for c in group if c.name in PROCESS_EACH]
         needed = sum(PROCESS_BYTES.get(c.name, OTHER_PROCESS_BYTES) for c in heavy) * num_envs
         too_much = [] if needed < psutil.virtual_memory().available else heavy
-        part = compare(workload, env_fn, num_envs, [c for c in group if c not in too_much], inspect=look, **pace)
+        part = compare_some(None, memory, workload, env_fn, num_envs, [c for c in group if c not in too_much], **pace)
         reason = f"{num_envs} processes would need about {needed / 2**30:.0f} GiB"
         part.rows += [ResultRow(c.name, c.label, c.kind, [math.nan] * part.repeats, missing=reason) for c in too_much]
         reports.append(part)
@@ -115,9 +113,7 @@ def auto(workload: str, num_envs: int, workers: int, pace: Pace, names: Iterable
         for count, text in more.items()
         if count <= num_envs
     ]
-    if names is not None:
-        rows = [row for row in rows if row.name in set(names)]
-    return compare(workload, env_fn, num_envs, rows, **pace)
+    return compare_some(names, None, workload, env_fn, num_envs, rows, **pace)
 
 
 class Sleepers(VectorRunner):

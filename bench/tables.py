@@ -16,7 +16,7 @@ from typing import Any
 import matplotlib
 
 from bench.goals import PARTS, ROWS
-from vecenv.tools.report import COLOURS, new_figure
+from vecenv.tools.benchmark import COLOURS, new_figure
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_YET = "not measured yet"

@@ -37,8 +37,9 @@ from torchrl.envs import GymEnv, GymWrapper, MultiThreadedEnvWrapper, ParallelEn
 from torchrl.modules import OneHotCategorical, ProbabilisticActor
 
 import vecenv
+from bench import seconds_per, take_turns
 from vecenv.adapters import as_torchrl
-from vecenv.tools.benchmark import Summary, take_turns
+from vecenv.tools.benchmark import Summary
 
 Runs = Mapping[str, Callable[[], Any]]
 
@@ -58,15 +59,11 @@ def compared(runs: Runs, first: str, units: int, options: argparse.Namespace) ->
     """Turns of all ``runs``; each row has its time a unit, and how many times as long as ``first`` it takes."""
     clock = time.process_time if options.cpu else time.perf_counter
 
-    def timed(run: Callable[[], Any]) -> float:
-        start = clock()
-        run()
-        return (clock() - start) / units
-
     for run in runs.values():
         run()
         run()
-    times = take_turns({name: functools.partial(timed, run) for name, run in runs.items()}, options.rounds)
+    timed = {name: functools.partial(seconds_per, units, run, clock) for name, run in runs.items()}
+    times = take_turns(timed, options.rounds)
     rows = []
     for name, taken in times.items():
         ratio: Any = Summary.of_ratios(taken, times[first])

@@ -19,12 +19,11 @@ import gymnasium
 import numpy as np
 
 import vecenv
+from bench.engines import Pace, sb3_envs
 from bench.steppers import AsyncEnvPool, Halves, StableBaselines3, Stepper
-from bench.waits import sb3_envs
 from bench.workloads import Workload
-from vecenv.tools.benchmark import Candidate, CandidateProcess, Report, Unavailable, compare
-from vecenv.tools.report import new_figure, save
-from vecenv.tools.runners import SEED, EnvFn, make_env, run_for
+from vecenv.tools.benchmark import CandidateProcess, Report, compare, new_figure, save
+from vecenv.tools.runners import SEED, Candidate, EnvFn, Unavailable, make_env, run_for
 
 __all__ = ["TRAININGS", "draw_shares", "train"]
 
@@ -327,7 +326,7 @@ Shares = dict[str, dict[str, float]]
 
 
 def train(
-    name: str, num_envs: int, workers: int, pace: dict[str, Any], names: Iterable[str] | None = None
+    name: str, num_envs: int, workers: int, pace: Pace, names: Iterable[str] | None = None
 ) -> tuple[Report, Shares]:
     """Frames per second of each row on one of :data:`TRAININGS`, and by row the shares of the time."""
     rows = [row for row in _candidates(name, num_envs, workers) if names is None or row.name in set(names)]

@@ -61,7 +61,7 @@ def main() -> None:
     if options.seed is not None:
         print(json.dumps(measure(ROOT, Path(options.other).resolve(), options)))
         return
-    from vecenv.tools.report import progress_bar  # not above: a process that measures has the two versions, and no third
+    from vecenv.tools import progress_bar  # not above: a process that measures has the two versions, and no third
 
     with tempfile.TemporaryDirectory() as folder, progress_bar() as progress:
         other = options.other if (Path(options.other) / "vecenv").is_dir() else _checkout(options.other, folder)

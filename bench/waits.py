@@ -9,66 +9,32 @@ libraries do, batch after batch.
 
 from __future__ import annotations
 
-import importlib
 import itertools
-import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 
 import vecenv
-from bench.engines import OTHERS, Stepping
-from bench.suites import Memory, memory_of
-from bench.workloads import SleepingEnv, Workload
-from vecenv.tools.benchmark import (
+from bench.engines import OTHERS, Pace, Stepping, need, sb3_envs, torchrl_env
+from bench.suites import Memory, compare_some
+from bench.workloads import SleepingEnv, WaitingEnv, Workload
+from vecenv.tools.benchmark import Report
+from vecenv.tools.runners import (
     Candidate,
-    CandidateProcess,
-    Report,
+    EnvFn,
+    Runner,
     Unavailable,
-    compare,
+    VectorRunner,
     default_candidates,
+    sample_actions,
     vecenv_candidate,
 )
-from vecenv.tools.runners import EnvFn, Runner, VectorRunner, run_for, sample_actions
 
-__all__ = ["WAITS", "episodes", "sb3_envs", "torchrl_pool", "waits"]
-
-
-class WaitingEnv(gymnasium.Env[np.ndarray, np.int64]):
-    """Steps and resets that wait.
-
-    Args:
-        step: Seconds, or (from, to).
-        reset: Seconds.
-        length: Steps an episode; (from, to): drawn for each.
-        shape: Of observations, uint8; ``()``: four floats.
-    """
-
-    def __init__(
-        self, step: float | tuple[float, float], reset: float = 0.0, length: int | tuple[int, int] = 1000,
-        shape: tuple[int, ...] = (),
-    ) -> None:  # fmt: skip
-        self._step, self._reset, self._length = step, reset, length
-        self.observation_space = spaces.Box(0, 255, shape, np.uint8) if shape else spaces.Box(0, 1, (4,), np.float32)
-        self.action_space = spaces.Discrete(2)
-        self._observation = np.ones(self.observation_space.shape or (), self.observation_space.dtype)
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
-        super().reset(seed=seed)
-        time.sleep(self._reset)
-        length = self._length
-        self._left = length if isinstance(length, int) else int(self.np_random.integers(*length))
-        return self._observation, {}
-
-    def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        time.sleep(self.np_random.uniform(*self._step) if isinstance(self._step, tuple) else self._step)
-        self._left -= 1
-        return self._observation, 1.0, self._left <= 0, False, {}
+__all__ = ["WAITS", "episodes", "torchrl_pool", "waits"]
 
 
 def _waiting(name: str, text: str, **how: Any) -> Workload:
@@ -85,7 +51,7 @@ WAITS = {
         _waiting("waiting", "steps that wait 50 ms, as for a service", step=0.05, length=100),
         _waiting(
             "simulator", "steps of 5 to 20 ms, observations (128, 128, 3) uint8", step=(0.005, 0.02), length=200,
-            shape=(128, 128, 3),
+            shape=(128, 128, 3), dtype="uint8",
         ),
     )
 }  # fmt: skip
@@ -93,6 +59,8 @@ WAITS = {
 
 class DeadlineRunner(VectorRunner):
     """Takes what is there after ``within`` seconds, one environment at least."""
+
+    _unmeasured = 1
 
     def __init__(self, make_envs: Callable[[], Any], within: float) -> None:
         super().__init__(make_envs)
@@ -107,28 +75,17 @@ class DeadlineRunner(VectorRunner):
         self.envs.send(self._batches[len(rows)](), rows)
         return len(rows)
 
-    def run(self, seconds: float) -> float:
-        if self._fresh:
-            self.envs.reset_async(seed=0)
-            self._fresh = False
-        self._step()
-        return run_for(self._step, seconds)
-
-
-def _engine(env_fn: EnvFn, num_envs: int, **options: Any) -> Any:
-    return vecenv.AsyncVectorEnv([env_fn] * num_envs, **options)
+    def _begin(self) -> None:
+        self.envs.reset_async(seed=0)
 
 
 def torchrl_pool(env_fn: EnvFn, num_envs: int, envs_per_worker: int) -> Any:
     """TorchRL's ``AsyncEnvPool`` in processes, through shared memory."""
-    try:
-        module, torch = importlib.import_module("torchrl.envs"), importlib.import_module("torch")
-    except ImportError as error:
-        raise Unavailable(f"torchrl is not installed ({error})") from None
+    module, torch = need("torchrl.envs", "torchrl"), need("torch", "torch")
     if not hasattr(module, "AsyncEnvPool"):
         raise Unavailable("this torchrl has no AsyncEnvPool")
     torch.set_num_threads(1)
-    make = partial(_gym_wrapper, env_fn)
+    make = partial(torchrl_env, env_fn)
     return module.AsyncEnvPool([make] * num_envs, backend="multiprocessing", exchange="shm", envs_per_worker=envs_per_worker)
 
 
@@ -166,12 +123,6 @@ class AsyncEnvPool(Stepping):
 
     def close(self) -> None:
         self.pool.close()
-
-
-def _gym_wrapper(env_fn: EnvFn) -> Any:
-    from torchrl.envs import GymWrapper
-
-    return GymWrapper(env_fn(), categorical_action_encoding=True)
 
 
 def _spares(workload: str, env_fn: EnvFn, num_envs: int) -> list[Candidate]:
@@ -213,8 +164,7 @@ def _candidates(workload: str, env_fn: EnvFn, num_envs: int, workers: int) -> li
         rows.insert(3, ours("threads", f"vecenv, {workers} workers, threads", num_workers=workers, env_threads=each))
     for name in ("sb3", "tianshou", "torchrl"):
         label, build = OTHERS[name]
-        build_one = partial(build, env_fn, num_envs, workers)
-        rows.append(Candidate(name, label, build_one, kind="other"))
+        rows.append(Candidate(name, label, partial(build, env_fn, num_envs, workers), kind="other"))
     for name, label, each_worker in (
         ("torchrl-async", "TorchRL AsyncEnvPool, a process each", 1),
         ("torchrl-threads", f"TorchRL AsyncEnvPool, {each} in a worker", each),
@@ -230,21 +180,14 @@ def waits(
     workload: str,
     num_envs: int,
     workers: int,
-    pace: dict[str, Any],
+    pace: Pace,
     names: Iterable[str] | None = None,
     memory: dict[str, Memory] | None = None,
 ) -> Report:
     """All of them on one workload of :data:`WAITS`, or those of ``names``; what they occupy goes into ``memory``."""
     env_fn = WAITS[workload].prepare()
     rows = _candidates(workload, env_fn, num_envs, workers)
-    if names is not None:
-        rows = [row for row in rows if row.name in set(names)]
-
-    def look(hosts: list[CandidateProcess]) -> None:
-        if memory is not None:
-            memory.update((host.candidate.name, memory_of(host)) for host in hosts if host.usable)
-
-    return compare(workload, env_fn, num_envs, rows, check=False, inspect=look, **pace)
+    return compare_some(names, memory, workload, env_fn, num_envs, rows, check=False, **pace)
 
 
 # -- lists of episodes --------------------------------------------------------------------------------------------------
@@ -290,14 +233,6 @@ def _in_batches(envs: Any, count: int, seed: int) -> int:
     return useful
 
 
-def sb3_envs(env_fn: EnvFn, num_envs: int) -> Any:
-    try:
-        module = importlib.import_module("stable_baselines3.common.vec_env")
-    except ImportError as error:
-        raise Unavailable(f"stable-baselines3 is not installed ({error})") from None
-    return module.SubprocVecEnv([env_fn] * num_envs, start_method="fork")
-
-
 class _Still:
     def predict(self, observations: Any, **_: Any) -> Any:
         return _still(observations), None
@@ -311,10 +246,10 @@ def _by_evaluate_policy(envs: Any, count: int, seed: int) -> int:
     return int(sum(lengths))
 
 
-def episodes(num_envs: int, pace: dict[str, Any], names: Iterable[str] | None = None) -> Report:
+def episodes(num_envs: int, pace: Pace, names: Iterable[str] | None = None) -> Report:
     """Steps a second that belong to an episode of the list; lengths from 20 to 200, steps of 1 ms."""
     env_fn: EnvFn = partial(WaitingEnv, step=0.001, length=(20, 201))
-    each = partial(_engine, env_fn, num_envs, num_workers=None)
+    each = partial(vecenv.AsyncVectorEnv, [env_fn] * num_envs)
 
     def row(name: str, label: str, make: Callable[[], Any], run_list: Any, kind: Any = "vecenv") -> Candidate:
         build: Callable[[], Runner] = partial(Evaluating, make, run_list)
@@ -330,6 +265,4 @@ def episodes(num_envs: int, pace: dict[str, Any], names: Iterable[str] | None = 
         ),
         row("sb3", "Stable-Baselines3 evaluate_policy", partial(sb3_envs, env_fn, num_envs), _by_evaluate_policy, "other"),
     ]  # fmt: skip
-    if names is not None:
-        rows = [each_row for each_row in rows if each_row.name in set(names)]
-    return compare("episodes of 20 to 200 steps", env_fn, num_envs, rows, check=False, **pace)
+    return compare_some(names, None, "episodes of 20 to 200 steps", env_fn, num_envs, rows, check=False, **pace)

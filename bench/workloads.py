@@ -49,17 +49,47 @@ class BusyEnv(EmptyEnv):
         return super().step(action)
 
 
-class SleepingEnv(gymnasium.Env[np.ndarray, np.int64]):
+class WaitingEnv(EmptyEnv):
+    """Steps and resets that wait.
+
+    Args:
+        step: Seconds; (from, to): drawn for each.
+        reset: Seconds.
+        length: Steps an episode; (from, to): drawn for each; ``None``: without end.
+        shape, dtype: Of observations.
+    """
+
+    def __init__(
+        self, step: float | tuple[float, float], reset: float = 0.0, length: int | tuple[int, int] | None = None,
+        shape: tuple[int, ...] = (4,), dtype: str = "float32",
+    ) -> None:  # fmt: skip
+        super().__init__(shape, dtype)
+        self._step, self._reset, self._length = step, reset, length
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
+        found = super().reset(seed=seed)
+        if self._reset:
+            time.sleep(self._reset)
+        length = self._length
+        self._left = int(self.np_random.integers(*length)) if isinstance(length, tuple) else length
+        return found
+
+    def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        if self._step:
+            time.sleep(self.np_random.uniform(*self._step) if isinstance(self._step, tuple) else self._step)
+        if self._left is not None:
+            self._left -= 1
+        return self._observation, 1.0, self._left is not None and self._left <= 0, False, {}
+
+
+class SleepingEnv(EmptyEnv):
     """A step that waits for a log-normal time; the observation is the number of seconds it really took."""
 
     def __init__(self, mean: float = 0.01, sigma: float = 1.0) -> None:
+        super().__init__((1,))
         self.observation_space = spaces.Box(0, np.inf, (1,), np.float32)
-        self.action_space = spaces.Discrete(2)
+        self._observation = np.zeros(1, np.float32)
         self._mu, self._sigma = np.log(mean) - sigma**2 / 2, sigma
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
-        super().reset(seed=seed)
-        return np.zeros(1, np.float32), {}
 
     def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         start = time.perf_counter()
@@ -67,7 +97,7 @@ class SleepingEnv(gymnasium.Env[np.ndarray, np.int64]):
         return np.array([time.perf_counter() - start], np.float32), 0.0, False, False, {}
 
 
-class NestedEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
+class NestedEnv(EmptyEnv):
     """Six leaves on three levels, as robots have them."""
 
     def __init__(self) -> None:
@@ -79,28 +109,7 @@ class NestedEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         )
         self.action_space = box((8,))
         self.observation_space.seed(0)
-        self._observation: dict[str, Any] = self.observation_space.sample()
-
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        super().reset(seed=seed)
-        return self._observation, {}
-
-    def step(self, action: np.ndarray) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
-        return self._observation, 0.0, False, False, {}
-
-
-class KeepInfos(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Passes everything on: what :class:`DropInfos` is compared with."""
-
-    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
-        observation, info = self.env.reset(**options)
-        return observation, info
-
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        observation, reward, terminated, truncated, info = self.env.step(action)
-        return observation, reward, terminated, truncated, info
+        self._observation: Any = self.observation_space.sample()
 
 
 class DropInfos(gymnasium.Wrapper[Any, Any, Any, Any]):

@@ -41,47 +41,37 @@ __all__ = [
     "install", "make_vec", "plan", "register", "render_grid", "share", "uninstall", "write_video",
 ]  # fmt: skip
 
-_LAZY: dict[str, str] = {
-    # public name -> module that holds it ("" after the colon: the module itself)
-    "AsyncVectorEnv": "vecenv.engine.vector_env:AsyncVectorEnv",
-    "Episode": "vecenv.evaluating.episodes:Episode",
-    "EpisodeResult": "vecenv.evaluating.episodes:EpisodeResult",
-    "FlightRecorder": "vecenv.recording.recorder:FlightRecorder",
-    "Frozen": "vecenv.engine.frozen:Frozen",
-    "MultiAgentVecEnv": "vecenv.multi_agent:MultiAgentVecEnv",
-    "Plan": "vecenv.planning.plan:Plan",
-    "adapters": "vecenv.adapters:",
-    "aio": "vecenv.aio:",
-    "errors": "vecenv.errors:",
-    "evaluate": "vecenv.evaluating.evaluate:evaluate",
-    "install": "vecenv.patching:install",
-    "jax": "vecenv.jax:",
-    "make_vec": "vecenv.make:make_vec",
-    "plan": "vecenv.planning.plan:plan",
-    "register": "vecenv.make:register",
-    "render_grid": "vecenv.tools.watch:render_grid",
-    "share": "vecenv.shm.shared:share",
-    "state": "vecenv.state:",
-    "testing": "vecenv.testing:",
-    "torch": "vecenv.torch:",
-    "uninstall": "vecenv.patching:uninstall",
-    "wrappers": "vecenv.wrappers:",
-    "write_video": "vecenv.tools.watch:write_video",
-    "backends": "vecenv.backends:",
+_MODULES = ("adapters", "aio", "backends", "errors", "jax", "state", "testing", "torch", "wrappers")
+_HOME: dict[str, str] = {
+    # public name -> module that holds it
+    "AsyncVectorEnv": "engine.vector_env",
+    "Episode": "evaluating.episodes",
+    "EpisodeResult": "evaluating.episodes",
+    "FlightRecorder": "recording.recorder",
+    "Frozen": "engine.frozen",
+    "MultiAgentVecEnv": "multi_agent",
+    "Plan": "planning.plan",
+    "evaluate": "evaluating.evaluate",
+    "install": "patching",
+    "make_vec": "make",
+    "plan": "planning.plan",
+    "register": "make",
+    "render_grid": "tools.watch",
+    "share": "shm.shared",
+    "uninstall": "patching",
+    "write_video": "tools.watch",
 }
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name on first use (PEP 562)."""
-    try:
-        module, _, attribute = _LAZY[name].partition(":")
-    except KeyError:
-        raise AttributeError(f"module 'vecenv' has no attribute {name!r}") from None
-    loaded = importlib.import_module(module)
-    value = getattr(loaded, attribute) if attribute else loaded
-    globals()[name] = value
+    if name in _MODULES:
+        return importlib.import_module(f"vecenv.{name}")
+    if name not in _HOME:
+        raise AttributeError(f"module 'vecenv' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"vecenv.{_HOME[name]}"), name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_LAZY, *(name for name in globals() if name.startswith("__"))})
+    return sorted({*__all__, *_MODULES, *_HOME, *(name for name in globals() if name.startswith("__"))})

@@ -16,26 +16,10 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 __all__ = [
-    "ArenaError",
-    "BusyError",
-    "ClusterError",
-    "EnvError",
-    "EnvFailed",
-    "ErrorRecord",
-    "ForkedError",
-    "HostDied",
-    "LoopError",
-    "NotRestorable",
-    "ObservationError",
-    "RemoteTraceback",
-    "RestartsExhausted",
-    "SnapshotMismatch",
-    "StaleStateError",
-    "StartupTimeout",
-    "StepTimeout",
-    "VecEnvError",
-    "WorkerDied",
-]
+    "ArenaError", "BusyError", "ClusterError", "EnvError", "EnvFailed", "ErrorRecord", "ForkedError", "HostDied",
+    "LoopError", "NotRestorable", "ObservationError", "RemoteTraceback", "RestartsExhausted", "SnapshotMismatch",
+    "StaleStateError", "StartupTimeout", "StepTimeout", "VecEnvError", "WorkerDied",
+]  # fmt: skip
 
 
 def how_to_install(extra: str, *besides: str) -> str:

@@ -174,14 +174,9 @@ def make_vec(
     vector_kwargs: VectorKwargs = None, wrappers: Wrappers | None = None, **env_kwargs: Any,
 ) -> AnyVectorEnv: ...  # fmt: skip
 def make_vec(
-    id_or_env_fn: str | EnvSpec | EnvFn,
-    num_envs: int = 1,
-    backend: str = "process",
-    *,
-    vector_kwargs: VectorKwargs = None,
-    wrappers: Wrappers | None = None,
-    **env_kwargs: Any,
-) -> AnyVectorEnv:
+    id_or_env_fn: str | EnvSpec | EnvFn, num_envs: int = 1, backend: str = "process", *,
+    vector_kwargs: VectorKwargs = None, wrappers: Wrappers | None = None, **env_kwargs: Any,
+) -> AnyVectorEnv:  # fmt: skip
     """Build a vector environment, by the id of its environments and the name of what steps them.
 
     Args:
@@ -403,7 +398,8 @@ def _parse_wrappers(wrappers: Wrappers | None) -> tuple[Callable[[Any], Any], ..
 def _process(request: MakeRequest) -> AnyVectorEnv:
     options = dict(request.vector_kwargs)
     options.setdefault("num_workers", None if options.get("spare_workers") else "auto")
-    if options.get("context") is None and _threads_do_not_survive_a_fork():
+    threads = any(name in sys.modules for name in ("jax", "torch"))  # they do not survive a fork
+    if options.get("context") is None and threads and "forkserver" in multiprocessing.get_all_start_methods():
         options["context"] = "forkserver"
     return _engine(request, options)
 
@@ -418,11 +414,6 @@ def _engine(request: MakeRequest, options: dict[str, Any]) -> AnyVectorEnv:
     check_names(options, engine_options(), "AsyncVectorEnv")
     env_fn = _env_fn(request)
     return AsyncVectorEnv([env_fn] * request.num_envs, **options)
-
-
-def _threads_do_not_survive_a_fork() -> bool:
-    loaded = any(name in sys.modules for name in ("jax", "torch"))
-    return loaded and "forkserver" in multiprocessing.get_all_start_methods()
 
 
 def _env_fn(request: MakeRequest) -> EnvFn:

@@ -167,13 +167,13 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "own" / "trains.py").write_text(TRAINS)
     (tmp_path / "own" / "steps.yaml").write_text("1000000")
 
-    def program(*words: str, **options: Any) -> programs.Program:
-        return programs.Program("somebody/own", ("trains.py", *words), "AsyncVectorEnv, CartPole-v1, 3", **options)
+    def program(words: str, **options: Any) -> programs.Program:
+        return programs.Program("somebody/own", f"trains.py {words}", "AsyncVectorEnv, CartPole-v1, 3", **options)
 
     known = {
-        "same": program("--file", "{settings}", configuration=("steps.yaml", "1000000", "40")),
-        "other": program("--steps", "40", "--luck"),
-        "stopped": program("--steps", "1000000", watch=("--stop", "5")),
+        "same": program("--file {settings}", configuration=("steps.yaml", "1000000", "40")),
+        "other": program("--steps 40 --luck"),
+        "stopped": program("--steps 1000000", watch="--stop 5"),
         "fails": program("--no-such-option"),
     }
     monkeypatch.setattr(programs, "PROGRAMS", known)
@@ -196,7 +196,7 @@ def test_programs_that_are_equal_and_such_as_are_not(sources: Path, capfd: pytes
 
 
 def test_a_program_that_is_not_there_is_named(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = programs.Program("somebody/else", ("main.py",), "nothing")
+    missing = programs.Program("somebody/else", "main.py", "nothing")
     with pytest.raises(SystemExit, match=r"no .*else/main\.py: git clone https://github\.com/somebody/else "):
         programs.live(missing, sources, sys.executable, ours=False)
 

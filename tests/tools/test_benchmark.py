@@ -24,9 +24,19 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 from bench import train
-from vecenv.tools import benchmark, report, runners
-from vecenv.tools.benchmark import Candidate, Report, ResultRow, Summary
-from vecenv.tools.runners import BareLockstep, BareLoop, BareLoops, BarePipes, Step, VectorRunner, digest, first_difference
+from vecenv.tools import WRONG, CliError, benchmark, runners
+from vecenv.tools.benchmark import Report, ResultRow, Summary
+from vecenv.tools.runners import (
+    BareLockstep,
+    BareLoop,
+    BareLoops,
+    BarePipes,
+    Candidate,
+    Step,
+    VectorRunner,
+    digest,
+    first_difference,
+)
 
 CARTPOLE = partial(runners.make_env, "CartPole-v1")
 SHORT: dict[str, Any] = {"seconds": 0.05, "repeats": 2}
@@ -35,7 +45,7 @@ SHORT: dict[str, Any] = {"seconds": 0.05, "repeats": 2}
 @pytest.fixture(scope="module", autouse=True)
 def fonts_are_open(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Matplotlib opens its fonts with the first picture and keeps them; that is not a leak of the test that draws first."""
-    report.draw_bars(reported(ResultRow("a", "a", "vecenv", [1.0])), tmp_path_factory.mktemp("fonts") / "bars.png")
+    benchmark.draw_bars(reported(ResultRow("a", "a", "vecenv", [1.0])), tmp_path_factory.mktemp("fonts") / "bars.png")
 
 
 def reported(*rows: ResultRow) -> Report:
@@ -99,14 +109,14 @@ def test_bare_loop_resets_where_an_episode_has_ended_and_counts_it() -> None:
 
 
 def test_the_bare_loop_uses_no_more_processes_than_environments_and_each_environment_once() -> None:
-    assert benchmark._shares(5, 3) == [range(1), range(1, 3), range(3, 5)]
-    assert benchmark._shares(1, 8) == [range(1)]
+    assert runners._shares(5, 3) == [range(1), range(1, 3), range(3, 5)]
+    assert runners._shares(1, 8) == [range(1)]
 
 
 @pytest.mark.parametrize(
     ("kind", "shares", "said"),
     [
-        (BarePipes, None, "bare pipes to 3 processes"),
+        (BarePipes, [range(1), range(1, 2), range(2, 3)], "bare pipes to 3 processes"),
         (BareLoops, [range(2), range(2, 3)], "bare loop in 2 processes"),
         (BareLockstep, [range(3)], "bare lock-step of 1 processes"),
         (BareLockstep, [range(1), range(1, 3)], "bare lock-step of 2 processes"),
@@ -169,8 +179,9 @@ class Late(SyncVectorEnv):
 @pytest.mark.long
 def test_engine_with_other_trajectories_is_refused_before_anything_is_timed() -> None:
     late = Candidate("late", "a wrong engine", partial(VectorRunner, partial(Late, [CARTPOLE] * 2)), "vecenv", checked=True)
-    with pytest.raises(benchmark.TrajectoryMismatch, match=r"a wrong engine differs .* at step 5, env 0: reward 2.0"):
+    with pytest.raises(CliError, match=r"a wrong engine differs .* at step 5, env 0: reward 2.0") as refused:
         benchmark.compare("CartPole-v1", CARTPOLE, 2, [late], **SHORT)
+    assert refused.value.code == WRONG
 
 
 class Unseeded(CountingEnv):
@@ -182,7 +193,7 @@ class Unseeded(CountingEnv):
 
 @pytest.mark.long
 def test_environment_that_ignores_its_seed_is_not_blamed_on_the_engine() -> None:
-    candidate = replace(benchmark.gymnasium_candidate("same", "SyncVectorEnv", Unseeded, 1), checked=True)
+    candidate = replace(runners.gymnasium_candidate("same", "SyncVectorEnv", Unseeded, 1), checked=True)
     found = benchmark.compare("unseeded", Unseeded, 1, [candidate], **SHORT)
     assert found.check.startswith("not comparable")
     assert found.rows[0].summary
@@ -192,12 +203,12 @@ def test_an_environment_that_fails_is_known_before_any_engine_is_started(monkeyp
     asked: list[str] = []
 
     def reference(*_: Any) -> Any:
-        raise benchmark.HostFailed("it always fails")
+        raise CliError("it always fails")
 
     monkeypatch.setattr(benchmark, "_reference", reference)
     monkeypatch.setattr(benchmark, "started", lambda *_: pytest.fail("engines were started"))
-    rows = benchmark.default_candidates(CARTPOLE, 2, 1)
-    with pytest.raises(benchmark.HostFailed, match="it always fails"):
+    rows = runners.default_candidates(CARTPOLE, 2, 1)
+    with pytest.raises(CliError, match="it always fails"):
         benchmark.compare("x", CARTPOLE, 2, rows, progress=lambda *said: asked.append(said[0]))
     assert asked == ["checking the environment in SyncVectorEnv"]
 
@@ -230,7 +241,7 @@ class Raises(Steady):
 
 class Absent(Steady):
     def __init__(self) -> None:
-        raise benchmark.Unavailable("nothing is installed")
+        raise runners.Unavailable("nothing is installed")
 
 
 @pytest.mark.long
@@ -293,8 +304,8 @@ def test_a_host_that_ends_takes_its_helpers_along(killed: bool) -> None:
 
 @pytest.mark.long
 def test_a_crowd_lives_only_while_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmark, "usable_cores", lambda: 2)
-    with benchmark.started([replace(benchmark.bare_pipes_candidate(CARTPOLE, 2), processes=17)]) as (host,):
+    monkeypatch.setattr(runners, "usable_cores", lambda: 2)
+    with benchmark.started([replace(runners.bound_candidate("bare-pipes", CARTPOLE, 2, 2), processes=17)]) as (host,):
         assert host.description == "bare pipes to 2 processes"
         assert not host.running
         assert host.rate(0.05) > 0
@@ -307,11 +318,11 @@ def test_a_crowd_lives_only_while_it_is_measured(monkeypatch: pytest.MonkeyPatch
 def test_engines_with_a_process_for_each_of_many_environments_are_crowds_and_start_one_after_the_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(benchmark, "usable_cores", lambda: 2)
-    names = [[c.name for c in group] for group in benchmark._start_order(benchmark.default_candidates(CARTPOLE, 64, 2))]
+    monkeypatch.setattr(runners, "usable_cores", lambda: 2)
+    names = [[c.name for c in group] for group in benchmark._start_order(runners.default_candidates(CARTPOLE, 64, 2))]
     assert names[0] == ["auto"]
     assert names[2:] == [["per-env"], ["gym-async"], ["bare-pipes"]]
-    assert not any(c.crowd for c in benchmark.default_candidates(CARTPOLE, 8, 2))
+    assert not any(c.crowd for c in runners.default_candidates(CARTPOLE, 8, 2))
 
 
 # --- what is shown ------------------------------------------------------------------------------
@@ -344,7 +355,7 @@ def test_the_table_is_the_same_at_every_width(
     width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    report.print_report(reported(*ROWS))
+    benchmark.print_report(reported(*ROWS))
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == TABLE.splitlines()
 
 
@@ -353,16 +364,16 @@ def test_the_table_is_the_same_at_every_width(
     [(12.34, "12.3"), (999, "999"), (1234, "1.23k"), (58_946, "58.9k"), (308_817, "309k"), (1_250_000, "1.25M")],
 )
 def test_short_rates(rate: float, shown: str) -> None:
-    assert report.show_rate(rate) == shown
+    assert benchmark.show_rate(rate) == shown
 
 
 def test_a_picture_names_the_rows_that_died_and_its_labels_do_not_touch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figures: list[Any] = []
-    make = report.new_figure
-    monkeypatch.setattr(report, "new_figure", lambda *size: figures.append(make(*size)) or figures[-1])
-    assert report.draw_bars(reported(*ROWS), tmp_path / "bars.png")
+    make = benchmark.new_figure
+    monkeypatch.setattr(benchmark, "new_figure", lambda *size: figures.append(make(*size)) or figures[-1])
+    assert benchmark.draw_bars(reported(*ROWS), tmp_path / "bars.png")
     (axes,) = figures[0].axes
     assert [label.get_text() for label in axes.get_yticklabels()] == [row.label for row in ROWS[2::-1]]
     assert [note.get_text().strip() for note in axes.texts] == ["2.35M", "died", "1.23M"]
@@ -372,8 +383,8 @@ def test_a_picture_names_the_rows_that_died_and_its_labels_do_not_touch(
 
 def test_there_is_no_picture_of_nothing(tmp_path: Path) -> None:
     dead = ResultRow("auto", "vecenv, auto", "vecenv", [math.nan], failed="it raised")
-    assert not report.draw_bars(reported(dead), tmp_path / "bars.png")
-    assert not report.draw_scale([reported(dead)], tmp_path / "scale.png")
+    assert not benchmark.draw_bars(reported(dead), tmp_path / "bars.png")
+    assert not benchmark.draw_scale([reported(dead)], tmp_path / "scale.png")
     assert not list(tmp_path.iterdir())
 
 
@@ -385,14 +396,14 @@ def test_where_the_time_of_trainings_goes_is_drawn(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_every_vecenv_row_equals_sync_and_is_measured(tmp_path: Path) -> None:
-    candidates = [c for c in benchmark.default_candidates(CARTPOLE, 3, 2) if c.kind in ("vecenv", "bound")]
+    candidates = [c for c in runners.default_candidates(CARTPOLE, 3, 2) if c.kind in ("vecenv", "bound")]
     assert [c.name for c in candidates[-2:]] == ["bare-lockstep", "bare-loop"]
     found = benchmark.compare("CartPole-v1", CARTPOLE, 3, candidates, **SHORT)
     assert [row.failed for row in found.rows] == [None] * len(candidates)
     assert "engines equal SyncVectorEnv over 256 steps of 3 environments" in found.check
     assert all(row.missing or len(row.rates) == 2 for row in found.rows)
     smaller = replace(found, num_envs=1, rows=found.rows[:1])
-    assert report.draw_bars(found, tmp_path / "bars.png")
-    assert report.draw_scale([smaller, found], tmp_path / "scale.png")
+    assert benchmark.draw_bars(found, tmp_path / "bars.png")
+    assert benchmark.draw_scale([smaller, found], tmp_path / "scale.png")
     for name in ("bars.png", "scale.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")

@@ -14,8 +14,9 @@ import gymnasium
 import pytest
 from gymnasium.vector import SyncVectorEnv
 
+from vecenv import tools
 from vecenv.errors import how_to_install
-from vecenv.tools import benchmark, cli, runners, usage
+from vecenv.tools import cli, runners
 
 BENCH = how_to_install("bench")
 TINY = ["--num-envs", "2", "--seconds", "0.05", "--repeats", "2"]
@@ -30,10 +31,10 @@ def test_plan_wraps_at_the_width_of_the_terminal_and_keeps_every_word(monkeypatc
     text = "Plan:\n  " + "a step of 1.5 us, " * 12 + "measured\n  1 + caller          84,937 steps per second"
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr("shutil.get_terminal_size", lambda **given: os.terminal_size(given["fallback"]))
-    assert usage.fitted(text) == text  # no terminal: a file or a pipe gets whole lines
+    assert tools.fitted(text) == text  # no terminal: a file or a pipe gets whole lines
     monkeypatch.undo()
     monkeypatch.setenv("COLUMNS", "60")
-    fitted = usage.fitted(text).splitlines()
+    fitted = tools.fitted(text).splitlines()
     assert max(map(len, fitted)) <= 60
     assert " ".join(fitted).split() == text.split()
     assert fitted[-1] == text.splitlines()[-1]
@@ -93,7 +94,7 @@ def test_bench_takes_environments_from_modules_in_the_current_folder(tmp_path: P
 def test_bench_of_a_broken_environment_names_its_error(tmp_path: Path) -> None:
     (tmp_path / "tiny_envs.py").write_text(TINY_ENV)
     done = run("bench", "tiny_envs:Broken", *TINY, "--engines", "workers", cwd=tmp_path)
-    assert done.returncode == cli.USAGE
+    assert done.returncode == tools.USAGE
     assert done.stderr.strip().endswith(
         "the environment fails in Gymnasium's SyncVectorEnv too: ZeroDivisionError: broken on purpose"
     )
@@ -106,7 +107,7 @@ def test_an_environment_that_wants_arguments_says_what_to_write(command: str, tm
     functions = "\ndef needs(path):\n    return Tiny()\n\ndef plain():\n    return Tiny()\n"
     (tmp_path / "tiny_envs.py").write_text(TINY_ENV + functions)
     done = run(command, f"tiny_envs:{'plain' if command == 'watch' else 'needs'}", cwd=tmp_path)
-    assert done.returncode == cli.USAGE
+    assert done.returncode == tools.USAGE
     last = done.stderr.strip().splitlines()[-1]
     advice = "let tiny_envs:plain take that" if command == "watch" else "write a function in that module that gives them"
     assert advice in last
@@ -118,7 +119,7 @@ def test_ctrl_c_while_libraries_are_imported_ends_at_once_and_quietly(tmp_path: 
     for library in ("numpy", "gymnasium"):
         (tmp_path / f"{library}.py").write_text(interrupted)
     done = run("doctor", cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (cli.INTERRUPTED, "", "vecenv: interrupted\n")
+    assert (done.returncode, done.stdout, done.stderr) == (tools.INTERRUPTED, "", "vecenv: interrupted\n")
 
 
 @pytest.mark.slow
@@ -139,9 +140,9 @@ def test_wrong_trajectories_end_with_code_1(
 ) -> None:
     longer = partial(runners.make_env, "CartPole-v0")  # ends after 200 steps, and rewards and observations are the same
     build = partial(runners.VectorRunner, partial(SyncVectorEnv, [longer] * 2))
-    wrong = benchmark.Candidate("wrong", "a wrong engine", build, "vecenv", checked=True)
-    monkeypatch.setattr(benchmark, "default_candidates", lambda *_: [wrong])
-    assert cli.main(["bench", "Acrobot-v1", *TINY, "--out", str(tmp_path)]) == cli.WRONG
+    wrong = runners.Candidate("wrong", "a wrong engine", build, "vecenv", checked=True)
+    monkeypatch.setattr(runners, "default_candidates", lambda *_, **__: [wrong])
+    assert cli.main(["bench", "Acrobot-v1", *TINY, "--out", str(tmp_path)]) == tools.WRONG
     error = capsys.readouterr().err
     assert "WRONG RESULTS, nothing was timed: a wrong engine differs from SyncVectorEnv at the reset" in error
     assert list(tmp_path.iterdir()) == []
@@ -171,7 +172,7 @@ def test_wrong_names_say_which_names_there_are(
     arguments: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    assert cli.main(arguments) == cli.USAGE
+    assert cli.main(arguments) == tools.USAGE
     error = capsys.readouterr().err
     assert error.startswith("vecenv: ")
     assert text in error
@@ -194,7 +195,7 @@ def test_wrong_names_say_which_names_there_are(
 def test_wrong_usage_ends_with_code_2(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
-    assert ended.value.code == cli.USAGE
+    assert ended.value.code == tools.USAGE
     assert text in capsys.readouterr().err
 
 
@@ -217,7 +218,7 @@ def test_a_missing_library_is_named_with_what_brings_it(
     for name in [name for name in sys.modules if name.partition(".")[0] == library]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, library, None)
-    assert cli.main(arguments) == cli.USAGE
+    assert cli.main(arguments) == tools.USAGE
     error = capsys.readouterr().err
     assert re.fullmatch(rf"vecenv: .*needs {library.replace('_', '[-_]')}[,:].* {re.escape(install)}\n", error)
 
@@ -228,7 +229,7 @@ def test_what_is_read_by_programs_needs_no_library(
     for name in ("rich", "matplotlib", "PIL", "psutil", "moviepy"):
         monkeypatch.setitem(sys.modules, name, None)
     for arguments in (["plan", "CartPole-v1"], ["doctor"], ["top", "--interval", "0.01"]):
-        assert cli.main([*arguments, "--json"]) in (0, cli.WRONG)
+        assert cli.main([*arguments, "--json"]) in (0, tools.WRONG)
         assert json.loads(capsys.readouterr().out)
 
 
@@ -244,7 +245,7 @@ def test_results_that_cannot_be_written_are_known_before_anything_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    assert cli.main(["bench", *TINY, "--out", str(tmp_path / "file")]) == cli.USAGE
+    assert cli.main(["bench", *TINY, "--out", str(tmp_path / "file")]) == tools.USAGE
     assert "cannot write the results" in capsys.readouterr().err
 
 
@@ -275,7 +276,7 @@ def test_watch_writes_a_video_of_the_users_policy(tmp_path: Path) -> None:
 def test_watch_of_something_that_cannot_be_drawn_says_so(tmp_path: Path) -> None:
     (tmp_path / "tiny_envs.py").write_text(TINY_ENV)
     done = run("watch", "tiny_envs:Tiny-v0", "--steps", "2", cwd=tmp_path)
-    assert done.returncode == cli.USAGE
+    assert done.returncode == tools.USAGE
     assert "Traceback" not in done.stderr
     assert done.stderr.strip().splitlines()[-1].startswith("vecenv: ")
     assert list(tmp_path.glob("*.gif")) == []
@@ -291,8 +292,8 @@ def test_an_id_without_a_version_is_the_newest_and_keeps_its_module(
     )
     monkeypatch.syspath_prepend(tmp_path)
     try:
-        assert usage.resolve("registers_newest:Newest").args == ("registers_newest:Newest-v3",)
-        assert usage.resolve("CartPole").args == ("CartPole-v1",)
+        assert runners.resolve("registers_newest:Newest").args == ("registers_newest:Newest-v3",)
+        assert runners.resolve("CartPole").args == ("CartPole-v1",)
     finally:
         for version in (1, 3):
             gymnasium.registry.pop(f"Newest-v{version}", None)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import vecenv
+from vecenv import tools
 from vecenv.engine import published
 from vecenv.errors import WorkerDied
 from vecenv.tools import top
@@ -302,11 +303,11 @@ def test_publishing_costs_next_to_nothing() -> None:
 def test_nothing_to_show_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     from vecenv.tools import cli
 
-    assert cli.main(["top", "--once", "--interval", "0.01", "--pid", str(os.getpid())]) == cli.WRONG
+    assert cli.main(["top", "--once", "--interval", "0.01", "--pid", str(os.getpid())]) == tools.WRONG
     assert "envs.publish_stats(), or when run with VECENV_TOP=1" in capsys.readouterr().err
-    assert cli.main(["top", "--json", "--interval", "0.01", "--pid", str(os.getpid())]) == cli.WRONG
+    assert cli.main(["top", "--json", "--interval", "0.01", "--pid", str(os.getpid())]) == tools.WRONG
     assert json.loads(capsys.readouterr().out) == {"programs": []}
-    assert cli.main(["top"]) == cli.USAGE
+    assert cli.main(["top"]) == tools.USAGE
     assert "--once or --json" in capsys.readouterr().err
 
 

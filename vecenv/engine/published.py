@@ -210,8 +210,7 @@ class StatsFile:
     """
 
     def __init__(self, name: str, engine: Engine) -> None:
-        for _ in published():  # removes what is left of others
-            pass
+        list(published())  # removes what is left of others
         self._engine, self._name, self._pid = engine, str(name), os.getpid()
         state = process_state(self._pid)
         self._path = _folder() / f"{self._pid}-{state[1] if state else 0}-{next(_NUMBERS)}.json"

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
@@ -91,6 +91,7 @@ class EnvDescription:
     env_id: str = ""
 
 
+@dataclass(eq=False)
 class EnvProbe:
     """Describes and times the first environment of a vector environment, before the others are built.
 
@@ -106,21 +107,18 @@ class EnvProbe:
         variables: Environment variables of the process.
     """
 
-    def __init__(
-        self,
-        env_fns: Sequence[Callable[[], Any]],
-        context: Any = None,
-        timeout: float = 60.0,
-        *,
-        here: bool | None = None,
-        step: bool = True,
-        daemon: bool = True,
-        variables: Variables | None = None,
-    ) -> None:
-        self._env_fns, self._timeout = env_fns, timeout
-        self._context = multiprocessing.get_context() if context is None else context
-        self._here, self._step, self._daemon, self._variables = here, step, daemon, variables
-        self._times: StepTimes | None = None
+    env_fns: Sequence[Callable[[], Any]]
+    context: Any = None
+    timeout: float = 60.0
+    _: KW_ONLY
+    here: bool | None = None
+    step: bool = True
+    daemon: bool = True
+    variables: Variables | None = None
+    _times: StepTimes | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.context = self.context or multiprocessing.get_context()
 
     def describe(self, all_envs: bool = False) -> EnvDescription:
         """Metadata and spaces of the first environment; ``all_envs``: the observation spaces of all.
@@ -131,14 +129,14 @@ class EnvProbe:
             Exception: What the environment raised while it was built; why its description could not be sent, where no
                 environment may be built in this process.
         """
-        if not (self._here or (self._here is None and not self._step) or why_no_processes()):
-            description = self._ask_process(all_envs, self._step)
+        if not (self.here or (self.here is None and not self.step) or why_no_processes()):
+            description = self._ask_process(all_envs, self.step)
             if isinstance(description, EnvDescription):
                 return description
-            if self._here is not None:
+            if self.here is not None:
                 raise description
-        with closing(made_by(self._env_fns[0], 0)) as env:
-            return _describe(env, self._env_fns, all_envs)
+        with closing(made_by(self.env_fns[0], 0)) as env:
+            return _describe(env, self.env_fns, all_envs)
 
     def times(self) -> StepTimes:
         """The times of random steps. An environment that fails while it is stepped is no error, but a ``failure``.
@@ -147,7 +145,7 @@ class EnvProbe:
             Exception: As of :meth:`describe`.
         """
         if self._times is None and why_no_processes():
-            with closing(made_by(self._env_fns[0], 0)) as env:
+            with closing(made_by(self.env_fns[0], 0)) as env:
                 try:
                     self._times = _time_steps(env, None)
                 except Exception as error:
@@ -159,18 +157,18 @@ class EnvProbe:
 
     def _ask_process(self, all_envs: bool, step: bool) -> EnvDescription | Exception:
         """The description, or why it could not be sent; with ``step`` also times the steps."""
-        env_fns = list(self._env_fns if all_envs else self._env_fns[:1])
+        env_fns = list(self.env_fns if all_envs else self.env_fns[:1])
         sent: Any = env_fns
         blob = b""
-        if self._context.get_start_method() != "fork":
+        if self.context.get_start_method() != "fork":
             sent = PackedEnvFns.of(range(len(env_fns)), env_fns, "the process that looks at it needs")
             blob, sent.functions = pickle.dumps(sent.functions), []
         helper = HelperProcess(
-            self._context, _main, (sent, all_envs, step), name="vecenv-probe", daemon=self._daemon, abrupt=True,
-            variables=self._variables,
+            self.context, _main, (sent, all_envs, step), name="vecenv-probe", daemon=self.daemon, abrupt=True,
+            variables=self.variables,
         )  # fmt: skip
         try:
-            deadline = time.monotonic() + self._timeout
+            deadline = time.monotonic() + self.timeout
             helper.start()
             said: PackedError | tuple[bytes | PackedError] = self._receive(helper, blob, deadline)
             where = f"one environment, pid {helper.pid}, built to look at it"
@@ -224,7 +222,7 @@ class EnvProbe:
         if message:
             return pickle.loads(message)
         if not closed and not helper.has_ended():
-            raise StartupTimeout(f"an environment could not be built and looked at within {self._timeout} seconds")
+            raise StartupTimeout(f"an environment could not be built and looked at within {self.timeout} seconds")
         code = helper.exit_code() if helper.has_ended(_CLOSE_SECONDS) else None
         how = "closed its pipe" if code is None else describe_exit(code)
         text = missing_guard(helper.method) if code == NO_GUARD else f"the environment that was built to look at it {how}"

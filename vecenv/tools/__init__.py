@@ -1,0 +1,97 @@
+"""What the commands share: how they end, what they say about a wrong name or a missing library, and a progress bar."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Final
+
+from vecenv.errors import how_to_install
+
+__all__ = [
+    "DIED", "INTERRUPTED", "USAGE", "WRONG", "CliError", "Progress", "did_you_mean", "fitted", "hint_of_arguments",
+    "module_named", "one_line", "progress_bar", "require",
+]  # fmt: skip
+
+WRONG: Final = 1
+USAGE: Final = 2
+DIED: Final = 3
+INTERRUPTED: Final = 130
+
+Progress = Callable[[str, int, int], object]  # what is being done, how much of it is done, of how much
+
+
+class CliError(Exception):
+    """Ends the command with one line on stderr and this exit code."""
+
+    def __init__(self, message: str, code: int = USAGE) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def one_line(error: BaseException) -> str:
+    """The kind of an error and the first line of its text."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}"
+
+
+def fitted(text: str) -> str:
+    """The lines of a text, wrapped between words at the width of the terminal; as they are where there is none."""
+    width = max(shutil.get_terminal_size(fallback=(sys.maxsize, 0)).columns, 40)
+
+    def fit(line: str) -> str:
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+    return "\n".join(fit(line) if len(line) > width else line for line in text.splitlines())
+
+
+def hint_of_arguments(error: str) -> str:
+    """What to do where a class or function could not be called as it is."""
+    if "TypeError" in error and re.search(r"missing \d+ required", error):
+        return "; module:name is called without arguments: write a function in that module that gives them"
+    return ""
+
+
+def require(command: str, *libraries: str) -> None:
+    """Raise if a library is missing that the extra ``bench`` brings."""
+    for library in libraries:
+        if importlib.util.find_spec(library) is None:
+            raise CliError(f"vecenv {command} needs {library}: {how_to_install('bench')}")
+
+
+def module_named(name: str, what: str = "") -> ModuleType:
+    """Import a module, which may lie in the current folder; ``what`` says in an error what it is the module of."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # a console script does not look into the current folder
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise CliError(f"cannot import {name!r}{what}: {error}") from None
+
+
+@contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """A bar on stderr, so that stdout holds nothing but the results; nothing at all where stderr is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True)
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("starting", total=None)  # it pulses until the rounds begin
+        yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total or None)

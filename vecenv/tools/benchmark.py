@@ -14,8 +14,6 @@ seeds, same actions, equal to the last bit.
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
 import multiprocessing
 import os
@@ -27,12 +25,12 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import cloudpickle
 import gymnasium
@@ -40,46 +38,23 @@ import numpy as np
 
 from vecenv.system.cores import usable_cores
 from vecenv.system.helper_process import HelperProcess
-from vecenv.tools.runners import (
-    SEED,
-    BareLockstep,
-    BareLoops,
-    BarePipes,
-    EnvFn,
-    FirstReadyVectorRunner,
-    Runner,
-    Step,
-    VectorRunner,
-    first_difference,
-)
+from vecenv.tools import WRONG, CliError, Progress, hint_of_arguments, one_line
+from vecenv.tools.runners import SEED, Candidate, EnvFn, Step, Unavailable, first_difference, gymnasium_candidate
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 __all__ = [
-    "BASELINES", "Candidate", "CandidateProcess", "HostFailed", "Interrupted", "Progress", "Report", "ResultRow", "Summary",
-    "TrajectoryMismatch", "Unavailable", "bare_lockstep_candidate", "bare_loop_candidate", "bare_pipes_candidate",
-    "compare", "default_candidates", "gymnasium_candidate", "machine", "scale_candidates", "started",
-    "take_turns", "vecenv_candidate",
+    "COLOURS", "CandidateProcess", "Interrupted", "Report", "ResultRow", "Summary", "compare", "draw_bars", "draw_scale",
+    "machine", "new_figure", "print_report", "print_scale", "save", "show_rate", "started",
 ]  # fmt: skip
 
-BASELINES: Final = ("gym-async", "bare-loop")
-CROWD: Final = 16  # processes; with more of them, and more than cores, a candidate is alive only while it is measured
+BASELINES: Final = {"gym-async": ("x Async", ".2f"), "bare-loop": ("of bare loop", ".3f")}
+"""What rows are compared with, where it took part: the heading of its column, and how a ratio is written."""
 CHECK_STEPS: Final = 256
 CHECK_SECONDS: Final = 1.5
 START_TIMEOUT: Final = 300.0
 WARM_UP: Final = 0.3  # seconds: caches, allocators, and the first reset
-
-Progress = Callable[[str, int, int], object]  # what is being done, how much of it is done, of how much
-
-
-class HostFailed(Exception):
-    """A candidate died, hung or raised; the text is one line for its row of the table."""
-
-
-class Unavailable(Exception):
-    """A candidate that cannot exist here: a library or an option is missing. Not a failure."""
-
-
-class TrajectoryMismatch(Exception):
-    """An engine returned something else than ``SyncVectorEnv`` did for the same seeds and actions."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -92,136 +67,6 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, report: Report) -> None:
         super().__init__()
         self.report = report
-
-
-# --- candidates -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """Something to measure.
-
-    Attributes:
-        name: Its short name, for options and JSON.
-        label: What the table calls it.
-        build: Pickled, called in the host; returns a runner.
-        kind: ``"vecenv"``, ``"gymnasium"``, ``"other"`` or ``"bound"``: its colour in the plots.
-        checked: Its trajectories must equal those of ``SyncVectorEnv``.
-        alone: It measures something itself while it starts, and is started before all others for that.
-        processes: How many its host starts, as far as that is known before.
-    """
-
-    name: str
-    label: str
-    build: Callable[[], Runner]
-    kind: str = "other"
-    checked: bool = False
-    alone: bool = False
-    processes: int = 0
-
-    @property
-    def crowd(self) -> bool:
-        """Whether it lives only while it is measured, because it has many more processes than there are cores.
-
-        On a virtual machine the mere existence of that many address spaces slows down what runs beside them.
-        """
-        return self.processes > max(CROWD, usable_cores())
-
-
-def _build_vecenv(env_fn: EnvFn, num_envs: int, options: dict[str, Any]) -> Any:
-    from vecenv.engine.vector_env import AsyncVectorEnv
-
-    return AsyncVectorEnv([env_fn] * num_envs, **options)
-
-
-def vecenv_candidate(
-    name: str, label: str, env_fn: EnvFn, num_envs: int, runner: Callable[..., Runner] | None = None, **options: Any
-) -> Candidate:
-    """The engine with these options, driven by ``runner``; by default all at once, or first-ready with a ``batch_size``."""
-    make_envs = partial(_build_vecenv, env_fn, num_envs, options)
-    workers = options.get("num_workers")
-    processes = num_envs if workers is None else 0 if workers == "auto" else workers
-    if runner is None:
-        runner = VectorRunner
-        if "batch_size" in options:
-            runner = partial(FirstReadyVectorRunner, batch_size=options["batch_size"])
-    build = partial(runner, make_envs)
-    return Candidate(name, label, build, "vecenv", checked=True, alone=workers == "auto", processes=processes)
-
-
-def _build_gymnasium(kind: str, env_fn: EnvFn, num_envs: int) -> Any:
-    return getattr(gymnasium.vector, kind)([env_fn] * num_envs)
-
-
-def gymnasium_candidate(
-    name: str, kind: str, env_fn: EnvFn, num_envs: int, runner: Callable[..., Runner] = VectorRunner
-) -> Candidate:
-    """One of Gymnasium's vector environments."""
-    processes = num_envs if kind == "AsyncVectorEnv" else 0
-    build = partial(runner, partial(_build_gymnasium, kind, env_fn, num_envs))
-    return Candidate(name, f"Gymnasium {kind}", build, "gymnasium", processes=processes)
-
-
-def _shares(num_envs: int, workers: int) -> list[range]:
-    processes = min(workers, num_envs)
-    bounds = [num_envs * i // processes for i in range(processes + 1)]
-    return [range(a, b) for a, b in itertools.pairwise(bounds)]
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('s') else 's'}"
-
-
-def bare_loop_candidate(env_fn: EnvFn, num_envs: int, workers: int) -> Candidate:
-    """The bare loop in ``workers`` processes (no more than there are environments), each over its share."""
-    shares = _shares(num_envs, workers)
-    label = f"bare loop, {_count(len(shares), 'process')}"
-    return Candidate("bare-loop", label, partial(BareLoops, env_fn, num_envs, shares), "bound", processes=len(shares))
-
-
-def bare_pipes_candidate(env_fn: EnvFn, num_envs: int) -> Candidate:
-    """What a process per environment costs at least."""
-    build = partial(BarePipes, env_fn, num_envs)
-    return Candidate("bare-pipes", "bare pipes, one process per env", build, "bound", processes=num_envs)
-
-
-def bare_lockstep_candidate(env_fn: EnvFn, num_envs: int, workers: int) -> Candidate:
-    """What lock-step costs at least, in ``workers`` processes (no more than there are environments)."""
-    shares = _shares(num_envs, workers)
-    label = f"bare lock-step, {_count(len(shares), 'process')}"
-    build = partial(BareLockstep, env_fn, num_envs, shares)
-    return Candidate("bare-lockstep", label, build, "bound", processes=len(shares) - 1)
-
-
-def default_candidates(env_fn: EnvFn, num_envs: int, workers: int) -> list[Candidate]:
-    """The rows of the main table, best known first."""
-    workers = min(workers, num_envs)
-    share, half = max(1, workers - 1), max(1, num_envs // 2)
-    ours = partial(vecenv_candidate, env_fn=env_fn, num_envs=num_envs)
-    return [
-        ours("auto", "vecenv, auto", num_workers="auto"),
-        ours("use-caller", f"vecenv, caller and {_count(share, 'worker')}", num_workers=share, use_caller=True),
-        ours("workers", f"vecenv, {_count(workers, 'worker')}", num_workers=workers),
-        ours("first-ready", f"vecenv, first {half} ready", num_workers=workers, batch_size=half),
-        ours("per-env", "vecenv, one process per env"),
-        gymnasium_candidate("gym-sync", "SyncVectorEnv", env_fn, num_envs),
-        gymnasium_candidate("gym-async", "AsyncVectorEnv", env_fn, num_envs),
-        bare_pipes_candidate(env_fn, num_envs),
-        bare_lockstep_candidate(env_fn, num_envs, workers),
-        bare_loop_candidate(env_fn, num_envs, workers),
-    ]
-
-
-def scale_candidates(env_fn: EnvFn, num_envs: int, worker_counts: Sequence[int]) -> list[Candidate]:
-    """The main table without first-ready, and with a row for each number of workers instead of one."""
-    rows = default_candidates(env_fn, num_envs, max(worker_counts))
-    fixed = [
-        vecenv_candidate(f"workers-{count}", f"vecenv, {_count(count, 'worker')}", env_fn, num_envs, num_workers=count)
-        for count in worker_counts
-        if count <= num_envs
-    ]
-    kept = [row for row in rows if row.name not in ("workers", "first-ready")]
-    return [*kept[:2], *fixed, *kept[2:]]
 
 
 # --- hosts ------------------------------------------------------------------------------------------
@@ -248,8 +93,7 @@ def _host_main(pipe: Any, blob: bytes, log: str, start_method: str) -> None:
         pipe.send(("unavailable", str(error) or type(error).__name__))
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
-        first = (str(error).strip().splitlines() or [""])[0]
-        pipe.send(("failed", f"{type(error).__name__}: {first}".removesuffix(": ")))
+        pipe.send(("failed", one_line(error).removesuffix(": ")))
     finally:
         pipe.close()
         if runner is not None:
@@ -275,7 +119,6 @@ class CandidateProcess:
         self.description = ""
         self._blob = cloudpickle.dumps(candidate.build)
         self._helper: HelperProcess | None = None
-        self.start()
 
     @property
     def usable(self) -> bool:
@@ -295,22 +138,22 @@ class CandidateProcess:
     def start(self) -> None:
         """Start the process; :meth:`ready` waits for its runner."""
         args = (self._blob, str(self.log), multiprocessing.get_start_method())
-        helper = self._helper = HelperProcess(
+        self._helper = HelperProcess(
             multiprocessing.get_context("spawn"), _host_main, args, name="vecenv-bench-host", daemon=False
         )
-        try:
-            helper.start()
-        except BaseException:
-            helper.end()
-            raise
+        self._helper.start()
 
     def ready(self) -> None:
         """Wait until the runner is built."""
         self.description = self._answer(START_TIMEOUT) or ""
 
     def ask(self, method: str, *arguments: Any, timeout: float = 60.0) -> Any:
-        """Call a method of the runner; ``None`` if that failed."""
-        assert self._helper is not None
+        """Call a method of the runner, which is built anew if it rests; ``None`` if that failed."""
+        if self.usable and not self.running:
+            self.start()
+            self.ready()
+        if self._helper is None:
+            return None
         with suppress(ConnectionError):
             self._helper.pipe.send((method, arguments))
         return self._answer(timeout)
@@ -335,14 +178,6 @@ class CandidateProcess:
         self.close()
         return None
 
-    def _wake(self) -> bool:
-        """Start a crowd that rests, and wait for it; false if there was nothing to be started."""
-        if not self.usable or self.running:
-            return False
-        self.start()
-        self.ready()
-        return True
-
     def rest(self) -> None:
         """End a crowd until it is needed again."""
         if self.candidate.crowd:
@@ -350,16 +185,15 @@ class CandidateProcess:
 
     def trajectory(self, steps: int, seconds: float = math.inf) -> list[Step]:
         """What it returned for its seeds; empty if it failed."""
-        self._wake()
-        found = self.ask("trajectory", steps, seconds, timeout=START_TIMEOUT) if self.usable else None
+        found = self.ask("trajectory", steps, seconds, timeout=START_TIMEOUT)
         self.rest()
         return found or []
 
     def rate(self, seconds: float) -> float:
         """Units per second over one sample; NaN if it failed."""
-        if self._wake() and self.usable:
+        if not self.running:
             self.ask("run", min(seconds, WARM_UP))
-        rate = self.ask("run", seconds, timeout=60 + 10 * seconds) if self.usable else None
+        rate = self.ask("run", seconds, timeout=60 + 10 * seconds)
         return math.nan if rate is None else float(rate)
 
     def close(self, timeout: float = 10.0) -> None:
@@ -402,7 +236,8 @@ def started(candidates: Sequence[Candidate], progress: Progress = lambda *_: Non
             for group in _start_order(candidates):
                 first = len(hosts)
                 for candidate in group:
-                    hosts.append(CandidateProcess(candidate, Path(folder)))  # noqa: PERF401 - one may fail, all must end
+                    hosts.append(CandidateProcess(candidate, Path(folder)))
+                    hosts[-1].start()
                 for number, host in enumerate(hosts[first:], first + 1):
                     progress(f"starting {host.candidate.label} ({number} of {len(candidates)})", 0, 0)
                     host.ready()
@@ -466,18 +301,6 @@ class Summary:
         return f"{self.median:{form}} ({self.minimum:{form}} - {self.maximum:{form}})"
 
 
-def take_turns(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """What each run returns in each round, for candidates in this process.
-
-    Every other round goes the other way, so that what drifts within a round favours none.
-    """
-    found: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(rounds):
-        for name in list(runs)[:: -1 if turn % 2 else 1]:
-            found[name].append(runs[name]())
-    return found
-
-
 @dataclass
 class ResultRow:
     """One candidate's samples, one per round, or why there are none."""
@@ -529,32 +352,32 @@ class Report:
             rows.append(entry)
         return {**asdict(self), "rows": rows}
 
-    def write(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
-
-def _reference(env_fn: EnvFn, num_envs: int, steps: int, seconds: float) -> list[Step]:
+def _reference(env: str, env_fn: EnvFn, num_envs: int, steps: int, seconds: float) -> list[Step]:
     """What ``SyncVectorEnv`` returns, in a process of its own."""
     with started([gymnasium_candidate("reference", "SyncVectorEnv", env_fn, num_envs)]) as (sync,):
         found = sync.trajectory(steps, seconds)
-        if not found:
-            raise HostFailed(f"the environment fails in Gymnasium's SyncVectorEnv too: {sync.failed}")
-        return found
+    if not found:
+        hint = hint_of_arguments(str(sync.failed))
+        raise CliError(f"{env}: the environment fails in Gymnasium's SyncVectorEnv too: {sync.failed}{hint}")
+    return found
 
 
-def _check(hosts: list[CandidateProcess], wanted: list[Step], env_fn: EnvFn, num_envs: int, progress: Progress) -> str:
+def _check(
+    hosts: list[CandidateProcess], wanted: list[Step], again: Callable[[int, float], list[Step]], progress: Progress
+) -> str:
     """Compare every checked candidate with ``SyncVectorEnv``; returns what was established, or raises."""
     suspects = [host for host in hosts if host.candidate.checked]
-    steps = len(wanted) - 1
+    steps, num_envs = len(wanted) - 1, len(wanted[0]["reward"])
     for number, host in enumerate(suspects, 1):
         progress(f"checking {host.candidate.label} ({number} of {len(suspects)})", 0, 0)
         difference = first_difference(wanted, host.trajectory(steps))
         if difference is None:
             continue
-        if first_difference(wanted, _reference(env_fn, num_envs, steps, math.inf)) is not None:
+        if first_difference(wanted, again(steps, math.inf)) is not None:
             return "not comparable: SyncVectorEnv itself gives other trajectories each time it runs"
-        raise TrajectoryMismatch(f"{host.candidate.label} differs from SyncVectorEnv {difference}")
+        text = f"WRONG RESULTS, nothing was timed: {host.candidate.label} differs from SyncVectorEnv {difference}"
+        raise CliError(text, WRONG)
     good = sum(host.usable for host in suspects)
     equal = "1 engine equals" if good == 1 else f"{good} engines equal"
     return f"{equal} SyncVectorEnv over {steps} steps of {num_envs} environments, bit for bit"
@@ -588,18 +411,17 @@ def compare(
         inspect: Called after the last round, while everything still runs (memory is measured there).
 
     Raises:
-        TrajectoryMismatch: An engine is wrong; nothing was timed.
-        HostFailed: The environment does not even work in ``SyncVectorEnv``.
+        CliError: An engine is wrong, or the environment does not even work in ``SyncVectorEnv``; nothing was timed.
         Interrupted: A ``KeyboardInterrupt`` after the first round.
     """
-    about = machine()
+    about, reference = machine(), partial(_reference, env, env_fn, num_envs)
     wanted, checked = None, "nothing to check" if check else "not asked for"
     if check and any(candidate.checked for candidate in candidates):
         progress("checking the environment in SyncVectorEnv", 0, 0)
-        wanted = _reference(env_fn, num_envs, CHECK_STEPS, CHECK_SECONDS)  # before the work of starting the others
+        wanted = reference(CHECK_STEPS, CHECK_SECONDS)  # before the work of starting the others
     with started(candidates, progress) as hosts:
         if wanted is not None:
-            checked = _check(hosts, wanted, env_fn, num_envs, progress)
+            checked = _check(hosts, wanted, reference, progress)
         rates = {host.candidate.name: list[float]() for host in hosts}
 
         def report(turns: int) -> Report:
@@ -637,3 +459,168 @@ def _row(host: CandidateProcess, rates: list[float]) -> ResultRow:
     about = host.candidate
     log = host.log.read_text(errors="replace")[-8000:] if host.failed and host.log.exists() else ""
     return ResultRow(about.name, about.label, about.kind, rates, host.failed, host.missing, host.description, log)
+
+
+# --- what is shown ---------------------------------------------------------------------------------
+
+COLOURS: Final = {"vecenv": "#1b7f5c", "gymnasium": "#c8553d", "other": "#7a7f87", "bound": "#33373d"}
+
+
+def show_rate(rate: float) -> str:
+    """A rate in three digits and a unit."""
+    if rate < 1e3:
+        return f"{rate:.3g}"
+    number, unit = (rate / 1e3, "k") if rate < 999_500 else (rate / 1e6, "M")
+    return f"{number:.{0 if number >= 99.95 else 1 if number >= 9.995 else 2}f}{unit}"
+
+
+def _table(*headings: str) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("engine")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _print_table(table: Table) -> None:
+    from rich.console import Console
+
+    Console(highlight=False, markup=False).print(table)
+
+
+def _style(row: ResultRow) -> str | None:
+    return "bold" if row.kind == "vecenv" else None
+
+
+def print_report(report: Report) -> None:
+    """The table of one comparison, and below it why rows are empty."""
+    about, baselines = report.machine, [name for name in BASELINES if report.row(name)]
+    table = _table(report.unit, "least - most", *(BASELINES[name][0] for name in baselines))
+    for row in report.rows:
+        summary = row.summary
+        if summary is None or row.failed:
+            table.add_row(row.label, "died" if row.failed else "left out")
+            continue
+        ratios = [(BASELINES[name][1], report.ratio(row.name, name)) for name in baselines]
+        table.add_row(
+            row.label,
+            f"{summary.median:,.0f}" if summary.median >= 100 else f"{summary.median:.3g}",
+            f"{show_rate(summary.minimum)} - {show_rate(summary.maximum)}",
+            *(f"{ratio.median:{form}}" if ratio else "-" for form, ratio in ratios),
+            style=_style(row),
+        )
+    print(f"Trajectories: {report.check}.")
+    rounds = f"{report.repeats} interleaved rounds of {report.seconds:g} s"
+    print(f"{report.env}, {report.num_envs} environments: {rounds}")
+    _print_table(table)
+    versions = f"Python {about['python']}, Gymnasium {about['gymnasium']}"
+    print(f"{about['cpu']}, {about['usable_cores']} usable cores; {versions}")
+    if "bare-loop" in baselines:
+        print("The bare loop is the upper bound: env.step and nothing else, on all cores.")
+    load = (about.get("load_average") or [0.0])[0]
+    if load > about["usable_cores"] + 1:
+        print(f"The machine was busy (load {load:.1f}): other programs cost part of what rows lack.")
+    auto = report.row("auto")
+    if auto and auto.description:
+        print(f"auto chose {auto.description}")
+    _print_reasons(report.rows)
+
+
+def _print_reasons(rows: Sequence[ResultRow], where: str = "") -> None:
+    for row in rows:
+        if row.failed:
+            print(f"{row.label}{where} died: {row.failed}")
+        elif row.missing:
+            print(f"{row.label}{where} left out: {row.missing}")
+
+
+def print_scale(reports: Sequence[Report]) -> None:
+    """Medians over the number of environments."""
+    table = _table(*(str(report.num_envs) for report in reports))
+    for last in reports[-1].rows:  # the largest has all of them
+        summaries = [row.summary if (row := report.row(last.name)) else None for report in reports]
+        table.add_row(last.label, *(show_rate(each.median) if each else "-" for each in summaries), style=_style(last))
+    print(f"{reports[0].env}: steps per second over the number of environments (median)")
+    _print_table(table)
+    for report in reports:
+        _print_reasons(report.rows, f", {report.num_envs} environments,")
+
+
+def new_figure(width: float, height: float) -> Any:
+    """A figure that needs no screen."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save(figure: Any, path: Path) -> bool:
+    """Write a figure, without the upper and the right line of its frames."""
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    return True
+
+
+def draw_bars(report: Report, path: Path) -> bool:
+    """One bar per candidate at its median, a whisker from least to greatest, and the samples as dots; what died by name.
+
+    Returns:
+        Whether there was anything to draw; otherwise no file is written.
+    """
+    rows = [row for row in report.rows if row.summary or row.failed][::-1]
+    if not any(row.summary for row in rows):
+        return False
+    figure = new_figure(8.0, 1.4 + 0.42 * len(rows))
+    axes = figure.subplots()
+    for y, row in enumerate(rows):
+        summary = row.summary
+        if summary is None or row.failed:
+            axes.annotate(" died", (0.0, y), va="center", fontsize=8, color=COLOURS["gymnasium"])
+            continue
+        spread = [[summary.median - summary.minimum], [summary.maximum - summary.median]]
+        axes.barh(y, summary.median, xerr=spread, color=COLOURS[row.kind], height=0.7, capsize=3, ecolor="#00000088")
+        axes.plot(row.rates, [y] * len(row.rates), ".", color="#000000", alpha=0.35, markersize=4)
+        axes.annotate(f" {show_rate(summary.median)}", (summary.maximum, y), va="center", fontsize=8)
+    axes.set_yticks(range(len(rows)), [row.label for row in rows], fontsize=9)
+    axes.margins(x=0.15)
+    axes.set_xlim(left=0)
+    axes.locator_params(axis="x", nbins=6)
+    axes.xaxis.set_major_formatter(lambda rate, _: show_rate(rate))
+    axes.set_xlabel(f"{report.unit} (bar: median, whisker: least to greatest, dots: samples)", fontsize=8)
+    axes.set_title(f"{report.env}, {report.num_envs} environments, {report.machine['usable_cores']} cores", fontsize=10)
+    return save(figure, path)
+
+
+def draw_scale(reports: Sequence[Report], path: Path) -> bool:
+    """Throughput over the number of environments, one line per candidate, the spread as a band.
+
+    Returns:
+        Whether there was anything to draw; otherwise no file is written.
+    """
+    if not any(row.summary for report in reports for row in report.rows):
+        return False
+    figure = new_figure(8.0, 5.0)
+    axes = figure.subplots()
+    for name, row in {row.name: row for report in reports for row in report.rows}.items():
+        found = [(report.num_envs, other.summary) for report in reports if (other := report.row(name)) and other.summary]
+        sizes, summaries = [size for size, _ in found], [summary for _, summary in found]
+        style = {
+            "bound": {"color": COLOURS["bound"], "linestyle": "--"},
+            "gymnasium": {"color": COLOURS["gymnasium"], "linestyle": ":"},
+        }.get(row.kind, {})
+        (line,) = axes.plot(sizes, [each.median for each in summaries], marker="o", label=row.label, markersize=4, **style)
+        least, most = [each.minimum for each in summaries], [each.maximum for each in summaries]
+        axes.fill_between(sizes, least, most, color=line.get_color(), alpha=0.12, linewidth=0)
+    sizes = [report.num_envs for report in reports]
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(lambda rate, _: show_rate(rate))
+    axes.set_xlabel("environments")
+    axes.set_ylabel("steps per second (median; band: least to greatest)")
+    axes.set_title(f"{reports[0].env}, {reports[0].machine['usable_cores']} cores", fontsize=10)
+    axes.legend(fontsize=8, frameon=False)
+    return save(figure, path)

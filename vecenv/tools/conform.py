@@ -6,27 +6,29 @@ it. So an engine that is broken is a row of the table and never an error of this
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import importlib
 import inspect
 import json
+import multiprocessing
 import os
-import select
+import pickle
 import signal
-import subprocess
-import sys
 import textwrap
+import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any, Final
 
 from gymnasium.vector import AutoresetMode
 
+from vecenv.system.helper_process import HelperProcess
 from vecenv.testing.conformity import CHECKS, COUNT, Check, as_gymnasium, makers, program
-from vecenv.tools.usage import WRONG, CliError, did_you_mean
+from vecenv.tools import WRONG, CliError, did_you_mean, module_named
 
-__all__ = ["Promise", "conform", "show"]
+__all__ = ["Promise", "conform", "main"]
 
 KEPT, BROKEN, REFUSED = "kept", "broken", "refused"
 _ONLY: Final = "its only mode is "
@@ -61,23 +63,20 @@ class Promise:
         return REFUSED
 
 
-def conform(
-    engine: str, modes: Sequence[AutoresetMode], *, faults: bool = False, heard: Callable[[int, int], None] | None = None
-) -> list[Promise]:
+def conform(engine: str, modes: Sequence[AutoresetMode], *, faults: bool = False) -> list[Promise]:
     """Ask an engine about every promise.
 
     Args:
         engine: ``"module:name"`` of what builds it: from functions that build environments, or from their number.
         modes: Autoreset modes to ask about.
         faults: Also about environments that fail.
-        heard: Is told how many were asked, and of how many.
 
     Raises:
         CliError: There is no such module or name.
     """
     functions = _takes_functions(engine_named(engine))
     todo = [
-        (number, mode.name)
+        (number, mode)
         for mode in modes
         for number, check in enumerate(CHECKS)
         if mode in check.modes and (faults or not check.fault)
@@ -87,19 +86,14 @@ def conform(
     while done < len(todo):
         for state, why in _answers(engine, todo[done:]):
             number, mode = todo[done]
-            spoilt = state == BROKEN or CHECKS[number].fault
-            rows[number].modes[mode], rows[number].why[mode] = state, why
+            only = why.startswith(_ONLY)  # it need not be built for the other checks of this mode
+            alike = [other for other in todo[done:] if other[1] is mode] if only else [todo[done]]
+            for other, _ in alike:
+                rows[other].modes[mode.name], rows[other].why[mode.name] = state, why
             if state == BROKEN and not rows[number].program:
-                rows[number].program = program(CHECKS[number], engine, AutoresetMode[mode], functions=functions)
-            done += 1
-            if heard is not None:
-                heard(done, len(todo))
-            if why.startswith(_ONLY):  # it need not be built for the other checks of this mode
-                while done < len(todo) and todo[done][1] == mode:
-                    rows[todo[done][0]].modes[mode], rows[todo[done][0]].why[mode] = state, why
-                    done += 1
-                break
-            if spoilt:  # what is left of it may hang when it is closed: a new process goes on
+                rows[number].program = program(CHECKS[number], engine, mode, functions=functions)
+            done += len(alike)
+            if only or state == BROKEN or CHECKS[number].fault:  # what is left of it may hang when it is closed
                 break
     if rows and all(row.state == REFUSED for row in rows.values()):
         why = next(iter(next(iter(rows.values())).why.values()))
@@ -107,97 +101,73 @@ def conform(
     return list(rows.values())
 
 
-def _answers(engine: str, todo: Sequence[tuple[int, str]]) -> Iterator[tuple[str, str]]:
+def _answers(engine: str, todo: Sequence[tuple[int, AutoresetMode]]) -> Iterator[tuple[str, str]]:
     """What a process says of these, in order, until it hangs or ends: that is its last answer."""
-    child = subprocess.Popen(
-        [sys.executable, "-c", "from vecenv.tools.conform import _child; _child()"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
-    assert child.stdin is not None
-    assert child.stdout is not None
+    helper = HelperProcess(
+        multiprocessing.get_context("spawn"), _answer, (engine, todo), name="vecenv-conform", daemon=False
+    )
     try:
-        with contextlib.suppress(BrokenPipeError):
-            child.stdin.write(json.dumps({"engine": engine, "todo": todo, "path": sys.path}).encode() + b"\n")
-            child.stdin.flush()
+        helper.start()
         for position in range(len(todo)):
             limit = _SECONDS + (_START if position == 0 else 0.0)
-            line = _line(child.stdout, limit)
-            if line is None:
+            if not helper.wait(time.monotonic() + limit):
                 yield BROKEN, f"it hangs: no answer within {limit:.0f} seconds"
                 return
-            if not line:
-                code = child.wait()
+            try:
+                message = helper.receive()
+            except EOFError:
+                message = b""
+            if not message:
+                code = helper.exit_code() or 0
                 yield BROKEN, "the program ended: " + (f"exit code {code}" if code >= 0 else signal.Signals(-code).name)
                 return
-            yield tuple(json.loads(line))
+            yield pickle.loads(message)
     finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-        child.stdin.close()
-        child.stdout.close()
-
-
-def _line(stream: Any, seconds: float) -> bytes | None:
-    poll = select.poll()
-    poll.register(stream, select.POLLIN)
-    return stream.readline() if poll.poll(seconds * 1000) else None
+        helper.end()
 
 
 # -- in the process -------------------------------------------------------------------------------------------------------
 
 
-def _child() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what engines print
-    given = json.loads(sys.stdin.readline())
-    sys.path[:] = given["path"]
-    for number, mode in given["todo"]:
-        engines: list[Any] = []
-        said = _ask(CHECKS[number], given["engine"], AutoresetMode[mode], engines)
-        answers.write(json.dumps(said) + "\n")
-        answers.flush()
-        for engine in engines:
+def _answer(pipe: Connection, engine: str, todo: Sequence[tuple[int, AutoresetMode]]) -> None:
+    multiprocessing.set_start_method(None, force=True)  # a program's default, not that of a spawned process
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for output in (1, 2):  # what engines print
+        os.dup2(nowhere, output)
+    for number, mode in todo:
+        built: list[Any] = []
+        pipe.send(_ask(CHECKS[number], engine, mode, built))
+        for envs in built:
             with contextlib.suppress(BaseException):
-                engine.close()
+                envs.close()
 
 
-def _ask(check: Check, name: str, mode: AutoresetMode, engines: list[Any]) -> tuple[str, str]:
-    """What an engine does about a promise, and why. What was built is noted in ``engines``."""
+def _ask(check: Check, name: str, mode: AutoresetMode, built: list[Any]) -> tuple[str, str]:
+    """What an engine does about a promise, and why. What was built is noted in ``built``."""
     try:
-        build = _builder(engine_named(name), check, mode)
+        engine = engine_named(name)
+        if check.needs_told and not _takes_functions(engine):
+            return REFUSED, "it brings its own environments"
         try:
-            while len(engines) < check.engines:
-                engines.append(build())
+            while len(built) < check.engines:
+                built.append(_build(engine, mode))
         except (NotImplementedError, TypeError, ValueError) as error:
             return REFUSED, _said(error)
-        if engines[0].metadata.get("autoreset_mode", mode) != mode:
-            return REFUSED, f"{_ONLY}{engines[0].metadata['autoreset_mode']}"
-        check.run(*engines)
+        if built[0].metadata.get("autoreset_mode", mode) != mode:
+            return REFUSED, f"{_ONLY}{built[0].metadata['autoreset_mode']}"
+        check.run(*built)
     except NotImplementedError as error:
         return REFUSED, _said(error)
-    except _Refused as error:
-        return REFUSED, str(error)
     except BaseException as error:
         return BROKEN, _said(error)
     return KEPT, ""
 
 
-class _Refused(Exception):
-    """The engine is not made for this check."""
-
-
-def _builder(engine: Any, check: Check, mode: AutoresetMode) -> Callable[[], Any]:
-    """What builds the engine for a check."""
+def _build(engine: Any, mode: AutoresetMode) -> Any:
     parameters = _parameters(engine)
-    takes_functions = _takes_functions(engine)
-    if check.needs_told and not takes_functions:
-        raise _Refused("it brings its own environments")
     takes_mode = "autoreset_mode" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     options = {"autoreset_mode": mode} if takes_mode else {}
-    if not takes_functions:
-        return lambda: as_gymnasium(engine(num_envs=COUNT, **options))
-    return lambda: as_gymnasium(engine(makers(), **options))
+    return as_gymnasium(engine(makers(), **options) if _takes_functions(engine) else engine(num_envs=COUNT, **options))
 
 
 def _parameters(engine: Any) -> Mapping[str, inspect.Parameter]:
@@ -220,30 +190,42 @@ def _said(error: BaseException) -> str:
     return text[:300] if isinstance(error, AssertionError) else f"{type(error).__name__}: {text[:300]}"
 
 
-# -- the table ------------------------------------------------------------------------------------------------------------
+# -- the command ----------------------------------------------------------------------------------------------------------
 
 
-def show(engine: str, rows: Sequence[Promise], *, as_json: bool) -> int:
-    """Print the table; the exit code."""
-    if as_json:
-        print(json.dumps({"engine": engine, "rows": [{**asdict(row), "state": row.state} for row in rows]}, indent=1))
-    else:
-        width = max(len(row.name) for row in rows)
-        for row in rows:
-            states = {state: [mode for mode, its in row.modes.items() if its == state] for state in row.modes.values()}
-            of = "" if len(states) == 1 else "; ".join(f"{state}: {', '.join(which)}" for state, which in states.items())
-            print(f"{row.name:{width}}  {row.state:8}{of}".rstrip())
-        for row in rows:
-            if row.state == BROKEN:
-                mode = next(mode for mode, state in row.modes.items() if state == BROKEN)
-                print(f"\n{row.name}: {row.why[mode]}\n  Documented: {row.about}")
-                if row.known:
-                    print(f"  Seen before: {row.known}")
-                print(textwrap.indent(row.program, "    "))
+def main(arguments: argparse.Namespace) -> int:
+    """which promises of Gymnasium's vector interface an engine keeps
+
+    Asks an engine about each promise of Gymnasium's documentation, and shows a short program for each that is broken.
+    MODULE:ENGINE is called with functions that build environments, or, where it has an argument num_envs, with their
+    number; and with autoreset_mode where it takes that.
+
+    Exit codes: 0 nothing is broken; 1 something is; 2 wrong usage. Try: vecenv conform gymnasium.vector:AsyncVectorEnv
+    """
+    rows = conform(arguments.engine, parse_modes(arguments.modes), faults=arguments.faults)
     counts = {state: sum(row.state == state for row in rows) for state in (KEPT, BROKEN, REFUSED)}
-    if not as_json:
+    if arguments.json:
+        listed = [{**asdict(row), "state": row.state} for row in rows]
+        print(json.dumps({"engine": arguments.engine, "rows": listed}, indent=1))
+    else:
+        _print_table(rows)
         print("\n" + ", ".join(f"{count} {state}" for state, count in counts.items()))
     return WRONG if counts[BROKEN] else 0
+
+
+def _print_table(rows: Sequence[Promise]) -> None:
+    width = max(len(row.name) for row in rows)
+    for row in rows:
+        states = {state: [mode for mode, its in row.modes.items() if its == state] for state in row.modes.values()}
+        of = "" if len(states) == 1 else "; ".join(f"{state}: {', '.join(which)}" for state, which in states.items())
+        print(f"{row.name:{width}}  {row.state:8}{of}".rstrip())
+    for row in rows:
+        if row.state == BROKEN:
+            mode = next(mode for mode, state in row.modes.items() if state == BROKEN)
+            print(f"\n{row.name}: {row.why[mode]}\n  Documented: {row.about}")
+            if row.known:
+                print(f"  Seen before: {row.known}")
+            print(textwrap.indent(row.program, "    "))
 
 
 def engine_named(name: str) -> Any:
@@ -255,12 +237,7 @@ def engine_named(name: str) -> Any:
     module, _, attribute = name.partition(":")
     if not attribute:
         raise CliError(f"{name!r} is no MODULE:NAME, such as gymnasium.vector:AsyncVectorEnv")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        found = importlib.import_module(module)
-    except ImportError as error:
-        raise CliError(f"cannot import {module!r}: {error}") from None
+    found = module_named(module)
     if not callable(engine := getattr(found, attribute, None)):
         raise CliError(f"{module!r} has no {attribute!r} that can be called{did_you_mean(attribute, list(vars(found)))}")
     return engine

@@ -27,7 +27,7 @@ from vecenv.errors import how_to_install
 from vecenv.shm.arena import available_memory, memory_limits
 from vecenv.system.cores import usable_cores
 from vecenv.system.spawning import why_no_processes
-from vecenv.tools.usage import fitted
+from vecenv.tools import fitted
 
 if sys.platform != "win32":
     import resource
@@ -122,12 +122,9 @@ def main(as_json: bool = False) -> int:
 
 
 def _python() -> Iterator[Finding]:
-    version = platform.python_version()
-    value = f"{platform.python_implementation()} {version} on {platform.system()} {platform.release()}"
+    python, system = f"{platform.python_implementation()} {platform.python_version()}", platform.system()
     gil = getattr(sys, "_is_gil_enabled", lambda: True)()
-    if not gil:
-        value += ", free-threaded"
-    yield Finding("python", value)
+    yield Finding("python", f"{python} on {system} {platform.release()}{'' if gil else ', free-threaded'}")
 
 
 def _workers() -> Iterator[Finding]:
@@ -170,34 +167,27 @@ def _thread_count() -> int:
     return threading.active_count()
 
 
-def _memfd() -> Iterator[Finding]:
-    yield from _system_call(
-        "memfd",
-        "memfd_create",
-        lambda: os.memfd_create("vecenv-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING),
-        "shared memory falls back to an unlinked file in /dev/shm, bounded by its size, or else among temporary files",
-        Finding("memfd", "refused", "bad", "the sandbox forbids memfd_create; allow the system call"),
-    )
-
-
-def _pidfd() -> Iterator[Finding]:
-    advice = "deaths are looked for 20 times per second; signals go to process ids"
-    refused = Finding("pidfd", "refused", "warn", f"{advice}; Linux 5.3 or a laxer sandbox would have it")
-    yield from _system_call("pidfd", "pidfd_open", lambda: os.pidfd_open(os.getpid()), advice, refused)
-
-
-def _system_call(name: str, function: str, call: Callable[[], int], advice: str, refused: Finding) -> Iterator[Finding]:
+def _system_calls() -> Iterator[Finding]:
     if why_no_processes() is not None:  # there is no other process to share with or to wait for
         return
+    lost = "shared memory falls back to an unlinked file in /dev/shm, bounded by its size, or else among temporary files"
+    forbidden = Finding("memfd", "refused", "bad", "the sandbox forbids memfd_create; allow the system call")
+    yield _system_call(
+        "memfd_create", lambda: os.memfd_create("vecenv-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), lost, forbidden
+    )
+    lost = "deaths are looked for 20 times per second; signals go to process ids"
+    forbidden = Finding("pidfd", "refused", "warn", f"{lost}; Linux 5.3 or a laxer sandbox would have it")
+    yield _system_call("pidfd_open", lambda: os.pidfd_open(os.getpid()), lost, forbidden)
+
+
+def _system_call(function: str, call: Callable[[], int], lost: str, refused: Finding) -> Finding:
     if not hasattr(os, function):
-        yield Finding(name, "not available", "warn", advice)
-        return
+        return Finding(refused.name, "not available", "warn", lost)
     try:
         os.close(call())
     except OSError as error:
-        yield dataclasses.replace(refused, value=f"refused: {error}")
-    else:
-        yield Finding(name, "works")
+        return dataclasses.replace(refused, value=f"refused: {error}")
+    return Finding(refused.name, "works")
 
 
 def _dev_shm() -> Iterator[Finding]:
@@ -219,42 +209,52 @@ def _dev_shm() -> Iterator[Finding]:
         yield Finding("/dev/shm", value)
 
 
+def _graded(name: str, value: str, there: float, advice: str, *, bad: float, warn: float) -> Finding:
+    """A finding by how much of something there is: bad below one bound, a warning below another."""
+    if there >= warn:
+        return Finding(name, value)
+    return Finding(name, value, "bad" if there < bad else "warn", advice)
+
+
 def _memory() -> Iterator[Finding]:
-    available = available_memory()
-    limits = list(memory_limits())
-    if available is None and not limits:
+    free, limits = _free_memory(), list(memory_limits())
+    if free is None:
         yield Finding("memory", "not known on this system")
         return
-    tightest = min(limits, key=lambda limit: limit[1], default=None)
-    free = min(number for number in (available, tightest[1] if tightest else None) if number is not None)
     value = f"{_bytes(free)} available"
-    advice = ""
-    if tightest is not None:
-        value += f"; control group {tightest[0]} leaves {_bytes(tightest[1])} of {_bytes(tightest[2])}"
+    advice = "a worker process needs 50 to 300 MB of its own; the kernel kills a process when memory runs out"
+    if limits:
+        group, left, limit = min(limits, key=lambda limit: limit[1])
+        value += f"; control group {group} leaves {_bytes(left)} of {_bytes(limit)}"
         advice = "raise the memory limit of the container or job, or use fewer workers"
-    verdict: Verdict = "bad" if free < 256 * MIB else "warn" if free < GIB else "ok"
-    if verdict != "ok" and not advice:
-        advice = "a worker process needs 50 to 300 MB of its own; the kernel kills a process when memory runs out"
-    yield Finding("memory", value, verdict, advice if verdict != "ok" else "")
+    yield _graded("memory", value, free, advice, bad=256 * MIB, warn=GIB)
+
+
+def _free_memory() -> int | None:
+    """What the system and all control groups leave; ``None`` where it is not known."""
+    known = [number for number in (available_memory(), *(limit[1] for limit in memory_limits())) if number is not None]
+    return min(known, default=None)
 
 
 def _open_files() -> Iterator[Finding]:
     if sys.platform == "win32":
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = len(os.listdir("/dev/fd")) - 1
     if soft == resource.RLIM_INFINITY:
         yield Finding("open files", "unlimited")
         return
-    needs = {workers: used + workers * DESCRIPTORS + SPARE_DESCRIPTORS for workers in FLEETS}
-    most = (soft - used - SPARE_DESCRIPTORS) // DESCRIPTORS
-    value = f"limit {soft}, {used} in use: about {max(most, 0)} workers; " + ", ".join(
-        f"{workers} need {need}" for workers, need in needs.items()
-    )
+    used = _open_files_for(0)
+    needs = {workers: _open_files_for(workers) for workers in FLEETS}
+    value = f"limit {soft}, {used - SPARE_DESCRIPTORS} in use: about {max((soft - used) // DESCRIPTORS, 0)} workers; "
+    value += ", ".join(f"{workers} need {need}" for workers, need in needs.items())
     highest = "no limit" if hard == resource.RLIM_INFINITY else str(hard)
     advice = f"raise it with `ulimit -n {2 * needs[FLEETS[-1]]}` (possible up to: {highest}), or use fewer workers"
-    verdict: Verdict = "bad" if soft < needs[FLEETS[0]] else "warn" if soft < needs[FLEETS[1]] else "ok"
-    yield Finding("open files", value, verdict, advice if verdict != "ok" else "")
+    yield _graded("open files", value, soft, advice, bad=needs[FLEETS[0]], warn=needs[FLEETS[1]])
+
+
+def _open_files_for(workers: int) -> int:
+    """How many this process needs with so many workers, those that are open now included."""
+    return len(os.listdir("/dev/fd")) - 1 + workers * DESCRIPTORS + SPARE_DESCRIPTORS
 
 
 def _processes() -> Iterator[Finding]:
@@ -262,10 +262,8 @@ def _processes() -> Iterator[Finding]:
     if found is None:
         yield Finding("processes", "no limit")
         return
-    limit, where = found
-    verdict: Verdict = "bad" if limit < FLEETS[0] else "warn" if limit < FLEETS[1] else "ok"
-    advice = f"every worker is a process, and its threads count as well; the limit is {where}"
-    yield Finding("processes", f"at most {limit}", verdict, advice if verdict != "ok" else "")
+    advice = f"every worker is a process, and its threads count as well; the limit is {found[1]}"
+    yield _graded("processes", f"at most {found[0]}", found[0], advice, bad=FLEETS[0], warn=FLEETS[1])
 
 
 def _process_limit() -> tuple[int, str] | None:
@@ -275,12 +273,14 @@ def _process_limit() -> tuple[int, str] | None:
         soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
         if soft != resource.RLIM_INFINITY and os.getuid() != 0:  # root is not held to it
             limits.append((soft, "ulimit -u"))
-    pids = _read("/sys/fs/cgroup/pids.max").strip() or _read("/sys/fs/cgroup/pids/pids.max").strip()
-    if pids.isdigit():
-        limits.append((int(pids), "the control group's pids.max, `docker run --pids-limit`"))
-    pids = _read("/proc/sys/kernel/pid_max").strip()
-    if pids.isdigit():
-        limits.append((int(pids), "the kernel's, `sysctl kernel.pid_max`"))
+    group = _read("/sys/fs/cgroup/pids.max").strip() or _read("/sys/fs/cgroup/pids/pids.max").strip()
+    kernel = _read("/proc/sys/kernel/pid_max").strip()
+    for number, where in (
+        (group, "the control group's pids.max, `docker run --pids-limit`"),
+        (kernel, "the kernel's, `sysctl kernel.pid_max`"),
+    ):
+        if number.isdigit():
+            limits.append((int(number), where))
     return min(limits, default=None)
 
 
@@ -296,13 +296,13 @@ def shortage(processes: int, workers: int = 0) -> str | None:
         return f"{processes} processes are more than the {limit[0]} that can be ({limit[1]})"
     if sys.platform != "win32":
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        need = len(os.listdir("/dev/fd")) - 1 + workers * DESCRIPTORS + SPARE_DESCRIPTORS
+        need = _open_files_for(workers)
         if soft != resource.RLIM_INFINITY and need > soft:
             return f"{workers} workers of one program need {need} open files, and the limit is {soft} (ulimit -n)"
-    free = [number for number in (available_memory(), *(limit[1] for limit in memory_limits())) if number is not None]
-    if free and processes * LEAST_MEMORY > min(free):
+    free = _free_memory()
+    if free is not None and processes * LEAST_MEMORY > free:
         need_text = f"{processes} processes need {_bytes(processes * LEAST_MEMORY)} of memory or more"
-        return f"{need_text}, and {_bytes(min(free))} are available"
+        return f"{need_text}, and {_bytes(free)} are available"
     return None
 
 
@@ -349,7 +349,7 @@ def _version(distribution: str) -> str | None:
 
 
 _LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (
-    *(_python, _workers, _start_methods, _memfd, _pidfd, _dev_shm, _memory, _open_files, _processes, _cores, _packages),
+    *(_python, _workers, _start_methods, _system_calls, _dev_shm, _memory, _open_files, _processes, _cores, _packages),
 )
 
 

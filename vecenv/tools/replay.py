@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import pdb
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -19,7 +18,7 @@ import gymnasium
 from vecenv.recording.file import Failed, Unreadable, read, read_header
 from vecenv.recording.replay import AGAIN, CANNOT, DIFFERENT, Replay, ReplayResult
 from vecenv.system.supervision import describe_exit
-from vecenv.tools.usage import USAGE, WRONG, CliError
+from vecenv.tools import USAGE, WRONG, CliError
 
 __all__ = ["main", "replay"]
 
@@ -29,7 +28,14 @@ _GRACE: Final = 5.0
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """What the command line calls."""
+    """let an environment fail again, by the file that record_failures= has left
+
+    Builds the environment, resets it by its seed and options, repeats its actions, and says whether it fails as it did.
+    FILE holds a pickle, which can do anything: replay only files of your own.
+
+    Exit codes: 0 it happened again; 1 it did not; 2 it cannot be replayed, or wrong usage.
+    Try: vecenv replay failures/CartPole-v1-env3-episode17-step412.vecenv
+    """
     path: Path = arguments.file
     try:
         header, _ = read_header(path)
@@ -85,19 +91,22 @@ def replay(
 def _replay(path: Path, **options: Any) -> ReplayResult:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    at = context.Value("q", 0, lock=False)
-    done = context.Value("q", 0, lock=False)
-    process = context.Process(target=_child, args=(path, options, theirs, at, done), name="vecenv-replay")
+    process = context.Process(target=_child, args=(path, options, theirs), name="vecenv-replay")
     process.start()
     theirs.close()
     failed: Failed | None = None
-    hung = False
+    at, hung = 0, False
     try:
-        failed = ours.recv()
-        hung = _hangs(ours, failed, done)
-        if not hung:
-            result: ReplayResult = ours.recv()
-            return result
+        while not hung:
+            message: ReplayResult | Failed | int | None = ours.recv()
+            if isinstance(message, ReplayResult):
+                return message
+            if isinstance(message, int):
+                at = max(message, 0)
+                if failed is not None and failed.seconds:
+                    hung = not ours.poll(failed.seconds + _GRACE)
+            else:
+                failed = message
     except EOFError:
         pass
     finally:
@@ -106,18 +115,7 @@ def _replay(path: Path, **options: Any) -> ReplayResult:
         process.kill()
         process.join()
         ours.close()
-    return _of_death(failed, process.exitcode, at.value, hung)
-
-
-def _hangs(ours: Connection, failed: Failed | None, done: Any) -> bool:
-    """Wait for the result, or until the environment hangs as it did."""
-    seen, since = 0, time.monotonic()
-    while not ours.poll(0.1):
-        if done.value != seen:
-            seen, since = done.value, time.monotonic()
-        elif failed is not None and failed.seconds and seen and time.monotonic() - since > failed.seconds + _GRACE:
-            return True
-    return False
+    return _of_death(failed, process.exitcode, at, hung)
 
 
 def _of_death(failed: Failed | None, exitcode: int | None, at: int, hung: bool) -> ReplayResult:
@@ -130,22 +128,9 @@ def _of_death(failed: Failed | None, exitcode: int | None, at: int, hung: bool) 
     return ReplayResult(DIFFERENT, f"did not happen again: another failure {where}: {text} ({was})")
 
 
-def _child(path: Path, options: dict[str, Any], conn: Connection, at: Any, done: Any) -> None:
-    """The process: says what was recorded, and at its end what came of it."""
-    said = False
-
-    def read_it(failed: Failed | None) -> None:
-        nonlocal said
-        conn.send(failed)
-        said = True
-
-    def progress(step: int) -> None:
-        at.value, done.value = max(step, 0), done.value + 1
-
-    result = _in_this_process(path, read_it=read_it, progress=progress, **options)
-    if not said:
-        conn.send(None)
-    conn.send(result)
+def _child(path: Path, options: dict[str, Any], caller: Connection) -> None:
+    """The process: says what was recorded, each step that it makes, and at its end what came of it."""
+    caller.send(_in_this_process(path, read_it=caller.send, progress=caller.send, **options))
 
 
 def _in_this_process(

@@ -17,7 +17,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any, Final
 
 from vecenv.patching import REPORT, install
-from vecenv.tools.usage import CliError, one_line
+from vecenv.tools import CliError, one_line
 
 __all__ = ["add_options", "prepare"]
 

@@ -1,4 +1,4 @@
-"""What a benchmark measures: a vector environment driven with random actions, or the bare loop over its environments.
+"""What a benchmark measures: vector environments driven with random actions, and the bare loop over their environments.
 
 All runners draw the same actions and the same seeds, so that any two of them do the same work.
 """
@@ -6,6 +6,8 @@ All runners draw the same actions and the same seeds, so that any two of them do
 from __future__ import annotations
 
 import hashlib
+import importlib
+import importlib.util
 import itertools
 import logging
 import math
@@ -13,8 +15,10 @@ import multiprocessing
 import os
 import select
 import struct
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -22,14 +26,25 @@ import gymnasium
 import numpy as np
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
+from vecenv.errors import how_to_install
+from vecenv.system.cores import usable_cores
+from vecenv.tools import CliError, did_you_mean, module_named
+
 __all__ = [
-    "SEED", "BareLockstep", "BareLoop", "BareLoops", "BarePipes", "EnvFn", "FirstReadyVectorRunner", "Runner", "Step",
-    "VectorRunner", "digest", "first_difference", "make_env", "run_for", "sample_actions",
+    "SEED", "BareLockstep", "BareLoop", "BareLoops", "BarePipes", "Candidate", "EnvFn", "FirstReadyVectorRunner", "Runner",
+    "Step", "Unavailable", "VectorRunner", "bound_candidate", "default_candidates", "digest", "first_difference",
+    "gymnasium_candidate", "make_env", "resolve", "run_for", "sample_actions", "scale_candidates",
+    "vecenv_candidate",
 ]  # fmt: skip
 
 EnvFn = Callable[[], gymnasium.Env[Any, Any]]
 
 SEED: Final = 20_240_917
+CROWD: Final = 16  # processes; with more of them, and more than cores, a candidate is alive only while it is measured
+
+
+class Unavailable(Exception):
+    """A candidate that cannot exist here: a library or an option is missing. Not a failure."""
 
 
 class Runner(Protocol):
@@ -62,6 +77,39 @@ def make_env(env_id: str) -> gymnasium.Env[Any, Any]:
         return gymnasium.make(env_id)
     finally:
         gymnasium.logger.min_level = level
+
+
+def resolve(env_id: str) -> EnvFn:
+    """The function that makes this environment; unknown ids name close matches.
+
+    Raises:
+        CliError: There is no such environment or module.
+    """
+    from vecenv.make import newest_version  # not above: processes that measure other engines need nothing of it
+
+    module, _, name = env_id.rpartition(":")
+    public: list[str] = []
+    if module:
+        found = module_named(module, f", the module of {env_id!r}")
+        if name in gymnasium.registry or callable(getattr(found, name, None)):
+            return partial(make_env, env_id)
+        if hasattr(found, name):
+            shown = textwrap.shorten(repr(getattr(found, name)), 60)
+            raise CliError(f"{env_id!r} is {shown}, which cannot be called to build an environment")
+        public = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
+    elif name.startswith("ALE/"):
+        if importlib.util.find_spec("ale_py") is None:
+            raise CliError(f"{env_id} needs ale-py: {how_to_install('bench')}")
+        importlib.import_module("ale_py")
+    newest = newest_version(name)
+    if newest is not None:
+        name, env_id = newest, f"{module}:{newest}" if module else newest
+    if name not in gymnasium.registry:
+        hint = did_you_mean(name, [*public, *gymnasium.registry])
+        if module:
+            raise CliError(f"{module!r} has no {name!r} and registers no environment of that name{hint}")
+        raise CliError(f"no environment {env_id!r} is registered{hint or '; other packages: module:Env-v0'}")
+    return partial(make_env, env_id)
 
 
 def run_for(step: Callable[[], float], seconds: float) -> float:
@@ -146,6 +194,8 @@ def first_difference(reference: Sequence[Step], other: Sequence[Step]) -> str | 
 class VectorRunner:
     """Steps a ``gymnasium.vector.VectorEnv`` with random actions, all environments at once."""
 
+    _unmeasured = 0  # steps before each sample: environments that finished since the last one are no part of it
+
     def __init__(self, make_envs: Callable[[], Any]) -> None:
         self.envs = make_envs()
         self.num_envs: int = self.envs.num_envs
@@ -161,10 +211,15 @@ class VectorRunner:
         self.envs.step(self._next())
         return self.num_envs
 
+    def _begin(self) -> None:
+        self.envs.reset(seed=SEED)
+
     def run(self, seconds: float) -> float:
         if self._fresh:
-            self.envs.reset(seed=SEED)
-            self._fresh = False
+            self._begin()
+        self._fresh = False
+        for _ in range(self._unmeasured):
+            self._step()
         return run_for(self._step, seconds)
 
     def trajectory(self, steps: int, seconds: float = math.inf) -> list[Step]:
@@ -196,7 +251,7 @@ class FirstReadyVectorRunner(VectorRunner):
 
     def __init__(self, make_envs: Callable[[], Any], batch_size: int) -> None:
         super().__init__(make_envs)
-        self.batch_size = batch_size
+        self.batch_size, self._unmeasured = batch_size, -(-self.num_envs // batch_size)
         self._next = itertools.cycle(sample_actions(self.envs.single_action_space, batch_size)).__next__
 
     def _step(self) -> float:
@@ -204,13 +259,8 @@ class FirstReadyVectorRunner(VectorRunner):
         self.envs.send(self._next(), infos["env_id"])
         return self.batch_size
 
-    def run(self, seconds: float) -> float:
-        if self._fresh:
-            self.envs.reset_async(seed=SEED)
-            self._fresh = False
-        for _ in range(-(-self.num_envs // self.batch_size)):
-            self._step()  # environments that finished between two samples are no part of this one
-        return run_for(self._step, seconds)
+    def _begin(self) -> None:
+        self.envs.reset_async(seed=SEED)
 
     def trajectory(self, steps: int, seconds: float = math.inf) -> list[Step]:
         """As in the base class, without infos: each environment gets its own actions, in their order."""
@@ -285,17 +335,18 @@ class BarePipes:
 
     Args:
         env_fn, num_envs: The environments.
-        shares: Which environments each process has; default: one each.
+        shares: Which environments each process has.
     """
 
     _polls = False
+    _title = "bare pipes to"
 
-    def __init__(self, env_fn: EnvFn, num_envs: int, shares: Sequence[range] | None = None) -> None:
+    def __init__(self, env_fn: EnvFn, num_envs: int, shares: Sequence[range]) -> None:
         context = multiprocessing.get_context()
         self._num_envs = num_envs
         self._ends: list[tuple[Any, Any]] = []
         self._processes = []
-        for index, share in enumerate([range(env, env + 1) for env in range(num_envs)] if shares is None else shares):
+        for index, share in enumerate(shares):
             theirs_in, ours_out = context.Pipe(duplex=False)
             ours_in, theirs_out = context.Pipe(duplex=False)
             others = [end for ends in self._ends for end in ends] if context.get_start_method() == "fork" else []
@@ -313,7 +364,7 @@ class BarePipes:
             _number(os.read(reader, 8))
 
     def describe(self) -> str:
-        return f"bare pipes to {len(self._processes)} processes"
+        return f"{self._title} {len(self._processes) + self._polls} processes"
 
     def _step(self) -> int:
         for writer in self._writers:
@@ -336,8 +387,7 @@ class BarePipes:
 class BareLoops(BarePipes):
     """The upper bound: the bare loop in a process per share, which share nothing and never wait for each other."""
 
-    def describe(self) -> str:
-        return f"bare loop in {len(self._processes)} processes"
+    _title = "bare loop in"
 
     def run(self, seconds: float) -> float:
         for writer in self._writers:
@@ -352,7 +402,8 @@ class BareLockstep(BarePipes):
     each; both sides poll in place of sleeping. No values travel.
     """
 
-    _polls = True
+    _polls = True  # the caller as well, which is one of the processes
+    _title = "bare lock-step of"
 
     def __init__(self, env_fn: EnvFn, num_envs: int, shares: Sequence[range]) -> None:
         own, *others = shares
@@ -362,9 +413,6 @@ class BareLockstep(BarePipes):
         _stay_on(0)
         for reader in self._readers:
             os.set_blocking(reader, False)
-
-    def describe(self) -> str:
-        return f"bare lock-step of {len(self._processes) + 1} processes"
 
     def _step(self) -> int:
         for writer in self._writers:
@@ -424,3 +472,125 @@ def _serve(
     while message := read():
         seconds = _number(message)
         os.write(sink, struct.pack("d", loop.run(seconds) if seconds else loop.step()))
+
+
+# --- candidates -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Something to measure.
+
+    Attributes:
+        name: Its short name, for options and JSON.
+        label: What the table calls it.
+        build: Pickled, called in the host; returns a runner.
+        kind: ``"vecenv"``, ``"gymnasium"``, ``"other"`` or ``"bound"``: its colour in the plots.
+        checked: Its trajectories must equal those of ``SyncVectorEnv``.
+        alone: It measures something itself while it starts, and is started before all others for that.
+        processes: How many its host starts, as far as that is known before.
+    """
+
+    name: str
+    label: str
+    build: Callable[[], Runner]
+    kind: str = "other"
+    checked: bool = False
+    alone: bool = False
+    processes: int = 0
+
+    @property
+    def crowd(self) -> bool:
+        """Whether it lives only while it is measured, because it has many more processes than there are cores.
+
+        On a virtual machine the mere existence of that many address spaces slows down what runs beside them.
+        """
+        return self.processes > max(CROWD, usable_cores())
+
+
+def _build_vecenv(env_fn: EnvFn, num_envs: int, options: dict[str, Any]) -> Any:
+    from vecenv.engine.vector_env import AsyncVectorEnv
+
+    return AsyncVectorEnv([env_fn] * num_envs, **options)
+
+
+def vecenv_candidate(
+    name: str, label: str, env_fn: EnvFn, num_envs: int, runner: Callable[..., Runner] | None = None, **options: Any
+) -> Candidate:
+    """The engine with these options, driven by ``runner``; by default all at once, or first-ready with a ``batch_size``."""
+    make_envs = partial(_build_vecenv, env_fn, num_envs, options)
+    workers = options.get("num_workers")
+    processes = num_envs if workers is None else 0 if workers == "auto" else workers
+    if runner is None:
+        runner = VectorRunner
+        if "batch_size" in options:
+            runner = partial(FirstReadyVectorRunner, batch_size=options["batch_size"])
+    build = partial(runner, make_envs)
+    return Candidate(name, label, build, "vecenv", checked=True, alone=workers == "auto", processes=processes)
+
+
+def _build_gymnasium(kind: str, env_fn: EnvFn, num_envs: int) -> Any:
+    return getattr(gymnasium.vector, kind)([env_fn] * num_envs)
+
+
+def gymnasium_candidate(name: str, kind: str, env_fn: EnvFn, num_envs: int) -> Candidate:
+    """One of Gymnasium's vector environments."""
+    processes = num_envs if kind == "AsyncVectorEnv" else 0
+    build = partial(VectorRunner, partial(_build_gymnasium, kind, env_fn, num_envs))
+    return Candidate(name, f"Gymnasium {kind}", build, "gymnasium", processes=processes)
+
+
+def _shares(num_envs: int, workers: int) -> list[range]:
+    processes = min(workers, num_envs)
+    bounds = [num_envs * i // processes for i in range(processes + 1)]
+    return [range(a, b) for a, b in itertools.pairwise(bounds)]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('s') else 's'}"
+
+
+_BOUNDS: Final = {
+    "bare-loop": ("bare loop", BareLoops),
+    "bare-pipes": ("bare pipes", BarePipes),
+    "bare-lockstep": ("bare lock-step", BareLockstep),
+}
+
+
+def bound_candidate(name: str, env_fn: EnvFn, num_envs: int, workers: int) -> Candidate:
+    """An upper bound in ``workers`` processes (no more than there are environments), each with its share."""
+    (label, kind), shares = _BOUNDS[name], _shares(num_envs, workers)
+    where = "one process per env" if kind is BarePipes else _count(len(shares), "process")
+    processes = len(shares) - (kind is BareLockstep)
+    return Candidate(name, f"{label}, {where}", partial(kind, env_fn, num_envs, shares), "bound", processes=processes)
+
+
+def default_candidates(env_fn: EnvFn, num_envs: int, workers: int) -> list[Candidate]:
+    """The rows of the main table, best known first."""
+    workers = min(workers, num_envs)
+    share, half = max(1, workers - 1), max(1, num_envs // 2)
+    ours = partial(vecenv_candidate, env_fn=env_fn, num_envs=num_envs)
+    return [
+        ours("auto", "vecenv, auto", num_workers="auto"),
+        ours("use-caller", f"vecenv, caller and {_count(share, 'worker')}", num_workers=share, use_caller=True),
+        ours("workers", f"vecenv, {_count(workers, 'worker')}", num_workers=workers),
+        ours("first-ready", f"vecenv, first {half} ready", num_workers=workers, batch_size=half),
+        ours("per-env", "vecenv, one process per env"),
+        gymnasium_candidate("gym-sync", "SyncVectorEnv", env_fn, num_envs),
+        gymnasium_candidate("gym-async", "AsyncVectorEnv", env_fn, num_envs),
+        bound_candidate("bare-pipes", env_fn, num_envs, num_envs),
+        bound_candidate("bare-lockstep", env_fn, num_envs, workers),
+        bound_candidate("bare-loop", env_fn, num_envs, workers),
+    ]
+
+
+def scale_candidates(env_fn: EnvFn, num_envs: int, worker_counts: Sequence[int]) -> list[Candidate]:
+    """The main table without first-ready, and with a row for each number of workers instead of one."""
+    rows = default_candidates(env_fn, num_envs, max(worker_counts))
+    fixed = [
+        vecenv_candidate(f"workers-{count}", f"vecenv, {_count(count, 'worker')}", env_fn, num_envs, num_workers=count)
+        for count in worker_counts
+        if count <= num_envs
+    ]
+    kept = [row for row in rows if row.name not in ("workers", "first-ready")]
+    return [*kept[:2], *fixed, *kept[2:]]

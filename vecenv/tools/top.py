@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from vecenv.engine.published import BadFile, PublishedStats, PublishedWorker, available, process_state, published
-from vecenv.tools.usage import WRONG, CliError, require
+from vecenv.tools import WRONG, CliError, require
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -141,17 +141,10 @@ def _program(before: PublishedStats | None, now: PublishedStats) -> ProgramRow:
     earlier = {worker.index: worker for worker in before.workers} if before else {}
     workers = [_worker(worker, earlier.get(worker.index), seconds) for worker in now.workers]
     return ProgramRow(
-        name=now.name,
-        pid=now.pid,
-        num_envs=now.num_envs,
-        steps_per_second=sum(worker.steps_per_second for worker in workers),
-        waiting=_share(now.time_waiting - (before.time_waiting if before else 0.0), seconds),
-        since_answer=since_answer,
-        resets=now.resets,
-        restarts=now.restarts,
-        errors=now.errors,
-        workers=workers,
-    )
+        now.name, now.pid, now.num_envs, steps_per_second=sum(worker.steps_per_second for worker in workers),
+        waiting=_share(now.time_waiting - (before.time_waiting if before else 0.0), seconds), since_answer=since_answer,
+        resets=now.resets, restarts=now.restarts, errors=now.errors, workers=workers,
+    )  # fmt: skip
 
 
 def _worker(worker: PublishedWorker, before: PublishedWorker | None, seconds: float) -> WorkerRow:
@@ -159,17 +152,11 @@ def _worker(worker: PublishedWorker, before: PublishedWorker | None, seconds: fl
     waiting = 1.0 - _share(worker.seconds - (before.seconds if before else 0.0), seconds)
     known = worker.slowest_env >= 0
     return WorkerRow(
-        index=worker.index,
-        pid=worker.pid,
-        kind=worker.kind,
-        state=_state(worker, stepped=steps > 0, waiting=waiting),
-        envs=(worker.first, worker.last),
-        steps_per_second=max(steps, 0.0) / seconds,
-        waiting=waiting,
+        worker.index, worker.pid, worker.kind, _state(worker, stepped=steps > 0, waiting=waiting),
+        envs=(worker.first, worker.last), steps_per_second=max(steps, 0.0) / seconds, waiting=waiting,
         slowest_env=worker.slowest_env if known else None,
-        slowest_env_seconds=worker.slowest_seconds if known else None,
-        restarts=worker.restarts,
-    )
+        slowest_env_seconds=worker.slowest_seconds if known else None, restarts=worker.restarts,
+    )  # fmt: skip
 
 
 def _share(part: float, whole: float) -> float:
@@ -284,15 +271,11 @@ def _cells(worker: WorkerRow) -> tuple[RenderableType, ...]:
     first, last = worker.envs
     slowest = worker.slowest_env
     return (
-        "caller" if worker.kind == "caller" else str(worker.index),
-        str(worker.pid),
-        Text(worker.state, style=_COLOURS.get(worker.state, "dim")),
-        f"{first}" if first == last else f"{first}-{last}",
-        f"{worker.steps_per_second:,.0f}",
-        f"{worker.waiting:.0%}",
-        "-" if slowest is None else f"{slowest}: {_duration(worker.slowest_env_seconds or 0.0)}",
-        str(worker.restarts),
-    )
+        "caller" if worker.kind == "caller" else str(worker.index), str(worker.pid),
+        Text(worker.state, style=_COLOURS.get(worker.state, "dim")), f"{first}" if first == last else f"{first}-{last}",
+        f"{worker.steps_per_second:,.0f}", f"{worker.waiting:.0%}",
+        "-" if slowest is None else f"{slowest}: {_duration(worker.slowest_env_seconds or 0.0)}", str(worker.restarts),
+    )  # fmt: skip
 
 
 def _duration(seconds: float) -> str:
@@ -305,7 +288,13 @@ def _duration(seconds: float) -> str:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Show the live table, or print one; returns the exit code."""
+    """a live table of the workers of running programs
+
+    Shows the workers of every program of this user that publishes its figures: one that has called envs.publish_stats(), or
+    was started with VECENV_TOP=1. Keys: s sorts by the next column, arrows and pages move, q or Ctrl-C ends.
+
+    Exit codes: 0 shown; 1 with --json or --once: no program publishes anything; 2 wrong usage.
+    """
     if not available():
         raise CliError("vecenv top needs Linux; envs.stats() gives the figures in the program itself")
     watcher = Watcher(arguments.pid)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,11 +21,10 @@ from gymnasium.vector import VectorEnv
 from vecenv.errors import how_to_install
 from vecenv.make import make_vec
 from vecenv.system.cores import usable_cores
+from vecenv.tools import CliError, module_named, one_line, progress_bar, require
+from vecenv.tools.runners import resolve
 
-__all__ = [
-    "VIDEO_SUFFIXES", "Frame", "Policy", "Recording", "frames", "hint_of_rendering", "load_policy", "record", "render_grid",
-    "require_writer", "shrink", "tile", "write_video",
-]  # fmt: skip
+__all__ = ["Frame", "Policy", "frames", "main", "render_grid", "require_writer", "shrink", "tile", "write_video"]
 
 Frame = npt.NDArray[np.uint8]
 """uint8 ``(height, width, 3)``."""
@@ -182,66 +182,62 @@ def _write_mp4(images: list[Frame], path: Path, fps: float) -> None:
 # --- the command ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """What was written: ``size`` is (width, height) in pixels, ``seconds`` how long it plays."""
+def main(arguments: argparse.Namespace) -> int:
+    """write a short video of some environments side by side
 
-    file: str
-    env: str
-    num_envs: int
-    policy: str
-    frames: int
-    size: tuple[int, int]
-    seconds: float
+    Steps some environments, tiles their frames into one image, and writes a GIF or an MP4.
+
+    A policy is a function of yours: it gets a batch of observations and returns a batch of actions.
+    """
+    require("watch", "rich", "PIL")
+    env_id, backend, num_envs = arguments.env_id, arguments.backend, arguments.num_envs
+    if backend in ("process", "serial"):
+        resolve(env_id)
+    path = arguments.out or Path(re.sub(r"[^\w.-]+", "_", env_id) + ".gif")
+    options = {"num_workers": min(num_envs, usable_cores())} if backend == "process" else {}
+    small = []
+    try:
+        require_writer(path)
+        policy = None if arguments.policy is None else load_policy(arguments.policy)
+        with (
+            progress_bar() as progress,
+            closing(make_vec(_what(env_id), num_envs, backend, vector_kwargs=options, render_mode="rgb_array")) as envs,
+        ):
+            for done, image in enumerate(frames(envs, policy, arguments.steps, arguments.seed)):
+                progress("drawing", done, arguments.steps + 1)
+                small.append(shrink(image, WIDTH))
+        count, (height, width) = write_video(small, path, fps=FPS), small[0].shape[:2]
+    except OSError as error:
+        raise CliError(f"cannot write {path}: {error}") from None
+    except (ValueError, TypeError, ImportError) as error:
+        first = (str(error).strip().splitlines() or [repr(error)])[0]
+        raise CliError(f"{first}{_hint_of_rendering(env_id, error)}") from None
+    except CliError:
+        raise
+    except Exception as error:
+        raise CliError(f"{env_id} cannot be shown: {one_line(error)}") from None
+    seconds = round(count / FPS, 3)
+    if arguments.json:
+        found = {"file": str(path), "env": env_id, "num_envs": num_envs, "policy": arguments.policy or "random"}
+        print(json.dumps({**found, "frames": count, "size": [width, height], "seconds": seconds}, indent=1))
+    else:
+        print(f"Written: {path}, {count} frames of {width} x {height}, {seconds:g} s")
+    return 0
 
 
 def load_policy(name: str) -> Policy:
     """The function that ``module:function`` names: a batch of observations in, a batch of actions out.
 
     Raises:
-        ValueError: It is not written like that, or is not to be found; says what is wrong.
+        CliError: It is not written like that, or is not to be found; says what is wrong.
     """
     module, colon, function = name.partition(":")
     if not (module and colon and function):
-        raise ValueError(f"a policy is written module:function, got {name!r}")
-    try:
-        found = getattr(importlib.import_module(module), function, None)
-    except ImportError as error:
-        raise ValueError(f"cannot import {module!r}, the module of the policy {name!r}: {error}") from None
+        raise CliError(f"a policy is written module:function, got {name!r}")
+    found: Policy | None = getattr(module_named(module, f", the module of the policy {name!r}"), function, None)
     if not callable(found):
-        raise ValueError(f"{module!r} has no function {function!r}, which the policy {name!r} names")
-    policy: Policy = found
-    return policy
-
-
-def record(
-    env_id: str,
-    path: Path,
-    *,
-    policy: str | None = None,
-    backend: str = "process",
-    num_envs: int = 4,
-    steps: int = 200,
-    seed: int | None = None,
-    progress: Callable[[str, int, int], object] = lambda *_: None,
-) -> Recording:
-    """Step ``num_envs`` environments and write what they look like; the arguments are those of the command.
-
-    Raises:
-        ValueError: The name of the file or of the policy, or the frames.
-        ImportError: A library is missing; says what to install.
-        Exception: Of :func:`vecenv.make_vec`, of the environments, or of the policy.
-    """
-    require_writer(path)
-    act = None if policy is None else load_policy(policy)
-    options = {"num_workers": min(num_envs, usable_cores())} if backend == "process" else {}
-    small = []
-    with closing(make_vec(_what(env_id), num_envs, backend, vector_kwargs=options, render_mode="rgb_array")) as envs:
-        for done, image in enumerate(frames(envs, act, steps, seed)):
-            progress("drawing", done, steps + 1)
-            small.append(shrink(image, WIDTH))
-    count, (height, width) = write_video(small, path, fps=FPS), small[0].shape[:2]
-    return Recording(str(path), env_id, num_envs, policy or "random", count, (width, height), round(count / FPS, 3))
+        raise CliError(f"{module!r} has no function {function!r}, which the policy {name!r} names")
+    return found
 
 
 def _what(env_id: str) -> Any:
@@ -251,7 +247,7 @@ def _what(env_id: str) -> Any:
     return found if callable(found) and name not in registry else env_id
 
 
-def hint_of_rendering(env_id: str, error: Exception) -> str:
+def _hint_of_rendering(env_id: str, error: Exception) -> str:
     """What to do where a class or a function does not take the argument that makes it draw."""
     takes = re.search(r"takes no arguments|unexpected keyword argument 'render_mode'|takes 0 positional", str(error))
     if isinstance(error, TypeError) and takes:

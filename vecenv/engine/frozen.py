@@ -48,9 +48,9 @@ class _Copy:
     """A copy of a worker that is being made, or waits: its channel, black box, token, and its process once it is known."""
 
     def __init__(self, pool: WorkerPool) -> None:
-        self.held, channels = pool.for_copies()
+        self.held = pool.holdings.child()
         self.channel = CallerEnd(self.held)
-        channels.add(self.channel)
+        pool.channels.add(self.channel)
         self.black_box = BlackBox(self.held)
         self.token = new_token()
         self.process: CopiedProcess | None = None

@@ -30,9 +30,8 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
 from vecenv.engine import published
 from vecenv.engine.engine import ActionStage, Engine, Policy
-from vecenv.engine.handles import ProcessWorker
+from vecenv.engine.handles import PoolOptions, ProcessWorker
 from vecenv.engine.pool import WorkerPool
-from vecenv.engine.processes import PoolOptions
 from vecenv.engine.published import StatsFile
 from vecenv.engine.spares import SpareEngine, refuse_different
 from vecenv.errors import ErrorRecord
@@ -48,8 +47,7 @@ from vecenv.front.arguments import (
     seconds_of,
 )
 from vecenv.front.driver import Phase, advance
-from vecenv.front.guard import exclusive, is_within_a_call
-from vecenv.front.vector_env import VectorEnvBase
+from vecenv.front.vector_env import VectorEnvBase, exclusive, is_within_a_call
 from vecenv.link.observations import PickledStore, RegisteredStore, SharedStore, Store, has_dynamic_part
 from vecenv.planning.options import (
     BatchSize,

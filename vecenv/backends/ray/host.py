@@ -23,10 +23,9 @@ from typing import Any, Final
 import numpy as np
 
 from vecenv.engine.engine import Engine
-from vecenv.engine.handles import envs_text
+from vecenv.engine.handles import PoolOptions, envs_text
 from vecenv.engine.pending import COMMANDS, Death, Result, Settlement, Worker
 from vecenv.engine.pool import WorkerPool
-from vecenv.engine.processes import PoolOptions
 from vecenv.engine.saving import put_beside
 from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import WorkerDied

@@ -23,7 +23,7 @@ from vecenv.backends.ray.host import HostPlan, HostReady, HostReply, Packing
 from vecenv.engine.handles import command_of, envs_text
 from vecenv.engine.pending import ONLY_COLUMNS, PLAIN, Answer, Death, PendingRequests, Request, WorkerRequest
 from vecenv.errors import HostDied, StartupTimeout
-from vecenv.front.guard import left_in_a_fork
+from vecenv.front.driver import left_in_a_fork
 from vecenv.link.infos import NO_INFO
 from vecenv.link.messages import Failure, Op, unpack_error
 from vecenv.shm import Arena, Batch

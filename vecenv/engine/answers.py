@@ -15,7 +15,6 @@ from typing import Any, NoReturn, TypeAlias
 import numpy as np
 from gymnasium import logger
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
-from gymnasium.vector import AutoresetMode
 
 from vecenv.engine.pending import (
     ABSENT,
@@ -26,24 +25,19 @@ from vecenv.engine.pending import (
     PLAIN,
     Answer,
     Pending,
-    PendingRequests,
     ReadyRow,
     Request,
     Result,
     Settlement,
     Worker,
 )
-from vecenv.engine.pool import WorkerPool
-from vecenv.engine.recovery import Ledger, Policy, Recovery
+from vecenv.engine.recovery import Recovery
 from vecenv.front.arguments import deadline_of
 from vecenv.front.driver import Phase, still_pending
-from vecenv.link.infos import NO_INFO, InfoReader
+from vecenv.link.infos import NO_INFO
 from vecenv.link.messages import decode_outcome
-from vecenv.link.observations import Store
 from vecenv.recording.recorder import Recorder
-from vecenv.shm import Batch
 from vecenv.shm.layout import Array
-from vecenv.state.snapshots import Kind
 from vecenv.worker.stacks import place
 
 __all__ = ["Answers", "Received", "wait_name"]
@@ -54,31 +48,17 @@ _Seen: TypeAlias = dict[tuple[int, int], Request]
 """Answers that were looked at, as in :attr:`~vecenv.engine.pending.Pending.arrived`."""
 
 
-class Answers(PendingRequests):
+class Answers(Recovery):
     """What an engine does with answers.
 
     Attributes:
         said: Warnings of environments by name, each of which is given once.
-        proved: Kinds of environments whose snapshots were proved to be exact.
-        steps_before: Of all steps that were taken, that many came with a state that was loaded.
         recorder: Notes what is answered, for files about what fails; ``None``: there is none.
     """
 
-    num_envs: int
-    policy: Policy
-    pool: WorkerPool
-    ledger: Ledger
-    recovery: Recovery
-    batch: Batch
-    store: Store
     said: dict[str, str]
-    failed: dict[int, str]
-    mode: AutoresetMode
-    proved: frozenset[Kind] = frozenset()
-    steps_before: int = 0
     recorder: Recorder | None = None
     frozen: weakref.WeakSet[Any]
-    _infos: InfoReader
 
     def finish(self, request: Request, deadline: float | None) -> tuple[Result, Exception | None] | None:
         """Wait for the answers to a call: what they come to, and the exception that is to be raised.
@@ -106,7 +86,7 @@ class Answers(PendingRequests):
         else:
             if not request.lost and request.command == "step":
                 if self.policy.restart:
-                    self.recovery.remembered.keep(range(self.num_envs), all_rows=True)
+                    self.remembered.keep(range(self.num_envs), all_rows=True)
                 if self.recorder is not None:
                     if request.parts is None:  # as `answered` does, one call less of every step
                         self.recorder.stepped(request.seq)
@@ -119,9 +99,9 @@ class Answers(PendingRequests):
         settlement = self.settlement_of(request)
         if self.recorder is not None:
             self.recorder.answered(request)
-        error = self.recovery.resolve(settlement)
+        error = self.resolve(settlement)
         if error is None and self.policy.restart and request.command in ("step", "reset"):
-            self.recovery.remembered.keep(range(self.num_envs), all_rows=True)
+            self.remembered.keep(range(self.num_envs), all_rows=True)
         self.next_pending = self.emptied(request.steps, request.resets)
         assert settlement.result is not None
         try:
@@ -394,7 +374,7 @@ class Answers(PendingRequests):
         rows, answer = list(settlement.rows), request.answers[index]
         if settlement.result is None:
             settlement.result = self._read(request, index, rows)
-        error = self.recovery.resolve(settlement)
+        error = self.resolve(settlement)
         good = rows
         if error is not None:
             bad = set(rows)
@@ -403,7 +383,7 @@ class Answers(PendingRequests):
                 bad.update(answer.lost)  # a host's, with a worker of its own that died
             good = [row for row in rows if row not in bad]
         if self.policy.restart:
-            self.recovery.remembered.keep(good, all_rows=False)
+            self.remembered.keep(good, all_rows=False)
         settlement.entries = _entries(good, settlement.result)
         return settlement
 

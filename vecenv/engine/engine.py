@@ -25,12 +25,12 @@ from gymnasium.error import AlreadyPendingCallError, CustomSpaceError
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, iterate
 
-from vecenv.engine import frozen, saving
+from vecenv.engine import frozen
 from vecenv.engine.calls import Calls
 from vecenv.engine.handles import CallerWorker, ProcessWorker
 from vecenv.engine.pending import Request, Result, Worker, WorkerRequest
 from vecenv.engine.pool import PoolOptions, WorkerPool
-from vecenv.engine.recovery import Ledger, Policy, Recovery
+from vecenv.engine.recovery import Ledger, Policy, Remembered, RestartBudget, RestartLog
 from vecenv.front.arguments import ResetOptions, env_ids_of, options_of_rows, wrong_shape
 from vecenv.front.capabilities import Capabilities
 from vecenv.front.driver import Phase, Stepped, advance
@@ -207,16 +207,9 @@ class Engine(Calls):
     """At most so many rows of one worker in one message of a ``send``; ``None``: all it is about."""
 
     def __init__(
-        self,
-        env_fns: Sequence[Callable[[], Any]],
-        layout: Layout,
-        make_store: Callable[[Batch], Store],
-        plan: WorkerPlan,
-        options: PoolOptions,
-        policy: Policy,
-        num_workers: int,
-        caller_share: int,
-    ) -> None:
+        self, env_fns: Sequence[Callable[[], Any]], layout: Layout, make_store: Callable[[Batch], Store], plan: WorkerPlan,
+        options: PoolOptions, policy: Policy, num_workers: int, caller_share: int,
+    ) -> None:  # fmt: skip
         self.num_envs = self.batch_size = len(env_fns)
         self.policy = policy
         self.mode = plan.autoreset_mode
@@ -235,10 +228,10 @@ class Engine(Calls):
         self._infos = InfoReader(self.batch.info_schemas, self.batch.infos, ragged=plan.ragged)
         self.mismatches: list[tuple[int, str, str]] = []
         self.pool = self._open_pool(plan, arena, options, num_workers)
-        self.recovery = Recovery(
-            self.pool, policy, self.mode, layout, self.batch, self.store, self._infos, self.read, self.ledger,
-            self.end_late, lambda: self.pending.steps / self.num_envs,
-        )  # fmt: skip
+        self.restart_seeds = np.random.SeedSequence()
+        self.remembered = Remembered(self.store, layout.observations)
+        self.budget = RestartBudget(policy.restart_limit, policy.restart_period, lambda: self.pending.steps / self.num_envs)
+        self._restart_log = RestartLog()
         try:
             self._start(env_fns, plan, num_workers, caller_share)
         except BaseException:
@@ -271,7 +264,7 @@ class Engine(Calls):
             failed = [*((failure, own) for failure in failures), *failed]
             mismatches = wrong + mismatches
         self.mismatches = mismatches
-        error = self.recovery.start_failure(failed)
+        error = self.start_failure(failed)
         if error is not None:
             raise error
 
@@ -389,16 +382,9 @@ class Engine(Calls):
         self.pool.ask(self._request(command, op, op, rows, payload_of), alone=command == "reset")
 
     def _request(
-        self,
-        command: str,
-        whole: Op,
-        some: Op,
-        rows: Sequence[int],
-        payload_of: Callable[[list[int]], Any],
-        *,
-        by_row: bool = False,
-        **about: Any,
-    ) -> Request:
+        self, command: str, whole: Op, some: Op, rows: Sequence[int], payload_of: Callable[[list[int]], Any], *,
+        by_row: bool = False, **about: Any,
+    ) -> Request:  # fmt: skip
         """What the workers of some rows are to be asked, each about its own; those that have failed are left out of a step.
 
         Args:
@@ -456,12 +442,12 @@ class Engine(Calls):
         if not self.idle:
             self.drain()
         if mask is None and self.num_envs and isinstance(seeds[0], (int, np.integer)):
-            self.recovery.seeds = np.random.SeedSequence(abs(int(seeds[0])))
-        self.recovery.revive(chosen)
+            self.restart_seeds = np.random.SeedSequence(abs(int(seeds[0])))
+        self.revive(chosen)
         if mask is not None:
             self.batch.info_schemas[~mask] = NO_INFO
             self.batch.final[~mask] = False
-            self.recovery.show_whole([row for row in self.failed if not mask[row]])
+            self.show_whole([row for row in self.failed if not mask[row]])
         request = self._request(
             "reset", Op.RESET, Op.RESET_SOME, chosen, _reset_payload(seeds, options), mask=mask, seeds=seeds, options=options
         )  # fmt: skip
@@ -469,7 +455,7 @@ class Engine(Calls):
 
     def ask_reset_rows(self, rows: Sequence[int], seeds: Sequence[Any], options: ResetOptions) -> None:
         """Reset some rows, to be received one by one; ``seeds`` and ``options`` as of :meth:`ask_reset`."""
-        self.recovery.revive(rows)
+        self.revive(rows)
         payload_of = _reset_payload(seeds, options)
         request = self._request(
             "reset", Op.RESET_SOME, Op.RESET_SOME, sorted(rows), payload_of, by_row=True, seeds=seeds, options=options
@@ -610,8 +596,6 @@ class Engine(Calls):
         return self.recorder.record(row, path, None)
 
     freeze, thaw = frozen.freeze, frozen.thaw
-    snapshots = saving.save_unproved
-    save, load, state_dict, load_state_dict = saving.save, saving.load, saving.state_dict, saving.load_state_dict
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -639,7 +623,7 @@ class Engine(Calls):
             self.recorder.forget()
             self.recorder = self.ledger.recorder = None
         self.pool.release()
-        for name in ("arena", "batch", "store", "_infos", "recovery", "stage"):
+        for name in ("arena", "batch", "store", "_infos", "remembered", "budget", "stage"):
             self.__dict__.pop(name, None)  # memory is unmapped when no array over it is held outside
 
 

@@ -236,7 +236,7 @@ def thaw(engine: Calls, frozen: Frozen, rows: list[int], reseed: bool) -> tuple[
         batch.rewards[rows], batch.terminations[rows], batch.truncations[rows] = 0.0, False, False
         batch.info_schemas[rows], batch.final[rows] = NO_INFO, False
         if engine.policy.restart:
-            engine.recovery.remembered.keep(rows, all_rows=False)
+            engine.remembered.keep(rows, all_rows=False)
         if engine.recorder is not None:
             engine.recorder.lost(rows)
     infos: dict[str, Any] = {}

@@ -222,17 +222,9 @@ class ProcessWorker:
     """The row that it was sent, and its next episode's number: see :mod:`vecenv.engine.spares`."""
 
     def __init__(
-        self,
-        index: int,
-        rows: range,
-        process: Any,
-        channel: CallerEnd,
-        black_box: BlackBox,
-        held: DescriptorOwner,
-        table: PendingRequests,
-        token: int,
-        with_caller: bool = False,
-    ) -> None:
+        self, index: int, rows: range, process: Any, channel: CallerEnd, black_box: BlackBox, held: DescriptorOwner,
+        table: PendingRequests, token: int, with_caller: bool = False,
+    ) -> None:  # fmt: skip
         self.index = index
         self.rows = rows
         self.death: Death | None = None
@@ -424,11 +416,12 @@ def command_of(request: Request, worker: Any) -> str:
     return request.command if request.parts is None else COMMANDS[request.parts[worker.index].op]
 
 
-def envs_text(rows: range) -> str:
+def envs_text(rows: Sequence[int]) -> str:
+    """``env 3`` or ``envs 4-7``: contiguous rows."""
     return f"env {rows[0]}" if len(rows) == 1 else f"envs {_span(rows)}"
 
 
-def _span(rows: range) -> str:
+def _span(rows: Sequence[int]) -> str:
     return f"{rows[0]}-{rows[-1]}" if len(rows) > 1 else f"{rows[0]}" if len(rows) else "none"
 
 

@@ -436,8 +436,8 @@ class SpareEngine(Engine):
             self.recorder.answered(begin)
         if settlement.result is None:
             settlement.result = self.read((worker, begin.answers[worker.index]) for worker in begin.workers)
-        if (error := self.recovery.resolve(settlement)) is None and self.policy.restart:
-            self.recovery.remembered.keep(ends.rows, all_rows=False)
+        if (error := self.resolve(settlement)) is None and self.policy.restart:
+            self.remembered.keep(ends.rows, all_rows=False)
         return error
 
     def _begin_request(self, ends: _EpisodeEnds) -> Request:

@@ -26,7 +26,6 @@ from vecenv.engine.engine import Engine
 from vecenv.engine.handles import PoolOptions, envs_text
 from vecenv.engine.pending import COMMANDS, Death, Result, Settlement, Worker
 from vecenv.engine.pool import WorkerPool
-from vecenv.engine.saving import put_beside
 from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import WorkerDied
 from vecenv.front.arguments import options_of_rows, reset_mask_of, seeds_of
@@ -270,12 +269,12 @@ class Host:
         result = settlement.result
         assert result is not None
         if op is Op.LOAD:
-            put_beside(engine, {row: self._coming[row].row for row in result.results if row in self._coming})
+            engine.put_beside({row: self._coming[row].row for row in result.results if row in self._coming})
         outcome.results = self._moved(result.results)
         if op <= Op.REBUILD_SOME:
             self._page(op, rows, result, reply, outcome)
             if engine.policy.restart:
-                engine.recovery.remembered.keep(range(self.num_envs) if rows is None else rows, all_rows=rows is None)
+                engine.remembered.keep(range(self.num_envs) if rows is None else rows, all_rows=rows is None)
         if engine.warned_of_draws and not self._warned_of_draws:
             outcome.warnings.append(("generators", engine.warned_of_draws))
             self._warned_of_draws = True
@@ -373,7 +372,7 @@ class Host:
         if not (result.failures or result.deaths or settlement.lost):
             return
         if engine.policy.restart and settlement.command in ("step", "reset"):
-            error = engine.recovery.resolve(settlement)
+            error = engine.resolve(settlement)
             if error is not None:  # more restarts than the budget has
                 reply.error = pack_error(error)
         else:

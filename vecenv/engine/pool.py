@@ -162,7 +162,7 @@ class WorkerPool:
     """
 
     def __init__(self, plan: WorkerPlan, arena: Arena, batch: Batch, options: PoolOptions, table: PendingRequests) -> None:
-        self.workers: list[Worker] = []
+        self.workers: tuple[Worker, ...] = ()
         self.abandoned = False
         self.closing = False
         self.released = False
@@ -196,22 +196,21 @@ class WorkerPool:
         self.set_workers([])
         left_in_a_fork.add(self)
 
-    def set_workers(self, workers: list[Worker]) -> None:
-        """These are the workers now."""
-        self.with_rows = tuple(workers)
+    def set_workers(self, workers: Sequence[Worker]) -> None:
+        """These are the workers now. The last store says it: before it, :meth:`all_workers` are those that were."""
         self.processes = tuple(worker for worker in workers if isinstance(worker, ProcessWorker))
         self.own = next((worker for worker in workers if isinstance(worker, CallerWorker)), None)
         self._asks = any(worker.watch.asks for worker in self.processes)  # whether they have ended, while it waits
         self._outs = tuple(worker.channel.out for worker in self.processes)
         self._forget_any()
-        self.workers[:] = workers
+        self.workers = tuple(workers)
 
     def all_workers(self) -> Sequence[Worker]:
         """Every worker, also one that has no row."""
         return self.workers
 
-    def _all_processes(self) -> Sequence[ProcessWorker]:
-        return self.processes
+    def _all_processes(self) -> list[ProcessWorker]:
+        return [worker for worker in self.all_workers() if isinstance(worker, ProcessWorker)]
 
     # -- starting ---------------------------------------------------------------------------------------------------
 
@@ -257,7 +256,7 @@ class WorkerPool:
                 for new in started:
                     new.release()
                     self._forget_process(new.process)
-                self.set_workers(list(self.all_workers()))
+                self.set_workers(self.all_workers())
             raise
         self.replaced += 1
         return ready
@@ -374,12 +373,12 @@ class WorkerPool:
         """Ask all workers for a step of all rows, with actions in shared memory."""
         self._seq = seq = self._seq % 0xFFFFFFFF + 1
         if not self.processes:
-            request = Request(seq, "step", self.with_rows)
+            request = Request(seq, "step", self.workers)
             request.steps = self._num_rows
             self.table.pending.requests[seq] = request
             return request
         request = self._prepared
-        if request.seq != seq or request.workers is not self.with_rows:
+        if request.seq != seq or request.workers is not self.workers:
             request = self._plain_step(seq)
         self.behind = True
         self.table.pending.requests[seq] = request
@@ -395,7 +394,7 @@ class WorkerPool:
         return request
 
     def _plain_step(self, seq: int) -> Request:
-        request = Request(seq, "step", self.with_rows)
+        request = Request(seq, "step", self.workers)
         request.steps = self._num_rows
         request.data = pack_head(_STEP, seq)
         request.sent = []
@@ -643,23 +642,19 @@ class WorkerPool:
 
     def _poll_for_any(self) -> select.poll:
         """Polls for answers and ends of all workers and, where a pipe was full, for room in it."""
-        if self._any is None:
-            writers = {worker.channel.fd: worker for worker in self._all_processes() if worker.death is None}
-            poll = select.poll()
-            for descriptor in (*writers, *(worker.watch.descriptor for worker in writers.values())):
-                poll.register(descriptor, select.POLLIN)
-            self._writers, self._any = writers, poll
-        if not self.behind:
+        if self._any is not None and not self.behind:
             return self._any
+        writers = {worker.channel.fd: worker for worker in self._all_processes() if worker.death is None}
         poll = select.poll()
-        for worker in self._writers.values():
-            if worker.death is None:
-                poll.register(worker.channel.fd, select.POLLIN)
-                poll.register(worker.watch.descriptor, select.POLLIN)
-        for request in self.table.requests.values():
-            for part in (request.parts or {}).values():
-                if isinstance(part.worker, ProcessWorker) and part.written and not part.sent and part.worker.death is None:
-                    poll.register(part.worker.channel.out, select.POLLOUT)
+        for descriptor in (*writers, *(worker.watch.descriptor for worker in writers.values())):
+            poll.register(descriptor, select.POLLIN)
+        if self.behind:
+            for request in self.table.requests.values():
+                for part in (request.parts or {}).values():
+                    worker = part.worker
+                    if isinstance(worker, ProcessWorker) and part.written and not part.sent and worker.death is None:
+                        poll.register(worker.channel.out, select.POLLOUT)
+        self._writers, self._any = writers, None if self.behind else poll
         return poll
 
     def _mark_the_dead(self) -> None:

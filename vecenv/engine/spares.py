@@ -90,10 +90,7 @@ class SparePool(WorkerPool):
     def all_workers(self) -> Sequence[Worker]:
         return self.arranged
 
-    def _all_processes(self) -> Sequence[ProcessWorker]:
-        return self.arranged
-
-    def set_workers(self, workers: list[Any]) -> None:
+    def set_workers(self, workers: Sequence[Any]) -> None:
         self.arrange(tuple(workers))
 
     def arrange(self, workers: tuple[ProcessWorker, ...]) -> None:
@@ -108,7 +105,7 @@ class SparePool(WorkerPool):
             if death is not None and death.envs != tuple(worker.rows):
                 text = f"{death.text}\n(it was to run an episode of env {worker.index})"
                 worker.death = replace(death, text=text, worker=worker.index, envs=tuple(worker.rows))
-        super().set_workers(list(workers[: len(self.batch.rewards)]))
+        super().set_workers(workers[: len(self.batch.rewards)])
 
     def resume(self) -> None:
         super().resume()

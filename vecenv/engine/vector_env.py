@@ -446,8 +446,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         shared_memory: bool = True, copy: bool = True, context: StartMethod | None = None, daemon: bool = True,
         worker: Callable[..., None] | None = None,
         observation_mode: str | Space[Any] | tuple[Space[Any], Space[Any]] = "same",
-        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
-        max_concurrency: int | None = None,
+        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP, max_concurrency: int | None = None,
         *,
         num_workers: NumWorkers = None, use_caller: bool = False, batch_size: BatchSize = None,
         on_failure: OnFailure = "raise", restart_limit: int | None = None, restart_period: float = 60.0,
@@ -455,8 +454,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
         strict: bool = False, dummy_env: bool | None = None, isolate: bool | None = None,
         worker_env: WorkerEnv | None = None, worker_affinity: Sequence[int | Sequence[int]] | None = None,
         preload: Sequence[str] | None = None, ragged_infos: bool = False, env_threads: int = 1, spare_workers: int = 0,
-        generators: GeneratorsOption = "shared",
-        record_failures: str | os.PathLike[str] | FlightRecorder | None = None,
+        generators: GeneratorsOption = "shared", record_failures: str | os.PathLike[str] | FlightRecorder | None = None,
     ) -> None:  # fmt: skip
         self._take_options(env_fns, shared_memory, copy, context, daemon, observation_mode, autoreset_mode, max_concurrency)
         self.worker, self.generators, self._recording = worker, generators, FlightRecorder.of(record_failures)
@@ -494,10 +492,7 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             options = self._pool_options(mp, policy, worker_env, worker_affinity)
             engine = self._start_engine(options, policy, share, threads_per_worker, strict, ragged_infos, env_threads)
             if batch_size == "auto":
-                assert self.plan is not None
-                batch_size = self.plan.batch_size
-                if env_threads == 1 and self.max_concurrency is None:
-                    engine.rows_at_once = self.plan.rows_at_once
+                batch_size = self._use_plan(engine, env_threads)
             self._adopt(engine, batch_size)
         except RuntimeError as error:
             if not is_about_main(error):
@@ -560,6 +555,13 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
                 functools.partial(np.sum, engine.batch.worker_time),
             )  # fmt: skip
         return engine
+
+    def _use_plan(self, engine: Engine, env_threads: int) -> int | None:
+        """The batch size of the plan; and how many rows go in one message, where a worker goes through them one by one."""
+        assert self.plan is not None
+        if env_threads == 1 and self.max_concurrency is None:
+            engine.rows_at_once = self.plan.rows_at_once
+        return self.plan.batch_size
 
     # -- spaces -----------------------------------------------------------------------------------------------------
 

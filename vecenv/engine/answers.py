@@ -422,8 +422,8 @@ class Answers(Recovery):
             worker = next(worker for worker in request.workers if worker.index == index)
             result = self.read([(worker, request.answers[index])])
             settlement = Settlement(request, request.rows_at(index), ())
-            self.ledger.record(settlement, result.failures, result.deaths)
-            self.ledger.mark_failed(result.failures, result.deaths, settlement.rows, all_of_them=False)
+            self.ledger.record(settlement, result)
+            self.ledger.mark_failed(result, settlement.rows, all_of_them=False)
             settlement.result, settlement.entries = result, []
             self.note(request, index, settlement)
 

@@ -16,7 +16,7 @@ import cloudpickle
 import numpy as np
 
 from vecenv.engine.answers import Answers, wait_name
-from vecenv.engine.pending import Request, Result, Worker, WorkerRequest
+from vecenv.engine.pending import Result, Worker
 from vecenv.errors import NotRestorable, SnapshotMismatch
 from vecenv.front.arguments import deadline_of
 from vecenv.link.messages import Op
@@ -115,12 +115,7 @@ class Calls(Answers):
         asked = [(worker, payload) for worker in workers or self.pool.workers if (payload := payload_of(worker)) is not None]
         if dead := [row for worker, _ in asked if worker.death is not None for row in worker.rows]:
             self.ledger.refuse({row: self.failed.get(row, "its worker died") for row in dead})
-        request = Request(self.pool.next_seq(), command, ())
-        request.parts = {
-            worker.index: self.pool.stage(WorkerRequest(worker, worker.rows, op, payload), request.seq)
-            for worker, payload in asked
-        }
-        request.workers = tuple(part.worker for part in request.parts.values())
+        request = self.composed(command, [(worker, worker.rows, op, payload) for worker, payload in asked])
         request.sequel = sequel
         self.pool.ask(request, alone=alone)
 

@@ -28,7 +28,7 @@ from gymnasium.vector.utils import batch_space, iterate
 from vecenv.engine import frozen
 from vecenv.engine.calls import Calls
 from vecenv.engine.handles import CallerWorker, ProcessWorker
-from vecenv.engine.pending import Request, Result, Worker, WorkerRequest
+from vecenv.engine.pending import Request, Result, Worker
 from vecenv.engine.pool import PoolOptions, WorkerPool
 from vecenv.engine.recovery import Ledger, Policy, Remembered, RestartBudget, RestartLog
 from vecenv.front.arguments import ResetOptions, env_ids_of, options_of_rows, wrong_shape
@@ -88,17 +88,10 @@ class ActionStage:
             if dtype is self._dtype or dtype == self._dtype:  # `==` is three times the price, and samples of a space need it
                 self._leaves[0][...] = actions
                 return None
-        if self._tree is not None:
-            exact = self._tree.exact(actions, self._num_envs)
-            if exact is not None:
-                for leaf, values in zip(self._leaves, exact, strict=True):
-                    leaf[...] = values
-                return None
-        return self._split(actions, self._num_envs)
+        return self.put_some(actions, ..., self._num_envs)
 
-    def put_some(self, actions: Any, rows: Array) -> list[Any] | None:
-        """Stage one action for each of ``rows``, in their order; results as of :meth:`put`."""
-        count = len(rows)
+    def put_some(self, actions: Any, rows: Any, count: int) -> list[Any] | None:
+        """Stage one action for each of ``rows``, in their order, which are so many; results as of :meth:`put`."""
         if self._tree is not None:
             exact = self._tree.exact(actions, count)
             if exact is not None:
@@ -343,7 +336,7 @@ class Engine(Calls):
         self._require_not_in_flight("send", listed)
         if self.failed and not self.policy.restart and (failed := self.failed.keys() & set(listed)):
             self.ledger.refuse({row: self.failed[row] for row in failed})
-        self.ask_rows(listed, self.stage.put_some(actions, rows))
+        self.ask_rows(listed, self.stage.put_some(actions, rows, len(listed)))
 
     def _require_not_in_flight(self, method: str, rows: Sequence[int]) -> None:
         if self.pending.requests or self.pending.ready:
@@ -355,7 +348,11 @@ class Engine(Calls):
 
     def ask_rows(self, rows: Sequence[int], actions: list[Any] | None) -> None:
         """Step some rows, to be received one by one. ``actions`` in their order; ``None``: they are in shared memory."""
-        payload_of = _nothing if actions is None else _actions_payload(dict(zip(rows, actions, strict=True)))
+        of_row = {} if actions is None else dict(zip(rows, actions, strict=True))
+
+        def payload_of(mine: list[int]) -> Any:
+            return [of_row[row] for row in mine] if of_row else None
+
         some, ordered = Op.STEP_SOME, sorted(rows)
         if self.rows_at_once is None:
             self.pool.ask(self._request("step", some, some, ordered, payload_of, by_row=True))
@@ -395,24 +392,20 @@ class Engine(Calls):
             by_row: They are received one by one.
             about: Other attributes of the request.
         """
-        request = Request(self.pool.next_seq(), command, ())
-        request.by_row = by_row
         left = list(rows)
-        if self.failed and command == "step":
-            request.lost = [row for row in left if row in self.failed]
+        if lost := [row for row in left if row in self.failed] if self.failed and command == "step" else []:
             left = [row for row in left if row not in self.failed]
-        parts: dict[int, WorkerRequest] = {}
+        parts: list[tuple[Worker, Sequence[int], Op, Any]] = []
         began = 0
         for worker in self.pool.workers:  # in the order of their rows
             ended = bisect_left(left, worker.rows.stop, began)
             if ended > began:
                 mine = left[began:ended]
-                op = some if whole is some or len(mine) < len(worker.rows) else whole
-                parts[worker.index] = self.pool.stage(WorkerRequest(worker, mine, op, payload_of(mine)), request.seq)
+                parts.append((worker, mine, some if len(mine) < len(worker.rows) else whole, payload_of(mine)))
                 began = ended
+        request = self.composed(command, parts)
+        request.by_row, request.lost = by_row, lost
         self.batch.requested[left] = request.seq
-        request.parts = parts
-        request.workers = tuple([part.worker for part in parts.values()])
         if command == "step":
             request.steps = len(left)
         elif command == "reset":
@@ -625,17 +618,6 @@ class Engine(Calls):
         self.pool.release()
         for name in ("arena", "batch", "store", "_infos", "remembered", "budget", "stage"):
             self.__dict__.pop(name, None)  # memory is unmapped when no array over it is held outside
-
-
-def _nothing(mine: list[int]) -> Any:
-    """What goes with a message that says it all."""
-
-
-def _actions_payload(of_row: dict[int, Any]) -> Callable[[list[int]], Any]:
-    def payload_of(mine: list[int]) -> Any:
-        return [of_row[row] for row in mine]
-
-    return payload_of
 
 
 def _reset_payload(seeds: Sequence[Any], options: ResetOptions) -> Callable[[list[int]], Any]:

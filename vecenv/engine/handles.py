@@ -23,7 +23,6 @@ from typing import Any, Final, Literal
 
 from gymnasium import logger
 
-from vecenv.engine.episodes import NextEpisode
 from vecenv.engine.pending import COMMANDS, ONLY_COLUMNS, PLAIN, Answer, Death, PendingRequests, Request, WorkerRequest
 from vecenv.errors import EnvError, StartupTimeout
 from vecenv.front.arguments import milliseconds
@@ -217,9 +216,6 @@ class ProcessWorker:
     """A worker process, seen from the caller."""
 
     local: Literal[False] = False
-    next_episode: NextEpisode | None = None
-    place_sent: tuple[int, int] | None = None
-    """The row that it was sent, and its next episode's number: see :mod:`vecenv.engine.spares`."""
 
     def __init__(
         self, index: int, rows: range, process: Any, channel: CallerEnd, black_box: BlackBox, held: DescriptorOwner,
@@ -303,7 +299,7 @@ class ProcessWorker:
 
     def wait(self, timeout_ms: float | None) -> bool:
         """Sleep until there is something to receive or the worker has ended; false when the time is up."""
-        events = self.watch.sleep(self._poll, timeout_ms)
+        events = self.watch.sleep(self._poll, timeout_ms) if self.watch.asks else self._poll.poll(timeout_ms)
         if not events:
             return False
         ended = self.channel.fd not in dict(events)

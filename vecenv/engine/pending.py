@@ -111,6 +111,7 @@ ONLY_COLUMNS: Final = Answer(columns=True)
 """The answer of a worker that has written all it has to say into shared memory."""
 
 
+@dataclass(slots=True, eq=False)
 class WorkerRequest:
     """One worker's part of a request that is not the same for all.
 
@@ -124,16 +125,13 @@ class WorkerRequest:
         reference: Of a host's answer, where there is one.
     """
 
-    __slots__ = ("data", "op", "payload", "reference", "rows", "worker", "written")
-
-    def __init__(self, worker: Worker, rows: Sequence[int], op: Op, payload: Any = None) -> None:
-        self.worker = worker
-        self.rows = rows
-        self.op = op
-        self.payload = payload
-        self.data: bytes | None = None
-        self.written: list[int] = []
-        self.reference: Any = None
+    worker: Worker
+    rows: Sequence[int]
+    op: Op
+    payload: Any = None
+    data: bytes | None = None
+    written: list[int] = field(default_factory=list)
+    reference: Any = None
 
     @property
     def sent(self) -> bool:
@@ -170,7 +168,7 @@ class Settlement:
     What is done about failures cannot be repeated and takes long, so each step is noted here when it is done.
 
     Attributes:
-        command, by_row, mask, seeds, options: Of the request.
+        request, command: The request, and its command.
         rows: Which environments these answers are about.
         lost: Of those, the ones that had failed before and were not asked.
         result: The answers, read.
@@ -183,11 +181,8 @@ class Settlement:
     """
 
     def __init__(self, request: Request, rows: Sequence[int], lost: Sequence[int]) -> None:
+        self.request = request
         self.command = request.command
-        self.by_row = request.by_row
-        self.mask = request.mask
-        self.seeds = request.seeds
-        self.options = request.options
         self.rows = rows
         self.lost = lost
         self.result: Result | None = None

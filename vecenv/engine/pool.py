@@ -161,6 +161,8 @@ class WorkerPool:
         started: Every process that was started and not seen to its end: they are ended with the pool.
     """
 
+    _worker_class: type[ProcessWorker] = ProcessWorker
+
     def __init__(self, plan: WorkerPlan, arena: Arena, batch: Batch, options: PoolOptions, table: PendingRequests) -> None:
         self.workers: tuple[Worker, ...] = ()
         self.abandoned = False
@@ -301,7 +303,7 @@ class WorkerPool:
                     options.context, main, (start,), name=self.name_of(index), daemon=options.daemon,
                     lifeline=self._lifeline, token=token, variables=variables, into=self.started,
                 )  # fmt: skip
-                worker = ProcessWorker(
+                worker = self._worker_class(
                     index, rows, process, channel, black_box, held, self.table, token, placement.with_caller
                 )  # fmt: skip
                 into.append(worker)

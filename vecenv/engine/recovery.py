@@ -43,11 +43,11 @@ from vecenv.errors import ClusterError, EnvFailed, ErrorRecord, RestartsExhauste
 from vecenv.front.arguments import deadline_of, options_of_rows, seconds_of
 from vecenv.link.infos import NO_INFO, InfoReader
 from vecenv.link.messages import Failure, Op, PackedError, pack_error, summary, unpack_error
-from vecenv.link.observations import SharedStore, Store
+from vecenv.link.observations import SharedStore, Store, flat_of
 from vecenv.recording.file import Failed
 from vecenv.recording.recorder import Recorder
 from vecenv.shm import Batch
-from vecenv.shm.layout import Array, Tree
+from vecenv.shm.layout import Tree
 
 __all__ = [
     "FREE_RESTARTS", "STEPS_PER_RESTART", "Ledger", "Policy", "Recovery", "Remembered", "RestartBudget", "RestartLog",
@@ -80,32 +80,30 @@ class Ledger:
         self.recordings: dict[int, str] = {}
         self._deaths: set[tuple[int, int | None]] = set()  # (worker, pid) of those that are on record
 
-    def record(
-        self, settlement: Settlement, failures: Sequence[tuple[Failure, Worker]], deaths: Sequence[Death],
-        others: Sequence[tuple[Exception, ErrorRecord]] = (),
-    ) -> None:  # fmt: skip
+    def record(self, settlement: Settlement, result: Result) -> None:
         """Make the exceptions of what failed, once, and put them on record, once.
 
         A record keeps an exception of its own: one that was raised keeps the program's frames, and all that is in them.
         """
         if settlement.raised is None:
-            self.make(settlement, failures, deaths)
-            settlement.records += [record for _, record in others]
+            self.make(settlement, result)
+            settlement.records += [record for _, record in result.errors]
         self.write(settlement)
 
-    def make(self, settlement: Settlement, failures: Sequence[tuple[Failure, Worker]], deaths: Sequence[Death]) -> None:
+    def make(self, settlement: Settlement, result: Result) -> None:
         """Make the exceptions of what failed, and their records. A death that several rounds tell of is recorded once."""
         raised, records, now = [], [], time.monotonic()
-        distinct = {death.worker: death for death in deaths}.values()
+        distinct = {death.worker: death for death in result.deaths}.values()
+        new = [death for death in distinct if (death.worker, death.pid) not in self._deaths]
         if self.recorder is not None:
-            self._write_files(settlement, failures, [one for one in distinct if (one.worker, one.pid) not in self._deaths])
+            self._write_files(settlement, result.failures, new)
         for death in distinct:
-            if (death.worker, death.pid) not in self._deaths:
+            if death in new:
                 pid, error = death.pid or 0, death.error()
                 where = self.files(death.envs)
                 records.append(ErrorRecord(None, death.worker, pid, death.command, error, death.text, now, where))
             self.latest_death = death
-        for failure, worker in sorted(failures, key=lambda pair: pair[0].env):
+        for failure, worker in sorted(result.failures, key=lambda pair: pair[0].env):
             made, record = self.exception(failure, worker, settlement.command)
             raised.append((failure.env, made))
             records.append(record)
@@ -168,26 +166,23 @@ class Ledger:
                 note_once(error, f"recorded: {self.files(rows)}")
                 return
 
-    def mark_failed(
-        self, failures: Sequence[tuple[Failure, Any]], deaths: Sequence[Death], rows: Sequence[int], *, all_of_them: bool
-    ) -> None:
+    def mark_failed(self, result: Result, rows: Sequence[int], *, all_of_them: bool) -> None:
         """Note which rows have to be rebuilt.
 
         A death takes all rows of its worker, those too that nothing was asked of, when it is first told of. Later, when the
         place has been taken by a new worker, it takes those of ``rows`` that the dead one was asked about.
 
         Args:
-            failures: What environments raised.
-            deaths: Which workers died.
+            result: What environments raised, and which workers died.
             rows: Which environments these answers are about.
             all_of_them: Also where the environment itself is well.
         """
-        for death in deaths:
+        for death in result.deaths:
             known = (death.worker, death.pid) in self._deaths
             for row in set(rows) & set(death.envs) if known else death.envs:
                 self.failed.setdefault(row, death.text.partition("\n")[0])
             self._deaths.add((death.worker, death.pid))
-        for failure, _ in failures:
+        for failure, _ in result.failures:
             if failure.fatal or all_of_them:
                 self.failed.setdefault(failure.env, failure.text)
 
@@ -204,11 +199,10 @@ class Ledger:
             f"env {rows[0]}: {failed[rows[0]]}"
         )
 
-    def combined_error(
-        self, raised: Sequence[tuple[int, Exception]], deaths: Sequence[Death], others: Sequence[Exception]
-    ) -> Exception:
+    def combined_error(self, settlement: Settlement, result: Result) -> Exception:
         """The failure of the lowest environment, with notes on all the others."""
-        distinct = list({death.worker: death for death in deaths}.values())
+        raised, others = settlement.raised, [error for error, _ in result.errors]
+        distinct = list({death.worker: death for death in result.deaths}.values())
         if where := self.files([row for death in distinct for row in death.envs]):
             distinct = [replace(death, text=f"{death.text}\nrecorded: {where}") for death in distinct]
         if others:
@@ -229,7 +223,8 @@ class Ledger:
         for failure, _ in sorted(failures, key=lambda pair: pair[0].env):
             packed = failure.error
             logger.error(f"Received the following error from Worker-{failure.env} - Shutting it down")
-            logger.error("%s", packed.text if isinstance(packed, PackedError) else _traceback(packed))
+            text = packed.text if isinstance(packed, PackedError) else "".join(traceback.format_exception(packed))
+            logger.error("%s", text)
         logger.error("Raising the last exception back to the main process.")
 
 
@@ -247,10 +242,6 @@ def _one_death(deaths: Sequence[Death]) -> Exception:
     text = f"{len(deaths)} workers died:\n" + "\n".join(death.text for death in deaths)
     envs = tuple(sorted(row for death in deaths for row in death.envs))
     return Death(text, first.worker, envs, first.pid, first.exitcode, first.command, first.kind).error()
-
-
-def _traceback(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))
 
 
 FREE_RESTARTS: Final = 5
@@ -409,7 +400,9 @@ class Remembered:
         elif self._batch is None or all_rows:
             self._batch = self._store.batch(copy=True)
         elif rows:
-            _copy_rows(self._batch, self._store, rows, self._tree)
+            fresh = flat_of(self._tree, self._store.take(np.array(rows)))
+            for kept, leaf in zip(flat_of(self._tree, self._batch), fresh, strict=True):
+                kept[list(rows)] = leaf
 
     def of(self, row: int) -> Any:
         """The observation that was kept of an environment, as an object of its own; ``None`` if there is none."""
@@ -444,6 +437,13 @@ class Recovery(PendingRequests):
     budget: RestartBudget
     _infos: InfoReader
     _restart_log: RestartLog
+
+    def composed(self, command: str, parts: Iterable[tuple[Worker, Sequence[int], Op, Any]]) -> Request:
+        """A request for some workers: each of them, about which rows, what it is asked, and what goes with that."""
+        request = Request(self.pool.next_seq(), command, ())
+        request.parts = {part[0].index: self.pool.stage(WorkerRequest(*part), request.seq) for part in parts}
+        request.workers = tuple([part.worker for part in request.parts.values()])
+        return request
 
     def read(self, answers: Iterable[tuple[Worker, Answer]]) -> Result:
         """All answers together."""
@@ -483,14 +483,14 @@ class Recovery(PendingRequests):
             return self.start_failure([(failure, new) for failure in ready.failures])
         return None
 
-    def start_failure(self, failures: Sequence[tuple[Failure, Worker]]) -> Exception | None:
+    def start_failure(self, failures: list[tuple[Failure, Worker]]) -> Exception | None:
         """The exception for what environments raised while they were built."""
         if not failures:
             return None
-        settlement = Settlement(Request(0, "start", ()), (), ())
-        self.ledger.record(settlement, failures, ())
-        self.ledger.mark_failed(failures, (), (), all_of_them=False)
-        return self.ledger.combined_error(settlement.raised or (), (), ())
+        settlement, result = Settlement(Request(0, "start", ()), (), ()), Result(failures=failures)
+        self.ledger.record(settlement, result)
+        self.ledger.mark_failed(result, (), all_of_them=False)
+        return self.ledger.combined_error(settlement, result)
 
     # -- answers ----------------------------------------------------------------------------------------------------
 
@@ -507,14 +507,13 @@ class Recovery(PendingRequests):
             return settlement.error
         if result.failures or result.deaths or result.errors or settlement.lost:
             rebuilds = self.policy.restart and settlement.command in ("step", "reset")
-            self.ledger.record(settlement, result.failures, result.deaths, result.errors)
+            self.ledger.record(settlement, result)
             if settlement.todo is None:
-                self.ledger.mark_failed(result.failures, result.deaths, settlement.rows, all_of_them=rebuilds)
+                self.ledger.mark_failed(result, settlement.rows, all_of_them=rebuilds)
             if result.errors or not rebuilds:
                 if result.failures and self.policy.gymnasiums_words and settlement.command in ("step", "reset"):
                     self.ledger.log(result.failures)
-                others = [error for error, _ in result.errors]
-                settlement.error = self.ledger.combined_error(settlement.raised or (), result.deaths, others)
+                settlement.error = self.ledger.combined_error(settlement, result)
                 return settlement.error
             if settlement.todo is None:
                 settlement.todo = {row for row in settlement.rows if row in self.ledger.failed}
@@ -574,7 +573,7 @@ class Recovery(PendingRequests):
                 return self._give_up(settlement, rows)
             self._restart_log.say(cause)
         for worker in dead.values():
-            if not settlement.by_row:  # all its rows belong to this call
+            if not settlement.request.by_row:  # all its rows belong to this call
                 settlement.todo |= set(worker.rows) & set(settlement.rows)
             try:
                 if (failed := self._replace(worker)) is not None:
@@ -593,20 +592,17 @@ class Recovery(PendingRequests):
 
         Those that failed in a reset get the seed and the options of that reset again, all others a fresh seed.
         """
-        reset_next = cause.command == "step" and self.mode is AutoresetMode.NEXT_STEP
-        request = Request(self.pool.next_seq(), "rebuild", ())
-        self.batch.requested[rows] = request.seq
-        parts: dict[int, WorkerRequest] = {}
+        reset_next, asked = cause.command == "step" and self.mode is AutoresetMode.NEXT_STEP, cause.request
+        parts: list[tuple[Worker, Sequence[int], Op, Any]] = []
         for worker in {id(worker): worker for worker in map(self._worker_of, rows)}.values():
             mine = [row for row in rows if row in worker.rows]
             seeds: list[Any] = [int(child.generate_state(1)[0]) for child in self.restart_seeds.spawn(len(mine))]
-            if cause.seeds is not None:
-                asked = [cause.mask is None or bool(cause.mask[row]) for row in mine]
-                seeds = [cause.seeds[row] if was else fresh for row, was, fresh in zip(mine, asked, seeds, strict=True)]
-            payload = (seeds, options_of_rows(cause.options, mine), reset_next)
-            parts[worker.index] = self.pool.stage(WorkerRequest(worker, mine, Op.REBUILD_SOME, payload), request.seq)
-        request.parts = parts
-        request.workers = tuple(part.worker for part in parts.values())
+            if asked.seeds is not None:
+                again = [asked.mask is None or bool(asked.mask[row]) for row in mine]
+                seeds = [asked.seeds[row] if was else fresh for row, was, fresh in zip(mine, again, seeds, strict=True)]
+            parts.append((worker, mine, Op.REBUILD_SOME, (seeds, options_of_rows(asked.options, mine), reset_next)))
+        request = self.composed("rebuild", parts)
+        self.batch.requested[rows] = request.seq
         return request
 
     def _take_rebuilt(self, settlement: Settlement, rebuild: Request) -> None:
@@ -614,11 +610,12 @@ class Recovery(PendingRequests):
         assert settlement.result is not None
         assert settlement.todo is not None
         again = self.read([(worker, rebuild.answers[worker.index]) for worker in rebuild.workers])
-        attempt = Settlement(Request(rebuild.seq, "reset", ()), rebuild_rows(rebuild), ())
+        rows = [row for part in (rebuild.parts or {}).values() for row in part.rows]
+        attempt = Settlement(Request(rebuild.seq, "reset", ()), rows, ())
         failed: set[int] = set()
         if again.failures or again.deaths:
-            self.ledger.make(attempt, again.failures, again.deaths)
-            self.ledger.mark_failed(again.failures, again.deaths, attempt.rows, all_of_them=True)
+            self.ledger.make(attempt, again)
+            self.ledger.mark_failed(again, rows, all_of_them=True)
             failed = {row for death in again.deaths for row in death.envs} | {failure.env for failure, _ in again.failures}
             self.ledger.paid -= failed
         settlement.result = writeable(settlement.result)
@@ -664,23 +661,6 @@ class Recovery(PendingRequests):
                         self.store.put_row(row, self.remembered.of(row))
 
 
-def rebuild_rows(rebuild: Request) -> list[int]:
-    """Which environments were to be built anew."""
-    return [row for part in (rebuild.parts or {}).values() for row in part.rows]
-
-
 def writeable(result: Result) -> Result:
     """A result of this round's own."""
     return Result(columns=result.columns) if result is NOTHING or result is COLUMNS else result
-
-
-def _copy_rows(batch: Any, store: Store, rows: Sequence[int], tree: Tree) -> None:
-    fresh: list[Array] = []
-    tree.map(lambda leaf: fresh.append(leaf) or leaf, store.take(np.array(rows)))  # type: ignore[func-returns-value]
-    parts = iter(fresh)
-
-    def copy(leaf: Array) -> Array:
-        leaf[list(rows)] = next(parts)
-        return leaf
-
-    tree.map(copy, batch)

@@ -2,7 +2,7 @@
 
 There are more processes than rows, each with one environment. A process is at a *place*: that of a row, or one behind the
 rows. The caller says to each, in one short message, which place it has and which episode it is to begin ahead of time
-(:class:`~vecenv.engine.episodes.NextEpisode`). When a row's episode is over, the process there changes places with the one
+(:class:`NextEpisode`). When a row's episode is over, the process there changes places with the one
 that has begun its next episode, ready or not; where none has, it begins that itself. So which process has which row depends
 on how fast the processes are, and what a row sees does not.
 
@@ -23,8 +23,8 @@ import operator
 import pickle
 import select
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, ClassVar, Final, NoReturn
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Final, NamedTuple, NoReturn
 
 import cloudpickle
 import numpy as np
@@ -32,11 +32,10 @@ from gymnasium.vector import AutoresetMode
 
 from vecenv.engine.answers import Received
 from vecenv.engine.engine import Engine
-from vecenv.engine.episodes import EpisodeId, EpisodeTable, NextEpisode
 from vecenv.engine.handles import ProcessWorker
-from vecenv.engine.pending import Request, Result, Settlement, Worker, WorkerRequest
+from vecenv.engine.pending import Request, Result, Settlement, Worker
 from vecenv.engine.pool import WorkerPool
-from vecenv.front.arguments import ResetOptions
+from vecenv.front.arguments import ResetOptions, any_seed
 from vecenv.front.capabilities import unable
 from vecenv.link.channel import ChannelClosed
 from vecenv.link.infos import NO_INFO
@@ -45,7 +44,7 @@ from vecenv.shm.layout import Array
 from vecenv.state.snapshots import Row
 from vecenv.worker.ahead import WithAttributes
 
-__all__ = ["SpareEngine", "SparePool", "refuse_different"]
+__all__ = ["EpisodeTable", "SpareEngine", "SparePool", "refuse_different"]
 
 _SAME_STEP: Final = "in same-step mode one answer is of two workers; use autoreset_mode=AutoresetMode.NEXT_STEP"
 _REFUSED: Final = {
@@ -73,6 +72,187 @@ def refuse_different(env_fns: Sequence[Callable[[], Any]]) -> None:
             )
 
 
+# -- which episodes there are: seeds and numbers of those that rows are in, and which will be wanted next -----------------
+#
+# An episode is known by its row and its number since the row's latest seeded reset, and its seed follows from these. So it
+# does not matter which environment runs it, nor when that began with it. Nothing here does anything: this is data, and each
+# change is another object, which takes the place of the one before in one store.
+
+class EpisodeId(NamedTuple):
+    """An episode: the row, how often that was reset by its caller, and the number since the latest seed."""
+
+    row: int
+    life: int
+    episode: int
+
+
+@dataclass(frozen=True, slots=True)
+class NextEpisode:
+    """What an environment is to begin ahead of time.
+
+    Attributes:
+        key: Which episode.
+        seed: Its seed.
+        number: A later one has a higher one.
+    """
+
+    key: EpisodeId
+    seed: int
+    number: int
+
+
+def derived_seed(seed: int, row: int, episode: int) -> int:
+    """The seed of a row's ``episode``-th episode after the one that was reset with ``seed``, which is number 0."""
+    return int(np.random.SeedSequence(seed, spawn_key=(row, episode)).generate_state(1)[0] >> 1)
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeTable:
+    """The episodes that rows are in.
+
+    Attributes:
+        answered: The number of the latest step whose answer is in here.
+        steps: How many there were.
+        seeds: What each row was reset with by the caller, or what stands for it; ``None``: it never was.
+        origins: The rows in which these seeds were given: a snapshot takes both along.
+        lives: How often each was reset by the caller.
+        episodes: The number of its episode since its seed.
+        began: The step with which that began.
+        ended: Rows whose episode is over, and whose next begins with the next step.
+    """
+
+    seeds: tuple[int | None, ...]
+    origins: tuple[int, ...]
+    lives: tuple[int, ...]
+    episodes: tuple[int, ...]
+    began: tuple[int, ...]
+    ended: tuple[int, ...] = ()
+    answered: int = 0
+    steps: int = 0
+
+    @classmethod
+    def blank(cls, num_envs: int) -> EpisodeTable:
+        """Before the first reset."""
+        zeros = (0,) * num_envs
+        return cls((None,) * num_envs, tuple(range(num_envs)), zeros, zeros, zeros)
+
+    def next_key(self, row: int) -> EpisodeId:
+        """The episode that follows the one that a row is in, or was in."""
+        return EpisodeId(row, self.lives[row], self.episodes[row] + 1)
+
+    def seed_of(self, key: EpisodeId) -> int:
+        """The seed of an episode that begins by itself."""
+        seed = self.seeds[key.row]
+        assert seed is not None
+        return derived_seed(seed, self.origins[key.row], key.episode)
+
+    def is_to_come(self, key: EpisodeId) -> bool:
+        """Whether no step has asked for an episode yet, and one may."""
+        return key.life == self.lives[key.row] and key.episode > self.episodes[key.row]
+
+    def coming(self, count: int, held: set[EpisodeId]) -> list[EpisodeId]:
+        """The next ``count`` episodes that are not ``held``: each row's next, of the oldest one first; and on."""
+        rows = [row for row, seed in enumerate(self.seeds) if seed is not None]
+        rows.sort(key=lambda row: (row not in self.ended, self.began[row], row))
+        found: list[EpisodeId] = []
+        ahead = 0
+        while rows and len(found) < count:
+            ahead += 1
+            for row in rows:
+                key = EpisodeId(row, self.lives[row], self.episodes[row] + ahead)
+                if key not in held and len(found) < count:
+                    found.append(key)
+        return found
+
+    def reset(self, rows: Sequence[int], seeds: Sequence[Any]) -> tuple[EpisodeTable, list[int | None]]:
+        """As it will be when rows were reset by the caller, and the seeds for that.
+
+        A row that is given a seed begins to count anew; one that is not goes on to its next episode; one that never had any
+        gets one of no row's.
+        """
+        own, lives, episodes, began = list(self.seeds), list(self.lives), list(self.episodes), list(self.began)
+        origins = list(self.origins)
+        given: list[int | None] = list(seeds)
+        for row in rows:
+            seed = seeds[row]
+            lives[row] += 1
+            began[row] = self.steps
+            if seed is None and own[row] is not None:
+                episodes[row] += 1
+                given[row] = self.seed_of(EpisodeId(row, 0, episodes[row]))
+                continue
+            episodes[row], origins[row] = 0, row
+            given[row] = own[row] = any_seed() if seed is None else int(seed)
+        ended = tuple(row for row in self.ended if row not in set(rows))
+        return replace(
+            self, seeds=tuple(own), origins=tuple(origins), lives=tuple(lives), episodes=tuple(episodes), began=tuple(began),
+            ended=ended,
+        ), given  # fmt: skip
+
+    def source(self, row: int) -> tuple[int | None, int, int]:
+        """Of a row's episodes: the seed, the row that it was given to, and the number of the present one."""
+        return self.seeds[row], self.origins[row], self.episodes[row]
+
+    def loaded(self, sources: Mapping[int, tuple[int | None, int, int] | None], pending: Sequence[int]) -> EpisodeTable:
+        """Once rows go on from other states; it may be done again.
+
+        Args:
+            sources: By row, as :meth:`source` gives them; ``None``: it is not known.
+            pending: Those whose next step begins an episode.
+        """
+        seeds, origins, episodes, lives = list(self.seeds), list(self.origins), list(self.episodes), list(self.lives)
+        for row, source in sources.items():
+            seeds[row], origins[row], episodes[row] = source or (any_seed(), row, 0)
+            lives[row] += 1
+        ended = tuple({*pending} | {row for row in self.ended if row not in sources})
+        return replace(
+            self, seeds=tuple(seeds), origins=tuple(origins), episodes=tuple(episodes), lives=tuple(lives), ended=ended
+        )  # fmt: skip
+
+    def stepped(self, answered: int, over: Array, *, at_once: bool) -> EpisodeTable:
+        """After a step of all rows.
+
+        Args:
+            answered: Its number.
+            over: bool ``(n,)``: whose episode is over.
+            at_once: The next one has begun in the same step.
+        """
+        if answered == self.answered:
+            return self
+        ended = tuple(np.flatnonzero(over).tolist())
+        rows = ended if at_once else self.ended
+        after = self.begun(rows) if rows else replace(self, steps=self.steps + 1)  # its columns stay the same objects
+        return replace(after, ended=() if at_once else ended, answered=answered)
+
+    def begun(self, rows: Sequence[int]) -> EpisodeTable:
+        """Once steps were asked for that begin the next episodes of rows."""
+        episodes, began = list(self.episodes), list(self.began)
+        for row in rows:
+            episodes[row] += 1
+            began[row] = self.steps
+        ended = tuple(row for row in self.ended if row not in rows)
+        return replace(self, episodes=tuple(episodes), began=tuple(began), ended=ended, steps=self.steps + 1)
+
+    def received(self, rows: Array, over: Array) -> EpisodeTable:
+        """After the answers of some rows; ``over``: bool ``(n,)``, whose episode is over. It may be done again."""
+        ended = tuple(rows[over[rows]].tolist())
+        return replace(self, ended=tuple({*self.ended, *ended})) if ended else self
+
+
+# -- the workers --------------------------------------------------------------------------------------------------------
+
+class SpareWorker(ProcessWorker):
+    """A worker at a place: that of a row, or one behind the rows.
+
+    Attributes:
+        next_episode: What it is to begin ahead of time.
+        place_sent: The place that it was sent, and its next episode's number.
+    """
+
+    next_episode: NextEpisode | None = None
+    place_sent: tuple[int, int] | None = None
+
+
 class SparePool(WorkerPool):
     """Workers of rows, and others behind them.
 
@@ -80,10 +260,11 @@ class SparePool(WorkerPool):
         arranged: All of them, by their places: first those of the rows.
     """
 
-    arranged: tuple[ProcessWorker, ...] = ()
+    _worker_class = SpareWorker
+    arranged: tuple[SpareWorker, ...] = ()
 
     @property
-    def spares(self) -> tuple[ProcessWorker, ...]:
+    def spares(self) -> tuple[SpareWorker, ...]:
         """Those that have no row."""
         return self.arranged[len(self.batch.rewards) :]
 
@@ -93,7 +274,7 @@ class SparePool(WorkerPool):
     def set_workers(self, workers: Sequence[Any]) -> None:
         self.arrange(tuple(workers))
 
-    def arrange(self, workers: tuple[ProcessWorker, ...]) -> None:
+    def arrange(self, workers: tuple[SpareWorker, ...]) -> None:
         """Put workers in these places. The first store says it all, the rest follows and may be done again."""
         self.arranged = workers
         for place, worker in enumerate(workers):
@@ -111,7 +292,7 @@ class SparePool(WorkerPool):
         super().resume()
         self.arrange(self.arranged)
 
-    def send_places(self, workers: Iterable[ProcessWorker]) -> bool:
+    def send_places(self, workers: Iterable[SpareWorker]) -> bool:
         """Send workers their places and next episodes, where they do not know them; returns whether all of them know now.
 
         A spare one that is busy with an earlier one is left alone: what it does not have, the row begins itself.
@@ -130,7 +311,7 @@ class SparePool(WorkerPool):
         return all_know
 
     @staticmethod
-    def _say(worker: ProcessWorker, message: bytes) -> None:
+    def _say(worker: SpareWorker, message: bytes) -> None:
         """Write a message that is short enough for a pipe to take all of it or nothing."""
         try:
             while not worker.channel.write(message, []):
@@ -350,7 +531,7 @@ class SpareEngine(Engine):
             known = worker.next_episode
             if known is not None and table.is_to_come(known.key):  # a step was about to ask for it
                 worker.next_episode = self._next(known.key)
-        free: list[ProcessWorker] = []
+        free: list[SpareWorker] = []
         for worker in spares:
             known = worker.next_episode
             if known is None or not table.is_to_come(known.key) or known.key in held:
@@ -438,16 +619,12 @@ class SpareEngine(Engine):
         return error
 
     def _begin_request(self, ends: _EpisodeEnds) -> Request:
-        request = Request(self.pool.next_seq(), "step", ())  # it is part of one
+        seeds = {row: self.episodes.seed_of(self.episodes.next_key(row)) for row in ends.rows}
+        parts = [(self.pool.workers[row], [row], Op.RESET_SOME, ([seed], None)) for row, seed in seeds.items()]
+        request = self.composed("step", parts)  # it is part of one
         self.batch.info_schemas[ends.rows] = NO_INFO
         self.batch.final[ends.rows] = False
         self.batch.requested[ends.rows] = request.seq
-        parts: dict[int, WorkerRequest] = {}
-        for row in ends.rows:
-            payload = [self.episodes.seed_of(self.episodes.next_key(row))], None
-            parts[row] = self.pool.stage(WorkerRequest(self.pool.workers[row], [row], Op.RESET_SOME, payload), request.seq)
-        request.parts = parts
-        request.workers = tuple(part.worker for part in parts.values())
         return request
 
     def _with_next(self, ends: _EpisodeEnds, result: Result) -> Result:
@@ -469,7 +646,7 @@ class SpareEngine(Engine):
         return replace(result, columns=True, infos=infos, finals=finals)
 
 
-def _has_begun(worker: ProcessWorker, key: EpisodeId) -> bool:
+def _has_begun(worker: SpareWorker, key: EpisodeId) -> bool:
     """Whether a worker begins an episode, or was sent the order to."""
     upcoming = worker.next_episode
     return upcoming is not None and upcoming.key == key and worker.place_sent == (worker.index, upcoming.number)

@@ -376,7 +376,7 @@ class Host:
             if error is not None:  # more restarts than the budget has
                 reply.error = pack_error(error)
         else:
-            engine.ledger.record(settlement, result.failures, result.deaths)
+            engine.ledger.record(settlement, result)
             outcome.failures += [self._shipped(failure) for failure, _ in result.failures]
             # rows that were sent before it was known that their worker had died hear of it as well
             dead = [worker.death for worker in engine.pool.workers if not set(settlement.lost).isdisjoint(worker.rows)]
@@ -384,7 +384,7 @@ class Host:
             for death in deaths.values():
                 row = next((row for row in settlement.rows if row in death.envs), death.envs[0])
                 outcome.failures.append(Failure(self._first + row, pack_error(self._death(death))))
-            engine.ledger.mark_failed(result.failures, result.deaths, settlement.rows, all_of_them=False)
+            engine.ledger.mark_failed(result, settlement.rows, all_of_them=False)
         reply.lost = self._lost()
 
     def _death(self, death: Death) -> WorkerDied:

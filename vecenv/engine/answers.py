@@ -147,12 +147,7 @@ class Answers(Recovery):
 
     def settlement_of(self, request: Request) -> Settlement:
         """The answers to a call, read."""
-        settlement = self.settlement(
-            request,
-            ALL,
-            lambda: [*(row for worker in request.workers for row in request.rows_of(worker)), *request.lost],
-            request.lost,
-        )
+        settlement = self.settlement(request, ALL)
         if settlement.result is None:
             if request.command == "reset":
                 for row in settlement.rows:
@@ -213,16 +208,14 @@ class Answers(Recovery):
 
     def _lateness(self, seconds: float | None) -> str:
         text = ""
-        for worker in [worker for worker in self.pool.workers if self.is_pending(worker)][:4]:
+        late = [(worker, busy) for worker in self.pool.workers if (busy := self.oldest_of(worker)) is not None]
+        for worker, busy in late[:4]:
             worker.overdue = True
             if not worker.local:
-                stack = worker.stack() if seconds else ""  # a poll asks nothing of a worker
-                busy = self.oldest_of(worker)
-                if busy is None:  # it has answered meanwhile
-                    continue
+                stack = f"\n{found}" if seconds and (found := worker.stack()) else ""  # a poll asks nothing of a worker
                 state = " It is stopped (SIGSTOP)." if worker.is_stopped() else ""
-                text += f"\nenvs {list(busy.rows_of(worker))}, {worker.label}, during {busy.command}: no answer yet.{state}"
-                text += f"\n{stack}" if stack else ""
+                rows = list(busy.rows_at(worker.index))
+                text += f"\nenvs {rows}, {worker.label}, during {busy.command}: no answer yet.{state}{stack}"
         return text
 
     # -- row by row: those that were sent, in the order in which they were answered ---------------------------------
@@ -367,8 +360,7 @@ class Answers(Recovery):
 
     def _absorb(self, request: Request, index: int) -> Settlement:
         """Read one worker's answer, see to what failed, and make its rows ready. It can be called again."""
-        lost = request.rows_at(index) if index == ALL else ()
-        settlement = self.settlement(request, index, lambda: request.rows_at(index), lost)
+        settlement = self.settlement(request, index)
         if settlement.entries is not None:
             return settlement
         rows, answer = list(settlement.rows), request.answers[index]

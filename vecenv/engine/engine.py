@@ -35,13 +35,13 @@ from vecenv.front.arguments import ResetOptions, env_ids_of, options_of_rows, wr
 from vecenv.front.capabilities import Capabilities
 from vecenv.front.driver import Phase, Stepped, advance
 from vecenv.link.infos import NO_INFO, InfoReader
-from vecenv.link.messages import Definition, Failure, Op
+from vecenv.link.messages import Definition, Op
 from vecenv.link.observations import Store
 from vecenv.shm import Arena, Batch, Layout, Tree
 from vecenv.shm.layout import Array
 from vecenv.system.copies import has_copies
 from vecenv.system.cores import placements
-from vecenv.worker.main import WorkerPlan, make_rows
+from vecenv.worker.main import Ready, WorkerPlan, make_rows
 
 __all__ = ["ActionStage", "Engine", "Policy", "shares"]
 
@@ -240,25 +240,19 @@ class Engine(Calls):
         return pool
 
     def _start(self, env_fns: Sequence[Callable[[], Any]], plan: WorkerPlan, num_workers: int, caller_share: int) -> None:
-        own: CallerWorker | None = None
+        own: list[CallerWorker] = []
         if caller_share:
             env_rows = make_rows(env_fns[:caller_share], 0, num_workers, plan, self.batch, interrupts=True)
-            own = CallerWorker(num_workers, range(caller_share), env_rows, self)
+            own = [CallerWorker(num_workers, range(caller_share), env_rows, self)]
         started, readies = self.pool.start(self._parts(env_fns, num_workers, caller_share))
-        workers: list[Worker] = [*([own] if own is not None else []), *started]
+        workers: list[Worker] = [*own, *started]
         self.pool.set_workers(workers)
-        failed: list[tuple[Failure, Worker]] = []
-        for worker, ready in zip(started, readies, strict=True):
-            failed += [(failure, worker) for failure in ready.failures]
-        mismatches = [mismatch for ready in readies for mismatch in ready.mismatches]
-        if own is not None:
+        if own:
             env_rows.use_generators(plan.generators)
-            failures, wrong = env_rows.build()
-            failed = [*((failure, own) for failure in failures), *failed]
-            mismatches = wrong + mismatches
-        self.mismatches = mismatches
-        error = self.start_failure(failed)
-        if error is not None:
+            readies.insert(0, Ready(own[0].pid, *env_rows.build()))
+        self.mismatches = [mismatch for ready in readies for mismatch in ready.mismatches]
+        failed = [(failure, worker) for worker, ready in zip(workers, readies, strict=True) for failure in ready.failures]
+        if (error := self.start_failure(failed)) is not None:
             raise error
 
     def _parts(

@@ -19,11 +19,21 @@ import time
 from collections.abc import Generator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from gymnasium import logger
 
-from vecenv.engine.pending import COMMANDS, ONLY_COLUMNS, PLAIN, Answer, Death, PendingRequests, Request, WorkerRequest
+from vecenv.engine.pending import (
+    COMMANDS,
+    ONLY_COLUMNS,
+    PLAIN,
+    Answer,
+    Death,
+    PendingRequests,
+    Request,
+    Worker,
+    WorkerRequest,
+)
 from vecenv.errors import EnvError, StartupTimeout
 from vecenv.front.arguments import milliseconds
 from vecenv.link.channel import CallerEnd, ChannelClosed
@@ -116,23 +126,19 @@ def staged(part: WorkerRequest, seq: int) -> WorkerRequest:
     return part
 
 
-class CallerWorker:
-    """The caller's own share: its environments live in this process and step when the caller waits for them."""
+class CallerWorker(Worker):
+    """The caller's own share: its environments live in this process and step when the caller waits for them.
 
-    local: Literal[True] = True
-    exitcode: int | None = None
-    death: Death | None = None
-    overdue = False
-    paid = False
+    It waits for nothing, and nothing ends it.
+    """
+
+    local = True
 
     def __init__(self, index: int, rows: range, env_rows: SnapshotRows, table: PendingRequests) -> None:
-        self.index = index
-        self.rows = rows
+        super().__init__(index, rows, os.getpid(), f"stepped by the caller, pid {os.getpid()}")
         self._rows = env_rows
         self._table = table
-        self.pid = os.getpid()
         self._looks = 3  # so many of its first messages are watched for draws from the process's generators
-        self.label = f"stepped by the caller, pid {self.pid}"
 
     def __repr__(self) -> str:
         return f"CallerWorker(envs={_span(self.rows)})"
@@ -186,20 +192,6 @@ class CallerWorker:
         rows = self.__dict__.get("_rows")
         return [] if rows is None else list(rows.envs)
 
-    # It waits for nothing, and nothing ends it.
-
-    def stack(self) -> str:
-        return ""
-
-    def is_stopped(self) -> bool:
-        return False
-
-    def signal(self, number: int) -> None:
-        pass
-
-    def mark_dead(self, reason: str = "") -> None:
-        pass
-
     def close(self) -> Outcome:
         """Close the environments. Idempotent."""
         rows = self.__dict__.get("_rows")
@@ -212,31 +204,22 @@ class CallerWorker:
             rows.forget()
 
 
-class ProcessWorker:
+class ProcessWorker(Worker):
     """A worker process, seen from the caller."""
-
-    local: Literal[False] = False
 
     def __init__(
         self, index: int, rows: range, process: Any, channel: CallerEnd, black_box: BlackBox, held: DescriptorOwner,
         table: PendingRequests, token: int, with_caller: bool = False,
     ) -> None:  # fmt: skip
-        self.index = index
-        self.rows = rows
-        self.death: Death | None = None
+        super().__init__(index, rows, process.pid, f"worker {index}, pid {process.pid}")
         self.process = process
         self.channel = channel
         self.black_box = black_box
         self.held = held  # the descriptors of these two, and the pidfd
-        self.pid: int = process.pid
-        self.label = f"worker {index}, pid {self.pid}"
-        self.exitcode: int | None = None
-        self.overdue = False  # an answer did not come in time; close() is less patient then
         self.with_caller = with_caller
         self.forked = process._popen.method == "fork"  # it has the caller's own classes
         self.token = token  # by which what its environments started is known
         self.starting = True
-        self.paid = False  # its death is in the budget of restarts
         self.asked_to_close = False
         self.ended_for = ""  # why the caller has killed it
         self._table = table
@@ -533,20 +516,14 @@ def end(
     """
     deadline = time.monotonic() + timeout
     alive = [worker for worker in workers if worker.death is None and not worker.watch.has_ended()]
-    if terminate:
-        for worker in alive:
-            worker.signal(signal.SIGTERM)
-        deadline = time.monotonic() + _TERM_GRACE
-    else:
+    if not terminate:
         for worker in alive:
             worker.ask_to_close()
-    patient = [worker for worker in alive if not worker.is_stopped()]
-    _wait_for_ends(patient, deadline, failures)
-    if not terminate:
-        late = [worker for worker in alive if not worker.watch.has_ended()]
-        for worker in late:
-            worker.signal(signal.SIGTERM)
-        _wait_for_ends([w for w in late if not w.is_stopped()], time.monotonic() + _TERM_GRACE, failures)
+        _wait_for_ends([worker for worker in alive if not worker.is_stopped()], deadline, failures)
+    late = [worker for worker in alive if not worker.watch.has_ended()]
+    for worker in late:
+        worker.signal(signal.SIGTERM)
+    _wait_for_ends([worker for worker in late if not worker.is_stopped()], time.monotonic() + _TERM_GRACE, failures)
     for worker in alive:
         if not worker.watch.has_ended():
             worker.signal(signal.SIGKILL)

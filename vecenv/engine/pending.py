@@ -10,9 +10,9 @@ anywhere: either the call was not made, or its answer is pending and the same wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
@@ -55,29 +55,31 @@ class Death:
         )
 
 
-class Worker(Protocol):
-    """What steps some rows: the calling process, a process of its own, a host on another machine."""
+class Worker:
+    """What steps some rows: the calling process, a process of its own, a host on another machine.
 
-    index: int
-    rows: range
-    pid: int
-    label: str
-    exitcode: int | None
-    death: Death | None
-    overdue: bool
-    """It was late, and has not answered since."""
-    paid: bool
-    """Its restart has been taken from the budget."""
+    Attributes:
+        local: It is the calling process, which is never ended.
+        death: How it ended.
+        overdue: An answer did not come in time: ``close()`` is less patient then.
+        paid: Its restart has been taken from the budget.
+    """
 
-    @property
-    def local(self) -> bool:
-        """It is the calling process, which is never ended."""
+    local = False
+
+    def __init__(self, index: int, rows: range, pid: int, label: str) -> None:
+        self.index, self.rows, self.pid, self.label = index, rows, pid, label
+        self.death: Death | None = None
+        self.exitcode: int | None = None
+        self.overdue = self.paid = False
 
     def stack(self) -> str:
         """Where it is, as far as that can be known."""
+        return ""
 
     def is_stopped(self) -> bool:
-        """By SIGSTOP."""
+        """By SIGSTOP, as far as that can be known."""
+        return False
 
     def signal(self, number: int) -> None:
         """Send it a signal."""
@@ -255,10 +257,6 @@ class Request:
         part = self.parts.get(index)
         return part is not None and part.worker is worker
 
-    def rows_of(self, worker: Worker) -> Sequence[int]:
-        """The environments that a worker is asked about."""
-        return worker.rows if self.parts is None else self.parts[worker.index].rows
-
     def rows_at(self, index: int) -> Sequence[int]:
         """The environments that the worker of this index was asked about, or that were lost before (:data:`ALL`)."""
         if index == ALL:
@@ -356,10 +354,15 @@ class PendingRequests(Driver):
         return sum(len(request.rows_at(index)) for (_, index), request in self.pending.arrived.items()
                    if request.command == "step" and index != ALL)  # fmt: skip
 
-    def settlement(self, request: Request, index: int, rows: Callable[[], Sequence[int]], lost: Sequence[int]) -> Settlement:
-        """How far the answer of one worker, or of :data:`ALL`, has got; it is made of ``rows`` the first time."""
-        if (found := self.pending.settlements.get((request.seq, index))) is None:
-            found = self.note(request, index, Settlement(request, rows(), lost))
+    def settlement(self, request: Request, index: int) -> Settlement:
+        """How far the answer of one worker, or of :data:`ALL`, has got."""
+        found = self.pending.settlements.get((request.seq, index))
+        if found is None and request.by_row:
+            lost = request.lost if index == ALL else ()
+            found = self.note(request, index, Settlement(request, request.rows_at(index), lost))
+        elif found is None:
+            asked = [row for worker in request.workers for row in request.rows_at(worker.index)]
+            found = self.note(request, index, Settlement(request, [*asked, *request.lost], request.lost))
         return found
 
     def note(self, request: Request, index: int, settlement: Settlement) -> Settlement:
@@ -421,7 +424,7 @@ class PendingRequests(Driver):
         if call is None:
             return Call(Phase.DEFAULT, len(self.waiting()), by_row=True)
         stepped = () if call.phase is Phase.WAITING_CALL else call.workers
-        return Call(call.phase, sum(len(call.rows_of(worker)) for worker in stepped) + len(call.lost), by_row=False)
+        return Call(call.phase, sum(len(call.rows_at(worker.index)) for worker in stepped) + len(call.lost), by_row=False)
 
     @property
     def in_flight(self) -> Array:

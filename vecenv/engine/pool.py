@@ -123,7 +123,7 @@ class Watchdog:
             self._seen[worker.index, request.seq] = began, reported + late
             command = command_of(request, worker)
             if late and command not in self.bounded:
-                self._report(worker, list(request.rows_of(worker)), command, now - began)
+                self._report(worker, list(request.rows_at(worker.index)), command, now - began)
 
     def _report(self, worker: ProcessWorker, rows: list[int], command: str, seconds: float) -> None:
         several = ", ".join(map(str, rows[:8])) + ", ..." * (len(rows) > 8)
@@ -236,9 +236,7 @@ class WorkerPool:
                     self._launch(index, rows, env_fns, len(shares), started)
             readies = [await_ready(worker, deadline, self._options) for worker in started]
         except BaseException:
-            end(started, 0.0, terminate=True)
-            for new in started:
-                new.release()
+            self._see_off(started, 0.0, terminate=True)
             raise
         return started, readies
 
@@ -254,10 +252,7 @@ class WorkerPool:
             self.set_workers([started[0] if other is worker else other for other in self.all_workers()])
         except BaseException:
             if not started or started[0] not in self.all_workers():
-                end(started, 0.0, terminate=True)
-                for new in started:
-                    new.release()
-                    self._forget_process(new.process)
+                self._see_off(started, 0.0, terminate=True)
                 self.set_workers(self.all_workers())
             raise
         self.replaced += 1
@@ -354,13 +349,13 @@ class WorkerPool:
             worker.ask_to_close()
         ended = [worker for worker in self._leaving if worker.watch.has_ended()]
         if len(ended) >= _SEEN_OFF_TOGETHER or len(self._leaving) >= 4 * _SEEN_OFF_TOGETHER:
-            self._see_off(0.0)
+            leaving, self._leaving = self._leaving, []
+            self._see_off(leaving, 0.0, terminate=False)
 
-    def _see_off(self, timeout: float, *, terminate: bool = False) -> None:
-        """End the workers whose places others have taken, and what their environments started."""
-        leaving, self._leaving = self._leaving, []
-        end(leaving, timeout, terminate)
-        for worker in leaving:
+    def _see_off(self, workers: Sequence[ProcessWorker], timeout: float, *, terminate: bool) -> None:
+        """End workers that have no place any more, or never had one, and what their environments started."""
+        end(workers, timeout, terminate)
+        for worker in workers:
             worker.release()
             self._forget_process(worker.process)
 
@@ -687,7 +682,8 @@ class WorkerPool:
             return
         self.closing = True
         end(self._all_processes(), timeout, terminate, self.failures_in_close)
-        self._see_off(timeout, terminate=terminate)
+        leaving, self._leaving = self._leaving, []
+        self._see_off(leaving, timeout, terminate=terminate)
         if self.own is not None:
             self.failures_in_close += [(failure, self.own) for failure in self.own.close().failures]
 

@@ -106,62 +106,67 @@ def derived_seed(seed: int, row: int, episode: int) -> int:
     return int(np.random.SeedSequence(seed, spawn_key=(row, episode)).generate_state(1)[0] >> 1)
 
 
+class RowEpisode(NamedTuple):
+    """The episode that a row is in.
+
+    Attributes:
+        origin: The row in which its seed was given: a snapshot takes both along.
+        seed: What the row was reset with by the caller, or what stands for it; ``None``: it never was.
+        life: How often it was reset by the caller.
+        episode: The number of its episode since its seed.
+        began: The step with which that began.
+    """
+
+    origin: int
+    seed: int | None = None
+    life: int = 0
+    episode: int = 0
+    began: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class EpisodeTable:
     """The episodes that rows are in.
 
     Attributes:
+        rows: One for each.
+        ended: Rows whose episode is over, and whose next begins with the next step.
         answered: The number of the latest step whose answer is in here.
         steps: How many there were.
-        seeds: What each row was reset with by the caller, or what stands for it; ``None``: it never was.
-        origins: The rows in which these seeds were given: a snapshot takes both along.
-        lives: How often each was reset by the caller.
-        episodes: The number of its episode since its seed.
-        began: The step with which that began.
-        ended: Rows whose episode is over, and whose next begins with the next step.
     """
 
-    seeds: tuple[int | None, ...]
-    origins: tuple[int, ...]
-    lives: tuple[int, ...]
-    episodes: tuple[int, ...]
-    began: tuple[int, ...]
+    rows: tuple[RowEpisode, ...]
     ended: tuple[int, ...] = ()
     answered: int = 0
     steps: int = 0
 
-    @classmethod
-    def blank(cls, num_envs: int) -> EpisodeTable:
-        """Before the first reset."""
-        zeros = (0,) * num_envs
-        return cls((None,) * num_envs, tuple(range(num_envs)), zeros, zeros, zeros)
-
     def next_key(self, row: int) -> EpisodeId:
         """The episode that follows the one that a row is in, or was in."""
-        return EpisodeId(row, self.lives[row], self.episodes[row] + 1)
+        return EpisodeId(row, self.rows[row].life, self.rows[row].episode + 1)
 
     def seed_of(self, key: EpisodeId) -> int:
         """The seed of an episode that begins by itself."""
-        seed = self.seeds[key.row]
-        assert seed is not None
-        return derived_seed(seed, self.origins[key.row], key.episode)
+        one = self.rows[key.row]
+        assert one.seed is not None
+        return derived_seed(one.seed, one.origin, key.episode)
 
     def is_to_come(self, key: EpisodeId) -> bool:
         """Whether no step has asked for an episode yet, and one may."""
-        return key.life == self.lives[key.row] and key.episode > self.episodes[key.row]
+        return key.life == self.rows[key.row].life and key.episode > self.rows[key.row].episode
 
     def coming(self, count: int, held: set[EpisodeId]) -> list[EpisodeId]:
         """The next ``count`` episodes that are not ``held``: each row's next, of the oldest one first; and on."""
-        rows = [row for row, seed in enumerate(self.seeds) if seed is not None]
-        rows.sort(key=lambda row: (row not in self.ended, self.began[row], row))
+        waiting = [(row not in self.ended, one.began, row) for row, one in enumerate(self.rows) if one.seed is not None]
+        rows = [row for *_, row in sorted(waiting)]
         found: list[EpisodeId] = []
         ahead = 0
         while rows and len(found) < count:
-            ahead += 1
             for row in rows:
-                key = EpisodeId(row, self.lives[row], self.episodes[row] + ahead)
+                key = self.next_key(row)
+                key = key._replace(episode=key.episode + ahead)
                 if key not in held and len(found) < count:
                     found.append(key)
+            ahead += 1
         return found
 
     def reset(self, rows: Sequence[int], seeds: Sequence[Any]) -> tuple[EpisodeTable, list[int | None]]:
@@ -170,28 +175,23 @@ class EpisodeTable:
         A row that is given a seed begins to count anew; one that is not goes on to its next episode; one that never had any
         gets one of no row's.
         """
-        own, lives, episodes, began = list(self.seeds), list(self.lives), list(self.episodes), list(self.began)
-        origins = list(self.origins)
+        then = list(self.rows)
         given: list[int | None] = list(seeds)
         for row in rows:
-            seed = seeds[row]
-            lives[row] += 1
-            began[row] = self.steps
-            if seed is None and own[row] is not None:
-                episodes[row] += 1
-                given[row] = self.seed_of(EpisodeId(row, 0, episodes[row]))
+            seed, one = seeds[row], then[row]._replace(life=then[row].life + 1, began=self.steps)
+            if seed is None and one.seed is not None:
+                then[row] = one._replace(episode=one.episode + 1)
+                given[row] = derived_seed(one.seed, one.origin, one.episode + 1)
                 continue
-            episodes[row], origins[row] = 0, row
-            given[row] = own[row] = any_seed() if seed is None else int(seed)
+            given[row] = any_seed() if seed is None else int(seed)
+            then[row] = one._replace(episode=0, origin=row, seed=given[row])
         ended = tuple(row for row in self.ended if row not in set(rows))
-        return replace(
-            self, seeds=tuple(own), origins=tuple(origins), lives=tuple(lives), episodes=tuple(episodes), began=tuple(began),
-            ended=ended,
-        ), given  # fmt: skip
+        return replace(self, rows=tuple(then), ended=ended), given
 
     def source(self, row: int) -> tuple[int | None, int, int]:
         """Of a row's episodes: the seed, the row that it was given to, and the number of the present one."""
-        return self.seeds[row], self.origins[row], self.episodes[row]
+        one = self.rows[row]
+        return one.seed, one.origin, one.episode
 
     def loaded(self, sources: Mapping[int, tuple[int | None, int, int] | None], pending: Sequence[int]) -> EpisodeTable:
         """Once rows go on from other states; it may be done again.
@@ -200,14 +200,12 @@ class EpisodeTable:
             sources: By row, as :meth:`source` gives them; ``None``: it is not known.
             pending: Those whose next step begins an episode.
         """
-        seeds, origins, episodes, lives = list(self.seeds), list(self.origins), list(self.episodes), list(self.lives)
+        then = list(self.rows)
         for row, source in sources.items():
-            seeds[row], origins[row], episodes[row] = source or (any_seed(), row, 0)
-            lives[row] += 1
+            seed, origin, episode = source or (any_seed(), row, 0)
+            then[row] = then[row]._replace(seed=seed, origin=origin, episode=episode, life=then[row].life + 1)
         ended = tuple({*pending} | {row for row in self.ended if row not in sources})
-        return replace(
-            self, seeds=tuple(seeds), origins=tuple(origins), episodes=tuple(episodes), lives=tuple(lives), ended=ended
-        )  # fmt: skip
+        return replace(self, rows=tuple(then), ended=ended)
 
     def stepped(self, answered: int, over: Array, *, at_once: bool) -> EpisodeTable:
         """After a step of all rows.
@@ -221,17 +219,16 @@ class EpisodeTable:
             return self
         ended = tuple(np.flatnonzero(over).tolist())
         rows = ended if at_once else self.ended
-        after = self.begun(rows) if rows else replace(self, steps=self.steps + 1)  # its columns stay the same objects
+        after = self.begun(rows) if rows else replace(self, steps=self.steps + 1)  # its rows stay the same object
         return replace(after, ended=() if at_once else ended, answered=answered)
 
     def begun(self, rows: Sequence[int]) -> EpisodeTable:
         """Once steps were asked for that begin the next episodes of rows."""
-        episodes, began = list(self.episodes), list(self.began)
+        then = list(self.rows)
         for row in rows:
-            episodes[row] += 1
-            began[row] = self.steps
+            then[row] = then[row]._replace(episode=then[row].episode + 1, began=self.steps)
         ended = tuple(row for row in self.ended if row not in rows)
-        return replace(self, episodes=tuple(episodes), began=tuple(began), ended=ended, steps=self.steps + 1)
+        return replace(self, rows=tuple(then), ended=ended, steps=self.steps + 1)
 
     def received(self, rows: Array, over: Array) -> EpisodeTable:
         """After the answers of some rows; ``over``: bool ``(n,)``, whose episode is over. It may be done again."""
@@ -326,6 +323,7 @@ def _refuse(what: str, reason: str) -> NoReturn:
     unable("AsyncVectorEnv(..., spare_workers=...)", what, reason)
 
 
+@dataclass(slots=True)
 class _EpisodeEnds:
     """The second half of a step in same-step mode: rows whose episode is over, and what they said of it.
 
@@ -338,14 +336,13 @@ class _EpisodeEnds:
         answer: What the step comes to.
     """
 
-    def __init__(self, seq: int, rows: list[int], infos: dict[int, Any], finals: dict[int, Any]) -> None:
-        self.seq = seq
-        self.rows = rows
-        self.infos = infos
-        self.finals = finals
-        self.begin: Request | None = None
-        self.settlement: Settlement | None = None
-        self.answer: Result | None = None
+    seq: int
+    rows: list[int]
+    infos: dict[int, Any]
+    finals: dict[int, Any]
+    begin: Request | None = None
+    settlement: Settlement | None = None
+    answer: Result | None = None
 
 
 class SpareEngine(Engine):
@@ -359,7 +356,7 @@ class SpareEngine(Engine):
     _pool_class = SparePool
 
     def __init__(self, env_fns: Sequence[Callable[[], Any]], *rest: Any) -> None:
-        self.episodes = EpisodeTable.blank(len(env_fns))
+        self.episodes = EpisodeTable(tuple(map(RowEpisode, range(len(env_fns)))))
         self._asked = self.episodes  # as it will be when the reset that is pending has been answered
         self._numbers = itertools.count(1)
         self._ends: _EpisodeEnds | None = None
@@ -388,7 +385,7 @@ class SpareEngine(Engine):
 
     def _begin_episodes(self, rows: Sequence[int]) -> None:
         """The next step of rows begins their next episodes. It may be done again."""
-        rows = [row for row in rows if self.episodes.seeds[row] is not None]
+        rows = [row for row in rows if self.episodes.rows[row].seed is not None]
         self._change_places(rows, begin=True)
         if self.recorder is not None:
             for key in map(self.episodes.next_key, rows):
@@ -522,7 +519,7 @@ class SpareEngine(Engine):
         """See to it that every spare worker begins an episode that is to come. It may be done again; ``anew``: from new."""
         table, spares = self.episodes, self.pool.spares
         # Each of these is another object once it has changed, so most steps find at once that there is nothing to do.
-        on = table.seeds, table.lives, table.episodes, table.ended, self.pool.arranged
+        on = table.rows, table.ended, self.pool.arranged
         if not anew and len(self._looked) == len(on) and all(map(operator.is_, on, self._looked)):
             return
         rows = self.pool.arranged[: self.num_envs]
@@ -579,8 +576,8 @@ class SpareEngine(Engine):
         """Same-step mode: get the first observations of the next episodes. It may be done again, and goes on."""
         ends = self._ends
         if ends is None or ends.seq != request.seq:
-            lost = result.infos  # of rows that were rebuilt in this step: their next episode has begun
-            rows = [row for row in over if not lost.get(row, {}).get("restarted") and self.episodes.seeds[row] is not None]
+            known, lost = self.episodes.rows, result.infos  # of rows that were rebuilt in this step the next has begun
+            rows = [row for row in over if not lost.get(row, {}).get("restarted") and known[row].seed is not None]
             infos = {row: result.infos.get(row) or self._infos.one(row) for row in rows}
             ends = self._ends = _EpisodeEnds(request.seq, rows, infos, self.finals(rows) | result.finals)
         if ends.answer is None:

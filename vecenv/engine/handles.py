@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Generator, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -44,8 +43,6 @@ from vecenv.link.messages import (
     Outcome,
     Reply,
     decode_outcome,
-    dumps,
-    dumps_by_value,
     encode,
     summary,
     unpack_error,
@@ -65,7 +62,7 @@ if sys.platform != "win32":
 
 __all__ = [
     "CLOSING", "DESCRIPTORS", "SPARE_DESCRIPTORS", "CallerWorker", "PoolOptions", "ProcessWorker", "await_ready",
-    "command_of", "end", "end_unclosed", "envs_text", "preload", "raise_ready", "require_descriptors", "staged",
+    "command_of", "end", "end_unclosed", "envs_text", "preload", "raise_ready", "require_descriptors",
     "too_few_descriptors",
 ]  # fmt: skip
 
@@ -105,25 +102,6 @@ class PoolOptions:
     caller_spin: float = 0.0
     placements: list[Placement] = field(default_factory=list)
     variables: list[Variables] = field(default_factory=list)
-
-
-def staged(part: WorkerRequest, seq: int) -> WorkerRequest:
-    """A part made ready to be sent: encoded for a process, and for the caller's own share a copy of its own.
-
-    Raises:
-        Exception: The payload cannot be pickled; nothing was sent.
-    """
-    if part.worker.local:
-        if COMMANDS[part.op] == "step":  # an environment may keep its action and write into it
-            part.payload = deepcopy(part.payload)
-        return part
-    payload = None
-    if part.payload is not None:
-        forked = isinstance(part.worker, ProcessWorker) and part.worker.forked
-        payload = dumps(part.payload, by_value=True) if forked else dumps_by_value(part.payload)
-    part.data = encode(part.op, seq, payload)
-    part.payload = None
-    return part
 
 
 class CallerWorker(Worker):

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from itertools import repeat
 from os import write
 from typing import Any, Final
@@ -33,14 +34,13 @@ from vecenv.engine.handles import (
     end_unclosed,
     preload,
     require_descriptors,
-    staged,
     too_few_descriptors,
 )
-from vecenv.engine.pending import PendingRequests, Request, Worker, WorkerRequest
+from vecenv.engine.pending import COMMANDS, PendingRequests, Request, Worker, WorkerRequest
 from vecenv.front.arguments import deadline_of, milliseconds
 from vecenv.front.driver import left_in_a_fork
 from vecenv.link.channel import CallerEnd
-from vecenv.link.messages import Failure, Op, PackedEnvFns, Reply, pack_head
+from vecenv.link.messages import Failure, Op, PackedEnvFns, Reply, dumps, dumps_by_value, encode, pack_head
 from vecenv.shm import Arena, Batch
 from vecenv.system.cores import Placement, SpinPolicy
 from vecenv.system.descendants import end_marked, new_token
@@ -398,8 +398,22 @@ class WorkerPool:
         return request
 
     def stage(self, part: WorkerRequest, seq: int) -> WorkerRequest:
-        """A part made ready to be told. Raises whatever pickling its payload raises; nothing was sent."""
-        return staged(part, seq)
+        """A part made ready to be sent: encoded for a process, and for the caller's own share a copy of its own.
+
+        Raises:
+            Exception: The payload cannot be pickled; nothing was sent.
+        """
+        if part.worker.local:
+            if COMMANDS[part.op] == "step":  # an environment may keep its action and write into it
+                part.payload = deepcopy(part.payload)
+            return part
+        payload = None
+        if part.payload is not None:
+            forked = isinstance(part.worker, ProcessWorker) and part.worker.forked
+            payload = dumps(part.payload, by_value=True) if forked else dumps_by_value(part.payload)
+        part.data = encode(part.op, seq, payload)
+        part.payload = None
+        return part
 
     def ask(self, request: Request, others: Sequence[Request] = (), *, alone: bool = False) -> None:
         """Make a call: what it is about has been written. When the request is in the table the call was made.

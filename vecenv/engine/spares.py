@@ -30,11 +30,11 @@ import cloudpickle
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from vecenv.engine.answers import Received
 from vecenv.engine.engine import Engine
 from vecenv.engine.handles import ProcessWorker
 from vecenv.engine.pending import Request, Result, Settlement, Worker
 from vecenv.engine.pool import WorkerPool
+from vecenv.engine.steps import Received
 from vecenv.front.arguments import ResetOptions, any_seed
 from vecenv.front.capabilities import unable
 from vecenv.link.channel import ChannelClosed
@@ -47,9 +47,7 @@ from vecenv.worker.ahead import WithAttributes
 __all__ = ["EpisodeTable", "SpareEngine", "SparePool", "refuse_different"]
 
 _SAME_STEP: Final = "in same-step mode one answer is of two workers; use autoreset_mode=AutoresetMode.NEXT_STEP"
-_REFUSED: Final = {
-    Op.SET_NEXT: ("set_next_options", "the next episodes have begun already; give reset() the options, and a reset_mask"),
-}
+_NEXT_BEGUN: Final = "the next episodes have begun already; give reset() the options, and a reset_mask"
 
 
 def refuse_different(env_fns: Sequence[Callable[[], Any]]) -> None:
@@ -348,10 +346,7 @@ class _EpisodeEnds:
 class SpareEngine(Engine):
     """An engine with spare workers."""
 
-    why_not: ClassVar[Mapping[str, str]] = {
-        **Engine.why_not,
-        "first_ready": _SAME_STEP,
-    }
+    why_not: ClassVar[Mapping[str, str]] = {**Engine.why_not, "first_ready": _SAME_STEP}
     pool: SparePool
     _pool_class = SparePool
 
@@ -473,8 +468,8 @@ class SpareEngine(Engine):
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def ask_call(self, op: Op, payload_of: Callable[[Worker], Any], command: str, **how: Any) -> None:
-        if op in _REFUSED:
-            _refuse(*_REFUSED[op])
+        if op is Op.SET_NEXT:
+            _refuse("set_next_options", _NEXT_BEGUN)
         if op is not Op.SET_ATTR:
             super().ask_call(op, payload_of, command, **how)
             return

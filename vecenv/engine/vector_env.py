@@ -29,11 +29,12 @@ from gymnasium.vector.async_vector_env import AsyncState
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
 from vecenv.engine import published
-from vecenv.engine.engine import ActionStage, Engine, Policy
+from vecenv.engine.engine import Engine, Policy
 from vecenv.engine.handles import PoolOptions, ProcessWorker
 from vecenv.engine.pool import WorkerPool
 from vecenv.engine.published import StatsFile
 from vecenv.engine.spares import SpareEngine, refuse_different
+from vecenv.engine.steps import ActionStage
 from vecenv.errors import ErrorRecord
 from vecenv.front.arguments import (
     GymnasiumAsync,

@@ -767,5 +767,6 @@ def _entries(rows: Sequence[int], result: Result) -> list[ReadyRow]:
 
 def wait_name(command: str) -> str:
     """The method that fetches the answer to a call, by the call's command."""
-    names = {"exec_func": "exec_func_fetch", **dict.fromkeys(("set_attr", "set_next_options", "recv"))}
-    return (names[command] or command) if command in names else f"{command}_wait"
+    if command in ("set_attr", "set_next_options"):
+        return command
+    return "exec_func_fetch" if command == "exec_func" else f"{command}_wait"

@@ -38,7 +38,7 @@ from vecenv.front.arguments import (
     rows_of,
     seeds_of,
 )
-from vecenv.front.capabilities import Capabilities, unable
+from vecenv.front.capabilities import Capabilities, OfWorkers, unable
 from vecenv.front.driver import Driver, Phase, advance
 
 __all__ = ["VectorEnvBase", "exclusive", "is_within_a_call"]
@@ -166,28 +166,6 @@ _GUARDED: Final = exclusive(is_within_a_call).__code__
 
 
 # -- the vector environment ---------------------------------------------------------------------------------------------
-
-class _Unable(NotImplementedError, AttributeError):
-    """So that ``hasattr`` and ``getattr`` with a default go on telling what there is."""
-
-
-class _OfWorkers:
-    """An attribute that only a backend with workers has: reading it on another one says so."""
-
-    def __init__(self, capability: str = "workers") -> None:
-        self._capability = capability
-
-    def __set_name__(self, owner: type[Any], name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: Any, owner: type[Any]) -> Any:
-        if instance is None:
-            return self
-        try:
-            instance._need(self._capability, self._name)
-        except NotImplementedError as error:
-            raise _Unable(*error.args) from None
-
 
 class VectorEnvBase(NotClosedUnasked, VectorEnv[ObsType, ActType, ArrayType], Generic[ObsType, ActType, ArrayType]):
     """The front of all backends.
@@ -674,9 +652,9 @@ class VectorEnvBase(NotClosedUnasked, VectorEnv[ObsType, ActType, ArrayType], Ge
         "env_fns", "observations", "shared_memory", "context", "daemon", "worker", "observation_mode", "max_concurrency",
         "generators", "processes", "parent_pipes", "worker_rows",
     ):  # fmt: skip
-        locals()[_name] = _OfWorkers()
+        locals()[_name] = OfWorkers()
     del _name
-    local_envs: Any = _OfWorkers("attributes")
+    local_envs: Any = OfWorkers("attributes")
 
     # -- what can be looked at -------------------------------------------------------------------------------------
 

@@ -3,9 +3,9 @@
 This table is the only place that records which call is in progress. A call is made when its :class:`Request` is in the
 table, and not before: everything that it is about is written by then, and what still has to be sent follows from the
 request. An answer is looked up by its number and put where it belongs; to put it there twice does no harm. What a call gives
-to its caller is computed from answers that stay where they are. The guard (:mod:`vecenv.front.guard`) then replaces the
-table by the one that :attr:`~vecenv.front.driver.Driver.next_pending` holds, by one store. So a signal handler may raise
-anywhere: either the call was not made, or its answer is pending and the same wait gives it.
+to its caller is computed from answers that stay where they are. The guard (:func:`vecenv.front.vector_env.exclusive`) then
+replaces the table by the one that :attr:`~vecenv.front.driver.Driver.next_pending` holds, by one store. So a signal handler
+may raise anywhere: either the call was not made, or its answer is pending and the same wait gives it.
 """
 
 from __future__ import annotations
@@ -257,6 +257,10 @@ class Request:
         part = self.parts.get(index)
         return part is not None and part.worker is worker
 
+    def rows_of(self, worker: Worker) -> Sequence[int]:
+        """The environments that a worker is asked about."""
+        return worker.rows if self.parts is None else self.parts[worker.index].rows
+
     def rows_at(self, index: int) -> Sequence[int]:
         """The environments that the worker of this index was asked about, or that were lost before (:data:`ALL`)."""
         if index == ALL:
@@ -361,7 +365,7 @@ class PendingRequests(Driver):
             lost = request.lost if index == ALL else ()
             found = self.note(request, index, Settlement(request, request.rows_at(index), lost))
         elif found is None:
-            asked = [row for worker in request.workers for row in request.rows_at(worker.index)]
+            asked = [row for worker in request.workers for row in request.rows_of(worker)]
             found = self.note(request, index, Settlement(request, [*asked, *request.lost], request.lost))
         return found
 
@@ -406,16 +410,12 @@ class PendingRequests(Driver):
 
     def waiting(self) -> list[int]:
         """Rows that were sent and not received: those underway, those whose answers arrived, and those ready."""
-        rows: list[int] = []
-        arrived = self.pending.arrived
+        rows, arrived = self.underway(), self.pending.arrived
+        for (_, index), request in list(arrived.items()):
+            rows += request.rows_at(index)
         for seq, request in self.pending.requests.items():
-            if request.by_row:
-                answers = request.answers
-                for index, part in (request.parts or {}).items():
-                    if index not in answers or (seq, index) in arrived:
-                        rows += part.rows
-                if request.lost and (ALL not in answers or (seq, ALL) in arrived):
-                    rows += request.lost
+            if request.by_row and request.lost and ALL not in request.answers and (seq, ALL) not in arrived:
+                rows += request.lost
         return rows + [row for row, _ in self.pending.ready]
 
     @property
@@ -424,7 +424,7 @@ class PendingRequests(Driver):
         if call is None:
             return Call(Phase.DEFAULT, len(self.waiting()), by_row=True)
         stepped = () if call.phase is Phase.WAITING_CALL else call.workers
-        return Call(call.phase, sum(len(call.rows_at(worker.index)) for worker in stepped) + len(call.lost), by_row=False)
+        return Call(call.phase, sum(len(call.rows_of(worker)) for worker in stepped) + len(call.lost), by_row=False)
 
     @property
     def in_flight(self) -> Array:

@@ -123,7 +123,7 @@ class Watchdog:
             self._seen[worker.index, request.seq] = began, reported + late
             command = command_of(request, worker)
             if late and command not in self.bounded:
-                self._report(worker, list(request.rows_at(worker.index)), command, now - began)
+                self._report(worker, list(request.rows_of(worker)), command, now - began)
 
     def _report(self, worker: ProcessWorker, rows: list[int], command: str, seconds: float) -> None:
         several = ", ".join(map(str, rows[:8])) + ", ..." * (len(rows) > 8)

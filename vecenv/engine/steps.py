@@ -490,7 +490,7 @@ class Steps(Recovery):
             if not worker.local:
                 stack = f"\n{found}" if seconds and (found := worker.stack()) else ""  # a poll asks nothing of a worker
                 state = " It is stopped (SIGSTOP)." if worker.is_stopped() else ""
-                rows = list(busy.rows_at(worker.index))
+                rows = list(busy.rows_of(worker))
                 text += f"\nenvs {rows}, {worker.label}, during {busy.command}: no answer yet.{state}{stack}"
         return text
 

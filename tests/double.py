@@ -19,8 +19,7 @@ from gymnasium.vector.utils import batch_space
 
 from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities
-from vecenv.front.driver import Call, Phase, Stepped
-from vecenv.front.lockstep import LockstepDriver
+from vecenv.front.driver import Call, LockstepDriver, Phase, Stepped
 from vecenv.front.vector_env import VectorEnvBase
 
 _LENGTH: Final = 5  # steps an episode

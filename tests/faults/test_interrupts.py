@@ -274,8 +274,8 @@ def step_that_fails(subject: Subject, case: str, interruption: Interruption) -> 
 
 def possessions(subject: Subject) -> tuple[int, int]:
     """How many descriptors an engine holds, and how many processes: a restart that was cut short has not left its own."""
-    place = subject.envs._pool._resources
-    return len(place.holdings), len(place.processes)
+    pool = subject.envs._pool
+    return len(pool.holdings), len(pool.started)
 
 
 def abandoned_rows_are_told(subject: Subject, interruption: Interruption) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from observe import CHEAP, FAULTS, Launch, worker_pids
 
-from vecenv.engine import watchdog
+from vecenv.engine import pool
 from vecenv.errors import StepTimeout
 
 pytestmark = [*FAULTS, pytest.mark.linux]
@@ -45,10 +45,10 @@ class Naps(gymnasium.Env[Any, Any]):
 @pytest.fixture(autouse=True)
 def impatient() -> Iterator[None]:
     """A minute is a second and a half, and ten minutes are three."""
-    before = list(watchdog._REPORT_AFTER), list(watchdog._LOOK_EVERY)
-    watchdog._REPORT_AFTER[:], watchdog._LOOK_EVERY[:] = [1.5, 3.0], [0.1]
+    before = list(pool._REPORT_AFTER), list(pool._LOOK_EVERY)
+    pool._REPORT_AFTER[:], pool._LOOK_EVERY[:] = [1.5, 3.0], [0.1]
     yield
-    watchdog._REPORT_AFTER[:], watchdog._LOOK_EVERY[:] = before
+    pool._REPORT_AFTER[:], pool._LOOK_EVERY[:] = before
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -11,7 +11,6 @@ from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 
 from vecenv.aio.slots import Slot, Slots
 from vecenv.aio.workers import RowAnswer
-from vecenv.engine import saving
 from vecenv.engine.pending import Result
 from vecenv.errors import BusyError, EnvFailed
 from vecenv.link.messages import Op, summary
@@ -173,10 +172,10 @@ class EpisodeEnv:
             engine, row, k = self._slots.engine, slot.row, self._k(slot)
             (one,) = parse_snapshots(snapshot, [row])
             known = one.row
-            saving.require_observation(engine, row, known)
+            engine.require_observation(row, known)
             self._result(slot, "load", await self._slots.ask(slot, "load", Op.CHECK, [(k, one)]))
             self._result(slot, "load", await self._slots.ask(slot, "load", Op.LOAD, [k]))
-            saving.put_beside(engine, {row: known})
+            engine.put_beside({row: known})
             self._at_beginning(engine.store.row(row), {})
             return self.observation
 

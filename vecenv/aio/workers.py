@@ -218,15 +218,15 @@ class WorkerWatch:
 
     def send(self, request: RowRequest) -> None:
         """Ask. From here on the request is in the table, and will be answered."""
-        sender = self._engine.pool.sender
+        pool = self._engine.pool
         self._engine.enter(request)
-        if sender.behind or not request.worker.send(request.part):
-            sender.behind = True
+        if pool.behind or not request.worker.send(request.part):
+            pool.behind = True
             self._pump()
 
     def _pump(self) -> None:
         """Send what is left, as far as pipes take it, and watch those that are full."""
-        self._engine.pool.sender.pump()
+        self._engine.pool.pump()
         full = {
             request.worker: request.worker.channel.out
             for request in self._engine.requests.values()

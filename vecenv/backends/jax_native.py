@@ -27,10 +27,8 @@ from gymnasium.vector import AutoresetMode
 from vecenv.errors import SnapshotMismatch, StaleStateError
 from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities
-from vecenv.front.driver import Call, Phase, Stepped
-from vecenv.front.guard import exclusive
-from vecenv.front.lockstep import LockstepDriver
-from vecenv.front.vector_env import VectorEnvBase
+from vecenv.front.driver import Call, LockstepDriver, Phase, Stepped
+from vecenv.front.vector_env import VectorEnvBase, exclusive
 from vecenv.jax.env import EnvState
 from vecenv.jax.functional import GONE, FunctionalVectorEnv
 from vecenv.jax.interop import entropy_seeds, from_torch, masked_infos, require_torch, seed_keys, to_numpy, to_torch

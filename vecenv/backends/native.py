@@ -23,10 +23,8 @@ from gymnasium.vector.utils import iterate
 
 from vecenv.front.arguments import ResetOptions, seeds_of, wrong_shape
 from vecenv.front.capabilities import Capabilities
-from vecenv.front.driver import Call, Phase, RunOnce, Stepped
-from vecenv.front.guard import exclusive
-from vecenv.front.lockstep import LockstepDriver
-from vecenv.front.vector_env import VectorEnvBase
+from vecenv.front.driver import Call, LockstepDriver, Phase, RunOnce, Stepped
+from vecenv.front.vector_env import VectorEnvBase, exclusive
 
 __all__ = ["NativeVectorEnv"]
 

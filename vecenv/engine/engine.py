@@ -4,180 +4,51 @@ It composes the shared block, the store of observations, the table of requests (
 workers, and what is done about failures (:mod:`vecenv.engine.recovery`). Arguments are checked before, in
 :mod:`vecenv.front.vector_env`.
 
-A call is made in one step and taken in another. *Asking* writes what it is about, and then puts a request into the table;
-before that nothing has happened. *Answering* computes, from what lies in the table, what the caller gets and what the table
-is to be afterwards (``next_pending``); the guard puts that in place when it hands the answer over.
+A save without a proof so far makes two requests: one for the states, then one for the proof that they are exact, once for
+each kind of environment. A load makes two as well: the first asks whether every snapshot fits, and the second puts them in
+place. The second request takes the place of the first in the table of pending requests, by one store. So an interrupted call
+is either not made, or its answer is pending, as that of any other call, and ``call_wait`` gives it.
 """
 
 from __future__ import annotations
 
 import itertools
+import pickle
 import sys
 import time
 import weakref
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence, Sized
-from typing import Any, Final
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
 
+import cloudpickle
 import numpy as np
-from gymnasium import Space, logger, spaces
-from gymnasium.error import AlreadyPendingCallError, CustomSpaceError
+from gymnasium import logger
 from gymnasium.vector import AutoresetMode
-from gymnasium.vector.utils import batch_space, iterate
 
-from vecenv.engine import frozen, saving
-from vecenv.engine.calls import Calls
+from vecenv.engine.frozen import Frozen, FrozenCopy
 from vecenv.engine.handles import CallerWorker, ProcessWorker
-from vecenv.engine.pending import Request, Result, Worker, WorkerRequest
+from vecenv.engine.pending import ALL, Result, Settlement, Worker
 from vecenv.engine.pool import PoolOptions, WorkerPool
-from vecenv.engine.recovery import Ledger, Policy, Recovery
-from vecenv.front.arguments import ResetOptions, env_ids_of, options_of_rows, wrong_shape
+from vecenv.engine.recovery import Ledger, Policy, Remembered, RestartBudget, RestartLog
+from vecenv.engine.steps import Steps, wait_name
+from vecenv.errors import NotRestorable, SnapshotMismatch, WorkerDied
+from vecenv.front.arguments import ResetOptions, deadline_of, options_of_rows
 from vecenv.front.capabilities import Capabilities
-from vecenv.front.driver import Phase, Stepped, advance
-from vecenv.link.infos import NO_INFO, InfoReader
-from vecenv.link.messages import Definition, Failure, Op
+from vecenv.link.channel import ChannelClosed
+from vecenv.link.infos import NO_INFO, InfoReader, add_info
+from vecenv.link.messages import Definition, Op, encode
 from vecenv.link.observations import Store
-from vecenv.shm import Arena, Batch, Layout, Tree
+from vecenv.shm import Arena, Batch, Layout
 from vecenv.shm.layout import Array
+from vecenv.state.codecs import Codec, how_of
+from vecenv.state.snapshots import FORMAT, Kind, Row, Snapshot, Snapshots, StateDict, parse_snapshots
 from vecenv.system.copies import has_copies
 from vecenv.system.cores import placements
-from vecenv.worker.main import WorkerPlan, make_rows
+from vecenv.system.uninterrupted import Uninterrupted, succeeds_when_repeated
+from vecenv.worker.main import Ready, WorkerPlan, make_rows
 
-__all__ = ["ActionStage", "Engine", "Policy", "shares"]
-
-
-# -- actions on their way in -------------------------------------------------------------------------------------------
-#
-# An environment gets what ``gymnasium.vector.utils.iterate`` would give it: type, dtype and shape as the caller passed.
-# Only a batch whose containers, dtypes and shapes are the action space's to the letter can take the fast way without
-# changing that; lists, generators, other dtypes, ``Text`` and the like go by pickle. Either way everything is checked before
-# anything is sent.
-
-class ActionStage:
-    """Puts batches of actions where the workers find them.
-
-    Args:
-        single_space: Action space of one environment.
-        space: Its batch.
-        num_envs: Number of environments.
-        tree: Structure of one action of fixed size, else ``None``.
-        leaves: The shared arrays, a row per environment.
-    """
-
-    def __init__(
-        self, single_space: Space[Any], space: Space[Any], num_envs: int, tree: Tree | None, leaves: list[Array] | None
-    ) -> None:
-        self._single_space = single_space
-        self._spaces = {num_envs: space}
-        self._num_envs = num_envs
-        self._tree = tree
-        self._leaves = leaves or []
-        self._warned = False
-        leaf = tree.leaf if tree is not None else None  # an action space of one array: the common case
-        self._dtype = leaf.dtype if leaf is not None else None
-        self._shape = (num_envs, *leaf.shape) if leaf is not None else None
-
-    def put(self, actions: Any) -> list[Any] | None:
-        """Stage one action for every environment; ``None`` if they are in shared memory, else the actions themselves.
-
-        Raises:
-            TypeError, ValueError: The structure is wrong, or there are too few or too many. Nothing was written.
-        """
-        if actions.__class__ is np.ndarray and actions.shape == self._shape:
-            dtype = actions.dtype
-            if dtype is self._dtype or dtype == self._dtype:  # `==` is three times the price, and samples of a space need it
-                self._leaves[0][...] = actions
-                return None
-        if self._tree is not None:
-            exact = self._tree.exact(actions, self._num_envs)
-            if exact is not None:
-                for leaf, values in zip(self._leaves, exact, strict=True):
-                    leaf[...] = values
-                return None
-        return self._split(actions, self._num_envs)
-
-    def put_some(self, actions: Any, rows: Array) -> list[Any] | None:
-        """Stage one action for each of ``rows``, in their order; results as of :meth:`put`."""
-        count = len(rows)
-        if self._tree is not None:
-            exact = self._tree.exact(actions, count)
-            if exact is not None:
-                for leaf, values in zip(self._leaves, exact, strict=True):
-                    leaf[rows] = values
-                return None
-        return self._split(actions, count)
-
-    def _split(self, actions: Any, count: int) -> list[Any]:
-        space = self._spaces.get(count)
-        if space is None:
-            space = self._spaces[count] = batch_space(self._single_space, count)
-        _check_counts(self._single_space, space, actions, count, "actions")
-        if not self._warned and hasattr(actions, "__array__") and not isinstance(actions, np.ndarray):
-            self._warned = True
-            logger.warn(
-                f"actions are a {type(actions).__module__.partition('.')[0]} {type(actions).__name__}, and so is what each "
-                "environment gets, as in Gymnasium; many take NumPy's values only. Pass numpy.asarray(actions): faster, too"
-            )
-        try:
-            items = list(iterate(space, actions))
-        except CustomSpaceError as error:  # Gymnasium makes one of whatever is raised, a signal handler's exception as well
-            if error.__cause__ is None or isinstance(error.__cause__, TypeError):
-                raise
-            raise error.__cause__  # noqa: B904 - it is the one that was raised
-        if len(items) != count:
-            raise ValueError(f"got {len(items)} actions for {count} environments; nothing was sent")
-        return items
-
-
-def _check_counts(single: Space[Any], space: Space[Any], actions: Any, count: int, name: str) -> None:
-    """Every leaf of a structured batch has a row per environment; ``zip`` would silently drop what one leaf has too many.
-
-    What holds the parts may be anything that has them by their keys, as for ``iterate``: a list is as good as a tuple.
-    """
-    if isinstance(space, spaces.Dict) and isinstance(single, spaces.Dict):
-        parts = [_part(actions, key) for key in space.spaces]
-        if any(part is _MISSING for part in parts):
-            got = f"a dict with {list(actions)}" if isinstance(actions, dict) else type(actions).__name__
-            raise ValueError(f"{name}: got {got}, wanted a dict with {list(space.spaces)}; nothing was sent")
-        for key, part in zip(space.spaces, parts, strict=True):
-            _check_counts(single.spaces[key], space.spaces[key], part, count, f"{name}[{key!r}]")
-    elif isinstance(space, spaces.Tuple) and isinstance(single, spaces.Tuple):  # of others, a batch is a tuple as well
-        size = len(space.spaces)
-        parts = [_part(actions, index) for index in range(size)]
-        if any(part is _MISSING for part in parts) or (isinstance(actions, Sized) and len(actions) != size):
-            length = f" of {len(actions)}" if isinstance(actions, Sized) else ""
-            raise ValueError(f"{name}: got a {type(actions).__name__}{length}, wanted a tuple of {size}; nothing was sent")
-        for index, part in enumerate(parts):
-            _check_counts(single.spaces[index], space.spaces[index], part, count, f"{name}[{index}]")
-    elif not _can_iterate(actions) or getattr(actions, "shape", None) == ():
-        got = "a scalar" if getattr(actions, "shape", None) == () else f"{type(actions).__name__} {actions!r}"
-        raise TypeError(f"{name}: got {got}, wanted {count}, one per environment; nothing was sent")
-    elif isinstance(actions, Sized) and len(actions) != count:
-        raise ValueError(f"{name}: got {len(actions)}, wanted {count}, one per environment; nothing was sent")
-    elif type(single) in _ARRAYS and (shape := _shape_of(actions)) not in (None, wanted := (count, *(single.shape or ()))):
-        raise wrong_shape(name, shape, wanted)
-
-
-_ARRAYS: Final = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
-_MISSING: Final = object()
-
-
-def _can_iterate(actions: Any) -> bool:
-    """Whether ``iter`` takes it: also what has no ``__iter__``, but items by their index."""
-    return isinstance(actions, Iterable) or hasattr(type(actions), "__getitem__")
-
-
-def _shape_of(actions: Any) -> tuple[int, ...] | None:
-    """The shape of an array; ``None``: it is none. What is in a list goes to the environments as it is, as in Gymnasium."""
-    shape = getattr(actions, "shape", None)
-    return tuple(shape) if isinstance(shape, tuple) and getattr(actions, "dtype", None) != np.dtype(object) else None
-
-
-def _part(actions: Any, key: Any) -> Any:
-    try:
-        return actions[key]
-    except (KeyError, IndexError, TypeError, ValueError):  # ValueError: an array without such a field
-        return _MISSING
+__all__ = ["Engine", "Policy", "shares"]
 
 
 def shares(num_envs: int, parts: int, first: int = 0) -> list[range]:
@@ -186,7 +57,7 @@ def shares(num_envs: int, parts: int, first: int = 0) -> list[range]:
     return [range(low, high) for low, high in itertools.pairwise(bounds)]
 
 
-class Engine(Calls):
+class Engine(Steps):
     """Environments in workers, and what is known of each row.
 
     Args:
@@ -198,34 +69,30 @@ class Engine(Calls):
         policy: What to do about failures.
         num_workers: Worker processes; 0 with ``caller_share=num_envs`` is no process at all.
         caller_share: How many rows, the first ones, the caller steps itself.
+
+    Attributes:
+        proved: Kinds of environments whose snapshots were proved to be exact.
+        steps_before: Of all steps that were taken, that many came with a state that was loaded.
     """
 
     backend = "process"
     own_means = "its workers"
     _pool_class: type[WorkerPool] = WorkerPool
-    rows_at_once: int | None = None
-    """At most so many rows of one worker in one message of a ``send``; ``None``: all it is about."""
+    proved: frozenset[Kind] = frozenset()
+    steps_before: int = 0
 
     def __init__(
-        self,
-        env_fns: Sequence[Callable[[], Any]],
-        layout: Layout,
-        make_store: Callable[[Batch], Store],
-        plan: WorkerPlan,
-        options: PoolOptions,
-        policy: Policy,
-        num_workers: int,
-        caller_share: int,
-    ) -> None:
+        self, env_fns: Sequence[Callable[[], Any]], layout: Layout, make_store: Callable[[Batch], Store], plan: WorkerPlan,
+        options: PoolOptions, policy: Policy, num_workers: int, caller_share: int,
+    ) -> None:  # fmt: skip
         self.num_envs = self.batch_size = len(env_fns)
         self.policy = policy
         self.mode = plan.autoreset_mode
         self.ledger = Ledger()
         self.failed = self.ledger.failed
         self.said = {}
-        self.frozen: weakref.WeakSet[frozen.Frozen] = weakref.WeakSet()
-        self.card: Any = None  # the file that `vecenv top` reads, where there is one
-        self.stage: ActionStage
+        self.card = None
+        self.frozen: weakref.WeakSet[Frozen] = weakref.WeakSet()
         super().__init__(self.num_envs)
 
         arena = self.arena = Arena(layout.size)
@@ -235,10 +102,10 @@ class Engine(Calls):
         self._infos = InfoReader(self.batch.info_schemas, self.batch.infos, ragged=plan.ragged)
         self.mismatches: list[tuple[int, str, str]] = []
         self.pool = self._open_pool(plan, arena, options, num_workers)
-        self.recovery = Recovery(
-            self.pool, policy, self.mode, layout, self.batch, self.store, self._infos, self.read, self.ledger,
-            self.end_late, lambda: self.pending.steps / self.num_envs,
-        )  # fmt: skip
+        self.restart_seeds = np.random.SeedSequence()
+        self.remembered = Remembered(self.store, layout.observations)
+        self.budget = RestartBudget(policy.restart_limit, policy.restart_period, lambda: self.pending.steps / self.num_envs)
+        self._restart_log = RestartLog()
         try:
             self._start(env_fns, plan, num_workers, caller_share)
         except BaseException:
@@ -254,25 +121,19 @@ class Engine(Calls):
         return pool
 
     def _start(self, env_fns: Sequence[Callable[[], Any]], plan: WorkerPlan, num_workers: int, caller_share: int) -> None:
-        own: CallerWorker | None = None
+        own: list[CallerWorker] = []
         if caller_share:
             env_rows = make_rows(env_fns[:caller_share], 0, num_workers, plan, self.batch, interrupts=True)
-            own = CallerWorker(num_workers, range(caller_share), env_rows, self)
+            own = [CallerWorker(num_workers, range(caller_share), env_rows, self)]
         started, readies = self.pool.start(self._parts(env_fns, num_workers, caller_share))
-        workers: list[Worker] = [*([own] if own is not None else []), *started]
+        workers: list[Worker] = [*own, *started]
         self.pool.set_workers(workers)
-        failed: list[tuple[Failure, Worker]] = []
-        for worker, ready in zip(started, readies, strict=True):
-            failed += [(failure, worker) for failure in ready.failures]
-        mismatches = [mismatch for ready in readies for mismatch in ready.mismatches]
-        if own is not None:
+        if own:
             env_rows.use_generators(plan.generators)
-            failures, wrong = env_rows.build()
-            failed = [*((failure, own) for failure in failures), *failed]
-            mismatches = wrong + mismatches
-        self.mismatches = mismatches
-        error = self.recovery.start_failure(failed)
-        if error is not None:
+            readies.insert(0, Ready(own[0].pid, *env_rows.build()))
+        self.mismatches = [mismatch for ready in readies for mismatch in ready.mismatches]
+        failed = [(failure, worker) for worker, ready in zip(workers, readies, strict=True) for failure in ready.failures]
+        if (error := self.start_failure(failed)) is not None:
             raise error
 
     def _parts(
@@ -316,124 +177,7 @@ class Engine(Calls):
             return "each environment has to have a process of its own: give num_workers=None"
         return ""
 
-    # -- asking -----------------------------------------------------------------------------------------------------
-
-    def step(self, actions: Any) -> None:
-        pending = self.pending
-        if pending.requests or pending.ready:
-            self.require_idle("step_async")
-        if self.recorder is not None and self.recorder.due:
-            self.recorder.snapshot(self.store.row)
-        if self.failed and not self.policy.restart:
-            self.ledger.refuse(self.failed)
-        self.ask_step(self.stage.put(actions))
-
-    def ask_step(self, actions: list[Any] | None) -> None:
-        """Step every row. ``actions``: one per row, or ``None`` if they are in shared memory."""
-        failed = self.failed
-        if actions is None and not failed:
-            self.pool.ask_plain_step()
-            return
-        if failed and not self.policy.restart:
-            self.ledger.refuse(failed)
-        rows = range(self.num_envs)
-        request = self._request(
-            "step", Op.STEP, Op.STEP_SOME, rows, lambda mine: actions and [actions[row] for row in mine]
-        )  # fmt: skip
-        self.pool.ask(request)
-
-    def send(self, actions: Any, env_id: Any) -> None:
-        if self.call is not None:
-            advance(self.phase, "step_async", self)
-        rows = self.pending.latest if env_id is None else env_ids_of(env_id, self.num_envs)
-        listed = rows.tolist()
-        self._require_not_in_flight("send", listed)
-        if self.failed and not self.policy.restart and (failed := self.failed.keys() & set(listed)):
-            self.ledger.refuse({row: self.failed[row] for row in failed})
-        self.ask_rows(listed, self.stage.put_some(actions, rows))
-
-    def _require_not_in_flight(self, method: str, rows: Sequence[int]) -> None:
-        if self.pending.requests or self.pending.ready:
-            in_flight = set(self.waiting())
-            if waiting := [row for row in rows if row in in_flight]:
-                raise AlreadyPendingCallError(
-                    f"Calling `{method}` for envs {waiting}, which are still in flight: `recv` them first.", "send"
-                )
-
-    def ask_rows(self, rows: Sequence[int], actions: list[Any] | None) -> None:
-        """Step some rows, to be received one by one. ``actions`` in their order; ``None``: they are in shared memory."""
-        payload_of = _nothing if actions is None else _actions_payload(dict(zip(rows, actions, strict=True)))
-        some, ordered = Op.STEP_SOME, sorted(rows)
-        if self.rows_at_once is None:
-            self.pool.ask(self._request("step", some, some, ordered, payload_of, by_row=True))
-            return
-        messages = self._in_messages(ordered, self.rows_at_once)
-        first, *others = [self._request("step", some, some, mine, payload_of, by_row=True) for mine in messages]
-        self.pool.ask(first, others)
-
-    def _in_messages(self, rows: list[int], most: int) -> list[list[int]]:
-        """Rows in order, parted so that each part has ``most`` of one worker: it goes on while the caller reads."""
-        parts: list[list[int]] = []
-        began = 0
-        for worker in self.pool.workers:
-            ended = bisect_left(rows, worker.rows.stop, began)
-            for number, first in enumerate(range(began, ended, most)):
-                if number == len(parts):
-                    parts.append([])
-                parts[number] += rows[first : min(first + most, ended)]
-            began = ended
-        return parts
-
-    def ask_some(self, command: str, op: Op, rows: Sequence[int], payload_of: Callable[[list[int]], Any]) -> None:
-        """Ask about some rows, in words of one's own."""
-        self.pool.ask(self._request(command, op, op, rows, payload_of), alone=command == "reset")
-
-    def _request(
-        self,
-        command: str,
-        whole: Op,
-        some: Op,
-        rows: Sequence[int],
-        payload_of: Callable[[list[int]], Any],
-        *,
-        by_row: bool = False,
-        **about: Any,
-    ) -> Request:
-        """What the workers of some rows are to be asked, each about its own; those that have failed are left out of a step.
-
-        Args:
-            command: What it is called.
-            whole, some: The message about all rows of a worker, and that about some.
-            rows: Which, in order.
-            payload_of: What goes with the message about some of them.
-            by_row: They are received one by one.
-            about: Other attributes of the request.
-        """
-        request = Request(self.pool.next_seq(), command, ())
-        request.by_row = by_row
-        left = list(rows)
-        if self.failed and command == "step":
-            request.lost = [row for row in left if row in self.failed]
-            left = [row for row in left if row not in self.failed]
-        parts: dict[int, WorkerRequest] = {}
-        began = 0
-        for worker in self.pool.workers:  # in the order of their rows
-            ended = bisect_left(left, worker.rows.stop, began)
-            if ended > began:
-                mine = left[began:ended]
-                op = some if whole is some or len(mine) < len(worker.rows) else whole
-                parts[worker.index] = self.pool.stage(WorkerRequest(worker, mine, op, payload_of(mine)), request.seq)
-                began = ended
-        self.batch.requested[left] = request.seq
-        request.parts = parts
-        request.workers = tuple([part.worker for part in parts.values()])
-        if command == "step":
-            request.steps = len(left)
-        elif command == "reset":
-            request.resets = len(left)
-        for name, value in about.items():
-            setattr(request, name, value)
-        return request
+    # -- resetting --------------------------------------------------------------------------------------------------
 
     def reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, by_row: bool) -> None:
         if by_row:
@@ -456,12 +200,12 @@ class Engine(Calls):
         if not self.idle:
             self.drain()
         if mask is None and self.num_envs and isinstance(seeds[0], (int, np.integer)):
-            self.recovery.seeds = np.random.SeedSequence(abs(int(seeds[0])))
-        self.recovery.revive(chosen)
+            self.restart_seeds = np.random.SeedSequence(abs(int(seeds[0])))
+        self.revive(chosen)
         if mask is not None:
             self.batch.info_schemas[~mask] = NO_INFO
             self.batch.final[~mask] = False
-            self.recovery.show_whole([row for row in self.failed if not mask[row]])
+            self.show_whole([row for row in self.failed if not mask[row]])
         request = self._request(
             "reset", Op.RESET, Op.RESET_SOME, chosen, _reset_payload(seeds, options), mask=mask, seeds=seeds, options=options
         )  # fmt: skip
@@ -469,113 +213,364 @@ class Engine(Calls):
 
     def ask_reset_rows(self, rows: Sequence[int], seeds: Sequence[Any], options: ResetOptions) -> None:
         """Reset some rows, to be received one by one; ``seeds`` and ``options`` as of :meth:`ask_reset`."""
-        self.recovery.revive(rows)
+        self.revive(rows)
         payload_of = _reset_payload(seeds, options)
         request = self._request(
             "reset", Op.RESET_SOME, Op.RESET_SOME, sorted(rows), payload_of, by_row=True, seeds=seeds, options=options
         )  # fmt: skip
         self.pool.ask(request)
 
-    # -- what the caller gets ---------------------------------------------------------------------------------------
+    def drain(self) -> None:
+        """Wait for all that is underway, before a reset that drops it. What failed is on record.
 
-    def answer(self, kind: Phase, deadline: float | None) -> Stepped | None:
-        request = next(iter(self.pending.requests.values()))
-        finished = self.finish(request, deadline)
+        Raises:
+            StepTimeout: Not within the engine's ``step_timeout``; nothing is lost.
+        """
+        limit = self.policy.step_timeout
+        deadline = deadline_of(limit)
+        while self.underway():
+            if not self._more(dict(self.pending.arrived), deadline):
+                if not any(map(self.is_pending, self.pool.workers)):
+                    break
+                self._end_all_hanging(limit)
+        for (_, index), request in list(self.pending.arrived.items()):
+            if index == ALL or (request.seq, index) in self.pending.settlements:
+                continue  # it was looked at
+            if self.recorder is not None:
+                self.recorder.answered(request, index)
+            worker = next(worker for worker in request.workers if worker.index == index)
+            result = self.read([(worker, request.answers[index])])
+            settlement = Settlement(request, request.rows_at(index), ())
+            self.ledger.record(settlement, result)
+            self.ledger.mark_failed(result, settlement.rows, all_of_them=False)
+            settlement.result, settlement.entries = result, []
+            self.note(request, index, settlement)
+
+    # -- calls on the environments themselves: methods, attributes, functions, frames ---------------------------------
+
+    def begin_call(self, name: str, args: Any, kwargs: Any) -> None:
+        """Call a method, or read an attribute, of every environment."""
+        payload = (name, args, kwargs)
+        self._require_picklable(payload)
+        self.ask_call(Op.CALL, lambda worker: payload, "call")
+
+    def begin_exec(self, func: Callable[..., Any], rows: Collection[int], args: Any, kwargs: Any) -> None:
+        """Call a function with each of some environments."""
+        self._require_picklable((func, args, kwargs))
+        chosen = set(rows)
+
+        def payload(worker: Worker) -> Any:
+            ks = [row - worker.rows[0] for row in worker.rows if row in chosen]
+            return (ks, func, args, kwargs) if ks else None
+
+        self.ask_call(Op.EXEC, payload, "exec_func")
+
+    def begin_set_attr(self, name: str, values: Sequence[Any]) -> None:
+        """Set an attribute of every environment."""
+        self._require_picklable(values)
+        self.ask_call(Op.SET_ATTR, lambda worker: (name, [values[row] for row in worker.rows]), "set_attr")
+
+    def begin_set_next(self, rows: Collection[int], given: Sequence[Any]) -> None:
+        """Give some environments the seed and the options of their next episode, of which there are some for every row."""
+        self._require_picklable(given)
+        chosen = set(rows)
+
+        def payload(worker: Worker) -> Any:
+            own = [given[row] if row in chosen else None for row in worker.rows]
+            return own if any(item is not None for item in own) else None
+
+        self.ask_call(Op.SET_NEXT, payload, "set_next_options")
+
+    def call_answer(self, timeout: float | None) -> Any:
+        """The answer to the call that is pending: one result an environment, or what its sequel makes of them.
+
+        Raises:
+            StepTimeout: Not within ``timeout`` seconds; the answer is still pending.
+            Exception: What the call raised in an environment.
+        """
+        return self.answer_by(deadline_of(timeout), timeout)
+
+    def answer_by(self, deadline: float | None, timeout: float | None) -> Any:
+        """As :meth:`call_answer`, by a moment that was ``timeout`` seconds away when the call was made."""
+        call = self.call
+        assert call is not None
+        sequel, command = call.sequel, call.command
+        finished = self.finish(call, deadline)
+        del call  # it holds the exception, whose traceback would hold it
         if finished is None:
-            return None
+            raise self.too_late(wait_name(command), timeout)
         result, error = finished
         if error is not None:
             try:
                 self.raise_answer(error)
             finally:
-                del error, finished, request  # they hold the exception, whose traceback would hold them
-        if self.card is not None:
-            self.card.update()
-        batch = self.batch
-        try:
-            infos = self.infos(result) if result.columns else {}
-            observations = self.store.batch(self.copies)
-        except Exception as wrong:
-            self._confirm(wrong, lambda: (self.store.batch(self.copies), self.infos(result)))
-            raise
-        if kind is Phase.WAITING_RESET:
-            return observations, None, None, None, infos
-        return observations, batch.rewards.copy(), batch.terminations.copy(), batch.truncations.copy(), infos
+                del error, finished
+        if sequel is None:
+            return tuple(result.results.get(row) for row in range(self.num_envs))
+        return sequel(result, deadline, timeout)
 
-    def recv(self, count: int | None, deadline: float | None, least: tuple[int, float] | None = None) -> Stepped | None:
-        if (call := self.call) is not None:
-            if call.phase is not Phase.WAITING_RESET:
-                advance(call.phase, "reset_async", self)
-            self.launch(call)
-        received = self.receive(self.batch_size if count is None else count, deadline, least)
-        if received is None:
-            return None
-        (rows, infos, finals), error = received
-        if error is not None:
+    def ask_call(
+        self, op: Op, payload_of: Callable[[Worker], Any], command: str, *, sequel: Any = None, alone: bool = False,
+        workers: Sequence[Worker] | None = None,
+    ) -> None:  # fmt: skip
+        """A call that is no step and no reset; workers for which ``payload_of`` gives ``None`` are left out.
+
+        Args:
+            op, command: Which.
+            payload_of: What goes with it.
+            sequel: See :class:`~vecenv.engine.pending.Request`.
+            alone: It takes the place of the call whose sequel it is, at once.
+            workers: The workers to ask; ``None``: those that have rows.
+        """
+        asked = [(worker, payload) for worker in workers or self.pool.workers if (payload := payload_of(worker)) is not None]
+        if dead := [row for worker, _ in asked if worker.death is not None for row in worker.rows]:
+            self.ledger.refuse({row: self.failed.get(row, "its worker died") for row in dead})
+        request = self.composed(command, [(worker, worker.rows, op, payload) for worker, payload in asked])
+        request.sequel = sequel
+        self.pool.ask(request, alone=alone)
+
+    def _require_picklable(self, payload: Any) -> None:
+        """Arguments that cannot travel are the caller's to know, before anything is sent."""
+        if not all(worker.local for worker in self.pool.workers):
+            cloudpickle.dumps(payload)
+
+    # -- saving -----------------------------------------------------------------------------------------------------
+
+    def episodes_of(self, row: int) -> Any:
+        """Where the seeds of a row's episodes come from; ``None``: its environment draws them."""
+
+    def save(self, rows: list[int], verify: bool) -> Any:
+        """The states of some rows; see :meth:`vecenv.AsyncVectorEnv.save`."""
+        self._ask_save(rows, verify, Snapshots)
+        return self.call_answer(None)
+
+    def state_dict(self, spaces: list[Any], verify: bool) -> Any:
+        """The states of all rows, counters, seeds and the generators of ``spaces`` in one dict."""
+        self._ask_save(list(range(self.num_envs)), verify, partial(self._dict_of, spaces))
+        return self.call_answer(None)
+
+    def snapshots(self) -> list[Snapshot]:
+        """The states of all rows, between two calls: it is no call, and leaves nothing pending, and nothing on record.
+
+        Raises:
+            NotRestorable: An environment cannot be saved, or its worker has died.
+        """
+        taken: list[Snapshot] = []
+        self._ask_save(list(range(self.num_envs)), False, taken.extend)
+        request = self.call
+        assert request is not None
+        self.wait_for(request, None)
+        result = self.settlement_of(request).result
+        self.pending = self.emptied(0, 0)
+        assert result is not None
+        if result.failures or result.deaths:
+            raise NotRestorable(result.deaths[0].text if result.deaths else result.failures[0][0].text)
+        request.sequel(result, None, None)
+        return taken
+
+    def _ask_save(self, rows: list[int], verify: bool, dress: Callable[[list[Snapshot]], Any]) -> None:
+        self.ask_call(Op.SAVE, _own_rows(rows), "save", sequel=partial(self._saved, rows, verify, dress))
+
+    def _saved(
+        self, rows: list[int], verify: bool, dress: Callable[[list[Snapshot]], Any], result: Result, deadline: float | None,
+        timeout: float | None,
+    ) -> Any:  # fmt: skip
+        """The states came: add what the engine knows, and ask for the proof of kinds that have none."""
+        snapshots: list[Snapshot] = []
+        new: dict[Kind, int] = {}
+        for row in rows:
+            one: Snapshot = result.results[row]
+            known = one.row
+            if verify and known.kind not in self.proved:
+                new.setdefault(known.kind, row)
+            if known.used:
+                one = one.having(observation=self.store.row(row), episodes=self.episodes_of(row))
+            snapshots.append(one)
+        if not new:
+            return dress(snapshots)
+        then = partial(self._proved, frozenset(new), partial(dress, snapshots))
+        self.ask_call(Op.PROVE, _own_rows(sorted(new.values())), "save", sequel=then, alone=True)
+        return self.answer_by(deadline, timeout)
+
+    def _proved(self, kinds: frozenset[Kind], answer: Callable[[], Any], *_: Any) -> Any:
+        self.proved |= kinds
+        return answer()
+
+    def _dict_of(self, spaces: list[Any], snapshots: list[Snapshot]) -> dict[str, Any]:
+        return StateDict(
+            format=FORMAT, num_envs=self.num_envs, autoreset_mode=self.mode.name, snapshots=Snapshots(snapshots),
+            counters=(self.pending.steps, self.pending.resets, self.ledger.restarts), seeds=self.restart_seeds.state,
+            spaces=[_space_codec(space).save(space) for space in spaces],
+        )  # fmt: skip
+
+    # -- loading ----------------------------------------------------------------------------------------------------
+
+    def were_loaded(self, known: Mapping[int, Row]) -> None:
+        """These rows go on from snapshots. It may be done again."""
+
+    def load(self, snapshots: Any, rows: list[int]) -> Any:
+        """Put saved states in place; see :meth:`vecenv.AsyncVectorEnv.load`."""
+        self._ask_load(rows, parse_snapshots(snapshots, rows), lambda: None)
+        return self.call_answer(None)
+
+    def load_state_dict(self, state: Mapping[str, Any], spaces: list[Any]) -> Any:
+        """Go on from what :meth:`state_dict` gave."""
+        for key in ("format", "num_envs", "autoreset_mode", "snapshots", "counters", "seeds", "spaces"):
+            if not isinstance(state, Mapping) or key not in state:
+                raise SnapshotMismatch(f"this is no state_dict() of a vector environment: it has no {key!r}")
+        for key, own in {"format": FORMAT, "num_envs": self.num_envs, "autoreset_mode": self.mode.name}.items():
+            if state[key] != own:
+                raise SnapshotMismatch(f"its {key} is {state[key]!r}, and that of this vector environment is {own!r}")
+        rows = list(range(self.num_envs))
+        self._ask_load(rows, parse_snapshots(state["snapshots"], rows), self._rest_of(state, spaces))
+        return self.call_answer(None)
+
+    def _ask_load(self, rows: list[int], each: list[Snapshot], extras: Callable[[], None]) -> None:
+        of_row = dict(zip(rows, each, strict=True))
+        known = {row: snapshot.row for row, snapshot in of_row.items()}
+        for row, one in known.items():
+            self.require_observation(row, one)
+
+        def payload(worker: Worker) -> Any:
+            first = worker.rows[0]
+            return [(row - first, of_row[row]) for row in worker.rows if row in of_row] or None
+
+        def fits(result: Result, deadline: float | None, timeout: float | None) -> Any:
+            """All of them fit: have them put in place."""
+            then = partial(self._in_place, known, extras)
+            self.ask_call(Op.LOAD, _own_rows(list(of_row)), "load", sequel=then, alone=True)
+            return self.answer_by(deadline, timeout)
+
+        self.ask_call(Op.CHECK, payload, "load", sequel=fits)
+
+    def require_observation(self, row: int, one: Row) -> None:
+        """Refuse a snapshot whose last observation no row of this engine can have.
+
+        Raises:
+            SnapshotMismatch: It cannot.
+        """
+        if not one.used:
+            return
+        try:
+            self.store.require(one.observation)
+        except Exception as error:
+            if succeeds_when_repeated(partial(self.store.require, one.observation)):
+                raise
+            text = f"it is of {one.kind.env_id}, and its observation is none of this environment: {error}"
+            raise SnapshotMismatch(f"env {row}: the snapshot does not fit: {text}") from error
+
+    def _in_place(self, known: dict[int, Row], extras: Callable[[], None], *_: Any) -> Any:
+        """They are: put the rest beside them. It may be done again."""
+        self.put_beside(known)
+        extras()
+        return self.store.take(np.array(list(known), np.intp)) if all(one.used for one in known.values()) else None
+
+    def put_beside(self, known: Mapping[int, Row]) -> None:
+        """What an engine itself knows of rows that were loaded. It may be done again."""
+        for row, one in known.items():
+            if one.used:
+                self.store.put_row(row, one.observation)
+            self.ledger.mark_recovered(row)
+        self.were_loaded(known)
+        if self.policy.restart:
+            self.remembered.keep(list(known), all_rows=len(known) == self.num_envs)
+
+    def _rest_of(self, state: Mapping[str, Any], spaces: list[Any]) -> Callable[[], None]:
+        """What puts all of a ``state_dict()`` in place that no row has; refuses what does not fit."""
+
+        def read() -> tuple[Any, Any, Any]:
+            opened = [
+                (space, its if its is None else _space_codec(space).open(space, its))
+                for space, its in zip(spaces, state["spaces"], strict=True)
+            ]
+            env_steps, resets, restarts = map(_natural, state["counters"])
+            return (env_steps, resets, restarts), np.random.SeedSequence(**state["seeds"]), opened
+
+        try:
+            (env_steps, resets, restarts), seeds, opened = read()
+        except Exception as error:
+            if succeeds_when_repeated(read):
+                raise
+            raise SnapshotMismatch(f"its counters, seeds or spaces do not fit: {type(error).__name__}: {error}") from error
+
+        def put() -> None:
+            now, then = self.pending, self.next_pending
+            assert then is not None
+            made = now.steps - self.steps_before
+            now.steps, now.resets, self.steps_before = env_steps, resets, env_steps - made
+            then.steps, then.resets, self.ledger.restarts = env_steps, resets, restarts
+            self.restart_seeds = seeds
+            for space, its in opened:
+                if its is not None:
+                    _space_codec(space).load(space, its)
+
+        return put
+
+    # -- freezing -----------------------------------------------------------------------------------------------------
+
+    def freeze(self, rows: list[int]) -> Any:
+        """Frozen copies of some rows; see :meth:`vecenv.AsyncVectorEnv.freeze`."""
+        with Uninterrupted():
+            copies = {row: Frozen(self, row) for row in rows}
+
+        def payload(worker: Worker) -> Any:
+            return copies[worker.rows[0]]._copy.plan() if worker.rows[0] in copies else None
+
+        self.ask_call(Op.FREEZE, payload, "freeze", sequel=partial(self._frozen, copies))
+        return self.call_answer(None)
+
+    def _frozen(self, copies: dict[int, Frozen], *_: Any) -> list[Frozen]:
+        """The workers have made them. It may be done again."""
+        try:
+            made = [copy.begun() for copy in copies.values()]
+        except WorkerDied as error:
+            self.raise_answer(error)
+        self.frozen.update(made)
+        return made
+
+    def thaw(self, frozen: Frozen, rows: list[int], reseed: bool) -> tuple[Any, dict[str, Any]]:
+        """Let rows go on from a frozen copy; see :meth:`vecenv.AsyncVectorEnv.thaw`."""
+        copy, watch = frozen.for_thaw(self)
+        seeds = np.random.SeedSequence().generate_state(len(rows)).tolist() if reseed else [None] * len(rows)
+        new: list[FrozenCopy] = []
+        with Uninterrupted():
             try:
-                self.raise_answer(error)
-            finally:
-                del error, received, call
-        if self.card is not None:
-            self.card.update()
-        batch = self.batch
-        try:
-            columns = self.infos_of(rows, infos, finals)
-            observations = self.store.take(rows)
-        except Exception as wrong:
-            self._confirm(wrong, lambda: (self.infos_of(rows, infos, finals), self.store.take(rows)))
-            raise
-        columns["env_id"], columns["_env_id"] = rows.copy(), rows >= 0
-        return observations, batch.rewards[rows], batch.terminations[rows], batch.truncations[rows], columns
+                for row, seed in zip(rows, seeds, strict=True):
+                    new.append(FrozenCopy(self.pool))
+                    plan = new[-1].plan(row, self.pool.placement_of(row), seed)
+                    copy.channel.write(encode(Op.THAW, 1, pickle.dumps(plan)), [])
+                for row, one in zip(rows, new, strict=True):
+                    one.await_ready(frozen.method, self.pool.name_of(row), watch)
+            except BaseException as error:
+                for one in new:
+                    one.end()
+                if isinstance(error, ChannelClosed):
+                    raise WorkerDied(f"{frozen!r} has ended", pid=frozen.pid, envs=[frozen.env], command="thaw") from None
+                raise
+            self.pool.take_over([
+                ProcessWorker(row, range(row, row + 1), one.process, one.channel, one.black_box, one.held, self, one.token)
+                for row, one in zip(rows, new, strict=True)
+            ])  # fmt: skip
+            for row in rows:
+                self.store.put_row(row, frozen.observation)
+                self.ledger.mark_recovered(row)
+            batch = self.batch
+            batch.rewards[rows], batch.terminations[rows], batch.truncations[rows] = 0.0, False, False
+            batch.info_schemas[rows], batch.final[rows] = NO_INFO, False
+            if self.policy.restart:
+                self.remembered.keep(rows, all_rows=False)
+            if self.recorder is not None:
+                self.recorder.lost(rows)
+        infos: dict[str, Any] = {}
+        for position, row in enumerate(rows):
+            add_info(infos, frozen.info, position, len(rows), row)
+        return self.store.take(np.array(rows, np.intp)), infos
 
-    def recv_enough(self, count: int | None, deadline: float | None, least: int, moment: float) -> Stepped | None:
-        return self.recv(count, deadline, (least, moment))
-
-    def _confirm(self, error: Exception, again: Callable[[], object]) -> None:
-        """What environments said does not go together, unless it does at the second look: then this was interrupted."""
-        try:
-            again()
-        except Exception as same:
-            if type(same) is type(error):
-                self.pending_error = error
-
-    def infos(self, result: Result) -> dict[Any, Any]:
-        """The infos of all rows as one dict of arrays."""
-        if not result.columns:
-            return {}
-        ended = self.batch.final
-        finals = result.finals
-        if b"\1" in ended.tobytes():  # a tenth of what `any` takes
-            finals = self.finals(np.flatnonzero(ended).tolist()) | finals
-        return self._infos.read(None, self.num_envs, result.infos, finals)
+    # -- infos and figures ------------------------------------------------------------------------------------------
 
     def export_infos(self, rows: Any, known: set[int]) -> tuple[Array, Array, dict[int, Definition]]:
         """The infos of some rows for a reader elsewhere; see :meth:`vecenv.link.infos.InfoReader.export`."""
         return self._infos.export(rows, known)
-
-    def finals(self, rows: Sequence[int]) -> dict[int, Any]:
-        """Row -> last observation of its episode, for those of ``rows`` that have one in shared memory."""
-        tree, leaves = self.layout.observations, self.batch.final_observations
-        if leaves is None or tree is None:
-            return {}
-        flags = self.batch.final
-        return {row: tree.build(iter([leaf[row].copy() for leaf in leaves])) for row in rows if flags[row]}
-
-    def infos_of(self, rows: Array, infos: dict[int, Any], finals: dict[int, Any]) -> dict[Any, Any]:
-        """The infos of some rows, compact; ``infos`` and ``finals`` came by pickle, by row."""
-        if not (infos or finals) and self.batch.final_observations is None:
-            return self._infos.read(rows, len(rows), infos, finals)
-        listed = rows.tolist()
-        finals = self.finals(listed) | finals
-        positions = {row: position for position, row in enumerate(listed)}
-        return self._infos.read(
-            rows,
-            len(listed),
-            {positions[row]: info for row, info in infos.items()},
-            {positions[row]: observation for row, observation in finals.items()},
-        )
-
-    # -- figures --------------------------------------------------------------------------------------------
 
     def _figures(self) -> dict[str, float]:
         elapsed = max(time.monotonic() - self.began, 1e-9)
@@ -609,10 +604,6 @@ class Engine(Calls):
         assert self.recorder is not None
         return self.recorder.record(row, path, None)
 
-    freeze, thaw = frozen.freeze, frozen.thaw
-    snapshots = saving.save_unproved
-    save, load, state_dict, load_state_dict = saving.save, saving.load, saving.state_dict, saving.load_state_dict
-
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def shut(self, timeout: float, *, terminate: bool) -> None:
@@ -639,19 +630,8 @@ class Engine(Calls):
             self.recorder.forget()
             self.recorder = self.ledger.recorder = None
         self.pool.release()
-        for name in ("arena", "batch", "store", "_infos", "recovery", "stage"):
+        for name in ("arena", "batch", "store", "_infos", "remembered", "budget", "stage"):
             self.__dict__.pop(name, None)  # memory is unmapped when no array over it is held outside
-
-
-def _nothing(mine: list[int]) -> Any:
-    """What goes with a message that says it all."""
-
-
-def _actions_payload(of_row: dict[int, Any]) -> Callable[[list[int]], Any]:
-    def payload_of(mine: list[int]) -> Any:
-        return [of_row[row] for row in mine]
-
-    return payload_of
 
 
 def _reset_payload(seeds: Sequence[Any], options: ResetOptions) -> Callable[[list[int]], Any]:
@@ -660,3 +640,22 @@ def _reset_payload(seeds: Sequence[Any], options: ResetOptions) -> Callable[[lis
         return None if options is None and all(seed is None for seed in own) else (own, options_of_rows(options, mine))
 
     return payload_of
+
+
+def _own_rows(rows: Sequence[int]) -> Callable[[Worker], Any]:
+    """For each worker, which of its own rows are meant, counted from its first."""
+    chosen = set(rows)
+    return lambda worker: [row - worker.rows[0] for row in worker.rows if row in chosen] or None
+
+
+def _space_codec(space: Any) -> Codec:
+    how = how_of(type(space))
+    assert isinstance(how, Codec)
+    return how
+
+
+def _natural(number: Any) -> int:
+    """A count as it stands in a ``state_dict()``."""
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise ValueError(f"{number!r} is no count")
+    return number

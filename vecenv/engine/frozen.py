@@ -16,21 +16,15 @@ import pickle
 import select
 import time
 import weakref
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
-from vecenv.engine.calls import Calls
 from vecenv.engine.handles import ProcessWorker
-from vecenv.engine.pending import Worker
 from vecenv.engine.pool import WorkerPool
+from vecenv.engine.steps import Steps
 from vecenv.errors import WorkerDied
 from vecenv.front.arguments import milliseconds
 from vecenv.link.channel import CallerEnd, ChannelClosed
-from vecenv.link.infos import NO_INFO, add_info
-from vecenv.link.messages import Op, encode
 from vecenv.system.copies import CopiedProcess
 from vecenv.system.cores import Placement
 from vecenv.system.descendants import new_token
@@ -38,19 +32,19 @@ from vecenv.system.supervision import BlackBox, ProcessWatch
 from vecenv.system.uninterrupted import Uninterrupted
 from vecenv.worker.main import CopyPlan, Ready
 
-__all__ = ["Frozen", "freeze", "thaw"]
+__all__ = ["Frozen", "FrozenCopy"]
 
 _READY: Final = 10.0  # seconds for a copy to be there, which takes milliseconds
 _CLOSE: Final = 2.0  # seconds for the environment whose place is taken
 
 
-class _Copy:
+class FrozenCopy:
     """A copy of a worker that is being made, or waits: its channel, black box, token, and its process once it is known."""
 
     def __init__(self, pool: WorkerPool) -> None:
-        self.held, channels = pool.for_copies()
+        self.held = pool.holdings.child()
         self.channel = CallerEnd(self.held)
-        channels.add(self.channel)
+        pool.channels.add(self.channel)
         self.black_box = BlackBox(self.held)
         self.token = new_token()
         self.process: CopiedProcess | None = None
@@ -116,13 +110,13 @@ class Frozen:
 
     beside: Any = None
 
-    def __init__(self, engine: Calls, row: int) -> None:
+    def __init__(self, engine: Steps, row: int) -> None:
         self.env = row
         self.observation = engine.store.row(row)
         self.info = engine._infos.one(row)
         worker = engine.pool.workers[row]
         assert isinstance(worker, ProcessWorker)
-        self._copy, self._watch, self.method = _Copy(engine.pool), worker.watch, str(worker.process._popen.method)
+        self._copy, self._watch, self.method = FrozenCopy(engine.pool), worker.watch, str(worker.process._popen.method)
         self._engine = weakref.ref(engine)
         self._began = time.monotonic()
         weakref.finalize(self, self._copy.end)
@@ -150,7 +144,7 @@ class Frozen:
         """It was ended by :meth:`close`, or with its vector environment."""
         return self._copy.channel.closed
 
-    def for_thaw(self, engine: Calls) -> tuple[_Copy, ProcessWatch]:
+    def for_thaw(self, engine: Steps) -> tuple[FrozenCopy, ProcessWatch]:
         """What is needed to copy it, unless it is closed, ended, or of another vector environment."""
         if self._engine() is not engine:
             raise ValueError(f"{self!r} is of another vector environment")
@@ -182,64 +176,3 @@ class Frozen:
         age = time.monotonic() - self._began
         state = "closed" if self.closed else f"pid {self.pid}, {age:.1f} s old, {self.bytes / 2**20:.1f} MiB"
         return f"Frozen(env {self.env}, {state})"
-
-
-def freeze(engine: Calls, rows: list[int]) -> Any:
-    """Frozen copies of some rows; see :meth:`vecenv.AsyncVectorEnv.freeze`."""
-    with Uninterrupted():
-        copies = {row: Frozen(engine, row) for row in rows}
-
-    def payload(worker: Worker) -> Any:
-        return copies[worker.rows[0]]._copy.plan() if worker.rows[0] in copies else None
-
-    engine.ask_call(Op.FREEZE, payload, "freeze", sequel=partial(_frozen, engine, copies))
-    return engine.call_answer(None)
-
-
-def _frozen(engine: Calls, copies: dict[int, Frozen], *_: Any) -> list[Frozen]:
-    """The workers have made them. It may be done again."""
-    try:
-        made = [copy.begun() for copy in copies.values()]
-    except WorkerDied as error:
-        engine.raise_answer(error)
-    engine.frozen.update(made)
-    return made
-
-
-def thaw(engine: Calls, frozen: Frozen, rows: list[int], reseed: bool) -> tuple[Any, dict[str, Any]]:
-    """Let rows go on from a frozen copy; see :meth:`vecenv.AsyncVectorEnv.thaw`."""
-    copy, watch = frozen.for_thaw(engine)
-    seeds = np.random.SeedSequence().generate_state(len(rows)).tolist() if reseed else [None] * len(rows)
-    new: list[_Copy] = []
-    with Uninterrupted():
-        try:
-            for row, seed in zip(rows, seeds, strict=True):
-                new.append(_Copy(engine.pool))
-                plan = new[-1].plan(row, engine.pool.placement_of(row), seed)
-                copy.channel.write(encode(Op.THAW, 1, pickle.dumps(plan)), [])
-            for row, one in zip(rows, new, strict=True):
-                one.await_ready(frozen.method, engine.pool.name_of(row), watch)
-        except BaseException as error:
-            for one in new:
-                one.end()
-            if isinstance(error, ChannelClosed):
-                raise WorkerDied(f"{frozen!r} has ended", pid=frozen.pid, envs=[frozen.env], command="thaw") from None
-            raise
-        engine.pool.take_over([
-            ProcessWorker(row, range(row, row + 1), one.process, one.channel, one.black_box, one.held, engine, one.token)
-            for row, one in zip(rows, new, strict=True)
-        ])  # fmt: skip
-        for row in rows:
-            engine.store.put_row(row, frozen.observation)
-            engine.ledger.mark_recovered(row)
-        batch = engine.batch
-        batch.rewards[rows], batch.terminations[rows], batch.truncations[rows] = 0.0, False, False
-        batch.info_schemas[rows], batch.final[rows] = NO_INFO, False
-        if engine.policy.restart:
-            engine.recovery.remembered.keep(rows, all_rows=False)
-        if engine.recorder is not None:
-            engine.recorder.lost(rows)
-    infos: dict[str, Any] = {}
-    for position, row in enumerate(rows):
-        add_info(infos, frozen.info, position, len(rows), row)
-    return engine.store.take(np.array(rows, np.intp)), infos

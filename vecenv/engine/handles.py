@@ -1,4 +1,4 @@
-"""Workers, as the caller sees them: how each is written to and read from, and how it died.
+"""Workers, as the caller sees them: how each gets ready, is written to and read from, and ends.
 
 What a worker was asked and has answered stands in the table of pending requests (:mod:`vecenv.engine.pending`) and nowhere
 else. The caller's own share of the environments is a worker like the others (:class:`CallerWorker`): it answers when the
@@ -8,28 +8,63 @@ caller waits for it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import pickle
 import select
 import signal
+import sys
+import threading
 import time
-from collections.abc import Generator
-from copy import deepcopy
-from typing import Any, Final, Literal
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
 
-from vecenv.engine.episodes import NextEpisode
-from vecenv.engine.pending import COMMANDS, ONLY_COLUMNS, PLAIN, Answer, Death, PendingRequests, Request, WorkerRequest
-from vecenv.errors import EnvError
+from gymnasium import logger
+
+from vecenv.engine.pending import (
+    COMMANDS,
+    ONLY_COLUMNS,
+    PLAIN,
+    Answer,
+    Death,
+    PendingRequests,
+    Request,
+    Worker,
+    WorkerRequest,
+)
+from vecenv.errors import EnvError, StartupTimeout
+from vecenv.front.arguments import milliseconds
 from vecenv.link.channel import CallerEnd, ChannelClosed
-from vecenv.link.messages import PLAIN_OUTCOME, Outcome, Reply, dumps, dumps_by_value, encode, summary, unpack_error
-from vecenv.system.descendants import end_group
+from vecenv.link.messages import (
+    PLAIN_OUTCOME,
+    Failure,
+    Op,
+    Outcome,
+    Reply,
+    decode_outcome,
+    encode,
+    summary,
+    unpack_error,
+)
+from vecenv.system.cores import Placement
+from vecenv.system.descendants import end_group, end_marked
 from vecenv.system.descriptors import DescriptorOwner
 from vecenv.system.generators import unwatch, watch
+from vecenv.system.spawning import NO_GUARD, Lifeline, Variables, missing_guard
 from vecenv.system.supervision import STACK_SIGNALS, BlackBox, ProcessWatch, catches, close_process, describe_exit
 from vecenv.worker.keeping import SnapshotRows
-from vecenv.worker.main import answer
+from vecenv.worker.main import Ready, answer
 from vecenv.worker.stacks import innermost, reaches_down
 
-__all__ = ["CallerWorker", "ProcessWorker", "command_of", "envs_text", "raise_ready", "staged"]
+if sys.platform != "win32":
+    import resource
+
+__all__ = [
+    "CLOSING", "DESCRIPTORS", "SPARE_DESCRIPTORS", "CallerWorker", "PoolOptions", "ProcessWorker", "await_ready",
+    "command_of", "end", "end_unclosed", "envs_text", "preload", "raise_ready", "require_descriptors",
+    "too_few_descriptors",
+]  # fmt: skip
 
 _PLAIN: Final = int(Reply.PLAIN)
 _LAST_MOMENTS: Final = 0.5  # between the end of a worker's pipe and the end of its process
@@ -38,42 +73,50 @@ _LAST_WORD: Final = 0.3  # until it has written it, if it has begun, or waits fo
 _OWN_TIME: Final = 0.02  # on a core, within which a worker begins to write, if it can
 
 
-def staged(part: WorkerRequest, seq: int) -> WorkerRequest:
-    """A part made ready to be sent: encoded for a process, and for the caller's own share a copy of its own.
+DESCRIPTORS: Final = 6
+"""What a worker costs the caller: two pipes, black box, pidfd, sentinel and, under fork, one more."""
+SPARE_DESCRIPTORS: Final = 16
+"""For the length of a start."""
 
-    Raises:
-        Exception: The payload cannot be pickled; nothing was sent.
+
+@dataclass(slots=True)
+class PoolOptions:
+    """How to run workers.
+
+    Attributes:
+        context: A ``multiprocessing`` context.
+        daemon: ``Process.daemon`` of every worker.
+        name: Process names are ``Worker<name>-index``.
+        start_timeout: Seconds until a worker must have built its environments; ``None``: never.
+        max_busy: At most that many workers are busy at a time; ``None``: all of them.
+        caller_spin: Seconds for which the caller may poll before it sleeps.
+        placements: Where each worker sits.
+        variables: Environment variables of each worker.
     """
-    if part.worker.local:
-        if COMMANDS[part.op] == "step":  # an environment may keep its action and write into it
-            part.payload = deepcopy(part.payload)
-        return part
-    payload = None
-    if part.payload is not None:
-        forked = isinstance(part.worker, ProcessWorker) and part.worker.forked
-        payload = dumps(part.payload, by_value=True) if forked else dumps_by_value(part.payload)
-    part.data = encode(part.op, seq, payload)
-    part.payload = None
-    return part
+
+    context: Any
+    daemon: bool
+    name: str
+    start_timeout: float | None
+    max_busy: int | None = None
+    caller_spin: float = 0.0
+    placements: list[Placement] = field(default_factory=list)
+    variables: list[Variables] = field(default_factory=list)
 
 
-class CallerWorker:
-    """The caller's own share: its environments live in this process and step when the caller waits for them."""
+class CallerWorker(Worker):
+    """The caller's own share: its environments live in this process and step when the caller waits for them.
 
-    local: Literal[True] = True
-    exitcode: int | None = None
-    death: Death | None = None
-    overdue = False
-    paid = False
+    It waits for nothing, and nothing ends it.
+    """
+
+    local = True
 
     def __init__(self, index: int, rows: range, env_rows: SnapshotRows, table: PendingRequests) -> None:
-        self.index = index
-        self.rows = rows
+        super().__init__(index, rows, os.getpid(), f"stepped by the caller, pid {os.getpid()}")
         self._rows = env_rows
         self._table = table
-        self.pid = os.getpid()
         self._looks = 3  # so many of its first messages are watched for draws from the process's generators
-        self.label = f"stepped by the caller, pid {self.pid}"
 
     def __repr__(self) -> str:
         return f"CallerWorker(envs={_span(self.rows)})"
@@ -127,20 +170,6 @@ class CallerWorker:
         rows = self.__dict__.get("_rows")
         return [] if rows is None else list(rows.envs)
 
-    # It waits for nothing, and nothing ends it.
-
-    def stack(self) -> str:
-        return ""
-
-    def is_stopped(self) -> bool:
-        return False
-
-    def signal(self, number: int) -> None:
-        pass
-
-    def mark_dead(self, reason: str = "") -> None:
-        pass
-
     def close(self) -> Outcome:
         """Close the environments. Idempotent."""
         rows = self.__dict__.get("_rows")
@@ -153,42 +182,22 @@ class CallerWorker:
             rows.forget()
 
 
-class ProcessWorker:
+class ProcessWorker(Worker):
     """A worker process, seen from the caller."""
 
-    local: Literal[False] = False
-    next_episode: NextEpisode | None = None
-    place_sent: tuple[int, int] | None = None
-    """The row that it was sent, and its next episode's number: see :mod:`vecenv.engine.spares`."""
-
     def __init__(
-        self,
-        index: int,
-        rows: range,
-        process: Any,
-        channel: CallerEnd,
-        black_box: BlackBox,
-        held: DescriptorOwner,
-        table: PendingRequests,
-        token: int,
-        with_caller: bool = False,
-    ) -> None:
-        self.index = index
-        self.rows = rows
-        self.death: Death | None = None
+        self, index: int, rows: range, process: Any, channel: CallerEnd, black_box: BlackBox, held: DescriptorOwner,
+        table: PendingRequests, token: int, with_caller: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(index, rows, process.pid, f"worker {index}, pid {process.pid}")
         self.process = process
         self.channel = channel
         self.black_box = black_box
         self.held = held  # the descriptors of these two, and the pidfd
-        self.pid: int = process.pid
-        self.label = f"worker {index}, pid {self.pid}"
-        self.exitcode: int | None = None
-        self.overdue = False  # an answer did not come in time; close() is less patient then
         self.with_caller = with_caller
         self.forked = process._popen.method == "fork"  # it has the caller's own classes
         self.token = token  # by which what its environments started is known
         self.starting = True
-        self.paid = False  # its death is in the budget of restarts
         self.asked_to_close = False
         self.ended_for = ""  # why the caller has killed it
         self._table = table
@@ -251,7 +260,7 @@ class ProcessWorker:
 
     def wait(self, timeout_ms: float | None) -> bool:
         """Sleep until there is something to receive or the worker has ended; false when the time is up."""
-        events = self.watch.sleep(self._poll, timeout_ms)
+        events = self.watch.sleep(self._poll, timeout_ms) if self.watch.asks else self._poll.poll(timeout_ms)
         if not events:
             return False
         ended = self.channel.fd not in dict(events)
@@ -324,6 +333,16 @@ class ProcessWorker:
             for part in (request.parts or {}).values()
         )
 
+    def ask_to_close(self) -> None:
+        """Ask it to close its environments; heard after what it is busy with. Once, whatever interrupts it."""
+        if self.asked_to_close or self.channel.closed:
+            return
+        # a message that was written in part would swallow this one; such a worker is not asked
+        self.asked_to_close = True
+        with contextlib.suppress(ChannelClosed):
+            if not self.partly_sent():
+                self.channel.write(encode(Op.CLOSE, CLOSING), [])
+
     def signal(self, number: int) -> None:
         """Send a signal to the worker process."""
         self.watch.signal(number)
@@ -354,11 +373,12 @@ def command_of(request: Request, worker: Any) -> str:
     return request.command if request.parts is None else COMMANDS[request.parts[worker.index].op]
 
 
-def envs_text(rows: range) -> str:
+def envs_text(rows: Sequence[int]) -> str:
+    """``env 3`` or ``envs 4-7``: contiguous rows."""
     return f"env {rows[0]}" if len(rows) == 1 else f"envs {_span(rows)}"
 
 
-def _span(rows: range) -> str:
+def _span(rows: Sequence[int]) -> str:
     return f"{rows[0]}-{rows[-1]}" if len(rows) > 1 else f"{rows[0]}" if len(rows) else "none"
 
 
@@ -376,3 +396,179 @@ def raise_ready(error: Any, note: str) -> Exception:
     stand_in = EnvError(f"{note}: {summary(error)}")
     stand_in.__cause__ = error
     return stand_in
+
+
+# -- starting -----------------------------------------------------------------------------------------------------------
+
+def await_ready(worker: ProcessWorker, deadline: float | None, options: PoolOptions) -> Ready:
+    """A worker's first message.
+
+    Raises:
+        WorkerDied: It ended before.
+        StartupTimeout: It did not come in time.
+    """
+    while True:
+        try:
+            message = worker.channel.read()
+        except ChannelClosed:
+            message = None
+            worker.mark_dead()
+        if worker.death is not None:
+            unguarded = worker.death.exitcode == NO_GUARD
+            raise worker.death.error(missing_guard(options.context.get_start_method()) if unguarded else worker.death.text)
+        if message is not None:
+            ready: Ready = pickle.loads(message[2] or b"")
+            worker.starting = False
+            worker.channel.drop()
+            return ready
+        left = milliseconds(deadline)
+        if left == 0 or not worker.wait(left):
+            stack = worker.stack()
+            raise StartupTimeout(
+                f"worker {worker.index} (pid {worker.pid}, {envs_text(worker.rows)}) was not ready within "
+                f"{options.start_timeout} seconds of its start" + (f"; it is at:\n{stack}" if stack else "")
+                + _advice_for_fork(options.context)
+            )  # fmt: skip
+
+
+def preload(context: Any) -> None:
+    """Let a fork server that is not running yet import the engine once, and not every worker anew."""
+    if context.get_start_method() != "forkserver":
+        return
+    from multiprocessing import forkserver
+
+    server: Any = forkserver._forkserver
+    with contextlib.suppress(AttributeError):  # private names: without them it only starts more slowly
+        if server._forkserver_pid is None and server._preload_modules == ["__main__"]:
+            context.set_forkserver_preload(["__main__", "vecenv.worker.main"])
+
+
+def require_descriptors(workers: int) -> None:
+    """Refuse at once what would fail half-way: CPython itself loses descriptors when it meets the limit in a start."""
+    if sys.platform == "win32":
+        return
+    with contextlib.suppress(FileNotFoundError):
+        free = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
+        if free < DESCRIPTORS * workers + SPARE_DESCRIPTORS:
+            raise too_few_descriptors(OSError(errno.EMFILE, ""), workers)
+
+
+def too_few_descriptors(error: OSError, workers: int) -> OSError:
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    need = DESCRIPTORS * workers + SPARE_DESCRIPTORS
+    return OSError(
+        error.errno,
+        f"{os.strerror(error.errno or 0)}: {workers} workers need {need} more open files, and RLIMIT_NOFILE is {soft}; "
+        "raise it (ulimit -n), or use fewer workers (num_workers=)",
+    )
+
+
+def _advice_for_fork(context: Any) -> str:
+    if context.get_start_method() != "fork" or threading.active_count() < 2:
+        return ""
+    return (
+        f"\n({threading.active_count()} threads were running when it was forked; a lock that one of them held is held for "
+        "ever in the child: use context='forkserver')"
+    )
+
+
+# -- ending -------------------------------------------------------------------------------------------------------------
+
+CLOSING: Final = 0
+"""The sequence number of the last message; all others are above 0."""
+
+_TERM_GRACE: Final = 0.25  # between SIGTERM and SIGKILL
+_KILLED: Final = 5.0  # for the kernel to end what was killed
+
+
+def end(
+    workers: Sequence[ProcessWorker], timeout: float, terminate: bool, failures: list[tuple[Failure, Any]] | None = None
+) -> None:
+    """End processes within about ``timeout`` seconds, and what their environments started. It can be called again.
+
+    Args:
+        workers: The workers.
+        timeout: Seconds for their environments' own ``close``.
+        terminate: Without asking them first.
+        failures: Where to note what environments raised in their ``close``, and in which worker.
+    """
+    deadline = time.monotonic() + timeout
+    alive = [worker for worker in workers if worker.death is None and not worker.watch.has_ended()]
+    if not terminate:
+        for worker in alive:
+            worker.ask_to_close()
+        _wait_for_ends([worker for worker in alive if not worker.is_stopped()], deadline, failures)
+    late = [worker for worker in alive if not worker.watch.has_ended()]
+    for worker in late:
+        worker.signal(signal.SIGTERM)
+    _wait_for_ends([worker for worker in late if not worker.is_stopped()], time.monotonic() + _TERM_GRACE, failures)
+    for worker in alive:
+        if not worker.watch.has_ended():
+            worker.signal(signal.SIGKILL)
+    _wait_for_ends(alive, time.monotonic() + _KILLED, failures)
+    end_group(worker.pid for worker in alive)
+    for worker in workers:
+        worker.watch.exit_code()
+    end_marked([worker.token for worker in workers])
+
+
+def end_unclosed(lifeline: Lifeline, processes: list[Any], owner: int) -> None:
+    """The pool was collected, or the program ends, without ``close()``: end what was started."""
+    if os.getpid() != owner or not processes:
+        return
+    lifeline.close()  # the kernel kills the process at the other end
+    started = []
+    for process in processes:
+        with contextlib.suppress(ValueError):  # it is closed
+            if process.pid is not None:
+                started.append(process)
+    for process in started:
+        with contextlib.suppress(ValueError, OSError, AttributeError, AssertionError):
+            if process.exitcode is None:  # not reaped, so that its number is still its own
+                end_group([process.pid])
+                os.kill(process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 1.0
+    for process in started:
+        with contextlib.suppress(ValueError, OSError, AttributeError, AssertionError):
+            while process.exitcode is None and time.monotonic() < deadline and _may_be_there(process.pid):
+                time.sleep(0.001)
+        close_process(process)
+    processes.clear()
+
+
+def _may_be_there(pid: int) -> bool:
+    """Whether its exit code may still come: not where the kernel has reaped it, if that can be seen."""
+    return os.path.exists(f"/proc/{pid}") or not os.path.exists("/proc/self")
+
+
+def _wait_for_ends(workers: Sequence[ProcessWorker], deadline: float, failures: list[tuple[Failure, Any]] | None) -> None:
+    for worker in workers:
+        if (descriptor := worker.watch.descriptor) < 0:
+            continue
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        open_end = worker.channel.fd
+        if open_end >= 0:
+            poll.register(open_end, select.POLLIN)
+        while not worker.watch.has_ended() and (left := deadline - time.monotonic()) > 0:
+            for descriptor, _ in worker.watch.sleep(poll, left * 1000):
+                if descriptor == open_end and not _drain(worker, failures):
+                    poll.unregister(open_end)
+                    open_end = -1
+        _drain(worker, failures)
+
+
+def _drain(worker: ProcessWorker, failures: list[tuple[Failure, Any]] | None) -> bool:
+    """Take in what a worker that is ending still says: with a large answer in the pipe it could not end."""
+    try:
+        while (message := worker.channel.read()) is not None:
+            word, seq, payload = message
+            if word == Reply.FULL and seq == CLOSING and payload is not None and failures is not None:
+                said = decode_outcome(payload)
+                failures += [(failure, worker) for failure in said.failures]
+                for _, text in said.warnings:
+                    logger.warn("%s", f"worker {worker.index} (pid {worker.pid}): {text}")
+            worker.channel.drop()
+    except ChannelClosed:
+        return False
+    return True

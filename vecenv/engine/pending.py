@@ -3,16 +3,16 @@
 This table is the only place that records which call is in progress. A call is made when its :class:`Request` is in the
 table, and not before: everything that it is about is written by then, and what still has to be sent follows from the
 request. An answer is looked up by its number and put where it belongs; to put it there twice does no harm. What a call gives
-to its caller is computed from answers that stay where they are. The guard (:mod:`vecenv.front.guard`) then replaces the
-table by the one that :attr:`~vecenv.front.driver.Driver.next_pending` holds, by one store. So a signal handler may raise
-anywhere: either the call was not made, or its answer is pending and the same wait gives it.
+to its caller is computed from answers that stay where they are. The guard (:func:`vecenv.front.vector_env.exclusive`) then
+replaces the table by the one that :attr:`~vecenv.front.driver.Driver.next_pending` holds, by one store. So a signal handler
+may raise anywhere: either the call was not made, or its answer is pending and the same wait gives it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
@@ -55,29 +55,31 @@ class Death:
         )
 
 
-class Worker(Protocol):
-    """What steps some rows: the calling process, a process of its own, a host on another machine."""
+class Worker:
+    """What steps some rows: the calling process, a process of its own, a host on another machine.
 
-    index: int
-    rows: range
-    pid: int
-    label: str
-    exitcode: int | None
-    death: Death | None
-    overdue: bool
-    """It was late, and has not answered since."""
-    paid: bool
-    """Its restart has been taken from the budget."""
+    Attributes:
+        local: It is the calling process, which is never ended.
+        death: How it ended.
+        overdue: An answer did not come in time: ``close()`` is less patient then.
+        paid: Its restart has been taken from the budget.
+    """
 
-    @property
-    def local(self) -> bool:
-        """It is the calling process, which is never ended."""
+    local = False
+
+    def __init__(self, index: int, rows: range, pid: int, label: str) -> None:
+        self.index, self.rows, self.pid, self.label = index, rows, pid, label
+        self.death: Death | None = None
+        self.exitcode: int | None = None
+        self.overdue = self.paid = False
 
     def stack(self) -> str:
         """Where it is, as far as that can be known."""
+        return ""
 
     def is_stopped(self) -> bool:
-        """By SIGSTOP."""
+        """By SIGSTOP, as far as that can be known."""
+        return False
 
     def signal(self, number: int) -> None:
         """Send it a signal."""
@@ -111,6 +113,7 @@ ONLY_COLUMNS: Final = Answer(columns=True)
 """The answer of a worker that has written all it has to say into shared memory."""
 
 
+@dataclass(slots=True, eq=False)
 class WorkerRequest:
     """One worker's part of a request that is not the same for all.
 
@@ -124,16 +127,13 @@ class WorkerRequest:
         reference: Of a host's answer, where there is one.
     """
 
-    __slots__ = ("data", "op", "payload", "reference", "rows", "worker", "written")
-
-    def __init__(self, worker: Worker, rows: Sequence[int], op: Op, payload: Any = None) -> None:
-        self.worker = worker
-        self.rows = rows
-        self.op = op
-        self.payload = payload
-        self.data: bytes | None = None
-        self.written: list[int] = []
-        self.reference: Any = None
+    worker: Worker
+    rows: Sequence[int]
+    op: Op
+    payload: Any = None
+    data: bytes | None = None
+    written: list[int] = field(default_factory=list)
+    reference: Any = None
 
     @property
     def sent(self) -> bool:
@@ -170,7 +170,7 @@ class Settlement:
     What is done about failures cannot be repeated and takes long, so each step is noted here when it is done.
 
     Attributes:
-        command, by_row, mask, seeds, options: Of the request.
+        request, command: The request, and its command.
         rows: Which environments these answers are about.
         lost: Of those, the ones that had failed before and were not asked.
         result: The answers, read.
@@ -183,11 +183,8 @@ class Settlement:
     """
 
     def __init__(self, request: Request, rows: Sequence[int], lost: Sequence[int]) -> None:
+        self.request = request
         self.command = request.command
-        self.by_row = request.by_row
-        self.mask = request.mask
-        self.seeds = request.seeds
-        self.options = request.options
         self.rows = rows
         self.lost = lost
         self.result: Result | None = None
@@ -361,10 +358,15 @@ class PendingRequests(Driver):
         return sum(len(request.rows_at(index)) for (_, index), request in self.pending.arrived.items()
                    if request.command == "step" and index != ALL)  # fmt: skip
 
-    def settlement(self, request: Request, index: int, rows: Callable[[], Sequence[int]], lost: Sequence[int]) -> Settlement:
-        """How far the answer of one worker, or of :data:`ALL`, has got; it is made of ``rows`` the first time."""
-        if (found := self.pending.settlements.get((request.seq, index))) is None:
-            found = self.note(request, index, Settlement(request, rows(), lost))
+    def settlement(self, request: Request, index: int) -> Settlement:
+        """How far the answer of one worker, or of :data:`ALL`, has got."""
+        found = self.pending.settlements.get((request.seq, index))
+        if found is None and request.by_row:
+            lost = request.lost if index == ALL else ()
+            found = self.note(request, index, Settlement(request, request.rows_at(index), lost))
+        elif found is None:
+            asked = [row for worker in request.workers for row in request.rows_of(worker)]
+            found = self.note(request, index, Settlement(request, [*asked, *request.lost], request.lost))
         return found
 
     def note(self, request: Request, index: int, settlement: Settlement) -> Settlement:
@@ -408,16 +410,12 @@ class PendingRequests(Driver):
 
     def waiting(self) -> list[int]:
         """Rows that were sent and not received: those underway, those whose answers arrived, and those ready."""
-        rows: list[int] = []
-        arrived = self.pending.arrived
+        rows, arrived = self.underway(), self.pending.arrived
+        for (_, index), request in list(arrived.items()):
+            rows += request.rows_at(index)
         for seq, request in self.pending.requests.items():
-            if request.by_row:
-                answers = request.answers
-                for index, part in (request.parts or {}).items():
-                    if index not in answers or (seq, index) in arrived:
-                        rows += part.rows
-                if request.lost and (ALL not in answers or (seq, ALL) in arrived):
-                    rows += request.lost
+            if request.by_row and request.lost and ALL not in request.answers and (seq, ALL) not in arrived:
+                rows += request.lost
         return rows + [row for row, _ in self.pending.ready]
 
     @property

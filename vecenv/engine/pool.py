@@ -2,17 +2,21 @@
 
 A call is made by putting a request into the table (:mod:`vecenv.engine.pending`). The table records how many bytes of each
 message each write took. So a wait sends what is not sent yet: after an interruption, or where a pipe was full or enough
-workers were busy, the next wait goes on where sending stopped. :mod:`vecenv.engine.processes` starts and ends processes.
+workers were busy, the next wait goes on where sending stopped.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import os
 import select
 import time
 import weakref
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from itertools import repeat
 from os import write
 from typing import Any, Final
@@ -20,32 +24,35 @@ from typing import Any, Final
 from gymnasium.error import ClosedEnvironmentError
 from gymnasium.vector.utils import clear_mpi_env_vars
 
-from vecenv.engine.handles import CallerWorker, ProcessWorker, staged
-from vecenv.engine.pending import PendingRequests, Request, Worker, WorkerRequest
-from vecenv.engine.processes import (
+from vecenv.engine.handles import (
+    CallerWorker,
     PoolOptions,
-    PoolResources,
-    ask_to_close,
+    ProcessWorker,
     await_ready,
+    command_of,
     end,
     end_unclosed,
-    launch,
     preload,
     require_descriptors,
+    too_few_descriptors,
 )
-from vecenv.engine.watchdog import Watchdog
+from vecenv.engine.pending import COMMANDS, PendingRequests, Request, Worker, WorkerRequest
 from vecenv.front.arguments import deadline_of, milliseconds
-from vecenv.front.guard import left_in_a_fork
+from vecenv.front.driver import left_in_a_fork
 from vecenv.link.channel import CallerEnd
-from vecenv.link.messages import Failure, Op, Reply, pack_head
+from vecenv.link.messages import Failure, Op, PackedEnvFns, Reply, dumps, dumps_by_value, encode, pack_head
 from vecenv.shm import Arena, Batch
 from vecenv.system.cores import Placement, SpinPolicy
-from vecenv.system.descendants import end_marked
+from vecenv.system.descendants import end_marked, new_token
 from vecenv.system.descriptors import DescriptorOwner
-from vecenv.system.supervision import SLICE_MS
-from vecenv.worker.main import Ready, WorkerPlan
+from vecenv.system.generators import stream_of_caller
+from vecenv.system.spawning import Lifeline, spawn
+from vecenv.system.supervision import SLICE_MS, BlackBox, close_process
+from vecenv.system.uninterrupted import Uninterrupted
+from vecenv.worker.main import Ready, Start, WorkerPlan, main
+from vecenv.worker.stacks import place
 
-__all__ = ["HEAD_START", "PoolOptions", "Sender", "WorkerPool"]
+__all__ = ["HEAD_START", "PoolOptions", "Watchdog", "WorkerPool"]
 
 _SEEN_OFF_TOGETHER: Final = 16  # to look for what environments started takes as long for one worker as for many
 
@@ -53,35 +60,372 @@ HEAD_START: Final = 20.0
 """Milliseconds without progress in which a worker may take in a message longer than its pipe."""
 
 
-class Sender:
-    """Sends pending requests to worker processes.
+def _split(request: Request) -> None:
+    """Give a request that was sent to some workers only a part for each: the rest is sent one by one."""
+    parts: dict[int, WorkerRequest] = {}
+    sent = iter(request.sent)
+    for worker in request.workers:
+        part = parts[worker.index] = WorkerRequest(worker, worker.rows, Op.STEP)
+        if not worker.local:
+            part.data = request.data
+            with contextlib.suppress(StopIteration):
+                part.written.append(next(sent))
+    request.parts = parts
+
+
+_REPORT_AFTER: Final = [60.0, 600.0]
+"""Seconds after which a request is told of, once each."""
+_LOOK_EVERY: Final = [5.0]
+"""Seconds between two looks at the workers."""
+
+_log = logging.getLogger("vecenv")
+_DOING: Final = {"step": "stepping", "reset": "resetting"}
+
+
+class Watchdog:
+    """Reports by :mod:`logging`, as the logger ``vecenv``, that a worker has been at one request for long.
+
+    Without a timeout a wait may never end. There is no thread for this: the process that waits looks now and then at what
+    each worker is busy with, and reports what it finds twice. So a step costs nothing, and a program that waits for nothing
+    gets no report.
+
+    Attributes:
+        bounded: Commands that have a timeout of their own, ``step_timeout``, and are not told of.
+        next_look: By ``time.perf_counter()``.
+        longest: Milliseconds to sleep at most before the next look.
+    """
+
+    def __init__(self) -> None:
+        self.bounded: Iterable[str] = ()
+        self.next_look = 0.0
+        self.longest = _LOOK_EVERY[0] * 1000
+        self._seen: dict[tuple[int, int], tuple[float, int]] = {}  # (worker, request) -> when it was first seen, times told
+
+    def milliseconds(self, deadline: float) -> float:
+        """How long to sleep at most before the next look, and not beyond ``deadline`` (``time.monotonic()``)."""
+        return min(self.longest, max(deadline - time.monotonic(), 0.0) * 1000)
+
+    def look(self, table: PendingRequests, processes: Sequence[ProcessWorker]) -> None:
+        """Look at what each worker is busy with, once its pipe is empty; tell what has taken too long."""
+        now = time.perf_counter()
+        self.next_look = now + _LOOK_EVERY[0]
+        seen, self._seen = self._seen, {}
+        for worker in processes:
+            while worker.death is None and worker.receive():
+                pass
+            request = table.oldest_of(worker)
+            if worker.death is not None or request is None:
+                continue
+            if request.parts is not None and not request.parts[worker.index].sent:  # it waits for its turn
+                continue
+            began, reported = seen.get((worker.index, request.seq), (now, 0))
+            late = reported < len(_REPORT_AFTER) and now - began >= _REPORT_AFTER[reported]
+            self._seen[worker.index, request.seq] = began, reported + late
+            command = command_of(request, worker)
+            if late and command not in self.bounded:
+                self._report(worker, list(request.rows_of(worker)), command, now - began)
+
+    def _report(self, worker: ProcessWorker, rows: list[int], command: str, seconds: float) -> None:
+        several = ", ".join(map(str, rows[:8])) + ", ..." * (len(rows) > 8)
+        envs = f"env {rows[0]} has" if len(rows) == 1 else f"envs {several} have"
+        where = f", at {found}" if (found := place(worker.stack())) else ", stopped by SIGSTOP" * worker.is_stopped()
+        way_out = f"; {way}" if (way := _way_out(command)) else ""
+        doing = _DOING.get(command, f"busy with {command}")
+        _log.warning("%s been %s for %.0f s%s (%s)%s", envs, doing, seconds, where, worker.label, way_out)
+
+
+def _way_out(command: str) -> Any:
+    if command in _DOING:
+        return "step_timeout= ends it"
+    return "call_wait(timeout=) stops waiting" if command == "call" else ""
+
+
+_STEP: Final = int(Op.STEP)  # packing an enum takes longer
+_PLAIN: Final = int(Reply.PLAIN)
+
+
+class WorkerPool:
+    """The workers of one vector environment.
 
     Args:
-        table: The table.
-        max_busy: At most that many workers are busy at a time; ``None``: all of them.
+        plan: What every worker is told alike.
+        arena: The shared block.
+        batch: Views of it.
+        options: How to run workers.
+        table: The table of pending requests.
 
     Attributes:
         behind: Something in the table may not have been sent yet.
-        outs: The descriptors that messages are written to.
+        holdings: Owns all descriptors.
+        channels: Those of all workers and copies, to be closed in a forked child.
+        started: Every process that was started and not seen to its end: they are ended with the pool.
     """
 
-    def __init__(self, table: PendingRequests, max_busy: int | None) -> None:
-        self.behind = False
-        self.outs: tuple[int, ...] = ()
-        self._table = table
-        self.max_busy = max_busy
-        self._processes: Sequence[ProcessWorker] = ()
+    _worker_class: type[ProcessWorker] = ProcessWorker
 
-    def set_workers(self, processes: Sequence[ProcessWorker]) -> None:
-        """These are the workers now."""
-        self._processes = processes
-        self.outs = tuple(worker.channel.out for worker in processes)
+    def __init__(self, plan: WorkerPlan, arena: Arena, batch: Batch, options: PoolOptions, table: PendingRequests) -> None:
+        self.workers: tuple[Worker, ...] = ()
+        self.abandoned = False
+        self.closing = False
+        self.released = False
+        self.failures_in_close: list[tuple[Failure, Worker]] = []
+        self.time_waiting = 0.0
+        self.replaced = 0  # how many workers were
+        self._leaving: list[ProcessWorker] = []  # their places are taken, and they are about to end
+        self.batch = batch
+        self._num_rows = len(batch.rewards)
+        self.table = table
+        self._options = options
+        self._plan = plan
+        self._arena: Arena | None = arena
+        self.holdings = DescriptorOwner(self)
+        self._lifeline = Lifeline(self.holdings)
+        self.started: list[Any] = []
+        self._lives: Counter[int] = Counter()  # how many processes were started for each index
+        self.channels: weakref.WeakSet[CallerEnd] = weakref.WeakSet()
+        self._finalizer = weakref.finalize(self, end_unclosed, self._lifeline, self.started, os.getpid())
+        self._env_fns: dict[int, Sequence[Any]] = {}
+        shares_core = any(placement.with_caller for placement in options.placements)
+        self._spin = SpinPolicy(options.caller_spin, batch.no_spin_until, shares=shares_core)
+        self._seq = 0
+        self._prepared = Request(0, "step", ())  # the next step, unless something else is asked first
+        self.behind = False
+        self._max_busy = options.max_busy
+        self._outs: tuple[int, ...] = ()
+        self.watchdog = Watchdog()
+        self._any: select.poll | None = None
+        self._writers: dict[int, ProcessWorker] = {}  # by the descriptors that are polled for any of them
+        self.set_workers([])
+        left_in_a_fork.add(self)
+
+    def set_workers(self, workers: Sequence[Worker]) -> None:
+        """These are the workers now. The last store says it: before it, :meth:`all_workers` are those that were."""
+        self.processes = tuple(worker for worker in workers if isinstance(worker, ProcessWorker))
+        self.own = next((worker for worker in workers if isinstance(worker, CallerWorker)), None)
+        self._asks = any(worker.watch.asks for worker in self.processes)  # whether they have ended, while it waits
+        self._outs = tuple(worker.channel.out for worker in self.processes)
+        self._forget_any()
+        self.workers = tuple(workers)
+
+    def all_workers(self) -> Sequence[Worker]:
+        """Every worker, also one that has no row."""
+        return self.workers
+
+    def _all_processes(self) -> list[ProcessWorker]:
+        return [worker for worker in self.all_workers() if isinstance(worker, ProcessWorker)]
+
+    # -- starting ---------------------------------------------------------------------------------------------------
+
+    def start(self, shares: Sequence[tuple[range, Sequence[Any]]]) -> tuple[list[ProcessWorker], list[Ready]]:
+        """Start one process a share, all at once, then wait until every one has built its environments.
+
+        Args:
+            shares: (rows, env_fns) of every process.
+
+        Raises:
+            StartupTimeout, WorkerDied, OSError: And nothing is left running.
+        """
+        require_descriptors(len(shares))
+        preload(self._options.context)
+        started: list[ProcessWorker] = []
+        deadline = deadline_of(self._options.start_timeout)
+        try:
+            with clear_mpi_env_vars():
+                for index, (rows, env_fns) in enumerate(shares):
+                    self._env_fns[index] = env_fns
+                    self._launch(index, rows, env_fns, len(shares), started)
+            readies = [await_ready(worker, deadline, self._options) for worker in started]
+        except BaseException:
+            self._see_off(started, 0.0, terminate=True)
+            raise
+        return started, readies
+
+    def replace(self, worker: ProcessWorker) -> Ready:
+        """Start a new process in the place of a dead one: same index, same rows, its environments built anew.
+
+        Until the new one is there the dead one keeps its place, so that the next call tries again.
+        """
+        started: list[ProcessWorker] = []
+        try:
+            self.launch_again(worker, started)
+            ready = await_ready(started[0], deadline_of(self._options.start_timeout), self._options)
+            self.set_workers([started[0] if other is worker else other for other in self.all_workers()])
+        except BaseException:
+            if not started or started[0] not in self.all_workers():
+                self._see_off(started, 0.0, terminate=True)
+                self.set_workers(self.all_workers())
+            raise
+        self.replaced += 1
+        return ready
+
+    def launch_again(self, worker: ProcessWorker, into: list[ProcessWorker]) -> None:
+        """Start a new process for the rows of a dead one, and add it to ``into``, without waiting for it."""
+        worker.release()
+        self._forget_process(worker.process)
+        end_marked([worker.token])
+        with clear_mpi_env_vars():
+            self._launch(worker.index, worker.rows, self._env_fns[worker.index], 1, into)
+
+    def _launch(self, index: int, rows: range, env_fns: Sequence[Any], workers: int, into: list[ProcessWorker]) -> None:
+        """Start the process of one worker, and add it to ``into``.
+
+        Raises:
+            OSError: No process or too few descriptors.
+            Exception: An ``env_fn`` cannot be pickled.
+        """
+        options = self._options
+        forks = options.context.get_start_method() == "fork"
+        why = "the start method of its worker needs"
+        functions = env_fns if forks else PackedEnvFns.of(rows, env_fns, why)
+        placement = self.placement_of(index)
+        variables = options.variables[index] if options.variables else {}
+        life = self._lives[index]
+        self._lives[index] += 1
+        held = self.holdings.child()
+        known = len(self.started)
+        try:
+            channel = CallerEnd(held)
+            self.channels.add(channel)
+            black_box = BlackBox(held)
+            token = new_token()
+            assert self._arena is not None
+            start = Start(
+                index, rows[0], functions, self._plan, self._arena, channel.theirs, black_box, placement,
+                stream_of_caller(), life,
+            )  # fmt: skip
+            with Uninterrupted():  # half-way it belongs to no one place
+                process = spawn(
+                    options.context, main, (start,), name=self.name_of(index), daemon=options.daemon,
+                    lifeline=self._lifeline, token=token, variables=variables, into=self.started,
+                )  # fmt: skip
+                worker = self._worker_class(
+                    index, rows, process, channel, black_box, held, self.table, token, placement.with_caller
+                )  # fmt: skip
+                into.append(worker)
+            channel.started()
+        except BaseException as error:
+            if not any(worker.held is held for worker in into):
+                held.close()
+                for stray in self.started[known:]:
+                    self._end_stray(stray)
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                raise too_few_descriptors(error, workers) from error
+            raise
+
+    def _forget_process(self, process: Any) -> None:
+        """One was seen to its end."""
+        with contextlib.suppress(ValueError):  # by the call before this one, which was interrupted
+            self.started.remove(process)
+
+    def _end_stray(self, process: Any) -> None:
+        """End a process whose start was cut short, and which is no worker's therefore."""
+        with contextlib.suppress(ValueError, AttributeError, AssertionError):  # it was not started
+            process.kill()
+            process.join()
+        close_process(process)
+        self._forget_process(process)
+
+    # -- copies of workers (:mod:`vecenv.engine.frozen`) ------------------------------------------------------------
+
+    def placement_of(self, index: int) -> Placement:
+        """Where a worker sits."""
+        placements = self._options.placements
+        return placements[index] if index < len(placements) else Placement()
+
+    def name_of(self, index: int) -> str:
+        """What the process of a worker is called."""
+        return f"Worker<{self._options.name}>-{index}"
+
+    def take_over(self, new: Sequence[ProcessWorker]) -> None:
+        """Put workers that run in the places of those with the same rows, which close their environments meanwhile."""
+        of_index = {worker.index: worker for worker in new}
+        old = [worker for worker in self.processes if worker.index in of_index]
+        for worker in new:
+            worker.starting = False
+            self.started.append(worker.process)
+        self._leaving += old
+        self.set_workers([of_index.get(worker.index, worker) for worker in self.workers])
+        for worker in old:
+            worker.ask_to_close()
+        ended = [worker for worker in self._leaving if worker.watch.has_ended()]
+        if len(ended) >= _SEEN_OFF_TOGETHER or len(self._leaving) >= 4 * _SEEN_OFF_TOGETHER:
+            leaving, self._leaving = self._leaving, []
+            self._see_off(leaving, 0.0, terminate=False)
+
+    def _see_off(self, workers: Sequence[ProcessWorker], timeout: float, *, terminate: bool) -> None:
+        """End workers that have no place any more, or never had one, and what their environments started."""
+        end(workers, timeout, terminate)
+        for worker in workers:
+            worker.release()
+            self._forget_process(worker.process)
+
+    # -- asking -----------------------------------------------------------------------------------------------------
+
+    def next_seq(self) -> int:
+        """A fresh sequence number, never 0."""
+        self._seq = self._seq % 0xFFFFFFFF + 1
+        return self._seq
+
+    def ask_plain_step(self) -> Request:
+        """Ask all workers for a step of all rows, with actions in shared memory."""
+        self._seq = seq = self._seq % 0xFFFFFFFF + 1
+        if not self.processes:
+            request = Request(seq, "step", self.workers)
+            request.steps = self._num_rows
+            self.table.pending.requests[seq] = request
+            return request
+        request = self._prepared
+        if request.seq != seq or request.workers is not self.workers:
+            request = self._plain_step(seq)
+        self.behind = True
+        self.table.pending.requests[seq] = request
+        if self._max_busy is None:
+            try:
+                request.sent.extend(map(write, self._outs, repeat(request.data)))  # as `write_once` does
+                self.behind = False
+            except OSError:  # a worker is gone: found out below
+                pass
+        if self.behind:
+            self.pump(HEAD_START)
+        self._prepared = self._plain_step(seq % 0xFFFFFFFF + 1)  # while the workers are busy
+        return request
+
+    def _plain_step(self, seq: int) -> Request:
+        request = Request(seq, "step", self.workers)
+        request.steps = self._num_rows
+        request.data = pack_head(_STEP, seq)
+        request.sent = []
+        return request
+
+    def stage(self, part: WorkerRequest, seq: int) -> WorkerRequest:
+        """A part made ready to be sent: encoded for a process, and for the caller's own share a copy of its own.
+
+        Raises:
+            Exception: The payload cannot be pickled; nothing was sent.
+        """
+        if part.worker.local:
+            if COMMANDS[part.op] == "step":  # an environment may keep its action and write into it
+                part.payload = deepcopy(part.payload)
+            return part
+        payload = None
+        if part.payload is not None:
+            forked = isinstance(part.worker, ProcessWorker) and part.worker.forked
+            payload = dumps(part.payload, by_value=True) if forked else dumps_by_value(part.payload)
+        part.data = encode(part.op, seq, payload)
+        part.payload = None
+        return part
 
     def ask(self, request: Request, others: Sequence[Request] = (), *, alone: bool = False) -> None:
-        """Make a call, of which ``others`` are the rest; ``alone``: nothing else is pending from then on."""
+        """Make a call: what it is about has been written. When the request is in the table the call was made.
+
+        Args:
+            request: What to ask.
+            others: The rest of the same call, in further messages.
+            alone: Nothing else is pending from then on.
+        """
         behind, self.behind = self.behind, True
-        self._table.enter(request, others, alone=alone)
-        if not behind and self.max_busy is None and self._send_all(request) and all(map(self._send_all, others)):
+        self.table.enter(request, others, alone=alone)
+        if not behind and self._max_busy is None and self._send_all(request) and all(map(self._send_all, others)):
             self.behind = False
         else:
             self.pump(HEAD_START)
@@ -117,9 +461,9 @@ class Sender:
         behind = False
         stuck: set[int] = set()
         room = self._room()
-        for request in list(self._table.requests.values()):
+        for request in list(self.table.requests.values()):
             if request.parts is None:
-                if len(request.sent) == len(self.outs) or not self._processes:
+                if len(request.sent) == len(self._outs) or not self.processes:
                     continue
                 _split(request)
             assert request.parts is not None
@@ -136,251 +480,29 @@ class Sender:
                     continue
                 stuck.add(index)
                 behind = True
-                if self._table.oldest_of(worker) is request:
+                if self.table.oldest_of(worker) is request:
                     full.append(worker)
         self.behind = behind
         return full
 
     def _room(self) -> int:
         """How many more workers may become busy."""
-        if self.max_busy is None:
-            return len(self._processes) + 1
+        if self._max_busy is None:
+            return len(self.processes) + 1
         busy = sum(
             1
-            for request in self._table.requests.values()
+            for request in self.table.requests.values()
             for index, part in (request.parts or {}).items()
             if part.written and index not in request.answers and part.op <= Op.REBUILD_SOME
         )
-        return self.max_busy - busy
-
-
-def _split(request: Request) -> None:
-    """Give a request that was sent to some workers only a part for each: the rest is sent one by one."""
-    parts: dict[int, WorkerRequest] = {}
-    sent = iter(request.sent)
-    for worker in request.workers:
-        part = parts[worker.index] = WorkerRequest(worker, worker.rows, Op.STEP)
-        if not worker.local:
-            part.data = request.data
-            with contextlib.suppress(StopIteration):
-                part.written.append(next(sent))
-    request.parts = parts
-
-
-_STEP: Final = int(Op.STEP)  # packing an enum takes longer
-_PLAIN: Final = int(Reply.PLAIN)
-
-
-class WorkerPool:
-    """The workers of one vector environment.
-
-    Args:
-        plan: What every worker is told alike.
-        arena: The shared block.
-        batch: Views of it.
-        options: How to run workers.
-        table: The table of pending requests.
-    """
-
-    def __init__(self, plan: WorkerPlan, arena: Arena, batch: Batch, options: PoolOptions, table: PendingRequests) -> None:
-        self.workers: list[Worker] = []
-        self.abandoned = False
-        self.closing = False
-        self.released = False
-        self.failures_in_close: list[tuple[Failure, Worker]] = []
-        self.time_waiting = 0.0
-        self.replaced = 0  # how many workers were
-        self._leaving: list[ProcessWorker] = []  # their places are taken, and they are about to end
-        self.batch = batch
-        self._num_rows = len(batch.rewards)
-        self.table = table
-        self._options = options
-        self._resources = PoolResources(plan, arena, options, table, DescriptorOwner(self))
-        lifeline, processes = self._resources.lifeline, self._resources.processes
-        self._finalizer = weakref.finalize(self, end_unclosed, lifeline, processes, os.getpid())
-        self._env_fns: dict[int, Sequence[Any]] = {}
-        shares_core = any(placement.with_caller for placement in options.placements)
-        self._spin = SpinPolicy(options.caller_spin, batch.no_spin_until, shares=shares_core)
-        self._seq = 0
-        self._prepared = Request(0, "step", ())  # the next step, unless something else is asked first
-        self.sender = Sender(table, options.max_busy)
-        self.watchdog = Watchdog(table, self._all_processes)
-        self._any: select.poll | None = None
-        self._writers: dict[int, ProcessWorker] = {}  # by the descriptors that are polled for any of them
-        self.set_workers([])
-        left_in_a_fork.add(self)
-
-    def set_workers(self, workers: list[Worker]) -> None:
-        """These are the workers now."""
-        self.with_rows = tuple(workers)
-        self.processes = tuple(worker for worker in workers if isinstance(worker, ProcessWorker))
-        self.own = next((worker for worker in workers if isinstance(worker, CallerWorker)), None)
-        self._asks = any(worker.watch.asks for worker in self.processes)  # whether they have ended, while it waits
-        self.sender.set_workers(self.processes)
-        self._forget_any()
-        self.workers[:] = workers
-
-    def all_workers(self) -> Sequence[Worker]:
-        """Every worker, also one that has no row."""
-        return self.workers
-
-    def _all_processes(self) -> Sequence[ProcessWorker]:
-        return self.processes
-
-    # -- starting ---------------------------------------------------------------------------------------------------
-
-    def start(self, shares: Sequence[tuple[range, Sequence[Any]]]) -> tuple[list[ProcessWorker], list[Ready]]:
-        """Start one process a share, all at once, then wait until every one has built its environments.
-
-        Args:
-            shares: (rows, env_fns) of every process.
-
-        Raises:
-            StartupTimeout, WorkerDied, OSError: And nothing is left running.
-        """
-        require_descriptors(len(shares))
-        preload(self._options.context)
-        started: list[ProcessWorker] = []
-        deadline = deadline_of(self._options.start_timeout)
-        try:
-            with clear_mpi_env_vars():
-                for index, (rows, env_fns) in enumerate(shares):
-                    self._env_fns[index] = env_fns
-                    launch(self._resources, index, rows, env_fns, len(shares), started)
-            readies = [await_ready(worker, deadline, self._options) for worker in started]
-        except BaseException:
-            end(started, 0.0, terminate=True)
-            for new in started:
-                new.release()
-            raise
-        return started, readies
-
-    def replace(self, worker: ProcessWorker) -> Ready:
-        """Start a new process in the place of a dead one: same index, same rows, its environments built anew.
-
-        Until the new one is there the dead one keeps its place, so that the next call tries again.
-        """
-        started: list[ProcessWorker] = []
-        try:
-            self.launch_again(worker, started)
-            ready = await_ready(started[0], deadline_of(self._options.start_timeout), self._options)
-            self.set_workers([started[0] if other is worker else other for other in self.all_workers()])
-        except BaseException:
-            if not started or started[0] not in self.all_workers():
-                end(started, 0.0, terminate=True)
-                for new in started:
-                    new.release()
-                    self._resources.forget_process(new.process)
-                self.set_workers(list(self.all_workers()))
-            raise
-        self.replaced += 1
-        return ready
-
-    def launch_again(self, worker: ProcessWorker, into: list[ProcessWorker]) -> None:
-        """Start a new process for the rows of a dead one, and add it to ``into``, without waiting for it."""
-        worker.release()
-        self._resources.forget_process(worker.process)
-        end_marked([worker.token])
-        with clear_mpi_env_vars():
-            launch(self._resources, worker.index, worker.rows, self._env_fns[worker.index], 1, into)
-
-    # -- copies of workers (:mod:`vecenv.engine.frozen`) ------------------------------------------------------------
-
-    def for_copies(self) -> tuple[DescriptorOwner, weakref.WeakSet[CallerEnd]]:
-        """An owner for the descriptors of one, and where to note its channel."""
-        return self._resources.holdings.child(), self._resources.channels
-
-    def placement_of(self, index: int) -> Placement:
-        """Where a worker sits."""
-        placements = self._options.placements
-        return placements[index] if index < len(placements) else Placement()
-
-    def name_of(self, index: int) -> str:
-        """What the process of a worker is called."""
-        return f"Worker<{self._options.name}>-{index}"
-
-    def take_over(self, new: Sequence[ProcessWorker]) -> None:
-        """Put workers that run in the places of those with the same rows, which close their environments meanwhile."""
-        of_index = {worker.index: worker for worker in new}
-        old = [worker for worker in self.processes if worker.index in of_index]
-        for worker in new:
-            worker.starting = False
-            self._resources.processes.append(worker.process)
-        self._leaving += old
-        self.set_workers([of_index.get(worker.index, worker) for worker in self.workers])
-        for worker in old:
-            ask_to_close(worker)
-        ended = [worker for worker in self._leaving if worker.watch.has_ended()]
-        if len(ended) >= _SEEN_OFF_TOGETHER or len(self._leaving) >= 4 * _SEEN_OFF_TOGETHER:
-            self._see_off(0.0)
-
-    def _see_off(self, timeout: float, *, terminate: bool = False) -> None:
-        """End the workers whose places others have taken, and what their environments started."""
-        leaving, self._leaving = self._leaving, []
-        end(leaving, timeout, terminate)
-        for worker in leaving:
-            worker.release()
-            self._resources.forget_process(worker.process)
-
-    # -- asking -----------------------------------------------------------------------------------------------------
-
-    def next_seq(self) -> int:
-        """A fresh sequence number, never 0."""
-        self._seq = self._seq % 0xFFFFFFFF + 1
-        return self._seq
-
-    def ask_plain_step(self) -> Request:
-        """Ask all workers for a step of all rows, with actions in shared memory."""
-        self._seq = seq = self._seq % 0xFFFFFFFF + 1
-        if not self.processes:
-            request = Request(seq, "step", self.with_rows)
-            request.steps = self._num_rows
-            self.table.pending.requests[seq] = request
-            return request
-        request = self._prepared
-        if request.seq != seq or request.workers is not self.with_rows:
-            request = self._plain_step(seq)
-        sender = self.sender
-        sender.behind = True
-        self.table.pending.requests[seq] = request
-        if sender.max_busy is None:
-            try:
-                request.sent.extend(map(write, sender.outs, repeat(request.data)))  # as `write_once` does
-                sender.behind = False
-            except OSError:  # a worker is gone: found out below
-                pass
-        if sender.behind:
-            sender.pump(HEAD_START)
-        self._prepared = self._plain_step(seq % 0xFFFFFFFF + 1)  # while the workers are busy
-        return request
-
-    def _plain_step(self, seq: int) -> Request:
-        request = Request(seq, "step", self.with_rows)
-        request.steps = self._num_rows
-        request.data = pack_head(_STEP, seq)
-        request.sent = []
-        return request
-
-    def stage(self, part: WorkerRequest, seq: int) -> WorkerRequest:
-        """A part made ready to be told. Raises whatever pickling its payload raises; nothing was sent."""
-        return staged(part, seq)
-
-    def ask(self, request: Request, others: Sequence[Request] = (), *, alone: bool = False) -> None:
-        """Make a call: what it is about has been written. When the request is in the table the call was made.
-
-        Args:
-            request: What to ask.
-            others: The rest of the same call, in further messages.
-            alone: Nothing else is pending from then on.
-        """
-        self.sender.ask(request, others, alone=alone)
+        return self._max_busy - busy
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
     def resume(self) -> None:
         """The call before was interrupted: bring the table and the pipes into agreement."""
         self.table.repair()
-        self.sender.behind = True
+        self.behind = True
         for worker in self._all_processes():
             while worker.channel.raw and worker.receive() and worker.death is None:
                 pass
@@ -398,9 +520,9 @@ class WorkerPool:
             return []
         began = time.perf_counter()
         try:
-            if self.sender.behind:
-                self.sender.pump(HEAD_START)
-            if not self.sender.behind:
+            if self.behind:
+                self.pump(HEAD_START)
+            if not self.behind:
                 return self._gather_each(request, deadline)
             while request.missing() and self.read_ready(milliseconds(deadline)):
                 pass
@@ -464,7 +586,7 @@ class WorkerPool:
         """Wait until a worker has said something or has ended, or for a while; false when the time is up."""
         if worker.wait(self.watchdog.longest if deadline is None else self.watchdog.milliseconds(deadline)):
             return True
-        self.watchdog.look()
+        self.watchdog.look(self.table, self._all_processes())
         return deadline is None or time.monotonic() < deadline
 
     def _late(self, request: Request) -> list[Worker]:
@@ -480,8 +602,8 @@ class WorkerPool:
         The caller steps its own share when no other worker has an answer, and in its turn where there always is one.
         """
         while True:
-            if self.sender.behind:
-                self.sender.pump(HEAD_START)
+            if self.behind:
+                self.pump(HEAD_START)
             own = self.own
             mine = None if own is None else self.table.oldest_of(own)
             if mine is not None and own is not None:
@@ -502,8 +624,8 @@ class WorkerPool:
 
         It may also have waited for a while only.
         """
-        if self.sender.behind:
-            self.sender.pump()
+        if self.behind:
+            self.pump()
         poll = self._poll_for_any()
         longest = self.watchdog.longest
         if self._asks:
@@ -514,12 +636,12 @@ class WorkerPool:
         self.time_waiting += now - began
         self._check()
         if now > self.watchdog.next_look:
-            self.watchdog.look()
+            self.watchdog.look(self.table, self._all_processes())
         died = self._asks and not events
         for descriptor, _ in events:
             writer = self._writers.get(descriptor)
             if writer is None:
-                died = died or descriptor not in self.sender.outs
+                died = died or descriptor not in self._outs
                 continue
             if writer.death is not None:
                 died = True
@@ -531,23 +653,19 @@ class WorkerPool:
 
     def _poll_for_any(self) -> select.poll:
         """Polls for answers and ends of all workers and, where a pipe was full, for room in it."""
-        if self._any is None:
-            writers = {worker.channel.fd: worker for worker in self._all_processes() if worker.death is None}
-            poll = select.poll()
-            for descriptor in (*writers, *(worker.watch.descriptor for worker in writers.values())):
-                poll.register(descriptor, select.POLLIN)
-            self._writers, self._any = writers, poll
-        if not self.sender.behind:
+        if self._any is not None and not self.behind:
             return self._any
+        writers = {worker.channel.fd: worker for worker in self._all_processes() if worker.death is None}
         poll = select.poll()
-        for worker in self._writers.values():
-            if worker.death is None:
-                poll.register(worker.channel.fd, select.POLLIN)
-                poll.register(worker.watch.descriptor, select.POLLIN)
-        for request in self.table.requests.values():
-            for part in (request.parts or {}).values():
-                if isinstance(part.worker, ProcessWorker) and part.written and not part.sent and part.worker.death is None:
-                    poll.register(part.worker.channel.out, select.POLLOUT)
+        for descriptor in (*writers, *(worker.watch.descriptor for worker in writers.values())):
+            poll.register(descriptor, select.POLLIN)
+        if self.behind:
+            for request in self.table.requests.values():
+                for part in (request.parts or {}).values():
+                    worker = part.worker
+                    if isinstance(worker, ProcessWorker) and part.written and not part.sent and worker.death is None:
+                        poll.register(worker.channel.out, select.POLLOUT)
+        self._writers, self._any = writers, None if self.behind else poll
         return poll
 
     def _mark_the_dead(self) -> None:
@@ -578,7 +696,8 @@ class WorkerPool:
             return
         self.closing = True
         end(self._all_processes(), timeout, terminate, self.failures_in_close)
-        self._see_off(timeout, terminate=terminate)
+        leaving, self._leaving = self._leaving, []
+        self._see_off(leaving, timeout, terminate=terminate)
         if self.own is not None:
             self.failures_in_close += [(failure, self.own) for failure in self.own.close().failures]
 
@@ -588,21 +707,23 @@ class WorkerPool:
             return
         for worker in self._all_processes():
             worker.release()
-        self._resources.lifeline.close()
-        self._resources.forget()
+        self._lifeline.close()
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+        self.holdings.close()
         if self.own is not None:
             self.own.forget()
-        end_unclosed(self._resources.lifeline, self._resources.processes, os.getpid())
+        end_unclosed(self._lifeline, self.started, os.getpid())
         self._forget_any()
         self._writers = {}
         self.__dict__.pop("batch", None)
         self._spin.forget()
         nothing = PendingRequests(0)
-        for holder in (*self._all_processes(), self.own, self.sender):
+        for holder in (*self._all_processes(), self.own):
             if holder is not None:
                 holder._table = nothing
-        self.table = self._resources.table = nothing
-        self.__dict__.pop("watchdog", None)  # with these the last cycle goes: all is freed without the collector
+        self.table = nothing  # with these the last cycle goes: all is freed without the collector
         self.released = True
         left_in_a_fork.discard(self)
 
@@ -611,13 +732,13 @@ class WorkerPool:
         self._finalizer()
         if self.own is not None:
             self.own.close()
-        self._resources.holdings.close()
+        self.holdings.close()
 
     def abandon(self) -> None:
         """In a forked child: close the copies of what is the caller's alone."""
         self.abandoned = True
         self.table.abandon()
-        for channel in list(self._resources.channels):
+        for channel in list(self.channels):
             channel.forget()
         self._finalizer.detach()
 

@@ -15,32 +15,43 @@ import logging
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn
 
 import numpy as np
 from gymnasium import logger
 from gymnasium.vector import AutoresetMode
 
-from vecenv.engine.handles import raise_ready
-from vecenv.engine.pending import COLUMNS, NOTHING, Answer, Death, Request, Result, Settlement, Worker, WorkerRequest
+from vecenv.engine.handles import envs_text, raise_ready
+from vecenv.engine.pending import (
+    COLUMNS,
+    NOTHING,
+    Answer,
+    Death,
+    PendingRequests,
+    Request,
+    Result,
+    Settlement,
+    Worker,
+    WorkerRequest,
+)
+from vecenv.engine.pool import WorkerPool
 from vecenv.errors import ClusterError, EnvFailed, ErrorRecord, RestartsExhausted, StartupTimeout, StepTimeout, WorkerDied
 from vecenv.front.arguments import deadline_of, options_of_rows, seconds_of
 from vecenv.link.infos import NO_INFO, InfoReader
 from vecenv.link.messages import Failure, Op, PackedError, pack_error, summary, unpack_error
-from vecenv.link.observations import SharedStore, Store
+from vecenv.link.observations import SharedStore, Store, flat_of
 from vecenv.recording.file import Failed
 from vecenv.recording.recorder import Recorder
-from vecenv.shm import Batch, Layout
-from vecenv.shm.layout import Array, Tree
-from vecenv.worker.main import Ready
+from vecenv.shm import Batch
+from vecenv.shm.layout import Tree
 
 __all__ = [
     "FREE_RESTARTS", "STEPS_PER_RESTART", "Ledger", "Policy", "Recovery", "Remembered", "RestartBudget", "RestartLog",
-    "Workers", "note_once",
+    "note_once", "writeable",
 ]  # fmt: skip
 
 _KEPT_ERRORS: Final = 1000
@@ -69,35 +80,30 @@ class Ledger:
         self.recordings: dict[int, str] = {}
         self._deaths: set[tuple[int, int | None]] = set()  # (worker, pid) of those that are on record
 
-    def record(
-        self,
-        settlement: Settlement,
-        failures: Sequence[tuple[Failure, Worker]],
-        deaths: Sequence[Death],
-        others: Sequence[tuple[Exception, ErrorRecord]] = (),
-    ) -> None:
+    def record(self, settlement: Settlement, result: Result) -> None:
         """Make the exceptions of what failed, once, and put them on record, once.
 
         A record keeps an exception of its own: one that was raised keeps the program's frames, and all that is in them.
         """
         if settlement.raised is None:
-            self.make(settlement, failures, deaths)
-            settlement.records += [record for _, record in others]
+            self.make(settlement, result)
+            settlement.records += [record for _, record in result.errors]
         self.write(settlement)
 
-    def make(self, settlement: Settlement, failures: Sequence[tuple[Failure, Worker]], deaths: Sequence[Death]) -> None:
+    def make(self, settlement: Settlement, result: Result) -> None:
         """Make the exceptions of what failed, and their records. A death that several rounds tell of is recorded once."""
         raised, records, now = [], [], time.monotonic()
-        distinct = {death.worker: death for death in deaths}.values()
+        distinct = {death.worker: death for death in result.deaths}.values()
+        new = [death for death in distinct if (death.worker, death.pid) not in self._deaths]
         if self.recorder is not None:
-            self._write_files(settlement, failures, [one for one in distinct if (one.worker, one.pid) not in self._deaths])
+            self._write_files(settlement, result.failures, new)
         for death in distinct:
-            if (death.worker, death.pid) not in self._deaths:
+            if death in new:
                 pid, error = death.pid or 0, death.error()
                 where = self.files(death.envs)
                 records.append(ErrorRecord(None, death.worker, pid, death.command, error, death.text, now, where))
             self.latest_death = death
-        for failure, worker in sorted(failures, key=lambda pair: pair[0].env):
+        for failure, worker in sorted(result.failures, key=lambda pair: pair[0].env):
             made, record = self.exception(failure, worker, settlement.command)
             raised.append((failure.env, made))
             records.append(record)
@@ -160,26 +166,23 @@ class Ledger:
                 note_once(error, f"recorded: {self.files(rows)}")
                 return
 
-    def mark_failed(
-        self, failures: Sequence[tuple[Failure, Any]], deaths: Sequence[Death], rows: Sequence[int], *, all_of_them: bool
-    ) -> None:
+    def mark_failed(self, result: Result, rows: Sequence[int], *, all_of_them: bool) -> None:
         """Note which rows have to be rebuilt.
 
         A death takes all rows of its worker, those too that nothing was asked of, when it is first told of. Later, when the
         place has been taken by a new worker, it takes those of ``rows`` that the dead one was asked about.
 
         Args:
-            failures: What environments raised.
-            deaths: Which workers died.
+            result: What environments raised, and which workers died.
             rows: Which environments these answers are about.
             all_of_them: Also where the environment itself is well.
         """
-        for death in deaths:
+        for death in result.deaths:
             known = (death.worker, death.pid) in self._deaths
             for row in set(rows) & set(death.envs) if known else death.envs:
                 self.failed.setdefault(row, death.text.partition("\n")[0])
             self._deaths.add((death.worker, death.pid))
-        for failure, _ in failures:
+        for failure, _ in result.failures:
             if failure.fatal or all_of_them:
                 self.failed.setdefault(failure.env, failure.text)
 
@@ -196,11 +199,10 @@ class Ledger:
             f"env {rows[0]}: {failed[rows[0]]}"
         )
 
-    def combined_error(
-        self, raised: Sequence[tuple[int, Exception]], deaths: Sequence[Death], others: Sequence[Exception]
-    ) -> Exception:
+    def combined_error(self, settlement: Settlement, result: Result) -> Exception:
         """The failure of the lowest environment, with notes on all the others."""
-        distinct = list({death.worker: death for death in deaths}.values())
+        raised, others = settlement.raised, [error for error, _ in result.errors]
+        distinct = list({death.worker: death for death in result.deaths}.values())
         if where := self.files([row for death in distinct for row in death.envs]):
             distinct = [replace(death, text=f"{death.text}\nrecorded: {where}") for death in distinct]
         if others:
@@ -221,7 +223,8 @@ class Ledger:
         for failure, _ in sorted(failures, key=lambda pair: pair[0].env):
             packed = failure.error
             logger.error(f"Received the following error from Worker-{failure.env} - Shutting it down")
-            logger.error("%s", packed.text if isinstance(packed, PackedError) else _traceback(packed))
+            text = packed.text if isinstance(packed, PackedError) else "".join(traceback.format_exception(packed))
+            logger.error("%s", text)
         logger.error("Raising the last exception back to the main process.")
 
 
@@ -239,10 +242,6 @@ def _one_death(deaths: Sequence[Death]) -> Exception:
     text = f"{len(deaths)} workers died:\n" + "\n".join(death.text for death in deaths)
     envs = tuple(sorted(row for death in deaths for row in death.envs))
     return Death(text, first.worker, envs, first.pid, first.exitcode, first.command, first.kind).error()
-
-
-def _traceback(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))
 
 
 FREE_RESTARTS: Final = 5
@@ -300,12 +299,9 @@ class RestartBudget:
     """
 
     def __init__(
-        self,
-        limit: int | None,
-        period: float,
-        steps: Callable[[], float] = lambda: 0.0,
+        self, limit: int | None, period: float, steps: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.limit = limit
         self.period = period
         self.causes: collections.deque[str] = collections.deque(maxlen=5)
@@ -350,11 +346,6 @@ class RestartBudget:
         )
 
 
-def envs_text(rows: Sequence[int]) -> str:
-    """``env 3`` or ``envs 4-7``: contiguous rows."""
-    return f"env {rows[0]}" if len(rows) == 1 else f"envs {rows[0]}-{rows[-1]}"
-
-
 class RestartLog:
     """Says each restart and its cause by :mod:`logging`, as the logger ``vecenv``, until there are too many to read.
 
@@ -387,23 +378,6 @@ class RestartLog:
         _log.warning("vecenv restarts what failed: %s%s", cause, more)
 
 
-class Workers(Protocol):
-    """A pool of workers, here or on other machines, as far as recovery needs it."""
-
-    workers: list[Any]
-    table: Any
-
-    def next_seq(self) -> int: ...
-
-    def replace(self, worker: Any) -> Ready: ...
-
-    def stage(self, part: WorkerRequest, seq: int) -> WorkerRequest: ...
-
-    def ask(self, request: Request, *, alone: bool = False) -> None: ...
-
-    def gather(self, request: Request, deadline: float | None) -> list[Any]: ...
-
-
 class Remembered:
     """The last good observation of every environment.
 
@@ -426,7 +400,9 @@ class Remembered:
         elif self._batch is None or all_rows:
             self._batch = self._store.batch(copy=True)
         elif rows:
-            _copy_rows(self._batch, self._store, rows, self._tree)
+            fresh = flat_of(self._tree, self._store.take(np.array(rows)))
+            for kept, leaf in zip(flat_of(self._tree, self._batch), fresh, strict=True):
+                kept[list(rows)] = leaf
 
     def of(self, row: int) -> Any:
         """The observation that was kept of an environment, as an object of its own; ``None`` if there is none."""
@@ -437,64 +413,60 @@ class Remembered:
         return self._tree.map(lambda leaf: leaf[row].copy(), self._batch)
 
 
-class Recovery:
-    """Sees to what failed.
+class Recovery(PendingRequests):
+    """What an engine does about failures.
 
-    Args:
-        pool: The workers.
-        policy: What to do.
-        mode: What an environment does at the end of an episode.
-        layout, batch, store: Where its observations and infos are.
-        infos: Reads infos out of shared memory.
-        read: Reads answers.
+    Attributes:
         ledger: Where failures are written down.
-        end_late: Ends workers that hang.
-        steps: How many steps each environment has made.
+        failed: Of that, the rows that only a reset or a restart brings back, and what happened.
+        remembered: The last good observation of every row.
+        restart_seeds: Of environments that are built anew.
+        budget: How many restarts there may be.
     """
 
-    def __init__(
-        self,
-        pool: Workers,
-        policy: Policy,
-        mode: AutoresetMode,
-        layout: Layout,
-        batch: Batch,
-        store: Store,
-        infos: InfoReader,
-        read: Callable[[Sequence[tuple[Any, Answer]]], Result],
-        ledger: Ledger,
-        end_late: Callable[[Sequence[Any], float | None], None],
-        steps: Callable[[], float],
-    ) -> None:
-        self.seeds = np.random.SeedSequence()
-        self.remembered = Remembered(store, layout.observations)
-        self._pool = pool
-        self._policy = policy
-        self._mode = mode
-        self._batch = batch
-        self._store = store
-        self._infos = infos
-        self._read = read
-        self._ledger = ledger
-        self._end_late = end_late
-        self._budget = RestartBudget(policy.restart_limit, policy.restart_period, steps)
-        self._log = RestartLog()
+    num_envs: int
+    mode: AutoresetMode
+    policy: Policy
+    pool: WorkerPool
+    batch: Batch
+    store: Store
+    ledger: Ledger
+    failed: dict[int, str]
+    remembered: Remembered
+    restart_seeds: np.random.SeedSequence
+    budget: RestartBudget
+    _infos: InfoReader
+    _restart_log: RestartLog
+
+    def composed(self, command: str, parts: Iterable[tuple[Worker, Sequence[int], Op, Any]]) -> Request:
+        """A request for some workers: each of them, about which rows, what it is asked, and what goes with that."""
+        request = Request(self.pool.next_seq(), command, ())
+        request.parts = {part[0].index: self.pool.stage(WorkerRequest(*part), request.seq) for part in parts}
+        request.workers = tuple([part.worker for part in request.parts.values()])
+        return request
+
+    def read(self, answers: Iterable[tuple[Worker, Answer]]) -> Result:
+        """All answers together."""
+        raise NotImplementedError
+
+    def end_late(self, late: Sequence[Worker], limit: float | None) -> None:
+        """Kill workers that hang."""
 
     def show_whole(self, rows: Sequence[int]) -> None:
         """These rows failed and stay so: what they were writing then may be there in part. Show the last whole observation
         instead, or zeros where none is kept."""
         for row in rows:
             if (last := self.remembered.of(row)) is not None:
-                self._store.put_row(row, last)
-            elif isinstance(self._store, SharedStore):
-                self._store.blank(row)
+                self.store.put_row(row, last)
+            elif isinstance(self.store, SharedStore):
+                self.store.blank(row)
 
     # -- workers that died before anything is asked -----------------------------------------------------------------
 
     def revive(self, rows: Sequence[int]) -> None:
         """Start anew every dead worker that one of these rows belongs to."""
         wanted = set(rows)
-        for worker in list(self._pool.workers):
+        for worker in list(self.pool.workers):
             if worker.death is not None and not wanted.isdisjoint(worker.rows):
                 failed = self._replace(worker)
                 if failed is not None:
@@ -503,22 +475,22 @@ class Recovery:
     def _replace(self, worker: Any) -> Exception | None:
         """Start a new worker in the place of a dead one; what its environments raised while they were built."""
         for row in worker.rows:
-            self._ledger.failed.setdefault(row, "its worker died")
-        ready = self._pool.replace(worker)
-        self._ledger.paid.update(worker.rows)
+            self.ledger.failed.setdefault(row, "its worker died")
+        ready = self.pool.replace(worker)
+        self.ledger.paid.update(worker.rows)
         if ready.failures:
-            new = next(other for other in self._pool.workers if other.index == worker.index)
+            new = next(other for other in self.pool.workers if other.index == worker.index)
             return self.start_failure([(failure, new) for failure in ready.failures])
         return None
 
-    def start_failure(self, failures: Sequence[tuple[Failure, Worker]]) -> Exception | None:
+    def start_failure(self, failures: list[tuple[Failure, Worker]]) -> Exception | None:
         """The exception for what environments raised while they were built."""
         if not failures:
             return None
-        settlement = Settlement(Request(0, "start", ()), (), ())
-        self._ledger.record(settlement, failures, ())
-        self._ledger.mark_failed(failures, (), (), all_of_them=False)
-        return self._ledger.combined_error(settlement.raised or (), (), ())
+        settlement, result = Settlement(Request(0, "start", ()), (), ()), Result(failures=failures)
+        self.ledger.record(settlement, result)
+        self.ledger.mark_failed(result, (), all_of_them=False)
+        return self.ledger.combined_error(settlement, result)
 
     # -- answers ----------------------------------------------------------------------------------------------------
 
@@ -534,18 +506,17 @@ class Recovery:
         if settlement.settled or settlement.error is not None:
             return settlement.error
         if result.failures or result.deaths or result.errors or settlement.lost:
-            rebuilds = self._policy.restart and settlement.command in ("step", "reset")
-            self._ledger.record(settlement, result.failures, result.deaths, result.errors)
+            rebuilds = self.policy.restart and settlement.command in ("step", "reset")
+            self.ledger.record(settlement, result)
             if settlement.todo is None:
-                self._ledger.mark_failed(result.failures, result.deaths, settlement.rows, all_of_them=rebuilds)
+                self.ledger.mark_failed(result, settlement.rows, all_of_them=rebuilds)
             if result.errors or not rebuilds:
-                if result.failures and self._policy.gymnasiums_words and settlement.command in ("step", "reset"):
-                    self._ledger.log(result.failures)
-                others = [error for error, _ in result.errors]
-                settlement.error = self._ledger.combined_error(settlement.raised or (), result.deaths, others)
+                if result.failures and self.policy.gymnasiums_words and settlement.command in ("step", "reset"):
+                    self.ledger.log(result.failures)
+                settlement.error = self.ledger.combined_error(settlement, result)
                 return settlement.error
             if settlement.todo is None:
-                settlement.todo = {row for row in settlement.rows if row in self._ledger.failed}
+                settlement.todo = {row for row in settlement.rows if row in self.ledger.failed}
             if (gave_up := self._rebuild(settlement)) is not None:
                 settlement.error = gave_up
                 return gave_up
@@ -555,7 +526,7 @@ class Recovery:
 
     def _rebuild(self, settlement: Settlement) -> Exception | None:
         """New environments for the rows that are to be rebuilt, within the budget; the exception if it is used up."""
-        ledger = self._ledger
+        ledger = self.ledger
         while settlement.todo:
             if settlement.rebuild is None:
                 if (gave_up := self._replace_dead(settlement)) is not None:
@@ -563,27 +534,27 @@ class Recovery:
                 if any(self._worker_of(row).death is not None for row in settlement.todo):
                     continue
                 settlement.rebuild = self._rebuild_request(sorted(settlement.todo), settlement)
-            if settlement.rebuild.seq not in self._pool.table.requests:
-                self._pool.ask(settlement.rebuild)
-            limit = (self._policy.start_timeout or 0.0) + (self._policy.step_timeout or 0.0)
-            limit_or_never = None if self._policy.start_timeout is None else limit
-            if late := self._pool.gather(settlement.rebuild, deadline_of(limit_or_never)):
-                self._end_late(late, limit)
+            if settlement.rebuild.seq not in self.requests:
+                self.pool.ask(settlement.rebuild)
+            limit = (self.policy.start_timeout or 0.0) + (self.policy.step_timeout or 0.0)
+            limit_or_never = None if self.policy.start_timeout is None else limit
+            if late := self.pool.gather(settlement.rebuild, deadline_of(limit_or_never)):
+                self.end_late(late, limit)
             if ledger.recorder is not None:
                 ledger.recorder.answered(settlement.rebuild)
             self._take_rebuilt(settlement, settlement.rebuild)
-        self._ledger.write(settlement)
+        self.ledger.write(settlement)
         for row in settlement.rebuilt:
-            self._ledger.mark_recovered(row)
+            self.ledger.mark_recovered(row)
         return None
 
     def _worker_of(self, row: int) -> Any:
-        return next(worker for worker in self._pool.workers if row in worker.rows)
+        return next(worker for worker in self.pool.workers if row in worker.rows)
 
     def _replace_dead(self, settlement: Settlement) -> Exception | None:
         """Pay for what is to be rebuilt, and start dead workers anew."""
         assert settlement.todo is not None
-        ledger = self._ledger
+        ledger = self.ledger
         dead = {worker.index: worker for worker in map(self._worker_of, settlement.todo) if worker.death is not None}
         causes = [(worker.death.text.partition("\n")[0], list(worker.rows)) for worker in dead.values() if not worker.paid]
         covered = {row for worker in dead.values() for row in worker.rows}
@@ -597,12 +568,12 @@ class Recovery:
             worker, paid = self._worker_of(rows[0]), ledger.paid | set(rows)
             cause += f" (recorded: {where})" if (where := ledger.files(rows)) else ""
             ledger.restarts, ledger.paid, worker.paid = ledger.restarts + 1, paid, worker.death is not None
-            if not self._budget.spend(cause, rows):
+            if not self.budget.spend(cause, rows):
                 ledger.restarts -= 1
                 return self._give_up(settlement, rows)
-            self._log.say(cause)
+            self._restart_log.say(cause)
         for worker in dead.values():
-            if not settlement.by_row:  # all its rows belong to this call
+            if not settlement.request.by_row:  # all its rows belong to this call
                 settlement.todo |= set(worker.rows) & set(settlement.rows)
             try:
                 if (failed := self._replace(worker)) is not None:
@@ -621,34 +592,32 @@ class Recovery:
 
         Those that failed in a reset get the seed and the options of that reset again, all others a fresh seed.
         """
-        reset_next = cause.command == "step" and self._mode is AutoresetMode.NEXT_STEP
-        request = Request(self._pool.next_seq(), "rebuild", ())
-        self._batch.requested[rows] = request.seq
-        parts: dict[int, WorkerRequest] = {}
+        reset_next, asked = cause.command == "step" and self.mode is AutoresetMode.NEXT_STEP, cause.request
+        parts: list[tuple[Worker, Sequence[int], Op, Any]] = []
         for worker in {id(worker): worker for worker in map(self._worker_of, rows)}.values():
             mine = [row for row in rows if row in worker.rows]
-            seeds: list[Any] = [int(child.generate_state(1)[0]) for child in self.seeds.spawn(len(mine))]
-            if cause.seeds is not None:
-                asked = [cause.mask is None or bool(cause.mask[row]) for row in mine]
-                seeds = [cause.seeds[row] if was else fresh for row, was, fresh in zip(mine, asked, seeds, strict=True)]
-            payload = (seeds, options_of_rows(cause.options, mine), reset_next)
-            parts[worker.index] = self._pool.stage(WorkerRequest(worker, mine, Op.REBUILD_SOME, payload), request.seq)
-        request.parts = parts
-        request.workers = tuple(part.worker for part in parts.values())
+            seeds: list[Any] = [int(child.generate_state(1)[0]) for child in self.restart_seeds.spawn(len(mine))]
+            if asked.seeds is not None:
+                again = [asked.mask is None or bool(asked.mask[row]) for row in mine]
+                seeds = [asked.seeds[row] if was else fresh for row, was, fresh in zip(mine, again, seeds, strict=True)]
+            parts.append((worker, mine, Op.REBUILD_SOME, (seeds, options_of_rows(asked.options, mine), reset_next)))
+        request = self.composed("rebuild", parts)
+        self.batch.requested[rows] = request.seq
         return request
 
     def _take_rebuilt(self, settlement: Settlement, rebuild: Request) -> None:
         """Read what came of a request for new environments: those that failed again are to be rebuilt once more."""
         assert settlement.result is not None
         assert settlement.todo is not None
-        again = self._read([(worker, rebuild.answers[worker.index]) for worker in rebuild.workers])
-        attempt = Settlement(Request(rebuild.seq, "reset", ()), rebuild_rows(rebuild), ())
+        again = self.read([(worker, rebuild.answers[worker.index]) for worker in rebuild.workers])
+        rows = [row for part in (rebuild.parts or {}).values() for row in part.rows]
+        attempt = Settlement(Request(rebuild.seq, "reset", ()), rows, ())
         failed: set[int] = set()
         if again.failures or again.deaths:
-            self._ledger.make(attempt, again.failures, again.deaths)
-            self._ledger.mark_failed(again.failures, again.deaths, attempt.rows, all_of_them=True)
+            self.ledger.make(attempt, again)
+            self.ledger.mark_failed(again, rows, all_of_them=True)
             failed = {row for death in again.deaths for row in death.envs} | {failure.env for failure, _ in again.failures}
-            self._ledger.paid -= failed
+            self.ledger.paid -= failed
         settlement.result = writeable(settlement.result)
         settlement.result.infos.update(again.infos)
         settlement.rebuilt |= settlement.todo - failed
@@ -656,12 +625,12 @@ class Recovery:
         settlement.records, settlement.todo, settlement.rebuild = records, todo, None
 
     def _give_up(self, settlement: Settlement, whose: Sequence[int]) -> RestartsExhausted:
-        self._ledger.write(settlement)
-        last = self._ledger.latest_death
-        rows = sorted(self._ledger.failed)
+        self.ledger.write(settlement)
+        last = self.ledger.latest_death
+        rows = sorted(self.ledger.failed)
         worker = self._worker_of(rows[0])
         return RestartsExhausted(
-            self._budget.refusal(whose),
+            self.budget.refusal(whose),
             worker=last.worker if last else worker.index,
             pid=last.pid if last else worker.pid,
             exitcode=last.exitcode if last else None,
@@ -676,39 +645,22 @@ class Recovery:
         result.columns = True
         for row in sorted(settlement.rebuilt):
             info: dict[Any, Any] = {"restarted": True}
-            if not stepping or self._mode is AutoresetMode.SAME_STEP:
+            if not stepping or self.mode is AutoresetMode.SAME_STEP:
                 info = {**(result.infos.get(row) or self._infos.one(row)), **info}
             result.infos[row] = info
             result.finals.pop(row, None)
-            self._batch.info_schemas[row] = NO_INFO
-            self._batch.final[row] = False
+            self.batch.info_schemas[row] = NO_INFO
+            self.batch.final[row] = False
             if stepping:
-                self._batch.rewards[row] = 0.0
-                self._batch.terminations[row] = False
-                self._batch.truncations[row] = True
+                self.batch.rewards[row] = 0.0
+                self.batch.terminations[row] = False
+                self.batch.truncations[row] = True
                 if (last := self.remembered.of(row)) is not None:
                     result.finals[row] = last
-                    if self._mode is not AutoresetMode.SAME_STEP:
-                        self._store.put_row(row, self.remembered.of(row))
-
-
-def rebuild_rows(rebuild: Request) -> list[int]:
-    """Which environments were to be built anew."""
-    return [row for part in (rebuild.parts or {}).values() for row in part.rows]
+                    if self.mode is not AutoresetMode.SAME_STEP:
+                        self.store.put_row(row, self.remembered.of(row))
 
 
 def writeable(result: Result) -> Result:
     """A result of this round's own."""
     return Result(columns=result.columns) if result is NOTHING or result is COLUMNS else result
-
-
-def _copy_rows(batch: Any, store: Store, rows: Sequence[int], tree: Tree) -> None:
-    fresh: list[Array] = []
-    tree.map(lambda leaf: fresh.append(leaf) or leaf, store.take(np.array(rows)))  # type: ignore[func-returns-value]
-    parts = iter(fresh)
-
-    def copy(leaf: Array) -> Array:
-        leaf[list(rows)] = next(parts)
-        return leaf
-
-    tree.map(copy, batch)

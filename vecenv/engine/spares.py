@@ -2,7 +2,7 @@
 
 There are more processes than rows, each with one environment. A process is at a *place*: that of a row, or one behind the
 rows. The caller says to each, in one short message, which place it has and which episode it is to begin ahead of time
-(:class:`~vecenv.engine.episodes.NextEpisode`). When a row's episode is over, the process there changes places with the one
+(:class:`NextEpisode`). When a row's episode is over, the process there changes places with the one
 that has begun its next episode, ready or not; where none has, it begins that itself. So which process has which row depends
 on how fast the processes are, and what a row sees does not.
 
@@ -23,20 +23,19 @@ import operator
 import pickle
 import select
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, ClassVar, Final, NoReturn
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Final, NamedTuple, NoReturn
 
 import cloudpickle
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from vecenv.engine.answers import Received
 from vecenv.engine.engine import Engine
-from vecenv.engine.episodes import EpisodeId, EpisodeTable, NextEpisode
 from vecenv.engine.handles import ProcessWorker
-from vecenv.engine.pending import Request, Result, Settlement, Worker, WorkerRequest
+from vecenv.engine.pending import Request, Result, Settlement, Worker
 from vecenv.engine.pool import WorkerPool
-from vecenv.front.arguments import ResetOptions
+from vecenv.engine.steps import Received
+from vecenv.front.arguments import ResetOptions, any_seed
 from vecenv.front.capabilities import unable
 from vecenv.link.channel import ChannelClosed
 from vecenv.link.infos import NO_INFO
@@ -45,12 +44,10 @@ from vecenv.shm.layout import Array
 from vecenv.state.snapshots import Row
 from vecenv.worker.ahead import WithAttributes
 
-__all__ = ["SpareEngine", "SparePool", "refuse_different"]
+__all__ = ["EpisodeTable", "SpareEngine", "SparePool", "refuse_different"]
 
 _SAME_STEP: Final = "in same-step mode one answer is of two workers; use autoreset_mode=AutoresetMode.NEXT_STEP"
-_REFUSED: Final = {
-    Op.SET_NEXT: ("set_next_options", "the next episodes have begun already; give reset() the options, and a reset_mask"),
-}
+_NEXT_BEGUN: Final = "the next episodes have begun already; give reset() the options, and a reset_mask"
 
 
 def refuse_different(env_fns: Sequence[Callable[[], Any]]) -> None:
@@ -73,6 +70,184 @@ def refuse_different(env_fns: Sequence[Callable[[], Any]]) -> None:
             )
 
 
+# -- which episodes there are: seeds and numbers of those that rows are in, and which will be wanted next -----------------
+#
+# An episode is known by its row and its number since the row's latest seeded reset, and its seed follows from these. So it
+# does not matter which environment runs it, nor when that began with it. Nothing here does anything: this is data, and each
+# change is another object, which takes the place of the one before in one store.
+
+class EpisodeId(NamedTuple):
+    """An episode: the row, how often that was reset by its caller, and the number since the latest seed."""
+
+    row: int
+    life: int
+    episode: int
+
+
+@dataclass(frozen=True, slots=True)
+class NextEpisode:
+    """What an environment is to begin ahead of time.
+
+    Attributes:
+        key: Which episode.
+        seed: Its seed.
+        number: A later one has a higher one.
+    """
+
+    key: EpisodeId
+    seed: int
+    number: int
+
+
+def derived_seed(seed: int, row: int, episode: int) -> int:
+    """The seed of a row's ``episode``-th episode after the one that was reset with ``seed``, which is number 0."""
+    return int(np.random.SeedSequence(seed, spawn_key=(row, episode)).generate_state(1)[0] >> 1)
+
+
+class RowEpisode(NamedTuple):
+    """The episode that a row is in.
+
+    Attributes:
+        origin: The row in which its seed was given: a snapshot takes both along.
+        seed: What the row was reset with by the caller, or what stands for it; ``None``: it never was.
+        life: How often it was reset by the caller.
+        episode: The number of its episode since its seed.
+        began: The step with which that began.
+    """
+
+    origin: int
+    seed: int | None = None
+    life: int = 0
+    episode: int = 0
+    began: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeTable:
+    """The episodes that rows are in.
+
+    Attributes:
+        rows: One for each.
+        ended: Rows whose episode is over, and whose next begins with the next step.
+        answered: The number of the latest step whose answer is in here.
+        steps: How many there were.
+    """
+
+    rows: tuple[RowEpisode, ...]
+    ended: tuple[int, ...] = ()
+    answered: int = 0
+    steps: int = 0
+
+    def next_key(self, row: int) -> EpisodeId:
+        """The episode that follows the one that a row is in, or was in."""
+        return EpisodeId(row, self.rows[row].life, self.rows[row].episode + 1)
+
+    def seed_of(self, key: EpisodeId) -> int:
+        """The seed of an episode that begins by itself."""
+        one = self.rows[key.row]
+        assert one.seed is not None
+        return derived_seed(one.seed, one.origin, key.episode)
+
+    def is_to_come(self, key: EpisodeId) -> bool:
+        """Whether no step has asked for an episode yet, and one may."""
+        return key.life == self.rows[key.row].life and key.episode > self.rows[key.row].episode
+
+    def coming(self, count: int, held: set[EpisodeId]) -> list[EpisodeId]:
+        """The next ``count`` episodes that are not ``held``: each row's next, of the oldest one first; and on."""
+        waiting = [(row not in self.ended, one.began, row) for row, one in enumerate(self.rows) if one.seed is not None]
+        rows = [row for *_, row in sorted(waiting)]
+        found: list[EpisodeId] = []
+        ahead = 0
+        while rows and len(found) < count:
+            for row in rows:
+                key = self.next_key(row)
+                key = key._replace(episode=key.episode + ahead)
+                if key not in held and len(found) < count:
+                    found.append(key)
+            ahead += 1
+        return found
+
+    def reset(self, rows: Sequence[int], seeds: Sequence[Any]) -> tuple[EpisodeTable, list[int | None]]:
+        """As it will be when rows were reset by the caller, and the seeds for that.
+
+        A row that is given a seed begins to count anew; one that is not goes on to its next episode; one that never had any
+        gets one of no row's.
+        """
+        then = list(self.rows)
+        given: list[int | None] = list(seeds)
+        for row in rows:
+            seed, one = seeds[row], then[row]._replace(life=then[row].life + 1, began=self.steps)
+            if seed is None and one.seed is not None:
+                then[row] = one._replace(episode=one.episode + 1)
+                given[row] = derived_seed(one.seed, one.origin, one.episode + 1)
+                continue
+            given[row] = any_seed() if seed is None else int(seed)
+            then[row] = one._replace(episode=0, origin=row, seed=given[row])
+        ended = tuple(row for row in self.ended if row not in set(rows))
+        return replace(self, rows=tuple(then), ended=ended), given
+
+    def source(self, row: int) -> tuple[int | None, int, int]:
+        """Of a row's episodes: the seed, the row that it was given to, and the number of the present one."""
+        one = self.rows[row]
+        return one.seed, one.origin, one.episode
+
+    def loaded(self, sources: Mapping[int, tuple[int | None, int, int] | None], pending: Sequence[int]) -> EpisodeTable:
+        """Once rows go on from other states; it may be done again.
+
+        Args:
+            sources: By row, as :meth:`source` gives them; ``None``: it is not known.
+            pending: Those whose next step begins an episode.
+        """
+        then = list(self.rows)
+        for row, source in sources.items():
+            seed, origin, episode = source or (any_seed(), row, 0)
+            then[row] = then[row]._replace(seed=seed, origin=origin, episode=episode, life=then[row].life + 1)
+        ended = tuple({*pending} | {row for row in self.ended if row not in sources})
+        return replace(self, rows=tuple(then), ended=ended)
+
+    def stepped(self, answered: int, over: Array, *, at_once: bool) -> EpisodeTable:
+        """After a step of all rows.
+
+        Args:
+            answered: Its number.
+            over: bool ``(n,)``: whose episode is over.
+            at_once: The next one has begun in the same step.
+        """
+        if answered == self.answered:
+            return self
+        ended = tuple(np.flatnonzero(over).tolist())
+        rows = ended if at_once else self.ended
+        after = self.begun(rows) if rows else replace(self, steps=self.steps + 1)  # its rows stay the same object
+        return replace(after, ended=() if at_once else ended, answered=answered)
+
+    def begun(self, rows: Sequence[int]) -> EpisodeTable:
+        """Once steps were asked for that begin the next episodes of rows."""
+        then = list(self.rows)
+        for row in rows:
+            then[row] = then[row]._replace(episode=then[row].episode + 1, began=self.steps)
+        ended = tuple(row for row in self.ended if row not in rows)
+        return replace(self, rows=tuple(then), ended=ended, steps=self.steps + 1)
+
+    def received(self, rows: Array, over: Array) -> EpisodeTable:
+        """After the answers of some rows; ``over``: bool ``(n,)``, whose episode is over. It may be done again."""
+        ended = tuple(rows[over[rows]].tolist())
+        return replace(self, ended=tuple({*self.ended, *ended})) if ended else self
+
+
+# -- the workers --------------------------------------------------------------------------------------------------------
+
+class SpareWorker(ProcessWorker):
+    """A worker at a place: that of a row, or one behind the rows.
+
+    Attributes:
+        next_episode: What it is to begin ahead of time.
+        place_sent: The place that it was sent, and its next episode's number.
+    """
+
+    next_episode: NextEpisode | None = None
+    place_sent: tuple[int, int] | None = None
+
+
 class SparePool(WorkerPool):
     """Workers of rows, and others behind them.
 
@@ -80,23 +255,21 @@ class SparePool(WorkerPool):
         arranged: All of them, by their places: first those of the rows.
     """
 
-    arranged: tuple[ProcessWorker, ...] = ()
+    _worker_class = SpareWorker
+    arranged: tuple[SpareWorker, ...] = ()
 
     @property
-    def spares(self) -> tuple[ProcessWorker, ...]:
+    def spares(self) -> tuple[SpareWorker, ...]:
         """Those that have no row."""
         return self.arranged[len(self.batch.rewards) :]
 
     def all_workers(self) -> Sequence[Worker]:
         return self.arranged
 
-    def _all_processes(self) -> Sequence[ProcessWorker]:
-        return self.arranged
-
-    def set_workers(self, workers: list[Any]) -> None:
+    def set_workers(self, workers: Sequence[Any]) -> None:
         self.arrange(tuple(workers))
 
-    def arrange(self, workers: tuple[ProcessWorker, ...]) -> None:
+    def arrange(self, workers: tuple[SpareWorker, ...]) -> None:
         """Put workers in these places. The first store says it all, the rest follows and may be done again."""
         self.arranged = workers
         for place, worker in enumerate(workers):
@@ -108,13 +281,13 @@ class SparePool(WorkerPool):
             if death is not None and death.envs != tuple(worker.rows):
                 text = f"{death.text}\n(it was to run an episode of env {worker.index})"
                 worker.death = replace(death, text=text, worker=worker.index, envs=tuple(worker.rows))
-        super().set_workers(list(workers[: len(self.batch.rewards)]))
+        super().set_workers(workers[: len(self.batch.rewards)])
 
     def resume(self) -> None:
         super().resume()
         self.arrange(self.arranged)
 
-    def send_places(self, workers: Iterable[ProcessWorker]) -> bool:
+    def send_places(self, workers: Iterable[SpareWorker]) -> bool:
         """Send workers their places and next episodes, where they do not know them; returns whether all of them know now.
 
         A spare one that is busy with an earlier one is left alone: what it does not have, the row begins itself.
@@ -133,7 +306,7 @@ class SparePool(WorkerPool):
         return all_know
 
     @staticmethod
-    def _say(worker: ProcessWorker, message: bytes) -> None:
+    def _say(worker: SpareWorker, message: bytes) -> None:
         """Write a message that is short enough for a pipe to take all of it or nothing."""
         try:
             while not worker.channel.write(message, []):
@@ -148,6 +321,7 @@ def _refuse(what: str, reason: str) -> NoReturn:
     unable("AsyncVectorEnv(..., spare_workers=...)", what, reason)
 
 
+@dataclass(slots=True)
 class _EpisodeEnds:
     """The second half of a step in same-step mode: rows whose episode is over, and what they said of it.
 
@@ -160,28 +334,24 @@ class _EpisodeEnds:
         answer: What the step comes to.
     """
 
-    def __init__(self, seq: int, rows: list[int], infos: dict[int, Any], finals: dict[int, Any]) -> None:
-        self.seq = seq
-        self.rows = rows
-        self.infos = infos
-        self.finals = finals
-        self.begin: Request | None = None
-        self.settlement: Settlement | None = None
-        self.answer: Result | None = None
+    seq: int
+    rows: list[int]
+    infos: dict[int, Any]
+    finals: dict[int, Any]
+    begin: Request | None = None
+    settlement: Settlement | None = None
+    answer: Result | None = None
 
 
 class SpareEngine(Engine):
     """An engine with spare workers."""
 
-    why_not: ClassVar[Mapping[str, str]] = {
-        **Engine.why_not,
-        "first_ready": _SAME_STEP,
-    }
+    why_not: ClassVar[Mapping[str, str]] = {**Engine.why_not, "first_ready": _SAME_STEP}
     pool: SparePool
     _pool_class = SparePool
 
     def __init__(self, env_fns: Sequence[Callable[[], Any]], *rest: Any) -> None:
-        self.episodes = EpisodeTable.blank(len(env_fns))
+        self.episodes = EpisodeTable(tuple(map(RowEpisode, range(len(env_fns)))))
         self._asked = self.episodes  # as it will be when the reset that is pending has been answered
         self._numbers = itertools.count(1)
         self._ends: _EpisodeEnds | None = None
@@ -210,7 +380,7 @@ class SpareEngine(Engine):
 
     def _begin_episodes(self, rows: Sequence[int]) -> None:
         """The next step of rows begins their next episodes. It may be done again."""
-        rows = [row for row in rows if self.episodes.seeds[row] is not None]
+        rows = [row for row in rows if self.episodes.rows[row].seed is not None]
         self._change_places(rows, begin=True)
         if self.recorder is not None:
             for key in map(self.episodes.next_key, rows):
@@ -298,8 +468,8 @@ class SpareEngine(Engine):
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def ask_call(self, op: Op, payload_of: Callable[[Worker], Any], command: str, **how: Any) -> None:
-        if op in _REFUSED:
-            _refuse(*_REFUSED[op])
+        if op is Op.SET_NEXT:
+            _refuse("set_next_options", _NEXT_BEGUN)
         if op is not Op.SET_ATTR:
             super().ask_call(op, payload_of, command, **how)
             return
@@ -344,7 +514,7 @@ class SpareEngine(Engine):
         """See to it that every spare worker begins an episode that is to come. It may be done again; ``anew``: from new."""
         table, spares = self.episodes, self.pool.spares
         # Each of these is another object once it has changed, so most steps find at once that there is nothing to do.
-        on = table.seeds, table.lives, table.episodes, table.ended, self.pool.arranged
+        on = table.rows, table.ended, self.pool.arranged
         if not anew and len(self._looked) == len(on) and all(map(operator.is_, on, self._looked)):
             return
         rows = self.pool.arranged[: self.num_envs]
@@ -353,7 +523,7 @@ class SpareEngine(Engine):
             known = worker.next_episode
             if known is not None and table.is_to_come(known.key):  # a step was about to ask for it
                 worker.next_episode = self._next(known.key)
-        free: list[ProcessWorker] = []
+        free: list[SpareWorker] = []
         for worker in spares:
             known = worker.next_episode
             if known is None or not table.is_to_come(known.key) or known.key in held:
@@ -401,8 +571,8 @@ class SpareEngine(Engine):
         """Same-step mode: get the first observations of the next episodes. It may be done again, and goes on."""
         ends = self._ends
         if ends is None or ends.seq != request.seq:
-            lost = result.infos  # of rows that were rebuilt in this step: their next episode has begun
-            rows = [row for row in over if not lost.get(row, {}).get("restarted") and self.episodes.seeds[row] is not None]
+            known, lost = self.episodes.rows, result.infos  # of rows that were rebuilt in this step the next has begun
+            rows = [row for row in over if not lost.get(row, {}).get("restarted") and known[row].seed is not None]
             infos = {row: result.infos.get(row) or self._infos.one(row) for row in rows}
             ends = self._ends = _EpisodeEnds(request.seq, rows, infos, self.finals(rows) | result.finals)
         if ends.answer is None:
@@ -436,21 +606,17 @@ class SpareEngine(Engine):
             self.recorder.answered(begin)
         if settlement.result is None:
             settlement.result = self.read((worker, begin.answers[worker.index]) for worker in begin.workers)
-        if (error := self.recovery.resolve(settlement)) is None and self.policy.restart:
-            self.recovery.remembered.keep(ends.rows, all_rows=False)
+        if (error := self.resolve(settlement)) is None and self.policy.restart:
+            self.remembered.keep(ends.rows, all_rows=False)
         return error
 
     def _begin_request(self, ends: _EpisodeEnds) -> Request:
-        request = Request(self.pool.next_seq(), "step", ())  # it is part of one
+        seeds = {row: self.episodes.seed_of(self.episodes.next_key(row)) for row in ends.rows}
+        parts = [(self.pool.workers[row], [row], Op.RESET_SOME, ([seed], None)) for row, seed in seeds.items()]
+        request = self.composed("step", parts)  # it is part of one
         self.batch.info_schemas[ends.rows] = NO_INFO
         self.batch.final[ends.rows] = False
         self.batch.requested[ends.rows] = request.seq
-        parts: dict[int, WorkerRequest] = {}
-        for row in ends.rows:
-            payload = [self.episodes.seed_of(self.episodes.next_key(row))], None
-            parts[row] = self.pool.stage(WorkerRequest(self.pool.workers[row], [row], Op.RESET_SOME, payload), request.seq)
-        request.parts = parts
-        request.workers = tuple(part.worker for part in parts.values())
         return request
 
     def _with_next(self, ends: _EpisodeEnds, result: Result) -> Result:
@@ -472,7 +638,7 @@ class SpareEngine(Engine):
         return replace(result, columns=True, infos=infos, finals=finals)
 
 
-def _has_begun(worker: ProcessWorker, key: EpisodeId) -> bool:
+def _has_begun(worker: SpareWorker, key: EpisodeId) -> bool:
     """Whether a worker begins an episode, or was sent the order to."""
     upcoming = worker.next_episode
     return upcoming is not None and upcoming.key == key and worker.place_sent == (worker.index, upcoming.number)

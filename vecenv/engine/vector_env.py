@@ -8,6 +8,7 @@ failed environment does not take the others along, and closing always ends.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import multiprocessing
 import os
@@ -15,8 +16,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
 from typing import Any
 
@@ -24,17 +24,17 @@ import numpy as np
 from gymnasium import Space, logger
 from gymnasium.core import ActType, Env, ObsType
 from gymnasium.error import CustomSpaceError
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.async_vector_env import AsyncState
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
 from vecenv.engine import published
-from vecenv.engine.engine import ActionStage, Engine, Policy
-from vecenv.engine.handles import ProcessWorker
+from vecenv.engine.engine import Engine, Policy
+from vecenv.engine.handles import PoolOptions, ProcessWorker
 from vecenv.engine.pool import WorkerPool
-from vecenv.engine.processes import PoolOptions
 from vecenv.engine.published import StatsFile
 from vecenv.engine.spares import SpareEngine, refuse_different
+from vecenv.engine.steps import ActionStage
 from vecenv.errors import ErrorRecord
 from vecenv.front.arguments import (
     GymnasiumAsync,
@@ -48,8 +48,7 @@ from vecenv.front.arguments import (
     seconds_of,
 )
 from vecenv.front.driver import Phase, advance
-from vecenv.front.guard import exclusive, is_within_a_call
-from vecenv.front.vector_env import VectorEnvBase
+from vecenv.front.vector_env import VectorEnvBase, exclusive, is_within_a_call
 from vecenv.link.observations import PickledStore, RegisteredStore, SharedStore, Store, has_dynamic_part
 from vecenv.planning.options import (
     BatchSize,
@@ -89,16 +88,9 @@ class EngineVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray]):
     plan: Plan | None = None
 
     def _take_options(
-        self,
-        env_fns: Sequence[Callable[[], Env[Any, Any]]],
-        shared_memory: bool,
-        copy: bool,
-        context: str | None,
-        daemon: bool,
-        observation_mode: Any,
-        autoreset_mode: str | AutoresetMode,
-        max_concurrency: int | None,
-    ) -> None:
+        self, env_fns: Sequence[Callable[[], Env[Any, Any]]], shared_memory: bool, copy: bool, context: str | None,
+        daemon: bool, observation_mode: Any, autoreset_mode: str | AutoresetMode, max_concurrency: int | None,
+    ) -> None:  # fmt: skip
         """Keep Gymnasium's own arguments, which programs may look at."""
         end_if_importing_main()
         self.closed = True  # until there is something to close
@@ -438,20 +430,11 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
     _asks_for_shared_memory = False  # whether `shared_memory=True` was given, and is not just the default
 
     def __new__(
-        cls,
-        env_fns: Any = None,
-        shared_memory: bool | None = None,
-        copy: bool = True,
-        context: str | None = None,
-        daemon: bool = True,
-        worker: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> AsyncVectorEnv[ObsType, ActType]:
+        cls, env_fns: Any = None, shared_memory: bool | None = None, copy: bool = True, context: str | None = None,
+        daemon: bool = True, worker: Any = None, *args: Any, **kwargs: Any,
+    ) -> AsyncVectorEnv[ObsType, ActType]:  # fmt: skip
         if worker is not None:
-            from vecenv.engine.custom_worker import with_custom_worker
-
-            return with_custom_worker(cls, kwargs)  # type: ignore[no-any-return]
+            return _with_custom_worker(cls, kwargs)  # type: ignore[no-any-return]
         if cls.__init__ is AsyncVectorEnv.__init__:
             check_names(kwargs, inspect.signature(cls).parameters, cls.__name__)
         self = super().__new__(cls)
@@ -461,36 +444,19 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
     def __init__(
         self,
         env_fns: Sequence[Callable[[], Env[Any, Any]]],
-        shared_memory: bool = True,
-        copy: bool = True,
-        context: StartMethod | None = None,
-        daemon: bool = True,
+        shared_memory: bool = True, copy: bool = True, context: StartMethod | None = None, daemon: bool = True,
         worker: Callable[..., None] | None = None,
         observation_mode: str | Space[Any] | tuple[Space[Any], Space[Any]] = "same",
-        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
-        max_concurrency: int | None = None,
+        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP, max_concurrency: int | None = None,
         *,
-        num_workers: NumWorkers = None,
-        use_caller: bool = False,
-        batch_size: BatchSize = None,
-        on_failure: OnFailure = "raise",
-        restart_limit: int | None = None,
-        restart_period: float = 60.0,
-        step_timeout: float | None = None,
-        start_timeout: float = 60.0,
-        threads_per_worker: int | None = None,
-        strict: bool = False,
-        dummy_env: bool | None = None,
-        isolate: bool | None = None,
-        worker_env: WorkerEnv | None = None,
-        worker_affinity: Sequence[int | Sequence[int]] | None = None,
-        preload: Sequence[str] | None = None,
-        ragged_infos: bool = False,
-        env_threads: int = 1,
-        spare_workers: int = 0,
-        generators: GeneratorsOption = "shared",
-        record_failures: str | os.PathLike[str] | FlightRecorder | None = None,
-    ) -> None:
+        num_workers: NumWorkers = None, use_caller: bool = False, batch_size: BatchSize = None,
+        on_failure: OnFailure = "raise", restart_limit: int | None = None, restart_period: float = 60.0,
+        step_timeout: float | None = None, start_timeout: float = 60.0, threads_per_worker: int | None = None,
+        strict: bool = False, dummy_env: bool | None = None, isolate: bool | None = None,
+        worker_env: WorkerEnv | None = None, worker_affinity: Sequence[int | Sequence[int]] | None = None,
+        preload: Sequence[str] | None = None, ragged_infos: bool = False, env_threads: int = 1, spare_workers: int = 0,
+        generators: GeneratorsOption = "shared", record_failures: str | os.PathLike[str] | FlightRecorder | None = None,
+    ) -> None:  # fmt: skip
         self._take_options(env_fns, shared_memory, copy, context, daemon, observation_mode, autoreset_mode, max_concurrency)
         self.worker, self.generators, self._recording = worker, generators, FlightRecorder.of(record_failures)
         check_options(
@@ -500,7 +466,12 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             isolate=isolate, worker_env=worker_env, ragged_infos=ragged_infos, env_threads=env_threads,
             generators=generators,
         )  # fmt: skip
-        self._take_spares(spare_workers, num_workers, use_caller, batch_size, env_threads)
+        self._spares = parse_spares(
+            spare_workers, self.num_envs, self.autoreset_mode, num_workers=num_workers, use_caller=use_caller,
+            batch_size=batch_size, max_concurrency=self.max_concurrency, env_threads=env_threads,
+        )  # fmt: skip
+        if self._spares:
+            refuse_different(env_fns)
         policy = Policy.of(
             on_failure, restart_limit, restart_period, step_timeout, start_timeout,
             gymnasiums_words=num_workers is None and not use_caller,
@@ -513,71 +484,48 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             env_fns, mp, start_timeout, here=False if dummy_env is None and worker_env else dummy_env,
             step="auto" in (num_workers, batch_size) or use_caller, daemon=daemon, variables=variables_of(worker_env, 0),
         )  # fmt: skip
-        if about_main := self._look_and_open(
-            (num_workers, use_caller, isolate, self._probe.times, batch_size),
-            (mp, policy, batch_size, threads_per_worker, strict, ragged_infos, worker_env, worker_affinity, env_threads),
-        ):
-            raise about_main
-
-    def _look_and_open(self, for_plan: tuple[Any, ...], to_open: tuple[Any, ...]) -> RuntimeError | None:
-        """Find out what the environments are and how many workers there will be, and start these.
-
-        Returns:
-            What is wrong with the program's main file. Its traceback would say nothing, so it is for the caller to raise.
-        """
+        about_main = None
         try:
-            self._read_spaces(self.env_fns)
-            self.num_workers, self._share, self.plan = workers_and_share(self.num_envs, *for_plan)
-            self._start(*to_open)
+            self._read_spaces(env_fns)
+            self.num_workers, share, self.plan = workers_and_share(
+                self.num_envs, num_workers, use_caller, isolate, self._probe.times, batch_size
+            )
+            options = self._pool_options(mp, policy, worker_env, worker_affinity)
+            engine = self._start_engine(options, policy, share, threads_per_worker, strict, ragged_infos, env_threads)
+            if batch_size == "auto":
+                batch_size = self._use_plan(engine, env_threads)
+            self._adopt(engine, batch_size)
         except RuntimeError as error:
             if not is_about_main(error):
                 raise
-            error.__context__ = None
-            return error.with_traceback(None)
-        return None
+            about_main, error.__context__ = error.with_traceback(None), None  # its traceback would say nothing
+        if about_main is not None:
+            raise about_main
 
-    def _take_spares(
-        self, spare_workers: int, num_workers: NumWorkers, use_caller: bool, batch_size: BatchSize, env_threads: int
-    ) -> None:
-        self._spares = parse_spares(
-            spare_workers, self.num_envs, self.autoreset_mode, num_workers=num_workers, use_caller=use_caller,
-            batch_size=batch_size, max_concurrency=self.max_concurrency, env_threads=env_threads,
-        )  # fmt: skip
-        if self._spares:
-            refuse_different(self.env_fns)
-
-    def _start(
-        self,
-        context: Any,
-        policy: Policy,
-        batch_size: BatchSize,
-        threads_per_worker: int | None,
-        strict: bool,
-        ragged: bool,
-        worker_env: WorkerEnv | None,
+    def _pool_options(
+        self, context: Any, policy: Policy, worker_env: WorkerEnv | None,
         worker_affinity: Sequence[int | Sequence[int]] | None,
-        env_threads: int,
-    ) -> None:
-        """Start the workers."""
-        threads = threads_per_worker or max(1, usable_cores() // max(self.num_workers, 1))
+    ) -> PoolOptions:  # fmt: skip
+        """How to run the workers."""
         options = PoolOptions(context, self.daemon, type(self).__name__, policy.start_timeout, self.max_concurrency)
+        processes = self.num_workers + self._spares
         if worker_env:
-            options.variables = [variables_of(worker_env, index) for index in range(self.num_workers + self._spares)]
-            _warn_of_late(options)
+            options.variables = [variables_of(worker_env, index) for index in range(processes)]
+            if context.get_start_method() == "fork" and (late := too_late(options.variables)):
+                read = ", ".join(f"{name} (by {module})" for name, module in late.items())
+                logger.warn(
+                    "%s",
+                    f"`worker_env` comes too late for what this process has imported, and every forked worker with it: "
+                    f"{read}. Use context='spawn', or 'forkserver'.",
+                )
         if worker_affinity is not None:
-            options.placements = bound_placements(worker_affinity, self.num_workers + self._spares)
-        at_once = None
-        if batch_size == "auto":
-            assert self.plan is not None
-            batch_size = self.plan.batch_size
-            at_once = self.plan.rows_at_once if env_threads == 1 and self.max_concurrency is None else None
-        engine = self._start_engine(options, policy, threads, strict, ragged, env_threads)
-        engine.rows_at_once = at_once
-        self._adopt(engine, batch_size)
+            options.placements = bound_placements(worker_affinity, processes)
+        return options
 
     def _start_engine(
-        self, options: PoolOptions, policy: Policy, threads: int, strict: bool, ragged: bool, env_threads: int
-    ) -> Engine:
+        self, options: PoolOptions, policy: Policy, share: int, threads: int | None, strict: bool, ragged: bool,
+        env_threads: int,
+    ) -> Engine:  # fmt: skip
         """Lay out the shared memory, choose how observations travel, and start the workers."""
         observations = fixed_tree(self.single_observation_space) if self.shared_memory else None
         actions = fixed_tree(self.single_action_space, "action")
@@ -593,26 +541,28 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             return registered or PickledStore(self.single_observation_space, self.num_envs)
 
         plan = WorkerPlan(
-            layout,
-            self.autoreset_mode,
+            layout, self.autoreset_mode,
             Expected(self.observation_mode, self.single_observation_space, self.single_action_space),
             None if registered is None else (self.single_observation_space, registered.memory),
-            threads,
-            strict,
-            ragged,
-            env_threads,
-            ahead=self._spares > 0,
-            generators=self.generators,
-        )
+            threads or max(1, usable_cores() // max(self.num_workers, 1)),
+            strict, ragged, env_threads, ahead=self._spares > 0, generators=self.generators,
+        )  # fmt: skip
         kind = SpareEngine if self._spares else self._engine_class
-        engine = kind(self.env_fns, layout, make_store, plan, options, policy, self.num_workers, self._share)
+        engine = kind(self.env_fns, layout, make_store, plan, options, policy, self.num_workers, share)
         if self._recording is not None:
             save = weakref.WeakMethod(engine.snapshots)
             engine.recorder = engine.ledger.recorder = Recorder(
                 self._recording, self.env_fns, self._env_id, layout, engine.arena.buffer, plan, save,
-                partial(np.sum, engine.batch.worker_time),
+                functools.partial(np.sum, engine.batch.worker_time),
             )  # fmt: skip
         return engine
+
+    def _use_plan(self, engine: Engine, env_threads: int) -> int | None:
+        """The batch size of the plan; and how many rows go in one message, where a worker goes through them one by one."""
+        assert self.plan is not None
+        if env_threads == 1 and self.max_concurrency is None:
+            engine.rows_at_once = self.plan.rows_at_once
+        return self.plan.batch_size
 
     # -- spaces -----------------------------------------------------------------------------------------------------
 
@@ -663,12 +613,53 @@ class AsyncVectorEnv(EngineVectorEnv[ObsType, ActType], GymnasiumAsync):  # type
             return None
 
 
-def _warn_of_late(options: PoolOptions) -> None:
-    """A forked worker has what this process has imported: say which variables come too late for that."""
-    if options.context.get_start_method() == "fork" and (late := too_late(options.variables)):
-        read = ", ".join(f"{name} (by {module})" for name, module in late.items())
-        logger.warn(
-            "%s",
-            f"`worker_env` comes too late for what this process has imported, and every forked worker with it: {read}. "
-            "Use context='spawn', or 'forkserver'.",
+# -- custom workers -----------------------------------------------------------------------------------------------------
+#
+# A custom ``worker`` function speaks Gymnasium's own pipe protocol, so Gymnasium's own class has to be there to hear it.
+# ``vecenv.AsyncVectorEnv(..., worker=f)`` is therefore an object of both classes, in which Gymnasium's methods come first:
+# it behaves exactly as ``gymnasium.vector.AsyncVectorEnv(..., worker=f)``, and options that only our engine has are refused.
+
+class _Attribute:
+    """A plain attribute again, where our class has a property of that name."""
+
+    def __set_name__(self, owner: type[Any], name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type[Any]) -> Any:
+        try:
+            return instance.__dict__[self._name]
+        except KeyError:
+            raise AttributeError(self._name) from None
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        instance.__dict__[self._name] = value
+
+
+class _GymnasiumsOwn(GymnasiumAsync):
+    """Gymnasium's methods, before ours in the order of methods, where the class that they are from comes after ours."""
+
+    locals().update({name: value for name, value in vars(GymnasiumAsync).items() if not name.startswith("__")})
+    __init__ = GymnasiumAsync.__init__
+    __del__ = GymnasiumAsync.__del__
+    observations, processes, parent_pipes = _Attribute(), _Attribute(), _Attribute()
+    error_queue, copy, _state = _Attribute(), _Attribute(), _Attribute()
+    close = VectorEnv.close
+
+    def __repr__(self) -> str:
+        return GymnasiumAsync.__repr__(self)
+
+
+@functools.cache
+def _of_both(cls: type[Any]) -> type[Any]:
+    return type(cls.__name__, (_GymnasiumsOwn, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def _with_custom_worker(cls: type[Any], options: Mapping[str, Any]) -> Any:
+    """A new object for ``AsyncVectorEnv.__new__`` to return; Python then calls its ``__init__``, which is Gymnasium's."""
+    ours, theirs = (inspect.signature(one.__init__).parameters for one in (AsyncVectorEnv, GymnasiumAsync))
+    if refused := [name for name in ours if name in options and name not in theirs]:
+        raise ValueError(
+            f"{', '.join(f'`{name}`' for name in refused)} cannot be combined with a custom `worker`, which is run by "
+            "gymnasium.vector.AsyncVectorEnv; leave one of them out"
         )
+    return object.__new__(_of_both(cls))  # type: ignore[arg-type]

@@ -108,13 +108,9 @@ def milliseconds(deadline: float | None) -> float | None:
     return None if deadline is None else max(deadline - time.monotonic(), 0.0) * 1000
 
 
-_FEW = 64
+# -- what calls are given ----------------------------------------------------------------------------------------------
 
-__all__ = [
-    "OnlyMask", "ResetOptions", "check_env_fns", "check_names", "check_switches", "count_of", "env_ids_of", "least_of",
-    "mode_of", "options_of_rows", "refuse_options", "reset_mask_of", "rows_of", "seeds_of",
-    "wrong_shape",
-]  # fmt: skip
+_FEW: Final = 64
 
 ResetOptions: TypeAlias = dict[str, Any] | Sequence[dict[str, Any] | None] | None
 """Options of a reset: one dict for every environment, or a sequence with one (or ``None``) for each."""
@@ -358,7 +354,10 @@ def env_ids_of(env_id: Any, num_envs: int) -> npt.NDArray[np.intp]:
         wide = ids.astype(np.int64)
         # one comparison for both ends: negative numbers become huge without their sign
         outside = bool(np.maximum.reduce(wide.view(np.uint64)) >= num_envs)
-        twice = not outside and np.count_nonzero(_table(wide, num_envs)) != len(ids)
+        if not outside:
+            named = np.zeros(num_envs, np.bool_)
+            named[wide] = True
+            twice = np.count_nonzero(named) != len(ids)
     if outside:
         raise ValueError(f"env_id must lie within 0..{num_envs - 1}, got {ids.tolist()}")
     if twice:
@@ -371,22 +370,13 @@ def rows_of(env_id: Any, num_envs: int) -> list[int]:
     return list(range(num_envs)) if env_id is None else env_ids_of(env_id, num_envs).tolist()
 
 
-def _table(ids: npt.NDArray[np.int64], num_envs: int) -> npt.NDArray[np.bool_]:
-    """Which environments are named."""
-    named = np.zeros(num_envs, np.bool_)
-    named[ids] = True
-    return named
-
-
-def count_of(count: Any, batch_size: int, num_envs: int) -> int:
-    """How many environments a ``recv`` is to return: ``count``, or ``batch_size`` for ``None``.
+def count_of(count: Any, num_envs: int) -> int:
+    """How many environments a ``recv`` is to return.
 
     Raises:
         TypeError: No integer.
         ValueError: Not from 1 to ``num_envs``.
     """
-    if count is None:
-        return batch_size
     return _rows_within("count", count, num_envs, f"num_envs={num_envs},")
 
 

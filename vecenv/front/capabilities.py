@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
-__all__ = ["FIGURES", "Capabilities", "capabilities_of", "figures", "unable"]
+__all__ = ["FIGURES", "Capabilities", "OfWorkers", "capabilities_of", "figures", "unable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,28 @@ def unable(envs: object, what: str, reason: str) -> NoReturn:
     """Say that a backend cannot do something, in the one way there is; ``envs`` is what does it, or its name."""
     name = envs if isinstance(envs, str) else type(envs).__name__
     raise NotImplementedError(f"{name} cannot {what}: {reason}")
+
+
+class _Unable(NotImplementedError, AttributeError):
+    """So that ``hasattr`` and ``getattr`` with a default go on telling what there is."""
+
+
+class OfWorkers:
+    """An attribute that only a backend with workers has: reading it on another one says so."""
+
+    def __init__(self, capability: str = "workers") -> None:
+        self._capability = capability
+
+    def __set_name__(self, owner: type[Any], name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type[Any]) -> Any:
+        if instance is None:
+            return self
+        try:
+            instance._need(self._capability, self._name)
+        except NotImplementedError as error:
+            raise _Unable(*error.args) from None
 
 
 FIGURES: Final = (

@@ -6,21 +6,26 @@ they are here, once. What differs is the driver.
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import get_ident
-from typing import Any, ClassVar, Final, Generic, NoReturn
+from types import FrameType
+from typing import Any, ClassVar, Concatenate, Final, Generic, NoReturn, ParamSpec, TypeVar
 
+import gymnasium
 import numpy as np
 import numpy.typing as npt
 from gymnasium.core import ActType, ObsType
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.vector_env import ArrayType
 
-from vecenv.errors import ErrorRecord
+from vecenv.errors import BusyError, ErrorRecord, ForkedError, VecEnvError
 from vecenv.front.arguments import (
     NotClosedUnasked,
     ResetOptions,
@@ -33,11 +38,13 @@ from vecenv.front.arguments import (
     rows_of,
     seeds_of,
 )
-from vecenv.front.capabilities import Capabilities, unable
+from vecenv.front.capabilities import Capabilities, OfWorkers, unable
 from vecenv.front.driver import Driver, Phase, advance
-from vecenv.front.guard import exclusive
 
-__all__ = ["VectorEnvBase"]
+__all__ = ["VectorEnvBase", "exclusive", "is_within_a_call"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _PATIENCE: Final = 60.0  # close() without a timeout waits this long for another thread's call
 _RESERVED: Final = ("reset", "step", "close", "_setattr", "_check_spaces")
@@ -49,27 +56,116 @@ _HALVES: Final = {
 """Call -> the two that it is made of."""
 
 
-class _Unable(NotImplementedError, AttributeError):
-    """So that ``hasattr`` and ``getattr`` with a default go on telling what there is."""
+# -- one call at a time: one thread, in the process that built the environments, until they are closed -----------------
+#
+# The guard also hands answers over. An answer counts as taken when the caller has it, and not before: a method prepares what
+# is pending afterwards (:attr:`vecenv.front.driver.Driver.next_pending`), and the guard puts that in place on the line that
+# returns. Whatever a signal handler raises before leaves the answer pending. CPython looks for signals and for other threads
+# after calls and at jumps: there is none on that line, nor between the look at ``caller`` and the store into it.
+
+_OURS: Final = VecEnvError, gymnasium.error.Error, AlreadyPendingCallError, NoAsyncCallError
+_BARE: Final = {AssertionError, AttributeError, IndexError, KeyError, OSError, RuntimeError, TypeError, ValueError}
 
 
-class _OfWorkers:
-    """An attribute that only a backend with workers has: reading it on another one says so."""
+def exclusive(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Let one call in at a time, and lose no answer on its way out.
 
-    def __init__(self, capability: str = "workers") -> None:
-        self._capability = capability
+    Raises (the decorated method):
+        ForkedError: In a child of the process that built the vector environment.
+        ClosedEnvironmentError: After ``close()``.
+        BusyError: Another call is under way, in another thread or around this one.
+    """
 
-    def __set_name__(self, owner: type[Any], name: str) -> None:
-        self._name = name
+    name = method.__name__
 
-    def __get__(self, instance: Any, owner: type[Any]) -> Any:
-        if instance is None:
-            return self
+    @functools.wraps(method)
+    def guarded(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        driver, me = self._driver, get_ident()
+        if driver.caller or driver.barred or self._in_halves:
+            if name in self._in_halves:
+                return self._make_in_halves(name, args, kwargs)  # type: ignore[no-any-return]
+            if driver.caller or driver.barred:
+                _require_right(self, driver, name)
         try:
-            instance._need(self._capability, self._name)
-        except NotImplementedError as error:
-            raise _Unable(*error.args) from None
+            ended = driver.last_call_ended
+            driver.caller = me
+            driver.last_call_ended = False
+            driver.next_pending = driver.pending_error = None
+            if not ended:
+                driver.resume()
+            answer = method(self, *args, **kwargs)
+            if driver.barred:
+                _raise_barred(self, driver)
+            next_pending = driver.next_pending
+            driver.caller, driver.last_call_ended = 0, True
+        except BaseException as error:
+            driver.caller = 0
+            if not _is_answer(self, driver, error):
+                raise
+            driver.pending_error = None
+            driver.pending = driver.next_pending; raise  # noqa: E702 - no call and no jump between the two
+        if next_pending is None:
+            return answer
+        driver.pending = next_pending; return answer  # noqa: E702 - likewise
 
+    return guarded
+
+
+def _is_answer(envs: Any, driver: Any, error: BaseException) -> bool:
+    """Whether the exception that a call ends by is its answer."""
+    if driver.barred:
+        driver.leave()
+        # What a signal handler raised comes out as it is. So only exceptions count that may follow from a thing that is
+        # gone: our own classes and Gymnasium's, and the bare ones of Python, not what is derived from these.
+        if driver.barred != "forked" and (isinstance(error, _OURS) or type(error) in _BARE):
+            try:
+                _raise_barred(envs, driver)
+            except ClosedEnvironmentError as closed:
+                raise closed from error
+    return error is driver.pending_error and driver.next_pending is not None
+
+
+def _raise_barred(envs: Any, driver: Any) -> NoReturn:
+    """Say that the vector environment was closed, or that this is another process. Lets go of what a call still used."""
+    kind = type(envs).__name__
+    if driver.barred == "forked":
+        raise ForkedError(
+            f"this {kind} belongs to another process (pid {driver.owner}); a forked child cannot use {driver.own_means}: "
+            "build a new one in the child"
+        )
+    driver.leave()
+    raise ClosedEnvironmentError(f"Trying to operate on `{kind}`, after a call to `close()`.")
+
+
+def _require_right(envs: Any, driver: Any, method: str) -> None:
+    """Refuse a call where there is a reason to."""
+    kind = type(envs).__name__
+    if driver.barred:
+        _raise_barred(envs, driver)
+    if driver.caller != get_ident():
+        raise BusyError(f"another thread is in a call on this {kind}; `{method}` was refused")
+    if is_within_a_call(envs, 3):  # around the one that asks
+        raise BusyError(f"a call on this {kind} is under way in this thread; `{method}` was refused")
+
+
+def is_within_a_call(envs: object, depth: int = 1) -> bool:
+    """Whether a call on a vector environment is on this thread's stack, from that many frames up on.
+
+    ``caller`` alone does not tell: an exception that falls into the very first instruction after a call has failed leaves it
+    as it was.
+    """
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None:
+        if frame.f_code is _GUARDED and frame.f_locals["self"] is envs and "ended" in frame.f_locals:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_GUARDED: Final = exclusive(is_within_a_call).__code__
+
+
+# -- the vector environment ---------------------------------------------------------------------------------------------
 
 class VectorEnvBase(NotClosedUnasked, VectorEnv[ObsType, ActType, ArrayType], Generic[ObsType, ActType, ArrayType]):
     """The front of all backends.
@@ -221,13 +317,9 @@ class VectorEnvBase(NotClosedUnasked, VectorEnv[ObsType, ActType, ArrayType], Ge
 
     @exclusive
     def recv(
-        self,
-        timeout: float | None = None,
-        *,
-        count: int | None = None,
-        at_least: int | None = None,
+        self, timeout: float | None = None, *, count: int | None = None, at_least: int | None = None,
         within: float | None = None,
-    ) -> tuple[Any, ArrayType, ArrayType, ArrayType, dict[str, Any]]:
+    ) -> tuple[Any, ArrayType, ArrayType, ArrayType, dict[str, Any]]:  # fmt: skip
         """The next ``count`` environments that are done, of :meth:`send` or :meth:`reset_async`, in the order of their ends.
 
         Args:
@@ -254,7 +346,7 @@ class VectorEnvBase(NotClosedUnasked, VectorEnv[ObsType, ActType, ArrayType], Ge
         """
         driver = self._driver
         if count is not None:
-            count = count_of(count, self.num_envs, self.num_envs)
+            count = count_of(count, self.num_envs)
         deadline = None if timeout is None else deadline_of(timeout)
         if at_least is within is None:
             answer = driver.recv(count, deadline)
@@ -560,9 +652,9 @@ class VectorEnvBase(NotClosedUnasked, VectorEnv[ObsType, ActType, ArrayType], Ge
         "env_fns", "observations", "shared_memory", "context", "daemon", "worker", "observation_mode", "max_concurrency",
         "generators", "processes", "parent_pipes", "worker_rows",
     ):  # fmt: skip
-        locals()[_name] = _OfWorkers()
+        locals()[_name] = OfWorkers()
     del _name
-    local_envs: Any = _OfWorkers("attributes")
+    local_envs: Any = OfWorkers("attributes")
 
     # -- what can be looked at -------------------------------------------------------------------------------------
 
@@ -672,10 +764,7 @@ class VectorEnvBase(NotClosedUnasked, VectorEnv[ObsType, ActType, ArrayType], Ge
             NotImplementedError: Says which backend it is, and why.
         """
         if not getattr(self.capabilities, capability, False):
-            self._refuse(f"`{name}`", self._driver.reason(capability))
-
-    def _refuse(self, what: str, reason: str) -> NoReturn:
-        unable(self, what, reason)
+            unable(self, f"`{name}`", self._driver.reason(capability))
 
     @property
     def _phase(self) -> Phase:

@@ -83,7 +83,7 @@ class Row:
         beside: What a vector environment over the engine knows about the row.
         generators: With ``generators="own"``, the states of the row's.
         episodes: With spare workers, where the seeds of its episodes come from
-            (:meth:`vecenv.engine.episodes.EpisodeTable.source`).
+            (:meth:`vecenv.engine.spares.EpisodeTable.source`).
     """
 
     kind: Kind

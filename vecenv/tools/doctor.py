@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from vecenv.engine.processes import DESCRIPTORS, SPARE_DESCRIPTORS
+from vecenv.engine.handles import DESCRIPTORS, SPARE_DESCRIPTORS
 from vecenv.errors import how_to_install
 from vecenv.shm.arena import available_memory, memory_limits
 from vecenv.system.cores import usable_cores

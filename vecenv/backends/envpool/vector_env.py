@@ -18,8 +18,7 @@ from vecenv.backends.envpool.drivers import FirstReadyDriver, PoolDriver, Seedin
 from vecenv.backends.envpool.rows import PoolRows
 from vecenv.backends.envpool.task import Seed, Task, check_options, seeds_within, spread, task_ids
 from vecenv.front.arguments import mode_of
-from vecenv.front.guard import exclusive
-from vecenv.front.vector_env import VectorEnvBase
+from vecenv.front.vector_env import VectorEnvBase, exclusive
 
 __all__ = ["EnvPoolVectorEnv", "PoolVectorEnv"]
 

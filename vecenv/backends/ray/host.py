@@ -23,11 +23,9 @@ from typing import Any, Final
 import numpy as np
 
 from vecenv.engine.engine import Engine
-from vecenv.engine.handles import envs_text
+from vecenv.engine.handles import PoolOptions, envs_text
 from vecenv.engine.pending import COMMANDS, Death, Result, Settlement, Worker
 from vecenv.engine.pool import WorkerPool
-from vecenv.engine.processes import PoolOptions
-from vecenv.engine.saving import put_beside
 from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import WorkerDied
 from vecenv.front.arguments import options_of_rows, reset_mask_of, seeds_of
@@ -271,12 +269,12 @@ class Host:
         result = settlement.result
         assert result is not None
         if op is Op.LOAD:
-            put_beside(engine, {row: self._coming[row].row for row in result.results if row in self._coming})
+            engine.put_beside({row: self._coming[row].row for row in result.results if row in self._coming})
         outcome.results = self._moved(result.results)
         if op <= Op.REBUILD_SOME:
             self._page(op, rows, result, reply, outcome)
             if engine.policy.restart:
-                engine.recovery.remembered.keep(range(self.num_envs) if rows is None else rows, all_rows=rows is None)
+                engine.remembered.keep(range(self.num_envs) if rows is None else rows, all_rows=rows is None)
         if engine.warned_of_draws and not self._warned_of_draws:
             outcome.warnings.append(("generators", engine.warned_of_draws))
             self._warned_of_draws = True
@@ -374,11 +372,11 @@ class Host:
         if not (result.failures or result.deaths or settlement.lost):
             return
         if engine.policy.restart and settlement.command in ("step", "reset"):
-            error = engine.recovery.resolve(settlement)
+            error = engine.resolve(settlement)
             if error is not None:  # more restarts than the budget has
                 reply.error = pack_error(error)
         else:
-            engine.ledger.record(settlement, result.failures, result.deaths)
+            engine.ledger.record(settlement, result)
             outcome.failures += [self._shipped(failure) for failure, _ in result.failures]
             # rows that were sent before it was known that their worker had died hear of it as well
             dead = [worker.death for worker in engine.pool.workers if not set(settlement.lost).isdisjoint(worker.rows)]
@@ -386,7 +384,7 @@ class Host:
             for death in deaths.values():
                 row = next((row for row in settlement.rows if row in death.envs), death.envs[0])
                 outcome.failures.append(Failure(self._first + row, pack_error(self._death(death))))
-            engine.ledger.mark_failed(result.failures, result.deaths, settlement.rows, all_of_them=False)
+            engine.ledger.mark_failed(result, settlement.rows, all_of_them=False)
         reply.lost = self._lost()
 
     def _death(self, death: Death) -> WorkerDied:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Protocol
 
 import cloudpickle
 import numpy as np
@@ -21,9 +21,9 @@ from gymnasium.error import ClosedEnvironmentError
 
 from vecenv.backends.ray.host import HostPlan, HostReady, HostReply, Packing
 from vecenv.engine.handles import command_of, envs_text
-from vecenv.engine.pending import ONLY_COLUMNS, PLAIN, Answer, Death, PendingRequests, Request, WorkerRequest
+from vecenv.engine.pending import ONLY_COLUMNS, PLAIN, Answer, Death, PendingRequests, Request, Worker, WorkerRequest
 from vecenv.errors import HostDied, StartupTimeout
-from vecenv.front.guard import left_in_a_fork
+from vecenv.front.driver import left_in_a_fork
 from vecenv.link.infos import NO_INFO
 from vecenv.link.messages import Failure, Op, unpack_error
 from vecenv.shm import Arena, Batch
@@ -68,26 +68,17 @@ class Hosts(Protocol):
         """End everything."""
 
 
-class RemoteHost:
-    """A host, seen from the caller."""
-
-    local: Literal[False] = False
+class RemoteHost(Worker):
+    """A host, seen from the caller. No process of this machine can inspect it."""
 
     def __init__(
         self, plan: HostPlan, actor: Any, ready: HostReady, hosts: Hosts, table: PendingRequests | None = None
     ) -> None:
-        self.index = plan.index
-        self.rows = plan.rows
-        self.death: Death | None = None
+        super().__init__(plan.index, plan.rows, ready.pid, f"host {plan.index} (node {ready.node}), pid {ready.pid}")
         self.plan = plan
         self.actor = actor
-        self.pid = ready.pid
         self.node = ready.node
         self.num_workers = ready.num_workers
-        self.label = f"host {self.index} (node {self.node}), pid {self.pid}"
-        self.exitcode: int | None = None
-        self.overdue = False
-        self.paid = False
         self._hosts = hosts
         self._table = table
 
@@ -138,19 +129,9 @@ class RemoteHost:
         if self._table is not None and self.death is not None:
             self._table.mark_lost(self, self.death)
 
-    # What a worker process has, so that a host can be late and be ended like one.
-
-    def stack(self) -> str:
-        """No process of this machine can inspect it."""
-        return ""
-
     def signal(self, number: int) -> None:
         """End it, whatever the signal."""
         self._hosts.kill(self.actor)
-
-    def is_stopped(self) -> bool:
-        """Not known."""
-        return False
 
 
 class HostPool:

@@ -25,9 +25,8 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space
 from vecenv.backends.ray.host import HostPlan, HostReady
 from vecenv.backends.ray.pool import GRACE, HostPool, RemoteHost
 from vecenv.engine.engine import Engine, Policy, shares
-from vecenv.engine.handles import command_of, envs_text
+from vecenv.engine.handles import PoolOptions, command_of, envs_text
 from vecenv.engine.pending import Answer, Result, Worker
-from vecenv.engine.processes import PoolOptions
 from vecenv.engine.recovery import writeable
 from vecenv.engine.vector_env import EngineVectorEnv
 from vecenv.errors import ErrorRecord, how_to_install

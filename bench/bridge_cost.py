@@ -32,7 +32,7 @@ from gymnasium.vector.utils import batch_space
 from jax.experimental import io_callback
 
 from vecenv.jax import bridge
-from vecenv.jax.host_call import host_call
+from vecenv.jax.bridging import host_call
 from vecenv.tools.benchmark import take_turns
 
 SHAPES = {

@@ -65,8 +65,7 @@ class CallbackHost:
         timeout: Seconds that an answer may take; ``None`` waits for ever. ``"auto"``: see :func:`vecenv.jax.bridge`.
 
     Attributes:
-        failure: The exception of the last call that failed, with its number; see
-            :func:`~vecenv.jax.host_call.host_function`.
+        failure: The exception of the last call that failed, with its number; see :func:`vecenv.jax.run`.
     """
 
     def __init__(self, envs: VectorEnv[Any, Any, Any], infos: InfoColumns, timeout: float | str | None) -> None:

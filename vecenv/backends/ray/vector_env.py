@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import operator
 import os
 import sys
 import time
@@ -182,21 +183,12 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
     _cluster: Any = None  # a Cluster, or what stands in for one
 
     def __init__(
-        self,
-        env_fns: Sequence[Callable[[], Env[Any, Any]]],
-        *,
-        num_hosts: int | None = None,
-        envs_per_host: int | None = None,
-        workers_per_host: int | str | None = "auto",
-        address: str | None = None,
-        placement: str | None = None,
-        batch_size: int | None = None,
-        on_failure: str = "raise",
-        restart_limit: int | None = None,
-        restart_period: float = 60.0,
-        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
-        **engine_options: Any,
-    ) -> None:
+        self, env_fns: Sequence[Callable[[], Env[Any, Any]]], *, num_hosts: int | None = None,
+        envs_per_host: int | None = None, workers_per_host: int | str | None = "auto", address: str | None = None,
+        placement: str | None = None, batch_size: int | None = None, on_failure: str = "raise",
+        restart_limit: int | None = None, restart_period: float = 60.0,
+        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP, **engine_options: Any,
+    ) -> None:  # fmt: skip
         self.closed = True  # until there is something to close
         check_env_fns(env_fns, type(self).__name__)
         env_fns = list(env_fns)
@@ -211,9 +203,7 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
         step_timeout = engine_options.get("step_timeout")
         if isinstance(batch_size, str):
             raise ValueError(f"`batch_size` must be None or an int within 1..{len(env_fns)}, got {batch_size!r}.")
-        recovery: dict[str, Any] = {
-            "on_failure": on_failure, "restart_limit": restart_limit, "restart_period": restart_period
-        }  # fmt: skip
+        recovery: Any = {"on_failure": on_failure, "restart_limit": restart_limit, "restart_period": restart_period}
         check_options(len(env_fns), batch_size, num_workers=workers_per_host, **recovery, **engine_options)
         self.generators = engine_options.get("generators", "shared")
         if (recording := FlightRecorder.of(engine_options.get("record_failures"))) is not None:
@@ -257,7 +247,7 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
             self.single_observation_space = first.observation_space
             self.observation_space = batch_space(first.observation_space, self.num_envs)
             if mode == "same":
-                fits = _equal
+                fits = operator.eq
         self._mismatches = _disagreements(plans, pool.readies, fits)
         if mode == "different" and not self._mismatches:
             self.observation_space = batch_differing_spaces(
@@ -344,10 +334,6 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
     def __repr__(self) -> str:
         text = super().__repr__()
         return text.replace("num_envs=", f"hosts={self.num_hosts}, num_envs=", 1) if hasattr(self, "num_hosts") else text
-
-
-def _equal(one: Any, other: Any) -> bool:
-    return bool(one == other)
 
 
 def _check(env_fns: Sequence[Any], num_hosts: Any, envs_per_host: Any, placement: Any, engine_options: Any) -> None:

@@ -9,6 +9,7 @@ state is not hidden for good: read ``envs.state`` to keep a checkpoint, assign i
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import inspect
 import pickle
 import re
@@ -34,7 +35,7 @@ from vecenv.front.lockstep import LockstepDriver
 from vecenv.front.vector_env import VectorEnvBase
 from vecenv.jax.env import EnvState
 from vecenv.jax.functional import GONE, FunctionalVectorEnv
-from vecenv.jax.interop import entropy_seeds, from_torch, masked_infos, require_torch, seed_keys, to_numpy, to_torch
+from vecenv.jax.interop import entropy_seeds, from_torch, masked_infos, seed_keys, to_numpy, to_torch
 from vecenv.jax.libraries import adapt, make_env
 from vecenv.state.snapshots import FORMAT, Kind, Snapshot, Snapshots, StateDict, parse_snapshots
 from vecenv.system.uninterrupted import succeeds_when_repeated
@@ -95,8 +96,8 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
         self.closed = True  # until there is something to close
         if to not in ("numpy", "jax", "torch"):
             raise ValueError(f"to must be 'numpy', 'jax' or 'torch', got {to!r}.")
-        if to == "torch":
-            require_torch()
+        if to == "torch" and importlib.util.find_spec("torch") is None:  # now, and not in the first reset
+            raise ImportError("to='torch' needs torch, not installed here: pip install torch")
         if render_mode not in (None, "rgb_array"):
             raise ValueError(f"render_mode must be None or 'rgb_array', got {render_mode!r}.")
         functional = functional_of(env, num_envs, library, options)

@@ -13,7 +13,6 @@ nothing. JAX arrays cannot be written to and are given as they are.
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,10 +25,7 @@ from gymnasium import spaces
 from vecenv.jax.env import Array, Fixed, PyTree
 from vecenv.jax.libraries import adapt
 
-__all__ = [
-    "GymEnv", "entropy_seeds", "from_torch", "jax_space", "masked_infos", "require_torch", "seed_keys", "to_numpy",
-    "to_torch",
-]  # fmt: skip
+__all__ = ["GymEnv", "entropy_seeds", "from_torch", "jax_space", "masked_infos", "seed_keys", "to_numpy", "to_torch"]
 
 
 def to_numpy(space: gym.Space[Any], tree: PyTree) -> Any:
@@ -68,16 +64,6 @@ def masked_infos(info: dict[str, Any], mask: Any) -> dict[str, Any]:
 @jax.jit
 def _own(tree: PyTree) -> PyTree:
     return jax.tree.map(jnp.copy, tree)
-
-
-def require_torch() -> None:
-    """Raise ``ImportError`` now, not in the first reset, where torch is not installed."""
-    try:
-        importlib.import_module("torch")
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise ImportError("to='torch' needs torch, not installed here: pip install torch") from error
 
 
 def to_torch(tree: PyTree) -> Any:
@@ -313,13 +299,11 @@ def _floats(space: spaces.Box, key: Array, dtype: Any) -> Array:
 
 def _holds(space: Any, x: Any) -> Array:
     no, yes = jnp.asarray(False), jnp.asarray(True)
-    if isinstance(space, spaces.Dict):
-        same = isinstance(x, dict) and set(x) == set(space.spaces)
-        held = [_holds(inner, x[name]) for name, inner in space.spaces.items()] if same else [no]
-        return jnp.all(jnp.stack([yes, *held]))
-    if isinstance(space, spaces.Tuple):
-        same = isinstance(x, tuple) and len(x) == len(space.spaces)
-        held = [_holds(inner, one) for inner, one in zip(space.spaces, x, strict=True)] if same else [no]
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        keyed, inner = isinstance(space, spaces.Dict), space.spaces
+        names: Any = list(inner) if keyed else range(len(inner))
+        same = isinstance(x, dict if keyed else tuple) and set(x if keyed else range(len(x))) == set(names)
+        held = [_holds(inner[name], x[name]) for name in names] if same else [no]
         return jnp.all(jnp.stack([yes, *held]))
     x = jnp.asarray(x)
     if x.shape != space.shape or not _fits(x.dtype, space):

@@ -79,6 +79,7 @@ class RemoteHost:
         self.death: Death | None = None
         self.plan = plan
         self.actor = actor
+        self.ready = ready
         self.pid = ready.pid
         self.node = ready.node
         self.num_workers = ready.num_workers
@@ -151,7 +152,6 @@ class HostPool:
     own = None  # this process steps none of the environments
 
     def __init__(self, hosts: Hosts, plans: Sequence[HostPlan], start_timeout: float) -> None:
-        self.workers: list[RemoteHost] = []
         self.closing = False
         self.released = False
         self.abandoned = False
@@ -164,7 +164,7 @@ class HostPool:
         self._arena: Arena | None = None
         self.table = PendingRequests(0)
         left_in_a_fork.add(self)
-        self.readies = self._start(plans)
+        self.workers = self._start(plans)
 
     @property
     def processes(self) -> list[RemoteHost]:
@@ -178,14 +178,20 @@ class HostPool:
 
     # -- starting ---------------------------------------------------------------------------------------------------
 
-    def _start(self, plans: Sequence[HostPlan]) -> list[HostReady]:
-        """Start all hosts at once; if one fails, what was started is left to ``hosts.close()``."""
+    def _start(self, plans: Sequence[HostPlan]) -> list[RemoteHost]:
+        """Start hosts, all at once; if one fails, none of them is left."""
         actors = [self._hosts.launch(plan) for plan in plans]
-        references = [self._hosts.submit(actor, "start") for actor in actors]
-        deadline = time.monotonic() + self._patience
-        readies = [self._ready(plan, reference, deadline) for plan, reference in zip(plans, references, strict=True)]
-        self.workers = [RemoteHost(*started, self._hosts) for started in zip(plans, actors, readies, strict=True)]
-        return readies
+        try:
+            references = [self._hosts.submit(actor, "start") for actor in actors]
+            deadline = time.monotonic() + self._patience
+            readies = [self._ready(plan, reference, deadline) for plan, reference in zip(plans, references, strict=True)]
+        except BaseException as error:
+            for actor in actors:
+                self._hosts.kill(actor)
+            if isinstance(error, StartupTimeout):
+                self._hosts.require_places(0.0)
+            raise
+        return [RemoteHost(*started, self._hosts) for started in zip(plans, actors, readies, strict=True)]
 
     def _ready(self, plan: HostPlan, reference: Any, deadline: float) -> HostReady:
         where = f"host {plan.index} ({envs_text(plan.rows)})"
@@ -207,26 +213,15 @@ class HostPool:
         for pause in _PAUSES:
             self._hosts.require_places(self._patience)  # a node that was lost may be replaced, or another have room
             try:
-                new = self._launch_one(host.plan)
+                (new,) = self._start([host.plan])
                 break
             except HostDied:  # a cluster may not have noticed yet that a node is gone, and try to use it
                 time.sleep(pause)
         else:
-            new = self._launch_one(host.plan)
+            (new,) = self._start([host.plan])
         new.attach(self._batch, self.table)
         self.workers[self.workers.index(host)] = new
         return Ready(new.pid, [], [])
-
-    def _launch_one(self, plan: HostPlan) -> RemoteHost:
-        actor = self._hosts.launch(plan)
-        try:
-            ready = self._ready(plan, self._hosts.submit(actor, "start"), time.monotonic() + self._patience)
-        except BaseException as error:
-            self._hosts.kill(actor)
-            if isinstance(error, StartupTimeout):
-                self._hosts.require_places(0.0)
-            raise
-        return RemoteHost(plan, actor, ready, self._hosts)
 
     # -- asking and answering ---------------------------------------------------------------------------------------
 

@@ -199,7 +199,6 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
         self._address = address
         self._placement = placement
         self._split = (num_hosts, envs_per_host)
-        self._host_pool: HostPool | None = None
         step_timeout = engine_options.get("step_timeout")
         if isinstance(batch_size, str):
             raise ValueError(f"`batch_size` must be None or an int within 1..{len(env_fns)}, got {batch_size!r}.")
@@ -218,8 +217,7 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
         )  # fmt: skip
         policy = Policy.of(on_failure, restart_limit, restart_period, step_timeout, self._start_timeout)
         try:
-            self._read_spaces(env_fns)
-            self._adopt(self._start_engine(policy), batch_size)
+            self._adopt(self._start_engine(self._start_hosts(env_fns), policy), batch_size)
         except BaseException:
             if self._cluster is not None:
                 self._cluster.close()
@@ -227,15 +225,16 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
 
     # -- starting ---------------------------------------------------------------------------------------------------
 
-    def _read_spaces(self, env_fns: Sequence[Callable[[], Env[Any, Any]]]) -> None:
+    def _start_hosts(self, env_fns: Sequence[Callable[[], Env[Any, Any]]]) -> HostPool:
         """Start the hosts, and take metadata and spaces from the first."""
         mode = self.observation_mode
         if isinstance(mode, str) and mode not in ("same", "different"):
             raise ValueError(f"`observation_mode` must be 'same', 'different' or two spaces, got {mode!r}")
         plans = self._plans(env_fns)
         self._cluster.place([plan.cpus for plan in plans], self._strategy, self._start_timeout)
-        self._host_pool = pool = HostPool(self._cluster, plans, self._start_timeout)
-        first = pool.readies[0]
+        pool = HostPool(self._cluster, plans, self._start_timeout)
+        readies = [host.ready for host in pool.workers]
+        first = readies[0]
         self.metadata = {**first.metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode = first.render_mode
         self.single_action_space = first.action_space
@@ -248,11 +247,11 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
             self.observation_space = batch_space(first.observation_space, self.num_envs)
             if mode == "same":
                 fits = operator.eq
-        self._mismatches = _disagreements(plans, pool.readies, fits)
+        self._mismatches = _disagreements(plans, readies, fits)
         if mode == "different" and not self._mismatches:
-            self.observation_space = batch_differing_spaces(
-                [space for ready in pool.readies for space in ready.observation_spaces]
-            )
+            each = [space for ready in readies for space in ready.observation_spaces]
+            self.observation_space = batch_differing_spaces(each)
+        return pool
 
     def _connect(self) -> Any:
         if "ray" not in sys.modules and importlib.util.find_spec("ray") is None:
@@ -296,9 +295,7 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
         count = envs if workers is None else min(int(workers), envs)
         return count + 1, workers if workers is None else count
 
-    def _start_engine(self, policy: Policy) -> Engine:
-        pool = self._host_pool
-        assert pool is not None
+    def _start_engine(self, pool: HostPool, policy: Policy) -> Engine:
         self.num_hosts = len(pool.workers)
         self.num_workers = sum(host.num_workers for host in pool.workers)
         if policy.restart and policy.step_timeout is not None:
@@ -329,7 +326,8 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
             own = {"index": host.index, "node": host.node, "pid": host.pid, "envs": host.rows}
             return {**own, "workers": host.num_workers, "alive": host.death is None}
 
-        return [seen(host) for host in (self._host_pool.workers if self._host_pool is not None else [])]
+        pool: Any = self._pool
+        return [seen(host) for host in pool.workers]
 
     def __repr__(self) -> str:
         text = super().__repr__()

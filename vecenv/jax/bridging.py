@@ -444,10 +444,8 @@ class Bridge:
         self.observation_space: gym.Space[Any] = jax_space(batch_space(envs.single_observation_space, self.num_envs))
         self.action_space: gym.Space[Any] = jax_space(batch_space(envs.single_action_space, self.num_envs))
         self.transport = choose_transport(transport)
-        self._functions: dict[str, Callable[..., EnvState]] = {
-            "reset": self._reset, "step": self._step, "send": self._send, "recv": self._recv, "reset_mask": self._reset_mask,
-        }  # fmt: skip
-        self._compiled = {name: jax.jit(function) for name, function in self._functions.items()}
+        functions = self._reset, self._step, self._send, self._recv, self._reset_mask
+        self._compiled = {function.__name__: jax.jit(function) for function in functions}
 
     # -- the interface -----------------------------------------------------------------------------------------------
 
@@ -460,7 +458,7 @@ class Bridge:
         Returns:
             The state before the first step: ``reward`` 0, ``valid`` False, ``first`` True.
         """
-        return self._run("reset", key)
+        return self._run(self._reset, key)
 
     def step(self, state: EnvState, action: PyTree) -> EnvState:
         """One step of every environment.
@@ -475,7 +473,7 @@ class Bridge:
             StaleStateError: ``state`` is not the newest one, or is another bridge's.
             Exception: What an environment raised; ``WorkerDied``, ``StepTimeout``, ``KeyboardInterrupt``.
         """
-        return self._run("step", self._checked(state), self._action(action))
+        return self._run(self._step, self._checked(state), self._action(action))
 
     def send(self, state: EnvState, action: PyTree) -> EnvState:
         """Begin a step, and do not wait for it: ``recv(send(state, action))`` is ``step(state, action)``.
@@ -483,11 +481,11 @@ class Bridge:
         The result is pending: everything in it is as in ``state``, and only :meth:`recv` takes it. What the program computes
         in between is computed while the environments step.
         """
-        return self._run("send", self._checked(state), self._action(action))
+        return self._run(self._send, self._checked(state), self._action(action))
 
     def recv(self, state: EnvState) -> EnvState:
         """Wait for the step that :meth:`send` began, at most ``timeout`` seconds."""
-        return self._run("recv", self._checked(state))
+        return self._run(self._recv, self._checked(state))
 
     def reset_mask(self, state: EnvState, mask: Array, key: Array) -> EnvState:
         """Begin another episode in some environments; the others stay exactly as they are. For ``AutoresetMode.DISABLED``.
@@ -508,7 +506,7 @@ class Bridge:
         state = self._checked(state)
         if jnp.shape(mask) != (self.num_envs,) or jnp.result_type(mask) != jnp.bool_:
             raise ValueError(f"mask must be bool[{self.num_envs}], got {jnp.result_type(mask)}{list(jnp.shape(mask))}.")
-        return self._run("reset_mask", state, jnp.asarray(mask), key)
+        return self._run(self._reset_mask, state, jnp.asarray(mask), key)
 
     def close(self) -> None:
         """Close the vector env; idempotent."""
@@ -530,12 +528,13 @@ class Bridge:
 
     # -- guards ------------------------------------------------------------------------------------------------------
 
-    def _run(self, name: str, *args: Any) -> EnvState:
+    def _run(self, function: Callable[..., EnvState], *args: Any) -> EnvState:
         """A function below, traced into the caller's program, or compiled and waited for if there is none."""
+        name = function.__name__
         if self._host.closed:
-            raise ClosedEnvironmentError(f"Calling `{name}` of a bridge that was closed.")
+            raise ClosedEnvironmentError(f"Calling `{name.removeprefix('_')}` of a bridge that was closed.")
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args)):
-            return self._functions[name](*args)
+            return function(*args)
         with _original_errors():
             state: EnvState = self._compiled[name](*args)
             if not isinstance(state.token, jax.core.Tracer):  # arguments that are constants of a program being traced

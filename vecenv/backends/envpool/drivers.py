@@ -3,16 +3,33 @@
 :class:`WholeBatchDriver` drives a pool whose batch is all its environments, :class:`FirstReadyDriver` one with smaller
 batches or several players per environment. What a call has received so far is in ``wire``, and asking for the answer again
 goes on from there. A pool cannot be seeded again, so a reset with seeds builds a new one.
+
+Neither Ctrl-C nor a timeout may lose or break anything. Python runs a signal handler between two of its own instructions, so
+an answer that a C++ function has returned can be lost before the next instruction stores it; and while C++ waits, no handler
+runs at all. Hence two habits:
+
+* what must happen together is done by C code in one instruction (:func:`_together`, and ``list.extend`` over a ``starmap``);
+* a wait with a time limit is done by one helper thread (:class:`Receiver`), which puts the answer where the direct call
+  would have put it.
 """
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import os
+import signal
+import sys
+import time
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import starmap
-from typing import Any, ClassVar, NamedTuple
+from operator import call
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
@@ -20,7 +37,6 @@ from gymnasium.vector import AutoresetMode
 
 from vecenv.backends.envpool.rows import Array, Infos, Latest, PoolRows, States
 from vecenv.backends.envpool.task import Task, spread
-from vecenv.backends.envpool.wire import Receiver, together
 from vecenv.front.arguments import ResetOptions, env_ids_of
 from vecenv.front.capabilities import Capabilities, unable
 from vecenv.front.driver import NOTHING, Call, Driver, Phase, Stepped, require_idle, require_no_step
@@ -28,6 +44,141 @@ from vecenv.front.driver import NOTHING, Call, Driver, Phase, Stepped, require_i
 __all__ = ["FirstReadyDriver", "PoolDriver", "Seeding", "WholeBatchDriver"]
 
 _INTP = np.dtype(np.intp)
+
+_ONCE: tuple[tuple[()]] = ((),)
+"""``list.extend(starmap(f, _ONCE))`` calls ``f()`` once and keeps the result, in one instruction."""
+
+
+def _together(*calls: tuple[Any, ...]) -> None:
+    """Call C functions one after the other, with no chance for a signal handler in between.
+
+    Args:
+        *calls: Function and arguments, each a tuple. The functions must be implemented in C.
+    """
+    list(starmap(call, calls))
+
+
+class Receiver:
+    """Receives answers of one pool, with or without a limit on the wait.
+
+    Without a limit, ``recv`` is called directly. With one, a helper thread calls it; whatever it gets goes where it was to
+    go even if it is waited for no more, and until then every later wait is for that same call.
+
+    Args:
+        recv: The pool's.
+        waited: Seconds that were spent waiting before.
+    """
+
+    def __init__(self, recv: Callable[[], Any], waited: float) -> None:
+        self._recv = recv
+        self._asked: list[None] = []  # one entry while the helper is in recv()
+        self._requests: SimpleQueue[list[Any] | None] = SimpleQueue()
+        self._answered: SimpleQueue[bool] = SimpleQueue()
+        self._thread: Thread | None = None
+        self._helper: Thread | None = None  # the latest thread there was; one that was left behind is still of interest
+        self.waited = waited
+        """Seconds spent waiting in :meth:`receive`."""
+
+    def receive(self, wire: list[Any], length: int, deadline: float | None) -> bool:
+        """Wait until ``wire`` has ``length`` entries, one more than it had with nothing received.
+
+        Args:
+            wire: Where answers go; the same until the answer that is waited for is there.
+            length: The length to wait for.
+            deadline: Of ``time.monotonic()``; ``None`` waits as long as it takes.
+
+        Returns:
+            Whether it has.
+        """
+        while True:
+            asked = bool(self._asked)  # read before the wire: the helper writes to the wire first
+            if len(wire) >= length:
+                return True
+            if not asked:
+                if deadline is None:
+                    began = time.perf_counter()
+                    wire.extend(starmap(self._recv, _ONCE))
+                    self.waited += time.perf_counter() - began
+                    return True
+                self._start()
+                _together((self._asked.append, None), (self._requests.put, wire))
+            began = time.perf_counter()
+            try:
+                # a token may be that of an earlier answer: look at the wire again in any case
+                self._answered.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+            except Empty:
+                return len(wire) >= length
+            finally:
+                self.waited += time.perf_counter() - began
+
+    def close(self, timeout: float = 5.0) -> None:
+        """End the helper thread. One that is stuck in a hanging environment is left behind; it ends with the process."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._requests.put(None)
+            if thread not in _STOPPED:
+                thread.join(timeout)
+
+    @property
+    def thread_inside(self) -> Thread | None:
+        """The helper thread, while it is in ``recv``."""
+        return self._helper if self._asked else None
+
+    def _start(self) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = self._helper = Thread(target=self._help, name="vecenv-envpool-recv", daemon=True)
+            _RECEIVERS.add(self)
+            self._thread.start()
+
+    def _help(self) -> None:
+        while (wire := self._requests.get()) is not None:
+            wire.extend(starmap(self._recv, _ONCE))
+            self._asked.clear()
+            self._answered.put(True)
+
+
+# -- threads inside a pool while the interpreter ends -----------------------------------------------------------------
+#
+# A thread that comes back from C++ when Python is being taken down is ended on the spot, and C++ answers that with `abort`:
+# a program whose last step timed out would end by SIGABRT, after all its work. (From Python 3.14 on such a thread hangs
+# instead, and nothing has to be done.) So before Python ends, such threads are waited for, shortly; one that is still inside
+# is stopped there for good. It ends with the process.
+
+
+def _before_python_ends() -> None:
+    deadline = time.monotonic() + _PATIENCE
+    while (stuck := _inside()) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    if stuck and sys.platform != "win32" and sys.version_info < (3, 14):
+        _stop(stuck)
+
+
+def _inside() -> list[Thread]:
+    threads = [receiver.thread_inside for receiver in list(_RECEIVERS)]
+    return [thread for thread in threads if thread is not None and thread.is_alive()]  # none is, in a forked child
+
+
+def _stop(threads: list[Thread]) -> None:
+    """Send them a signal whose handler is C's ``pause``: Python's own handlers run in the main thread only."""
+    number: int = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    libc.signal.restype = ctypes.c_void_p
+    libc.signal(number, ctypes.cast(libc.pause, ctypes.c_void_p))
+    for thread in threads:
+        if thread.ident is not None:
+            _STOPPED.append(thread)
+            signal.pthread_kill(thread.ident, number)
+    time.sleep(0.01)  # until they have it
+
+
+_PATIENCE: Final = 1.0  # seconds
+_STOPPED: list[Thread] = []
+_RECEIVERS: weakref.WeakSet[Receiver] = weakref.WeakSet()
+atexit.register(_before_python_ends)
+
+
+# -- drivers ------------------------------------------------------------------------------------------------------------
 
 
 class Seeding(NamedTuple):
@@ -433,7 +584,7 @@ class FirstReadyDriver(PoolDriver):
         """Make the held environments idle ones like the others."""
         if held := self.taken[1]:
             self._rows.keep(held[0])
-            together((self.idle.update, held[0][0].tolist()), (held.clear,))
+            _together((self.idle.update, held[0][0].tolist()), (held.clear,))
 
     def _require_idle(self, ids: Array, name: str) -> None:
         self._put_away()
@@ -485,7 +636,7 @@ class FirstReadyDriver(PoolDriver):
         if self._resets:
             calls.append((self._resets.difference_update, ids.tolist()))
         self._call = call
-        together(*calls, depart)
+        _together(*calls, depart)
 
     def _begin_reset(self, ids: Array, *, force: bool, by_row: bool) -> None:
         if not by_row:
@@ -493,7 +644,7 @@ class FirstReadyDriver(PoolDriver):
         self._require_idle(ids, "reset_async")
         calls, named = [request[:2] for request in self._reset_requests(ids, force)], ids.tolist()
         self._call = Phase.DEFAULT if by_row else Phase.WAITING_RESET
-        together(*calls, (self._resets.update, named), (self.idle.difference_update, named))
+        _together(*calls, (self._resets.update, named), (self.idle.difference_update, named))
 
     # -- receiving ----------------------------------------------------------------------------------------------------
 
@@ -574,9 +725,9 @@ class FirstReadyDriver(PoolDriver):
         if missing:
             filler = sorted(self.idle)[:missing]
             payload = self._rows.filler(np.array(filler, dtype=np.int32))
-            together((self._pool_send, payload), (self.idle.difference_update, filler))
+            _together((self._pool_send, payload), (self.idle.difference_update, filler))
         batches = (self._flying() + offset) // size
         while (have := len(self.wire)) < batches:
             self.receiver.receive(self.wire, have + 1, None)
         drained = latest, held, taken, 0
-        together((self.wire.clear,), (setattr, self, "taken", drained), (self.idle.update, range(self.num_envs)))
+        _together((self.wire.clear,), (setattr, self, "taken", drained), (self.idle.update, range(self.num_envs)))

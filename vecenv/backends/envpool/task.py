@@ -13,6 +13,7 @@ frame is drawn there too.
 
 from __future__ import annotations
 
+import ctypes
 import difflib
 import functools
 import importlib
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -36,7 +38,6 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.error import UnregisteredEnv
 from gymnasium.vector import AutoresetMode
 
-from vecenv.backends.envpool.wire import never_destroyed_in_a_fork
 from vecenv.errors import how_to_install
 from vecenv.front.arguments import seeds_of
 from vecenv.shm.arena import available_memory
@@ -235,7 +236,7 @@ class Task:
         if self.pool_config.get("from_pixels"):
             self.require_drawable()
         pool = _quietly(lambda: self.make(seeds))
-        never_destroyed_in_a_fork(pool)
+        _never_destroyed_in_a_fork(pool)
         return pool
 
     def require_drawable(self) -> None:
@@ -340,6 +341,24 @@ def _gymnasium_spec(task_id: str, config: Mapping[str, Any], env_config: Mapping
         return EnvSpec(task_id, reward_threshold=threshold, max_episode_steps=most, kwargs=dict(env_config))
     except gymnasium.error.Error:  # a task id that Gymnasium's naming rules do not allow
         return None
+
+
+# -- pools in a forked child ------------------------------------------------------------------------------------------
+
+
+def _never_destroyed_in_a_fork(pool: Any) -> None:
+    """See to it that a forked child, which has none of the pool's threads, does not run its destructor."""
+    _POOLS.add(pool)
+
+
+def _after_fork_in_child() -> None:
+    for pool in list(_POOLS):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
+
+
+_POOLS: weakref.WeakSet[Any] = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------

@@ -221,8 +221,8 @@ class JaxEnv(Protocol):
         ...
 
 
-class Adapter:
-    """Base of the adapters: the optional parts of the protocol with their defaults.
+class Adapter(JaxEnv):
+    """Base of the adapters: the protocol, and its optional parts with their defaults.
 
     Attributes:
         name: For messages and ``repr``.
@@ -230,8 +230,6 @@ class Adapter:
     """
 
     name: str = "env"
-    single_observation_space: gym.Space[Any]
-    single_action_space: gym.Space[Any]
     max_episode_steps: int | None = None
     frames_per_second: int = 0
     _differentiable: str | None = None
@@ -246,12 +244,6 @@ class Adapter:
     def gradient_advice(self) -> str:
         """What to do about a missing gradient; one sentence for the error message."""
         return "This environment computes its step in a way that JAX cannot differentiate."
-
-    def init(self, key: Array) -> Start:
-        raise NotImplementedError
-
-    def step(self, state: PyTree, action: PyTree, key: Array) -> Stepped:
-        raise NotImplementedError
 
     def render(self, state: PyTree) -> np.ndarray[Any, Any]:
         """One frame ``uint8[height, width, 3]`` of one environment's state.

@@ -25,7 +25,9 @@ from gymnasium import spaces
 from vecenv.jax.env import Array, Fixed, PyTree
 from vecenv.jax.libraries import adapt
 
-__all__ = ["GymEnv", "entropy_seeds", "from_torch", "jax_space", "masked_infos", "seed_keys", "to_numpy", "to_torch"]
+__all__ = [
+    "GymEnv", "entropy_seeds", "from_torch", "jax_space", "keys_from", "masked_infos", "seed_keys", "to_numpy", "to_torch",
+]  # fmt: skip
 
 
 def to_numpy(space: gym.Space[Any], tree: PyTree) -> Any:
@@ -106,6 +108,11 @@ def seed_keys(seeds: Sequence[int]) -> np.ndarray[Any, Any]:
     return np.asarray(make(raw[:, 0], raw[:, 1]))
 
 
+def keys_from(seed: int | None, count: int) -> np.ndarray[Any, Any]:
+    """Raw keys of ``count`` environments for a reset: environment i has ``seed + i``; ``None``: an unpredictable one."""
+    return seed_keys(entropy_seeds(count) if seed is None else [seed + i for i in range(count)])
+
+
 def entropy_seeds(count: int) -> list[int]:
     """Unpredictable seeds, for a reset that names none."""
     return [int(word) for word in np.random.SeedSequence().generate_state(count, np.uint64)]
@@ -159,7 +166,7 @@ class GymEnv(gym.Env[Any, Any]):
         if seed is None and self._key is not None:
             self._episode += 1
         else:
-            self._key, self._episode = seed_keys(entropy_seeds(1) if seed is None else [seed])[0], 0
+            self._key, self._episode = keys_from(seed, 1)[0], 0
         self._steps = 0
         self._state, obs = self._init(self._wide(self._episode_key()))
         return to_numpy(self.observation_space, _first(obs)), {}

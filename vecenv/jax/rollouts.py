@@ -188,14 +188,11 @@ _HIDDEN = ("token", "inner", "info")
 def _transition(
     before: EnvState, action: PyTree, policy_extras: dict[str, Any], after: EnvState, extras: Sequence[str]
 ) -> Trajectory:
+    env_extras = {name: after.info[name] if name in after.info else getattr(after, name) for name in extras}
     return Trajectory(
         before.obs, action, after.reward, after.terminated, after.truncated, after.next_obs, after.valid, before.first,
-        policy_extras, {name: _field(after, name) for name in extras},
+        policy_extras, env_extras,
     )  # fmt: skip
-
-
-def _field(state: EnvState, name: str) -> Any:
-    return state.info[name] if name in state.info else getattr(state, name)
 
 
 def _check_extras(state: EnvState, extras: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ import torch
 from vecenv.backends.jax_native import JaxVectorEnv, functional_of
 from vecenv.jax.env import EnvState
 from vecenv.jax.functional import FunctionalVectorEnv
-from vecenv.jax.interop import entropy_seeds, seed_keys
+from vecenv.jax.interop import keys_from
 from vecenv.jax.libraries import require_gradient
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class DifferentiableEnv:
             kinds.extend(_key_kind(leaf) for leaf in jax.tree.leaves(state))
             return state
 
-        self._learn(jax.eval_shape(begin, jnp.asarray(seed_keys(range(self.num_envs)))), kinds)
+        self._learn(jax.eval_shape(begin, jnp.asarray(keys_from(0, self.num_envs))), kinds)
 
     def __reduce__(self) -> Any:
         return self._recipe
@@ -113,9 +113,7 @@ class DifferentiableEnv:
 
     def reset(self, seed: int | None = None) -> TorchState:
         """Begin an episode in every environment; environment i has the key ``jax.random.key(seed + i)``."""
-        n = self.num_envs
-        seeds = entropy_seeds(n) if seed is None else [seed + i for i in range(n)]
-        return self.wrap(self.functional.begin(jnp.asarray(seed_keys(seeds))))
+        return self.wrap(self.functional.begin(jnp.asarray(keys_from(seed, self.num_envs))))
 
     def wrap(self, state: EnvState) -> TorchState:
         """A JAX state as a torch state, without gradient history."""

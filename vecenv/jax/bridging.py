@@ -279,12 +279,12 @@ def _original_errors() -> Iterator[None]:
 
 def _original(error: BaseException) -> BaseException | None:
     mark = _MARK.search(str(error))
-    owner: Any = _failed.pop(int(mark[1]), None) if mark else None
-    if owner is None or owner.failure is None or mark is None or owner.failure[0] != int(mark[1]):
+    number = int(mark[1]) if mark else 0
+    owner: Any = _failed.pop(number, None)
+    if owner is None or owner.failure is None or owner.failure[0] != number:
         return None
-    original: BaseException = owner.failure[1]
-    owner.failure = None
-    return original
+    (_, original), owner.failure = owner.failure, None
+    return original  # type: ignore[no-any-return]
 
 
 def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -558,46 +558,46 @@ class Bridge:
     # -- the functions -----------------------------------------------------------------------------------------------
 
     def _reset(self, key: Array) -> EnvState:
-        token, *arrays = self._call("reset", self._results(stepped=False), [self._seeds(key)])
-        obs, arrays = self._split_obs(arrays)
-        return EnvState.at_start(obs, (self.num_envs,), self._infos.build(arrays), token=token)
+        token, arrays = self._call("reset", self._seeds(key))
+        obs = self._host.observation_tree.build(arrays)
+        return EnvState.at_start(obs, (self.num_envs,), self._infos.build(list(arrays)), token=token)
 
     def _step(self, state: EnvState, action: PyTree) -> EnvState:
-        arrays = self._call("step", self._results(stepped=True), [state.token, *self._action_leaves(action)])
-        return self._after(state, arrays)
+        return self._after(state, *self._call("step", state.token, *self._action_leaves(action)))
 
     def _send(self, state: EnvState, action: PyTree) -> EnvState:
-        (token,) = self._call("send", [], [state.token, *self._action_leaves(action)])
+        token, _ = self._call("send", state.token, *self._action_leaves(action))
         return state.replace(token=token)
 
     def _recv(self, state: EnvState) -> EnvState:
-        return self._after(state, self._call("recv", self._results(stepped=True), [state.token]))
+        return self._after(state, *self._call("recv", state.token))
 
     def _reset_mask(self, state: EnvState, mask: Array, key: Array) -> EnvState:
-        args = [state.token, mask, self._seeds(key)]
-        token, *arrays = self._call("reset_mask", self._results(stepped=False), args)
-        obs, arrays = self._split_obs(arrays)
-        state = state.replace(token=None).restarted(mask, obs, info=self._infos.build(arrays))
+        token, arrays = self._call("reset_mask", state.token, mask, self._seeds(key))
+        obs = self._host.observation_tree.build(arrays)
+        state = state.replace(token=None).restarted(mask, obs, info=self._infos.build(list(arrays)))
         return state.replace(token=token)
 
-    def _after(self, state: EnvState, arrays: list[Array]) -> EnvState:
+    def _after(self, state: EnvState, token: Array, arrays: Iterator[Any]) -> EnvState:
         """The state after a step of ``state`` with these results."""
-        token, *arrays = arrays
-        obs, (reward, terminated, truncated, *arrays) = self._split_obs(arrays)
-        next_obs = obs
-        if self.autoreset_mode is AutoresetMode.SAME_STEP:
-            next_obs, arrays = self._split_obs(arrays)
+        build = self._host.observation_tree.build
+        obs = build(arrays)
+        reward, terminated, truncated = itertools.islice(arrays, 3)
+        next_obs = build(arrays) if self.autoreset_mode is AutoresetMode.SAME_STEP else obs
         after = state.replace(token=None).advanced(
             self.autoreset_mode, self.discount, obs=obs, next_obs=next_obs, reward=reward, terminated=terminated,
-            truncated=truncated, info=self._infos.build(arrays),
+            truncated=truncated, info=self._infos.build(list(arrays)),
         )  # fmt: skip
         return after.replace(token=token)
 
     # -- the host call -----------------------------------------------------------------------------------------------
 
-    def _call(self, command: str, results: list[Any], args: list[Array]) -> list[Array]:
-        """One call of the host, of this state's rows or, under ``vmap`` over the lanes, of all lanes' at once."""
+    def _call(self, command: str, *args: Array) -> tuple[Array, Iterator[Any]]:
+        """One call of the host, of this state's rows or, under ``vmap`` over the lanes, of all lanes' at once.
 
+        Returns:
+            The new token, and the arrays of the answer.
+        """
         # Not `self`: JAX keeps this function for as long as it keeps the program, which may be for ever.
         method, transport = weakref.WeakMethod(self._host.call), self.transport
 
@@ -605,8 +605,12 @@ class Bridge:
             shapes = tuple((result.shape, np.dtype(result.dtype)) for result in results)
             return host_call(_host_function(method, command, shapes), results, args, transport)
 
-        args = [jax.lax.stop_gradient(arg) for arg in args]
-        return _call_in_lanes(call, [struct((2,), jnp.int32), *results], args, self.lanes, self.num_envs)
+        results = [struct((2,), jnp.int32)]
+        if command != "send":
+            results += self._results(stepped=command in ("step", "recv"))
+        fixed = [jax.lax.stop_gradient(arg) for arg in args]
+        token, *arrays = _call_in_lanes(call, results, fixed, self.lanes, self.num_envs)
+        return token, iter(arrays)
 
     def _seeds(self, key: Array) -> Array:
         return (jax.random.bits(key, (self.num_envs,), jnp.uint32) >> 1).astype(jnp.int32)
@@ -624,10 +628,6 @@ class Bridge:
                 "float64='keep' needs JAX's 64-bit mode (jax.config.update('jax_enable_x64', True)); 'cast' gives float32."
             )
         return [struct((self.num_envs, *shape), seen(dtype)) for shape, dtype in self._host.specs(stepped)]
-
-    def _split_obs(self, arrays: list[Array]) -> tuple[PyTree, list[Array]]:
-        left: Iterator[Any] = iter(arrays)
-        return self._host.observation_tree.build(left), list(left)
 
 
 bridge = Bridge

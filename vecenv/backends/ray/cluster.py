@@ -134,13 +134,11 @@ class Cluster:
     def fetch(self, references: Sequence[Any], timeout: float | None) -> list[Any] | None:
         try:
             replies: list[Any] = self._ray.get(references, timeout=timeout)
-        except (self._ray.exceptions.RayError, self._ray.exceptions.GetTimeoutError):
+        except self._ray.exceptions.RayError:  # a timeout is one
             return None
         return replies
 
     def wait(self, references: Sequence[Any], timeout: float | None) -> list[Any]:
-        if not references:
-            return []
         answered, _ = self._ray.wait(list(references), num_returns=1, timeout=timeout)
         more, _ = self._ray.wait(list(references), num_returns=len(references), timeout=0)
         return list(more or answered)

@@ -11,6 +11,7 @@ What answers is behind :class:`Hosts`, so that the pool can be tested and measur
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Literal, Protocol
@@ -160,7 +161,7 @@ class HostPool:
         self._hosts = hosts
         self._patience = start_timeout + _START_GRACE
         self.keep_files: Callable[[Sequence[tuple[int, str, bytes]]], None] = lambda files: None
-        self._seq = 0
+        self._numbers = itertools.count(1)
         self._arena: Arena | None = None
         self.table = PendingRequests(0)
         left_in_a_fork.add(self)
@@ -233,8 +234,7 @@ class HostPool:
 
     def next_seq(self) -> int:
         """A fresh sequence number."""
-        self._seq += 1
-        return self._seq
+        return next(self._numbers)
 
     def ask_plain_step(self) -> Request:
         """Ask for a step of all rows, with actions from the batch."""

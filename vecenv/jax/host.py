@@ -231,24 +231,20 @@ class CallbackHost:
 
     def _spend(self, ticket: Array, pending: bool = False) -> None:
         """Check a ticket and take it: whatever happens now, that state cannot be used again."""
-        newest = [self._epoch, self._count]
-        for row in ticket.reshape(-1, 2).tolist():
-            if row != newest or self._why_not is not None:
-                self._refuse(*row)
+        if self._why_not is not None:
+            raise StaleStateError(f"The environments have no state to go on from, {self._why_not}: call reset(key).")
+        for epoch, count in ticket.reshape(-1, 2).tolist():
+            if (epoch, count) != (self._epoch, self._count):
+                what = f"was used before (it is number {count} after its reset, the environments are at {self._count})"
+                if epoch != self._epoch:
+                    now = f"(epoch {epoch}, the environments are in {self._epoch})"
+                    what = f"belongs to another bridge or an earlier reset {now}"
+                raise StaleStateError(f"This state {what}. Step the newest one, and only once: processes do not go back.")
         if pending and self._pending is None:
             raise NoAsyncCallError("Calling `recv` of a state that was not returned by `send`.", "recv")
         if self._pending is not None and not pending:
             raise AlreadyPendingCallError("This state was returned by `send`: call `recv` of it first.", "send")
         self._why_not = "because an earlier call failed"
-
-    def _refuse(self, epoch: int, count: int) -> None:
-        if self._why_not is not None:
-            raise StaleStateError(f"The environments have no state to go on from, {self._why_not}: call reset(key).")
-        if epoch != self._epoch:
-            what = f"belongs to another bridge or an earlier reset (epoch {epoch}, the environments are in {self._epoch})"
-        else:
-            what = f"was used before (it is number {count} after its reset, the environments are at {self._count})"
-        raise StaleStateError(f"This state {what}. Step the newest one, and only once: processes do not go back.")
 
 
 _COMMANDS: dict[str, Callable[..., list[Array]]] = {  # with a ticket

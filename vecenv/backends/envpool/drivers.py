@@ -94,16 +94,14 @@ class Receiver:
             asked = bool(self._asked)  # read before the wire: the helper writes to the wire first
             if len(wire) >= length:
                 return True
-            if not asked:
-                if deadline is None:
-                    began = time.perf_counter()
-                    wire.extend(starmap(self._recv, _ONCE))
-                    self.waited += time.perf_counter() - began
-                    return True
-                self._start()
-                _together((self._asked.append, None), (self._requests.put, wire))
             began = time.perf_counter()
             try:
+                if not asked and deadline is None:
+                    wire.extend(starmap(self._recv, _ONCE))
+                    return True
+                if not asked:
+                    self._start()
+                    _together((self._asked.append, None), (self._requests.put, wire))
                 # a token may be that of an earlier answer: look at the wire again in any case
                 self._answered.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
             except Empty:

@@ -29,7 +29,7 @@ from gymnasium.vector import AutoresetMode
 
 __all__ = [
     "Adapter", "Array", "EnvState", "Fixed", "FrameSkip", "JaxEnv", "Limited", "NativeState", "PyTree", "Rescaled", "Start",
-    "Stepped", "default_key", "merge_rows", "probe", "register", "select",
+    "Stepped", "default_key", "merge_rows", "probe", "select",
 ]  # fmt: skip
 
 Array: TypeAlias = jax.Array
@@ -48,13 +48,7 @@ def merge_rows(mask: Array, yes: Any, no: Any) -> Any:
     return jax.tree.map(lambda one, other: select(mask, one, other), yes, no)
 
 
-def register(cls: Any) -> Any:
-    """Make a dataclass a pytree whose children are all its fields, in the order they are written."""
-    names = [field.name for field in dataclasses.fields(cls)]
-    return jax.tree_util.register_dataclass(cls, data_fields=names, meta_fields=[])
-
-
-@register
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EnvState:
     """The state of ``num_envs`` environments after a reset or a step. ``B`` is the batch shape, usually ``(num_envs,)``.
@@ -167,7 +161,7 @@ class EnvState:
         return after
 
 
-@register
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NativeState:
     """What a JAX-native environment carries besides what algorithms read. All leaves ``[*B, ...]``.

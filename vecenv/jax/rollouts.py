@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from gymnasium.vector import AutoresetMode
 from jax.custom_batching import custom_vmap
 
-from vecenv.jax.env import Array, EnvState, PyTree, register, select
+from vecenv.jax.env import Array, EnvState, PyTree, select
 from vecenv.jax.libraries import require_gradient
 
 __all__ = [
@@ -58,7 +58,7 @@ class SplitEnv(FunctionalEnv, Protocol):
     def recv(self, state: EnvState) -> EnvState: ...
 
 
-@register
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
     """Transitions, leaves ``[T, *B, ...]``: row t is what happened between ``obs[t]`` and ``next_obs[t]``.
@@ -205,7 +205,7 @@ def _check_extras(state: EnvState, extras: Sequence[str]) -> None:
 # -- two halves ----------------------------------------------------------------------------------------------------------
 
 
-@register
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Request:
     """One half between its ``send`` and its ``recv``."""
@@ -283,7 +283,7 @@ def _check_halves(env: Any, state: Any, carry: Any, length: int) -> None:
         raise ValueError(f"overlap=True needs a length of at least 1, got {length}.")
 
 
-@register
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EpisodeMetrics:
     """One entry an episode; ``[*B]``, or ``[num_episodes]`` where that was asked for.
@@ -411,7 +411,7 @@ def _(size: int, batched: Any, going: Array) -> tuple[Array, bool]:
     return _anywhere(jnp.any(going, axis=0) if batched[0] else going), False
 
 
-@register
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Tally:
     """Running sums of one or several episodes a row.

@@ -32,7 +32,7 @@ from jax.experimental import io_callback
 
 from bench import seconds_per, take_turns
 from vecenv.jax import bridge
-from vecenv.jax.host_call import host_call
+from vecenv.jax.bridging import host_call
 
 SHAPES = {
     "8 x (4,) float32": (8, (4,), np.float32),

@@ -15,7 +15,7 @@ PAGE = PACKAGE.parent / "docs" / "architecture.md"
 FLOORS = (
     ("vecenv", "__main__"), ("tools",), ("adapters", "torch"), ("make", "patching"), ("wrappers",),
     ("aio",), ("evaluating",), ("multi_agent",),
-    ("backends",), ("jax.rollouts",), ("jax.bridging", "jax.host", "jax.host_call"), ("jax",), ("engine",),
+    ("backends",), ("jax.rollouts",), ("jax.bridging", "jax.host"), ("jax",), ("engine",),
     ("planning",), ("recording",), ("worker",),
     ("link",), ("testing",), ("state",), ("front",), ("shm",), ("system",), ("errors", "trajectories", "_version"),
 )  # fmt: skip

@@ -282,7 +282,7 @@ class CountedEnv(BusyEnv):
 
 def test_a_step_that_ended_its_host_is_never_taken_again(tmp_path: Path) -> None:
     envs = over([functools.partial(CountedEnv, tmp_path, index) for index in range(2)], workers_per_host=0)
-    assert [host.actor.step._max_task_retries for host in envs._host_pool.workers] == [0, 0]
+    assert [host.actor.step._max_task_retries for host in envs._pool.workers] == [0, 0]
     envs.reset(seed=1)
     (tmp_path / "1").write_text("die")
     with pytest.raises(HostDied, match="host 1"):

@@ -17,7 +17,7 @@ from jax.random import key as new_key
 
 import vecenv.jax as vj
 from vecenv.errors import StaleStateError
-from vecenv.jax.host_call import host_call, primitive_problem
+from vecenv.jax.bridging import host_call, primitive_problem
 
 ACTION = np.zeros((2, 1), np.float32)
 
@@ -40,7 +40,7 @@ def test_the_fast_transport_passes_its_self_test() -> None:
 
 
 def test_the_fast_transport_is_left_alone_where_its_self_test_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vecenv.jax.host_call.primitive_problem", lambda platform: "a test says so")
+    monkeypatch.setattr("vecenv.jax.bridging.primitive_problem", lambda platform: "a test says so")
     with vj.bridge(Logged()) as env:
         assert env.transport == "io_callback"
     with pytest.raises(RuntimeError, match="a test says so"):
@@ -50,12 +50,12 @@ def test_the_fast_transport_is_left_alone_where_its_self_test_fails(monkeypatch:
 @pytest.fixture
 def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The parts of JAX that are not public are looked for again, and once more after the test."""
-    from vecenv.jax import host_call
+    from vecenv.jax import bridging
 
     def forget() -> None:
-        host_call.private_parts.cache_clear()
-        host_call._primitive.cache_clear()
-        host_call.primitive_problem.cache_clear()
+        bridging.private_parts.cache_clear()
+        bridging._primitive.cache_clear()
+        bridging.primitive_problem.cache_clear()
 
     forget()
     yield
@@ -77,7 +77,7 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_private_part_of_jax_that_is_gone_is_told_with_the_versions(
     anew: None, monkeypatch: pytest.MonkeyPatch, module: str, name: str, instead: Any
 ) -> None:
-    from vecenv.jax import host_call
+    from vecenv.jax import bridging
 
     place = importlib.import_module(module)
     if instead is None:
@@ -86,10 +86,10 @@ def test_a_private_part_of_jax_that_is_gone_is_told_with_the_versions(
         monkeypatch.setattr(place, name, instead)
     versions = rf"jax {re.escape(jax.__version__)} with jaxlib .* tested with jax [\d.]+"
     with pytest.raises(ImportError, match=versions):
-        host_call.private_parts()
-    assert host_call.choose_transport("auto") == "io_callback"
+        bridging.private_parts()
+    assert bridging.choose_transport("auto") == "io_callback"
     with pytest.raises(RuntimeError, match=versions):
-        host_call.choose_transport("primitive")
+        bridging.choose_transport("primitive")
 
 
 def test_private_parts_of_jax_are_named_in_one_module() -> None:
@@ -99,7 +99,7 @@ def test_private_parts_of_jax_are_named_in_one_module() -> None:
         for file in package.rglob("*.py")
         if re.search(r"jax\._src|DO_NOT_USE|\b(jax|jnp|dtype)\._[a-z]", file.read_text())
     ]
-    assert named == ["host_call.py"]
+    assert named == ["bridging.py"]
 
 
 @pytest.mark.long
@@ -121,9 +121,9 @@ def test_without_compilation_every_call_is_made_once_and_in_order(env: vj.Bridge
 
 @pytest.mark.long
 def test_the_fast_transport_is_chosen_without_compilation_too() -> None:
-    from vecenv.jax import host_call
+    from vecenv.jax import bridging
 
-    host_call.primitive_problem.cache_clear()
+    bridging.primitive_problem.cache_clear()
     with jax.disable_jit(), vj.bridge(Logged()) as env:
         assert env.transport == "primitive"
         state = env.reset(new_key(0))

@@ -29,12 +29,10 @@ _LAZY: dict[str, str] = {
 
 def __getattr__(name: str) -> Any:
     """Load a public name on first use (PEP 562)."""
+    if name not in _LAZY:
+        raise AttributeError(f"module 'vecenv.backends' has no attribute {name!r}")
     try:
-        module = _LAZY[name]
-    except KeyError:
-        raise AttributeError(f"module 'vecenv.backends' has no attribute {name!r}") from None
-    try:
-        value = getattr(importlib.import_module(module), name)
+        value = getattr(importlib.import_module(_LAZY[name]), name)
     except ModuleNotFoundError as error:
         if error.name not in ("jax", "jaxlib"):
             raise

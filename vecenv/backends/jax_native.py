@@ -9,12 +9,14 @@ state is not hidden for good: read ``envs.state`` to keep a checkpoint, assign i
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import inspect
 import pickle
 import re
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 
 import gymnasium as gym
@@ -27,11 +29,11 @@ from gymnasium.vector import AutoresetMode
 from vecenv.errors import SnapshotMismatch, StaleStateError
 from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities
-from vecenv.front.driver import Call, LockstepDriver, Phase, Stepped
+from vecenv.front.driver import NOTHING, Call, LockstepDriver, Phase, Stepped
 from vecenv.front.vector_env import VectorEnvBase, exclusive
 from vecenv.jax.env import EnvState
 from vecenv.jax.functional import GONE, FunctionalVectorEnv
-from vecenv.jax.interop import entropy_seeds, from_torch, masked_infos, require_torch, seed_keys, to_numpy, to_torch
+from vecenv.jax.interop import entropy_seeds, from_torch, masked_infos, seed_keys, to_numpy, to_torch
 from vecenv.jax.libraries import adapt, make_env
 from vecenv.state.snapshots import FORMAT, Kind, Snapshot, Snapshots, StateDict, parse_snapshots
 from vecenv.system.uninterrupted import succeeds_when_repeated
@@ -92,8 +94,8 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
         self.closed = True  # until there is something to close
         if to not in ("numpy", "jax", "torch"):
             raise ValueError(f"to must be 'numpy', 'jax' or 'torch', got {to!r}.")
-        if to == "torch":
-            require_torch()
+        if to == "torch" and importlib.util.find_spec("torch") is None:  # now, and not in the first reset
+            raise ImportError("to='torch' needs torch, not installed here: pip install torch")
         if render_mode not in (None, "rgb_array"):
             raise ValueError(f"render_mode must be None or 'rgb_array', got {render_mode!r}.")
         functional = functional_of(env, num_envs, library, options)
@@ -390,28 +392,29 @@ class JaxDriver(LockstepDriver):
         """What ``step`` returns; without ``infos`` of a state that a reset returned, whose environments report none."""
         state = self.current()
         if self._to != "numpy":
-            said = self._device_infos(state) if infos else {}
+            said = self._infos(state, state.done) if infos else {}
             stepped: Any = (state.obs, state.reward, state.terminated, state.truncated, said)
             return stepped if self._to == "jax" else to_torch(stepped)  # type: ignore[no-any-return]
         began = time.perf_counter()
         terminated = np.array(state.terminated)  # whatever is asked for first waits for the whole program
         self._waited += time.perf_counter() - began
         truncated = np.array(state.truncated)
-        said = self._host_infos(state, terminated | truncated) if infos else {}
+        said = self._infos(state, terminated | truncated) if infos else {}
         observations = to_numpy(self.functional.observation_space, state.obs)
         return observations, np.asarray(state.reward).astype(np.float64), terminated, truncated, said
 
-    def _host_infos(self, state: EnvState, ended: Mask) -> dict[str, Any]:
-        info = jax.tree.map(np.asarray, state.info)
+    def _infos(self, state: EnvState, ended: Any) -> dict[str, Any]:
+        """What a step reports; ``ended`` as the arrays of ``to``. Only numpy's are looked into."""
+        on_host = self._to == "numpy"
+        info, valid = jax.tree.map(np.asarray, (state.info, state.valid)) if on_host else (state.info, state.valid)
         if not self._same_step:
-            return masked_infos(info, np.asarray(state.valid))
-        infos: dict[str, Any] = {}
-        if ended.any():
-            infos["final_obs"] = self._final_observations(state, ended)
-            infos["final_info"] = masked_infos(info, ended)
-            infos["_final_obs"], infos["_final_info"] = ended.copy(), ended.copy()
-        infos.update(masked_infos(info, ~ended))
-        return infos
+            return masked_infos(info, valid)
+        final: dict[str, Any] = {}
+        if not on_host or ended.any():
+            final["final_obs"] = self._final_observations(state, ended) if on_host else state.next_obs
+            final["final_info"] = masked_infos(info, ended)
+            final["_final_obs"], final["_final_info"] = (ended.copy(), ended.copy()) if on_host else (ended, ended)
+        return {**final, **masked_infos(info, ~ended)}
 
     def _final_observations(self, state: EnvState, ended: Mask) -> npt.NDArray[np.object_]:
         host, space = jax.tree.map(np.asarray, state.next_obs), self.functional.single_observation_space
@@ -419,13 +422,6 @@ class JaxDriver(LockstepDriver):
         for row in np.flatnonzero(ended).tolist():
             column[row] = to_numpy(space, jax.tree.map(lambda leaf, row=row: leaf[row], host))
         return column
-
-    def _device_infos(self, state: EnvState) -> dict[str, Any]:
-        if not self._same_step:
-            return masked_infos(state.info, state.valid)
-        ended = state.done
-        final = {"final_obs": state.next_obs, "final_info": masked_infos(state.info, ended)}
-        return {**final, "_final_obs": ended, "_final_info": ended, **masked_infos(state.info, ~ended)}
 
     # -- saving and loading ----------------------------------------------------------------------------------------------
 
@@ -503,29 +499,21 @@ def _is_gone(tree: Any) -> bool:
 
 def compile_now(driver: JaxDriver, chunk: int | None) -> dict[str, float]:
     """Compile reset and step, and ``chunk`` steps in one program; seconds by name. The state is left as it is."""
-    functional = driver.functional
-    zeros = jax.tree.map(lambda leaf: np.zeros_like(np.asarray(leaf)), functional.action_space.sample())
-
-    def reset() -> None:
-        driver.state = None
-        seeds = list(range(functional.num_envs))
-        driver.begin_reset(Call(Phase.WAITING_RESET, functional.num_envs, by_row=False), seeds, None)
-        driver.read(Phase.WAITING_RESET)
-
-    def step() -> None:
-        driver.begin_step(Call(Phase.WAITING_STEP, functional.num_envs, by_row=False), zeros)
-        driver.read(Phase.WAITING_STEP)
-
-    stages: dict[str, Callable[[], object]] = {"reset": reset, "step": step}
+    zeros = jax.tree.map(lambda leaf: np.zeros_like(np.asarray(leaf)), driver.functional.action_space.sample())
+    stages: dict[str, Callable[[], object]] = {
+        "reset": partial(driver.begin_reset, NOTHING, list(range(driver.num_envs)), None),  # into arrays of its own
+        "step": partial(driver.begin_step, NOTHING, zeros),
+    }
     if chunk:
         many = jax.tree.map(lambda leaf: np.broadcast_to(leaf, (chunk, *leaf.shape)), zeros)
-        stages[f"step_chunk({chunk})"] = lambda: driver.chunk(many)
+        stages[f"step_chunk({chunk})"] = partial(driver.chunk, many)
     seconds: dict[str, float] = {}
     kept = driver.latest
     try:
         for name, stage in stages.items():
             start = time.perf_counter()
             stage()
+            driver.stepped(infos=name != "reset")
             jax.tree.map(lambda leaf: leaf.block_until_ready(), driver.state)
             seconds[name] = time.perf_counter() - start
     finally:

@@ -14,10 +14,9 @@ from vecenv.errors import how_to_install
 # the function.
 _NAMES: dict[str, tuple[str, ...]] = {
     # module -> the public names that it holds
-    "bridging": ("Bridge", "bridge"),
+    "bridging": ("Bridge", "bridge", "run"),
     "env": ("EnvState", "JaxEnv", "NativeState"),
     "functional": ("FunctionalVectorEnv",),
-    "host_call": ("run",),
     "interop": ("GymEnv", "jax_space"),
     "libraries": ("adapt", "available_envs", "differentiability", "make_env", "require_gradient"),
     "rollouts": (

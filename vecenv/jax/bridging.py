@@ -1,43 +1,382 @@
 """The bridge: any Gymnasium vector env as functions of an :class:`~vecenv.jax.EnvState`, for use inside compiled programs.
 
-Each step is one host call, made by :mod:`vecenv.jax.host_call` and answered by :mod:`vecenv.jax.host`. The call's first
-argument and first result is ``state.token``, an integer that is new after every call. It orders the calls where the effects
-of JAX do not, and lets the host refuse a state that was stepped before. The program itself computes everything that follows
-from a step's results (counts, returns, masks).
+Each step is one call into the host, answered by :mod:`vecenv.jax.host`. The call's first argument and first result is
+``state.token``, an integer that is new after every call. It orders the calls where the effects of JAX do not, and lets the
+host refuse a state that was stepped before. The program itself computes everything that follows from a step's results
+(counts, returns, masks).
+
+A call has to be made exactly once and in the order of the program. JAX offers three callbacks, and none of them promises
+this. ``pure_callback`` may be dropped, merged, hoisted and repeated; unordered ``io_callback`` is reordered; ordered
+``io_callback`` costs some 80 us, because it makes JAX arrays of its arguments inside the callback, and the copy of an
+argument beyond 100 kB is queued on the very thread pool that the callback blocks: with as many callbacks at once as there
+are cores, nothing moves any more.
+
+So there are two transports with the same meaning. ``"primitive"`` is a primitive of our own with the same ordered effect,
+lowered to the same XLA call, whose host function gets numpy arrays and nothing else. It leans on names that JAX does
+not promise to keep, all of them in :func:`private_parts`, hence a self-test before its first use. ``"io_callback"`` is
+JAX's, with large arguments cut into pieces that are copied on the spot.
+
+Neither is safe from being hoisted out of a differentiated ``scan`` when its arguments do not change from step to step
+(jax-ml/jax#16637): a caller must pass something that does, such as a count.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
+import itertools
+import math
 import multiprocessing.context
+import re
 import sys
+import threading
+import traceback
 import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final
 
 import gymnasium as gym
 import jax
 import jax.numpy as jnp
+import jaxlib.version
 import numpy as np
 from gymnasium.error import ClosedEnvironmentError
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
+from jax.custom_batching import custom_vmap
+from jax.experimental import io_callback
+from jax.extend.core import Primitive
 
+from vecenv.errors import VecEnvError
 from vecenv.front.arguments import GymnasiumSync
 from vecenv.front.capabilities import capabilities_of
 from vecenv.jax.env import Array, EnvState, PyTree
 from vecenv.jax.functional import action_spec, check_action
 from vecenv.jax.host import CallbackHost, InfoColumns
-from vecenv.jax.host_call import call_in_lanes, choose_transport, host_call, host_function, original_errors, struct
 from vecenv.jax.interop import jax_space
 from vecenv.link.observations import flat_of
 
-__all__ = ["Bridge", "bridge"]
-
-Struct: TypeAlias = Any  # jax.ShapeDtypeStruct
+__all__ = ["TRANSPORTS", "Bridge", "HostCallFailed", "bridge", "host_call", "primitive_problem", "run"]
 
 _FLOAT64 = ("cast", "keep")
+TRANSPORTS = ("auto", "primitive", "io_callback")
+_PIECE = 1 << 15  # bytes; JAX copies arguments on the spot up to about 100 kB
+
+struct: Any = jax.ShapeDtypeStruct  # which has no types
+
+
+# -- calls into the host -----------------------------------------------------------------------------------------------
+
+
+def host_call(function: Callable[..., Sequence[Any]], results: Sequence[Any], args: Sequence[Any], transport: str) -> Any:
+    """Call ``function(*arrays)`` on the host, once, after every earlier host call of the program.
+
+    Args:
+        function: Is given numpy arrays, which may be read-only, and returns one array of the exact shape and dtype for each
+            of ``results``; they are copied. It must touch nothing of JAX: what it waits for may be waiting for it.
+        results: Shapes and dtypes.
+        args: Arrays. A call has no derivative: ``stop_gradient`` what may carry one.
+        transport: From :func:`choose_transport`.
+    """
+    if transport == "primitive":
+        shapes = tuple(jax.core.ShapedArray(result.shape, result.dtype) for result in results)
+        return _primitive().bind(*args, function=function, results=shapes)
+    pieces = [_cut(arg) for arg in args]
+    parts = [(len(cut), arg.shape) for cut, arg in zip(pieces, args, strict=True)]
+
+    def of_whole(*pieces: Any) -> tuple[Any, ...]:
+        left = iter([np.asarray(piece) for piece in pieces])  # JAX's, and ready: the first thing done is a copy
+        whole = []
+        for count, shape in parts:
+            taken = list(itertools.islice(left, count))
+            whole.append(taken[0] if count == 1 else np.concatenate(taken).reshape(shape))
+        return tuple(function(*whole))
+
+    return list(io_callback(of_whole, tuple(results), *itertools.chain(*pieces), ordered=True))
+
+
+def _cut(arg: Any) -> list[Any]:
+    """An argument in pieces small enough for JAX to copy on the spot."""
+    flat = jnp.reshape(arg, -1)
+    count = max(1, _PIECE // flat.dtype.itemsize)
+    return [arg] if flat.size <= count else [flat[start : start + count] for start in range(0, flat.size, count)]
+
+
+def choose_transport(wanted: str) -> str:
+    """``"primitive"`` or ``"io_callback"``: what ``wanted`` amounts to here.
+
+    Raises:
+        ValueError: No such transport.
+        RuntimeError: ``"primitive"`` was asked for and does not work with this version of JAX or on this device.
+    """
+    if wanted not in TRANSPORTS:
+        raise ValueError(f"transport must be one of {TRANSPORTS}, got {wanted!r}.")
+    if wanted == "io_callback":
+        return wanted
+    problem = primitive_problem(jax.default_backend())
+    if problem is None:
+        return "primitive"
+    if wanted == "primitive":
+        raise RuntimeError(
+            f"The transport 'primitive' does not work here ({problem}); 'io_callback' does the same, more slowly."
+        )
+    return "io_callback"
+
+
+# -- transport: a primitive of our own -------------------------------------------------------------------------------
+
+
+@functools.cache
+def primitive_problem(platform: str) -> str | None:
+    """Why the transport ``"primitive"`` cannot be used on a platform, or ``None`` if a test program ran as it should."""
+    if platform == "tpu":
+        return "TPUs take host callbacks by another way"
+    log: list[int] = []
+
+    def count(index: Any) -> tuple[Any, ...]:
+        log.append(int(index))
+        return (np.asarray(index + 1),)
+
+    def program(start: Any) -> Any:
+        shape = struct((), jnp.int32)
+        return jax.lax.scan(lambda i, _: (host_call(count, [shape], [i], "primitive")[0], None), start, None, length=3)[0]
+
+    try:
+        private_parts()  # looks for what is needed, outside of any program
+        with jax.disable_jit(False), jax.ensure_compile_time_eval():
+            last = int(jax.jit(program)(np.int32(0)))
+    except Exception as error:  # whatever a version that moved things around may raise
+        return f"{type(error).__name__}: {error}"
+    return None if (last, log) == (3, [0, 1, 2]) else f"three calls in a row were executed as {log}"
+
+
+TESTED: Final = "0.10.2"
+"""The version of JAX that vecenv's own tests run with."""
+
+
+@functools.cache
+def private_parts() -> tuple[Any, Any, Any]:
+    """The parts of JAX that are not public: the effect of an ordered callback, how one is lowered, and how it is sharded.
+
+    Raises:
+        ImportError: One is missing or has other arguments in the installed version, which the message names.
+    """
+    try:
+        from jax._src.callback import _callback_op_sharding as callback_sharding
+        from jax.interpreters import mlir
+
+        emit_python_callback: Any = mlir.emit_python_callback
+        inspect.signature(callback_sharding).bind("axis_context", "sharding", "avals_out")
+        inspect.signature(emit_python_callback).bind(
+            "ctx", "callback", "token", "operands", "operand_avals", "result_avals", has_side_effect=True,
+            returns_token=True, sharding=None,
+        )  # fmt: skip
+        mlir.TokenSet, mlir.register_lowering  # noqa: B018
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ImportError(
+            f"vecenv's fast host calls need parts of JAX that are not public, and jax {jax.__version__} with jaxlib "
+            f"{jaxlib.version.__version__} has them no longer, or changed ({error}). They were tested with jax {TESTED}; "
+            "transport='io_callback' works with every version."
+        ) from error
+    with jax.disable_jit(False):
+        traced: Any = jax.make_jaxpr(lambda: io_callback(lambda: np.int32(0), struct((), np.int32), ordered=True))()
+    (effect,) = traced.effects
+    return effect, emit_python_callback, callback_sharding
+
+
+@functools.cache
+def _primitive() -> Any:
+    from jax.interpreters import mlir
+
+    ordered, emit_python_callback, callback_sharding = private_parts()
+    primitive: Any = Primitive("vecenv_host_call")
+    primitive.multiple_results = True
+    primitive.def_effectful_abstract_eval(lambda *_, function, results: (list(results), {ordered}))
+
+    def lower(ctx: Any, *args: Any, function: Any, results: Any) -> Any:
+        called, token, _ = emit_python_callback(
+            ctx, lambda *arrays: tuple(function(*arrays)), ctx.tokens_in.get(ordered), list(args), ctx.avals_in,
+            ctx.avals_out, has_side_effect=True, returns_token=True,
+            sharding=callback_sharding(ctx.module_context.axis_context, None, ctx.avals_out),
+        )  # fmt: skip
+        ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({ordered: token})))
+        return called
+
+    def alone(*args: Any, **params: Any) -> Any:
+        """A call outside of any program, as a program of its own: also under ``disable_jit``, which would come back here."""
+        with jax.disable_jit(False):
+            return jax.jit(lambda *arrays: primitive.bind(*arrays, **params))(*args)
+
+    mlir.register_lowering(primitive, lower, cacheable=False)
+    primitive.def_impl(alone)
+    return primitive
+
+
+# -- exceptions ------------------------------------------------------------------------------------------------------
+
+
+class HostCallFailed(VecEnvError, RuntimeError):
+    """Stands in for an exception on its way through XLA, which keeps nothing of it but the text."""
+
+
+def _host_function(method: weakref.WeakMethod[Any], *args: Any) -> Callable[..., Sequence[Any]]:
+    """A method of a host object in the form that programs keep it: without keeping the object.
+
+    JAX's caches hold a program's callbacks for as long as it pleases them, so this refers to the object weakly. What the
+    method raises is left on the object, where :func:`_original_errors` finds it.
+
+    Args:
+        method: A weak reference to a bound method; its object gets the attribute ``failure``.
+        args: Passed before the arrays.
+    """
+
+    def call(*arrays: Any) -> Sequence[Any]:
+        bound = method()
+        if bound is None:
+            raise HostCallFailed("the environments of this program are gone: keep a reference to the bridge")
+        try:
+            return bound(*args, *arrays)  # type: ignore[no-any-return]
+        except BaseException as error:  # Ctrl-C too: XLA would make a text of it
+            failed = _stand_in(bound.__self__, error)
+        # Raised out here, with nothing of the environments in reach: JAX logs it, and logs are kept.
+        del bound, arrays
+        raise failed
+
+    return call
+
+
+def _stand_in(owner: Any, error: BaseException) -> HostCallFailed:
+    number = next(_numbers)
+    with _lock:
+        owner.failure = (number, error)
+        _failed[number] = owner
+    text = "".join(traceback.format_exception(error))
+    return HostCallFailed(f"[vecenv host call {number}] {type(error).__name__}: {error}\n\n{text}")
+
+
+_numbers = itertools.count(1)
+_lock = threading.Lock()
+_failed: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_MARK = re.compile(r"\[vecenv host call (\d+)\]")
+
+
+@contextlib.contextmanager
+def _original_errors() -> Iterator[None]:
+    """Within the block, an exception raised on the host by a compiled program arrives as itself, not as JAX's error."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        original = _original(error)
+        if original is None:
+            raise
+    else:
+        return
+    raise original
+
+
+def _original(error: BaseException) -> BaseException | None:
+    mark = _MARK.search(str(error))
+    number = int(mark[1]) if mark else 0
+    owner: Any = _failed.pop(number, None)
+    if owner is None or owner.failure is None or owner.failure[0] != number:
+        return None
+    (_, original), owner.failure = owner.failure, None
+    return original  # type: ignore[no-any-return]
+
+
+def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``function(*args, **kwargs)``, waited for, with exceptions of bridged environments as they were raised.
+
+    A compiled program that steps environments can fail as environments do: a worker dies, a reply does not come, or the user
+    presses Ctrl-C. JAX reports all of these as a ``JaxRuntimeError`` with the text in it; here they are ``WorkerDied``,
+    ``StepTimeout``, ``KeyboardInterrupt``, or whatever the environment raised.
+
+    The arguments are waited for first. A program whose inputs are ready calls the host from the thread that started it,
+    and only there can Ctrl-C reach it.
+    """
+    wait: Any = jax.block_until_ready
+    wait((args, kwargs))
+    with _original_errors():
+        return wait(function(*args, **kwargs))
+
+
+# -- lanes -----------------------------------------------------------------------------------------------------------
+
+
+def _call_in_lanes(call: Any, results: list[Any], args: list[Array], lanes: int | None, num_envs: int) -> list[Array]:
+    """``call(results, args)``; mapped over ``lanes``, once, with those axes in front of every result and argument.
+
+    JAX would map a host call by making one for each lane, with nothing to say whose environments it is about, or refuse it.
+    So the call comes with a rule: the mapped axis becomes one more axis of its arrays. ``jax.vmap`` may be nested: the lanes
+    are then the product of its axes.
+
+    Raises:
+        ValueError: It is mapped and ``lanes`` is ``None``; it is mapped over axes whose product cannot be ``lanes``. Where
+            it is not mapped, or not over enough, the error comes when the program is compiled.
+    """
+
+    def under(sizes: tuple[int, ...]) -> Any:
+        """The call under maps over ``sizes``, the outermost first."""
+        left = (lanes or 1) // math.prod(sizes)
+        wide = [struct((*sizes, *result.shape), result.dtype) for result in results]
+
+        def alone(*args: Array) -> Any:
+            if lanes is None or (sizes and left == 1):
+                return call(wide, args)
+            short = f"; {_called_under(sizes, num_envs)}" if sizes else "."
+            problem = f"A bridge with lanes={lanes} must be called under jax.vmap over {lanes} lanes{short}"
+            return _unmapped().bind(*args, results=tuple(wide), problem=problem)
+
+        def mapped(size: int, batched: list[bool], *args: Array) -> tuple[list[Array], list[bool]]:
+            if lanes is None:
+                raise ValueError(
+                    f"A bridge cannot be called under jax.vmap: there is one of each of its {num_envs} environments. Build "
+                    f"{size} times as many and bridge(..., lanes={size}) them, or keep the environments out of vmap and map "
+                    "the policy."
+                )
+            if left % size:
+                raise ValueError(f"This bridge has lanes={lanes}; {_called_under((size, *sizes), num_envs)}")
+            every = [
+                arg if is_batched else jnp.broadcast_to(arg, (size, *arg.shape))
+                for arg, is_batched in zip(args, batched, strict=True)
+            ]
+            return under((size, *sizes))(*every), [True] * len(results)
+
+        call_or_map: Any = custom_vmap(alone)
+        call_or_map.def_vmap(mapped)
+        return call_or_map
+
+    return under(())(*args)  # type: ignore[no-any-return]
+
+
+def _called_under(sizes: tuple[int, ...], num_envs: int) -> str:
+    """What a bridge is mapped over, and how to get that many lanes: each lane's environments are made beforehand."""
+    wanted, over = math.prod(sizes), " times ".join(map(str, sizes))
+    advice = f"make {wanted * num_envs} environments and bridge(..., lanes={wanted}) them."
+    return f"it is called under jax.vmap over {over}. For {wanted} lanes of {num_envs}, {advice}"
+
+
+@functools.cache
+def _unmapped() -> Any:
+    """Stands for a call in one lane. It has shapes and no meaning: every other lane's environments would be missing."""
+    from jax.interpreters import mlir
+
+    primitive: Any = Primitive("vecenv_one_lane")
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda *_, results, **__: [jax.core.ShapedArray(r.shape, r.dtype) for r in results])
+
+    def refuse(*_: Any, results: Any, problem: str) -> Any:
+        raise ValueError(problem)
+
+    primitive.def_impl(refuse)
+    mlir.register_lowering(primitive, refuse)
+    return primitive
+
+
+# -- the bridge --------------------------------------------------------------------------------------------------------
 
 
 class Bridge:
@@ -105,10 +444,8 @@ class Bridge:
         self.observation_space: gym.Space[Any] = jax_space(batch_space(envs.single_observation_space, self.num_envs))
         self.action_space: gym.Space[Any] = jax_space(batch_space(envs.single_action_space, self.num_envs))
         self.transport = choose_transport(transport)
-        self._functions: dict[str, Callable[..., EnvState]] = {
-            "reset": self._reset, "step": self._step, "send": self._send, "recv": self._recv, "reset_mask": self._reset_mask,
-        }  # fmt: skip
-        self._compiled = {name: jax.jit(function) for name, function in self._functions.items()}
+        functions = self._reset, self._step, self._send, self._recv, self._reset_mask
+        self._compiled = {function.__name__: jax.jit(function) for function in functions}
 
     # -- the interface -----------------------------------------------------------------------------------------------
 
@@ -121,7 +458,7 @@ class Bridge:
         Returns:
             The state before the first step: ``reward`` 0, ``valid`` False, ``first`` True.
         """
-        return self._run("reset", key)
+        return self._run(self._reset, key)
 
     def step(self, state: EnvState, action: PyTree) -> EnvState:
         """One step of every environment.
@@ -136,7 +473,7 @@ class Bridge:
             StaleStateError: ``state`` is not the newest one, or is another bridge's.
             Exception: What an environment raised; ``WorkerDied``, ``StepTimeout``, ``KeyboardInterrupt``.
         """
-        return self._run("step", self._checked(state), self._action(action))
+        return self._run(self._step, self._checked(state), self._action(action))
 
     def send(self, state: EnvState, action: PyTree) -> EnvState:
         """Begin a step, and do not wait for it: ``recv(send(state, action))`` is ``step(state, action)``.
@@ -144,11 +481,11 @@ class Bridge:
         The result is pending: everything in it is as in ``state``, and only :meth:`recv` takes it. What the program computes
         in between is computed while the environments step.
         """
-        return self._run("send", self._checked(state), self._action(action))
+        return self._run(self._send, self._checked(state), self._action(action))
 
     def recv(self, state: EnvState) -> EnvState:
         """Wait for the step that :meth:`send` began, at most ``timeout`` seconds."""
-        return self._run("recv", self._checked(state))
+        return self._run(self._recv, self._checked(state))
 
     def reset_mask(self, state: EnvState, mask: Array, key: Array) -> EnvState:
         """Begin another episode in some environments; the others stay exactly as they are. For ``AutoresetMode.DISABLED``.
@@ -169,7 +506,7 @@ class Bridge:
         state = self._checked(state)
         if jnp.shape(mask) != (self.num_envs,) or jnp.result_type(mask) != jnp.bool_:
             raise ValueError(f"mask must be bool[{self.num_envs}], got {jnp.result_type(mask)}{list(jnp.shape(mask))}.")
-        return self._run("reset_mask", state, jnp.asarray(mask), key)
+        return self._run(self._reset_mask, state, jnp.asarray(mask), key)
 
     def close(self) -> None:
         """Close the vector env; idempotent."""
@@ -191,13 +528,14 @@ class Bridge:
 
     # -- guards ------------------------------------------------------------------------------------------------------
 
-    def _run(self, name: str, *args: Any) -> EnvState:
+    def _run(self, function: Callable[..., EnvState], *args: Any) -> EnvState:
         """A function below, traced into the caller's program, or compiled and waited for if there is none."""
+        name = function.__name__
         if self._host.closed:
-            raise ClosedEnvironmentError(f"Calling `{name}` of a bridge that was closed.")
+            raise ClosedEnvironmentError(f"Calling `{name.removeprefix('_')}` of a bridge that was closed.")
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args)):
-            return self._functions[name](*args)
-        with original_errors():
+            return function(*args)
+        with _original_errors():
             state: EnvState = self._compiled[name](*args)
             if not isinstance(state.token, jax.core.Tracer):  # arguments that are constants of a program being traced
                 state.token.block_until_ready()
@@ -220,55 +558,59 @@ class Bridge:
     # -- the functions -----------------------------------------------------------------------------------------------
 
     def _reset(self, key: Array) -> EnvState:
-        token, *arrays = self._call("reset", self._results(stepped=False), [self._seeds(key)])
-        obs, arrays = self._split_obs(arrays)
-        return EnvState.at_start(obs, (self.num_envs,), self._infos.build(arrays), token=token)
+        token, arrays = self._call("reset", self._seeds(key))
+        obs = self._host.observation_tree.build(arrays)
+        return EnvState.at_start(obs, (self.num_envs,), self._infos.build(list(arrays)), token=token)
 
     def _step(self, state: EnvState, action: PyTree) -> EnvState:
-        arrays = self._call("step", self._results(stepped=True), [state.token, *self._action_leaves(action)])
-        return self._after(state, arrays)
+        return self._after(state, *self._call("step", state.token, *self._action_leaves(action)))
 
     def _send(self, state: EnvState, action: PyTree) -> EnvState:
-        (token,) = self._call("send", [], [state.token, *self._action_leaves(action)])
+        token, _ = self._call("send", state.token, *self._action_leaves(action))
         return state.replace(token=token)
 
     def _recv(self, state: EnvState) -> EnvState:
-        return self._after(state, self._call("recv", self._results(stepped=True), [state.token]))
+        return self._after(state, *self._call("recv", state.token))
 
     def _reset_mask(self, state: EnvState, mask: Array, key: Array) -> EnvState:
-        args = [state.token, mask, self._seeds(key)]
-        token, *arrays = self._call("reset_mask", self._results(stepped=False), args)
-        obs, arrays = self._split_obs(arrays)
-        state = state.replace(token=None).restarted(mask, obs, info=self._infos.build(arrays))
+        token, arrays = self._call("reset_mask", state.token, mask, self._seeds(key))
+        obs = self._host.observation_tree.build(arrays)
+        state = state.replace(token=None).restarted(mask, obs, info=self._infos.build(list(arrays)))
         return state.replace(token=token)
 
-    def _after(self, state: EnvState, arrays: list[Array]) -> EnvState:
+    def _after(self, state: EnvState, token: Array, arrays: Iterator[Any]) -> EnvState:
         """The state after a step of ``state`` with these results."""
-        token, *arrays = arrays
-        obs, (reward, terminated, truncated, *arrays) = self._split_obs(arrays)
-        next_obs = obs
-        if self.autoreset_mode is AutoresetMode.SAME_STEP:
-            next_obs, arrays = self._split_obs(arrays)
+        build = self._host.observation_tree.build
+        obs = build(arrays)
+        reward, terminated, truncated = itertools.islice(arrays, 3)
+        next_obs = build(arrays) if self.autoreset_mode is AutoresetMode.SAME_STEP else obs
         after = state.replace(token=None).advanced(
             self.autoreset_mode, self.discount, obs=obs, next_obs=next_obs, reward=reward, terminated=terminated,
-            truncated=truncated, info=self._infos.build(arrays),
+            truncated=truncated, info=self._infos.build(list(arrays)),
         )  # fmt: skip
         return after.replace(token=token)
 
     # -- the host call -----------------------------------------------------------------------------------------------
 
-    def _call(self, command: str, results: list[Struct], args: list[Array]) -> list[Array]:
-        """One call of the host, of this state's rows or, under ``vmap`` over the lanes, of all lanes' at once."""
+    def _call(self, command: str, *args: Array) -> tuple[Array, Iterator[Any]]:
+        """One call of the host, of this state's rows or, under ``vmap`` over the lanes, of all lanes' at once.
 
+        Returns:
+            The new token, and the arrays of the answer.
+        """
         # Not `self`: JAX keeps this function for as long as it keeps the program, which may be for ever.
         method, transport = weakref.WeakMethod(self._host.call), self.transport
 
-        def call(results: list[Struct], args: Sequence[Array]) -> list[Array]:
+        def call(results: list[Any], args: Sequence[Array]) -> Any:
             shapes = tuple((result.shape, np.dtype(result.dtype)) for result in results)
-            return host_call(host_function(method, command, shapes), results, args, transport)
+            return host_call(_host_function(method, command, shapes), results, args, transport)
 
-        args = [jax.lax.stop_gradient(arg) for arg in args]
-        return call_in_lanes(call, [struct((2,), jnp.int32), *results], args, self.lanes, self.num_envs)
+        results = [struct((2,), jnp.int32)]
+        if command != "send":
+            results += self._results(stepped=command in ("step", "recv"))
+        fixed = [jax.lax.stop_gradient(arg) for arg in args]
+        token, *arrays = _call_in_lanes(call, results, fixed, self.lanes, self.num_envs)
+        return token, iter(arrays)
 
     def _seeds(self, key: Array) -> Array:
         return (jax.random.bits(key, (self.num_envs,), jnp.uint32) >> 1).astype(jnp.int32)
@@ -276,7 +618,7 @@ class Bridge:
     def _action_leaves(self, action: PyTree) -> list[Array]:
         return [jnp.asarray(leaf) for leaf in flat_of(self._host.action_tree, action)]
 
-    def _results(self, stepped: bool) -> list[Struct]:
+    def _results(self, stepped: bool) -> list[Any]:
         """Shapes and dtypes of what JAX gets for the arrays of a step or a reset."""
         seen: Any = jax.dtypes.canonicalize_dtype
         every: list[Any] = [*self._host.observation_tree.leaves(), *self._infos.columns]
@@ -286,10 +628,6 @@ class Bridge:
                 "float64='keep' needs JAX's 64-bit mode (jax.config.update('jax_enable_x64', True)); 'cast' gives float32."
             )
         return [struct((self.num_envs, *shape), seen(dtype)) for shape, dtype in self._host.specs(stepped)]
-
-    def _split_obs(self, arrays: list[Array]) -> tuple[PyTree, list[Array]]:
-        left: Iterator[Any] = iter(arrays)
-        return self._host.observation_tree.build(left), list(left)
 
 
 bridge = Bridge

@@ -29,7 +29,7 @@ from gymnasium.vector import AutoresetMode
 
 __all__ = [
     "Adapter", "Array", "EnvState", "Fixed", "FrameSkip", "JaxEnv", "Limited", "NativeState", "PyTree", "Rescaled", "Start",
-    "Stepped", "default_key", "merge_rows", "probe", "register", "select",
+    "Stepped", "default_key", "merge_rows", "probe", "select",
 ]  # fmt: skip
 
 Array: TypeAlias = jax.Array
@@ -48,13 +48,7 @@ def merge_rows(mask: Array, yes: Any, no: Any) -> Any:
     return jax.tree.map(lambda one, other: select(mask, one, other), yes, no)
 
 
-def register(cls: Any) -> Any:
-    """Make a dataclass a pytree whose children are all its fields, in the order they are written."""
-    names = [field.name for field in dataclasses.fields(cls)]
-    return jax.tree_util.register_dataclass(cls, data_fields=names, meta_fields=[])
-
-
-@register
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EnvState:
     """The state of ``num_envs`` environments after a reset or a step. ``B`` is the batch shape, usually ``(num_envs,)``.
@@ -167,7 +161,7 @@ class EnvState:
         return after
 
 
-@register
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NativeState:
     """What a JAX-native environment carries besides what algorithms read. All leaves ``[*B, ...]``.
@@ -221,8 +215,8 @@ class JaxEnv(Protocol):
         ...
 
 
-class Adapter:
-    """Base of the adapters: the optional parts of the protocol with their defaults.
+class Adapter(JaxEnv):
+    """Base of the adapters: the protocol, and its optional parts with their defaults.
 
     Attributes:
         name: For messages and ``repr``.
@@ -230,8 +224,6 @@ class Adapter:
     """
 
     name: str = "env"
-    single_observation_space: gym.Space[Any]
-    single_action_space: gym.Space[Any]
     max_episode_steps: int | None = None
     frames_per_second: int = 0
     _differentiable: str | None = None
@@ -246,12 +238,6 @@ class Adapter:
     def gradient_advice(self) -> str:
         """What to do about a missing gradient; one sentence for the error message."""
         return "This environment computes its step in a way that JAX cannot differentiate."
-
-    def init(self, key: Array) -> Start:
-        raise NotImplementedError
-
-    def step(self, state: PyTree, action: PyTree, key: Array) -> Stepped:
-        raise NotImplementedError
 
     def render(self, state: PyTree) -> np.ndarray[Any, Any]:
         """One frame ``uint8[height, width, 3]`` of one environment's state.

@@ -65,8 +65,7 @@ class CallbackHost:
         timeout: Seconds that an answer may take; ``None`` waits for ever. ``"auto"``: see :func:`vecenv.jax.bridge`.
 
     Attributes:
-        failure: The exception of the last call that failed, with its number; see
-            :func:`~vecenv.jax.host_call.host_function`.
+        failure: The exception of the last call that failed, with its number; see :func:`vecenv.jax.run`.
     """
 
     def __init__(self, envs: VectorEnv[Any, Any, Any], infos: InfoColumns, timeout: float | str | None) -> None:
@@ -89,7 +88,15 @@ class CallbackHost:
         """One call of a program: a ticket and arrays in, a ticket and arrays of the shapes and dtypes ``results`` out."""
         if self.closed:
             raise ClosedEnvironmentError("The bridge was closed: its environments cannot be stepped any more.")
-        outcome = _COMMANDS[command](self, *arrays)
+        if command == "reset":
+            outcome = self._reset(*arrays)
+            self._epoch, self._count = next(_epochs), 0
+        else:
+            ticket, *given = arrays
+            self._spend(ticket, pending=command == "recv")
+            outcome = _COMMANDS[command](self, *given)
+            self._count += 1
+        self._why_not = None
         ticket = np.empty(*results[0])
         ticket[..., 0], ticket[..., 1] = self._epoch, self._count
         return [ticket, *map(_fitted, outcome, results[1:])]
@@ -108,32 +115,16 @@ class CallbackHost:
         self._take_over()
         outcome = self._reset_outcome(self._requests.reset(seeds.reshape(-1).tolist()))
         self._ended[:] = False
-        self._epoch, self._count, self._why_not = next(_epochs), 0, None
         return outcome
 
-    def _step(self, ticket: Array, *actions: Array) -> list[Array]:
-        self._spend(ticket)
-        self._begin(actions)
-        return self._renew(self._finish())
-
-    def _send(self, ticket: Array, *actions: Array) -> list[Array]:
-        self._spend(ticket)
-        self._begin(actions)
-        return self._renew([])
-
-    def _recv(self, ticket: Array) -> list[Array]:
-        self._spend(ticket, pending=True)
-        return self._renew(self._finish())
-
-    def _reset_mask(self, ticket: Array, mask: Array, seeds: Array) -> list[Array]:
-        self._spend(ticket)
+    def _reset_mask(self, mask: Array, seeds: Array) -> list[Array]:
         mask = mask.reshape(-1)
         if not mask.any():
-            return self._renew(self._blank(stepped=False))
+            return self._blank(stepped=False)
         seeded = seeds.reshape(-1).tolist() if self._requests.seeded_masks else None
         outcome = self._reset_outcome(self._requests.reset(seeded, mask.copy()))
         self._ended[mask] = False
-        return self._renew(outcome)
+        return outcome
 
     def _reset_outcome(self, answer: tuple[Any, dict[str, Any]]) -> list[Array]:
         observations, infos = answer
@@ -141,7 +132,11 @@ class CallbackHost:
 
     # -- a step ----------------------------------------------------------------------------------------------------------
 
-    def _begin(self, actions: Sequence[Array]) -> None:
+    def _step(self, *actions: Array) -> list[Array]:
+        self._send(*actions)
+        return self._recv()
+
+    def _send(self, *actions: Array) -> list[Array]:
         # Copies, in the dtypes of the space: arguments are read-only, and environments may write to what they are given.
         specs = self._action_specs
         own = [np.array(array, dtype).reshape(shape) for array, (shape, dtype) in zip(actions, specs, strict=True)]
@@ -151,8 +146,9 @@ class CallbackHost:
         elif len(rows):
             self._requests.begin(build(iter(own)), rows, build(array[rows] for array in own))
         self._pending = rows
+        return []
 
-    def _finish(self) -> list[Array]:
+    def _recv(self) -> list[Array]:
         assert self._pending is not None
         rows, self._pending = self._pending, None
         if not len(rows):
@@ -235,33 +231,24 @@ class CallbackHost:
 
     def _spend(self, ticket: Array, pending: bool = False) -> None:
         """Check a ticket and take it: whatever happens now, that state cannot be used again."""
-        newest = [self._epoch, self._count]
-        for row in ticket.reshape(-1, 2).tolist():
-            if row != newest or self._why_not is not None:
-                self._refuse(*row)
+        if self._why_not is not None:
+            raise StaleStateError(f"The environments have no state to go on from, {self._why_not}: call reset(key).")
+        for epoch, count in ticket.reshape(-1, 2).tolist():
+            if (epoch, count) != (self._epoch, self._count):
+                what = f"was used before (it is number {count} after its reset, the environments are at {self._count})"
+                if epoch != self._epoch:
+                    now = f"(epoch {epoch}, the environments are in {self._epoch})"
+                    what = f"belongs to another bridge or an earlier reset {now}"
+                raise StaleStateError(f"This state {what}. Step the newest one, and only once: processes do not go back.")
         if pending and self._pending is None:
             raise NoAsyncCallError("Calling `recv` of a state that was not returned by `send`.", "recv")
         if self._pending is not None and not pending:
             raise AlreadyPendingCallError("This state was returned by `send`: call `recv` of it first.", "send")
         self._why_not = "because an earlier call failed"
 
-    def _refuse(self, epoch: int, count: int) -> None:
-        if self._why_not is not None:
-            raise StaleStateError(f"The environments have no state to go on from, {self._why_not}: call reset(key).")
-        if epoch != self._epoch:
-            what = f"belongs to another bridge or an earlier reset (epoch {epoch}, the environments are in {self._epoch})"
-        else:
-            what = f"was used before (it is number {count} after its reset, the environments are at {self._count})"
-        raise StaleStateError(f"This state {what}. Step the newest one, and only once: processes do not go back.")
 
-    def _renew(self, outcome: list[Array]) -> list[Array]:
-        self._count += 1
-        self._why_not = None
-        return outcome
-
-
-_COMMANDS: dict[str, Callable[..., list[Array]]] = {
-    "reset": CallbackHost._reset, "step": CallbackHost._step, "send": CallbackHost._send, "recv": CallbackHost._recv,
+_COMMANDS: dict[str, Callable[..., list[Array]]] = {  # with a ticket
+    "step": CallbackHost._step, "send": CallbackHost._send, "recv": CallbackHost._recv,
     "reset_mask": CallbackHost._reset_mask,
 }  # fmt: skip
 

@@ -13,7 +13,6 @@ nothing. JAX arrays cannot be written to and are given as they are.
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,8 +26,7 @@ from vecenv.jax.env import Array, Fixed, PyTree
 from vecenv.jax.libraries import adapt
 
 __all__ = [
-    "GymEnv", "entropy_seeds", "from_torch", "jax_space", "masked_infos", "require_torch", "seed_keys", "to_numpy",
-    "to_torch",
+    "GymEnv", "entropy_seeds", "from_torch", "jax_space", "keys_from", "masked_infos", "seed_keys", "to_numpy", "to_torch",
 ]  # fmt: skip
 
 
@@ -70,16 +68,6 @@ def _own(tree: PyTree) -> PyTree:
     return jax.tree.map(jnp.copy, tree)
 
 
-def require_torch() -> None:
-    """Raise ``ImportError`` now, not in the first reset, where torch is not installed."""
-    try:
-        importlib.import_module("torch")
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise ImportError("to='torch' needs torch, not installed here: pip install torch") from error
-
-
 def to_torch(tree: PyTree) -> Any:
     """torch tensors on the same device, which the caller may write to."""
     import torch
@@ -118,6 +106,11 @@ def seed_keys(seeds: Sequence[int]) -> np.ndarray[Any, Any]:
         return raw
     make: Any = jax.vmap(lambda high, low: jax.random.key_data(jax.random.fold_in(jax.random.key(low), high)))
     return np.asarray(make(raw[:, 0], raw[:, 1]))
+
+
+def keys_from(seed: int | None, count: int) -> np.ndarray[Any, Any]:
+    """Raw keys of ``count`` environments for a reset: environment i has ``seed + i``; ``None``: an unpredictable one."""
+    return seed_keys(entropy_seeds(count) if seed is None else [seed + i for i in range(count)])
 
 
 def entropy_seeds(count: int) -> list[int]:
@@ -173,7 +166,7 @@ class GymEnv(gym.Env[Any, Any]):
         if seed is None and self._key is not None:
             self._episode += 1
         else:
-            self._key, self._episode = seed_keys(entropy_seeds(1) if seed is None else [seed])[0], 0
+            self._key, self._episode = keys_from(seed, 1)[0], 0
         self._steps = 0
         self._state, obs = self._init(self._wide(self._episode_key()))
         return to_numpy(self.observation_space, _first(obs)), {}
@@ -313,13 +306,11 @@ def _floats(space: spaces.Box, key: Array, dtype: Any) -> Array:
 
 def _holds(space: Any, x: Any) -> Array:
     no, yes = jnp.asarray(False), jnp.asarray(True)
-    if isinstance(space, spaces.Dict):
-        same = isinstance(x, dict) and set(x) == set(space.spaces)
-        held = [_holds(inner, x[name]) for name, inner in space.spaces.items()] if same else [no]
-        return jnp.all(jnp.stack([yes, *held]))
-    if isinstance(space, spaces.Tuple):
-        same = isinstance(x, tuple) and len(x) == len(space.spaces)
-        held = [_holds(inner, one) for inner, one in zip(space.spaces, x, strict=True)] if same else [no]
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        keyed, inner = isinstance(space, spaces.Dict), space.spaces
+        names: Any = list(inner) if keyed else range(len(inner))
+        same = isinstance(x, dict if keyed else tuple) and set(x if keyed else range(len(x))) == set(names)
+        held = [_holds(inner[name], x[name]) for name in names] if same else [no]
         return jnp.all(jnp.stack([yes, *held]))
     x = jnp.asarray(x)
     if x.shape != space.shape or not _fits(x.dtype, space):

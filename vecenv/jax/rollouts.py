@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from gymnasium.vector import AutoresetMode
 from jax.custom_batching import custom_vmap
 
-from vecenv.jax.env import Array, EnvState, PyTree, register, select
+from vecenv.jax.env import Array, EnvState, PyTree, select
 from vecenv.jax.libraries import require_gradient
 
 __all__ = [
@@ -58,7 +58,7 @@ class SplitEnv(FunctionalEnv, Protocol):
     def recv(self, state: EnvState) -> EnvState: ...
 
 
-@register
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
     """Transitions, leaves ``[T, *B, ...]``: row t is what happened between ``obs[t]`` and ``next_obs[t]``.
@@ -188,14 +188,11 @@ _HIDDEN = ("token", "inner", "info")
 def _transition(
     before: EnvState, action: PyTree, policy_extras: dict[str, Any], after: EnvState, extras: Sequence[str]
 ) -> Trajectory:
+    env_extras = {name: after.info[name] if name in after.info else getattr(after, name) for name in extras}
     return Trajectory(
         before.obs, action, after.reward, after.terminated, after.truncated, after.next_obs, after.valid, before.first,
-        policy_extras, {name: _field(after, name) for name in extras},
+        policy_extras, env_extras,
     )  # fmt: skip
-
-
-def _field(state: EnvState, name: str) -> Any:
-    return state.info[name] if name in state.info else getattr(state, name)
 
 
 def _check_extras(state: EnvState, extras: Sequence[str]) -> None:
@@ -208,7 +205,7 @@ def _check_extras(state: EnvState, extras: Sequence[str]) -> None:
 # -- two halves ----------------------------------------------------------------------------------------------------------
 
 
-@register
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Request:
     """One half between its ``send`` and its ``recv``."""
@@ -286,7 +283,7 @@ def _check_halves(env: Any, state: Any, carry: Any, length: int) -> None:
         raise ValueError(f"overlap=True needs a length of at least 1, got {length}.")
 
 
-@register
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EpisodeMetrics:
     """One entry an episode; ``[*B]``, or ``[num_episodes]`` where that was asked for.
@@ -380,23 +377,20 @@ def fast_eval_rollout_episode(
     resets: Any = env if rounds > 1 and getattr(env, "autoreset_mode", None) is AutoresetMode.DISABLED else None
 
     def going(carried: _Carried) -> Array:
-        return _in_any_lane(state, jnp.any(carried[2].active) & (carried[2].env_steps < limit))
+        return _in_any_lane(state, jnp.any(carried[2].active) & (carried[2].sums.env_steps < limit))
 
     def advance(carried: _Carried) -> _Carried:
         state, carry, tally = act(carried)[0]
         if resets is not None:
-            again, now = state.done & tally.active, jax.random.fold_in(jax.random.fold_in(key, 0), tally.env_steps)
+            again, now = state.done & tally.active, jax.random.fold_in(jax.random.fold_in(key, 0), tally.sums.env_steps)
             some = _in_any_lane(state, jnp.any(again))
             state = jax.lax.cond(some, lambda state: resets.reset_mask(state, again, now), lambda state: state, state)
         return state, carry, tally
 
     state, _, tally = jax.lax.while_loop(going, advance, start)
-    metrics = tally.metrics()
-    if num_episodes is not None:  # the first of [rounds, *B]
-        names = [field.name for field in dataclasses.fields(metrics) if field.name != "env_steps"]
-        flat = {name: getattr(metrics, name).reshape(-1)[:num_episodes] for name in names}
-        metrics = dataclasses.replace(metrics, **flat)
-    return metrics, state
+    if num_episodes is None:
+        return tally.metrics(), state
+    return jax.tree.map(lambda x: x.reshape(-1)[:num_episodes] if x.ndim else x, tally.sums), state
 
 
 def _in_any_lane(state: EnvState, going: Array) -> Array:
@@ -417,23 +411,26 @@ def _(size: int, batched: Any, going: Array) -> tuple[Array, bool]:
     return _anywhere(jnp.any(going, axis=0) if batched[0] else going), False
 
 
-@register
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Tally:
-    """Running sums of one or several episodes a row: ``sums`` leaves are ``[rounds, *B]``, ``count`` is ``int32[*B]``."""
+    """Running sums of one or several episodes a row.
+
+    Attributes:
+        sums: Leaves ``[rounds, *B]``, and ``env_steps``.
+        count, quota: ``int32[*B]``: how many episodes ended, and how many are wanted.
+    """
 
     sums: EpisodeMetrics
     count: Array
     quota: Array
-    env_steps: Array
 
     @classmethod
     def begin(cls, state: EnvState, rounds: int = 1, quota: Array | None = None) -> _Tally:
         shape = (rounds, *state.reward.shape)
         zero, none, no = jnp.zeros(shape, state.reward.dtype), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool)
-        steps = jnp.zeros((), jnp.int32)
-        sums = EpisodeMetrics(zero, zero, none, no, no, no, steps)
-        return cls(sums, none[0], none[0] + 1 if quota is None else quota, steps)
+        sums = EpisodeMetrics(zero, zero, none, no, no, no, jnp.zeros((), jnp.int32))
+        return cls(sums, none[0], none[0] + 1 if quota is None else quota)
 
     @property
     def active(self) -> Array:
@@ -456,8 +453,9 @@ class _Tally:
             terminated=sums.terminated | (here & state.terminated),
             truncated=sums.truncated | (here & state.truncated),
             finished=sums.finished | ended,
+            env_steps=sums.env_steps + 1,
         )
-        return _Tally(sums, self.count + jnp.any(ended, axis=0), self.quota, self.env_steps + 1)
+        return _Tally(sums, self.count + jnp.any(ended, axis=0), self.quota)
 
     def last_flags(self) -> dict[str, Any]:
         """``terminated`` and ``truncated`` (``bool[*B]``) as the latest episode of each row that has ended left them."""
@@ -466,10 +464,8 @@ class _Tally:
         return {name: jnp.take_along_axis(getattr(self.sums, name), latest, axis=0)[0] for name in names}
 
     def metrics(self) -> EpisodeMetrics:
-        fields = {field.name: getattr(self.sums, field.name) for field in dataclasses.fields(self.sums)}
-        if self.sums.finished.shape[0] == 1:
-            fields = {name: value[0] for name, value in fields.items() if name != "env_steps"}
-        return EpisodeMetrics(**{**fields, "env_steps": self.env_steps})
+        """Of the first episode of every row."""
+        return jax.tree.map(lambda x: x[0] if x.ndim else x, self.sums)  # type: ignore[no-any-return]
 
 
 _Carried: TypeAlias = tuple[EnvState, PyTree, _Tally]
@@ -483,7 +479,7 @@ def _counted_step(
 
     def act(carried: _Carried) -> tuple[_Carried, Trajectory]:
         state, carry, tally = carried
-        now = jax.random.fold_in(key, tally.env_steps)
+        now = jax.random.fold_in(key, tally.sums.env_steps)
         state, carry, transition = take_step(env, policy, params, state, carry, now)
         active = tally.active
         flags = tally.last_flags()

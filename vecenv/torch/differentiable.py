@@ -22,7 +22,7 @@ import torch
 from vecenv.backends.jax_native import JaxVectorEnv, functional_of
 from vecenv.jax.env import EnvState
 from vecenv.jax.functional import FunctionalVectorEnv
-from vecenv.jax.interop import entropy_seeds, seed_keys
+from vecenv.jax.interop import keys_from
 from vecenv.jax.libraries import require_gradient
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class DifferentiableEnv:
             kinds.extend(_key_kind(leaf) for leaf in jax.tree.leaves(state))
             return state
 
-        self._learn(jax.eval_shape(begin, jnp.asarray(seed_keys(range(self.num_envs)))), kinds)
+        self._learn(jax.eval_shape(begin, jnp.asarray(keys_from(0, self.num_envs))), kinds)
 
     def __reduce__(self) -> Any:
         return self._recipe
@@ -113,9 +113,7 @@ class DifferentiableEnv:
 
     def reset(self, seed: int | None = None) -> TorchState:
         """Begin an episode in every environment; environment i has the key ``jax.random.key(seed + i)``."""
-        n = self.num_envs
-        seeds = entropy_seeds(n) if seed is None else [seed + i for i in range(n)]
-        return self.wrap(self.functional.begin(jnp.asarray(seed_keys(seeds))))
+        return self.wrap(self.functional.begin(jnp.asarray(keys_from(seed, self.num_envs))))
 
     def wrap(self, state: EnvState) -> TorchState:
         """A JAX state as a torch state, without gradient history."""
@@ -224,35 +222,30 @@ def _recast(leaf: Any, dtype: Any) -> Any:
     return leaf.astype(dtype)
 
 
-def _step_forward(ctx: Any, env: DifferentiableEnv, packed: Tensor, integers: Tensor, action: Tensor) -> Any:
-    ctx.env = env
-    if env._gradients and (ctx.needs_input_grad[1] or ctx.needs_input_grad[3]):
-        # the backward pass reads all of them again, and the caller may have written to them by then
-        after, others, ctx.pull = env._forward(_owned(packed), _owned(integers), _owned(action))
-    else:
-        after, others = env._plain(_borrow(packed), _borrow(integers), _owned(action))
-        ctx.pull = None
-    counted = torch.from_dlpack(others)
-    ctx.mark_non_differentiable(counted)
-    return torch.from_dlpack(after), counted
+_autograd: Any = torch.autograd  # whose types differ from version to version
 
 
-def _step_backward(ctx: Any, cotangent: Tensor, _: Any) -> Any:
-    if ctx.pull is None:
-        return None, None, None, None
-    state, action = ctx.env._backward(ctx.pull, _borrow(cotangent))
-    return None, torch.from_dlpack(state), None, torch.from_dlpack(action)
+class _Step(_autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, env: DifferentiableEnv, packed: Tensor, integers: Tensor, action: Tensor) -> Any:
+        ctx.env = env
+        if env._gradients and (ctx.needs_input_grad[1] or ctx.needs_input_grad[3]):
+            # the backward pass reads all of them again, and the caller may have written to them by then
+            after, others, ctx.pull = env._forward(_owned(packed), _owned(integers), _owned(action))
+        else:
+            after, others = env._plain(_borrow(packed), _borrow(integers), _owned(action))
+            ctx.pull = None
+        counted = torch.from_dlpack(others)
+        ctx.mark_non_differentiable(counted)
+        return torch.from_dlpack(after), counted
 
-
-_autograd: Any = torch.autograd
-_Step: Any = type(
-    "_Step",
-    (_autograd.Function,),
-    {
-        "forward": staticmethod(_step_forward),
-        "backward": staticmethod(_autograd.function.once_differentiable(_step_backward)),
-    },
-)
+    @staticmethod
+    @_autograd.function.once_differentiable  # type: ignore[misc, untyped-decorator, unused-ignore]
+    def backward(ctx: Any, cotangent: Tensor, _: Any) -> Any:
+        if ctx.pull is None:
+            return None, None, None, None
+        state, action = ctx.env._backward(ctx.pull, _borrow(cotangent))
+        return None, torch.from_dlpack(state), None, torch.from_dlpack(action)
 
 
 def differentiable(env: Any, num_envs: int = 1, **options: Any) -> DifferentiableEnv:

@@ -23,7 +23,7 @@ from vecenv.adapters.torchrl import codec_of
 from vecenv.backends.jax_native import functional_of
 from vecenv.jax.env import EnvState
 from vecenv.jax.functional import FunctionalVectorEnv
-from vecenv.jax.interop import entropy_seeds, seed_keys
+from vecenv.jax.interop import keys_from
 from vecenv.jax.libraries import differentiability, require_gradient
 from vecenv.torch.differentiable import DifferentiableEnv, TorchState, torch_dtype
 
@@ -142,8 +142,7 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         if seed is None and self._begun is not None:
             self._begun = self.functional.reset_mask(self._begun, jnp.ones(n, bool))
             return
-        seeds = entropy_seeds(n) if seed is None else [seed + i for i in range(n)]
-        self._begun = self.functional.begin(jnp.asarray(seed_keys(seeds)))
+        self._begun = self.functional.begin(jnp.asarray(keys_from(seed, n)))
 
     def _step(self, tensordict: Any) -> Any:
         if tensordict.get("state", None) is None:

@@ -9,8 +9,7 @@ errors in place of crashes.
 =========== ==========================================================================================
 task        finds EnvPool and its tasks, checks options (unknown ones in a process that may die of them), builds pools
 rows        converts what a pool takes and returns: checked actions in, Gymnasium's arrays out
-wire        sends and receives so that neither Ctrl-C, a timeout nor a fork loses or breaks anything
-drivers     drives the pools of one vector environment: in lock-step, or in first-ready batches
+drivers     drives the pools of one vector environment, so that neither Ctrl-C nor a timeout loses or breaks anything
 vector_env  the class itself: its arguments, and what EnvPool alone can do
 =========== ==========================================================================================
 """

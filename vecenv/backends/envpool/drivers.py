@@ -3,16 +3,33 @@
 :class:`WholeBatchDriver` drives a pool whose batch is all its environments, :class:`FirstReadyDriver` one with smaller
 batches or several players per environment. What a call has received so far is in ``wire``, and asking for the answer again
 goes on from there. A pool cannot be seeded again, so a reset with seeds builds a new one.
+
+Neither Ctrl-C nor a timeout may lose or break anything. Python runs a signal handler between two of its own instructions, so
+an answer that a C++ function has returned can be lost before the next instruction stores it; and while C++ waits, no handler
+runs at all. Hence two habits:
+
+* what must happen together is done by C code in one instruction (:func:`_together`, and ``list.extend`` over a ``starmap``);
+* a wait with a time limit is done by one helper thread (:class:`Receiver`), which puts the answer where the direct call
+  would have put it.
 """
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import os
+import signal
+import sys
+import time
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import starmap
-from typing import Any, ClassVar, NamedTuple
+from operator import call
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
@@ -20,7 +37,6 @@ from gymnasium.vector import AutoresetMode
 
 from vecenv.backends.envpool.rows import Array, Infos, Latest, PoolRows, States
 from vecenv.backends.envpool.task import Task, spread
-from vecenv.backends.envpool.wire import Receiver, together
 from vecenv.front.arguments import ResetOptions, env_ids_of
 from vecenv.front.capabilities import Capabilities, unable
 from vecenv.front.driver import NOTHING, Call, Driver, Phase, Stepped, require_idle, require_no_step
@@ -28,6 +44,139 @@ from vecenv.front.driver import NOTHING, Call, Driver, Phase, Stepped, require_i
 __all__ = ["FirstReadyDriver", "PoolDriver", "Seeding", "WholeBatchDriver"]
 
 _INTP = np.dtype(np.intp)
+
+_ONCE: tuple[tuple[()]] = ((),)
+"""``list.extend(starmap(f, _ONCE))`` calls ``f()`` once and keeps the result, in one instruction."""
+
+
+def _together(*calls: tuple[Any, ...]) -> None:
+    """Call C functions one after the other, with no chance for a signal handler in between.
+
+    Args:
+        *calls: Function and arguments, each a tuple. The functions must be implemented in C.
+    """
+    list(starmap(call, calls))
+
+
+class Receiver:
+    """Receives answers of one pool, with or without a limit on the wait.
+
+    Without a limit, ``recv`` is called directly. With one, a helper thread calls it; whatever it gets goes where it was to
+    go even if it is waited for no more, and until then every later wait is for that same call.
+
+    Args:
+        recv: The pool's.
+        waited: Seconds that were spent waiting before.
+    """
+
+    def __init__(self, recv: Callable[[], Any], waited: float) -> None:
+        self._recv = recv
+        self._asked: list[None] = []  # one entry while the helper is in recv()
+        self._requests: SimpleQueue[list[Any] | None] = SimpleQueue()
+        self._answered: SimpleQueue[bool] = SimpleQueue()
+        self._thread: Thread | None = None
+        self._helper: Thread | None = None  # the latest thread there was; one that was left behind is still of interest
+        self.waited = waited
+        """Seconds spent waiting in :meth:`receive`."""
+
+    def receive(self, wire: list[Any], length: int, deadline: float | None) -> bool:
+        """Wait until ``wire`` has ``length`` entries, one more than it had with nothing received.
+
+        Args:
+            wire: Where answers go; the same until the answer that is waited for is there.
+            length: The length to wait for.
+            deadline: Of ``time.monotonic()``; ``None`` waits as long as it takes.
+
+        Returns:
+            Whether it has.
+        """
+        while True:
+            asked = bool(self._asked)  # read before the wire: the helper writes to the wire first
+            if len(wire) >= length:
+                return True
+            began = time.perf_counter()
+            try:
+                if not asked and deadline is None:
+                    wire.extend(starmap(self._recv, _ONCE))
+                    return True
+                if not asked:
+                    self._start()
+                    _together((self._asked.append, None), (self._requests.put, wire))
+                # a token may be that of an earlier answer: look at the wire again in any case
+                self._answered.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+            except Empty:
+                return len(wire) >= length
+            finally:
+                self.waited += time.perf_counter() - began
+
+    def close(self, timeout: float = 5.0) -> None:
+        """End the helper thread. One that is stuck in a hanging environment is left behind; it ends with the process."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._requests.put(None)
+            if thread not in _STOPPED:
+                thread.join(timeout)
+
+    @property
+    def thread_inside(self) -> Thread | None:
+        """The helper thread, while it is in ``recv``."""
+        return self._helper if self._asked else None
+
+    def _start(self) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = self._helper = Thread(target=self._help, name="vecenv-envpool-recv", daemon=True)
+            _RECEIVERS.add(self)
+            self._thread.start()
+
+    def _help(self) -> None:
+        while (wire := self._requests.get()) is not None:
+            wire.extend(starmap(self._recv, _ONCE))
+            self._asked.clear()
+            self._answered.put(True)
+
+
+# -- threads inside a pool while the interpreter ends -----------------------------------------------------------------
+#
+# A thread that comes back from C++ when Python is being taken down is ended on the spot, and C++ answers that with `abort`:
+# a program whose last step timed out would end by SIGABRT, after all its work. (From Python 3.14 on such a thread hangs
+# instead, and nothing has to be done.) So before Python ends, such threads are waited for, shortly; one that is still inside
+# is stopped there for good. It ends with the process.
+
+
+def _before_python_ends() -> None:
+    deadline = time.monotonic() + _PATIENCE
+    while (stuck := _inside()) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    if stuck and sys.platform != "win32" and sys.version_info < (3, 14):
+        _stop(stuck)
+
+
+def _inside() -> list[Thread]:
+    threads = [receiver.thread_inside for receiver in list(_RECEIVERS)]
+    return [thread for thread in threads if thread is not None and thread.is_alive()]  # none is, in a forked child
+
+
+def _stop(threads: list[Thread]) -> None:
+    """Send them a signal whose handler is C's ``pause``: Python's own handlers run in the main thread only."""
+    number: int = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    libc.signal.restype = ctypes.c_void_p
+    libc.signal(number, ctypes.cast(libc.pause, ctypes.c_void_p))
+    for thread in threads:
+        if thread.ident is not None:
+            _STOPPED.append(thread)
+            signal.pthread_kill(thread.ident, number)
+    time.sleep(0.01)  # until they have it
+
+
+_PATIENCE: Final = 1.0  # seconds
+_STOPPED: list[Thread] = []
+_RECEIVERS: weakref.WeakSet[Receiver] = weakref.WeakSet()
+atexit.register(_before_python_ends)
+
+
+# -- drivers ------------------------------------------------------------------------------------------------------------
 
 
 class Seeding(NamedTuple):
@@ -38,6 +187,14 @@ class Seeding(NamedTuple):
     pools: int = 0
 
 
+class _Request(NamedTuple):
+    """``call(argument)`` sends it to the pool; it is about these rows of what was asked for."""
+
+    call: Callable[[Any], None]
+    argument: Any
+    rows: Array | None  # None: all of them
+
+
 class PoolDriver(Driver):
     """What all ways of driving share.
 
@@ -46,29 +203,25 @@ class PoolDriver(Driver):
         lent: A pool that compiled code steps, or ``None``.
         seeding: Of the latest pool; of the first one before there is one.
         wire: What the pool answered.
-        all_ids, all_rows: The indices of all environments, as int32 and as intp. A call of all is recognized by identity.
+        all_ids: The indices of all environments, int32. A call of all is recognized by identity.
         ended: The environments whose episodes have ended, and were not reset since.
     """
 
     why_not: ClassVar[Mapping[str, str]] = {
         **Driver.why_not, "attributes": "EnvPool's environments are C++ objects without Python attributes"
     }
-    yields = True  # what a call in another thread still needs of the pool, it holds
     capabilities: Capabilities
 
-    def __init__(
-        self, task: Task, batch_size: int, seeding: Seeding, mode: AutoresetMode, rows: PoolRows
-    ) -> None:
+    def __init__(self, task: Task, batch_size: int, seeding: Seeding, mode: AutoresetMode, rows: PoolRows) -> None:
         self.pool: Any = None
         self.task = task
         self.batch_size = batch_size
         self.seeding = seeding
         self.lent: Any = None
-        self._mode = mode
         self._checks_ends = mode is AutoresetMode.DISABLED
+        self._same_step = mode is AutoresetMode.SAME_STEP
         self.num_envs = int(task.config["num_envs"])
         self.all_ids = np.arange(self.num_envs, dtype=np.int32)
-        self.all_rows = np.arange(self.num_envs)  # the same as intp, which is what numpy indexes with fastest
         self.receiver = Receiver(_no_pool, 0.0)
         self._rows = rows
         self._check = rows.check
@@ -124,13 +277,20 @@ class PoolDriver(Driver):
         self._begin_reset(self.all_ids, force=True, by_row=False)
         self.pool = pool
 
-    def _natural(self, ids: Array, force: bool) -> Array:
-        """Which of these environments are to be reset as the pool does it by itself, at the next action, whatever that is.
+    def _reset_requests(self, ids: Array, force: bool) -> list[_Request]:
+        """What resets these environments: some action where the pool does it by itself, and a command for the others.
 
-        Atari with ``episodic_life`` and ViZDoom go on with the same game in such a reset, and start a new one when told to
-        reset; so episodes that are over are to be reset in this way, and only what runs by a command.
+        Atari with ``episodic_life`` and ViZDoom go on with the same game in a reset by an action, and start a new one when
+        told to reset; so episodes that are over are reset in this way, and only what runs by a command.
         """
-        return np.zeros(len(ids), dtype=np.bool_) if force else self.ended[ids]
+        natural = np.zeros(len(ids), dtype=np.bool_) if force else self.ended[ids]
+        soft, hard = np.flatnonzero(natural), np.flatnonzero(~natural)
+        requests = []
+        if soft.size:
+            requests.append(_Request(self._pool_send, self._rows.filler(ids[soft]), soft))
+        if hard.size:
+            requests.append(_Request(self._pool_reset, ids[hard], hard))
+        return requests
 
     def _require_running(self, ids: Array) -> None:
         if (ended := self.ended[ids]).any():
@@ -178,19 +338,11 @@ def _too_few(count: int, flying: int, why: str = "") -> NoAsyncCallError:
 # -- all environments at once -----------------------------------------------------------------------------------------
 
 
-class _Stage(NamedTuple):
-    """One round trip: ``call(argument)`` sends, and the answer is for these rows of the result."""
-
-    call: Callable[[Any], None]
-    argument: Any
-    rows: Array | None  # None: all rows, in order
-
-
 class WholeBatchDriver(PoolDriver):
     """All environments at once, one call at a time.
 
     A call may take several round trips: a step, then the resets of what it ended; or the natural resets, then the forced
-    ones. They are a plan, a list of stages, and how far it has got is told by the length of ``wire`` alone.
+    ones. They are a plan, a list of requests, and how far it has got is told by the length of ``wire`` alone.
 
     Attributes:
         wire: What the latest call has got so far. It alternates: ``None`` for a request that was sent, the states for its
@@ -204,12 +356,10 @@ class WholeBatchDriver(PoolDriver):
     )
     def _adopt(self, pool: Any) -> None:
         super()._adopt(pool)
-        self._same_step = self._mode is AutoresetMode.SAME_STEP
         self.taken = self.wire, self.all_ids
         self._kind, self._by_row = Phase.DEFAULT, False
-        self._ids, self._places = self.all_ids, self.all_rows  # the same as intp
-        self._plan: list[_Stage] = []
-        self._steps = 0  # how many stages of the plan are the step (or reset) that was asked for
+        self._ids = self.all_ids
+        self._plan: list[_Request] = []
         self._final: tuple[Array, Array, Infos] | None = None  # flags and last rows of a step, before resets overwrite them
         self._last: list[Array] = []
 
@@ -252,22 +402,13 @@ class WholeBatchDriver(PoolDriver):
         checked = self._check(actions, ids)
         if self._checks_ends:
             self._require_running(ids)
-        self._begin(Phase.WAITING_STEP, by_row, [_Stage(self._pool_send, [ids, ids, *checked], None)], ids)
+        self._begin(Phase.WAITING_STEP, by_row, [_Request(self._pool_send, [ids, ids, *checked], None)], ids)
 
     def _begin_reset(self, ids: Array, *, force: bool, by_row: bool) -> None:
-        natural = self._natural(ids, force)
-        soft, hard = np.flatnonzero(natural), np.flatnonzero(~natural)
-        plan = []
-        if soft.size:
-            plan.append(_Stage(self._pool_send, self._rows.filler(ids[soft]), soft if hard.size else None))
-        if hard.size:
-            plan.append(_Stage(self._pool_reset, ids[hard], hard if soft.size else None))
-        self._begin(Phase.WAITING_RESET, by_row, plan, ids)
+        self._begin(Phase.WAITING_RESET, by_row, self._reset_requests(ids, force), ids)
 
-    def _begin(self, kind: Phase, by_row: bool, plan: list[_Stage], ids: Array) -> None:
-        self._kind, self._by_row, self._plan, self._ids = kind, by_row, plan, ids
-        self._places = self.all_rows if ids is self.all_ids else ids.astype(np.intp)
-        self._steps, self._final = len(plan), None
+    def _begin(self, kind: Phase, by_row: bool, plan: list[_Request], ids: Array) -> None:
+        self._kind, self._by_row, self._plan, self._ids, self._final = kind, by_row, plan, ids, None
         self.wire = []  # nothing is pending before there is something in it
         first = plan[0]
         self.wire.extend(starmap(first[0], (first[1:2],)))
@@ -300,7 +441,7 @@ class WholeBatchDriver(PoolDriver):
         if not self._gather(deadline):
             return None
         states, leaves, terminated, truncated, final = self._read()
-        infos, rows, reader = infos_of(states, self._places.copy()), len(self._ids), self._rows
+        infos, rows, reader = infos_of(states, self._ids.astype(np.intp)), len(self._ids), self._rows
         if final:
             infos |= final
         taken = self.wire, latest
@@ -315,14 +456,14 @@ class WholeBatchDriver(PoolDriver):
             if have & 1 and not self.receiver.receive(wire, have + 1, deadline):
                 return False
             trips = len(wire) // 2
-            if trips == len(plan) and not (self._same_step and self._add_resets(trips)):
+            if trips == len(plan) and not (self._same_step and trips == 1 and self._add_resets()):
                 return True
-            stage = plan[trips]
-            wire.extend(starmap(stage[0], (stage[1:2],)))
+            request = plan[trips]
+            wire.extend(starmap(request[0], (request[1:2],)))
 
-    def _add_resets(self, trips: int) -> bool:
-        """In same-step mode, put the resets of what has just ended into the plan; whether there are any."""
-        if self._kind is Phase.WAITING_RESET or trips != self._steps:
+    def _add_resets(self) -> bool:
+        """In same-step mode, put the resets of what a step has ended into the plan; whether there are any."""
+        if self._kind is Phase.WAITING_RESET:
             return False
         states = self.wire[1]
         terminated, truncated, ended = self._rows.flags(states)
@@ -330,7 +471,7 @@ class WholeBatchDriver(PoolDriver):
         if not rows.size:
             return False
         self._final = terminated, truncated, self._final_infos(states, rows)
-        self._plan.append(_Stage(self._pool_send, self._rows.filler(self._ids[rows]), rows))
+        self._plan.append(_Request(self._pool_send, self._rows.filler(self._ids[rows]), rows))
         return True
 
     def _read(self) -> tuple[States, list[Array], Array, Array, Infos]:
@@ -355,8 +496,8 @@ class WholeBatchDriver(PoolDriver):
         joined = []
         for parts in zip(*self.wire[1::2], strict=True):
             whole = np.empty((len(self._ids), *parts[0].shape[1:]), dtype=parts[0].dtype)
-            for stage, part in zip(self._plan, parts, strict=True):
-                whole[stage.rows] = part
+            for request, part in zip(self._plan, parts, strict=True):
+                whole[request.rows] = part
             joined.append(whole)
         return joined
 
@@ -411,7 +552,8 @@ class FirstReadyDriver(PoolDriver):
     def _adopt(self, pool: Any) -> None:
         super()._adopt(pool)
         self.idle = set(range(self.num_envs))
-        self.taken: tuple[Latest, list[Any], int, int] = (self.all_ids, self.all_rows.tobytes()), [], 0, 0
+        self._all: Latest = self.all_ids, self.all_ids.astype(np.intp).tobytes()
+        self.taken: tuple[Latest, list[Any], int, int] = self._all, [], 0, 0
         self._gone = 0
         self._call = Phase.DEFAULT  # what all environments were told together, DEFAULT where it was some
         self._resets: set[int] = set()  # the environments whose latest call is a reset
@@ -440,7 +582,7 @@ class FirstReadyDriver(PoolDriver):
         """Make the held environments idle ones like the others."""
         if held := self.taken[1]:
             self._rows.keep(held[0])
-            together((self.idle.update, held[0][0].tolist()), (held.clear,))
+            _together((self.idle.update, held[0][0].tolist()), (held.clear,))
 
     def _require_idle(self, ids: Array, name: str) -> None:
         self._put_away()
@@ -492,21 +634,15 @@ class FirstReadyDriver(PoolDriver):
         if self._resets:
             calls.append((self._resets.difference_update, ids.tolist()))
         self._call = call
-        together(*calls, depart)
+        _together(*calls, depart)
 
     def _begin_reset(self, ids: Array, *, force: bool, by_row: bool) -> None:
         if not by_row:
             self._drain()
         self._require_idle(ids, "reset_async")
-        natural, named = self._natural(ids, force), ids.tolist()
-        calls: list[tuple[Any, ...]] = []
-        if natural.any():
-            filler = self._rows.filler(ids[natural])
-            calls.append((self._pool_send, filler))
-        if not natural.all():
-            calls.append((self._pool_reset, ids[~natural]))
+        calls, named = [request[:2] for request in self._reset_requests(ids, force)], ids.tolist()
         self._call = Phase.DEFAULT if by_row else Phase.WAITING_RESET
-        together(*calls, (self._resets.update, named), (self.idle.difference_update, named))
+        _together(*calls, (self._resets.update, named), (self.idle.difference_update, named))
 
     # -- receiving ----------------------------------------------------------------------------------------------------
 
@@ -519,7 +655,7 @@ class FirstReadyDriver(PoolDriver):
         stepped, held = self._rows.ordered(wire[:], self.all_ids, self.ended)
         latest, counts = self.taken[0], (self.num_envs, 0)
         if kind is Phase.WAITING_RESET:
-            latest, counts = (self.all_ids, self.all_rows.tobytes()), (0, self.num_envs)
+            latest, counts = self._all, (0, self.num_envs)
         self.gives((latest, [held], self._gone + have, 0), *counts)
         return stepped
 
@@ -587,9 +723,9 @@ class FirstReadyDriver(PoolDriver):
         if missing:
             filler = sorted(self.idle)[:missing]
             payload = self._rows.filler(np.array(filler, dtype=np.int32))
-            together((self._pool_send, payload), (self.idle.difference_update, filler))
+            _together((self._pool_send, payload), (self.idle.difference_update, filler))
         batches = (self._flying() + offset) // size
         while (have := len(self.wire)) < batches:
             self.receiver.receive(self.wire, have + 1, None)
         drained = latest, held, taken, 0
-        together((self.wire.clear,), (setattr, self, "taken", drained), (self.idle.update, range(self.num_envs)))
+        _together((self.wire.clear,), (setattr, self, "taken", drained), (self.idle.update, range(self.num_envs)))

@@ -13,7 +13,7 @@ batches a second those calls are all there is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import gymnasium
@@ -24,6 +24,7 @@ from gymnasium import spaces
 from vecenv.backends.envpool.task import Task
 from vecenv.front.arguments import wrong_shape
 from vecenv.front.driver import Stepped
+from vecenv.shm import fixed_tree
 
 __all__ = ["ActionChecker", "Array", "Infos", "Latest", "PoolRows", "States"]
 
@@ -50,35 +51,13 @@ def _tree(index: Mapping[str, int], prefix: str) -> dict[str, Any]:
     return tree
 
 
-def _observation_plan(
-    index: Mapping[str, int], space: gymnasium.Space[Any]
-) -> tuple[dict[str, Any] | None, list[tuple[int, Callable[[Array], Array] | None]]]:
-    """The nesting of an observation (``None`` for a single array), and where its leaves come from."""
-    leaves: list[tuple[int, Callable[[Array], Array] | None]] = []
-
-    def walk(found: Any, within: gymnasium.Space[Any]) -> Any:
-        if isinstance(within, spaces.Dict):
-            return {key: walk(found[key], inner) for key, inner in within.spaces.items()}
-        while isinstance(found, dict):
-            (found,) = found.values()
-        leaves.append((found, _caster(within)))
-        return None
-
-    return walk(_tree(index, "obs"), space), leaves
-
-
-def _caster(space: gymnasium.Space[Any]) -> Callable[[Array], Array] | None:
-    """What makes a leaf's dtype that of the batched space: int64 for Discrete, int8 for MultiBinary."""
-    if isinstance(space, spaces.Discrete):
-        dtype = space.dtype
-        return lambda array: array.astype(dtype)
-    if isinstance(space, spaces.MultiBinary):
-        return lambda array: array.view(np.int8)
-    return None
-
-
-def _fill(template: dict[str, Any], leaves: Iterator[Any]) -> dict[str, Any]:
-    return {key: next(leaves) if inner is None else _fill(inner, leaves) for key, inner in template.items()}
+def _observed(found: Any, space: gymnasium.Space[Any]) -> list[tuple[int, Any]]:
+    """Where the leaves of an observation are, and the dtype to cast them to: that of a Discrete or MultiBinary space."""
+    if isinstance(space, spaces.Dict):
+        return [leaf for key, inner in space.spaces.items() for leaf in _observed(found[key], inner)]
+    while isinstance(found, dict):
+        (found,) = found.values()
+    return [(found, None if isinstance(space, spaces.Box) else space.dtype)]
 
 
 def _scatter(plan: dict[str, Any], states: States, rows: Any, num_rows: int) -> Infos:
@@ -168,13 +147,6 @@ def _at(actions: Any, path: tuple[str, ...]) -> Any:
     return actions
 
 
-def _as_array(value: Any, what: str) -> Array:
-    try:
-        return np.asarray(value)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{what} are not an array of numbers: {error}") from error
-
-
 class _Numbers:
     """One array of an action: a number per environment for a Discrete, an array for a Box.
 
@@ -198,7 +170,10 @@ class _Numbers:
         self._what = f"actions[{name!r}]" if name else "actions"
 
     def __call__(self, value: Any, ids: Array) -> Array:
-        array = value if type(value) is np.ndarray else _as_array(value, self._what)
+        try:
+            array = np.asarray(value)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{self._what} are not an array of numbers: {error}") from error
         if array.shape != (shape := ids.shape + self._shape):
             if self._shape != (1,) or array.shape != ids.shape:
                 raise wrong_shape(self._what, array.shape, shape)
@@ -244,9 +219,11 @@ class PoolRows:
         self._reward, self._done, self._trunc = index["reward"], index["done"], index["trunc"]
         self._terminated = index.get("terminated")
         self._game_over = index.get("info:terminated")
-        self._template, self._leaves = _observation_plan(index, task.observation_space)
+        space = task.observation_space
+        self._nested = fixed_tree(space) if isinstance(space, spaces.Dict) else None
+        self._leaves = _observed(_tree(index, "obs"), space)
         # where an observation is one of the pool's arrays, as most are
-        self._array = self._leaves[0][0] if self._template is None and self._leaves[0][1] is None else None
+        self._array = self._leaves[0][0] if self._nested is None and self._leaves[0][1] is None else None
         self._info_plan = {**_tree(index, "info"), "elapsed_step": index["elapsed_step"]}
         self._info_plan.pop("players", None)
         self._flat_infos = [(key, f"_{key}", i) for key, i in self._info_plan.items() if isinstance(i, int)]
@@ -323,11 +300,11 @@ class PoolRows:
 
     def leaves(self, states: States) -> list[Array]:
         """The arrays of an observation, in the order of the space; each of shape ``(b, *leaf_shape)``."""
-        return [states[i] if cast is None else cast(states[i]) for i, cast in self._leaves]
+        return [states[i] if dtype is None else states[i].astype(dtype) for i, dtype in self._leaves]
 
     def build(self, leaves: Sequence[Any]) -> Any:
         """The observation that consists of these leaves: an array, or nested dicts of them."""
-        return leaves[0] if self._template is None else _fill(self._template, iter(leaves))
+        return leaves[0] if self._nested is None else self._nested.build(iter(leaves))
 
     def row(self, leaves: Sequence[Array], i: int) -> Any:
         """One environment's observation, copied: a view of one row would keep the whole batch in memory."""

@@ -13,6 +13,7 @@ frame is drawn there too.
 
 from __future__ import annotations
 
+import ctypes
 import difflib
 import functools
 import importlib
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -36,7 +38,6 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.error import UnregisteredEnv
 from gymnasium.vector import AutoresetMode
 
-from vecenv.backends.envpool.wire import never_destroyed_in_a_fork
 from vecenv.errors import how_to_install
 from vecenv.front.arguments import seeds_of
 from vecenv.shm.arena import available_memory
@@ -80,10 +81,8 @@ _RESERVED = {
     "max_num_players": "it belongs to the task",
     "thread_affinity_offset": "pin the whole program, as by taskset",
 }
-_OWN_KEYS = frozenset(
-    {"num_envs", "batch_size", "num_threads", "seed", "max_episode_steps", "base_path", *_RESERVED}
-)
-_MAKE_KEYS = frozenset({"from_pixels", "render_width", "render_height", "render_camera_id"})
+_OWN_KEYS = frozenset({"num_envs", "batch_size", "num_threads", "seed", "max_episode_steps", "base_path", *_RESERVED})
+_DRAWING = frozenset({"from_pixels", "render_width", "render_height", "render_camera_id"})  # arguments of EnvPool's make
 
 
 def _import_envpool() -> Any:
@@ -199,18 +198,12 @@ class Task:
         accepted, defaults = _check_keys(task_id, env_config)
         _require_harmless(task_id, family, defaults, env_config)
         config = {**env_config, **{key: value for key, value in pool.items() if value is not None}}
-        spec = _make_spec(task_id, config, accepted)
-        completed = dict(zip(spec._config_keys, spec._config_values, strict=True))
-        limit = int(completed.get("max_episode_steps", _NO_LIMIT))
+        described = _described(_make_spec(task_id, config, accepted))
         return cls(
-            id=task_id,
-            family=family,
-            pool_config=config,
-            config=completed,
-            **_described(spec, completed),
-            env_spec=_gymnasium_spec(task_id, limit, completed.get("reward_threshold"), env_config),
+            id=task_id, family=family, pool_config=config, **described,
+            env_spec=_gymnasium_spec(task_id, described["config"], env_config),
             make=lambda seeds: _import_envpool().make_gymnasium(task_id, seed=seeds, **config),
-        )
+        )  # fmt: skip
 
     @classmethod
     def of_pool(cls, pool: Any) -> Task:
@@ -222,8 +215,8 @@ class Task:
         spec: Any = getattr(pool, "spec", None)
         if not all(hasattr(pool, name) for name in ("_send", "_recv", "_reset")) or not hasattr(spec, "_config_keys"):
             raise TypeError(f"a pool that envpool.make() built is wanted, got {pool!r}")
-        config = dict(zip(spec._config_keys, spec._config_values, strict=True))
-        given, kind, pool_kind = [pool], type(spec), type(pool)
+        described, given, kind, pool_kind = _described(spec), [pool], type(spec), type(pool)
+        config = described["config"]
 
         def make(seeds: list[int]) -> Any:
             first = given.pop() if given else None
@@ -231,10 +224,8 @@ class Task:
                 return first
             return pool_kind(kind(tuple({**config, "env_seed": seeds}.values())))
 
-        return cls(
-            id=pool_kind.__name__, family=pool_kind.__module__, pool_config=config, config=config,
-            **_described(spec, config), env_spec=None, make=make,
-        )  # fmt: skip
+        name, family = pool_kind.__name__, pool_kind.__module__
+        return cls(id=name, family=family, pool_config=config, **described, env_spec=None, make=make)
 
     def build(self, seeds: list[int]) -> Any:
         """A new pool: its environments and threads exist when this returns.
@@ -245,7 +236,7 @@ class Task:
         if self.pool_config.get("from_pixels"):
             self.require_drawable()
         pool = _quietly(lambda: self.make(seeds))
-        never_destroyed_in_a_fork(pool)
+        _never_destroyed_in_a_fork(pool)
         return pool
 
     def require_drawable(self) -> None:
@@ -265,9 +256,11 @@ class Task:
             )
 
 
-def _described(spec: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a pool's specification, of this configuration, says of a :class:`Task`; bounds of spaces are repaired."""
+def _described(spec: Any) -> dict[str, Any]:
+    """What a pool's specification says of a :class:`Task`; bounds of spaces are repaired."""
+    config = dict(zip(spec._config_keys, spec._config_values, strict=True))
     return {
+        "config": config,
         "state_keys": tuple(spec._state_keys),
         "state_specs": dict(spec.state_array_spec),
         "action_keys": tuple(spec._action_keys),
@@ -298,7 +291,7 @@ def _check_keys(task_id: str, env_config: Mapping[str, Any]) -> tuple[list[str],
             raise TypeError(f"{key!r} cannot be set here: {advice}")
     spec = _make_spec(task_id, {}, [])
     names = [key.replace(".", "_") for key in spec._config_keys]
-    accepted = sorted((set(names) | _MAKE_KEYS) - _OWN_KEYS)
+    accepted = sorted((set(names) | _DRAWING) - _OWN_KEYS)
     for key in env_config:
         if key not in accepted:
             close = difflib.get_close_matches(key, [*accepted, *_OWN_KEYS - _RESERVED.keys()], n=1)
@@ -341,30 +334,38 @@ def _action_space(space: gymnasium.Space[Any]) -> gymnasium.Space[Any]:
     return _repaired(spaces.Dict(mine))
 
 
-def _gymnasium_spec(
-    task_id: str, limit: int, reward_threshold: float | None, env_config: Mapping[str, Any]
-) -> EnvSpec | None:
+def _gymnasium_spec(task_id: str, config: Mapping[str, Any], env_config: Mapping[str, Any]) -> EnvSpec | None:
+    limit = int(config.get("max_episode_steps", _NO_LIMIT))
+    most, threshold = limit if 0 < limit < _NO_LIMIT else None, config.get("reward_threshold")
     try:
-        return EnvSpec(
-            task_id,
-            reward_threshold=reward_threshold,
-            max_episode_steps=limit if 0 < limit < _NO_LIMIT else None,
-            kwargs=dict(env_config),
-        )
+        return EnvSpec(task_id, reward_threshold=threshold, max_episode_steps=most, kwargs=dict(env_config))
     except gymnasium.error.Error:  # a task id that Gymnasium's naming rules do not allow
         return None
+
+
+# -- pools in a forked child ------------------------------------------------------------------------------------------
+
+
+def _never_destroyed_in_a_fork(pool: Any) -> None:
+    """See to it that a forked child, which has none of the pool's threads, does not run its destructor."""
+    _POOLS.add(pool)
+
+
+def _after_fork_in_child() -> None:
+    for pool in list(_POOLS):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
+
+
+_POOLS: weakref.WeakSet[Any] = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
 def check_options(
-    num_envs: Any,
-    batch_size: Any,
-    num_threads: Any,
-    max_episode_steps: Any,
-    render_mode: Any,
-    mode: AutoresetMode,
+    num_envs: Any, batch_size: Any, num_threads: Any, max_episode_steps: Any, render_mode: Any, mode: AutoresetMode
 ) -> tuple[int, int]:
     """``num_envs`` and ``batch_size`` as integers, if all of these make sense.
 
@@ -394,11 +395,11 @@ def check_options(
     return num_envs, batch_size
 
 
-def _integer(name: str, value: Any) -> int:
+def _integer(name: str, value: Any, wanted: str = "an integer") -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be an integer, got {type(value).__name__}") from None
+        raise TypeError(f"{name} must be {wanted}, got {type(value).__name__}") from None
 
 
 def _positive(name: str, value: Any) -> int:
@@ -498,7 +499,6 @@ elif not hasattr(space, "spaces"):
 print("survived", flush=True)
 del pool
 """
-_DRAWING: Final = ("from_pixels", "render_width", "render_height", "render_camera_id")
 _TRIAL_SECONDS: Final = 120.0
 _TRIAL_MEMORY: Final = 16 << 30  # of addresses, most of which are never used
 
@@ -552,10 +552,7 @@ def spread(seed: Any, num_envs: int, rng: np.random.Generator) -> list[int]:
 def _int32(seed: Any, env: int, rng: np.random.Generator) -> int:
     if seed is None:
         return int(rng.integers(_END))
-    try:
-        value = operator.index(seed)
-    except TypeError:
-        raise TypeError(f"the seed of env {env} must be an integer or None, got {type(seed).__name__}") from None
+    value = _integer(f"the seed of env {env}", seed, "an integer or None")
     if value < 0:
         raise ValueError(f"the seed of env {env} is {value}; seeds must not be negative")
     return value if value < _END else int(np.random.SeedSequence(value).generate_state(1)[0] >> 1)

@@ -90,23 +90,13 @@ class EnvPoolVectorEnv(PoolVectorEnv):
     """
 
     def __init__(
-        self,
-        task_id: str,
-        num_envs: int = 1,
-        *,
-        batch_size: int | None = None,
-        num_threads: int | None = None,
-        seed: Seed = None,
-        autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
-        max_episode_steps: int | None = None,
-        render_mode: str | None = None,
-        **env_config: Any,
-    ) -> None:
+        self, task_id: str, num_envs: int = 1, *, batch_size: int | None = None, num_threads: int | None = None,
+        seed: Seed = None, autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
+        max_episode_steps: int | None = None, render_mode: str | None = None, **env_config: Any,
+    ) -> None:  # fmt: skip
         self.closed = True  # until there is something to close
         mode = mode_of(autoreset_mode)
-        num_envs, batch_size = check_options(
-            num_envs, batch_size, num_threads, max_episode_steps, render_mode, mode
-        )
+        num_envs, batch_size = check_options(num_envs, batch_size, num_threads, max_episode_steps, render_mode, mode)
         task = Task.of(
             task_id, env_config, num_envs=num_envs, batch_size=batch_size, num_threads=num_threads or 0,
             max_episode_steps=max_episode_steps, render_mode=render_mode,
@@ -114,12 +104,7 @@ class EnvPoolVectorEnv(PoolVectorEnv):
         self._around(task, mode, spread(seed, num_envs, self.np_random), render_mode)
 
     @classmethod
-    def over(
-        cls,
-        pool: Any,
-        *,
-        autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
-    ) -> EnvPoolVectorEnv:
+    def over(cls, pool: Any, *, autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP) -> EnvPoolVectorEnv:
         """Around a pool that ``envpool.make`` built, of any ``env_type``; nothing of it may be in flight.
 
         The first reset without a seed is of that very pool; a seed builds another of the same configuration. From then on

@@ -117,21 +117,14 @@ class Cluster:
     def launch(self, plan: HostPlan) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        count = self._bundles[plan.index][self._unit]
-        asked: dict[str, Any] = {"num_cpus": 0, "resources": {self._unit: count}}
+        asked: Any = {"num_cpus": 0, "resources": self._bundles[plan.index]}
         if self._unit == "CPU":
-            asked = {"num_cpus": count}
-        actor = (
-            self._ray.remote(_HostActor)
-            .options(
-                **asked,
-                max_restarts=0,  # a restarted actor has other environments than its caller thinks: vecenv rebuilds them
-                max_task_retries=0,  # a step must never be taken twice
-                max_concurrency=1,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, plan.index),
-            )
-            .remote(plan)
-        )
+            asked = {"num_cpus": self._bundles[plan.index]["CPU"]}
+        place = PlacementGroupSchedulingStrategy(self._group, plan.index)
+        # A restarted actor has other environments than its caller thinks, so vecenv rebuilds them; and a step must never be
+        # taken twice.
+        once = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 1}
+        actor = self._ray.remote(_HostActor).options(**asked, **once, scheduling_strategy=place).remote(plan)
         self._actors.append(actor)
         return actor
 
@@ -141,13 +134,11 @@ class Cluster:
     def fetch(self, references: Sequence[Any], timeout: float | None) -> list[Any] | None:
         try:
             replies: list[Any] = self._ray.get(references, timeout=timeout)
-        except (self._ray.exceptions.RayError, self._ray.exceptions.GetTimeoutError):
+        except self._ray.exceptions.RayError:  # a timeout is one
             return None
         return replies
 
     def wait(self, references: Sequence[Any], timeout: float | None) -> list[Any]:
-        if not references:
-            return []
         answered, _ = self._ray.wait(list(references), num_returns=1, timeout=timeout)
         more, _ = self._ray.wait(list(references), num_returns=len(references), timeout=0)
         return list(more or answered)
@@ -206,13 +197,8 @@ def _connect(ray: Any, address: str | None) -> bool:
             if address is not None or "RAY_ADDRESS" in os.environ:
                 raise
     with _for_this_machine_alone(ray):
-        ray.init(
-            address="local",
-            num_cpus=usable_cores(),
-            resources={_OWN_UNIT: _PLENTY},
-            include_dashboard=False,
-            _node_ip_address=_LOOPBACK,
-        )
+        own: Any = {"resources": {_OWN_UNIT: _PLENTY}, "include_dashboard": False, "_node_ip_address": _LOOPBACK}
+        ray.init(address="local", num_cpus=usable_cores(), **own)
     if (address := ray.util.get_node_ip_address()) != _LOOPBACK:
         ray.shutdown()
         raise ClusterError(

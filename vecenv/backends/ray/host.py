@@ -24,7 +24,7 @@ import numpy as np
 
 from vecenv.engine.engine import Engine
 from vecenv.engine.handles import PoolOptions, envs_text
-from vecenv.engine.pending import COMMANDS, Death, Result, Settlement, Worker
+from vecenv.engine.pending import COMMANDS, Death, Result, Settlement
 from vecenv.engine.pool import WorkerPool
 from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import WorkerDied
@@ -300,10 +300,21 @@ class Host:
                 return [seeds[position] for position in places], options_of_rows(options, places), reset_next
 
             engine.ask_some("reset", op, chosen, given)
+        elif op is Op.CALL:
+            engine.begin_call(*payload)
+        elif op is Op.SET_ATTR:
+            engine.begin_set_attr(*payload)
+        elif op is Op.SET_NEXT:
+            engine.begin_set_next(range(self.num_envs), payload)
+        elif op is Op.EXEC:
+            chosen, func, args, kwargs = payload
+            engine.begin_exec(func, chosen, args, kwargs)
+        elif op is Op.CHECK:
+            self._coming = dict(payload)
+            coming = self._coming.items()
+            engine.ask_call(op, lambda to: [(k - to.rows[0], one) for k, one in coming if k in to.rows] or None, "load")
         else:
-            if op is Op.CHECK:
-                self._coming = dict(payload)
-            engine.ask_call(op, lambda worker: self._share_of(worker, op, payload), COMMANDS[op])
+            engine.ask_call(op, lambda to: [k - to.rows[0] for k in payload if k in to.rows] or None, COMMANDS[op])
 
     def _send_step(self, rows: list[int] | None, actions: Any) -> None:
         if isinstance(actions, tuple):  # a batch of the action space, leaf by leaf: where the workers look for it
@@ -327,24 +338,6 @@ class Host:
         if self._driver.recorder is not None:
             given = self._driver.recorder.seeds(given, None if rows is None else np.array(rows))
         self._driver.ask_reset(given, options, mask)
-
-    def _share_of(self, worker: Worker, op: Op, payload: Any) -> Any:
-        first = worker.rows[0]
-        if op is Op.SET_ATTR:
-            name, values = payload
-            return name, [values[row] for row in worker.rows]
-        if op is Op.SET_NEXT:
-            own = [payload[row] for row in worker.rows]
-            return own if any(item is not None for item in own) else None
-        if op is Op.EXEC:
-            ks, *rest = payload
-            mine = [k - first for k in ks if k in worker.rows]
-            return (mine, *rest) if mine else None
-        if op in (Op.SAVE, Op.PROVE, Op.LOAD):
-            return [k - first for k in payload if k in worker.rows] or None
-        if op is Op.CHECK:
-            return [(k - first, snapshot) for k, snapshot in payload if k in worker.rows] or None
-        return payload
 
     # -- answers ----------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ What answers is behind :class:`Hosts`, so that the pool can be tested and measur
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Protocol
@@ -71,20 +72,18 @@ class Hosts(Protocol):
 class RemoteHost(Worker):
     """A host, seen from the caller. No process of this machine can inspect it."""
 
-    def __init__(
-        self, plan: HostPlan, actor: Any, ready: HostReady, hosts: Hosts, table: PendingRequests | None = None
-    ) -> None:
+    def __init__(self, plan: HostPlan, actor: Any, ready: HostReady, hosts: Hosts) -> None:
         super().__init__(plan.index, plan.rows, ready.pid, f"host {plan.index} (node {ready.node}), pid {ready.pid}")
         self.plan = plan
         self.actor = actor
+        self.ready = ready
         self.node = ready.node
         self.num_workers = ready.num_workers
         self._hosts = hosts
-        self._table = table
+        self._table = PendingRequests(0)
 
     def __repr__(self) -> str:
-        busy = self._table is not None and self._table.is_pending(self)
-        state = "dead" if self.death else "busy" if busy else "idle"
+        state = "dead" if self.death else "busy" if self._table.is_pending(self) else "idle"
         return f"RemoteHost({self.index}, {envs_text(self.rows)}, node={self.node}, pid={self.pid}, {state})"
 
     def attach(self, batch: Batch, table: PendingRequests) -> None:
@@ -99,13 +98,12 @@ class RemoteHost(Worker):
     def send(self, seq: int, part: WorkerRequest) -> None:
         """Send a request, of which the host may have heard already. To a dead host it is answered by its death."""
         if self.death is not None:
-            self._lose_all()
-            return
-        if part.op is Op.STEP and part.payload is None:
+            self._table.mark_lost(self, self.death)
+        elif part.op is Op.STEP and part.payload is None:
             part.reference = self._hosts.submit(self.actor, "step", seq, self._actions.pack(self._own_actions))
-            return
-        rows = None if len(part.rows) == len(self.rows) else [row - self.rows.start for row in part.rows]
-        part.reference = self._hosts.submit(self.actor, "serve", seq, int(part.op), rows, part.payload)
+        else:
+            rows = None if len(part.rows) == len(self.rows) else [row - self.rows.start for row in part.rows]
+            part.reference = self._hosts.submit(self.actor, "serve", seq, int(part.op), rows, part.payload)
 
     def opened(self, reply: Any) -> HostReply:
         """An answer as it is said in full."""
@@ -118,16 +116,12 @@ class RemoteHost(Worker):
         """End the host for good; everything it was asked is lost."""
         if self.death is None:
             self._hosts.kill(self.actor)
-            busy = None if self._table is None else self._table.oldest_of(self)
+            busy = self._table.oldest_of(self)
             command = "idle" if busy is None else command_of(busy, self)
             doing = "while idle" if command == "idle" else f"during {command}"
             text = f"{self.label}, {envs_text(self.rows)}, died {doing}: {reason}"
             self.death = Death(text, self.index, tuple(self.rows), self.pid, None, command, HostDied)
-        self._lose_all()
-
-    def _lose_all(self) -> None:
-        if self._table is not None and self.death is not None:
-            self._table.mark_lost(self, self.death)
+        self._table.mark_lost(self, self.death)
 
     def signal(self, number: int) -> None:
         """End it, whatever the signal."""
@@ -140,7 +134,6 @@ class HostPool:
     own = None  # this process steps none of the environments
 
     def __init__(self, hosts: Hosts, plans: Sequence[HostPlan], start_timeout: float) -> None:
-        self.workers: list[RemoteHost] = []
         self.closing = False
         self.released = False
         self.abandoned = False
@@ -149,11 +142,11 @@ class HostPool:
         self._hosts = hosts
         self._patience = start_timeout + _START_GRACE
         self.keep_files: Callable[[Sequence[tuple[int, str, bytes]]], None] = lambda files: None
-        self._seq = 0
+        self._numbers = itertools.count(1)
         self._arena: Arena | None = None
-        self.table: PendingRequests | None = None
+        self.table = PendingRequests(0)
         left_in_a_fork.add(self)
-        self.readies = self._start(plans)
+        self.workers = self._start(plans)
 
     @property
     def processes(self) -> list[RemoteHost]:
@@ -163,21 +156,24 @@ class HostPool:
     def abandon(self) -> None:
         """In a forked child: it cannot ask the hosts."""
         self.abandoned = True
-        if self.table is not None:
-            self.table.abandon()
+        self.table.abandon()
 
     # -- starting ---------------------------------------------------------------------------------------------------
 
-    def _start(self, plans: Sequence[HostPlan]) -> list[HostReady]:
-        """Start all hosts at once; if one fails, what was started is left to ``hosts.close()``."""
+    def _start(self, plans: Sequence[HostPlan]) -> list[RemoteHost]:
+        """Start hosts, all at once; if one fails, none of them is left."""
         actors = [self._hosts.launch(plan) for plan in plans]
-        references = [self._hosts.submit(actor, "start") for actor in actors]
-        deadline = time.monotonic() + self._patience
-        readies = [self._ready(plan, reference, deadline) for plan, reference in zip(plans, references, strict=True)]
-        self.workers = [
-            RemoteHost(plan, actor, ready, self._hosts) for plan, actor, ready in zip(plans, actors, readies, strict=True)
-        ]
-        return readies
+        try:
+            references = [self._hosts.submit(actor, "start") for actor in actors]
+            deadline = time.monotonic() + self._patience
+            readies = [self._ready(plan, reference, deadline) for plan, reference in zip(plans, references, strict=True)]
+        except BaseException as error:
+            for actor in actors:
+                self._hosts.kill(actor)
+            if isinstance(error, StartupTimeout):
+                self._hosts.require_places(0.0)
+            raise
+        return [RemoteHost(*started, self._hosts) for started in zip(plans, actors, readies, strict=True)]
 
     def _ready(self, plan: HostPlan, reference: Any, deadline: float) -> HostReady:
         where = f"host {plan.index} ({envs_text(plan.rows)})"
@@ -199,42 +195,27 @@ class HostPool:
         for pause in _PAUSES:
             self._hosts.require_places(self._patience)  # a node that was lost may be replaced, or another have room
             try:
-                new = self._launch_one(host.plan)
+                (new,) = self._start([host.plan])
                 break
             except HostDied:  # a cluster may not have noticed yet that a node is gone, and try to use it
                 time.sleep(pause)
         else:
-            new = self._launch_one(host.plan)
-        new.attach(self._batch, self._table)
+            (new,) = self._start([host.plan])
+        new.attach(self._batch, self.table)
         self.workers[self.workers.index(host)] = new
         return Ready(new.pid, [], [])
-
-    def _launch_one(self, plan: HostPlan) -> RemoteHost:
-        actor = self._hosts.launch(plan)
-        try:
-            ready = self._ready(plan, self._hosts.submit(actor, "start"), time.monotonic() + self._patience)
-        except BaseException as error:
-            self._hosts.kill(actor)
-            if isinstance(error, StartupTimeout):
-                self._hosts.require_places(0.0)
-            raise
-        return RemoteHost(plan, actor, ready, self._hosts)
 
     # -- asking and answering ---------------------------------------------------------------------------------------
 
     def attach(self, batch: Batch, arena: Arena, learn: Callable[[dict[int, Any]], None], table: PendingRequests) -> None:
         """Say where answers go."""
-        self._batch = batch
-        self.table = self._table = table
+        self._batch, self._arena, self._learn, self.table = batch, arena, learn, table
         for host in self.workers:
             host.attach(batch, table)
-        self._arena = arena
-        self._learn = learn
 
     def next_seq(self) -> int:
         """A fresh sequence number."""
-        self._seq += 1
-        return self._seq
+        return next(self._numbers)
 
     def ask_plain_step(self) -> Request:
         """Ask for a step of all rows, with actions from the batch."""
@@ -254,16 +235,16 @@ class HostPool:
 
     def ask(self, request: Request, others: Sequence[Request] = (), *, alone: bool = False) -> None:
         """Make a call."""
-        self._table.enter(request, others, alone=alone)
+        self.table.enter(request, others, alone=alone)
         self._send()
 
     def resume(self) -> None:
         """The call before was interrupted: the next wait sends what was not sent, and asks again for what was not read."""
-        self._table.repair()
+        self.table.repair()
 
     def _send(self) -> None:
         """Send what was not sent, in order."""
-        for request in list(self._table.requests.values()):
+        for request in list(self.table.requests.values()):
             for index, part in (request.parts or {}).items():
                 if part.reference is None and index not in request.answers:
                     assert isinstance(part.worker, RemoteHost)
@@ -302,8 +283,8 @@ class HostPool:
         self._send()
         began = time.perf_counter()
         try:
-            while len(self._table.pending.arrived) <= seen:
-                awaited = self._awaited(self._table.requests.values())
+            while len(self.table.pending.arrived) <= seen:
+                awaited = self._awaited(self.table.requests.values())
                 if not awaited or not self._take_some(awaited, deadline):
                     return False
             return True
@@ -353,7 +334,7 @@ class HostPool:
             answer = ONLY_COLUMNS if reply.columns else PLAIN
         else:
             answer = Answer(reply.columns, sealed=reply.outcome, lost=reply.lost or {}, error=reply.error)
-        self._table.deliver(request.seq, host.index, answer)
+        self.table.deliver(request.seq, host.index, answer)
 
     def ask_host(self, host: RemoteHost, method: str, *args: Any) -> Any:
         """Call a method of one host, when it has answered what it was asked before.
@@ -396,11 +377,9 @@ class HostPool:
         if self._arena is not None:
             self._arena.close()
             self._arena = None
-        for name in ("_batch", "_learn"):
-            self.__dict__.pop(name, None)
-        for host in self.workers:
-            for name in ("_own_actions", "_actions", "_answers"):
-                host.__dict__.pop(name, None)
+        for holder in (self, *self.workers):
+            for name in ("_batch", "_learn", "_own_actions"):  # they keep the arena
+                holder.__dict__.pop(name, None)
         self.released = True
 
     def end_unclosed(self) -> None:

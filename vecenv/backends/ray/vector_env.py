@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import operator
 import os
 import sys
 import time
@@ -181,21 +182,12 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
     _cluster: Any = None  # a Cluster, or what stands in for one
 
     def __init__(
-        self,
-        env_fns: Sequence[Callable[[], Env[Any, Any]]],
-        *,
-        num_hosts: int | None = None,
-        envs_per_host: int | None = None,
-        workers_per_host: int | str | None = "auto",
-        address: str | None = None,
-        placement: str | None = None,
-        batch_size: int | None = None,
-        on_failure: str = "raise",
-        restart_limit: int | None = None,
-        restart_period: float = 60.0,
-        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
-        **engine_options: Any,
-    ) -> None:
+        self, env_fns: Sequence[Callable[[], Env[Any, Any]]], *, num_hosts: int | None = None,
+        envs_per_host: int | None = None, workers_per_host: int | str | None = "auto", address: str | None = None,
+        placement: str | None = None, batch_size: int | None = None, on_failure: str = "raise",
+        restart_limit: int | None = None, restart_period: float = 60.0,
+        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP, **engine_options: Any,
+    ) -> None:  # fmt: skip
         self.closed = True  # until there is something to close
         check_env_fns(env_fns, type(self).__name__)
         env_fns = list(env_fns)
@@ -206,13 +198,10 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
         self._address = address
         self._placement = placement
         self._split = (num_hosts, envs_per_host)
-        self._host_pool: HostPool | None = None
         step_timeout = engine_options.get("step_timeout")
         if isinstance(batch_size, str):
             raise ValueError(f"`batch_size` must be None or an int within 1..{len(env_fns)}, got {batch_size!r}.")
-        recovery: dict[str, Any] = {
-            "on_failure": on_failure, "restart_limit": restart_limit, "restart_period": restart_period
-        }  # fmt: skip
+        recovery: Any = {"on_failure": on_failure, "restart_limit": restart_limit, "restart_period": restart_period}
         check_options(len(env_fns), batch_size, num_workers=workers_per_host, **recovery, **engine_options)
         self.generators = engine_options.get("generators", "shared")
         if (recording := FlightRecorder.of(engine_options.get("record_failures"))) is not None:
@@ -227,8 +216,7 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
         )  # fmt: skip
         policy = Policy.of(on_failure, restart_limit, restart_period, step_timeout, self._start_timeout)
         try:
-            self._read_spaces(env_fns)
-            self._adopt(self._start_engine(policy), batch_size)
+            self._adopt(self._start_engine(self._start_hosts(env_fns), policy), batch_size)
         except BaseException:
             if self._cluster is not None:
                 self._cluster.close()
@@ -236,15 +224,16 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
 
     # -- starting ---------------------------------------------------------------------------------------------------
 
-    def _read_spaces(self, env_fns: Sequence[Callable[[], Env[Any, Any]]]) -> None:
+    def _start_hosts(self, env_fns: Sequence[Callable[[], Env[Any, Any]]]) -> HostPool:
         """Start the hosts, and take metadata and spaces from the first."""
         mode = self.observation_mode
         if isinstance(mode, str) and mode not in ("same", "different"):
             raise ValueError(f"`observation_mode` must be 'same', 'different' or two spaces, got {mode!r}")
         plans = self._plans(env_fns)
         self._cluster.place([plan.cpus for plan in plans], self._strategy, self._start_timeout)
-        self._host_pool = pool = HostPool(self._cluster, plans, self._start_timeout)
-        first = pool.readies[0]
+        pool = HostPool(self._cluster, plans, self._start_timeout)
+        readies = [host.ready for host in pool.workers]
+        first = readies[0]
         self.metadata = {**first.metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode = first.render_mode
         self.single_action_space = first.action_space
@@ -256,12 +245,12 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
             self.single_observation_space = first.observation_space
             self.observation_space = batch_space(first.observation_space, self.num_envs)
             if mode == "same":
-                fits = _equal
-        self._mismatches = _disagreements(plans, pool.readies, fits)
+                fits = operator.eq
+        self._mismatches = _disagreements(plans, readies, fits)
         if mode == "different" and not self._mismatches:
-            self.observation_space = batch_differing_spaces(
-                [space for ready in pool.readies for space in ready.observation_spaces]
-            )
+            each = [space for ready in readies for space in ready.observation_spaces]
+            self.observation_space = batch_differing_spaces(each)
+        return pool
 
     def _connect(self) -> Any:
         if "ray" not in sys.modules and importlib.util.find_spec("ray") is None:
@@ -305,9 +294,7 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
         count = envs if workers is None else min(int(workers), envs)
         return count + 1, workers if workers is None else count
 
-    def _start_engine(self, policy: Policy) -> Engine:
-        pool = self._host_pool
-        assert pool is not None
+    def _start_engine(self, pool: HostPool, policy: Policy) -> Engine:
         self.num_hosts = len(pool.workers)
         self.num_workers = sum(host.num_workers for host in pool.workers)
         if policy.restart and policy.step_timeout is not None:
@@ -338,15 +325,12 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
             own = {"index": host.index, "node": host.node, "pid": host.pid, "envs": host.rows}
             return {**own, "workers": host.num_workers, "alive": host.death is None}
 
-        return [seen(host) for host in (self._host_pool.workers if self._host_pool is not None else [])]
+        pool: Any = self._pool
+        return [seen(host) for host in pool.workers]
 
     def __repr__(self) -> str:
         text = super().__repr__()
         return text.replace("num_envs=", f"hosts={self.num_hosts}, num_envs=", 1) if hasattr(self, "num_hosts") else text
-
-
-def _equal(one: Any, other: Any) -> bool:
-    return bool(one == other)
 
 
 def _check(env_fns: Sequence[Any], num_hosts: Any, envs_per_host: Any, placement: Any, engine_options: Any) -> None:

@@ -16,8 +16,7 @@ from typing import Any, Final
 
 import gymnasium
 
-from vecenv.recording.file import Failed, Unreadable, read, read_header
-from vecenv.recording.replay import AGAIN, CANNOT, DIFFERENT, Replay, ReplayResult
+from vecenv.recording.file import AGAIN, CANNOT, DIFFERENT, Failed, Replay, ReplayResult, Unreadable, read, read_header
 from vecenv.system.supervision import describe_exit
 from vecenv.tools.usage import USAGE, WRONG, CliError
 
@@ -70,7 +69,7 @@ def replay(
 
     Args:
         path: The file. It is unpickled, which runs what its bytes say.
-        begins: Where to begin (:class:`~vecenv.recording.replay.Replay`): one after the other until it happens again. What
+        begins: Where to begin (:class:`~vecenv.recording.file.Replay`): one after the other until it happens again. What
             an environment keeps across resets is not there when it begins with the latest.
         until, frames: As of the command.
     """
@@ -93,7 +92,10 @@ def _replay(path: Path, **options: Any) -> ReplayResult:
     failed: Failed | None = None
     hung = False
     try:
-        failed = ours.recv()
+        said: Failed | ReplayResult | None = ours.recv()
+        if isinstance(said, ReplayResult):
+            return said
+        failed = said
         hung = _hangs(ours, failed, done)
         if not hung:
             result: ReplayResult = ours.recv()
@@ -131,21 +133,12 @@ def _of_death(failed: Failed | None, exitcode: int | None, at: int, hung: bool) 
 
 
 def _child(path: Path, options: dict[str, Any], conn: Connection, at: Any, done: Any) -> None:
-    """The process: says what was recorded, and at its end what came of it."""
-    said = False
-
-    def read_it(failed: Failed | None) -> None:
-        nonlocal said
-        conn.send(failed)
-        said = True
+    """The process: says what was recorded, once that is read, and at its end what came of it."""
 
     def progress(step: int) -> None:
         at.value, done.value = max(step, 0), done.value + 1
 
-    result = _in_this_process(path, read_it=read_it, progress=progress, **options)
-    if not said:
-        conn.send(None)
-    conn.send(result)
+    conn.send(_in_this_process(path, read_it=conn.send, progress=progress, **options))
 
 
 def _in_this_process(

@@ -407,9 +407,8 @@ class Slots:
                 request.future.set_result(RowAnswer(error=self._closed_error()))
         self.engine.requests.clear()
         self._refuse_waiters(self._closed_error)
-        for ready in self._waited_for.values():
-            ready.set_result(None)
-        self._waited_for.clear()
+        for slot in list(self._waited_for):
+            self._wake(slot)
         for task in self._tasks:
             task.cancel()
 
@@ -478,8 +477,7 @@ class Slots:
         if request is not None and not request.future.done():  # another task waits in it
             request.future.set_result(RowAnswer(error=outside_of_block()))
             self.abandon(slot, request)
-        if (ready := self._waited_for.pop(slot, None)) is not None:  # likewise
-            ready.set_result(None)
+        self._wake(slot)  # likewise
         self._update(slot)
 
     def _update(self, slot: Slot) -> None:
@@ -488,7 +486,13 @@ class Slots:
             return
         if slot.owner is None and slot not in self.free:
             self._give_back(slot)
-        elif (ready := self._waited_for.pop(slot, None)) is not None:
+        else:
+            self._wake(slot)
+
+    def _wake(self, slot: Slot) -> None:
+        """Let the task go on that waits for a slot, if there is one, and it was not cancelled just now."""
+        ready = self._waited_for.pop(slot, None)
+        if ready is not None and not ready.done():
             ready.set_result(None)
 
     def _give_back(self, slot: Slot) -> None:
@@ -677,8 +681,7 @@ class Slots:
             why, death.worker, tuple(group.worker.rows), death.pid, death.exitcode, "restart", RestartsExhausted
         )
         for slot in group.slots:
-            if (ready := self._waited_for.pop(slot, None)) is not None:
-                ready.set_result(None)
+            self._wake(slot)
         if self._all_given_up() is not None:
             self._refuse_waiters(group.given_up.error)
 

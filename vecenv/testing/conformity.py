@@ -25,9 +25,8 @@ from gymnasium.vector.utils import batch_space
 
 __all__ = ["CHECKS", "COUNT", "Check", "Told", "as_gymnasium", "makers", "program", "stepped"]
 
-COUNT: Final = 3
-_MOST_STEPS: Final = 300
-"""Environments that a check gets."""
+COUNT: Final = 3  # environments that a check gets
+_MOST_STEPS: Final = 300  # until an episode has to end
 
 _VECTOR: Final = "https://gymnasium.farama.org/api/vector/"
 _MODES: Final = "https://farama.org/Vector-Autoreset-Mode"
@@ -478,6 +477,17 @@ class _Foreign(VectorEnv[Any, Any, Any]):
         self.action_space = batch_space(action_space, self.num_envs)
         self.metadata = {"autoreset_mode": mode}
 
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        """Refuse seeds of each, and take the mask out of the options."""
+        given = dict(options or {})
+        mask = given.pop("reset_mask", None)
+        if isinstance(seed, list):
+            raise NotImplementedError("reset() takes one seed")
+        return self._reset(seed, mask, given)
+
+    def _reset(self, seed: int | None, mask: Any, options: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
     def _batched(self, infos: Any) -> dict[str, Any]:
         batched: dict[str, Any] = {}
         for env, info in enumerate(infos):
@@ -494,12 +504,10 @@ class _FromSb3(_Foreign):
     def __init__(self, envs: Any) -> None:
         super().__init__(envs, envs.num_envs, envs.observation_space, envs.action_space, AutoresetMode.SAME_STEP)
 
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        if isinstance(seed, list):
-            raise NotImplementedError("seed() takes one number")
-        if options is not None and "reset_mask" in options:
+    def _reset(self, seed: int | None, mask: Any, options: dict[str, Any]) -> Any:
+        if mask is not None:
             raise NotImplementedError("reset() resets all environments")
-        if options is not None:
+        if options:
             self.inner.set_options(options)
         if seed is not None:
             self.inner.seed(seed)
@@ -532,14 +540,10 @@ class _FromTianshou(_Foreign):
         super().__init__(envs, envs.env_num, observations, actions, AutoresetMode.DISABLED)
         self._latest: Any = None
 
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        options = dict(options or {})
-        mask = options.pop("reset_mask", None)
+    def _reset(self, seed: int | None, mask: Any, options: dict[str, Any]) -> Any:
         ids = np.arange(self.num_envs) if mask is None else np.flatnonzero(mask)
-        given = {"options": options} if options else {}
-        if isinstance(seed, list):
-            raise NotImplementedError("reset() takes one seed")
-        observations, infos = self.inner.reset(ids, **({} if seed is None else {"seed": seed}), **given)
+        given = {name: value for name, value in (("seed", seed), ("options", options or None)) if value is not None}
+        observations, infos = self.inner.reset(ids, **given)
         if self._latest is None or mask is None:
             self._latest = np.array(observations)
         self._latest[ids] = observations
@@ -567,13 +571,11 @@ class _FromTorchRL(_Foreign):
         super().__init__(envs, envs.batch_size[0], observations, actions, AutoresetMode.DISABLED)
         self._latest: Any = None
 
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+    def _reset(self, seed: int | None, mask: Any, options: dict[str, Any]) -> Any:
         import torch
 
-        options = dict(options or {})
-        mask = options.pop("reset_mask", None)
-        if isinstance(seed, list) or options:
-            raise NotImplementedError("set_seed() takes one seed, and reset() no options")
+        if options:
+            raise NotImplementedError("reset() takes no options")
         if seed is not None:
             self.inner.set_seed(seed)
         if mask is None:

@@ -470,6 +470,8 @@ def as_gymnasium(envs: Any) -> Any:
 
 
 class _Foreign(VectorEnv[Any, Any, Any]):
+    one_seed = "reset() takes one seed"
+
     def __init__(self, envs: Any, num_envs: int, observation_space: Any, action_space: Any, mode: AutoresetMode) -> None:
         self.inner, self.num_envs = envs, num_envs
         self.single_observation_space, self.single_action_space = observation_space, action_space
@@ -482,7 +484,7 @@ class _Foreign(VectorEnv[Any, Any, Any]):
         given = dict(options or {})
         mask = given.pop("reset_mask", None)
         if isinstance(seed, list):
-            raise NotImplementedError("reset() takes one seed")
+            raise NotImplementedError(self.one_seed)
         return self._reset(seed, mask, given)
 
     def _reset(self, seed: int | None, mask: Any, options: dict[str, Any]) -> Any:
@@ -500,6 +502,8 @@ class _Foreign(VectorEnv[Any, Any, Any]):
 
 class _FromSb3(_Foreign):
     """Same-step; the final observation is ``info["terminal_observation"]``, truncation ``info["TimeLimit.truncated"]``."""
+
+    one_seed = "seed() takes one number"
 
     def __init__(self, envs: Any) -> None:
         super().__init__(envs, envs.num_envs, envs.observation_space, envs.action_space, AutoresetMode.SAME_STEP)
@@ -564,6 +568,8 @@ class _FromTorchRL(_Foreign):
     Spaces are those of one array for observations, and of categorical actions.
     """
 
+    one_seed = "set_seed() takes one seed, and reset() no options"
+
     def __init__(self, envs: Any) -> None:
         shape, choices = envs.observation_spec["observation"].shape[1:], envs.action_spec.space.n
         dtype: Any = str(envs.observation_spec["observation"].dtype).removeprefix("torch.")
@@ -575,7 +581,7 @@ class _FromTorchRL(_Foreign):
         import torch
 
         if options:
-            raise NotImplementedError("reset() takes no options")
+            raise NotImplementedError(self.one_seed)
         if seed is not None:
             self.inner.set_seed(seed)
         if mask is None:

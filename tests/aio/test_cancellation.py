@@ -288,3 +288,23 @@ def test_a_step_whose_answer_was_cancelled_is_never_the_next_ones() -> None:
         assert (await env.step("y"))[:4] == wanted[1][:4]
 
     run(main())
+
+
+def test_a_reset_that_is_cancelled_as_its_worker_gets_ready_leaves_those_beside_it_going() -> None:
+    async def main() -> None:
+        async with Pool(Words, 2, num_workers=1) as pool, pool.episode() as one, pool.episode() as other:
+            with pytest.raises(VecEnvError):
+                await one.step("kill")
+            with pytest.raises(VecEnvError):
+                await other.step("x")
+            first, second = (asyncio.create_task(env.reset(seed=5)) for env in (one, other))
+            await asyncio.sleep(0)  # both wait for the new worker
+            watch = pool._slots._workers
+            ready = watch._on_ready
+            watch._on_ready = lambda worker: first.cancel() and ready(worker)
+            with pytest.raises(asyncio.CancelledError):
+                await first
+            observation, _ = await asyncio.wait_for(second, 20)
+            assert observation == Words().reset(seed=5)[0]
+
+    run(main())

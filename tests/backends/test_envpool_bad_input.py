@@ -196,12 +196,6 @@ def test_options_without_a_meaning_are_refused(options: dict[str, object], error
         EnvPoolVectorEnv("CartPole-v1", **options)  # type: ignore[arg-type]
 
 
-def test_reset_options_that_envpool_does_not_have_are_refused() -> None:
-    envs = EnvPoolVectorEnv("CartPole-v1", 2)
-    with pytest.raises(ValueError, match=r"no reset options but 'reset_mask', got \['low'\]"):
-        envs.reset(options={"low": 0.0})
-
-
 @pytest.mark.long
 def test_without_envpool_the_error_says_what_to_install() -> None:
     program = """

@@ -64,12 +64,6 @@ def test_a_generic_subclass_can_be_written_and_run() -> None:
     envs.close()
 
 
-def test_every_wrapper_accepts_it(every_engine: Options) -> None:
-    with opened(counters(2), **every_engine) as envs:
-        assert isinstance(envs, VectorEnv)
-        assert gymnasium.vector.VectorWrapper(envs).unwrapped is envs
-
-
 def test_attributes_of_the_base_class_have_their_defaults() -> None:
     with opened(counters(2), num_workers=0) as envs:
         assert envs.spec is None

@@ -9,10 +9,9 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import psutil
 import pytest
-from envs import CounterEnv, Options, SleepingEnv, counters, opened, started
+from envs import CounterEnv, Options, SleepingEnv, counters, started
 
 
 class TellsWhenClosed(CounterEnv):
@@ -73,15 +72,6 @@ def test_an_error_in_the_pending_call_does_not_come_out_of_close(process_engine:
         with pytest.warns(UserWarning):  # noqa: PT030 - the failure may be logged as well
             envs.close()
         assert envs.closed is True
-
-
-def test_a_wrapper_forwards_what_close_is_told(every_engine: Options) -> None:
-    with opened(counters(2), **every_engine) as envs:
-        wrapped = gymnasium.vector.VectorWrapper(envs)
-        wrapped.reset(seed=1)
-        wrapped.close(timeout=5, terminate=False)
-        assert envs.closed is True
-        assert wrapped.closed is True
 
 
 def test_close_extras_takes_the_same_arguments(every_engine: Options) -> None:

@@ -7,7 +7,6 @@ one promise and names the test of the mixin that must notice.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -19,7 +18,7 @@ from envs import NestedDictEnv, counters, scripted
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 import vecenv
-from vecenv.testing import VectorEnvContract, assert_identical, assert_same_trajectory
+from vecenv.testing import VectorEnvContract, assert_same_trajectory
 
 
 class _Contract(VectorEnvContract):
@@ -203,54 +202,7 @@ def test_a_class_without_a_factory_says_what_to_override() -> None:
         VectorEnvContract().make()
 
 
-# -- the functions beside it ---------------------------------------------------------------------------------
-
-SAME: list[Any] = [
-    np.array([1.0, np.nan, -0.0]),
-    {"a": (1, "x"), "b": np.array([None, {"c": 1}], dtype=object)},
-    float("nan"),
-    np.float32("nan"),
-    None,
-]
-DIFFERENT: list[tuple[Any, Any]] = [
-    (np.zeros(2), np.zeros(3)),
-    (np.zeros(2), np.zeros(2, np.float32)),
-    (np.array([0.0]), np.array([-0.0])),
-    (np.float32(1), np.float64(1)),
-    (np.array([0.0], np.longdouble), np.array([-0.0], np.longdouble)),
-    (1, True),
-    (1, 1.0),
-    ((1,), [1]),
-    ({"a": 1}, {"b": 1}),
-    ({"a": 1}, {"a": 1, "b": 1}),
-    ((1,), (1, 2)),
-    (np.array([None], dtype=object), np.array([1], dtype=object)),
-    ("x", "y"),
-]
-
-
-@pytest.mark.parametrize("value", SAME, ids=repr)
-def test_identical_values_are_identical(value: Any) -> None:
-    assert_identical(value, copy.deepcopy(value))
-
-
-@pytest.mark.skipif(np.finfo(np.longdouble).nmant != 63, reason="long doubles have no padding here")
-@pytest.mark.parametrize("dtype", [np.longdouble, np.clongdouble])
-def test_what_pads_a_long_double_is_not_compared(dtype: Any) -> None:
-    one, other = np.full(3, 1.5, dtype), np.full(3, 1.5, dtype)
-    one.view(np.uint8).reshape(-1, 16)[:, 10:] = 0
-    other.view(np.uint8).reshape(-1, 16)[:, 10:] = 255
-    assert one.tobytes() != other.tobytes()
-    assert_identical(one, other)
-    assert_identical(one[0], other[0])
-
-
-@pytest.mark.parametrize(("one", "other"), DIFFERENT, ids=repr)
-def test_different_values_are_told_apart_both_ways(one: Any, other: Any) -> None:
-    with pytest.raises(AssertionError):
-        assert_identical(one, other)
-    with pytest.raises(AssertionError):
-        assert_identical(other, one)
+# -- the function beside it ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)

@@ -27,16 +27,6 @@ def assert_gymnasium_says_the_same(error: BaseException, **given: Any) -> None:
     assert str(error) == str(caught.value)
 
 
-def test_reset_returns_observations_and_infos(engine: Options) -> None:
-    with opened(counters(3), **engine) as envs:
-        result = envs.reset(seed=4)
-        assert isinstance(result, tuple)
-        observations, infos = result
-        np.testing.assert_array_equal(observations, [[0, 0, 1, 4], [1, 0, 1, 5], [2, 0, 1, 6]])
-        assert observations.dtype == np.int64
-        assert set(infos) == {"reset_kwargs", "_reset_kwargs"}
-
-
 @pytest.mark.parametrize(
     ("seed", "wanted"),
     [
@@ -103,16 +93,6 @@ def test_an_environment_sees_exactly_its_own_options(engine: Options) -> None:
         assert seen[0] == describe({"seed": None, "options": {"level": 6}})
         with pytest.raises(ValueError, match=re.escape("options has 3 dicts, wanted 2: one for each environment")):
             envs.reset_async(env_id=[2, 0], options=options)
-
-
-@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-def test_an_autoreset_calls_reset_without_arguments(engine: Options, mode: AutoresetMode) -> None:
-    with opened(counters(2, lengths=(1,)), autoreset_mode=mode, **engine) as envs:
-        envs.reset(seed=3, options={"level": 2})
-        infos = envs.step([0, 0])[4]
-        if mode is AutoresetMode.NEXT_STEP:
-            infos = envs.step([0, 0])[4]
-        assert infos["reset_kwargs"].tolist() == [describe({})] * 2
 
 
 def test_a_mask_may_be_written_to_while_its_reset_is_pending(engine: Options) -> None:

@@ -91,8 +91,6 @@ def test_an_env_fn_that_returns_no_environment_is_an_error() -> None:
         ({"num_workers": -1}, ()),
         ({"num_workers": 1.5}, ()),
         ({"num_workers": "many"}, ("auto",)),
-        ({"batch_size": 0}, ()),
-        ({"batch_size": 9}, ()),
         ({"on_failure": "shrug"}, ("raise", "restart")),
         ({"on_failure": None}, ("raise", "restart")),
         ({"restart_limit": -1}, ()),

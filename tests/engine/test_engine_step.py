@@ -166,12 +166,6 @@ def test_what_a_signal_handler_raises_among_words_is_not_told_as_gymnasiums_own(
             envs.step(object())
 
 
-def test_dict_actions_arrive_in_the_order_of_the_space(engine: Options) -> None:
-    with started([echo(ARM)] * 2, **engine) as envs:
-        infos = envs.step({"gear": np.array([1, 2]), "arm": np.ones((2, 2), np.float32)})[4]
-        assert infos["action"][0].startswith("{'arm'")
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_an_action_is_the_environments_own_array(engine: Options, dtype: Any) -> None:
     with started([echo(BOX)] * 3, **engine) as envs:
@@ -244,23 +238,6 @@ def test_actions_that_do_not_fit_are_refused_before_any_environment_moves(
             envs.step(actions)
         assert envs.call("history") == ([], [], [])
         assert envs.step(envs.action_space.sample())[0].tolist() == [1, 1, 1]
-
-
-def test_a_step_returns_five_values_of_gymnasiums_types(engine: Options) -> None:
-    with started(counters(3, lengths=(2,)), **engine) as envs:
-        envs.step([0, 0, 0])
-        result = envs.step([0, 0, 0])
-        assert isinstance(result, tuple)
-        observations, rewards, terminations, truncations, infos = result
-        assert observations.shape == (3, 4)
-        assert observations.dtype == np.int64
-        assert (rewards.dtype, rewards.shape) == (np.float64, (3,))
-        assert (terminations.dtype, terminations.shape) == (np.bool_, (3,))
-        assert (truncations.dtype, truncations.shape) == (np.bool_, (3,))
-        assert rewards.tolist() == [0.002, 1.002, 2.002]
-        assert terminations.all()
-        assert not truncations.any()
-        assert infos["steps"].tolist() == [2, 2, 2]
 
 
 @pytest.mark.parametrize("copied", [True, False], ids=["copy", "no-copy"])

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 import vecenv
 from vecenv.errors import NotRestorable
 from vecenv.recording import recorder as recorder_module
-from vecenv.recording.file import read, read_header
-from vecenv.recording.replay import AGAIN, Replay, ReplayResult
+from vecenv.recording.file import AGAIN, Replay, ReplayResult, read, read_header
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -1,7 +1,8 @@
-"""``assert_identical`` compares arrays of other libraries as it does numpy's: JAX's and torch's are of this kind."""
+"""``assert_identical`` compares bit for bit, arrays of other libraries (JAX's and torch's are such) as it does numpy's."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -22,21 +23,61 @@ class Foreign:
     def __eq__(self, other: object) -> Any:
         return self.content == np.asarray(other)
 
+    def __repr__(self) -> str:
+        return f"Foreign{self.content.tolist()}"
+
     __hash__ = None  # type: ignore[assignment]
 
 
-def test_the_same_bits_are_identical() -> None:
-    assert_identical({"seen": [Foreign(1, np.nan)]}, {"seen": [Foreign(1, np.nan)]})
+SAME: list[Any] = [
+    np.array([1.0, np.nan, -0.0]),
+    {"a": (1, "x"), "b": np.array([None, {"c": 1}], dtype=object)},
+    float("nan"),
+    np.float32("nan"),
+    None,
+    {"seen": [Foreign(1, np.nan)]},
+]
+DIFFERENT: list[tuple[Any, Any]] = [
+    (np.zeros(2), np.zeros(3)),
+    (np.zeros(2), np.zeros(2, np.float32)),
+    (np.array([0.0]), np.array([-0.0])),
+    (np.float32(1), np.float64(1)),
+    (np.array([0.0], np.longdouble), np.array([-0.0], np.longdouble)),
+    (1, True),
+    (1, 1.0),
+    ((1,), [1]),
+    ({"a": 1}, {"b": 1}),
+    ({"a": 1}, {"a": 1, "b": 1}),
+    ((1,), (1, 2)),
+    (np.array([None], dtype=object), np.array([1], dtype=object)),
+    ("x", "y"),
+    (Foreign(1, 3), Foreign(1, 2)),
+    (Foreign(1, 2, 2), Foreign(1, 2)),
+    (Foreign(1, 2, dtype=np.float64), Foreign(1, 2)),
+    (np.array([1, 2], np.float32), Foreign(1, 2)),
+    (Foreign(0.0), Foreign(-0.0)),
+]
 
 
-@pytest.mark.parametrize(
-    "other", [Foreign(1, 3), Foreign(1, 2, 2), Foreign(1, 2, dtype=np.float64), np.array([1, 2], np.float32)]
-)
-def test_others_differ(other: Any) -> None:
+@pytest.mark.parametrize("value", SAME, ids=repr)
+def test_identical_values_are_identical(value: Any) -> None:
+    assert_identical(value, copy.deepcopy(value))
+
+
+@pytest.mark.skipif(np.finfo(np.longdouble).nmant != 63, reason="long doubles have no padding here")
+@pytest.mark.parametrize("dtype", [np.longdouble, np.clongdouble])
+def test_what_pads_a_long_double_is_not_compared(dtype: Any) -> None:
+    one, other = np.full(3, 1.5, dtype), np.full(3, 1.5, dtype)
+    one.view(np.uint8).reshape(-1, 16)[:, 10:] = 0
+    other.view(np.uint8).reshape(-1, 16)[:, 10:] = 255
+    assert one.tobytes() != other.tobytes()
+    assert_identical(one, other)
+    assert_identical(one[0], other[0])
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT, ids=repr)
+def test_different_values_are_told_apart_both_ways(one: Any, other: Any) -> None:
     with pytest.raises(AssertionError, match="seen"):
-        assert_identical(other, Foreign(1, 2), "seen")
-
-
-def test_so_does_a_zero_of_another_sign() -> None:
-    with pytest.raises(AssertionError):
-        assert_identical(Foreign(0.0), Foreign(-0.0))
+        assert_identical(one, other, "seen")
+    with pytest.raises(AssertionError, match="seen"):
+        assert_identical(other, one, "seen")

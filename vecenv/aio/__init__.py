@@ -1,6 +1,5 @@
 """Environments as coroutines: ``Pool`` lends environments in worker processes to the tasks of an asyncio program."""
 
-from vecenv.aio.episode import EpisodeEnv
-from vecenv.aio.pool import Pool
+from vecenv.aio.pool import EpisodeEnv, Pool
 
 __all__ = ["EpisodeEnv", "Pool"]

@@ -1,57 +1,318 @@
-"""The slots of a pool: which episode has which environment, what each was asked, and what becomes of a slot that is lost.
+"""The slots of a pool and its workers: which episode has which environment, what each was asked, what becomes of lost ones.
 
 A *slot* is a row of the engine: where an environment lives, whichever process that is at the moment. An episode has a
-slot to itself. What is asked about a slot is one :class:`~vecenv.aio.workers.RowRequest`, and a slot has one at most: so
-an answer has nowhere else to go. A task that is cancelled leaves its request behind; the slot is not given to another
-episode before that is answered, or its worker has been killed for taking too long.
+slot to itself. What is asked about a slot is one :class:`RowRequest`, and a slot has one at most: so an answer has nowhere
+else to go. A task that is cancelled leaves its request behind; the slot is not given to another episode before that is
+answered, or its worker has been killed for taking too long.
 
-All of it runs in one event loop, in callbacks that do not wait.
+All of it runs in one event loop, in callbacks that do not wait. A worker is sent to by a write that takes what the pipe
+takes; what is left goes out when there is room. It is heard when there is something to read, and its end is a readable
+descriptor, too. A worker that died is started anew while the loop goes on, and says itself when it is ready.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import time
 from asyncio import AbstractEventLoop, Future, TimerHandle
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from gymnasium.error import ClosedEnvironmentError
 
-from vecenv.aio.workers import PoolEngine, RowAnswer, RowRequest, WorkerWatch
+from vecenv.engine.engine import Engine
 from vecenv.engine.handles import ProcessWorker
-from vecenv.engine.pending import Death
+from vecenv.engine.pending import NOTHING, Answer, Death, Request, Result, Worker, WorkerRequest
+from vecenv.engine.pool import PoolOptions, WorkerPool
 from vecenv.engine.recovery import RestartBudget, RestartLog
+from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import ErrorRecord, ForkedError, LoopError, RestartsExhausted, StepTimeout
+from vecenv.link.channel import ChannelClosed
 from vecenv.link.messages import Op
+from vecenv.system.cores import let_caller_first, usable_cores
+from vecenv.worker.main import WorkerPlan
 from vecenv.worker.stacks import place as line_of
 
-__all__ = ["Slot", "Slots", "WorkerSlots"]
+__all__ = ["PoolEnvs", "RowAnswer", "RowRequest", "Slot", "Slots", "WorkerSlots", "outside_of_block"]
+
+
+# -- the engine under a pool -------------------------------------------------------------------------------------------
+#
+# The table of pending requests stays what it is: an answer finds its request by its number, the death of a worker answers
+# all that it was asked, and an answer whose request is gone goes nowhere. What differs is that nothing waits: an answer is
+# read when it is delivered, and handed to a future.
+
+
+class RowAnswer(NamedTuple):
+    """What an environment said: as it came, whether its info lies in shared memory, and why there is no answer."""
+
+    result: Result = NOTHING
+    columns: bool = False
+    error: Exception | None = None
+
+
+class RowRequest(Request):
+    """A request about one environment.
+
+    Attributes:
+        row: Which.
+        worker: Its process.
+        part: What is sent.
+        future: Done once there is an answer, or none is wanted any more.
+    """
+
+    by_row = True  # so that each answer is delivered, and not only put down
+
+    def __init__(
+        self, seq: int, command: str, row: int, worker: ProcessWorker, op: Op, payload: Any, future: Future[RowAnswer]
+    ) -> None:
+        super().__init__(seq, command, (worker,))
+        self.row = row
+        self.worker = worker
+        self.part = WorkerRequest(worker, (row,), op, payload)
+        self.parts = {worker.index: self.part}
+        self.future = future
+
+
+class PoolEngine(Engine):
+    """An engine whose answers are delivered to those that asked."""
+
+    on_answer: Callable[[RowRequest, RowAnswer], None]
+    on_death: Callable[[Worker, Death], None] | None = None
+
+    def __init__(self, env_fns: Any, layout: Any, make_store: Any, plan: WorkerPlan, *how: Any) -> None:
+        plan.overlaps = plan.env_threads > 1
+        super().__init__(env_fns, layout, make_store, plan, *how)
+
+    def _open_pool(self, plan: WorkerPlan, arena: Any, options: PoolOptions, num_workers: int) -> WorkerPool:
+        pool = super()._open_pool(plan, arena, options, num_workers)
+        options.placements = []  # the program does other things meanwhile: no process spins, and none is bound to a core
+        return pool
+
+    def deliver(self, seq: int, index: int, answer: Answer) -> None:
+        request = self.pending.requests.pop(seq, None)
+        if not isinstance(request, RowRequest):
+            return
+        try:
+            taken = RowAnswer(self.read([(request.worker, answer)]), answer.columns)
+        except Exception as error:  # whatever reading it raises is about this environment alone
+            taken = RowAnswer(error=error)
+        if taken.error is None and answer.death is None:
+            self.pending.steps += request.command == "step"
+            self.pending.resets += request.command == "reset"
+        self.on_answer(request, taken)
+
+    def info_of(self, row: int, result: Result, columns: bool) -> dict[Any, Any]:
+        """The info of one environment, as it gave it."""
+        if row in result.infos:
+            return result.infos[row]  # type: ignore[no-any-return]
+        return self._infos.one(row) if columns else {}
+
+    def mark_lost(self, worker: Worker, death: Death) -> None:
+        super().mark_lost(worker, death)
+        if self.on_death is not None:
+            self.on_death(worker, death)
+
+
+class PoolEnvs(AsyncVectorEnv[Any, Any]):
+    """The environments of a pool, and the engine that steps them."""
+
+    _driver: PoolEngine
+    _engine_class = PoolEngine
+
+    @property
+    def engine(self) -> PoolEngine:
+        """What steps them."""
+        return self._driver
+
+
+_LOOKS_EVERY: Final = 0.5  # seconds between two looks whether a worker has ended, on systems that do not tell
+
+
+class WorkerWatch:
+    """Watches, kills and starts worker processes.
+
+    Args:
+        engine: Their engine.
+        start_timeout: Seconds that a new one has to get ready.
+        on_death: Called when one has died, after all it was asked has been answered by that.
+        on_ready: Called when a new one is ready.
+    """
+
+    def __init__(
+        self,
+        engine: PoolEngine,
+        start_timeout: float | None,
+        on_death: Callable[[ProcessWorker, Death], None],
+        on_ready: Callable[[ProcessWorker], None],
+    ) -> None:
+        self._engine = engine
+        self._start_timeout = start_timeout
+        self._on_death = on_death
+        self._on_ready = on_ready
+        self._loop: AbstractEventLoop = asyncio.get_running_loop()
+        self._watched: dict[ProcessWorker, tuple[int, int]] = {}
+        self._late: dict[ProcessWorker, TimerHandle] = {}  # when a new one that is not ready is killed
+        self._crowded: dict[ProcessWorker, int] = {}  # whose pipe was full -> the descriptor
+        self._looking: TimerHandle | None = None
+        engine.on_death = self._died
+        for worker in engine.pool.processes:
+            self._watch(worker)
+        if any(worker.watch.asks for worker in engine.pool.processes):
+            self._look()
+
+    # -- watching ---------------------------------------------------------------------------------------------------
+
+    def _watch(self, worker: ProcessWorker) -> None:
+        heard, ended = self._watched[worker] = worker.channel.fd, worker.watch.descriptor
+        if len(self._engine.pool.processes) > usable_cores():
+            let_caller_first(worker.pid)
+        self._loop.add_reader(heard, self._heard, worker)
+        self._loop.add_reader(ended, self._ended, worker)
+
+    def _unwatch(self, worker: ProcessWorker) -> None:
+        for descriptor in self._watched.pop(worker, ()):
+            self._loop.remove_reader(descriptor)
+        if worker in self._crowded:
+            self._loop.remove_writer(self._crowded.pop(worker))
+        if (timer := self._late.pop(worker, None)) is not None:
+            timer.cancel()
+
+    def close(self) -> None:
+        """Watch nothing any more. Idempotent."""
+        self._engine.on_death = None
+        for worker in list(self._watched):
+            self._unwatch(worker)
+        if self._looking is not None:
+            self._looking.cancel()
+
+    def _heard(self, worker: ProcessWorker) -> None:
+        """There is something to read, or the other end is closed."""
+        if worker.starting:
+            self._heard_first(worker)
+            return
+        several = len(worker.rows) > 1
+        while worker.receive() and several and worker.death is None:
+            pass
+
+    def _ended(self, worker: ProcessWorker) -> None:
+        """Its process has ended."""
+        while worker.receive() and worker.death is None:  # what it wrote before
+            pass
+        worker.mark_dead()
+
+    def _died(self, worker: Worker, death: Death) -> None:
+        if isinstance(worker, ProcessWorker) and worker in self._watched:
+            self._unwatch(worker)
+            self._on_death(worker, death)
+
+    def _look(self) -> None:
+        """Where no descriptor tells that a process has ended, because a helper of its own may hold that open."""
+        for worker in list(self._watched):
+            if worker.watch.has_ended():
+                self._ended(worker)
+        self._looking = self._loop.call_later(_LOOKS_EVERY, self._look)
+
+    # -- asking -----------------------------------------------------------------------------------------------------
+
+    def send(self, request: RowRequest) -> None:
+        """Ask. From here on the request is in the table, and will be answered."""
+        pool = self._engine.pool
+        self._engine.enter(request)
+        if pool.behind or not request.worker.send(request.part):
+            pool.behind = True
+            self._pump()
+
+    def _pump(self) -> None:
+        """Send what is left, as far as pipes take it, and watch those that are full."""
+        self._engine.pool.pump()
+        full = {
+            request.worker: request.worker.channel.out
+            for request in self._engine.requests.values()
+            if isinstance(request, RowRequest) and not request.part.sent and request.worker.death is None
+        }
+        for worker in self._crowded.keys() - full.keys():
+            self._loop.remove_writer(self._crowded.pop(worker))
+        for worker in full.keys() - self._crowded.keys():
+            self._loop.add_writer(full[worker], self._pump)
+        self._crowded = full
+
+    # -- killing and starting anew ------------------------------------------------------------------------------------
+
+    def kill(self, worker: ProcessWorker, reason: str) -> None:
+        """Kill a worker; its end is told as that of any other."""
+        if worker.death is None:
+            worker.ended_for = worker.ended_for or reason
+            worker.signal(signal.SIGKILL)
+
+    def start_anew(self, dead: ProcessWorker) -> ProcessWorker:
+        """A new process in the place of a dead one, which says itself when it is ready.
+
+        Raises:
+            OSError: There is no room for it.
+        """
+        pool = self._engine.pool
+        started: list[ProcessWorker] = []
+        pool.launch_again(dead, started)
+        (new,) = started
+        pool.set_workers([new if worker is dead else worker for worker in pool.all_workers()])
+        pool.replaced += 1
+        if (limit := self._start_timeout) is not None:
+            late = f"it was not ready within {limit} seconds of its start, and was killed"
+            self._late[new] = self._loop.call_later(limit, self.kill, new, late)
+        self._watch(new)
+        return new
+
+    def _heard_first(self, worker: ProcessWorker) -> None:
+        """Its first message: it is ready. What failed to be built is tried again with its next reset."""
+        try:
+            message = worker.channel.read()
+        except ChannelClosed:
+            worker.mark_dead()
+            return
+        if message is not None:
+            worker.channel.drop()
+            worker.starting = False
+            if (timer := self._late.pop(worker, None)) is not None:
+                timer.cancel()
+            self._on_ready(worker)
+
+    async def stack_of(self, worker: ProcessWorker) -> str:
+        """Where a worker is that does not answer."""
+        looking = worker.looking_for_stack()
+        while True:
+            try:
+                seconds = next(looking)
+            except StopIteration as found:
+                return str(found.value)
+            await asyncio.sleep(seconds)
+
+
+# -- slots -------------------------------------------------------------------------------------------------------------
 
 
 class Slot:
     """Where one environment lives.
 
     Attributes:
-        row: Its index.
         group: Its worker, with all slots of that.
+        k: Which one of its worker's environments it is.
+        row: Its index among all.
         owner: The episode that has it.
         request: What it was asked and has not answered.
         lost: Why the environment cannot go on: only a reset builds it anew; empty: it can.
         unreported: How its worker died, until the episode has been told.
-        free: It is in the queue of those that episodes are given.
         patience: When its worker is ended, as the request is no longer wanted.
     """
 
-    def __init__(self, row: int, group: WorkerSlots) -> None:
-        self.row = row
-        self.group = group
+    def __init__(self, group: WorkerSlots, k: int, row: int) -> None:
+        self.group, self.k, self.row = group, k, row
         self.owner: Any = None
         self.request: RowRequest | None = None
         self.lost = ""
-        self.free = True
         self.unreported: Death | None = None
         self.patience: TimerHandle | None = None
 
@@ -70,7 +331,7 @@ class WorkerSlots:
 
     def __init__(self, worker: ProcessWorker) -> None:
         self.worker = worker
-        self.slots = [Slot(row, self) for row in worker.rows]
+        self.slots = [Slot(self, k, row) for k, row in enumerate(worker.rows)]
         self.changing = False
         self.killed_by_cancel = False
         self.given_up: Death | None = None
@@ -107,8 +368,7 @@ class Slots:
         self.waiters: deque[tuple[Any, Future[Slot]]] = deque()
         self._slots = {slot.row: slot for group in self.groups.values() for slot in group.slots}
         # the first of every worker, then the second: few episodes are spread over many workers
-        in_turn = sorted(self._slots.values(), key=lambda slot: slot.row - slot.group.worker.rows[0])
-        self.free = deque(in_turn)
+        self.free = deque(sorted(self._slots.values(), key=lambda slot: slot.k))
         self._budget = budget
         self._log = RestartLog()
         self._loop: AbstractEventLoop | None = None
@@ -121,6 +381,7 @@ class Slots:
         self.require_usable("async with", entered=False)
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
+            self.engine.on_answer = self._answered
             self._workers = WorkerWatch(self.engine, self.start_timeout, self._died, self._ready)
 
     @property
@@ -146,9 +407,8 @@ class Slots:
                 request.future.set_result(RowAnswer(error=self._closed_error()))
         self.engine.requests.clear()
         self._refuse_waiters(self._closed_error)
-        for ready in self._waited_for.values():
-            ready.set_result(None)
-        self._waited_for.clear()
+        for slot in list(self._waited_for):
+            self._wake(slot)
         for task in self._tasks:
             task.cancel()
 
@@ -183,7 +443,7 @@ class Slots:
         self.require_usable("episode")
         if self.free:
             slot = self.free.popleft()
-            slot.free, slot.owner = False, episode
+            slot.owner = episode
             return slot
         if (last := self._all_given_up()) is not None:
             raise last.error()
@@ -215,20 +475,24 @@ class Slots:
         slot.owner = None
         request = slot.request
         if request is not None and not request.future.done():  # another task waits in it
-            text = "Trying to operate on `EpisodeEnv`, outside of its `async with` block."
-            request.future.set_result(RowAnswer(error=ClosedEnvironmentError(text)))
+            request.future.set_result(RowAnswer(error=outside_of_block()))
             self.abandon(slot, request)
-        if (ready := self._waited_for.pop(slot, None)) is not None:  # likewise
-            ready.set_result(None)
+        self._wake(slot)  # likewise
         self._update(slot)
 
     def _update(self, slot: Slot) -> None:
         """Tell the episode that waits for its slot, or give the slot to another, if it can be asked again."""
         if self.closed or slot.request is not None or slot.group.changing or slot.group.given_up:
             return
-        if slot.owner is None and not slot.free:
+        if slot.owner is None and slot not in self.free:
             self._give_back(slot)
-        elif (ready := self._waited_for.pop(slot, None)) is not None:
+        else:
+            self._wake(slot)
+
+    def _wake(self, slot: Slot) -> None:
+        """Let the task go on that waits for a slot, if there is one, and it was not cancelled just now."""
+        ready = self._waited_for.pop(slot, None)
+        if ready is not None and not ready.done():
             ready.set_result(None)
 
     def _give_back(self, slot: Slot) -> None:
@@ -239,7 +503,6 @@ class Slots:
                 slot.owner = episode
                 waiter.set_result(slot)
                 return
-        slot.free = True
         self.free.append(slot)
 
     async def until_ready(self, slot: Slot, episode: object) -> None:
@@ -267,7 +530,7 @@ class Slots:
                 self._waited_for.pop(slot, None)
             self.require_usable("reset")
             if slot.owner is not episode:
-                raise ClosedEnvironmentError("Trying to operate on `EpisodeEnv`, outside of its `async with` block.")
+                raise outside_of_block()
 
     # -- asking ---------------------------------------------------------------------------------------------------------
 
@@ -279,9 +542,7 @@ class Slots:
         """
         engine, worker = self.engine, slot.group.worker
         loop = asyncio.get_running_loop()
-        request = RowRequest(
-            engine.pool.next_seq(), command, slot.row, worker, op, payload, loop.create_future(), self._answered
-        )  # fmt: skip
+        request = RowRequest(engine.pool.next_seq(), command, slot.row, worker, op, payload, loop.create_future())
         engine.pool.stage(request.part, request.seq)
         engine.batch.requested[slot.row] = request.seq
         if command == "reset":
@@ -359,22 +620,17 @@ class Slots:
         """Kill the worker of a slot; until it has ended, none of its slots is given to an episode."""
         group = slot.group
         if group.worker.death is None:
-            group.changing = True
             self._withdraw(group)
             self._workers.kill(group.worker, f"env {slot.row} {reason}")
 
     def _withdraw(self, group: WorkerSlots) -> None:
-        """Take a worker's slots out of those that are free."""
-        for slot in group.slots:
-            if slot.free:
-                self.free.remove(slot)
-                slot.free = False
+        """A worker has ended, or will: no episode is given a slot of its until it is ready again."""
+        group.changing = True
+        self.free = deque(slot for slot in self.free if slot.group is not group)
 
-    def _died(self, worker: ProcessWorker) -> None:
+    def _died(self, worker: ProcessWorker, death: Death) -> None:
         """All that the worker was asked has been answered by its death."""
-        death, group = worker.death, self.groups[worker.index]
-        assert death is not None
-        assert self._loop is not None
+        group = self.groups[worker.index]
         self.engine.ledger.errors.append(
             ErrorRecord(None, worker.index, death.pid or 0, death.command, death.error(), death.text, time.monotonic())
         )
@@ -383,23 +639,17 @@ class Slots:
                 slot.lost, slot.unreported = death.text.partition("\n")[0], death
         if self._budget is not None:
             self._withdraw(group)
-            group.changing = True
-            self._loop.call_soon(self._start_within_budget, group)
+            asyncio.get_running_loop().call_soon(self._start_within_budget, group, death, self._budget)
         else:
-            group.changing = False
-            for slot in group.slots:
-                self._update(slot)
+            self._changed(group)
 
-    def _start_within_budget(self, group: WorkerSlots) -> None:
+    def _start_within_budget(self, group: WorkerSlots, death: Death, budget: RestartBudget) -> None:
         if self.closed:
             return
-        death, rows = group.worker.death, list(group.worker.rows)
-        assert death is not None
-        cause = death.text.partition("\n")[0]
+        cause, rows = death.text.partition("\n")[0], list(group.worker.rows)
         by_cancel, group.killed_by_cancel = group.killed_by_cancel, False
-        assert self._budget is not None
-        if not by_cancel and not self._budget.spend(cause, rows):
-            self._give_up(group, death, self._budget.refusal(rows))
+        if not by_cancel and not budget.spend(cause, rows):
+            self._give_up(group, death, budget.refusal(rows))
             return
         if not by_cancel:
             self._log.say(cause)
@@ -407,8 +657,7 @@ class Slots:
             self._start_anew(group)
         except OSError as error:  # there is no room for it just now
             self._log.say(f"{cause}; a new process cannot be started: {error}")
-            assert self._loop is not None
-            self._loop.call_later(1.0, self._start_within_budget, group)
+            asyncio.get_running_loop().call_later(1.0, self._start_within_budget, group, death, budget)
 
     def _start_anew(self, group: WorkerSlots) -> None:
         group.worker = self._workers.start_anew(group.worker)
@@ -417,7 +666,10 @@ class Slots:
 
     def _ready(self, worker: ProcessWorker) -> None:
         """A new worker is ready: its slots can be asked."""
-        group = self.groups[worker.index]
+        self._changed(self.groups[worker.index])
+
+    def _changed(self, group: WorkerSlots) -> None:
+        """Episodes can be told, or given slots: a reset starts a worker that is not there."""
         group.changing = False
         for slot in group.slots:
             self._update(slot)
@@ -429,7 +681,11 @@ class Slots:
             why, death.worker, tuple(group.worker.rows), death.pid, death.exitcode, "restart", RestartsExhausted
         )
         for slot in group.slots:
-            if (ready := self._waited_for.pop(slot, None)) is not None:
-                ready.set_result(None)
+            self._wake(slot)
         if self._all_given_up() is not None:
             self._refuse_waiters(group.given_up.error)
+
+
+def outside_of_block() -> ClosedEnvironmentError:
+    """What a call raises whose episode is over, or has not begun."""
+    return ClosedEnvironmentError("Trying to operate on `EpisodeEnv`, outside of its `async with` block.")

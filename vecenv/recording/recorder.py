@@ -44,7 +44,7 @@ _SHARE: Final = 0.002
 _LONG_REPLAY: Final = 5.0
 """Seconds of one environment: there are snapshots where a replay would take longer. The first one has a price that stays:
 Python up to 3.12 finds attributes of an object more slowly once its ``__dict__`` was read; 64 CartPoles step 5 % slower."""
-_REPEATED: Final = {Op.RESET, Op.RESET_SOME, Op.REBUILD_SOME, Op.CALL, Op.SET_ATTR, Op.SET_NEXT, Op.EXEC, Op.CHECK, Op.LOAD}
+_REPEATED: Final = {*RESETS, *LASTING, Op.SET_NEXT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +90,13 @@ class _Block:
     Attributes:
         first: The number of the first.
         bytes: A piece of shared memory a tick.
+        ticks: The same, by the names of its fields: ``(ticks, n, ...)``.
         stepped: bool ``(ticks, n)``: which environments each is about; ``None``: all of them.
         actions: By tick, counted from the first: what workers were sent about rows, where actions do not lie in memory.
     """
 
-    def __init__(self, first: int, memory: memoryview) -> None:
-        self.first, self.bytes = first, memory
+    def __init__(self, first: int, memory: memoryview, tick: np.dtype[Any]) -> None:
+        self.first, self.bytes, self.ticks = first, memory, np.frombuffer(memory, tick)
         self.stepped: Array | None = None
         self.actions: dict[int, list[tuple[Sequence[int], bytes]]] = {}
 
@@ -171,7 +172,11 @@ class Recorder:
         self._how, self._save, self._seconds, self._layout = how, save, seconds, layout
         self._num_envs = layout.num_envs
         self._size = layout.recorded
-        self._names = [name for name, field in layout.fields.items() if field.offset < layout.recorded]
+        fields = {name: field for name, field in layout.fields.items() if field.offset < layout.recorded}
+        self._tick = np.dtype({
+            "names": list(fields), "formats": [(field.dtype, field.shape) for field in fields.values()],
+            "offsets": [field.offset for field in fields.values()], "itemsize": layout.recorded,
+        })  # fmt: skip
         self._region = memoryview(buffer).cast("B")[: self._size]
         self._last: tuple[Any, int] = (None, -1)  # the latest tick: of which answer, and its number
         self._ticked: set[Any] = set()  # answers by row that have a tick
@@ -302,14 +307,14 @@ class Recorder:
             return
         while len(self._blocks) >= self._most:
             block = self._blocks[0]
-            before = self._progress(self._before, block, _BLOCK, None)
+            before = self._progress(self._before, block, _BLOCK, slice(None))
             self._unused.append(block.bytes)
             self._blocks.pop(0)
             self._before = before
             self._drop_messages(first=block.first + _BLOCK)
         if not self._unused:
             self._unused += self._touched(1)
-        self._blocks.append(_Block(first, self._unused.pop()))
+        self._blocks.append(_Block(first, self._unused.pop(), self._tick))
 
     def _touched(self, count: int) -> list[memoryview]:
         """Memory of some blocks, all of it written to: the first write to a page takes several microseconds."""
@@ -325,21 +330,20 @@ class Recorder:
         self._heard = kept
         self._marks = [mark for mark in self._marks if mark[0] >= first]
 
-    def _progress(self, before: Array, block: _Block, count: int, row: int | None) -> Array:
-        """int ``(2, n)``: the numbers of episodes and of steps in the latest, after a block.
+    def _progress(self, before: Array, block: _Block, count: int, which: slice) -> Array:
+        """int ``(2, rows)``: the numbers of episodes and of steps in the latest, after a block.
 
         Args:
             before: The same, before it.
             block: Some ticks.
             count: How many of them there are.
-            row: Only of that row; ``None``: of all.
+            which: Of which rows.
         """
-        which = slice(None) if row is None else slice(row, row + 1)
-        ends = (self._view(block, "terminations") | self._view(block, "truncations"))[:count, which]
+        ends = (block.ticks["terminations"] | block.ticks["truncations"])[:count, which]
         stepped = np.ones_like(ends) if block.stepped is None else block.stepped[:count, which]
         ends = ends & stepped & (self._how.autoreset_mode is not AutoresetMode.DISABLED)
         first_step = -1 if self._how.autoreset_mode is AutoresetMode.NEXT_STEP else 0
-        episodes, steps = before[:, which].copy()
+        episodes, steps = before
         begins = [one for one in self._heard if one.op in RESETS and block.first <= one.tick < block.first + _BLOCK]
         at = 0
         for until, rows in [*((one.tick - block.first, one.rows) for one in begins), (count, ())]:
@@ -353,15 +357,6 @@ class Recorder:
             steps = np.where(mine, 0, steps)
             at = max(at, until)
         return np.stack([episodes, steps])
-
-    def _view(self, block: _Block, name: str) -> Array:
-        """A field of all ticks of a block, ``(ticks, n, ...)``."""
-        field = self._layout.fields[name]
-        whole = np.frombuffer(block.bytes, np.uint8).reshape(_BLOCK, self._size)
-        count = int(np.prod(field.shape, dtype=np.int64)) * field.dtype.itemsize
-        piece = whole[:, field.offset : field.offset + count].view(field.dtype)
-        view: Array = piece.reshape(_BLOCK, *field.shape)
-        return view
 
     # -- files ------------------------------------------------------------------------------------------------------------
 
@@ -400,11 +395,10 @@ class Recorder:
     def _record(self, row: int, how: Failed | None) -> tuple[Record, int, int]:
         """What is known of a row, the number of its episode, and that of the step in it."""
         ticks, columns, actions = self._column(row)
-        episode_and_step = self._before[:, row : row + 1]
+        alone = slice(row, row + 1)
+        episode_and_step = self._before[:, alone]
         for block in self._blocks:
-            whole = np.zeros((2, self._num_envs), np.int64)
-            whole[:, row : row + 1] = episode_and_step
-            episode_and_step = self._progress(whole, block, min(self._last[1] + 1 - block.first, _BLOCK), row)
+            episode_and_step = self._progress(episode_and_step, block, min(self._last[1] + 1 - block.first, _BLOCK), alone)
         episode, step = (max(int(number[0]), 0) for number in episode_and_step)
 
         def place(tick: int) -> int:
@@ -444,8 +438,8 @@ class Recorder:
         for block in self._blocks:
             count = min(self._last[1] + 1 - block.first, _BLOCK)
             mine = np.arange(count) if block.stepped is None else np.flatnonzero(block.stepped[:count, row])
-            for name in self._names:
-                pieces.setdefault(name, []).append(self._view(block, name)[mine, row])
+            for name in self._tick.names or ():
+                pieces.setdefault(name, []).append(block.ticks[name][mine, row])
             for at in mine.tolist():
                 for rows, sent in block.actions.get(at, ()):
                     if row in rows:

@@ -25,9 +25,8 @@ from gymnasium.vector.utils import batch_space
 
 __all__ = ["CHECKS", "COUNT", "Check", "Told", "as_gymnasium", "makers", "program", "stepped"]
 
-COUNT: Final = 3
-_MOST_STEPS: Final = 300
-"""Environments that a check gets."""
+COUNT: Final = 3  # environments that a check gets
+_MOST_STEPS: Final = 300  # until an episode has to end
 
 _VECTOR: Final = "https://gymnasium.farama.org/api/vector/"
 _MODES: Final = "https://farama.org/Vector-Autoreset-Mode"
@@ -471,12 +470,25 @@ def as_gymnasium(envs: Any) -> Any:
 
 
 class _Foreign(VectorEnv[Any, Any, Any]):
+    one_seed = "reset() takes one seed"
+
     def __init__(self, envs: Any, num_envs: int, observation_space: Any, action_space: Any, mode: AutoresetMode) -> None:
         self.inner, self.num_envs = envs, num_envs
         self.single_observation_space, self.single_action_space = observation_space, action_space
         self.observation_space = batch_space(observation_space, self.num_envs)
         self.action_space = batch_space(action_space, self.num_envs)
         self.metadata = {"autoreset_mode": mode}
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        """Refuse seeds of each, and take the mask out of the options."""
+        given = dict(options or {})
+        mask = given.pop("reset_mask", None)
+        if isinstance(seed, list):
+            raise NotImplementedError(self.one_seed)
+        return self._reset(seed, mask, given)
+
+    def _reset(self, seed: int | None, mask: Any, options: dict[str, Any]) -> Any:
+        raise NotImplementedError
 
     def _batched(self, infos: Any) -> dict[str, Any]:
         batched: dict[str, Any] = {}
@@ -491,15 +503,15 @@ class _Foreign(VectorEnv[Any, Any, Any]):
 class _FromSb3(_Foreign):
     """Same-step; the final observation is ``info["terminal_observation"]``, truncation ``info["TimeLimit.truncated"]``."""
 
+    one_seed = "seed() takes one number"
+
     def __init__(self, envs: Any) -> None:
         super().__init__(envs, envs.num_envs, envs.observation_space, envs.action_space, AutoresetMode.SAME_STEP)
 
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        if isinstance(seed, list):
-            raise NotImplementedError("seed() takes one number")
-        if options is not None and "reset_mask" in options:
+    def _reset(self, seed: int | None, mask: Any, options: dict[str, Any]) -> Any:
+        if mask is not None:
             raise NotImplementedError("reset() resets all environments")
-        if options is not None:
+        if options:
             self.inner.set_options(options)
         if seed is not None:
             self.inner.seed(seed)
@@ -532,14 +544,10 @@ class _FromTianshou(_Foreign):
         super().__init__(envs, envs.env_num, observations, actions, AutoresetMode.DISABLED)
         self._latest: Any = None
 
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        options = dict(options or {})
-        mask = options.pop("reset_mask", None)
+    def _reset(self, seed: int | None, mask: Any, options: dict[str, Any]) -> Any:
         ids = np.arange(self.num_envs) if mask is None else np.flatnonzero(mask)
-        given = {"options": options} if options else {}
-        if isinstance(seed, list):
-            raise NotImplementedError("reset() takes one seed")
-        observations, infos = self.inner.reset(ids, **({} if seed is None else {"seed": seed}), **given)
+        given = {name: value for name, value in (("seed", seed), ("options", options or None)) if value is not None}
+        observations, infos = self.inner.reset(ids, **given)
         if self._latest is None or mask is None:
             self._latest = np.array(observations)
         self._latest[ids] = observations
@@ -560,6 +568,8 @@ class _FromTorchRL(_Foreign):
     Spaces are those of one array for observations, and of categorical actions.
     """
 
+    one_seed = "set_seed() takes one seed, and reset() no options"
+
     def __init__(self, envs: Any) -> None:
         shape, choices = envs.observation_spec["observation"].shape[1:], envs.action_spec.space.n
         dtype: Any = str(envs.observation_spec["observation"].dtype).removeprefix("torch.")
@@ -567,13 +577,11 @@ class _FromTorchRL(_Foreign):
         super().__init__(envs, envs.batch_size[0], observations, actions, AutoresetMode.DISABLED)
         self._latest: Any = None
 
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+    def _reset(self, seed: int | None, mask: Any, options: dict[str, Any]) -> Any:
         import torch
 
-        options = dict(options or {})
-        mask = options.pop("reset_mask", None)
-        if isinstance(seed, list) or options:
-            raise NotImplementedError("set_seed() takes one seed, and reset() no options")
+        if options:
+            raise NotImplementedError(self.one_seed)
         if seed is not None:
             self.inner.set_seed(seed)
         if mask is None:

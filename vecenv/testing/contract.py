@@ -32,15 +32,8 @@ from gymnasium.spaces import GraphInstance
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, iterate
 
-from vecenv.trajectories import (
-    STEP_FIELDS,
-    AnyVectorEnv,
-    Step,
-    assert_identical,
-    assert_same_steps,
-    assert_same_trajectory,
-    reset,
-)  # fmt: skip
+from vecenv.trajectories import STEP_FIELDS, AnyVectorEnv, Step, assert_identical, assert_same_steps, assert_same_trajectory
+from vecenv.trajectories import reset as reset_with
 
 __all__ = ["Subject", "VectorEnvContract", "assert_identical", "assert_same_trajectory"]
 
@@ -74,10 +67,7 @@ class Subject:
     wrong_action_errors: ClassVar[tuple[type[Exception], ...]] = (ValueError, TypeError)
 
     def make(
-        self,
-        num_envs: int = 3,
-        autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP,
-        **kwargs: Any,
+        self, num_envs: int = 3, autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP, **kwargs: Any
     ) -> AnyVectorEnv:
         """Build the vector environment under test, ready for its first ``reset``.
 
@@ -94,10 +84,7 @@ class Subject:
 
     @contextmanager
     def opened(
-        self,
-        num_envs: int = 3,
-        autoreset_mode: AutoresetMode | None = None,
-        **kwargs: Any,
+        self, num_envs: int = 3, autoreset_mode: AutoresetMode | None = None, **kwargs: Any
     ) -> Iterator[AnyVectorEnv]:
         """A vector environment with a seeded action space, closed at the end; ``None`` is the first mode."""
         mode = self.autoreset_modes[0] if autoreset_mode is None else autoreset_mode
@@ -109,6 +96,13 @@ class Subject:
             yield envs
         finally:
             envs.close()
+
+    @contextmanager
+    def begun(self, num_envs: int = 3, autoreset_mode: AutoresetMode | None = None) -> Iterator[AnyVectorEnv]:
+        """As :meth:`opened`, and reset with seed 1."""
+        with self.opened(num_envs, autoreset_mode) as envs:
+            envs.reset(seed=1)
+            yield envs
 
     def step(self, envs: AnyVectorEnv, actions: Any = None) -> Step:
         """One step with the given or random actions."""
@@ -192,8 +186,7 @@ class VectorEnvContract(Subject):
     @pytest.mark.parametrize("num_envs", [1, 3])
     @pytest.mark.parametrize("mode", AutoresetMode)
     def test_step_returns_five_values_of_the_right_shapes_and_dtypes(self, mode: AutoresetMode, num_envs: int) -> None:
-        with self.opened(num_envs, mode) as envs:
-            envs.reset(seed=1)
+        with self.begun(num_envs, mode) as envs:
             for _ in range(5):
                 result = self.step(envs)
                 self._check_step(envs, result)
@@ -208,8 +201,7 @@ class VectorEnvContract(Subject):
                 self._check_step(envs, self.step(envs))
 
     def test_rewards_and_flags_are_fresh_arrays_at_every_step(self) -> None:
-        with self.opened() as envs:
-            envs.reset(seed=1)
+        with self.begun() as envs:
             _, *first, _ = self.step(envs)
             kept = copy.deepcopy(first)
             _, *second, _ = self.step(envs)
@@ -289,14 +281,13 @@ class VectorEnvContract(Subject):
             self._assert_same_trajectory(envs, fresh, 11, 11)
 
     def _assert_same_trajectory(self, one: AnyVectorEnv, other: AnyVectorEnv, seed: Any, same_seed: Any) -> None:
-        assert_identical(reset(one, seed), reset(other, same_seed), "reset")
+        assert_identical(reset_with(one, seed), reset_with(other, same_seed), "reset")
         assert_same_steps(one, other, 20, lambda: self.sample_actions(one))
 
     @pytest.mark.parametrize("mode", AutoresetMode)
     def test_a_masked_reset_leaves_the_other_rows_as_they_are(self, mode: AutoresetMode) -> None:
         self._needs("supports_reset_mask")
-        with self.opened(3, mode) as envs:
-            envs.reset(seed=1)
+        with self.begun(3, mode) as envs:
             before = copy.deepcopy(self.step(envs)[0])
             mask = np.array([False, True, False])
             observations, infos = envs.reset(options={"reset_mask": mask})
@@ -326,8 +317,7 @@ class VectorEnvContract(Subject):
     # -- the step that ends an episode, and the one after it ----------------------------------------------------------
 
     def test_next_step_autoreset_ignores_one_action_and_pays_nothing_for_it(self) -> None:
-        with self.opened(autoreset_mode=AutoresetMode.NEXT_STEP) as envs:
-            envs.reset(seed=1)
+        with self.begun(autoreset_mode=AutoresetMode.NEXT_STEP) as envs:
             for _ in range(3):
                 _, _, terminations, truncations, infos = self.step_until_done(envs)
                 assert "final_obs" not in infos
@@ -340,8 +330,7 @@ class VectorEnvContract(Subject):
 
     def test_same_step_autoreset_reports_the_final_observation_and_info(self) -> None:
         self._needs("gives_final_observations")
-        with self.opened(autoreset_mode=AutoresetMode.SAME_STEP) as envs:
-            envs.reset(seed=1)
+        with self.begun(autoreset_mode=AutoresetMode.SAME_STEP) as envs:
             for _ in range(3):
                 result = self.step_until_done(envs)
                 self._check_step(envs, result)
@@ -359,8 +348,7 @@ class VectorEnvContract(Subject):
 
     def test_same_step_autoreset_reports_nothing_final_while_no_episode_ends(self) -> None:
         self._needs("gives_final_observations")
-        with self.opened(autoreset_mode=AutoresetMode.SAME_STEP) as envs:
-            envs.reset(seed=1)
+        with self.begun(autoreset_mode=AutoresetMode.SAME_STEP) as envs:
             for _ in range(5):
                 _, _, terminations, truncations, infos = self.step(envs)
                 if not (terminations | truncations).any():
@@ -385,8 +373,7 @@ class VectorEnvContract(Subject):
 
     def test_without_autoreset_a_masked_reset_starts_the_next_episode(self) -> None:
         self._needs("supports_reset_mask")
-        with self.opened(autoreset_mode=AutoresetMode.DISABLED) as envs:
-            envs.reset(seed=1)
+        with self.begun(autoreset_mode=AutoresetMode.DISABLED) as envs:
             for _ in range(3):
                 _, _, terminations, truncations, infos = self.step_until_done(envs)
                 assert "final_obs" not in infos
@@ -400,7 +387,7 @@ class VectorEnvContract(Subject):
         with self.opened(3) as envs:
             for seeds in ([1, 2], [1, 2, 3, 4]):
                 with pytest.raises(ValueError, match="3"):
-                    reset(envs, seeds)
+                    reset_with(envs, seeds)
             observations, _ = envs.reset(seed=1)
             assert observations in envs.observation_space
             self._check_step(envs, self.step(envs))
@@ -418,8 +405,7 @@ class VectorEnvContract(Subject):
     )
     def test_a_wrong_reset_mask_is_refused_and_changes_nothing(self, mask: Any, error: type[Exception]) -> None:
         self._needs("supports_reset_mask")
-        with self.opened(3) as envs:
-            envs.reset(seed=1)
+        with self.begun(3) as envs:
             with pytest.raises(error, match="reset_mask"):
                 envs.reset(options={"reset_mask": mask})
             self._check_step(envs, self.step(envs))
@@ -440,8 +426,7 @@ class VectorEnvContract(Subject):
             assert_same_steps(envs, untouched, 3, lambda: self.sample_actions(envs))
 
     def test_actions_are_not_written_to(self) -> None:
-        with self.opened() as envs:
-            envs.reset(seed=1)
+        with self.begun() as envs:
             actions = self.sample_actions(envs)
             before = copy.deepcopy(actions)
             self.step(envs, actions)
@@ -457,8 +442,7 @@ class VectorEnvContract(Subject):
                 assert envs.closed is True
 
     def test_use_after_close_says_so(self) -> None:
-        with self.opened() as envs:
-            envs.reset(seed=1)
+        with self.begun() as envs:
             actions = self.sample_actions(envs)
             envs.close()
             for call in (lambda: envs.reset(seed=1), lambda: envs.step(actions)):
@@ -477,11 +461,9 @@ class VectorEnvContract(Subject):
             ended = np.zeros(envs.num_envs, dtype=np.bool_)
             for _ in range(self.max_steps):
                 _, rewards, terminations, truncations, infos = self.step(wrapped)
-                counted = ~ended if mode is AutoresetMode.NEXT_STEP else np.ones_like(ended)
-                returns[ended] = 0.0
-                lengths[ended] = 0
-                returns[counted] += rewards[counted]
-                lengths[counted] += 1
+                counted = ~ended | (mode is AutoresetMode.SAME_STEP)
+                returns = np.where(ended, 0.0, returns) + np.where(counted, rewards, 0.0)
+                lengths = np.where(ended, 0, lengths) + counted
                 ended = terminations | truncations
                 if ended.any():
                     assert_identical(infos["_episode"], ended, "infos['_episode']")

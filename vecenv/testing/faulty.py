@@ -476,17 +476,12 @@ class FaultyEnv(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
             self, fault=fault, step=step, reset=reset, seed=seed, action=action, close=close, once=once
         )
         gym.Wrapper.__init__(self, env)
-        if step is None and reset is None and seed is None and action is None and not close:
+        if not close and all(moment is None for moment in (step, reset, seed, action)):
             raise ValueError("say when the fault should happen: step=, reset=, seed=, action= or close=True")
         self._fault = find(fault)
-        self._at_step = step
-        self._at_reset = reset
-        self._at_seed = seed
-        self._at_action = action
-        self._at_close = close
+        self._at_step, self._at_reset, self._at_seed, self._at_action, self._at_close = step, reset, seed, action, close
         self._once = once
-        self._steps = 0
-        self._resets = 0
+        self._steps = self._resets = 0
         self._episode_seed: int | None = None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -503,12 +498,9 @@ class FaultyEnv(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
         """Step the inner environment; then, if it is the moment, go wrong."""
         result = self.env.step(action)
         self._steps += 1
-        if (
-            (self._at_step is not None or self._at_action is not None)
-            and _among(self._steps, self._at_step)
-            and (self._at_action is None or np.array_equal(action, self._at_action))
-            and self._seed_matches()
-        ):
+        by_step_or_action = self._at_step is not None or self._at_action is not None
+        this_action = self._at_action is None or np.array_equal(action, self._at_action)
+        if by_step_or_action and this_action and _among(self._steps, self._at_step) and self._seed_matches():
             result = self._go_wrong(result)
         return result
 
@@ -634,20 +626,11 @@ class WitnessEnv(gym.Env[np.ndarray[Any, np.dtype[np.int64]], Any]):
     the sum of all actions of this episode."""
 
     def __init__(
-        self,
-        witness_id: int = 0,
-        *,
-        length: int = 10,
-        delay: float = 0.0,
-        num_actions: int = 16,
-        width: int = 64,
+        self, witness_id: int = 0, *, length: int = 10, delay: float = 0.0, num_actions: int = 16, width: int = 64
     ) -> None:
         self.observation_space = gym.spaces.Box(-(2**63), 2**63 - 1, (width,), np.int64)
         self.action_space = gym.spaces.Discrete(num_actions)
-        self.witness_id = witness_id
-        self.length = length
-        self.delay = delay
-        self.width = width
+        self.witness_id, self.length, self.delay, self.width = witness_id, length, delay, width
         self.life = int.from_bytes(os.urandom(4), "little")
         self.episode = self.tick = self.steps = self.actions = 0
         self.last_action = self.seed = -1
@@ -671,15 +654,8 @@ class WitnessEnv(gym.Env[np.ndarray[Any, np.dtype[np.int64]], Any]):
         self.steps += 1
         self.last_action = int(action)
         self.actions += self.last_action
-        done = self.tick >= self.length
-        even = self.episode % 2 == 0
-        return (
-            self.observation(),
-            self.tick + self.actions / 1024,
-            done and even,
-            done and not even,
-            self.info(),
-        )
+        done, even = self.tick >= self.length, self.episode % 2 == 0
+        return self.observation(), self.tick + self.actions / 1024, done and even, done and not even, self.info()
 
     def observation(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The observation of this moment, shape ``(width,)``."""

@@ -15,8 +15,7 @@ from typing import Any, Final
 
 import gymnasium
 
-from vecenv.recording.file import Failed, Unreadable, read, read_header
-from vecenv.recording.replay import AGAIN, CANNOT, DIFFERENT, Replay, ReplayResult
+from vecenv.recording.file import AGAIN, CANNOT, DIFFERENT, Failed, Replay, ReplayResult, Unreadable, read, read_header
 from vecenv.system.supervision import describe_exit
 from vecenv.tools import USAGE, WRONG, CliError
 

@@ -8,7 +8,8 @@ vector environment. ``MultiAgentVecEnvRunner`` is its runner with one method rep
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ from ray.rllib.env.multi_agent_env_runner import MultiAgentEnvRunner
 from ray.rllib.env.vector.vector_multi_agent_env import VectorMultiAgentEnv
 from ray.tune.registry import ENV_CREATOR, _global_registry
 
-from vecenv.adapters.single import mapped, reset_all
+from vecenv.adapters.single import reset_all
+from vecenv.evaluating.policies import map_leaves
 from vecenv.multi_agent import MultiAgentVecEnv
 from vecenv.multi_agent.views import RESERVED, own_keys, row_of
 
@@ -126,12 +128,14 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
             rows = [given.get(agent, self._idle[agent]) for given in actions]
             empty: Any = create_empty_array(space, len(rows))
             batches[agent] = concatenate(space, rows, empty)
-        return _stacked(list(batches.values())) if self.vector_env.layout == "stack" else batches
+        if self.vector_env.layout == "agents":
+            return batches
+        return map_leaves(lambda *leaves: np.stack(leaves, axis=1), *batches.values())
 
     def _observations(self, obs: Any, shown: Any) -> list[dict[Any, Any]]:
         found: list[dict[Any, Any]] = [{} for _ in range(self.num_envs)]
         for j, agent in enumerate(self._agents):
-            own = mapped(_agent(j), obs) if self.vector_env.layout == "stack" else obs[agent]
+            own = map_leaves(itemgetter((slice(None), j)), obs) if self.vector_env.layout == "stack" else obs[agent]
             for row, value, there in zip(found, iterate(self._batches[agent], own), shown[:, j].tolist(), strict=True):
                 if there:
                     row[agent] = value
@@ -237,18 +241,3 @@ class MultiAgentVecEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc, unused-
             callbacks_functions=config.callbacks_on_environment_created,
             kwargs={"env_runner": self, "metrics_logger": self.metrics, "env": self.env, "env_context": context},
         )
-
-
-def _agent(j: int) -> Callable[[Any], Any]:
-    """Takes agent ``j`` out of an array ``[n, A, ...]``."""
-    return lambda leaf: leaf[:, j]
-
-
-def _stacked(trees: list[Any]) -> Any:
-    """Arrays ``[n, ...]`` of each agent as ``[n, A, ...]``."""
-    first = trees[0]
-    if isinstance(first, Mapping):
-        return {key: _stacked([tree[key] for tree in trees]) for key in first}
-    if isinstance(first, tuple):
-        return tuple(_stacked(list(parts)) for parts in zip(*trees, strict=True))
-    return np.stack(trees, axis=1)

@@ -25,8 +25,9 @@ from ray.tune.registry import ENV_CREATOR, _global_registry
 
 from vecenv.adapters.single import reset_all
 from vecenv.evaluating.policies import map_leaves
+from vecenv.front.infos import own_keys
 from vecenv.multi_agent import MultiAgentVecEnv
-from vecenv.multi_agent.views import RESERVED, own_keys, row_of
+from vecenv.multi_agent.views import RESERVED, row_of
 
 __all__ = ["MultiAgentVecEnvRunner", "RLlibVectorEnv", "as_rllib"]
 

@@ -20,7 +20,7 @@ from gymnasium import spaces
 
 from vecenv.errors import ObservationError
 from vecenv.link.observations import flat_of, tree_writer
-from vecenv.multi_agent.roster import FLAGS, AgentGroup, Roster, tree_of, zeros
+from vecenv.multi_agent.roster import AgentGroup, Roster, map_space, tree_of, zeros
 from vecenv.shm import Tree
 from vecenv.shm.layout import Array
 
@@ -81,18 +81,18 @@ def from_aec(env: Any) -> Any:
 
 
 class Adapted:
-    """What all adapted environments share: the environment is ``env``, and every agent has its spaces."""
+    """What all adapted environments share: agents have spaces, and all that is not here is asked of ``env``."""
 
     agents: Any = ()
 
     def __init__(self, env: Any, possible_agents: Any) -> None:
         self.env = env
         self.possible_agents = list(possible_agents)
-        self.metadata = getattr(env, "metadata", None) or {}
-        self.render_mode = getattr(env, "render_mode", None)
-        self.spec = getattr(env, "spec", None)
-        if (space := getattr(env, "state_space", None)) is not None:
-            self.state_space = space
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "env":
+            raise AttributeError(name)
+        return getattr(self.env, name)
 
     @property
     def unwrapped(self) -> Any:
@@ -116,18 +116,6 @@ class Adapted:
         """What ``step`` returns; agents whose flags are set leave ``agents``."""
         self.agents = [one for one in self.agents if not (terminations.get(one, False) or truncations.get(one, False))]
         return observations, rewards, terminations, truncations, infos
-
-    def render(self) -> Any:
-        """The environment's frame."""
-        return self.env.render()
-
-    def state(self) -> Any:
-        """The environment's global state."""
-        return self.env.state()
-
-    def close(self) -> None:
-        """Close the environment."""
-        self.env.close()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.env})"
@@ -201,7 +189,6 @@ class StackedAgents(Adapted):
     def __init__(self, env: Any) -> None:
         self.agent_num = _agent_num(env)
         super().__init__(env, [f"agent_{index}" for index in range(self.agent_num)])
-        self.env_name = getattr(env, "env_name", None)
         self._next_episode: Any = None  # what `has_auto_reset` began
         self.values = 4  # that its latest step returned
 
@@ -256,23 +243,22 @@ class StackedAgents(Adapted):
         return observations, info
 
     def _by_agent(self, observations: Any) -> dict[str, Any]:
-        return dict(zip(self.possible_agents, self._split(self.env.observation_space, observations), strict=True))
-
-    def _split(self, space: spaces.Space[Any], observations: Any) -> list[Any]:
         """One observation per agent, of a structure whose leaves have an axis of agents."""
-        indices = range(self.agent_num)
-        if isinstance(space, spaces.Dict):
-            fields = {key: self._split(inner, observations[key]) for key, inner in space.spaces.items()}
-            return [{key: field[index] for key, field in fields.items()} for index in indices]
-        if isinstance(space, spaces.Tuple):
-            parts = [self._split(inner, each) for inner, each in zip(space.spaces, observations, strict=True)]
-            return [tuple(part[index] for part in parts) for index in indices]
-        if isinstance(space, spaces.Discrete):
-            array = np.asarray(observations).reshape(self.agent_num, -1)
-            if array.shape[1] == space.n and space.n > 1:
-                array = space.start + array.argmax(axis=1)
-            observations = array.reshape(self.agent_num)
-        return [observations[index] for index in indices]
+        space = self.env.observation_space
+        rows = map_space(self._rows, space, observations)
+
+        def of_agent(index: int) -> Any:
+            return map_space(lambda _, each: each[index], space, rows)
+
+        return {agent: of_agent(index) for index, agent in enumerate(self.possible_agents)}
+
+    def _rows(self, space: spaces.Space[Any], observations: Any) -> Any:
+        """The agents' parts of a leaf; a ``Discrete`` one may come as one-hot rows."""
+        if not isinstance(space, spaces.Discrete):
+            return observations
+        array = np.asarray(observations).reshape(self.agent_num, -1)
+        one_hot = array.shape[1] == space.n and space.n > 1
+        return space.start + array.argmax(axis=1) if one_hot else array.reshape(self.agent_num)
 
     def _infos(self, info: Any) -> dict[Any, Any]:
         if isinstance(info, (list, tuple)):
@@ -280,11 +266,6 @@ class StackedAgents(Adapted):
         own = {key: value for key, value in (info or {}).items() if key != "final_observation"}
         masks = own.pop("action_masks", None)
         return _infos(own, {} if masks is None else dict(zip(self.possible_agents, masks, strict=True)))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "env":
-            raise AttributeError(name)
-        return getattr(self.env, name)
 
 
 class OneAgent(Adapted):
@@ -414,10 +395,9 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
     def _attach(self, row: dict[str, Any]) -> None:
         roster = self.roster
         self._row = row
-        rewards, *flags = row["signals"]
-        self._rewards: Any = memoryview(rewards)  # writing one number costs a third of what an array of numbers costs
-        self._flags = dict(zip(FLAGS, flags, strict=True))
-        self._assume_nothing_written()
+        self._rewards: Any = memoryview(row["signals"][0])  # takes a number in a third of an array's time
+        self._flags = row["signals"][1:]  # in the order of FLAGS
+        self._all_acted = False  # the flags in memory say: every agent acted, and is alive
         self._puts: list[Callable[[Any], None]] = []
         self._leaves: list[list[Array]] = []
         self._single_arrays: list[tuple[Any, Any, Callable[[Any], None]]] = []  # agents whose observation is one array
@@ -434,12 +414,6 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         if roster.state_space is not None:
             tree = tree_of(roster.state_space, "state")
             self._put_state = self._writer(tree, [leaf[None] for leaf in flat_of(tree, row["state"])], 0, None)
-
-    def _assume_nothing_written(self) -> None:
-        """The next step writes every flag and all padding, whatever the memory holds."""
-        self._written: dict[str, list[bool]] = {}
-        self._all_acted = False  # the flags in memory say: every agent acted, and is alive
-        self._filled = [True] * len(self._names)
 
     def _begin_episode(self, alive: list[bool]) -> None:
         self._alive = alive
@@ -471,7 +445,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         """Continue from what :meth:`take_snapshot` gave."""
         *lists, self._truncated = state
         self._alive, self._acting, self._dead = ([*each] for each in lists)
-        self._assume_nothing_written()
+        self._all_acted = False
 
     # -- reset and step ---------------------------------------------------------------------------------------------
 
@@ -483,7 +457,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         if not isinstance(result, tuple) or len(result) != 2:
             raise ValueError(f"env {self.index}: reset must return (observations, infos), got {_kind(result)}")
         observations, infos = result
-        self._assume_nothing_written()
+        self._all_acted = False
         present = self._present()
         if not present:
             raise ValueError(f"env {self.index}: no agent is there after a reset (`env.agents` is empty)")
@@ -497,7 +471,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
                 raise self._without_observation(name)
         nothing = [False] * len(self._names)
         self._acting = self._agents_to_act()
-        self._write([0.0] * len(nothing), terminations=nothing, truncations=nothing, transition_mask=nothing)
+        self._write(nothing, nothing, nothing, nothing)
         return self._finish(), self._info(infos)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -525,7 +499,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
             truncated = [one or alive for one, alive in zip(truncated, self._alive, strict=True)]
             self._alive = [False] * len(self._alive)
         self._acting = self._agents_to_act()
-        self._write(paid, terminations=terminated, truncations=truncated, transition_mask=acting)
+        self._write(paid, terminated, truncated, acting)
         all_single = len(self._single_arrays) == len(self._names)
         self._all_acted = all(acting) and all(self._acting) and not self._takes_turns and all_single
         return self._finish(), 0.0, ended and not by_truncation, ended and by_truncation, self._info(infos)
@@ -588,7 +562,6 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
                 self._pad(i)
                 continue
             if name in observations:
-                self._filled[i] = True
                 puts[i](observations[name])
             elif lives:
                 raise self._without_observation(name)
@@ -634,21 +607,15 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
     # -- the memory of the observation ------------------------------------------------------------------------------
 
     def _pad(self, index: int) -> None:
-        if self._filled[index]:
-            self._filled[index] = False
-            for leaf in self._leaves[index]:
-                leaf.fill(self.roster.pad_value)
+        for leaf in self._leaves[index]:
+            leaf.fill(self.roster.pad_value)
 
-    def _write(self, rewards: list[Any], **flags: list[bool]) -> None:
-        """Write the rewards, and those flags that changed since the last step."""
+    def _write(
+        self, rewards: list[Any], terminations: list[bool], truncations: list[bool], transition_mask: list[bool]
+    ) -> None:
         for index, reward in enumerate(rewards):
             self._rewards[index] = reward if reward.__class__ in _NUMBERS else self._number(index, reward)
-        flags["agent_mask"] = self._acting
-        written = self._written
-        for key, values in flags.items():
-            if written.get(key) != values:
-                self._flags[key][:] = values
-                written[key] = values
+        self._flags[:] = terminations, truncations, self._acting, transition_mask
 
     def _number(self, index: int, reward: Any) -> float:
         """A reward as a float; an array of one element is a number too."""

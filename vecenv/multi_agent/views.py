@@ -28,12 +28,12 @@ from vecenv.front.arguments import NotClosedUnasked, reset_mask_of
 from vecenv.front.driver import dropping_pending
 from vecenv.front.infos import own_keys
 from vecenv.multi_agent.adapter import AgentsEnv
-from vecenv.multi_agent.roster import AgentGroup, Roster, map_checked, tree_of
+from vecenv.multi_agent.roster import AgentGroup, Roster, map_checked, map_space, tree_of
 from vecenv.shm.layout import Array, Leaf
 
 __all__ = [
     "RESERVED", "ActionMasks", "ErrorQueue", "FlattenAgents", "OpenRLView", "agents_to_axis", "forwarding",
-    "list_of_dicts", "own_keys", "row_of",
+    "list_of_dicts", "row_of",
 ]  # fmt: skip
 
 
@@ -58,11 +58,9 @@ def agents_to_axis(infos: Mapping[Any, Any], num_agents: int, count: int) -> dic
     array.
     """
     out: dict[Any, Any] = {}
-    for key in own_keys(infos):
-        if key == "agents":
-            for name, value in _transposed(infos[key], num_agents, count).items():
-                bare = name[1:] if isinstance(name, str) and name.startswith("_") else name
-                out[f"{name}_" if bare in RESERVED else name] = value
+    for name, value in _transposed(infos.get("agents", {}), num_agents, count).items():
+        bare = name[1:] if isinstance(name, str) and name.startswith("_") else name
+        out[f"{name}_" if bare in RESERVED else name] = value
     for key in own_keys(infos):
         if key == "final_info":
             out[key] = agents_to_axis(infos[key], num_agents, count)
@@ -531,7 +529,7 @@ class OpenRLView:
         return self._latest, rewards[..., None], ended.any(axis=0) | done[:, None], listed
 
     def _shown(self, obs: Any) -> Any:
-        return _one_hot(self.observation_space, obs)
+        return map_space(_one_hot, self.observation_space, obs)
 
     def _listed(self, infos: dict[str, Any], done: Array) -> list[dict[str, Any]]:
         active = (infos["agent_mask"] | done[:, None]).astype(np.float32)[..., None]
@@ -662,10 +660,6 @@ def _is_wrapped(env: Any, name: str) -> bool:
 
 
 def _one_hot(space: spaces.Space[Any], obs: Any) -> Any:
-    if isinstance(space, spaces.Dict):
-        return {key: _one_hot(inner, obs[key]) for key, inner in space.spaces.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(_one_hot(inner, part) for inner, part in zip(space.spaces, obs, strict=True))
     if isinstance(space, spaces.Discrete):  # (padding need not lie in the space)
         return (np.arange(space.start, space.start + space.n) == np.asarray(obs)[..., None]).astype(space.dtype)
     return obs
@@ -682,9 +676,7 @@ def _tiled(frames: Sequence[Array]) -> Array:
     """Frames of one shape ``[h, w, c]`` in a grid that is as square as can be, black where there is none."""
     rows = math.ceil(math.sqrt(len(frames)))
     columns = math.ceil(len(frames) / rows)
-    height, width = frames[0].shape[:2]
-    grid = np.zeros((rows * height, columns * width, *frames[0].shape[2:]), frames[0].dtype)
-    for index, frame in enumerate(frames):
-        top, left = index // columns * height, index % columns * width
-        grid[top : top + height, left : left + width] = frame
-    return grid
+    height, width, *channels = frames[0].shape
+    grid = np.zeros((rows * columns, height, width, *channels), frames[0].dtype)
+    grid[: len(frames)] = frames
+    return grid.reshape(rows, columns, height, width, *channels).swapaxes(1, 2).reshape(rows * height, -1, *channels)

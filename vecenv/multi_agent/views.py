@@ -14,6 +14,7 @@ import inspect
 import math
 import queue
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -74,35 +75,29 @@ def agents_to_axis(infos: Mapping[Any, Any], num_agents: int, count: int) -> dic
 
 def _transposed(agents: Mapping[Any, Any], num_agents: int, count: int) -> dict[Any, Any]:
     """``{agent: {key: [count], "_key": [count]}}`` to ``{key: [count, num_agents], "_key": ...}``."""
-    columns: dict[Any, dict[int, tuple[Any, Array]]] = {}
-    for agent in range(num_agents):
-        own = agents.get(agent)
-        if own is not None:
-            for key in own_keys(own):
-                columns.setdefault(key, {})[agent] = (own[key], own[f"_{key}"])
+    own = {agent: agents[agent] for agent in range(num_agents) if agents.get(agent) is not None}
+    keys = {agent: own_keys(infos) for agent, infos in own.items()}
     out: dict[Any, Any] = {}
-    for key, column in columns.items():
+    for key in dict.fromkeys(chain.from_iterable(keys.values())):
+        values = {agent: infos[key] for agent, infos in own.items() if key in keys[agent]}
         mask = np.zeros((count, num_agents), np.bool_)
-        for agent, (_, given) in column.items():
-            mask[:, agent] = given
-        values = {agent: value for agent, (value, _) in column.items()}
-        if all(isinstance(value, dict) for value in values.values()):
-            out[key] = _transposed(values, num_agents, count)
-        else:
-            out[key] = _joined(values, mask, num_agents, count)
+        for agent in values:
+            mask[:, agent] = own[agent][f"_{key}"]
+        nested = all(isinstance(value, dict) for value in values.values())
+        out[key] = _transposed(values, num_agents, count) if nested else _joined(values, mask)
         out[f"_{key}"] = mask
     return out
 
 
-def _joined(values: Mapping[int, Any], mask: Array, num_agents: int, count: int) -> Array:
+def _joined(values: Mapping[int, Any], mask: Array) -> Array:
     arrays = list(values.values())
     alike = all(isinstance(v, np.ndarray) and v.dtype.kind in "biuf" and v.shape == arrays[0].shape for v in arrays)
     if alike:
-        joined = np.zeros((count, num_agents, *arrays[0].shape[1:]), np.result_type(*arrays))
+        joined = np.zeros((*mask.shape, *arrays[0].shape[1:]), np.result_type(*arrays))
         for agent, value in values.items():
             joined[:, agent] = value
         return joined
-    objects = np.full((count, num_agents), None, dtype=object)
+    objects = np.full(mask.shape, None, dtype=object)
     for agent, value in values.items():
         for row in np.flatnonzero(mask[:, agent]).tolist():
             objects[row, agent] = row_of(value, row)

@@ -120,42 +120,30 @@ def _box(space: Any, n: int, onehot: bool) -> Codec:
 
 
 def _discrete(space: Any, n: int, onehot: bool) -> Codec:
-    count, start = int(space.n), int(space.start)
-
-    def encode(batch: Any) -> Any:
-        values = tensor_of(batch).long()
-        values = values - start if start else values
-        return torch.nn.functional.one_hot(values, count) if onehot else values
-
-    def decode(tensor: Any) -> Any:
-        # as TorchRL has it, a one-hot vector may be any vector: what is largest is meant
-        values = _array(tensor.to(torch.float32).argmax(-1) if onehot else tensor.long())
-        return values + start if start else values
-
-    kind = OneHot if onehot else Categorical
-    spec = kind(count, dtype=torch.long)
-    return Codec(spec.expand(n, *spec.shape), encode, decode)
-
-
-def _multi_discrete(space: Any, n: int, onehot: bool) -> Codec:
-    counts = [int(count) for count in space.nvec.reshape(-1)]
+    """A MultiDiscrete, or a Discrete, which is one of a single number."""
+    many = isinstance(space, spaces.MultiDiscrete)
+    counts = np.reshape(space.nvec if many else space.n, -1).tolist()
     start = torch.as_tensor(np.asarray(space.start)).long().reshape(-1)
 
     def encode(batch: Any) -> Any:
-        values = tensor_of(batch).long().reshape(-1, len(counts)) - start
-        if not onehot:
-            return values
-        hot = [torch.nn.functional.one_hot(values[:, i], count) for i, count in enumerate(counts)]
-        return torch.cat(hot, -1)
+        values = tensor_of(batch).long().reshape(-1, len(counts))
+        values = values - start.to(values.device)
+        if onehot:
+            return torch.cat([torch.nn.functional.one_hot(values[:, i], count) for i, count in enumerate(counts)], -1)
+        return values if many else values[:, 0]
 
     def decode(tensor: Any) -> Any:
-        if onehot:
+        if onehot:  # as TorchRL has it, a one-hot vector may be any vector: what is largest is meant
             parts = tensor.to(torch.float32).split(counts, -1)
             tensor = torch.stack([part.argmax(-1) for part in parts], -1)
-        values = _array(tensor.long()) + start.numpy()
-        return values.reshape(-1, *space.nvec.shape).astype(space.dtype)
+        values = _array(tensor.long().reshape(-1, len(counts))) + start.numpy()
+        return values.reshape(-1, *space.shape).astype(space.dtype)
 
-    spec = (MultiOneHot if onehot else MultiCategorical)(counts, dtype=torch.long)
+    spec: Any
+    if many:
+        spec = (MultiOneHot if onehot else MultiCategorical)(counts, dtype=torch.long)
+    else:
+        spec = (OneHot if onehot else Categorical)(counts[0], dtype=torch.long)
     return Codec(spec.expand(n, *spec.shape), encode, decode)
 
 
@@ -166,7 +154,7 @@ def _binary(space: Any, n: int, onehot: bool) -> Codec:
 _LEAVES: dict[type[Any], Callable[[Any, int, bool], Codec]] = {
     spaces.Box: _box,
     spaces.Discrete: _discrete,
-    spaces.MultiDiscrete: _multi_discrete,
+    spaces.MultiDiscrete: _discrete,
     spaces.MultiBinary: _binary,
 }
 

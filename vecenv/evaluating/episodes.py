@@ -123,6 +123,7 @@ class Attempt:
         row: The environment that runs it.
         rng: The policy's own, for this episode: the same at every attempt.
         begins: Its first observation has not been shown to the policy.
+        suspect: It ran beside others in a worker that died, and may have caused that.
         episode_return, length: So far.
         frames: As far as they were asked for.
         began: ``time.perf_counter()`` at its beginning.
@@ -133,6 +134,7 @@ class Attempt:
     row: int
     rng: np.random.Generator
     begins: bool = True
+    suspect: bool = False
     episode_return: float = 0.0
     length: int = 0
     frames: list[Any] = field(default_factory=list)

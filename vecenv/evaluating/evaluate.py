@@ -37,21 +37,11 @@ _ENVPOOL_SEEDS = 2**31  # below: what its C++ takes
 
 
 def evaluate(
-    envs: VectorEnv[Any, Any, Any],
-    policy: Callable[..., Any],
-    episodes: Listed,
-    *,
-    seed: int | None = None,
-    retries: int = 1,
-    timeout: float | None = None,
-    on_episode: Callable[[EpisodeResult], object] | None = None,
-    progress: bool = False,
-    frames: Iterable[int] = (),
-    initial_state: Any = None,
-    arrays: str | None = None,
-    device: Any = None,
-    batch: str = "ready",
-) -> EpisodeResults:
+    envs: VectorEnv[Any, Any, Any], policy: Callable[..., Any], episodes: Listed, *, seed: int | None = None,
+    retries: int = 1, timeout: float | None = None, on_episode: Callable[[EpisodeResult], object] | None = None,
+    progress: bool = False, frames: Iterable[int] = (), initial_state: Any = None, arrays: str | None = None,
+    device: Any = None, batch: str = "ready",
+) -> EpisodeResults:  # fmt: skip
     """Run each episode of a list exactly once, and give the results in the order of the list.
 
     Results do not depend on the number of environments or workers, unless environments share generators: then there is a
@@ -278,7 +268,6 @@ class FirstReadyRunner(EpisodeRunner):
         self._suspects: list[int] = []
         self._in_flight: dict[int, float] = {}  # row -> since when
         self._broken: set[int] = set()  # rows that failed and were not reset since
-        self._suspect_attempts: set[Attempt] = set()  # that ran beside others in a worker that died
         self._restores = any(episode.snapshot is not None for episode in episodes.episodes)
         self._free: list[int] = []  # rows that get the next episodes
         self._held: list[tuple[list[int], Any, Any, list[int]]] = []  # what `_step` is to be called with then
@@ -483,17 +472,16 @@ class FirstReadyRunner(EpisodeRunner):
         """Mark the attempts that ran in the workers of these rows, where there were several."""
         for group in {id(group): group for group in (self._group_of[row] for row in rows)}.values():
             there = [self._running[row] for row in group if row in self._running]
-            if len(there) > 1:
-                self._suspect_attempts.update(there)
+            for attempt in there:
+                attempt.suspect = attempt.suspect or len(there) > 1
 
     def _lose(self, row: int, error: Any) -> None:
         """The attempt in a row is lost; that is its own failure unless another may have caused it."""
         attempt = self._running[row]
         self._in_flight.pop(row, None)
         self._broken.add(row)
-        if attempt not in self._suspect_attempts:
+        if not attempt.suspect:
             return self._charge(attempt, error)
-        self._suspect_attempts.discard(attempt)
         self._suspects.append(attempt.index)
         self._leave(attempt)
 

@@ -11,6 +11,7 @@ import inspect
 import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -59,10 +60,9 @@ class Acting:
         self._policy: Callable[..., Any] = policy
         self._spaces = envs.single_observation_space, envs.single_action_space
         self._num_envs = envs.num_envs
-        self._arrays = arrays or ("torch" if module else None)
         if module and device is None:
             device = next((parameter.device for parameter in policy.parameters()), None)
-        self._device = device
+        self._convert, self._calling = _conversion(arrays or ("torch" if module else None), device)
         self._batch = batch
         self._initial = initial_state
         self._states: list[Any] = [initial_state] * self._num_envs
@@ -113,8 +113,8 @@ class Acting:
         if "state" in named:
             states = [self._initial if each.begins else self._states[each.row] for each in attempts]
             given["state"] = map_leaves(_stack, *states)
-        with _without_gradients(self._arrays):
-            said = self._policy(self._converted(observations), **given)
+        with self._calling():
+            said = self._policy(self._convert(observations), **given)
         if "state" in named:
             said = self._keep_state(said, attempts[:count])
         return self._checked(to_numpy(said), count + padding, count)
@@ -140,20 +140,6 @@ class Acting:
                 f"the policy was given {wanted} observations and returned {min(found - {wanted})} actions; nothing was sent"
             )
         return actions if wanted == count else take_rows(space, actions, range(count))
-
-    def _converted(self, observations: Any) -> Any:
-        if self._arrays is None:
-            return observations
-        if self._arrays == "torch":
-            import torch
-
-            device = self._device
-            return map_leaves(lambda leaf: torch.as_tensor(leaf, device=device), to_numpy(observations))
-        if self._arrays == "jax":
-            import jax.numpy
-
-            return map_leaves(jax.numpy.asarray, observations)
-        return to_numpy(observations)
 
 
 def _is_module(policy: Any) -> bool:
@@ -182,12 +168,17 @@ def _named(policy: Any) -> frozenset[str]:
     return frozenset(each.name for each in named if each.name in _KNOWN)
 
 
-def _without_gradients(arrays: str | None) -> contextlib.AbstractContextManager[Any]:
-    if arrays != "torch":
-        return contextlib.nullcontext()
-    import torch
+def _conversion(arrays: str | None, device: Any) -> tuple[Callable[[Any], Any], Callable[[], Any]]:
+    """What converts observations, and the context that the policy is called in."""
+    if arrays == "torch":
+        import torch
 
-    return torch.no_grad()  # type: ignore[no-any-return, unused-ignore]
+        return lambda batch: map_leaves(partial(torch.as_tensor, device=device), to_numpy(batch)), torch.no_grad
+    if arrays == "jax":
+        import jax.numpy
+
+        return partial(map_leaves, jax.numpy.asarray), contextlib.nullcontext
+    return to_numpy if arrays == "numpy" else lambda batch: batch, contextlib.nullcontext
 
 
 def map_parts(function: Callable[..., Any], space: Space[Any], *batches: Any) -> Any:

@@ -535,13 +535,9 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         return True
 
     def _take(
-        self,
-        present: frozenset[Any],
-        observations: Mapping[Any, Any],
-        rewards: Mapping[Any, Any],
-        terminations: Mapping[Any, Any],
-        truncations: Mapping[Any, Any],
-    ) -> tuple[list[Any], list[bool], list[bool]]:
+        self, present: frozenset[Any], observations: Mapping[Any, Any], rewards: Mapping[Any, Any],
+        terminations: Mapping[Any, Any], truncations: Mapping[Any, Any],
+    ) -> tuple[list[Any], list[bool], list[bool]]:  # fmt: skip
         """Each agent's reward and flags of a step; writes observations and records which agents are alive.
 
         ``"__all__"`` among the flags, as RLlib's games have it, ends the episode of every agent that is there.

@@ -253,7 +253,7 @@ def _forwarded(inner: str, name: str) -> Any:
     return call
 
 
-@forwarding("envs", "render", "stats")
+@forwarding("envs", "metadata", "render", "render_mode", "single_action_space", "single_observation_space", "stats")
 class FlattenAgents(NotClosedUnasked, VectorEnv[Any, Any, Any]):
     """The agents of a :class:`~vecenv.MultiAgentVecEnv` with stacked layout as rows of one vector environment.
 
@@ -279,10 +279,6 @@ class FlattenAgents(NotClosedUnasked, VectorEnv[Any, Any, Any]):
         self.padding_done = padding_done
         self.num_agents = envs.num_agents
         self.num_envs = envs.num_envs * envs.num_agents
-        self.metadata = envs.metadata
-        self.render_mode = envs.render_mode
-        self.single_observation_space = envs.single_observation_space
-        self.single_action_space = envs.single_action_space
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self._tree = tree_of(self.single_observation_space, "observation")
@@ -419,8 +415,10 @@ RENDER_MODES: Final = tuple(f"{kind}{mode}" for kind in ("", "group_", "single_"
 
 
 @forwarding(
-    "envs", "call", "close", "closed", "env_fns", "exec_func", "exec_func_fetch", "exec_func_send", "get_attr", "metadata",
-    "parent_pipes", "processes", "set_attr", call_send="call_async", call_fetch="call_wait",
+    "envs", "agent_num", "call", "close", "closed", "env_fns", "env_name", "exec_func", "exec_func_fetch", "exec_func_send",
+    "get_attr", "metadata", "parent_pipes", "processes", "set_attr", action_space="single_action_space",
+    call_send="call_async", call_fetch="call_wait", env_num="num_envs", observation_space="single_observation_space",
+    parallel_env_num="num_envs", _env_name="env_name",
 )  # fmt: skip
 class OpenRLView:
     """A view with that convention's shapes: rewards ``[n, A, 1]``, dones ``[n, A]``, infos a list of n dicts.
@@ -455,11 +453,6 @@ class OpenRLView:
                 "to_openrl() needs autoreset_mode=SAME_STEP (or DISABLED): this convention resets in the same step"
             )
         self.envs = envs
-        self.agent_num = envs.num_agents
-        self.env_num = self.parallel_env_num = envs.num_envs
-        self.observation_space = envs.single_observation_space
-        self.action_space = envs.single_action_space
-        self.env_name = self._env_name = envs.env_name
         self.render_mode = envs.render_mode if render_mode is None else render_mode
         self.auto_reset = envs.autoreset_mode is AutoresetMode.SAME_STEP
         self.error_queue = ErrorQueue(envs)

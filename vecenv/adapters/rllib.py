@@ -27,7 +27,7 @@ from vecenv.adapters.single import reset_all
 from vecenv.evaluating.policies import map_leaves
 from vecenv.front.infos import own_keys
 from vecenv.multi_agent import MultiAgentVecEnv
-from vecenv.multi_agent.views import RESERVED, row_of
+from vecenv.multi_agent.views import RESERVED, forwarding, row_of
 
 __all__ = ["MultiAgentVecEnvRunner", "RLlibVectorEnv", "as_rllib"]
 
@@ -55,6 +55,7 @@ def as_rllib(envs: MultiAgentVecEnv) -> RLlibVectorEnv:
     return RLlibVectorEnv(envs)
 
 
+@forwarding("vector_env", "call", "get_attr", "render")
 class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
     """What :func:`as_rllib` returns: lists with a dict of agents for each environment.
 
@@ -168,21 +169,6 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
                 for i, j in np.argwhere(given & shown).tolist():
                     found[i][self._agents[j]][key] = row_of(value, (i, j))
         return found
-
-    def render(self) -> tuple[Any, ...] | None:
-        """What the vector environment's ``render`` returns."""
-        frames: tuple[Any, ...] | None = self.vector_env.render()
-        return frames
-
-    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """An attribute of every environment, called with the arguments if it can be called."""
-        results: tuple[Any, ...] = self.vector_env.call(name, *args, **kwargs)
-        return results
-
-    def get_attr(self, name: str) -> tuple[Any, ...]:
-        """An attribute of every environment."""
-        values: tuple[Any, ...] = self.vector_env.get_attr(name)
-        return values
 
     def close_extras(self, **kwargs: Any) -> None:
         """Close the environments."""

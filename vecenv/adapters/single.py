@@ -9,11 +9,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from operator import methodcaller
 from typing import Any
 
-from gymnasium import Env, Wrapper
+from gymnasium import Env
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
 from vecenv.front.capabilities import capabilities_of
 from vecenv.front.driver import dropping_pending
+from vecenv.multi_agent.adapter import class_name, has_wrapper
 
 __all__ = ["SingleEnvs", "added_keys", "require", "reset_all"]
 
@@ -121,8 +122,7 @@ class SingleEnvs:
         """Whether there is a wrapper of this class, or of one derived from it."""
         if not self._are_python:
             return [False for _ in rows]
-        # Told by name: the class itself would make every worker import the library that defines it, torch and all.
-        return self._ask("", _is_wrapped, rows, _name(wrapper))
+        return self._ask("", has_wrapper, rows, class_name(wrapper))
 
     def _ask(self, name: str, question: Callable[..., Any], rows: Iterable[int], *args: Any) -> list[Any]:
         if not self._are_python:
@@ -138,15 +138,3 @@ class SingleEnvs:
 
 def _call(env: AnyEnv, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return env.get_wrapper_attr(name)(*args, **kwargs)
-
-
-def _is_wrapped(env: AnyEnv, wrapper: str) -> bool:
-    while isinstance(env, Wrapper):
-        if any(_name(base) == wrapper for base in type(env).__mro__):
-            return True
-        env = env.env
-    return False
-
-
-def _name(kind: type[Any]) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"

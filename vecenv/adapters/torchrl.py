@@ -179,12 +179,12 @@ def _array(tensor: Any) -> Any:
     return tensor.detach().cpu().numpy()
 
 
-def _taken(tensors: Tensors, rows: Any) -> Tensors:
+def _rows_of(tensors: Tensors, rows: Any) -> Tensors:
     """A copy of some rows; ``rows`` is anything that indexes a tensor."""
     return map_leaves(lambda one: one[rows].clone(), tensors)
 
 
-def _put(tensors: Tensors, rows: Any, values: Tensors) -> None:
+def _write(tensors: Tensors, rows: Any, values: Tensors) -> None:
     """Write ``values`` into some rows of ``tensors``, in place."""
     map_leaves(lambda one, new: one.__setitem__(rows, new), tensors, values)
 
@@ -328,7 +328,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where To
         if self.is_closed:
             self._open(self._build())
         mask = None if tensordict is None else tensordict.get("_reset", None)
-        if mask is None or self._rows.observations is None:
+        if mask is None or self._rows.shown is None:
             self._begin(seed, options)
         elif (chosen := _flags(mask)).any():
             if seed is not None:
@@ -344,7 +344,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where To
     def _step(self, tensordict: Any) -> Any:
         if self.is_closed:
             self._open(self._build())
-        if self._rows.observations is None:
+        if self._rows.shown is None:
             self._begin()
         chosen = tensordict.get("_step", None)
         rewards = self._rows.step(tensordict.get("action"), None if chosen is None else _flags(chosen), self.frame_skip)
@@ -371,8 +371,9 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where To
 
     def _shown(self, rewards: torch.Tensor | None = None) -> Any:
         rows = self._rows
-        shown = dict(rows.observations) if self._named else {"observation": rows.observations}
-        for name, column in rows.infos.items():
+        observations, infos = rows.shown
+        shown = dict(observations) if self._named else {"observation": observations}
+        for name, column in infos.items():
             shown[self._names[name]] = column
         for name, flags in (("done", rows.ended), ("terminated", rows.terminated), ("truncated", rows.truncated)):
             shown[name] = torch.from_numpy(flags[:, None].copy())  # the caller may write to it
@@ -424,8 +425,7 @@ class _Rows:
     Attributes:
         ended: bool ``(n,)``; the episodes that ended and were not reset.
         terminated, truncated: How; bool ``(n,)``.
-        observations: What is shown of all rows; ``None`` before the first reset.
-        infos: The same of the columns.
+        shown: Observations and columns of all rows; ``None`` before the first reset.
     """
 
     def __init__(
@@ -441,12 +441,10 @@ class _Rows:
         self._all_rows = np.arange(n)
         self._resets_spent = mode is AutoresetMode.DISABLED and not self._by_row
         self._spent = np.zeros(n, np.bool_)  # what the engine would refuse to step, or is undefined where it does not
-        # first observations and infos of episodes that were not asked for yet, where `_fresh`
-        self._starts: tuple[Tensors, Tensors] | None = None
+        self._starts: Tensors = None  # as `shown`, of the beginnings of episodes that were not asked for yet, where `_fresh`
         self._fresh = np.zeros(n, np.bool_)
         self.terminated, self.truncated = np.zeros((2, n), np.bool_)
-        self.observations: Tensors = None
-        self.infos: dict[str, torch.Tensor] = {}
+        self.shown: Tensors = None
 
     @property
     def ended(self) -> Mask:
@@ -456,8 +454,7 @@ class _Rows:
     def reset(self, seed: Any = None, options: Any = None) -> None:
         """Begin an episode in every row; an answer that is still pending, as of an interrupted step, is dropped."""
         observations, infos = reset_all(self._envs, seed, options)
-        self.observations = self._observations.encode(observations)
-        self.infos = self._read(infos, self._all_rows)
+        self.shown = self._encoded(observations, infos, self._all_rows)
         self._fresh, self._spent, self.terminated, self.truncated = np.zeros((4, len(self._fresh)), np.bool_)
 
     def restart(self, mask: Mask, options: Mapping[str, Any] | None = None) -> None:
@@ -465,11 +462,10 @@ class _Rows:
         ready = mask & self._fresh if options is None else np.zeros_like(mask)
         asked = mask & ~ready
         if ready.any():
-            assert self._starts is not None
-            self._put(ready, *self._starts, ready)
+            self._put(ready, self._starts, ready)
         if asked.any():
             observations, infos = self._envs.reset(options={**(options or {}), "reset_mask": asked.copy()})
-            self._put(asked, self._observations.encode(observations), self._read(infos, self._all_rows), asked)
+            self._put(asked, self._encoded(observations, infos, self._all_rows), asked)
             self._spent = self._spent & ~asked
         self._fresh, self.terminated, self.truncated = (
             flags & ~mask for flags in (self._fresh, self.terminated, self.truncated)
@@ -514,67 +510,56 @@ class _Rows:
             self._envs.send(map_leaves(lambda leaf: leaf[wanted], actions), wanted)
             answer = self._envs.recv(count=len(wanted))
             ids = np.asarray(answer[4]["env_id"])
-        observations = self._observations.encode(answer[0])
+        batch = self._encoded(answer[0], answer[4], ids)
         terminated, truncated = (_flags(flags) for flags in answer[2:4])
-        infos = answer[4]
         if self._resets_spent:
             self._spent = terminated | truncated
-        columns = self._read(infos, ids)
-        if self._same_step and (ended := terminated | truncated).any():
-            self._keep_starts(observations, columns, ended & live[ids], ids, infos)
+        if self._same_step and (ended := (terminated | truncated) & live[ids]).any():
+            self._keep_starts(batch, np.flatnonzero(ended), ids, answer[4])
         rewards = tensor_of(answer[1]).to("cpu", torch.float32, copy=True)
-        if every:
-            self.observations, self.infos, self.terminated, self.truncated = observations, columns, terminated, truncated
-        else:
-            rewards = self._show(observations, columns, rewards, (terminated, truncated), ids, live)
+        if not every:
+            return self._show(batch, rewards, (terminated, truncated), ids, live)
+        self.shown, self.terminated, self.truncated = batch, terminated, truncated
         return rewards
 
-    def _show(
-        self, observations: Tensors, columns: dict[str, torch.Tensor], rewards: Any, flags: Any, ids: Any, live: Mask
-    ) -> torch.Tensor:
+    def _show(self, batch: Tensors, rewards: Any, flags: Any, ids: Any, live: Mask) -> torch.Tensor:
         """Show what happened to the rows that are ``live``, and the others as they were."""
         picked = np.flatnonzero(live[ids])
         rows = ids[picked]
         if len(ids) == len(live):
             self._fresh = self._fresh & live  # the hidden rows have gone on from where their episodes began
-        self._put(rows, observations, columns, picked)
+        self._put(rows, batch, picked)
         self.terminated, self.truncated = self.terminated.copy(), self.truncated.copy()
         self.terminated[rows], self.truncated[rows] = flags[0][picked], flags[1][picked]
         paid = torch.zeros(len(live))
         paid[rows] = rewards[picked]
         return paid
 
-    def _put(self, rows: Any, observations: Tensors, columns: dict[str, torch.Tensor], picked: Any) -> None:
+    def _put(self, rows: Any, batch: Tensors, picked: Any) -> None:
         """Show in ``rows`` what is in ``picked``, by new tensors: the caller may hold the old ones."""
-        for name, new in (("observations", observations), ("infos", columns)):
-            shown = _taken(getattr(self, name), slice(None))
-            _put(shown, rows, _taken(new, picked))
-            setattr(self, name, shown)
+        shown = _rows_of(self.shown, slice(None))
+        _write(shown, rows, _rows_of(batch, picked))
+        self.shown = shown
 
-    def _keep_starts(
-        self, observations: Tensors, columns: dict[str, torch.Tensor], ended: Mask, ids: Any, infos: Mapping[str, Any]
-    ) -> None:
+    def _keep_starts(self, batch: Tensors, rows: Any, ids: Any, infos: Mapping[str, Any]) -> None:
         """Same-step mode: take the first observations of the next episodes away, and put the last ones in their place."""
-        rows = np.flatnonzero(ended)
-        if not len(rows):
-            return
         if self._starts is None:
-            self._starts = _taken(self.observations, slice(None)), _taken(self.infos, slice(None))
-        for kept, new in zip(self._starts, (observations, columns), strict=True):
-            _put(kept, ids[rows], _taken(new, rows))
-        _put(observations, rows, self._final(infos["final_obs"], rows))
+            self._starts = _rows_of(self.shown, slice(None))
+        _write(self._starts, ids[rows], _rows_of(batch, rows))
         self._fresh = self._fresh.copy()
         self._fresh[ids[rows]] = True
-        final = infos.get("final_info", {})
-        for name, column in self._read(final, ids).items():
-            columns[name][rows] = column[rows]
+        last = self._final(infos["final_obs"], rows), _rows_of(self._read(infos.get("final_info", {}), ids), rows)
+        _write(batch, rows, last)
 
     def _final(self, finals: Any, rows: Any) -> Tensors:
         if not (isinstance(finals, np.ndarray) and finals.dtype.hasobject):
-            return _taken(self._observations.encode(finals), rows)
+            return _rows_of(self._observations.encode(finals), rows)
         space = self._envs.single_observation_space
         empty: Any = create_empty_array(space, len(rows))
         return self._observations.encode(concatenate(space, [finals[row] for row in rows], empty))
+
+    def _encoded(self, observations: Any, infos: Mapping[str, Any], ids: Any) -> Tensors:
+        return self._observations.encode(observations), self._read(infos, ids)
 
     def _read(self, infos: Mapping[str, Any], ids: Any) -> dict[str, torch.Tensor]:
         """The columns that are to be shown, zero where an environment says nothing."""

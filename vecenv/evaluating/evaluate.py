@@ -387,10 +387,9 @@ class FirstReadyRunner(EpisodeRunner):
 
     def _reset(self, attempts: Sequence[Attempt]) -> None:
         rows = [attempt.row for attempt in attempts]
-        options = [None if (given := attempt.episode.options) is None else dict(given) for attempt in attempts]
-        some = any(each is not None for each in options)
         seeds = [attempt.episode.seed for attempt in attempts]
-        self._envs.reset_async(seed=seeds, options=options if some else None, env_id=rows)
+        options = [None if (given := attempt.episode.options) is None else dict(given) for attempt in attempts]
+        self._envs.reset_async(seed=seeds, options=options, env_id=rows)
         self._broken.difference_update(rows)
         self._in_flight.update(dict.fromkeys(rows, time.monotonic()))
 

@@ -26,7 +26,7 @@ from vecenv.shm.layout import Array
 
 __all__ = [
     "ALL", "MASK_KEYS", "Adapted", "AgentsEnv", "EnvFn", "OneAgent", "RLlibGame", "StackedAgents", "TurnBased",
-    "as_parallel", "from_aec",
+    "as_parallel", "class_name", "from_aec", "has_wrapper",
 ]  # fmt: skip
 
 
@@ -701,6 +701,20 @@ def _action_picker(part: AgentGroup, place: int) -> Callable[[Any], Any]:
     if part.key is None:
         return inside
     return lambda action: inside(action[part.key])
+
+
+def has_wrapper(env: Any, name: str) -> bool:
+    """Whether an environment has a layer of this class, told by name: so no worker has to import the class."""
+    while env is not None:
+        if any(class_name(kind) == name for kind in type(env).__mro__):
+            return True
+        env = getattr(env, "__dict__", {}).get("env")  # (wrappers keep there what is inside)
+    return False
+
+
+def class_name(kind: type[Any]) -> str:
+    """The name of a class, with its module's."""
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _kind(result: Any) -> str:

@@ -351,9 +351,7 @@ class MultiAgentVecEnv:
         """What the caller sees of the engine's batch; ``untouched``: environments that a reset left alone."""
         signals = batch["signals"]
         rewards = signals[:, 0].astype(self.reward_dtype)
-        lines = np.empty((len(FLAGS), *rewards.shape), np.bool_)
-        np.not_equal(signals.swapaxes(0, 1)[1:], 0.0, out=lines)
-        flags = dict(zip(FLAGS, lines, strict=True))
+        flags = dict(zip(FLAGS, np.not_equal(signals[:, 1:].swapaxes(0, 1), 0.0, order="C"), strict=True))
         done = terminated | truncated
         ends = infos.pop("final_obs", None)
         infos.pop("_final_obs", None)

@@ -28,7 +28,7 @@ from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.front.arguments import NotClosedUnasked, reset_mask_of
 from vecenv.front.driver import dropping_pending
 from vecenv.front.infos import own_keys
-from vecenv.multi_agent.adapter import AgentsEnv
+from vecenv.multi_agent.adapter import AgentsEnv, class_name, has_wrapper
 from vecenv.multi_agent.roster import AgentGroup, Roster, map_checked, map_space, tree_of
 from vecenv.shm.layout import Array, Leaf
 
@@ -572,8 +572,7 @@ class OpenRLView:
     def env_is_wrapped(self, wrapper_class: type[Any], indices: int | Sequence[int] | None = None) -> list[bool]:
         """Whether each environment has a wrapper of this class, or of one derived from it."""
         chosen = [indices] if isinstance(indices, (int, np.integer)) else indices
-        name = f"{wrapper_class.__module__}.{wrapper_class.__qualname__}"
-        answers = self.envs.exec_func(_is_wrapped, chosen, name)
+        answers = self.envs.exec_func(has_wrapper, chosen, class_name(wrapper_class))
         return [answers[index] for index in (range(self.env_num) if chosen is None else chosen)]
 
     def seed(self, seed: int | None = None) -> None:
@@ -636,15 +635,6 @@ class ErrorQueue:
 
 def _values(env: AgentsEnv) -> int:
     return int(getattr(env.env, "values", 4))
-
-
-def _is_wrapped(env: Any, name: str) -> bool:
-    """By name, so that no worker has to import the class; wrappers keep what is inside as ``env``."""
-    while env is not None:
-        if any(f"{kind.__module__}.{kind.__qualname__}" == name for kind in type(env).__mro__):
-            return True
-        env = vars(env).get("env")
-    return False
 
 
 def _one_hot(space: spaces.Space[Any], obs: Any) -> Any:

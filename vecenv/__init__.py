@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from vecenv import wrappers as wrappers
     from vecenv.engine.frozen import Frozen as Frozen
     from vecenv.engine.vector_env import AsyncVectorEnv as AsyncVectorEnv
+    from vecenv.evaluating import evaluate as evaluate
     from vecenv.evaluating.episodes import Episode as Episode
     from vecenv.evaluating.episodes import EpisodeResult as EpisodeResult
-    from vecenv.evaluating.evaluate import evaluate as evaluate
     from vecenv.make import make_vec as make_vec
     from vecenv.make import register as register
     from vecenv.multi_agent import MultiAgentVecEnv as MultiAgentVecEnv
@@ -53,7 +53,7 @@ _LAZY: dict[str, str] = {
     "adapters": "vecenv.adapters:",
     "aio": "vecenv.aio:",
     "errors": "vecenv.errors:",
-    "evaluate": "vecenv.evaluating.evaluate:evaluate",
+    "evaluate": "vecenv.evaluating:evaluate",
     "install": "vecenv.patching:install",
     "jax": "vecenv.jax:",
     "make_vec": "vecenv.make:make_vec",

@@ -22,8 +22,8 @@ from stable_baselines3.common.preprocessing import check_for_nested_spaces
 from stable_baselines3.common.vec_env import VecEnv
 
 from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, added_keys, require, reset_all
+from vecenv.evaluating import evaluate
 from vecenv.evaluating.episodes import EpisodeResult, Listed
-from vecenv.evaluating.evaluate import evaluate
 from vecenv.evaluating.policies import map_leaves
 from vecenv.front.arguments import OnlyMask
 from vecenv.front.infos import info_rows

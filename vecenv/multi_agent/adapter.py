@@ -377,8 +377,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         self._names = roster.agents
         self._known = frozenset(roster.agents)
         self._pick_action = [_action_picker(part, place) for part, place in roster.places()]
-        self._begin_episode([False] * len(roster.agents))
-        self._acting = self._alive
+        self._begin_episode()
         self._takes_turns = hasattr(env, "agents_to_act")
         self._all_agents = list(roster.agents)
         first = roster.parts[0]
@@ -415,9 +414,8 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
             tree = tree_of(roster.state_space, "state")
             self._put_state = self._writer(tree, [leaf[None] for leaf in flat_of(tree, row["state"])], 0, None)
 
-    def _begin_episode(self, alive: list[bool]) -> None:
-        self._alive = alive
-        self._dead = [False] * len(alive)
+    def _begin_episode(self) -> None:
+        self._alive, self._acting, self._dead = ([False] * len(self._names) for _ in range(3))
         self._truncated = False  # an agent was truncated in this episode
 
     def _writer(self, tree: Tree, leaves: list[Array], place: int, agent: Any) -> Callable[[Any], None]:
@@ -461,16 +459,10 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         present = self._present()
         if not present:
             raise ValueError(f"env {self.index}: no agent is there after a reset (`env.agents` is empty)")
-        self._begin_episode([name in present for name in self._names])
-        for index, name in enumerate(self._names):
-            if not self._alive[index]:
-                self._pad(index)
-            elif name in observations:
-                self._puts[index](observations[name])
-            else:
-                raise self._without_observation(name)
-        nothing = [False] * len(self._names)
+        self._begin_episode()
+        self._take(present, {name: observations[name] for name in present if name in observations}, {}, {}, {})
         self._acting = self._agents_to_act()
+        nothing = [False] * len(self._names)
         self._write(nothing, nothing, nothing, nothing)
         return self._finish(), self._info(infos)
 

@@ -396,7 +396,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         self._row = row
         self._rewards: Any = memoryview(row["signals"][0])  # takes a number in a third of an array's time
         self._flags = row["signals"][1:]  # in the order of FLAGS
-        self._all_acted = False  # the flags in memory say: every agent acted, and is alive
+        self._assume_nothing_written()
         self._puts: list[Callable[[Any], None]] = []
         self._leaves: list[list[Array]] = []
         self._single_arrays: list[tuple[Any, Any, Callable[[Any], None]]] = []  # agents whose observation is one array
@@ -413,6 +413,12 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         if roster.state_space is not None:
             tree = tree_of(roster.state_space, "state")
             self._put_state = self._writer(tree, [leaf[None] for leaf in flat_of(tree, row["state"])], 0, None)
+
+    def _assume_nothing_written(self) -> None:
+        """The next step writes every flag and all padding, whatever the memory holds."""
+        self._written: Any = None
+        self._all_acted = False  # the flags in memory say: every agent acted, and is alive
+        self._filled = [True] * len(self._names)
 
     def _begin_episode(self) -> None:
         self._alive, self._acting, self._dead = ([False] * len(self._names) for _ in range(3))
@@ -443,7 +449,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         """Continue from what :meth:`take_snapshot` gave."""
         *lists, self._truncated = state
         self._alive, self._acting, self._dead = ([*each] for each in lists)
-        self._all_acted = False
+        self._assume_nothing_written()
 
     # -- reset and step ---------------------------------------------------------------------------------------------
 
@@ -455,7 +461,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         if not isinstance(result, tuple) or len(result) != 2:
             raise ValueError(f"env {self.index}: reset must return (observations, infos), got {_kind(result)}")
         observations, infos = result
-        self._all_acted = False
+        self._assume_nothing_written()
         present = self._present()
         if not present:
             raise ValueError(f"env {self.index}: no agent is there after a reset (`env.agents` is empty)")
@@ -550,6 +556,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
                 self._pad(i)
                 continue
             if name in observations:
+                self._filled[i] = True
                 puts[i](observations[name])
             elif lives:
                 raise self._without_observation(name)
@@ -595,15 +602,19 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
     # -- the memory of the observation ------------------------------------------------------------------------------
 
     def _pad(self, index: int) -> None:
-        for leaf in self._leaves[index]:
-            leaf.fill(self.roster.pad_value)
+        if self._filled[index]:
+            self._filled[index] = False
+            for leaf in self._leaves[index]:
+                leaf.fill(self.roster.pad_value)
 
     def _write(
         self, rewards: list[Any], terminations: list[bool], truncations: list[bool], transition_mask: list[bool]
     ) -> None:
         for index, reward in enumerate(rewards):
             self._rewards[index] = reward if reward.__class__ in _NUMBERS else self._number(index, reward)
-        self._flags[:] = terminations, truncations, self._acting, transition_mask
+        flags = terminations, truncations, self._acting, transition_mask
+        if flags != self._written:
+            self._flags[:] = self._written = flags
 
     def _number(self, index: int, reward: Any) -> float:
         """A reward as a float; an array of one element is a number too."""

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from vecenv import wrappers as wrappers
     from vecenv.engine.frozen import Frozen as Frozen
     from vecenv.engine.vector_env import AsyncVectorEnv as AsyncVectorEnv
+    from vecenv.evaluating import evaluate as evaluate
     from vecenv.evaluating.episodes import Episode as Episode
     from vecenv.evaluating.episodes import EpisodeResult as EpisodeResult
-    from vecenv.evaluating.evaluate import evaluate as evaluate
     from vecenv.make import make_vec as make_vec
     from vecenv.make import register as register
     from vecenv.multi_agent import MultiAgentVecEnv as MultiAgentVecEnv
@@ -51,7 +51,7 @@ _HOME: dict[str, str] = {
     "Frozen": "engine.frozen",
     "MultiAgentVecEnv": "multi_agent",
     "Plan": "planning.plan",
-    "evaluate": "evaluating.evaluate",
+    "evaluate": "evaluating",
     "install": "patching",
     "make_vec": "make",
     "plan": "planning.plan",

@@ -8,7 +8,8 @@ vector environment. ``MultiAgentVecEnvRunner`` is its runner with one method rep
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,11 @@ from ray.rllib.env.multi_agent_env_runner import MultiAgentEnvRunner
 from ray.rllib.env.vector.vector_multi_agent_env import VectorMultiAgentEnv
 from ray.tune.registry import ENV_CREATOR, _global_registry
 
-from vecenv.adapters.single import mapped, reset_all
+from vecenv.adapters.single import reset_all
+from vecenv.evaluating.policies import map_leaves
+from vecenv.front.infos import own_keys
 from vecenv.multi_agent import MultiAgentVecEnv
-from vecenv.multi_agent.views import RESERVED, own_keys, row_of
+from vecenv.multi_agent.views import RESERVED, forwarding, row_of
 
 __all__ = ["MultiAgentVecEnvRunner", "RLlibVectorEnv", "as_rllib"]
 
@@ -52,6 +55,7 @@ def as_rllib(envs: MultiAgentVecEnv) -> RLlibVectorEnv:
     return RLlibVectorEnv(envs)
 
 
+@forwarding("vector_env", "call", "get_attr", "render")
 class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
     """What :func:`as_rllib` returns: lists with a dict of agents for each environment.
 
@@ -126,12 +130,14 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
             rows = [given.get(agent, self._idle[agent]) for given in actions]
             empty: Any = create_empty_array(space, len(rows))
             batches[agent] = concatenate(space, rows, empty)
-        return _stacked(list(batches.values())) if self.vector_env.layout == "stack" else batches
+        if self.vector_env.layout == "agents":
+            return batches
+        return map_leaves(lambda *leaves: np.stack(leaves, axis=1), *batches.values())
 
     def _observations(self, obs: Any, shown: Any) -> list[dict[Any, Any]]:
         found: list[dict[Any, Any]] = [{} for _ in range(self.num_envs)]
         for j, agent in enumerate(self._agents):
-            own = mapped(_agent(j), obs) if self.vector_env.layout == "stack" else obs[agent]
+            own = map_leaves(itemgetter((slice(None), j)), obs) if self.vector_env.layout == "stack" else obs[agent]
             for row, value, there in zip(found, iterate(self._batches[agent], own), shown[:, j].tolist(), strict=True):
                 if there:
                     row[agent] = value
@@ -163,21 +169,6 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
                 for i, j in np.argwhere(given & shown).tolist():
                     found[i][self._agents[j]][key] = row_of(value, (i, j))
         return found
-
-    def render(self) -> tuple[Any, ...] | None:
-        """What the vector environment's ``render`` returns."""
-        frames: tuple[Any, ...] | None = self.vector_env.render()
-        return frames
-
-    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """An attribute of every environment, called with the arguments if it can be called."""
-        results: tuple[Any, ...] = self.vector_env.call(name, *args, **kwargs)
-        return results
-
-    def get_attr(self, name: str) -> tuple[Any, ...]:
-        """An attribute of every environment."""
-        values: tuple[Any, ...] = self.vector_env.get_attr(name)
-        return values
 
     def close_extras(self, **kwargs: Any) -> None:
         """Close the environments."""
@@ -237,18 +228,3 @@ class MultiAgentVecEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc, unused-
             callbacks_functions=config.callbacks_on_environment_created,
             kwargs={"env_runner": self, "metrics_logger": self.metrics, "env": self.env, "env_context": context},
         )
-
-
-def _agent(j: int) -> Callable[[Any], Any]:
-    """Takes agent ``j`` out of an array ``[n, A, ...]``."""
-    return lambda leaf: leaf[:, j]
-
-
-def _stacked(trees: list[Any]) -> Any:
-    """Arrays ``[n, ...]`` of each agent as ``[n, A, ...]``."""
-    first = trees[0]
-    if isinstance(first, Mapping):
-        return {key: _stacked([tree[key] for tree in trees]) for key in first}
-    if isinstance(first, tuple):
-        return tuple(_stacked(list(parts)) for parts in zip(*trees, strict=True))
-    return np.stack(trees, axis=1)

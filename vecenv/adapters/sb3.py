@@ -21,10 +21,12 @@ from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.preprocessing import check_for_nested_spaces
 from stable_baselines3.common.vec_env import VecEnv
 
-from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, added_keys, info_rows, mapped, require, reset_all
+from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, added_keys, require, reset_all
+from vecenv.evaluating import evaluate
 from vecenv.evaluating.episodes import EpisodeResult, Listed
-from vecenv.evaluating.evaluate import evaluate
+from vecenv.evaluating.policies import map_leaves
 from vecenv.front.arguments import OnlyMask
+from vecenv.front.infos import info_rows
 
 __all__ = ["SB3VecEnv", "as_sb3", "evaluate_sb3"]
 
@@ -183,7 +185,7 @@ def _parted(merged: dict[str, Any], added: Collection[str]) -> tuple[dict[str, A
 
 def _row(batch: Any, row: int) -> Any:
     """One environment's observation, as a copy; where the space is Discrete, environments give an int."""
-    return mapped(lambda leaf: int(leaf[row]) if isinstance(leaf[row], np.int64) else leaf[row].copy(), batch)
+    return map_leaves(lambda leaf: int(leaf[row]) if isinstance(leaf[row], np.int64) else leaf[row].copy(), batch)
 
 
 # -- evaluation --------------------------------------------------------------------------------------------------------

@@ -5,17 +5,18 @@ Workers import this module to answer for their environments, so it must import n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
+from operator import methodcaller
 from typing import Any
 
-from gymnasium import Env, Wrapper
+from gymnasium import Env
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
 from vecenv.front.capabilities import capabilities_of
 from vecenv.front.driver import dropping_pending
-from vecenv.front.infos import info_rows
+from vecenv.multi_agent.adapter import class_name, has_wrapper
 
-__all__ = ["SingleEnvs", "added_keys", "info_rows", "mapped", "require", "reset_all"]
+__all__ = ["SingleEnvs", "added_keys", "require", "reset_all"]
 
 AnyEnv = Env[Any, Any]
 AnyVectorEnv = VectorEnv[Any, Any, Any]
@@ -63,15 +64,6 @@ def reset_all(envs: Any, seed: Any = None, options: Any = None) -> tuple[Any, di
     return answer
 
 
-def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    """The same dicts and tuples, with the function's value in the place of each leaf."""
-    if isinstance(tree, Mapping):
-        return {key: mapped(function, value) for key, value in tree.items()}
-    if isinstance(tree, tuple):
-        return tuple(mapped(function, value) for value in tree)
-    return function(tree)
-
-
 def _wrappers(envs: Any) -> Iterator[Any]:
     """The vector wrappers, from the outside in."""
     while isinstance(envs, VectorWrapper):
@@ -102,6 +94,8 @@ class SingleEnvs:
     def __init__(self, envs: AnyVectorEnv) -> None:
         self._num_envs = envs.num_envs
         self._inner: Any = envs.unwrapped
+        able = capabilities_of(self._inner)
+        self._are_python = able is not None and able.attributes
         self._known = {
             "render_mode": envs.render_mode,
             "spec": envs.spec,
@@ -112,41 +106,29 @@ class SingleEnvs:
 
     def get(self, name: str, rows: Iterable[int]) -> list[Any]:
         """An attribute, of whichever wrapper has it. Raises AttributeError."""
-        if not self._are_python():
-            if name not in self._known:
-                self._refuse(name)
+        if not self._are_python and name in self._known:
             return [self._known[name] for _ in rows]
-        return self._ask(_get, rows, name)
+        return self._ask(name, methodcaller("get_wrapper_attr", name), rows)
 
     def set(self, name: str, value: Any, rows: Iterable[int]) -> None:
         """Set an attribute where it is, on the outermost wrapper if it is nowhere."""
-        if not self._are_python():
-            self._refuse(name)
-        self._ask(_set, rows, name, value)
+        self._ask(name, methodcaller("set_wrapper_attr", name, value), rows)
 
     def call(self, name: str, rows: Iterable[int], *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method, of whichever wrapper has it. Raises AttributeError, or what the method raises."""
-        if not self._are_python():
-            self._refuse(name)
-        return self._ask(_call, rows, name, args, kwargs)
+        return self._ask(name, _call, rows, name, args, kwargs)
 
     def is_wrapped(self, wrapper: type[Any], rows: Iterable[int]) -> list[bool]:
         """Whether there is a wrapper of this class, or of one derived from it."""
-        if not self._are_python():
+        if not self._are_python:
             return [False for _ in rows]
-        # Told by name: the class itself would make every worker import the library that defines it, torch and all.
-        return self._ask(_is_wrapped, rows, _name(wrapper))
+        return self._ask("", has_wrapper, rows, class_name(wrapper))
 
-    def _are_python(self) -> bool:
-        able = capabilities_of(self._inner)
-        return able is not None and able.attributes
-
-    def _refuse(self, name: str) -> None:
-        raise AttributeError(
-            f"the environments of {type(self._inner).__name__} are not Python objects: they have no attribute {name!r}"
-        )
-
-    def _ask(self, question: Callable[..., Any], rows: Iterable[int], *args: Any) -> list[Any]:
+    def _ask(self, name: str, question: Callable[..., Any], rows: Iterable[int], *args: Any) -> list[Any]:
+        if not self._are_python:
+            raise AttributeError(
+                f"the environments of {type(self._inner).__name__} are not Python objects: they have no attribute {name!r}"
+            )
         wanted = [range(self._num_envs)[row] for row in rows]  # as of a list: from the end if negative, or IndexError
         if not wanted:
             return []
@@ -154,25 +136,5 @@ class SingleEnvs:
         return [answers[row] for row in wanted]
 
 
-def _get(env: AnyEnv, name: str) -> Any:
-    return env.get_wrapper_attr(name)
-
-
-def _set(env: AnyEnv, name: str, value: Any) -> None:
-    env.set_wrapper_attr(name, value)
-
-
 def _call(env: AnyEnv, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return env.get_wrapper_attr(name)(*args, **kwargs)
-
-
-def _is_wrapped(env: AnyEnv, wrapper: str) -> bool:
-    while isinstance(env, Wrapper):
-        if any(_name(base) == wrapper for base in type(env).__mro__):
-            return True
-        env = env.env
-    return False
-
-
-def _name(kind: type[Any]) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"

@@ -15,8 +15,9 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, iterate
 from tianshou.env import BaseVectorEnv
 
-from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, info_rows, require, reset_all
+from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, require, reset_all
 from vecenv.front.arguments import OnlyMask
+from vecenv.front.infos import info_rows
 
 __all__ = ["TianshouVectorEnv", "as_tianshou"]
 
@@ -111,25 +112,24 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         each = [seed] * len(ids) if seed is None or isinstance(seed, (int, np.integer)) else list(seed)
         if len(each) != len(ids):
             raise ValueError(f"got {len(each)} seeds for {len(ids)} environments")
-        seeds: list[int | None] = [None] * self.env_num
-        for i, given in zip(ids.tolist(), each, strict=True):
-            seeds[i] = None if given is None else int(given)
+        # (without seeds it is None, which environments that can only be seeded all at once want)
+        seeds = None if all(one is None for one in each) else [None if one is None else int(one) for one in each]
         every = len(ids) == self.env_num
         if self.is_async and not every:
-            return self._reset_in_flight(ids, [seeds[i] for i in ids.tolist()], options)
-        if not every:
-            mask = np.zeros(self.env_num, np.bool_)
-            mask[ids] = True
-            options = OnlyMask({**(options or {}), "reset_mask": mask})
-        # (without seeds it is None, which environments that can only be seeded all at once want)
-        given_seeds = None if all(one is None for one in seeds) else seeds
+            return self._reset_in_flight(ids, seeds, options)
+        if seeds is not None:
+            given = dict(zip(ids.tolist(), seeds, strict=True))
+            seeds = [given.get(i) for i in range(self.env_num)]
         if every:
-            observations, infos = reset_all(self.vector_env, given_seeds, options)
+            observations, infos = reset_all(self.vector_env, seeds, options)
             self._held, self._resetting = [], set()
         else:
-            observations, infos = self.vector_env.reset(seed=given_seeds, options=options)
-        rows = info_rows(infos, self.env_num)
-        return self._observations(observations, ids), _objects([rows[i] for i in ids])
+            mask = np.isin(np.arange(self.env_num), ids)
+            options = OnlyMask({**(options or {}), "reset_mask": mask})
+            observations, infos = self.vector_env.reset(seed=seeds, options=options)
+        nothing = np.zeros(self.env_num)
+        rows = self._rows((observations, nothing, nothing, nothing, infos), range(self.env_num))
+        return _begun([rows[i] for i in ids])
 
     def step(self, action: Any, id: Ids = None) -> Columns:
         """Step the environments ``id`` (all).
@@ -149,11 +149,8 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
             self._inner.send(actions, ids)
             received = {row[4]["env_id"]: row for row in self._received(len(ids))}
             return self._columns([received[i] for i in ids.tolist()])
-        results = self.vector_env.step(actions[np.argsort(ids)])
-        observations, rewards, terminations, truncations, infos = results
-        rows = [{**info, "env_id": i} for i, info in enumerate(info_rows(infos, len(rewards)))]
-        listed = _objects([rows[i] for i in ids])
-        return self._observations(observations, ids), rewards[ids], terminations[ids], truncations[ids], listed
+        rows = self._rows(self.vector_env.step(actions[np.argsort(ids)]), range(self.env_num))
+        return self._columns([rows[i] for i in ids])
 
     # -- some step while others are reset ---------------------------------------------------------------------------
 
@@ -182,14 +179,10 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         """Reset environments that are not stepping; rows of others that arrive meanwhile are kept for the next step."""
         self._finish_resets()
         self._assert_id(ids)
-        known = None if all(one is None for one in seeds) else seeds
-        self.vector_env.reset_async(seed=known, options=options, env_id=ids)
+        self.vector_env.reset_async(seed=seeds, options=options, env_id=ids)
         self._resetting = set(ids.tolist())
         begun = self._finish_resets()
-        rows = [begun[index] for index in ids.tolist()]
-        for row in rows:
-            del row[4]["env_id"]
-        return _stacked([row[0] for row in rows]), _objects([row[4] for row in rows])
+        return _begun([begun[index] for index in ids.tolist()])
 
     def _finish_resets(self) -> dict[int, Row]:
         """First rows of the resets that were asked for; after a failure the next call drops them."""
@@ -205,27 +198,25 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         return begun
 
     def _received(self, count: int) -> list[Row]:
-        observations, rewards, terminations, truncations, infos = self._inner.recv(count=count)
-        listed = info_rows({key: value for key, value in infos.items() if key not in ("env_id", "_env_id")}, count)
-        for info, index in zip(listed, infos["env_id"].tolist(), strict=True):
+        answer = self._inner.recv(count=count)
+        return self._rows(answer, answer[4]["env_id"].tolist())
+
+    def _rows(self, answer: Any, ids: Sequence[int]) -> list[Row]:
+        """What a batch holds of each of its environments."""
+        observations, rewards, terminations, truncations, infos = answer
+        listed = info_rows({key: value for key, value in infos.items() if key not in ("env_id", "_env_id")}, len(ids))
+        for info, index in zip(listed, ids, strict=True):
             info["env_id"] = index
-        seen = self._observations(observations, np.arange(count), count)
-        return list(zip(seen, rewards, terminations, truncations, listed, strict=True))
+        if not isinstance(observations, np.ndarray):
+            space = self.vector_env.observation_space
+            if len(ids) != self.env_num:
+                space = batch_space(self.vector_env.single_observation_space, len(ids))
+            observations = iterate(space, observations)
+        return list(zip(observations, rewards, terminations, truncations, listed, strict=True))
 
     def _ids(self, env_id: Ids) -> npt.NDArray[np.intp]:
         ids: npt.NDArray[np.intp] = np.arange(self.env_num)[self._wrap_id(env_id)]
         return ids
-
-    def _observations(
-        self, observations: Any, order: npt.NDArray[np.intp], count: int | None = None
-    ) -> npt.NDArray[Any]:
-        if isinstance(observations, np.ndarray):
-            return observations[order]
-        space = self.vector_env.observation_space
-        if count is not None and count != self.env_num:
-            space = batch_space(self.vector_env.single_observation_space, count)
-        rows = list(iterate(space, observations))
-        return _objects([rows[position] for position in order])
 
     # -- single environments ----------------------------------------------------------------------------------------
 
@@ -270,8 +261,15 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         self.is_closed = True
 
 
+def _begun(rows: Sequence[Row]) -> tuple[npt.NDArray[Any], Objects]:
+    """Observations and infos of a reset."""
+    for row in rows:
+        row[4].pop("env_id", None)
+    return _stacked([row[0] for row in rows]), _objects([row[4] for row in rows])
+
+
 def _stacked(rows: Sequence[Any]) -> npt.NDArray[Any]:
-    return np.stack(rows) if isinstance(rows[0], np.ndarray) else _objects(rows)
+    return np.stack(rows) if isinstance(rows[0], np.ndarray | np.generic) else _objects(rows)
 
 
 def _objects(rows: Sequence[Any]) -> Objects:

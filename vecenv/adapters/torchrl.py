@@ -28,24 +28,16 @@ from gymnasium.error import ClosedEnvironmentError
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array
 from tensordict import TensorDict
-from torchrl.data.tensor_specs import (
-    Binary,
-    Bounded,
-    Categorical,
-    Composite,
-    MultiCategorical,
-    MultiOneHot,
-    OneHot,
-    Unbounded,
-)
+from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, MultiOneHot, OneHot, Unbounded
 from torchrl.envs import EnvBase
 
-from vecenv.adapters.single import mapped, require, reset_all
+from vecenv.adapters.single import require, reset_all
+from vecenv.evaluating.policies import map_leaves
 from vecenv.front.capabilities import capabilities_of
+from vecenv.front.infos import own_keys
 from vecenv.make import make_vec
-from vecenv.multi_agent.views import own_keys
 
-__all__ = ["Codec", "Tensors", "TorchRLEnv", "as_torchrl", "codec_of", "moved", "put", "rows_of", "tensor_of"]
+__all__ = ["Codec", "Tensors", "TorchRLEnv", "as_torchrl", "codec_of"]
 
 
 # -- spaces as specs, and batches as tensors ---------------------------------------------------------------------------
@@ -59,34 +51,32 @@ Tensors: TypeAlias = Any
 
 
 @dataclass(frozen=True)
-class _Leaf:
-    """A space that is one tensor; see :data:`Codec`."""
+class Codec:
+    """What a space is in TorchRL.
+
+    Attributes:
+        spec: Of a batch.
+        encode: A batch of any number of rows as tensors, which shares memory where it can.
+        decode: Tensors as a batch for Gymnasium's vector environments.
+    """
 
     spec: Any
     encode: Callable[[Any], Tensors]
     decode: Callable[[Any], Any]
 
 
-class _Branch:
-    """A Dict or a Tuple."""
+def _branch(children: dict[str, Codec], keys: tuple[Any, ...] | None, n: int) -> Codec:
+    """What a Dict with these keys is, or a Tuple, which has none."""
 
-    def __init__(self, children: dict[str, Any], keys: tuple[Any, ...] | None, n: int) -> None:
-        self.children = children
-        self._keys = keys  # a Dict's, None for a Tuple
-        self.spec = Composite({name: child.spec for name, child in children.items()}, shape=(n,))
+    def encode(batch: Any) -> Tensors:
+        places = range(len(children)) if keys is None else keys
+        return {name: child.encode(batch[place]) for place, (name, child) in zip(places, children.items(), strict=True)}
 
-    def encode(self, batch: Any) -> Tensors:
-        keys = range(len(self.children)) if self._keys is None else self._keys
-        return {name: child.encode(batch[key]) for key, (name, child) in zip(keys, self.children.items(), strict=True)}
+    def decode(tensors: Any) -> Any:
+        values = [child.decode(tensors[name]) for name, child in children.items()]
+        return tuple(values) if keys is None else dict(zip(keys, values, strict=True))
 
-    def decode(self, tensors: Any) -> Any:
-        values = [child.decode(tensors[name]) for name, child in self.children.items()]
-        return tuple(values) if self._keys is None else dict(zip(self._keys, values, strict=True))
-
-
-Codec: TypeAlias = _Leaf | _Branch
-"""What a space is in TorchRL: the ``spec`` of a batch; ``encode``, a batch of any number of rows as tensors, which shares
-memory where it can; ``decode``, tensors as a batch for Gymnasium's vector environments."""
+    return Codec(Composite({name: child.spec for name, child in children.items()}, shape=(n,)), encode, decode)
 
 
 def codec_of(space: gym.Space[Any], n: int, onehot: bool, names: Callable[[str], str] = str) -> Codec:
@@ -103,9 +93,9 @@ def codec_of(space: gym.Space[Any], n: int, onehot: bool, names: Callable[[str],
     """
     if isinstance(space, spaces.Dict):
         children = {names(str(key)): codec_of(inner, n, onehot) for key, inner in space.spaces.items()}
-        return _Branch(children, tuple(space.spaces), n)
+        return _branch(children, tuple(space.spaces), n)
     if isinstance(space, spaces.Tuple):
-        return _Branch({str(i): codec_of(inner, n, onehot) for i, inner in enumerate(space.spaces)}, None, n)
+        return _branch({str(i): codec_of(inner, n, onehot) for i, inner in enumerate(space.spaces)}, None, n)
     for kind, leaf in _LEAVES.items():
         if isinstance(space, kind):
             return leaf(space, n, onehot)
@@ -114,7 +104,7 @@ def codec_of(space: gym.Space[Any], n: int, onehot: bool, names: Callable[[str],
     )
 
 
-def _box(space: Any, n: int, onehot: bool) -> _Leaf:
+def _box(space: Any, n: int, onehot: bool) -> Codec:
     dtype = _dtype(space.dtype)
     if dtype is torch.bool:
         return _binary(space, n, onehot)
@@ -126,57 +116,45 @@ def _box(space: Any, n: int, onehot: bool) -> _Leaf:
             limits = torch.finfo(dtype)
             low, high = low.clamp(limits.min, limits.max), high.clamp(limits.min, limits.max)
         spec = Bounded(low, high, shape=space.shape, dtype=dtype)
-    return _Leaf(spec.expand(n, *space.shape), tensor_of, _array)
+    return Codec(spec.expand(n, *space.shape), tensor_of, _array)
 
 
-def _discrete(space: Any, n: int, onehot: bool) -> _Leaf:
-    count, start = int(space.n), int(space.start)
-
-    def encode(batch: Any) -> Any:
-        values = tensor_of(batch).long()
-        values = values - start if start else values
-        return torch.nn.functional.one_hot(values, count) if onehot else values
-
-    def decode(tensor: Any) -> Any:
-        # as TorchRL has it, a one-hot vector may be any vector: what is largest is meant
-        values = _array(tensor.to(torch.float32).argmax(-1) if onehot else tensor.long())
-        return values + start if start else values
-
-    kind = OneHot if onehot else Categorical
-    spec = kind(count, dtype=torch.long)
-    return _Leaf(spec.expand(n, *spec.shape), encode, decode)
-
-
-def _multi_discrete(space: Any, n: int, onehot: bool) -> _Leaf:
-    counts = [int(count) for count in space.nvec.reshape(-1)]
+def _discrete(space: Any, n: int, onehot: bool) -> Codec:
+    """A MultiDiscrete, or a Discrete, which is one of a single number."""
+    many = isinstance(space, spaces.MultiDiscrete)
+    counts = np.reshape(space.nvec if many else space.n, -1).tolist()
     start = torch.as_tensor(np.asarray(space.start)).long().reshape(-1)
 
     def encode(batch: Any) -> Any:
-        values = tensor_of(batch).long().reshape(-1, len(counts)) - start
-        if not onehot:
-            return values
-        hot = [torch.nn.functional.one_hot(values[:, i], count) for i, count in enumerate(counts)]
-        return torch.cat(hot, -1)
+        values = tensor_of(batch).long().reshape(-1, len(counts))
+        values = values - start.to(values.device)
+        if onehot:
+            return torch.cat([torch.nn.functional.one_hot(values[:, i], count) for i, count in enumerate(counts)], -1)
+        return values if many else values[:, 0]
 
     def decode(tensor: Any) -> Any:
-        if onehot:
+        if onehot:  # as TorchRL has it, a one-hot vector may be any vector: what is largest is meant
             parts = tensor.to(torch.float32).split(counts, -1)
             tensor = torch.stack([part.argmax(-1) for part in parts], -1)
-        values = _array(tensor.long()) + start.numpy()
-        return values.reshape(-1, *space.nvec.shape).astype(space.dtype)
+        values = _array(tensor.long().reshape(-1, len(counts))) + start.numpy()
+        return values.reshape(-1, *space.shape).astype(space.dtype)
 
-    spec = (MultiOneHot if onehot else MultiCategorical)(counts, dtype=torch.long)
-    return _Leaf(spec.expand(n, *spec.shape), encode, decode)
+    spec: Any
+    if many:
+        spec = (MultiOneHot if onehot else MultiCategorical)(counts, dtype=torch.long)
+    else:
+        spec = (OneHot if onehot else Categorical)(counts[0], dtype=torch.long)
+    return Codec(spec.expand(n, *spec.shape), encode, decode)
 
 
-def _binary(space: Any, n: int, onehot: bool) -> _Leaf:
-    return _Leaf(Binary(shape=(n, *space.shape), dtype=_dtype(space.dtype)), tensor_of, _array)
+def _binary(space: Any, n: int, onehot: bool) -> Codec:
+    return Codec(Binary(shape=(n, *space.shape), dtype=_dtype(space.dtype)), tensor_of, _array)
 
 
-_LEAVES: dict[type[Any], Callable[[Any, int, bool], _Leaf]] = {
+_LEAVES: dict[type[Any], Callable[[Any, int, bool], Codec]] = {
     spaces.Box: _box,
     spaces.Discrete: _discrete,
-    spaces.MultiDiscrete: _multi_discrete,
+    spaces.MultiDiscrete: _discrete,
     spaces.MultiBinary: _binary,
 }
 
@@ -201,23 +179,14 @@ def _array(tensor: Any) -> Any:
     return tensor.detach().cpu().numpy()
 
 
-def moved(tensors: Tensors, device: Any) -> Tensors:
-    """The same on a device."""
-    return mapped(lambda one: one if device is None or one.device == device else one.to(device), tensors)
-
-
-def rows_of(tensors: Tensors, rows: Any) -> Tensors:
+def _rows_of(tensors: Tensors, rows: Any) -> Tensors:
     """A copy of some rows; ``rows`` is anything that indexes a tensor."""
-    return mapped(lambda one: one[rows].clone(), tensors)
+    return map_leaves(lambda one: one[rows].clone(), tensors)
 
 
-def put(tensors: Tensors, rows: Any, values: Tensors) -> None:
+def _write(tensors: Tensors, rows: Any, values: Tensors) -> None:
     """Write ``values`` into some rows of ``tensors``, in place."""
-    if isinstance(tensors, Mapping):
-        for key, value in tensors.items():
-            put(value, rows, values[key])
-    else:
-        tensors[rows] = values
+    map_leaves(lambda one, new: one.__setitem__(rows, new), tensors, values)
 
 
 Mask = npt.NDArray[np.bool_]
@@ -298,15 +267,9 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where To
     _has_frame_skip = True
 
     def __init__(
-        self,
-        build: Callable[[], Any],
-        *,
-        device: Any,
-        frame_skip: int,
-        onehot: bool,
-        infos: bool | Sequence[str],
+        self, build: Callable[[], Any], *, device: Any, frame_skip: int, onehot: bool, infos: bool | Sequence[str],
         allow_done_after_reset: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if isinstance(frame_skip, bool) or not isinstance(frame_skip, int) or frame_skip < 1:
             raise ValueError(f"frame_skip must be a positive integer, got {frame_skip!r}")
         envs = build()
@@ -365,7 +328,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where To
         if self.is_closed:
             self._open(self._build())
         mask = None if tensordict is None else tensordict.get("_reset", None)
-        if mask is None or not self._rows.begun:
+        if mask is None or self._rows.shown is None:
             self._begin(seed, options)
         elif (chosen := _flags(mask)).any():
             if seed is not None:
@@ -381,7 +344,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where To
     def _step(self, tensordict: Any) -> Any:
         if self.is_closed:
             self._open(self._build())
-        if not self._rows.begun:
+        if self._rows.shown is None:
             self._begin()
         chosen = tensordict.get("_step", None)
         rewards = self._rows.step(tensordict.get("action"), None if chosen is None else _flags(chosen), self.frame_skip)
@@ -408,15 +371,16 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where To
 
     def _shown(self, rewards: torch.Tensor | None = None) -> Any:
         rows = self._rows
-        shown = dict(rows.observations) if self._named else {"observation": rows.observations}
-        for name, column in rows.infos.items():
+        observations, infos = rows.shown
+        shown = dict(observations) if self._named else {"observation": observations}
+        for name, column in infos.items():
             shown[self._names[name]] = column
         for name, flags in (("done", rows.ended), ("terminated", rows.terminated), ("truncated", rows.truncated)):
             shown[name] = torch.from_numpy(flags[:, None].copy())  # the caller may write to it
         if rewards is not None:
             shown["reward"] = rewards.unsqueeze(-1)
         if self.device is not None:
-            shown = moved(shown, self.device)
+            shown = map_leaves(lambda one: one.to(self.device), shown)
         return TensorDict(shown, batch_size=self.batch_size, device=self.device)
 
     # -- beside ---------------------------------------------------------------------------------------------------------
@@ -459,11 +423,9 @@ class _Rows:
         infos: Columns of infos to show, by name, as they look in one row.
 
     Attributes:
-        begun: Whether there was a reset.
         ended: bool ``(n,)``; the episodes that ended and were not reset.
         terminated, truncated: How; bool ``(n,)``.
-        observations: What is shown of all rows.
-        infos: The same of the columns.
+        shown: Observations and columns of all rows; ``None`` before the first reset.
     """
 
     def __init__(
@@ -477,42 +439,36 @@ class _Rows:
         self._by_row = envs.unwrapped is envs and able is not None and (able.first_ready or able.backend == "envpool")
         self._same_step = mode is AutoresetMode.SAME_STEP
         self._all_rows = np.arange(n)
-        # what the engine would refuse to step, or is undefined where it does not
-        self._spent = np.zeros(n, np.bool_) if mode is AutoresetMode.DISABLED and not self._by_row else None
-        # first observations and infos of episodes that were not asked for yet, where `_fresh`
-        self._starts: tuple[Tensors, Tensors] | None = None
+        self._resets_spent = mode is AutoresetMode.DISABLED and not self._by_row
+        self._spent = np.zeros(n, np.bool_)  # what the engine would refuse to step, or is undefined where it does not
+        self._starts: Tensors = None  # as `shown`, of the beginnings of episodes that were not asked for yet, where `_fresh`
         self._fresh = np.zeros(n, np.bool_)
-        self.begun = False
-        self.ended, self.terminated, self.truncated = (np.zeros(n, np.bool_) for _ in range(3))
-        self.observations: Tensors = None
-        self.infos: dict[str, torch.Tensor] = {}
+        self.terminated, self.truncated = np.zeros((2, n), np.bool_)
+        self.shown: Tensors = None
+
+    @property
+    def ended(self) -> Mask:
+        ended: Mask = self.terminated | self.truncated
+        return ended
 
     def reset(self, seed: Any = None, options: Any = None) -> None:
         """Begin an episode in every row; an answer that is still pending, as of an interrupted step, is dropped."""
         observations, infos = reset_all(self._envs, seed, options)
-        self.observations = self._observations.encode(observations)
-        self.infos = self._read(infos, self._all_rows)
-        self._fresh = np.zeros_like(self._fresh)
-        if self._spent is not None:
-            self._spent = np.zeros_like(self._spent)
-        self.ended, self.terminated, self.truncated = (np.zeros_like(self.ended) for _ in range(3))
-        self.begun = True
+        self.shown = self._encoded(observations, infos, self._all_rows)
+        self._fresh, self._spent, self.terminated, self.truncated = np.zeros((4, len(self._fresh)), np.bool_)
 
     def restart(self, mask: Mask, options: Mapping[str, Any] | None = None) -> None:
         """Begin an episode in the rows under ``mask``; the others stay as they are."""
         ready = mask & self._fresh if options is None else np.zeros_like(mask)
         asked = mask & ~ready
         if ready.any():
-            assert self._starts is not None
-            self._put(ready, *self._starts, ready)
+            self._put(ready, self._starts, ready)
         if asked.any():
             observations, infos = self._envs.reset(options={**(options or {}), "reset_mask": asked.copy()})
-            self._put(asked, self._observations.encode(observations), self._read(infos, self._all_rows), asked)
-            if self._spent is not None:
-                self._spent = self._spent & ~asked
-        self._fresh = self._fresh & ~mask
-        self.ended, self.terminated, self.truncated = (
-            flags & ~mask for flags in (self.ended, self.terminated, self.truncated)
+            self._put(asked, self._encoded(observations, infos, self._all_rows), asked)
+            self._spent = self._spent & ~asked
+        self._fresh, self.terminated, self.truncated = (
+            flags & ~mask for flags in (self._fresh, self.terminated, self.truncated)
         )
 
     def all_begun(self) -> bool:
@@ -546,76 +502,64 @@ class _Rows:
     def _frame(self, actions: Any, live: Mask) -> torch.Tensor:
         every = bool(live.all())
         if every or not self._by_row:
-            if self._spent is not None and self._spent.any():
+            if self._spent.any():
                 self._envs.reset(options={"reset_mask": self._spent.copy()})
             answer, ids = self._envs.step(actions), self._all_rows
         else:
             wanted = np.flatnonzero(live)
-            self._envs.send(mapped(lambda leaf: leaf[wanted], actions), wanted)
+            self._envs.send(map_leaves(lambda leaf: leaf[wanted], actions), wanted)
             answer = self._envs.recv(count=len(wanted))
             ids = np.asarray(answer[4]["env_id"])
-        observations = self._observations.encode(answer[0])
+        batch = self._encoded(answer[0], answer[4], ids)
         terminated, truncated = (_flags(flags) for flags in answer[2:4])
-        infos = answer[4]
-        if self._spent is not None:
+        if self._resets_spent:
             self._spent = terminated | truncated
-        columns = self._read(infos, ids)
-        if self._same_step and (ended := terminated | truncated).any():
-            self._keep_starts(observations, columns, ended & live[ids], ids, infos)
+        if self._same_step and (ended := (terminated | truncated) & live[ids]).any():
+            self._keep_starts(batch, np.flatnonzero(ended), ids, answer[4])
         rewards = tensor_of(answer[1]).to("cpu", torch.float32, copy=True)
-        if every:
-            self.observations, self.infos, self.terminated, self.truncated = observations, columns, terminated, truncated
-        else:
-            rewards = self._show(observations, columns, rewards, (terminated, truncated), ids, live)
-        self.ended = self.terminated | self.truncated
+        if not every:
+            return self._show(batch, rewards, (terminated, truncated), ids, live)
+        self.shown, self.terminated, self.truncated = batch, terminated, truncated
         return rewards
 
-    def _show(
-        self, observations: Tensors, columns: dict[str, torch.Tensor], rewards: Any, flags: Any, ids: Any, live: Mask
-    ) -> torch.Tensor:
+    def _show(self, batch: Tensors, rewards: Any, flags: Any, ids: Any, live: Mask) -> torch.Tensor:
         """Show what happened to the rows that are ``live``, and the others as they were."""
         picked = np.flatnonzero(live[ids])
         rows = ids[picked]
         if len(ids) == len(live):
             self._fresh = self._fresh & live  # the hidden rows have gone on from where their episodes began
-        self._put(rows, observations, columns, picked)
+        self._put(rows, batch, picked)
         self.terminated, self.truncated = self.terminated.copy(), self.truncated.copy()
         self.terminated[rows], self.truncated[rows] = flags[0][picked], flags[1][picked]
         paid = torch.zeros(len(live))
         paid[rows] = rewards[picked]
         return paid
 
-    def _put(self, rows: Any, observations: Tensors, columns: dict[str, torch.Tensor], picked: Any) -> None:
+    def _put(self, rows: Any, batch: Tensors, picked: Any) -> None:
         """Show in ``rows`` what is in ``picked``, by new tensors: the caller may hold the old ones."""
-        for name, new in (("observations", observations), ("infos", columns)):
-            shown = rows_of(getattr(self, name), slice(None))
-            put(shown, rows, rows_of(new, picked))
-            setattr(self, name, shown)
+        shown = _rows_of(self.shown, slice(None))
+        _write(shown, rows, _rows_of(batch, picked))
+        self.shown = shown
 
-    def _keep_starts(
-        self, observations: Tensors, columns: dict[str, torch.Tensor], ended: Mask, ids: Any, infos: Mapping[str, Any]
-    ) -> None:
+    def _keep_starts(self, batch: Tensors, rows: Any, ids: Any, infos: Mapping[str, Any]) -> None:
         """Same-step mode: take the first observations of the next episodes away, and put the last ones in their place."""
-        rows = np.flatnonzero(ended)
-        if not len(rows):
-            return
         if self._starts is None:
-            self._starts = rows_of(self.observations, slice(None)), rows_of(self.infos, slice(None))
-        for kept, new in zip(self._starts, (observations, columns), strict=True):
-            put(kept, ids[rows], rows_of(new, rows))
-        put(observations, rows, self._final(infos["final_obs"], rows))
+            self._starts = _rows_of(self.shown, slice(None))
+        _write(self._starts, ids[rows], _rows_of(batch, rows))
         self._fresh = self._fresh.copy()
         self._fresh[ids[rows]] = True
-        final = infos.get("final_info", {})
-        for name, column in self._read(final, ids).items():
-            columns[name][rows] = column[rows]
+        last = self._final(infos["final_obs"], rows), _rows_of(self._read(infos.get("final_info", {}), ids), rows)
+        _write(batch, rows, last)
 
     def _final(self, finals: Any, rows: Any) -> Tensors:
         if not (isinstance(finals, np.ndarray) and finals.dtype.hasobject):
-            return rows_of(self._observations.encode(finals), rows)
+            return _rows_of(self._observations.encode(finals), rows)
         space = self._envs.single_observation_space
         empty: Any = create_empty_array(space, len(rows))
         return self._observations.encode(concatenate(space, [finals[row] for row in rows], empty))
+
+    def _encoded(self, observations: Any, infos: Mapping[str, Any], ids: Any) -> Tensors:
+        return self._observations.encode(observations), self._read(infos, ids)
 
     def _read(self, infos: Mapping[str, Any], ids: Any) -> dict[str, torch.Tensor]:
         """The columns that are to be shown, zero where an environment says nothing."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
@@ -98,7 +99,7 @@ class EpisodeResults(list[EpisodeResult]):
 
     def _of_ended(self, figure: Callable[..., Any]) -> float:
         returns = [each.episode_return for each in self if each.error is None]
-        return float(figure(np.array(returns, np.float64))) if returns else float("nan")
+        return float(figure(returns)) if returns else float("nan")
 
     def __repr__(self) -> str:
         failed = sum(each.error is not None for each in self)
@@ -117,19 +118,23 @@ class Attempt:
     """One time that an episode is run.
 
     Attributes:
-        index: The episode's place in the list.
+        episode: What is run.
+        index: Its place in the list.
         row: The environment that runs it.
         rng: The policy's own, for this episode: the same at every attempt.
         begins: Its first observation has not been shown to the policy.
+        suspect: It ran beside others in a worker that died, and may have caused that.
         episode_return, length: So far.
         frames: As far as they were asked for.
         began: ``time.perf_counter()`` at its beginning.
     """
 
+    episode: Episode
     index: int
     row: int
     rng: np.random.Generator
     begins: bool = True
+    suspect: bool = False
     episode_return: float = 0.0
     length: int = 0
     frames: list[Any] = field(default_factory=list)
@@ -153,45 +158,33 @@ class Episodes:
     entropy: int
     retries: int
     results: dict[int, EpisodeResult] = field(default_factory=dict)
-    failures: dict[int, int] = field(default_factory=dict)
-    begun: dict[int, int] = field(default_factory=dict)
+    failures: Counter[int] = field(default_factory=Counter)
+    begun: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         retries = self.retries
         if isinstance(retries, bool) or not isinstance(retries, (int, np.integer)) or retries < 0:
             raise ValueError(f"retries must be an integer from 0 on, got {retries!r}")
 
-    def seed(self, index: int) -> int:
-        """Of the reset of an episode."""
-        seed = self.episodes[index].seed
-        assert seed is not None
-        return seed
-
-    def snapshot(self, attempt: Attempt) -> Snapshot | None:
-        """What an attempt begins with, if not with a reset."""
-        return self.episodes[attempt.index].snapshot
-
     def begin(self, index: int, row: int) -> Attempt:
         """An attempt at an episode, in a row."""
-        self.begun[index] = self.begun.get(index, 0) + 1
+        self.begun[index] += 1
         rng = np.random.default_rng(np.random.SeedSequence(self.entropy, spawn_key=(index,)))
-        return Attempt(index, row, rng)
+        return Attempt(self.episodes[index], index, row, rng)
 
     def failed(self, attempt: Attempt, error: Exception) -> EpisodeResult | None:
         """An attempt failed: the result, or ``None`` if the episode is to be begun again."""
-        failures = self.failures[attempt.index] = self.failures.get(attempt.index, 0) + 1
-        if failures <= self.retries:
-            return None
-        return self.ended(attempt, False, False, {}, error)
+        self.failures[attempt.index] += 1
+        again = self.failures[attempt.index] <= self.retries
+        return None if again else self.ended(attempt, False, False, {}, error)
 
     def ended(
         self, attempt: Attempt, terminated: bool, truncated: bool, info: Any, error: Exception | None = None
     ) -> EpisodeResult:
         """An episode is over: its result."""
-        index = attempt.index
+        index, episode = attempt.index, attempt.episode
         episode_return = attempt.episode_return if error is None else float("nan")
-        episode = self.episodes[index]
-        seed = self.seed(index) if episode.snapshot is None else None
+        seed = episode.seed if episode.snapshot is None else None
         result = self.results[index] = EpisodeResult(
             index, seed, episode.options, episode_return, attempt.length, terminated, truncated, info, error,
             time.perf_counter() - attempt.began, self.begun[index], tuple(attempt.frames),
@@ -210,11 +203,8 @@ def listed(episodes: Any, seed: Any) -> tuple[list[Episode], int]:
     base = secrets.randbelow(_BASES) if seed is None else _natural(seed, "seed")
     if isinstance(episodes, str | bytes | Mapping | Episode | Snapshot):
         raise TypeError(f"episodes must be how many, or a list of vecenv.Episode or snapshots, got {episodes!r}")
-    if not isinstance(episodes, Sequence):
-        count = _natural(episodes, "episodes")
-        wanted: list[Any] = [Episode()] * count
-    else:
-        wanted = list(episodes)
+    is_list = isinstance(episodes, Sequence)
+    wanted: list[Any] = list(episodes) if is_list else [Episode()] * _natural(episodes, "episodes")
     if not wanted:
         raise ValueError(f"there is no episode to run: got episodes={episodes!r}")
     for index, episode in enumerate(wanted):

@@ -11,15 +11,16 @@ import inspect
 import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 from gymnasium import Space, spaces
 
-from vecenv.evaluating.episodes import Attempt
+from vecenv.evaluating.episodes import Attempt, Episode
 from vecenv.front.infos import info_row
 
-__all__ = ["ARRAYS", "BATCHES", "Acting", "join_rows", "put_rows", "take_rows"]
+__all__ = ["ARRAYS", "BATCHES", "Acting", "join_rows", "map_leaves", "take_rows"]
 
 ARRAYS: Final = ("numpy", "torch", "jax")
 BATCHES: Final = ("ready", "padded", "single")
@@ -31,8 +32,7 @@ class Acting:
 
     Args:
         policy: The policy; its parameters are checked.
-        num_envs: How many rows there are.
-        observation_space, action_space: Of one environment.
+        envs: The vector environment.
         arrays: What observations are given as: ``"numpy"``, ``"torch"``, ``"jax"``; ``None``: tensors to a torch module, to
             all others what comes.
         device: Where tensors go.
@@ -44,16 +44,7 @@ class Acting:
     """
 
     def __init__(
-        self,
-        policy: Any,
-        num_envs: int,
-        observation_space: Space[Any],
-        action_space: Space[Any],
-        *,
-        arrays: str | None,
-        device: Any,
-        batch: str,
-        initial_state: Any,
+        self, policy: Any, envs: Any, *, arrays: str | None, device: Any, batch: str, initial_state: Any
     ) -> None:
         if not callable(policy):
             raise TypeError(f"policy must be callable, as policy(observations) -> actions; got {policy!r}")
@@ -67,15 +58,14 @@ class Acting:
             given = "is not given" if initial_state is None else "is given"
             raise TypeError(f"a policy that takes `state` goes with initial_state=, that of one episode; here it {given}")
         self._policy: Callable[..., Any] = policy
-        self._spaces = observation_space, action_space
-        self._num_envs = num_envs
-        self._arrays = arrays or ("torch" if module else None)
+        self._spaces = envs.single_observation_space, envs.single_action_space
+        self._num_envs = envs.num_envs
         if module and device is None:
             device = next((parameter.device for parameter in policy.parameters()), None)
-        self._device = device
+        self._convert, self._calling = _conversion(arrays or ("torch" if module else None), device)
         self._batch = batch
         self._initial = initial_state
-        self._states: list[Any] = [initial_state] * num_envs
+        self._states: list[Any] = [initial_state] * self._num_envs
 
     def __call__(
         self, observations: Any, attempts: Sequence[Attempt], infos: Sequence[Mapping[Any, Any]], places: Sequence[int]
@@ -94,38 +84,39 @@ class Acting:
         if self._batch != "single":
             actions = self._ask(observations, attempts, infos, places)
         else:
-            single = [
+            each = [
                 self._ask(take_rows(self._spaces[0], observations, [at]), [attempt], infos[at : at + 1], [places[at]])
                 for at, attempt in enumerate(attempts)
             ]
-            actions = single[0] if len(single) == 1 else join_rows(self._spaces[1], single)
+            actions = join_rows(self._spaces[1], each)
         for attempt in attempts:
             attempt.begins = False
         return actions
 
     def _ask(self, observations: Any, attempts: Sequence[Attempt], infos: Sequence[Any], places: Sequence[int]) -> Any:
         count, named = len(attempts), self._named
-        padding = self._num_envs - count if self._batch == "padded" else 0
-        if padding:
+        if padding := self._num_envs - count if self._batch == "padded" else 0:
             observations = take_rows(self._spaces[0], observations, [*range(count), *[0] * padding])
+            fillers = [Attempt(Episode(), -1, self._num_envs, np.random.default_rng(0)) for _ in range(padding)]
+            attempts, infos, places = [*attempts, *fillers], [*infos, *[{}] * padding], [*places, *[0] * padding]
         given: dict[str, Any] = {}
         if "rows" in named:
-            given["rows"] = np.array([attempt.row for attempt in attempts] + [self._num_envs] * padding, np.intp)
+            given["rows"] = np.array([attempt.row for attempt in attempts], np.intp)
         if "begins" in named:
-            given["begins"] = np.array([attempt.begins for attempt in attempts] + [True] * padding, np.bool_)
+            given["begins"] = np.array([attempt.begins for attempt in attempts], np.bool_)
         if "episodes" in named:
-            given["episodes"] = np.array([attempt.index for attempt in attempts] + [-1] * padding, np.intp)
+            given["episodes"] = np.array([attempt.index for attempt in attempts], np.intp)
         if "rngs" in named:
-            given["rngs"] = [attempt.rng for attempt in attempts] + [np.random.default_rng(0) for _ in range(padding)]
+            given["rngs"] = [attempt.rng for attempt in attempts]
         if "infos" in named:
-            given["infos"] = [*map(info_row, infos, places), *[{} for _ in range(padding)]]
+            given["infos"] = [*map(info_row, infos, places)]
         if "state" in named:
             states = [self._initial if each.begins else self._states[each.row] for each in attempts]
-            given["state"] = map_leaves(_stack, *states, *[self._initial] * padding)
-        with _without_gradients(self._arrays):
-            said = self._policy(self._converted(observations), **given)
+            given["state"] = map_leaves(_stack, *states)
+        with self._calling():
+            said = self._policy(self._convert(observations), **given)
         if "state" in named:
-            said = self._keep_state(said, attempts)
+            said = self._keep_state(said, attempts[:count])
         return self._checked(to_numpy(said), count + padding, count)
 
     def _keep_state(self, said: Any, attempts: Sequence[Attempt]) -> Any:
@@ -149,20 +140,6 @@ class Acting:
                 f"the policy was given {wanted} observations and returned {min(found - {wanted})} actions; nothing was sent"
             )
         return actions if wanted == count else take_rows(space, actions, range(count))
-
-    def _converted(self, observations: Any) -> Any:
-        if self._arrays is None:
-            return observations
-        if self._arrays == "torch":
-            import torch
-
-            device = self._device
-            return map_leaves(lambda leaf: torch.as_tensor(leaf, device=device), to_numpy(observations))
-        if self._arrays == "jax":
-            import jax.numpy
-
-            return map_leaves(jax.numpy.asarray, observations)
-        return to_numpy(observations)
 
 
 def _is_module(policy: Any) -> bool:
@@ -191,12 +168,17 @@ def _named(policy: Any) -> frozenset[str]:
     return frozenset(each.name for each in named if each.name in _KNOWN)
 
 
-def _without_gradients(arrays: str | None) -> contextlib.AbstractContextManager[Any]:
-    if arrays != "torch":
-        return contextlib.nullcontext()
-    import torch
+def _conversion(arrays: str | None, device: Any) -> tuple[Callable[[Any], Any], Callable[[], Any]]:
+    """What converts observations, and the context that the policy is called in."""
+    if arrays == "torch":
+        import torch
 
-    return torch.no_grad()  # type: ignore[no-any-return, unused-ignore]
+        return lambda batch: map_leaves(partial(torch.as_tensor, device=device), to_numpy(batch)), torch.no_grad
+    if arrays == "jax":
+        import jax.numpy
+
+        return partial(map_leaves, jax.numpy.asarray), contextlib.nullcontext
+    return to_numpy if arrays == "numpy" else lambda batch: batch, contextlib.nullcontext
 
 
 def map_parts(function: Callable[..., Any], space: Space[Any], *batches: Any) -> Any:
@@ -212,35 +194,19 @@ def take_rows(space: Space[Any], batch: Any, places: Sequence[int]) -> Any:
     """Some rows of a batch of elements of a space, in the same form."""
 
     def take(part: Any) -> Any:
-        return (
-            tuple(part[place] for place in places) if isinstance(part, tuple | list) else part[np.asarray(places, np.intp)]
-        )
+        if isinstance(part, tuple | list):
+            return tuple(part[place] for place in places)
+        return part[np.asarray(places, np.intp)]
 
     return map_parts(take, space, batch)
-
-
-def put_rows(space: Space[Any], batch: Any, places: Sequence[int], rows: Any) -> Any:
-    """A batch with some of its rows replaced; ``batch`` itself stays as it is."""
-
-    def put(part: Any, new: Any) -> Any:
-        if isinstance(part, tuple | list):
-            of_place = dict(zip(places, new, strict=True))
-            return tuple(of_place.get(place, item) for place, item in enumerate(part))
-        if hasattr(part, "at"):  # JAX's
-            return part.at[np.asarray(places, np.intp)].set(new)
-        whole = part.clone() if hasattr(part, "clone") else part.copy()
-        whole[np.asarray(places, np.intp)] = new
-        return whole
-
-    return map_parts(put, space, batch, rows)
 
 
 def join_rows(space: Space[Any], batches: Sequence[Any]) -> Any:
     """Batches one after the other."""
 
     def join(*parts: Any) -> Any:
-        if all(isinstance(part, np.ndarray) for part in parts):
-            return np.concatenate(parts)
+        if all(hasattr(part, "shape") for part in parts):
+            return _library_of(parts[0]).concatenate(parts)
         return tuple(item for part in parts for item in part)
 
     return map_parts(join, space, *batches)
@@ -259,13 +225,13 @@ def count_rows(space: Space[Any], batch: Any) -> set[int]:
 
 def to_numpy(batch: Any) -> Any:
     """Arrays of torch and JAX as numpy's, wherever they stand; the rest as it is."""
-    if isinstance(batch, dict):
-        return {key: to_numpy(part) for key, part in batch.items()}
-    if isinstance(batch, tuple) and not hasattr(batch, "_fields"):
-        return tuple(to_numpy(part) for part in batch)
-    if hasattr(batch, "detach"):
-        return batch.detach().cpu().numpy()
-    return np.asarray(batch) if hasattr(batch, "__array__") and not isinstance(batch, np.generic) else batch
+
+    def convert(leaf: Any) -> Any:
+        if hasattr(leaf, "detach"):
+            return leaf.detach().cpu().numpy()
+        return np.asarray(leaf) if hasattr(leaf, "__array__") and not isinstance(leaf, np.generic) else leaf
+
+    return map_leaves(convert, batch)
 
 
 def map_leaves(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
@@ -276,20 +242,23 @@ def map_leaves(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
         return {key: map_leaves(function, value, *(other[key] for other in others)) for key, value in tree.items()}
     if isinstance(tree, tuple | list):
         parts = [map_leaves(function, *each) for each in zip(tree, *others, strict=True)]
-        if hasattr(tree, "_fields"):
-            return type(tree)(*parts)
-        return type(tree)(parts)
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
     return function(tree, *others)
 
 
 def _stack(*leaves: Any) -> Any:
-    """Leaves as one with a new first axis, by the library that they are of."""
-    if hasattr(leaves[0], "detach"):
+    """Leaves as one with a new first axis."""
+    return _library_of(leaves[0]).stack(leaves)
+
+
+def _library_of(leaf: Any) -> Any:
+    """The library that an array is of: torch, ``jax.numpy``, else numpy."""
+    if hasattr(leaf, "detach"):
         import torch
 
-        return torch.stack(leaves)
-    if type(leaves[0]).__module__.partition(".")[0] in ("jax", "jaxlib"):
+        return torch
+    if type(leaf).__module__.partition(".")[0] in ("jax", "jaxlib"):
         import jax.numpy
 
-        return jax.numpy.stack(leaves)
-    return np.stack(leaves)
+        return jax.numpy
+    return np

@@ -7,12 +7,6 @@ from vecenv.multi_agent.vector_env import MultiAgentVecEnv, make_openrl
 from vecenv.multi_agent.views import FlattenAgents, OpenRLView, list_of_dicts
 
 __all__ = [
-    "FlattenAgents",
-    "MultiAgentVecEnv",
-    "OpenRLView",
-    "StackedAgents",
-    "TurnBased",
-    "from_aec",
-    "list_of_dicts",
+    "FlattenAgents", "MultiAgentVecEnv", "OpenRLView", "StackedAgents", "TurnBased", "from_aec", "list_of_dicts",
     "make_openrl",
-]
+]  # fmt: skip

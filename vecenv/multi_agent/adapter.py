@@ -20,13 +20,13 @@ from gymnasium import spaces
 
 from vecenv.errors import ObservationError
 from vecenv.link.observations import flat_of, tree_writer
-from vecenv.multi_agent.roster import FLAGS, AgentGroup, Roster, tree_of, zeros
+from vecenv.multi_agent.roster import AgentGroup, Roster, map_space, tree_of, zeros
 from vecenv.shm import Tree
 from vecenv.shm.layout import Array
 
 __all__ = [
     "ALL", "MASK_KEYS", "Adapted", "AgentsEnv", "EnvFn", "OneAgent", "RLlibGame", "StackedAgents", "TurnBased",
-    "as_parallel", "from_aec",
+    "as_parallel", "class_name", "from_aec", "has_wrapper",
 ]  # fmt: skip
 
 
@@ -81,18 +81,18 @@ def from_aec(env: Any) -> Any:
 
 
 class Adapted:
-    """What all adapted environments share: the environment is ``env``, and every agent has its spaces."""
+    """What all adapted environments share: agents have spaces, and all that is not here is asked of ``env``."""
 
     agents: Any = ()
 
     def __init__(self, env: Any, possible_agents: Any) -> None:
         self.env = env
         self.possible_agents = list(possible_agents)
-        self.metadata = getattr(env, "metadata", None) or {}
-        self.render_mode = getattr(env, "render_mode", None)
-        self.spec = getattr(env, "spec", None)
-        if (space := getattr(env, "state_space", None)) is not None:
-            self.state_space = space
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "env":
+            raise AttributeError(name)
+        return getattr(self.env, name)
 
     @property
     def unwrapped(self) -> Any:
@@ -116,18 +116,6 @@ class Adapted:
         """What ``step`` returns; agents whose flags are set leave ``agents``."""
         self.agents = [one for one in self.agents if not (terminations.get(one, False) or truncations.get(one, False))]
         return observations, rewards, terminations, truncations, infos
-
-    def render(self) -> Any:
-        """The environment's frame."""
-        return self.env.render()
-
-    def state(self) -> Any:
-        """The environment's global state."""
-        return self.env.state()
-
-    def close(self) -> None:
-        """Close the environment."""
-        self.env.close()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.env})"
@@ -201,7 +189,6 @@ class StackedAgents(Adapted):
     def __init__(self, env: Any) -> None:
         self.agent_num = _agent_num(env)
         super().__init__(env, [f"agent_{index}" for index in range(self.agent_num)])
-        self.env_name = getattr(env, "env_name", None)
         self._next_episode: Any = None  # what `has_auto_reset` began
         self.values = 4  # that its latest step returned
 
@@ -256,23 +243,22 @@ class StackedAgents(Adapted):
         return observations, info
 
     def _by_agent(self, observations: Any) -> dict[str, Any]:
-        return dict(zip(self.possible_agents, self._split(self.env.observation_space, observations), strict=True))
-
-    def _split(self, space: spaces.Space[Any], observations: Any) -> list[Any]:
         """One observation per agent, of a structure whose leaves have an axis of agents."""
-        indices = range(self.agent_num)
-        if isinstance(space, spaces.Dict):
-            fields = {key: self._split(inner, observations[key]) for key, inner in space.spaces.items()}
-            return [{key: field[index] for key, field in fields.items()} for index in indices]
-        if isinstance(space, spaces.Tuple):
-            parts = [self._split(inner, each) for inner, each in zip(space.spaces, observations, strict=True)]
-            return [tuple(part[index] for part in parts) for index in indices]
-        if isinstance(space, spaces.Discrete):
-            array = np.asarray(observations).reshape(self.agent_num, -1)
-            if array.shape[1] == space.n and space.n > 1:
-                array = space.start + array.argmax(axis=1)
-            observations = array.reshape(self.agent_num)
-        return [observations[index] for index in indices]
+        space = self.env.observation_space
+        rows = map_space(self._rows, space, observations)
+
+        def of_agent(index: int) -> Any:
+            return map_space(lambda _, each: each[index], space, rows)
+
+        return {agent: of_agent(index) for index, agent in enumerate(self.possible_agents)}
+
+    def _rows(self, space: spaces.Space[Any], observations: Any) -> Any:
+        """The agents' parts of a leaf; a ``Discrete`` one may come as one-hot rows."""
+        if not isinstance(space, spaces.Discrete):
+            return observations
+        array = np.asarray(observations).reshape(self.agent_num, -1)
+        one_hot = array.shape[1] == space.n and space.n > 1
+        return space.start + array.argmax(axis=1) if one_hot else array.reshape(self.agent_num)
 
     def _infos(self, info: Any) -> dict[Any, Any]:
         if isinstance(info, (list, tuple)):
@@ -280,11 +266,6 @@ class StackedAgents(Adapted):
         own = {key: value for key, value in (info or {}).items() if key != "final_observation"}
         masks = own.pop("action_masks", None)
         return _infos(own, {} if masks is None else dict(zip(self.possible_agents, masks, strict=True)))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "env":
-            raise AttributeError(name)
-        return getattr(self.env, name)
 
 
 class OneAgent(Adapted):
@@ -396,8 +377,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         self._names = roster.agents
         self._known = frozenset(roster.agents)
         self._pick_action = [_action_picker(part, place) for part, place in roster.places()]
-        self._begin_episode([False] * len(roster.agents))
-        self._acting = self._alive
+        self._begin_episode()
         self._takes_turns = hasattr(env, "agents_to_act")
         self._all_agents = list(roster.agents)
         first = roster.parts[0]
@@ -414,9 +394,8 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
     def _attach(self, row: dict[str, Any]) -> None:
         roster = self.roster
         self._row = row
-        rewards, *flags = row["signals"]
-        self._rewards: Any = memoryview(rewards)  # writing one number costs a third of what an array of numbers costs
-        self._flags = dict(zip(FLAGS, flags, strict=True))
+        self._rewards: Any = memoryview(row["signals"][0])  # takes a number in a third of an array's time
+        self._flags = row["signals"][1:]  # in the order of FLAGS
         self._assume_nothing_written()
         self._puts: list[Callable[[Any], None]] = []
         self._leaves: list[list[Array]] = []
@@ -437,13 +416,12 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
 
     def _assume_nothing_written(self) -> None:
         """The next step writes every flag and all padding, whatever the memory holds."""
-        self._written: dict[str, list[bool]] = {}
+        self._written: Any = None
         self._all_acted = False  # the flags in memory say: every agent acted, and is alive
         self._filled = [True] * len(self._names)
 
-    def _begin_episode(self, alive: list[bool]) -> None:
-        self._alive = alive
-        self._dead = [False] * len(alive)
+    def _begin_episode(self) -> None:
+        self._alive, self._acting, self._dead = ([False] * len(self._names) for _ in range(3))
         self._truncated = False  # an agent was truncated in this episode
 
     def _writer(self, tree: Tree, leaves: list[Array], place: int, agent: Any) -> Callable[[Any], None]:
@@ -487,17 +465,11 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         present = self._present()
         if not present:
             raise ValueError(f"env {self.index}: no agent is there after a reset (`env.agents` is empty)")
-        self._begin_episode([name in present for name in self._names])
-        for index, name in enumerate(self._names):
-            if not self._alive[index]:
-                self._pad(index)
-            elif name in observations:
-                self._puts[index](observations[name])
-            else:
-                raise self._without_observation(name)
-        nothing = [False] * len(self._names)
+        self._begin_episode()
+        self._take(present, {name: observations[name] for name in present if name in observations}, {}, {}, {})
         self._acting = self._agents_to_act()
-        self._write([0.0] * len(nothing), terminations=nothing, truncations=nothing, transition_mask=nothing)
+        nothing = [False] * len(self._names)
+        self._write(nothing, nothing, nothing, nothing)
         return self._finish(), self._info(infos)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -525,7 +497,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
             truncated = [one or alive for one, alive in zip(truncated, self._alive, strict=True)]
             self._alive = [False] * len(self._alive)
         self._acting = self._agents_to_act()
-        self._write(paid, terminations=terminated, truncations=truncated, transition_mask=acting)
+        self._write(paid, terminated, truncated, acting)
         all_single = len(self._single_arrays) == len(self._names)
         self._all_acted = all(acting) and all(self._acting) and not self._takes_turns and all_single
         return self._finish(), 0.0, ended and not by_truncation, ended and by_truncation, self._info(infos)
@@ -561,13 +533,9 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         return True
 
     def _take(
-        self,
-        present: frozenset[Any],
-        observations: Mapping[Any, Any],
-        rewards: Mapping[Any, Any],
-        terminations: Mapping[Any, Any],
-        truncations: Mapping[Any, Any],
-    ) -> tuple[list[Any], list[bool], list[bool]]:
+        self, present: frozenset[Any], observations: Mapping[Any, Any], rewards: Mapping[Any, Any],
+        terminations: Mapping[Any, Any], truncations: Mapping[Any, Any],
+    ) -> tuple[list[Any], list[bool], list[bool]]:  # fmt: skip
         """Each agent's reward and flags of a step; writes observations and records which agents are alive.
 
         ``"__all__"`` among the flags, as RLlib's games have it, ends the episode of every agent that is there.
@@ -639,16 +607,14 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
             for leaf in self._leaves[index]:
                 leaf.fill(self.roster.pad_value)
 
-    def _write(self, rewards: list[Any], **flags: list[bool]) -> None:
-        """Write the rewards, and those flags that changed since the last step."""
+    def _write(
+        self, rewards: list[Any], terminations: list[bool], truncations: list[bool], transition_mask: list[bool]
+    ) -> None:
         for index, reward in enumerate(rewards):
             self._rewards[index] = reward if reward.__class__ in _NUMBERS else self._number(index, reward)
-        flags["agent_mask"] = self._acting
-        written = self._written
-        for key, values in flags.items():
-            if written.get(key) != values:
-                self._flags[key][:] = values
-                written[key] = values
+        flags = terminations, truncations, self._acting, transition_mask
+        if flags != self._written:
+            self._flags[:] = self._written = flags
 
     def _number(self, index: int, reward: Any) -> float:
         """A reward as a float; an array of one element is a number too."""
@@ -738,6 +704,20 @@ def _action_picker(part: AgentGroup, place: int) -> Callable[[Any], Any]:
     if part.key is None:
         return inside
     return lambda action: inside(action[part.key])
+
+
+def has_wrapper(env: Any, name: str) -> bool:
+    """Whether an environment has a layer of this class, told by name: so no worker has to import the class."""
+    while env is not None:
+        if any(class_name(kind) == name for kind in type(env).__mro__):
+            return True
+        env = getattr(env, "__dict__", {}).get("env")  # (wrappers keep there what is inside)
+    return False
+
+
+def class_name(kind: type[Any]) -> str:
+    """The name of a class, with its module's."""
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _kind(result: Any) -> str:

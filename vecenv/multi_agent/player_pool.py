@@ -187,8 +187,9 @@ class PlayerRows(PoolRows):
             ValueError: It has more players of one environment than there may be, or players of an environment that is not
                 in it.
         """
-        env_order, env_ids = _sorted(states[self._env_id])
-        player_order, owners = _sorted(states[self._owner])
+        env_order = np.argsort(states[self._env_id], kind="stable")
+        in_order = np.array_equal(env_order, np.arange(len(env_order)))
+        env_ids, owners = states[self._env_id][env_order], states[self._owner]
         n, k = len(env_ids), self._shape[1]
         row = np.searchsorted(env_ids, owners)
         if (row == n).any() or (env_ids[np.minimum(row, n - 1)] != owners).any():
@@ -196,18 +197,18 @@ class PlayerRows(PoolRows):
         counts = np.bincount(row, minlength=n)
         if counts.max(initial=0) > k:
             raise ValueError(f"{counts.max()} players in one environment; there may be {k}")
-        slot = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]  # which of its environment's players each row is
         if self._player_id is not None:
-            numbers = states[self._player_id]
-            slot = numbers if player_order is None else numbers[player_order]
-        complete = len(owners) == n * k and np.array_equal(row * k + slot, np.arange(n * k))
+            slot = states[self._player_id]
+        else:  # which of its environment's players each row is
+            order = np.argsort(row, kind="stable")
+            slot = np.empty_like(row)
+            slot[order] = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        complete = np.array_equal(row * k + slot, np.arange(n * k))
         batch = PlayerBatch(env_ids, np.zeros((n, k), np.bool_), {}, {})
         batch.mask[row, slot] = True
         for key, array, of_players in zip(self._keys, states, self._of_players, strict=True):
-            order = player_order if of_players else env_order
-            array = array if order is None else array[order]
             if not of_players:
-                batch.envs[key] = array
+                batch.envs[key] = array if in_order else array[env_order]
             elif complete:
                 batch.players[key] = array.reshape(n, k, *array.shape[1:])
             else:
@@ -257,11 +258,3 @@ class PlayerRows(PoolRows):
         if agents:
             out["agents"], out["_agents"] = agents, everywhere
         return out
-
-
-def _sorted(ids: Array) -> tuple[Array | None, Array]:
-    """The stable order that sorts ``ids`` (``None`` if it is sorted already), and the result."""
-    if (ids[1:] >= ids[:-1]).all():
-        return None, ids
-    order = np.argsort(ids, kind="stable")
-    return order, ids[order]

@@ -23,7 +23,8 @@ from vecenv.shm import Tree, fixed_tree
 from vecenv.shm.layout import Array, Leaf
 
 __all__ = [
-    "FLAGS", "AgentActions", "AgentGroup", "Roster", "env_name", "map_checked", "read_roster", "tree_of", "zeros",
+    "FLAGS", "AgentActions", "AgentGroup", "Roster", "env_name", "map_checked", "map_space", "read_roster", "tree_of",
+    "zeros",
 ]  # fmt: skip
 
 FLAGS: Final = ("terminations", "truncations", "agent_mask", "transition_mask")
@@ -262,6 +263,15 @@ def tree_of(space: Space[Any], name: str) -> Tree:
     tree = fixed_tree(space, name)
     assert tree is not None
     return tree
+
+
+def map_space(function: Callable[[Space[Any], Any], Any], space: Space[Any], value: Any) -> Any:
+    """``function(space, part)`` of every part of a value of a space that is neither Dict nor Tuple."""
+    if isinstance(space, spaces.Dict):
+        return {key: map_space(function, inner, value[key]) for key, inner in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(map_space(function, inner, part) for inner, part in zip(space.spaces, value, strict=True))
+    return function(space, value)
 
 
 def zeros(tree: Tree, *axes: int) -> Any:

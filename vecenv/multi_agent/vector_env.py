@@ -66,10 +66,11 @@ AgentRows.__name__ = "MultiAgentVecEnv"  # the name in the engine's own messages
 
 
 @forwarding(
-    "_rows", "abandon", "call", "call_async", "call_wait", "capabilities", "close", "closed", "context", "copy", "daemon",
-    "error_queue", "errors", "exec_func_fetch", "generators", "get_attr", "in_flight", "local_envs", "max_concurrency",
-    "observation_mode", "observations", "parent_pipes", "plan", "processes", "publish_stats", "record", "render", "set_attr",
-    "set_next_options", "shared_memory", "spec", "stats", "step_timeout", "worker", "worker_rows",
+    "_rows", "abandon", "action_space", "autoreset_mode", "batch_size", "call", "call_async", "call_wait", "capabilities",
+    "close", "closed", "context", "copy", "daemon", "error_queue", "errors", "exec_func_fetch", "generators", "get_attr",
+    "in_flight", "local_envs", "max_concurrency", "metadata", "num_workers", "observation_mode", "observations",
+    "parent_pipes", "plan", "processes", "publish_stats", "record", "render", "render_mode", "set_attr", "set_next_options",
+    "shared_memory", "spec", "stats", "step_timeout", "worker", "worker_rows",
     call_send="call_async", call_fetch="call_wait",
 )  # fmt: skip
 class MultiAgentVecEnv:
@@ -112,19 +113,11 @@ class MultiAgentVecEnv:
     """
 
     def __init__(
-        self,
-        env_fns: Sequence[Callable[[], Any]],
-        *,
-        layout: str | Mapping[Any, Sequence[Any]] = "auto",
-        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
-        reward_dtype: npt.DTypeLike = np.float64,
-        episode_end: str = "all",
-        state: bool = False,
-        action_mask: str | None = "auto",
-        pad_value: float = 0,
-        seed_stride: int = 1,
-        **engine: Unpack[EngineOptions],
-    ) -> None:
+        self, env_fns: Sequence[Callable[[], Any]], *, layout: str | Mapping[Any, Sequence[Any]] = "auto",
+        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP, reward_dtype: npt.DTypeLike = np.float64,
+        episode_end: str = "all", state: bool = False, action_mask: str | None = "auto", pad_value: float = 0,
+        seed_stride: int = 1, **engine: Unpack[EngineOptions],
+    ) -> None:  # fmt: skip
         if not len(env_fns):
             raise ValueError("MultiAgentVecEnv needs at least one env_fn")
         refused = sorted({"worker", "observation_mode"} & set(engine))
@@ -160,16 +153,9 @@ class MultiAgentVecEnv:
 
     @classmethod
     def from_envpool(
-        cls,
-        task_id: str,
-        num_envs: int,
-        *,
-        reward_dtype: npt.DTypeLike = np.float64,
-        seed_stride: int = 1,
-        batch_size: int | None = None,
-        num_threads: int | None = None,
-        **config: Any,
-    ) -> MultiAgentVecEnv:
+        cls, task_id: str, num_envs: int, *, reward_dtype: npt.DTypeLike = np.float64, seed_stride: int = 1,
+        batch_size: int | None = None, num_threads: int | None = None, **config: Any,
+    ) -> MultiAgentVecEnv:  # fmt: skip
         """A pool of EnvPool's with several players per environment, as ``"TicTacToe-v1"``; players are the agents.
 
         Always ``layout="stack"`` and next-step autoreset; masks of turn-based games as of
@@ -199,9 +185,8 @@ class MultiAgentVecEnv:
 
     def _adopt(self, roster: Roster, seed_stride: int, masks: bool) -> None:
         """Take over what the rows and their agents look like."""
-        rows = self._rows
         self._roster = roster
-        self.num_envs = rows.num_envs
+        self.num_envs = self._rows.num_envs
         self.possible_agents = list(roster.agents)
         self.num_agents = self.agent_num = len(roster.agents)
         self.agent_index = {agent: index for index, agent in enumerate(roster.agents)}
@@ -211,18 +196,12 @@ class MultiAgentVecEnv:
         }
         self.state_space = roster.state_space
         self.seed_stride = seed_stride
-        self.autoreset_mode = rows.autoreset_mode
-        self.metadata = rows.metadata
-        self.render_mode = rows.render_mode
-        self.num_workers = rows.num_workers
-        self.batch_size = rows.batch_size
         self._actions = AgentActions(roster)
         self._masks = ActionMasks(roster, masks, self.num_envs)
         self._tree = tree_of(roster.observation_space(), "observation")
         self._alive = np.zeros((self.num_envs, self.num_agents), np.bool_)
         self._ended = np.zeros(self.num_envs, np.bool_)
         self._begun = np.zeros(self.num_envs, np.bool_)
-        self._all_begun = False
         self._reset_mask: Bools | None = None  # of the latest reset
         self._all_rows = np.arange(self.num_envs)
 
@@ -257,11 +236,6 @@ class MultiAgentVecEnv:
         return batch_space(space.spaces["obs"], self.num_envs)
 
     @property
-    def action_space(self) -> Space[Any]:
-        """Of the batch, in the layout of observations."""
-        return self._rows.action_space
-
-    @property
     def agent_mask(self) -> Bools:
         """The latest ``infos["agent_mask"]`` of all environments, bool ``[n, A]``."""
         return self._alive.copy()
@@ -285,11 +259,7 @@ class MultiAgentVecEnv:
         return self.reset_wait()
 
     def reset_async(
-        self,
-        seed: int | Sequence[int | None] | None = None,
-        options: ResetOptions = None,
-        *,
-        env_id: Any = None,
+        self, seed: int | Sequence[int | None] | None = None, options: ResetOptions = None, *, env_id: Any = None
     ) -> None:
         """Begin a reset; its answer is fetched by :meth:`reset_wait`, or as it comes by :meth:`recv`.
 
@@ -306,7 +276,6 @@ class MultiAgentVecEnv:
         self._reset_mask = None if mask is None else mask.copy()
         begun: Any = rows if rows is not None else slice(None) if mask is None else mask
         self._begun[begun] = True
-        self._all_begun = bool(self._begun.all())
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """Fetch the answer to :meth:`reset_async`; errors as of ``AsyncVectorEnv.reset_wait``."""
@@ -353,13 +322,9 @@ class MultiAgentVecEnv:
         self._rows.send(self._actions.checked(actions, rows, self._alive), rows)
 
     def recv(
-        self,
-        timeout: float | None = None,
-        *,
-        count: int | None = None,
-        at_least: int | None = None,
+        self, timeout: float | None = None, *, count: int | None = None, at_least: int | None = None,
         within: float | None = None,
-    ) -> Step:
+    ) -> Step:  # fmt: skip
         """What ``step`` returns, of the next ``count`` environments to finish (default ``batch_size``); or of ``at_least``
         that many, see :meth:`vecenv.AsyncVectorEnv.recv`. ``infos["env_id"]`` says which.
         """
@@ -367,15 +332,13 @@ class MultiAgentVecEnv:
         return self._unpack(batch, terminated, truncated, infos, infos["env_id"])
 
     def _require_begun(self, rows: Array) -> None:
-        disabled = self.autoreset_mode is AutoresetMode.DISABLED
-        if self._rows.closed or (not disabled and self._all_begun):
+        if self._rows.closed:
             return  # (the engine says that it is closed)
-        new = rows[~self._begun[rows]].tolist()
-        if new:
+        if new := rows[~self._begun[rows]].tolist():
             raise ResetNeeded(f"envs {new} have to be reset before their first step")
-        if disabled and self._ended[rows].any():
+        if self.autoreset_mode is AutoresetMode.DISABLED and (over := rows[self._ended[rows]].tolist()):
             raise ResetNeeded(
-                f"the episodes of envs {rows[self._ended[rows]].tolist()} are over: "
+                f"the episodes of envs {over} are over: "
                 "reset(options={'reset_mask': infos['env_done']}) begins new ones"
             )
 
@@ -388,9 +351,7 @@ class MultiAgentVecEnv:
         """What the caller sees of the engine's batch; ``untouched``: environments that a reset left alone."""
         signals = batch["signals"]
         rewards = signals[:, 0].astype(self.reward_dtype)
-        lines = np.empty((len(FLAGS), *rewards.shape), np.bool_)
-        np.not_equal(signals.swapaxes(0, 1)[1:], 0.0, out=lines)
-        flags = dict(zip(FLAGS, lines, strict=True))
+        flags = dict(zip(FLAGS, np.not_equal(signals[:, 1:].swapaxes(0, 1), 0.0, order="C"), strict=True))
         done = terminated | truncated
         ends = infos.pop("final_obs", None)
         infos.pop("_final_obs", None)
@@ -462,7 +423,7 @@ class MultiAgentVecEnv:
 
     def save(self, env_id: Any = None, *, verify: bool = True) -> tuple[Snapshot, ...]:
         """The state of every environment, or of some; see :meth:`vecenv.AsyncVectorEnv.save`."""
-        return self._with_agents(self._rows.save(env_id, verify=verify), rows_of(env_id, self.num_envs))
+        return self._with_agents(self._rows.save(env_id, verify=verify), env_id)
 
     def load(self, snapshots: Any, env_id: Any = None) -> Any:
         """Continue environments from saved states; see :meth:`vecenv.AsyncVectorEnv.load`.
@@ -471,22 +432,18 @@ class MultiAgentVecEnv:
             Their observations, in the layout of :meth:`step`; :attr:`agent_mask` says which agents have to act.
         """
         rows = rows_of(env_id, self.num_envs)
-        beside = self._beside([snapshots] * len(rows) if isinstance(snapshots, Snapshot) else snapshots)
-        batch = self._rows.load(snapshots, env_id)
-        self._set_agents(rows, beside)
-        return None if batch is None else batch["obs"]
+        each = [snapshots] * len(rows) if isinstance(snapshots, Snapshot) else snapshots
+        return self._loaded(rows, each, lambda: self._rows.load(snapshots, env_id))
 
     def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
         """The state of the whole vector environment; see :meth:`vecenv.AsyncVectorEnv.state_dict`."""
         state = self._rows.state_dict(verify=verify)
-        return StateDict({**state, "snapshots": self._with_agents(state["snapshots"], rows_of(None, self.num_envs))})
+        return StateDict({**state, "snapshots": self._with_agents(state["snapshots"], None)})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
         """Continue from what :meth:`state_dict` gave; returns and raises as :meth:`load`."""
-        beside = self._beside(state.get("snapshots") if isinstance(state, Mapping) else None)
-        batch = self._rows.load_state_dict(state)
-        self._set_agents(rows_of(None, self.num_envs), beside)
-        return None if batch is None else batch["obs"]
+        snapshots = state.get("snapshots") if isinstance(state, Mapping) else None
+        return self._loaded(rows_of(None, self.num_envs), snapshots, lambda: self._rows.load_state_dict(state))
 
     def freeze(self, env_id: Any = None) -> list[Frozen]:
         """Copy the processes of environments; see :meth:`vecenv.AsyncVectorEnv.freeze`."""
@@ -506,11 +463,12 @@ class MultiAgentVecEnv:
         """What is known of the agents of an environment beside its own state."""
         return self._alive[row].copy(), bool(self._ended[row]), bool(self._begun[row]), self._masks.of_env(row)
 
-    def _with_agents(self, snapshots: Sequence[Snapshot], rows: Sequence[int]) -> tuple[Snapshot, ...]:
+    def _with_agents(self, snapshots: Sequence[Snapshot], env_id: Any) -> tuple[Snapshot, ...]:
+        rows = rows_of(env_id, self.num_envs)
         return Snapshots(one.having(beside=self._known_of(row)) for one, row in zip(snapshots, rows, strict=True))
 
-    def _beside(self, snapshots: Any) -> list[Any]:
-        """What is known of agents, of each snapshot; what is no snapshot is left to the engine to refuse."""
+    def _loaded(self, rows: Sequence[int], snapshots: Any, load: Callable[[], Any]) -> Any:
+        """The observations that ``load`` gives; what is no snapshot is left to the engine to refuse."""
         each = [one.row for one in snapshots if isinstance(one, Snapshot)] if isinstance(snapshots, Sequence) else []
         for place, one in enumerate(each):
             known = one.beside
@@ -518,13 +476,14 @@ class MultiAgentVecEnv:
                 raise SnapshotMismatch(
                     f"snapshots[{place}] says nothing of {self._alive.shape[1]} agents: it is of another kind"
                 )
-        return [one.beside for one in each]
+        batch = load()
+        self._set_agents(rows, [one.beside for one in each])
+        return None if batch is None else batch["obs"]
 
     def _set_agents(self, rows: Sequence[int], beside: Sequence[Any]) -> None:
         for row, known in zip(rows, beside, strict=True):
             self._alive[row], self._ended[row], self._begun[row], masks = known
             self._masks.set_env(row, masks)
-        self._all_begun = bool(self._begun.all())
 
     # -- views, and the end -----------------------------------------------------------------------------------------
 
@@ -558,18 +517,11 @@ def _of_inside(env: AgentsEnv, func: Callable[..., Any], args: Sequence[Any], kw
 
 
 def make_openrl(
-    env_fns: Sequence[Callable[[], Any]],
-    observation_space: spaces.Space[Any] | None = None,
-    action_space: spaces.Space[Any] | None = None,
-    shared_memory: bool = True,
-    copy: bool = True,
-    context: StartMethod | None = None,
-    daemon: bool = True,
-    worker: None = None,
-    render_mode: str | None = None,
-    auto_reset: bool = True,
-    **engine: Any,
-) -> OpenRLView:
+    env_fns: Sequence[Callable[[], Any]], observation_space: spaces.Space[Any] | None = None,
+    action_space: spaces.Space[Any] | None = None, shared_memory: bool = True, copy: bool = True,
+    context: StartMethod | None = None, daemon: bool = True, worker: None = None, render_mode: str | None = None,
+    auto_reset: bool = True, **engine: Any,
+) -> OpenRLView:  # fmt: skip
     """What OpenRL's ``AsyncVectorEnv(env_fns, ...)`` made, with its arguments in its order.
 
     Args:

@@ -14,6 +14,7 @@ import inspect
 import math
 import queue
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -27,13 +28,13 @@ from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.front.arguments import NotClosedUnasked, reset_mask_of
 from vecenv.front.driver import dropping_pending
 from vecenv.front.infos import own_keys
-from vecenv.multi_agent.adapter import AgentsEnv
-from vecenv.multi_agent.roster import AgentGroup, Roster, map_checked, tree_of
+from vecenv.multi_agent.adapter import AgentsEnv, class_name, has_wrapper
+from vecenv.multi_agent.roster import AgentGroup, Roster, map_checked, map_space, tree_of
 from vecenv.shm.layout import Array, Leaf
 
 __all__ = [
     "RESERVED", "ActionMasks", "ErrorQueue", "FlattenAgents", "OpenRLView", "agents_to_axis", "forwarding",
-    "list_of_dicts", "own_keys", "row_of",
+    "list_of_dicts", "row_of",
 ]  # fmt: skip
 
 
@@ -58,11 +59,9 @@ def agents_to_axis(infos: Mapping[Any, Any], num_agents: int, count: int) -> dic
     array.
     """
     out: dict[Any, Any] = {}
-    for key in own_keys(infos):
-        if key == "agents":
-            for name, value in _transposed(infos[key], num_agents, count).items():
-                bare = name[1:] if isinstance(name, str) and name.startswith("_") else name
-                out[f"{name}_" if bare in RESERVED else name] = value
+    for name, value in _transposed(infos.get("agents", {}), num_agents, count).items():
+        bare = name[1:] if isinstance(name, str) and name.startswith("_") else name
+        out[f"{name}_" if bare in RESERVED else name] = value
     for key in own_keys(infos):
         if key == "final_info":
             out[key] = agents_to_axis(infos[key], num_agents, count)
@@ -76,35 +75,29 @@ def agents_to_axis(infos: Mapping[Any, Any], num_agents: int, count: int) -> dic
 
 def _transposed(agents: Mapping[Any, Any], num_agents: int, count: int) -> dict[Any, Any]:
     """``{agent: {key: [count], "_key": [count]}}`` to ``{key: [count, num_agents], "_key": ...}``."""
-    columns: dict[Any, dict[int, tuple[Any, Array]]] = {}
-    for agent in range(num_agents):
-        own = agents.get(agent)
-        if own is not None:
-            for key in own_keys(own):
-                columns.setdefault(key, {})[agent] = (own[key], own[f"_{key}"])
+    own = {agent: agents[agent] for agent in range(num_agents) if agents.get(agent) is not None}
+    keys = {agent: own_keys(infos) for agent, infos in own.items()}
     out: dict[Any, Any] = {}
-    for key, column in columns.items():
+    for key in dict.fromkeys(chain.from_iterable(keys.values())):
+        values = {agent: infos[key] for agent, infos in own.items() if key in keys[agent]}
         mask = np.zeros((count, num_agents), np.bool_)
-        for agent, (_, given) in column.items():
-            mask[:, agent] = given
-        values = {agent: value for agent, (value, _) in column.items()}
-        if all(isinstance(value, dict) for value in values.values()):
-            out[key] = _transposed(values, num_agents, count)
-        else:
-            out[key] = _joined(values, mask, num_agents, count)
+        for agent in values:
+            mask[:, agent] = own[agent][f"_{key}"]
+        nested = all(isinstance(value, dict) for value in values.values())
+        out[key] = _transposed(values, num_agents, count) if nested else _joined(values, mask)
         out[f"_{key}"] = mask
     return out
 
 
-def _joined(values: Mapping[int, Any], mask: Array, num_agents: int, count: int) -> Array:
+def _joined(values: Mapping[int, Any], mask: Array) -> Array:
     arrays = list(values.values())
     alike = all(isinstance(v, np.ndarray) and v.dtype.kind in "biuf" and v.shape == arrays[0].shape for v in arrays)
     if alike:
-        joined = np.zeros((count, num_agents, *arrays[0].shape[1:]), np.result_type(*arrays))
+        joined = np.zeros((*mask.shape, *arrays[0].shape[1:]), np.result_type(*arrays))
         for agent, value in values.items():
             joined[:, agent] = value
         return joined
-    objects = np.full((count, num_agents), None, dtype=object)
+    objects = np.full(mask.shape, None, dtype=object)
     for agent, value in values.items():
         for row in np.flatnonzero(mask[:, agent]).tolist():
             objects[row, agent] = row_of(value, row)
@@ -260,7 +253,7 @@ def _forwarded(inner: str, name: str) -> Any:
     return call
 
 
-@forwarding("envs", "render", "stats")
+@forwarding("envs", "metadata", "render", "render_mode", "single_action_space", "single_observation_space", "stats")
 class FlattenAgents(NotClosedUnasked, VectorEnv[Any, Any, Any]):
     """The agents of a :class:`~vecenv.MultiAgentVecEnv` with stacked layout as rows of one vector environment.
 
@@ -286,10 +279,6 @@ class FlattenAgents(NotClosedUnasked, VectorEnv[Any, Any, Any]):
         self.padding_done = padding_done
         self.num_agents = envs.num_agents
         self.num_envs = envs.num_envs * envs.num_agents
-        self.metadata = envs.metadata
-        self.render_mode = envs.render_mode
-        self.single_observation_space = envs.single_observation_space
-        self.single_action_space = envs.single_action_space
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self._tree = tree_of(self.single_observation_space, "observation")
@@ -426,8 +415,10 @@ RENDER_MODES: Final = tuple(f"{kind}{mode}" for kind in ("", "group_", "single_"
 
 
 @forwarding(
-    "envs", "call", "close", "closed", "env_fns", "exec_func", "exec_func_fetch", "exec_func_send", "get_attr", "metadata",
-    "parent_pipes", "processes", "set_attr", call_send="call_async", call_fetch="call_wait",
+    "envs", "agent_num", "call", "close", "closed", "env_fns", "env_name", "exec_func", "exec_func_fetch", "exec_func_send",
+    "get_attr", "metadata", "parent_pipes", "processes", "set_attr", action_space="single_action_space",
+    call_send="call_async", call_fetch="call_wait", env_num="num_envs", observation_space="single_observation_space",
+    parallel_env_num="num_envs", _env_name="env_name",
 )  # fmt: skip
 class OpenRLView:
     """A view with that convention's shapes: rewards ``[n, A, 1]``, dones ``[n, A]``, infos a list of n dicts.
@@ -462,11 +453,6 @@ class OpenRLView:
                 "to_openrl() needs autoreset_mode=SAME_STEP (or DISABLED): this convention resets in the same step"
             )
         self.envs = envs
-        self.agent_num = envs.num_agents
-        self.env_num = self.parallel_env_num = envs.num_envs
-        self.observation_space = envs.single_observation_space
-        self.action_space = envs.single_action_space
-        self.env_name = self._env_name = envs.env_name
         self.render_mode = envs.render_mode if render_mode is None else render_mode
         self.auto_reset = envs.autoreset_mode is AutoresetMode.SAME_STEP
         self.error_queue = ErrorQueue(envs)
@@ -531,7 +517,7 @@ class OpenRLView:
         return self._latest, rewards[..., None], ended.any(axis=0) | done[:, None], listed
 
     def _shown(self, obs: Any) -> Any:
-        return _one_hot(self.observation_space, obs)
+        return map_space(_one_hot, self.observation_space, obs)
 
     def _listed(self, infos: dict[str, Any], done: Array) -> list[dict[str, Any]]:
         active = (infos["agent_mask"] | done[:, None]).astype(np.float32)[..., None]
@@ -586,8 +572,7 @@ class OpenRLView:
     def env_is_wrapped(self, wrapper_class: type[Any], indices: int | Sequence[int] | None = None) -> list[bool]:
         """Whether each environment has a wrapper of this class, or of one derived from it."""
         chosen = [indices] if isinstance(indices, (int, np.integer)) else indices
-        name = f"{wrapper_class.__module__}.{wrapper_class.__qualname__}"
-        answers = self.envs.exec_func(_is_wrapped, chosen, name)
+        answers = self.envs.exec_func(has_wrapper, chosen, class_name(wrapper_class))
         return [answers[index] for index in (range(self.env_num) if chosen is None else chosen)]
 
     def seed(self, seed: int | None = None) -> None:
@@ -652,20 +637,7 @@ def _values(env: AgentsEnv) -> int:
     return int(getattr(env.env, "values", 4))
 
 
-def _is_wrapped(env: Any, name: str) -> bool:
-    """By name, so that no worker has to import the class; wrappers keep what is inside as ``env``."""
-    while env is not None:
-        if any(f"{kind.__module__}.{kind.__qualname__}" == name for kind in type(env).__mro__):
-            return True
-        env = vars(env).get("env")
-    return False
-
-
 def _one_hot(space: spaces.Space[Any], obs: Any) -> Any:
-    if isinstance(space, spaces.Dict):
-        return {key: _one_hot(inner, obs[key]) for key, inner in space.spaces.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(_one_hot(inner, part) for inner, part in zip(space.spaces, obs, strict=True))
     if isinstance(space, spaces.Discrete):  # (padding need not lie in the space)
         return (np.arange(space.start, space.start + space.n) == np.asarray(obs)[..., None]).astype(space.dtype)
     return obs
@@ -682,9 +654,7 @@ def _tiled(frames: Sequence[Array]) -> Array:
     """Frames of one shape ``[h, w, c]`` in a grid that is as square as can be, black where there is none."""
     rows = math.ceil(math.sqrt(len(frames)))
     columns = math.ceil(len(frames) / rows)
-    height, width = frames[0].shape[:2]
-    grid = np.zeros((rows * height, columns * width, *frames[0].shape[2:]), frames[0].dtype)
-    for index, frame in enumerate(frames):
-        top, left = index // columns * height, index % columns * width
-        grid[top : top + height, left : left + width] = frame
-    return grid
+    height, width, *channels = frames[0].shape
+    grid = np.zeros((rows * columns, height, width, *channels), frames[0].dtype)
+    grid[: len(frames)] = frames
+    return grid.reshape(rows, columns, height, width, *channels).swapaxes(1, 2).reshape(rows * height, -1, *channels)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vecenv.planning.plan import Plan as Plan
     from vecenv.planning.plan import plan as plan
     from vecenv.recording.recorder import FlightRecorder as FlightRecorder
-    from vecenv.shm.shared import share as share
+    from vecenv.shm.arena import share as share
     from vecenv.tools.watch import render_grid as render_grid
     from vecenv.tools.watch import write_video as write_video
 
@@ -60,7 +60,7 @@ _LAZY: dict[str, str] = {
     "plan": "vecenv.planning.plan:plan",
     "register": "vecenv.make:register",
     "render_grid": "vecenv.tools.watch:render_grid",
-    "share": "vecenv.shm.shared:share",
+    "share": "vecenv.shm.arena:share",
     "state": "vecenv.state:",
     "testing": "vecenv.testing:",
     "torch": "vecenv.torch:",

@@ -31,7 +31,7 @@ from typing import Any, Final, TypeAlias
 import cloudpickle
 
 from vecenv.errors import EnvError, RemoteTraceback
-from vecenv.shm.shared import Place, SharedBlock, place_of
+from vecenv.shm.arena import Place, SharedBlock, place_of
 from vecenv.system.uninterrupted import succeeds_when_repeated
 
 __all__ = [

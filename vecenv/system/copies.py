@@ -14,10 +14,10 @@ import os
 import select
 import signal
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
+from vecenv.system.cores import kernel_file
 from vecenv.system.descriptors import DescriptorOwner
 from vecenv.system.spawning import adopt
 
@@ -86,18 +86,14 @@ def _open_files() -> dict[int, str]:
 
 
 def _is_written(number: int) -> bool:
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/self/fdinfo/{number}").read_text().splitlines():
-            if line.startswith("flags:"):
-                return int(line.split()[1], 8) & os.O_ACCMODE != os.O_RDONLY
-    return False
+    flags = kernel_file(f"/proc/self/fdinfo/{number}").partition("flags:")[2].split()
+    return bool(flags) and int(flags[0], 8) & os.O_ACCMODE != os.O_RDONLY
 
 
 def _is_shared(file: str) -> bool:
     """Whether a file is memory that this process shares with what else has it open."""
-    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
-        return any(line.split()[1].endswith("s") and line.rstrip().endswith(file) for line in maps)
-    return True
+    maps = kernel_file("/proc/self/maps").splitlines()
+    return not maps or any(line.split()[1].endswith("s") and line.endswith(file) for line in maps)
 
 
 def open_of(pid: int, number: int, flags: int) -> int:

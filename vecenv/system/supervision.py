@@ -15,13 +15,13 @@ import os
 import select
 import signal
 import sys
-import tempfile
 import time
 from types import FrameType
 from typing import Any, Final
 
 from vecenv.system.copies import CopiedProcess
-from vecenv.system.descriptors import Descriptor, DescriptorOwner
+from vecenv.system.cores import kernel_file
+from vecenv.system.descriptors import Descriptor, DescriptorOwner, unnamed_file
 from vecenv.system.uninterrupted import Uninterrupted
 
 if sys.platform != "win32":
@@ -119,7 +119,7 @@ class BlackBox:
         if hasattr(os, "memfd_create"):
             self._file = owner.open(os.memfd_create, "vecenv-black-box", os.MFD_CLOEXEC)
         else:
-            self._file = owner.open(_unnamed_file)
+            self._file = owner.open(unnamed_file)
         if _LINUX:  # so that what was read can be cut off, and the next stack begins at the beginning
             fcntl.fcntl(self._file.number, fcntl.F_SETFL, fcntl.fcntl(self._file.number, fcntl.F_GETFL) | os.O_APPEND)
 
@@ -177,12 +177,6 @@ class BlackBox:
         return ""
 
 
-def _unnamed_file() -> int:
-    descriptor, path = tempfile.mkstemp(prefix="vecenv-")
-    os.unlink(path)
-    return descriptor
-
-
 STACK_SIGNALS: Final[tuple[int, ...]] = (
     (signal.SIGRTMAX, signal.SIGRTMAX - 1) if hasattr(faulthandler, "register") and hasattr(signal, "SIGRTMAX") else ()
 )
@@ -207,11 +201,8 @@ caught any more (:func:`catches`) is not sent: it would kill."""
 
 def catches(pid: int, number: int) -> bool:
     """Whether a process has a handler for a signal, as the kernel tells."""
-    with contextlib.suppress(OSError, NameError, ValueError), open(f"/proc/{pid}/status") as status:
-        for line in status:
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
-    return False
+    caught = kernel_file(f"/proc/{pid}/status").partition("SigCgt:")[2].split(maxsplit=1)
+    return bool(caught) and bool(int(caught[0], 16) >> (number - 1) & 1)
 
 
 def close_process(process: Any) -> None:

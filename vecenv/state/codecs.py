@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 
 from vecenv.errors import NotRestorable, SnapshotMismatch
-from vecenv.system.uninterrupted import succeeds_when_repeated
+from vecenv.system.uninterrupted import contained
 
 __all__ = ["CACHES", "STAYS", "Codec", "How", "Refused", "how_of", "made", "name_of", "put", "register", "save_space"]
 
@@ -110,12 +110,9 @@ def how_of(kind: type) -> How | None:
 def made(state: Any) -> Any:
     """A new object of a state, where there is none to load into; ``None``: no codec can make one."""
     for how in _BY_NAME.values():
-        if isinstance(how, Codec) and how.make is not None:
-            try:
-                return how.make(state)
-            except Exception:  # another kind's state
-                if succeeds_when_repeated(partial(how.make, state)):  # it was interrupted
-                    raise
+        make = how.make if isinstance(how, Codec) else None
+        if make is not None and (found := contained(partial(make, state), lambda _: None, Exception)) is not None:
+            return found
     return None
 
 

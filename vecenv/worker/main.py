@@ -452,9 +452,7 @@ def main(start: Start) -> None:
         raise SystemExit(code)
 
 
-def _live(
-    start: Start, channel: WorkerEnd, rows: SnapshotRows | None, ready: Ready, uncopied: Uncopied | None
-) -> int:
+def _live(start: Start, channel: WorkerEnd, rows: SnapshotRows | None, ready: Ready, uncopied: Uncopied | None) -> int:
     """Serve until the end, and leave nothing behind; returns the exit code. No ``rows``: they could not be built."""
     clean = abandoned = False
     try:

@@ -25,7 +25,7 @@ from gymnasium.vector import AutoresetMode
 from vecenv.errors import EnvError
 from vecenv.link.infos import BY_PICKLE, NO_INFO, InfoWriter
 from vecenv.link.messages import PLAIN_OUTCOME, Failure, Outcome
-from vecenv.link.observations import KEPT, Put
+from vecenv.link.observations import KEPT, Put, direct_rows
 from vecenv.shm.layout import Array, Batch, Tree, memory_of
 from vecenv.system.generators import look_at_torch
 from vecenv.worker.envs import Envs, Expected
@@ -89,24 +89,15 @@ class EnvRows(Envs):
         cells = (memory_of(counter[worker : worker + 1]) for counter in (batch.worker_time, batch.worker_steps))
         self._times = StepClock(batch.step_time[mine], *cells)
         self._infos = InfoWriter(self._schemas, batch.infos[mine])
-        self._direct_rows = self._direct_writes(observation_tree)
+        leaf = observation_tree.leaf if observation_tree is not None else None
+        # what the step loop writes observations of one array into, the common case; ``None`` refuses them all
+        self._direct_rows = direct_rows(leaf, leaves[0]) if leaf is not None and leaves else [None] * count
         self._out = Outcome()
         self._seq = -1  # the message that is being carried out, or was last
         self._silent = -1  # the latest that ended without a word in the outcome
         self._done = 0  # how many of its rows are done
         self._walk: Any = None  # the rows that are being gone through
         self._dirty = True  # some row's info columns or final flag are set, by a worker that died before this one perhaps
-
-    def _direct_writes(self, tree: Tree | None) -> list[Any]:
-        """What the step loop writes observations of one array into, the common case, by a slice: they check dtype and shape
-        and copy in one go. ``None``, which takes none, where there is more than one array, or no shared memory."""
-        leaf = tree.leaf if tree is not None else None
-        if leaf is None or leaf.shape == () or not self._observation_leaves:
-            return [None] * self.count
-        array = self._observation_leaves[0]
-        if leaf.flat:  # a memoryview costs a third of an array, and can do so with one axis only
-            return [memoryview(array[k]) for k in range(self.count)]
-        return [_ArrayRow(array[k], leaf.dtype) for k in range(self.count)]
 
     # -- stepping ---------------------------------------------------------------------------------------------------
 
@@ -276,9 +267,7 @@ class EnvRows(Envs):
 
     # -- resetting --------------------------------------------------------------------------------------------------
 
-    def reset(
-        self, seq: int, ks: list[int] | None, seeds: Sequence[Any], options: Any, *, pending: bool = False
-    ) -> Outcome:
+    def reset(self, seq: int, ks: list[int] | None, seeds: Sequence[Any], options: Any, *, pending: bool = False) -> Outcome:
         """Reset the environments of rows ``ks``, building those that had failed.
 
         Args:
@@ -317,9 +306,7 @@ class EnvRows(Envs):
         self._done, self._walk = self.count, None
         return self._finish()
 
-    def rebuild(
-        self, seq: int, ks: list[int] | None, seeds: Sequence[Any], options: Any, *, pending: bool
-    ) -> Outcome:
+    def rebuild(self, seq: int, ks: list[int] | None, seeds: Sequence[Any], options: Any, *, pending: bool) -> Outcome:
         """Replace the environments of rows ``ks`` by new ones (unless they are new already) and reset those."""
         if seq != self._seq:
             self._begin(seq, ks)
@@ -445,21 +432,6 @@ class EnvRows(Envs):
                     env.close()
             except BaseException as error:
                 self._let_through(error)
-
-
-class _ArrayRow:
-    """A row with several axes: a slice takes an array of its dtype and shape, and nothing else."""
-
-    __slots__ = ("_dtype", "_row", "_shape")
-
-    def __init__(self, row: Array, dtype: np.dtype[Any]) -> None:
-        self._row, self._dtype, self._shape = row, dtype, row.shape
-
-    def __setitem__(self, where: slice, observation: Any) -> None:
-        # equal dtypes are not the same where the space has come here by pickle
-        if observation.__class__ is not np.ndarray or observation.shape != self._shape or observation.dtype != self._dtype:
-            raise TypeError
-        self._row[...] = observation
 
 
 def _own(leaf: Array, ks: Sequence[int] | None) -> Sequence[Any]:

@@ -92,9 +92,7 @@ class ThreadedRows(SnapshotRows):
         answer: tuple[Any, Any] = super()._begin_next(k) if begun is None else begun()
         return answer
 
-    def reset(
-        self, seq: int, ks: list[int] | None, seeds: Sequence[Any], options: Any, *, pending: bool = False
-    ) -> Outcome:
+    def reset(self, seq: int, ks: list[int] | None, seeds: Sequence[Any], options: Any, *, pending: bool = False) -> Outcome:
         which = range(self.count) if ks is None else ks
         each = options if isinstance(options, list) else [options] * len(seeds)
 
@@ -160,9 +158,7 @@ class OverlappingRows(ThreadedRows):
         self._times.add(said.seconds, [(k, said.seconds)])
         return out
 
-    def reset(
-        self, seq: int, ks: list[int] | None, seeds: Sequence[Any], options: Any, *, pending: bool = False
-    ) -> Outcome:
+    def reset(self, seq: int, ks: list[int] | None, seeds: Sequence[Any], options: Any, *, pending: bool = False) -> Outcome:
         return SnapshotRows.reset(self, seq, ks, seeds, options, pending=pending)
 
     def _reset(self, k: int, seed: Any, options: Any) -> tuple[Any, Any]:

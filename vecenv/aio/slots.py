@@ -26,7 +26,7 @@ from vecenv.engine.pending import Death
 from vecenv.engine.recovery import RestartBudget, RestartLog
 from vecenv.errors import ErrorRecord, ForkedError, LoopError, RestartsExhausted, StepTimeout
 from vecenv.link.messages import Op
-from vecenv.worker.stacks import place as line_of
+from vecenv.system.supervision import place as line_of
 
 __all__ = ["Slot", "Slots", "WorkerSlots"]
 

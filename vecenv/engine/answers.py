@@ -44,7 +44,7 @@ from vecenv.recording.recorder import Recorder
 from vecenv.shm import Batch
 from vecenv.shm.layout import Array
 from vecenv.state.snapshots import Kind
-from vecenv.worker.stacks import place
+from vecenv.system.supervision import place
 
 __all__ = ["Answers", "Received", "wait_name"]
 

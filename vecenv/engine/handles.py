@@ -24,10 +24,18 @@ from vecenv.link.messages import PLAIN_OUTCOME, Outcome, Reply, dumps, dumps_by_
 from vecenv.system.descendants import end_group
 from vecenv.system.descriptors import DescriptorOwner
 from vecenv.system.generators import unwatch, watch
-from vecenv.system.supervision import STACK_SIGNALS, BlackBox, ProcessWatch, catches, close_process, describe_exit
+from vecenv.system.supervision import (
+    STACK_SIGNALS,
+    BlackBox,
+    ProcessWatch,
+    catches,
+    close_process,
+    describe_exit,
+    innermost,
+    reaches_down,
+)  # fmt: skip
 from vecenv.worker.keeping import SnapshotRows
 from vecenv.worker.main import answer
-from vecenv.worker.stacks import innermost, reaches_down
 
 __all__ = ["CallerWorker", "ProcessWorker", "command_of", "envs_text", "raise_ready", "staged"]
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from vecenv.engine.handles import ProcessWorker, command_of
 from vecenv.engine.pending import PendingRequests
-from vecenv.worker.stacks import place
+from vecenv.system.supervision import place
 
 __all__ = ["Watchdog"]
 

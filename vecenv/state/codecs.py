@@ -146,25 +146,23 @@ def _make_generator(state: Any) -> np.random.Generator:
     return generator
 
 
-def _load_legacy(generator: np.random.RandomState, state: Any) -> None:
-    generator.set_state(state)
+def _simple(kind: Callable[[], Any], save: Callable[[Any], Any], load: Callable[[Any, Any], None]) -> Codec:
+    """The codec of generators that a load fills wholly, a new one too."""
 
+    def make(state: Any) -> Any:
+        generator = kind()
+        load(generator, state)
+        return generator
 
-def _make_legacy(state: Any) -> np.random.RandomState:
-    generator = np.random.RandomState()
-    generator.set_state(state)
-    return generator
-
-
-def _make_random(state: Any) -> random.Random:
-    generator = random.Random()
-    generator.setstate(state)
-    return generator
+    return Codec(save, load, make=make)
 
 
 put("numpy.random._generator.Generator", Codec(_save_generator, _load_generator, _open_generator, _make_generator))
-put("numpy.random.mtrand.RandomState", Codec(lambda r: r.get_state(legacy=False), _load_legacy, make=_make_legacy))
-put("random.Random", Codec(lambda r: r.getstate(), lambda r, state: r.setstate(state), make=_make_random))
+put(
+    "numpy.random.mtrand.RandomState",
+    _simple(np.random.RandomState, lambda r: r.get_state(legacy=False), lambda r, state: r.set_state(state)),
+)
+put("random.Random", _simple(random.Random, lambda r: r.getstate(), lambda r, state: r.setstate(state)))
 put("random.SystemRandom", Refused("the operating system's random numbers cannot be repeated"))
 
 

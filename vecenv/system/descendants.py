@@ -36,7 +36,7 @@ from vecenv.system.uninterrupted import Uninterrupted
 if sys.platform != "win32":
     import resource
 
-__all__ = ["end_descendants", "end_group", "end_marked", "end_own", "mark", "new_token"]
+__all__ = ["end_descendants", "end_group", "end_marked", "end_own", "forkserver_pid", "mark", "new_token"]
 
 _LINUX: Final = sys.platform.startswith("linux")
 _RLIMIT_LOCKS: Final = 10  # without a name in Python, because nothing has enforced it for twenty years
@@ -199,13 +199,21 @@ def _newest_pid() -> str:
     return kernel_file("/proc/loadavg").rpartition(" ")[2]
 
 
+def forkserver_pid() -> int | None:
+    """The fork server of this program; ``None``: it does not run."""
+    server = getattr(sys.modules.get("multiprocessing.forkserver"), "_forkserver", None)
+    pid: int | None = getattr(server, "_forkserver_pid", None)
+    return pid
+
+
 def _stays(pid: int) -> bool:
     """This process; its own fork server, from which later workers come; and ``multiprocessing``'s resource trackers.
 
     A tracker ends by itself when all that it serves have ended, and unlinks what they left behind.
     """
-    server = getattr(getattr(sys.modules.get("multiprocessing.forkserver"), "_forkserver", None), "_forkserver_pid", None)
-    return pid in (os.getpid(), server) or "multiprocessing.resource_tracker" in kernel_file(f"/proc/{pid}/cmdline")
+    if pid in (os.getpid(), forkserver_pid()):
+        return True
+    return "multiprocessing.resource_tracker" in kernel_file(f"/proc/{pid}/cmdline")
 
 
 def _end(processes: Collection[_Process]) -> int:

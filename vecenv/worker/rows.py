@@ -280,7 +280,7 @@ class EnvRows:
         """Close all environments, whatever any of them raises."""
         out = Outcome()
         for k in range(self.count):
-            if (error := self._drop(k)) is not None:
+            if (error := self._close_env(k)) is not None:
                 out.failures.append(Failure(self.first + k, error))
         if self.generators is not None:
             self.generators = None
@@ -441,25 +441,27 @@ class EnvRows:
         # Both are kept before the reset: an environment may reuse the very objects it returned.
         if isinstance(info, dict):
             info = deepcopy(info)
-        exact = None
-        if self._put_final is not None and self._tree is not None:
-            exact = self._tree.exact(observation)
-        if exact is not None and self._put_final is not None:
-            self._put_final(k, observation)
-            kept = None
-        else:
-            kept = deepcopy(observation)
+        kept = self._kept_final(k, observation)
         reset_observation, reset_info = self._begin_next(k)
         self.leave_if_forked()
         if "final_obs" in reset_info or "final_info" in reset_info:  # Gymnasium lets the reset's own keys win
-            final = deepcopy(observation) if kept is None else kept
+            final = deepcopy(observation) if kept is KEPT else kept
             return reset_observation, {"final_info": info, "final_obs": final, **reset_info}
-        if exact is not None:
+        self._note_final(k, kept, out)
+        return reset_observation, {"final_info": info, **reset_info}
+
+    def _kept_final(self, k: int, observation: Any) -> Any:
+        """Keep an episode's last observation: in shared memory (``KEPT``), or as a copy that travels."""
+        if self._put_final is None or self._tree is None or self._tree.exact(observation) is None:
+            return deepcopy(observation)
+        return self._put_final(k, observation)
+
+    def _note_final(self, k: int, kept: Any, out: Outcome) -> None:
+        if kept is KEPT:
             self._final[k] = True
             self._dirty = out.columns = True
         else:
             out.finals[self.first + k] = kept
-        return reset_observation, {"final_info": info, **reset_info}
 
     # -- resetting --------------------------------------------------------------------------------------------------
 
@@ -602,12 +604,16 @@ class EnvRows:
         out.infos.pop(row, None)
         self._let_through(error)
 
-    def _drop(self, k: int) -> BaseException | None:
-        """Close an environment that is not to be used any more; what it raised."""
-        env, self.envs[k] = self.envs[k], None
-        self._steps[k] = partial(self._step_failed, k)
+    def _drop(self, k: int) -> None:
+        """Close an environment that is not to be used any more, and clear its row."""
         self._schemas[k] = NO_INFO
         self._final[k] = False
+        self._close_env(k)
+
+    def _close_env(self, k: int) -> BaseException | None:
+        """Close an environment, and return what it raised. Its row may be another worker's by now."""
+        env, self.envs[k] = self.envs[k], None
+        self._steps[k] = partial(self._step_failed, k)
         self._used[k] = False
         self._next.pop(k, None)
         try:

@@ -253,12 +253,7 @@ class SpareRows(SnapshotRows):
 
     def _reset_same_step(self, k: int, observation: Any, info: Any, out: Outcome) -> tuple[Any, Any]:
         """Only the end of the episode: the caller asks for the next one, in the worker that has begun it."""
-        if self._put_final is not None and self._tree is not None and self._tree.exact(observation):
-            self._put_final(k, observation)
-            self._final[k] = True
-            self._dirty = out.columns = True
-        else:
-            out.finals[self.first + k] = deepcopy(observation)
+        self._note_final(k, self._kept_final(k, observation), out)
         return observation, {"final_info": deepcopy(info)}
 
     def _reset(self, k: int, seed: Any, options: Any) -> tuple[Any, Any]:

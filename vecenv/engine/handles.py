@@ -127,7 +127,7 @@ class CallerWorker:
         if parts is None:
             return rows.step(seq, None, rows.actions(None))
         part = parts[self.index]
-        return answer(rows, part.op, seq, lambda: part.payload)
+        return answer(rows, part.op, seq, part.payload)
 
     @property
     def envs(self) -> list[Any]:

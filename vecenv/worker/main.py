@@ -92,17 +92,15 @@ _SPREAD: Final[dict[int, str]] = {Op.CALL: "call", Op.SET_ATTR: "set_attr", Op.E
 """What is called with the payload as one argument, or as several."""
 
 
-def answer(rows: SnapshotRows, op: int, seq: int, load: Callable[[], Any]) -> Outcome:
-    """Carry out one message on ``rows``. ``load()`` gives its payload, which may be ``None``."""
+def answer(rows: SnapshotRows, op: int, seq: int, payload: Any) -> Outcome:
+    """Carry out one message on ``rows``. Its payload may be ``None``."""
     if op == Op.STEP or op == Op.STEP_SOME:
         ks = None if op == Op.STEP else rows.chosen(seq)
-        actions = load()
-        return rows.step(seq, ks, rows.actions(ks) if actions is None else actions)
+        return rows.step(seq, ks, rows.actions(ks) if payload is None else payload)
     if op == Op.RESET or op == Op.RESET_SOME:
         ks = None if op == Op.RESET else rows.chosen(seq)
-        seeds, options = load() or ([None] * (rows.count if ks is None else len(ks)), None)
+        seeds, options = payload or ([None] * (rows.count if ks is None else len(ks)), None)
         return rows.reset(seq, ks, seeds, options)
-    payload = load()
     if op == Op.REBUILD_SOME:
         seeds, options, pending = payload
         return rows.rebuild(seq, rows.chosen(seq), seeds, options, pending=pending)
@@ -278,7 +276,7 @@ def serve(
         elif op == Op.FREEZE:
             outcome = copy(rows, pickle.loads(payload or b""))
         else:
-            outcome = answer(rows, op, seq, _loader(payload))
+            outcome = answer(rows, op, seq, _loaded(payload))
         if os.getpid() != pid:  # a child that an environment forked has come back from step(): it is not the worker
             os._exit(0)
         say(channel, seq, outcome)
@@ -291,7 +289,7 @@ def serve_overlapping(channel: WorkerEnd, rows: OverlappingRows, patience: SpinP
         try:
             rows.run(op, seq, payload)
             with rows.turn:
-                say(channel, seq, answer(rows, op, seq, lambda: payload))
+                say(channel, seq, answer(rows, op, seq, payload))
         except ChannelClosed:  # the main thread sees that too
             pass
         except BaseException:  # without an answer the caller would wait for ever
@@ -303,7 +301,7 @@ def serve_overlapping(channel: WorkerEnd, rows: OverlappingRows, patience: SpinP
         op, seq, payload = channel.wait(patience)
         if op == Op.CLOSE:
             return close_rows(channel, rows, seq)
-        rows.submit(carry_out, op, seq, _loader(payload)())
+        rows.submit(carry_out, op, seq, _loaded(payload))
 
 
 def say(channel: WorkerEnd, seq: int, outcome: Outcome) -> None:
@@ -335,8 +333,8 @@ def left_behind() -> str:
     return ", ".join(names)
 
 
-def _loader(payload: bytes | None) -> Callable[[], Any]:
-    return (lambda: None) if payload is None else (lambda: pickle.loads(payload))
+def _loaded(payload: bytes | None) -> Any:
+    return None if payload is None else pickle.loads(payload)
 
 
 def main(start: Start) -> None:

@@ -179,10 +179,8 @@ class InfoWriter:
         self._news.clear()
 
 
-_Entry: TypeAlias = tuple[Any, dict[Any, Any], dict[int, int]]
-"""(dtype and shape, or ``None`` for a dict; its own entries by key; schema that has this key -> offset in a record)"""
-_Plan: TypeAlias = list[tuple[Any, str, Any, "_Plan", Any, dict[int, Any]]]
-"""Of each key: (key, name of its mask, dtype and shape, a dict's own plan, column of all records, and all by schema)"""
+_Plan: TypeAlias = dict[Any, tuple[str, Any, "_Plan", Any, dict[int, Any]]]
+"""Key -> (name of its mask, dtype and shape, a dict's own plan, column of all records, and all by schema)"""
 
 
 class InfoReader:
@@ -271,20 +269,24 @@ class InfoReader:
 
     def _plan(self, numbers: Sequence[int]) -> _Plan | None:
         """One plan for rows that follow these schemas; ``None`` where the order of environments decides a dtype."""
-        entries: dict[Any, _Entry] = {}
+        plan: _Plan = {}
         for number in numbers:
             if number != NO_INFO:
                 schema = self._schemas[number]
-                if not _add_entries(entries, schema.definition, number, iter(schema.columns)):
+                if not self._add_to(plan, schema.definition, number, iter(schema.columns)):
                     return None
-        return None if _has_mask_conflict(entries) else self._compiled(entries)
+        return None if _has_mask_conflict(plan) else plan
 
-    def _compiled(self, entries: Mapping[Any, _Entry]) -> _Plan:
-        plan: _Plan = []
-        for key, (column, children, owners) in entries.items():
-            views = {number: column and self._view(offset, *column) for number, offset in owners.items()}
-            plan.append((key, f"_{key}", column, self._compiled(children), next(iter(views.values())), views))
-        return plan
+    def _add_to(self, plan: _Plan, definition: Definition, number: int, columns: Iterator[Any]) -> bool:
+        """Add a schema's keys to those of others; false where a key has two types."""
+        for key, spec in definition:
+            column, offset = (None, 0) if spec[0] == "d" else next(columns)
+            view = column and self._view(offset, *column)
+            _, other, children, _, views = plan.setdefault(key, (f"_{key}", column, {}, view, {}))
+            if column != other or (column is None and not self._add_to(children, spec[1], number, columns)):
+                return False
+            views[number] = view
+        return True
 
     def _view(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
         """The column at ``offset`` of all records."""
@@ -310,7 +312,7 @@ def _record_type(offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> n
 
 def _fill(infos: dict[Any, Any], plan: _Plan, rows: Array | None, all_rows: Array) -> None:
     """Fill ``infos`` by whole columns, from rows that all follow one schema."""
-    for key, mask, column, children, view, _ in plan:
+    for key, (mask, column, children, view, _) in plan.items():
         if column is None:
             infos[key] = {}
             _fill(infos[key], children, rows, all_rows)
@@ -321,7 +323,7 @@ def _fill(infos: dict[Any, Any], plan: _Plan, rows: Array | None, all_rows: Arra
 
 def _fill_by_schema(infos: dict[Any, Any], plan: _Plan, rows: Array | None, numbers: Array) -> None:
     """Fill ``infos`` by whole columns, from rows that follow several schemas."""
-    for key, mask, column, children, _, views in plan:
+    for key, (mask, column, children, _, views) in plan.items():
         if column is None:
             infos[key] = {}
             _fill_by_schema(infos[key], children, rows, numbers)
@@ -336,21 +338,10 @@ def _fill_by_schema(infos: dict[Any, Any], plan: _Plan, rows: Array | None, numb
                 infos[key][chosen] = view[chosen if rows is None else rows[chosen]]
 
 
-def _add_entries(entries: dict[Any, _Entry], definition: Definition, number: int, columns: Any) -> bool:
-    """Add a schema's keys to those of others; false where a key has two types."""
-    for key, spec in definition:
-        column, offset = (None, 0) if spec[0] == "d" else next(columns)
-        entry = entries.setdefault(key, (column, {}, {}))
-        if entry[0] != column or (column is None and not _add_entries(entry[1], spec[1], number, columns)):
-            return False
-        entry[2][number] = offset
-    return True
-
-
-def _has_mask_conflict(entries: Mapping[Any, _Entry]) -> bool:
-    if len({str(key) for key in entries}) < len(entries):  # 1 and "1" have one mask
+def _has_mask_conflict(plan: _Plan) -> bool:
+    if len({mask for mask, *_ in plan.values()}) < len(plan):  # 1 and "1" have one mask
         return True
-    return any(f"_{key}" in entries or _has_mask_conflict(children) for key, (_, children, _) in entries.items())
+    return any(mask in plan or _has_mask_conflict(children) for mask, _, children, *_ in plan.values())
 
 
 def add_info(infos: dict[Any, Any], info: Any, position: int, count: int, env: int, *, ragged: bool = False) -> None:

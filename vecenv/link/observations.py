@@ -46,6 +46,7 @@ class Store(Protocol):
 
     def accept(self, row: int, observation: Any) -> None:
         """Take an observation that came in a reply."""
+        raise AssertionError("observations in shared memory never travel in a reply")
 
     def batch(self, copy: bool) -> Any:
         """The whole batch, in the containers of Gymnasium's batched space."""
@@ -63,16 +64,13 @@ class Store(Protocol):
         """Refuse an observation that no row can have, by an exception; nothing is changed."""
 
 
-class SharedStore:
+class SharedStore(Store):
     """Observations of fixed size, in shared memory."""
 
     def __init__(self, tree: Tree, leaves: Sequence[Array]) -> None:
         self._tree = tree
         self._leaves = list(leaves)
         self.observations: Any = tree.build(iter(self._leaves))
-
-    def accept(self, row: int, observation: Any) -> None:
-        raise AssertionError("observations of fixed size never travel in a reply")
 
     def batch(self, copy: bool) -> Any:
         if not copy:
@@ -172,7 +170,7 @@ class PickledStore:
             raise
 
 
-class RegisteredStore:
+class RegisteredStore(Store):
     """Observations of a custom space, in shared memory by the functions its author registered with Gymnasium."""
 
     def __init__(self, space: Space[Any], num_envs: int, context: Any, spares: int = 0) -> None:
@@ -180,9 +178,6 @@ class RegisteredStore:
         self.memory = create_shared_memory(space, n=num_envs + spares, ctx=context)
         self.observations: Any = read_from_shared_memory(space, self.memory, n=num_envs)
         self._num_envs = num_envs
-
-    def accept(self, row: int, observation: Any) -> None:
-        raise AssertionError("observations in registered shared memory never travel in a reply")
 
     def batch(self, copy: bool) -> Any:
         self.observations = read_from_shared_memory(self._space, self.memory, n=self._num_envs)

@@ -305,16 +305,13 @@ class _Reader(pickle.Unpickler):
         self._layers = layers
         self._filled: dict[int, Way] = {}
         self.fills: list[tuple[Codec, Any, Any]] = []
-        self._readers = (self._layer, self._content, self._found, _array, _number)
+        self._readers = (layers.__getitem__, self._content, self._found, _array, _number)
 
     def find_class(self, module: str, name: str) -> Any:
         return self._read if name == "stands_for_" and module == __name__ else super().find_class(module, name)
 
     def _read(self, what: int, *values: Any) -> Any:
         return self._readers[what](*values)
-
-    def _layer(self, number: int) -> Any:
-        return self._layers[number]
 
     def _found(self, way: Way) -> Any:
         thing = self._layers[way[0]]

@@ -81,15 +81,10 @@ def make_rows(
     return kind(env_fns, first, worker, plan, batch, interrupts=interrupts)
 
 
-_WHOLE: Final[dict[int, str]] = {
-    Op.SET_NEXT: "set_next",
-    Op.SAVE: "save",
-    Op.PROVE: "prove",
-    Op.CHECK: "check",
-    Op.LOAD: "load",
-}
-_SPREAD: Final[dict[int, str]] = {Op.CALL: "call", Op.SET_ATTR: "set_attr", Op.EXEC: "execute"}
-"""What is called with the payload as one argument, or as several."""
+_METHODS: Final[dict[int, str]] = {
+    Op.CALL: "call", Op.SET_ATTR: "set_attr", Op.EXEC: "execute", Op.SET_NEXT: "set_next", Op.SAVE: "save",
+    Op.PROVE: "prove", Op.CHECK: "check", Op.LOAD: "load",
+}  # fmt: skip
 
 
 def answer(rows: SnapshotRows, op: int, seq: int, payload: Any) -> Outcome:
@@ -104,8 +99,8 @@ def answer(rows: SnapshotRows, op: int, seq: int, payload: Any) -> Outcome:
     if op == Op.REBUILD_SOME:
         seeds, options, pending = payload
         return rows.rebuild(seq, rows.chosen(seq), seeds, options, pending=pending)
-    arguments = payload if op in _SPREAD else (payload,)
-    outcome: Outcome = getattr(rows, _SPREAD.get(op) or _WHOLE[op])(seq, *arguments)
+    arguments = payload if op in (Op.CALL, Op.SET_ATTR, Op.EXEC) else (payload,)
+    outcome: Outcome = getattr(rows, _METHODS[op])(seq, *arguments)
     return outcome
 
 
@@ -199,17 +194,13 @@ def _wait_frozen(rows: SnapshotRows, start: Start, plan: CopyPlan) -> CopyPlan |
     channel = _opened(rows, start, plan)
     channel.send(Reply.READY, 0, pickle.dumps(Ready(os.getpid(), [], [])))
     patience = SpinPolicy(0.0, np.zeros(1))
-    while True:
-        try:
-            op, _, payload = channel.wait(patience)
-        except ChannelClosed:
-            return None
-        if op == Op.CLOSE:
-            return None
-        there: CopyPlan = pickle.loads(payload or b"")
-        if fork_twice(there.token):
-            channel.close()
-            return there
+    with contextlib.suppress(ChannelClosed):
+        while (message := channel.wait(patience))[0] != Op.CLOSE:
+            there: CopyPlan = pickle.loads(message[2] or b"")
+            if fork_twice(there.token):
+                channel.close()
+                return there
+    return None
 
 
 def _opened(rows: SnapshotRows, start: Start, plan: CopyPlan) -> WorkerEnd:
@@ -238,20 +229,15 @@ def _thawed(before: SnapshotRows, start: Start, plan: CopyPlan) -> tuple[WorkerE
     return channel, rows
 
 
-def serve(
-    channel: WorkerEnd,
-    rows: SnapshotRows,
-    patience: SpinPolicy,
-    take: Callable[..., SnapshotRows],
-    copy: Callable[[SnapshotRows, CopyPlan], Outcome],
-) -> bool:
+def serve(channel: WorkerEnd, rows: SnapshotRows, patience: SpinPolicy, batch: Batch, uncopied: Uncopied | None) -> bool:
     """Answer messages until one says to close; true if every environment closed cleanly.
 
     Args:
         channel: Where they come from.
         rows: The environments.
         patience: How long to poll for the next one.
-        take, copy: :func:`take_place` and :func:`freeze`.
+        batch: Where environments are, that move from row to row.
+        uncopied: Says why this process cannot be copied; ``None``: no process of this system can.
 
     Raises:
         ChannelClosed: The caller is gone.
@@ -270,11 +256,11 @@ def serve(
         elif op == Op.CLOSE:
             return close_rows(channel, rows, seq)
         elif op == Op.TAKE:
-            rows = take(rows, *pickle.loads(payload or b""))
+            rows = take_place(batch, rows, *pickle.loads(payload or b""))
             step, actions = rows.step, rows.actions
             continue
         elif op == Op.FREEZE:
-            outcome = copy(rows, pickle.loads(payload or b""))
+            outcome = freeze(channel, uncopied, rows, pickle.loads(payload or b""))
         else:
             outcome = answer(rows, op, seq, _loaded(payload))
         if os.getpid() != pid:  # a child that an environment forked has come back from step(): it is not the worker
@@ -384,7 +370,7 @@ def _live(start: Start, channel: WorkerEnd, rows: SnapshotRows | None, ready: Re
             if isinstance(rows, OverlappingRows):
                 clean = serve_overlapping(channel, rows, patience)
             else:
-                clean = serve(channel, rows, patience, partial(take_place, batch), partial(freeze, channel, uncopied))
+                clean = serve(channel, rows, patience, batch, uncopied)
     except ChannelClosed:  # the caller closed or died; no process is left to report to
         clean = abandoned = True
         if rows is not None:

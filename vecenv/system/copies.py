@@ -176,3 +176,7 @@ class CopiedProcess(BaseProcess):
         pidfd = owner.open(os.pidfd_open, pid)
         self._popen = _CopyPopen(pid, method, pidfd)
         self._sentinel = pidfd.number
+
+    def close(self) -> None:
+        """Give the pidfd back. Its exit code is known as before."""
+        self._popen.close()

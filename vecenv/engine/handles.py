@@ -33,7 +33,7 @@ from vecenv.system.supervision import (
     describe_exit,
     innermost,
     reaches_down,
-)  # fmt: skip
+)
 from vecenv.worker.keeping import SnapshotRows
 from vecenv.worker.main import answer
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vecenv.planning.plan import Plan as Plan
     from vecenv.planning.plan import plan as plan
     from vecenv.recording.recorder import FlightRecorder as FlightRecorder
-    from vecenv.shm.shared import share as share
+    from vecenv.shm.arena import share as share
     from vecenv.tools.watch import render_grid as render_grid
     from vecenv.tools.watch import write_video as write_video
 
@@ -57,7 +57,7 @@ _HOME: dict[str, str] = {
     "plan": "planning.plan",
     "register": "make",
     "render_grid": "tools.watch",
-    "share": "shm.shared",
+    "share": "shm.arena",
     "uninstall": "patching",
     "write_video": "tools.watch",
 }

@@ -18,7 +18,7 @@ from gymnasium.spaces import Box, Discrete
 import vecenv
 from vecenv.engine.recovery import RestartBudget, RestartLog
 from vecenv.errors import ErrorRecord, RestartsExhausted, WorkerDied
-from vecenv.worker.stacks import place
+from vecenv.system.supervision import place
 
 
 class Flaky(gym.Env[Any, Any]):

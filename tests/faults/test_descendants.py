@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from observe import FAULTS, PATIENCE, alive, remaining, wait_for
 
-from vecenv.system import descendants
+from vecenv.system import cores, descendants
 from vecenv.system.descendants import end_descendants, end_marked, end_own, mark, new_token
 
 pytestmark = [*FAULTS, pytest.mark.linux]
@@ -311,7 +311,7 @@ def test_a_system_that_forbids_everything_raises_nothing(monkeypatch: pytest.Mon
     def forbidden(*_: object, **__: object) -> object:
         raise PermissionError
 
-    for module, name in ((os, "listdir"), (os, "pidfd_open"), (descendants, "FileIO"), (descendants.resource, "setrlimit")):
+    for module, name in ((os, "listdir"), (os, "pidfd_open"), (cores, "FileIO"), (descendants.resource, "setrlimit")):
         monkeypatch.setattr(module, name, forbidden)
     mark(new_token())
     assert end_marked([1]) == end_descendants([1]) == end_own() == 0

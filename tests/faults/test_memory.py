@@ -35,7 +35,7 @@ class Images(gym.Env):
 
 def pretend(monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> None:
     """Let the system say something else in these files; a file that is not named does not exist."""
-    monkeypatch.setattr(arena, "_read", lambda path: files.get(str(path), ""))
+    monkeypatch.setattr(arena, "kernel_file", lambda path: files.get(str(path), ""))
 
 
 LITTLE = {

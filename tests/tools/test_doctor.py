@@ -39,8 +39,8 @@ class Disk(NamedTuple):
 def files(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """What files say; what is not in here does not exist."""
     contents: dict[str, str] = {}
-    for module in (doctor, arena):
-        monkeypatch.setattr(module, "_read", lambda path: contents.get(str(path), ""))
+    for module, name in ((doctor, "_read"), (arena, "kernel_file")):
+        monkeypatch.setattr(module, name, lambda path: contents.get(str(path), ""))
     return contents
 
 

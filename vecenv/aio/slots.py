@@ -33,8 +33,8 @@ from vecenv.errors import ErrorRecord, ForkedError, LoopError, RestartsExhausted
 from vecenv.link.channel import ChannelClosed
 from vecenv.link.messages import Op
 from vecenv.system.cores import let_caller_first, usable_cores
+from vecenv.system.supervision import place as line_of
 from vecenv.worker.main import WorkerPlan
-from vecenv.worker.stacks import place as line_of
 
 __all__ = ["PoolEnvs", "RowAnswer", "RowRequest", "Slot", "Slots", "WorkerSlots", "outside_of_block"]
 

@@ -129,7 +129,7 @@ class Frozen:
     @property
     def pid(self) -> int:
         """The process that waits."""
-        return 0 if self._copy.process is None else self._copy.process.pid
+        return (self._copy.process and self._copy.process.pid) or 0
 
     @property
     def bytes(self) -> int:

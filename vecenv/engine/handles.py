@@ -52,10 +52,18 @@ from vecenv.system.descendants import end_group, end_marked
 from vecenv.system.descriptors import DescriptorOwner
 from vecenv.system.generators import unwatch, watch
 from vecenv.system.spawning import NO_GUARD, Lifeline, Variables, missing_guard
-from vecenv.system.supervision import STACK_SIGNALS, BlackBox, ProcessWatch, catches, close_process, describe_exit
+from vecenv.system.supervision import (
+    STACK_SIGNALS,
+    BlackBox,
+    ProcessWatch,
+    catches,
+    close_process,
+    describe_exit,
+    innermost,
+    reaches_down,
+)
 from vecenv.worker.keeping import SnapshotRows
 from vecenv.worker.main import Ready, answer
-from vecenv.worker.stacks import innermost, reaches_down
 
 if sys.platform != "win32":
     import resource
@@ -162,7 +170,7 @@ class CallerWorker(Worker):
         if parts is None:
             return rows.step(seq, None, rows.actions(None))
         part = parts[self.index]
-        return answer(rows, part.op, seq, lambda: part.payload)
+        return answer(rows, part.op, seq, part.payload)
 
     @property
     def envs(self) -> list[Any]:

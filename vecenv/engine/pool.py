@@ -47,10 +47,9 @@ from vecenv.system.descendants import end_marked, new_token
 from vecenv.system.descriptors import DescriptorOwner
 from vecenv.system.generators import stream_of_caller
 from vecenv.system.spawning import Lifeline, spawn
-from vecenv.system.supervision import SLICE_MS, BlackBox, close_process
+from vecenv.system.supervision import SLICE_MS, BlackBox, close_process, place
 from vecenv.system.uninterrupted import Uninterrupted
 from vecenv.worker.main import Ready, Start, WorkerPlan, main
-from vecenv.worker.stacks import place
 
 __all__ = ["HEAD_START", "PoolOptions", "Watchdog", "WorkerPool"]
 

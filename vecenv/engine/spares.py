@@ -42,7 +42,7 @@ from vecenv.link.infos import NO_INFO
 from vecenv.link.messages import Op, encode
 from vecenv.shm.layout import Array
 from vecenv.state.snapshots import Row
-from vecenv.worker.ahead import WithAttributes
+from vecenv.worker.variants import WithAttributes
 
 __all__ = ["EpisodeTable", "SpareEngine", "SparePool", "refuse_different"]
 

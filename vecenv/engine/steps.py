@@ -43,7 +43,7 @@ from vecenv.link.messages import Op, decode_outcome
 from vecenv.recording.recorder import Recorder
 from vecenv.shm import Layout, Tree
 from vecenv.shm.layout import Array
-from vecenv.worker.stacks import place
+from vecenv.system.supervision import place
 
 __all__ = ["ActionStage", "Received", "Steps", "wait_name"]
 

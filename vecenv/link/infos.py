@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, Final, TypeAlias
 
@@ -22,13 +23,12 @@ import numpy as np
 from vecenv.link.messages import Definition, shown
 from vecenv.shm.layout import INFO_BYTES, Array
 
-__all__ = ["BY_PICKLE", "NO_INFO", "InfoReader", "InfoWriter", "Schema", "add_info", "define", "number_of"]
+__all__ = ["BY_PICKLE", "NO_INFO", "InfoReader", "InfoWriter", "Schema", "add_info"]
 
 NO_INFO: Final = 0
 BY_PICKLE: Final = 1
 _MAX_SCHEMAS: Final = 64  # a worker that needs more than this has keys that do not repeat
 _MOST_PLANS: Final = 256  # kept by a reader: keys that come and go make a new combination of schemas at every step
-_MOST_VIEWS: Final = 4096
 
 _SCALARS: Final[dict[type, str]] = {
     int: "q", float: "d", bool: "?",
@@ -39,8 +39,14 @@ _SCALARS: Final[dict[type, str]] = {
 _BY_NAME: Final[dict[str, type]] = {kind.__name__: kind for kind in _SCALARS}
 
 
-def define(info: Mapping[Any, Any]) -> Definition | None:
-    """The definition of ``info``, or ``None`` if it cannot be written as columns."""
+@lru_cache(256)
+def _numeric(dtype: np.dtype[Any]) -> str | None:
+    """The name of a dtype whose arrays can be written as columns."""
+    return dtype.str if dtype.kind in "biuf" and dtype.itemsize <= 8 and dtype.isnative else None
+
+
+def _take_apart(info: Any, values: list[Any]) -> Definition | None:
+    """The definition of ``info``, whose values are added to ``values``; ``None`` if it cannot be written as columns."""
     if type(info) is not dict:  # other mappings may do anything when they are looked at
         return None
     entries: list[tuple[Any, Any]] = []
@@ -50,44 +56,40 @@ def define(info: Mapping[Any, Any]) -> Definition | None:
             return None
         kind = type(value)
         if kind in _SCALARS:
+            values.append(value)
             entries.append((key, ("s", kind.__name__)))
         elif kind is np.ndarray:
-            if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8 or not value.dtype.isnative:
+            if (name := _numeric(value.dtype)) is None:
                 return None
-            entries.append((key, ("a", value.dtype.str, value.shape)))
-        elif kind is dict:
-            nested = define(value)
+            values.append(value.tobytes())
+            entries.append((key, ("a", name, value.shape)))
+        else:
+            nested = _take_apart(value, values)
             if nested is None:
                 return None
             entries.append((key, ("d", nested)))
-        else:
-            return None
     return tuple(entries)
-
-
-def number_of(definition: Definition) -> int:
-    """A 64-bit name for a definition, the same in every process, never :data:`NO_INFO` or :data:`BY_PICKLE`."""
-    return int.from_bytes(blake2b(repr(definition).encode(), digest_size=8).digest(), "little") | 2
 
 
 class Schema:
     """A definition, compiled for both directions.
 
     Attributes:
+        number: A 64-bit name for it, the same in every process, never :data:`NO_INFO` or :data:`BY_PICKLE`.
         columns: Of each value of a record, in the order of the info and of the dicts in it: (dtype and shape, offset).
+        pack: Writes the values into a record, from an offset on.
     """
 
     def __init__(self, definition: Definition) -> None:
         self.definition = definition
-        self.number = number_of(definition)
+        self.number = int.from_bytes(blake2b(repr(definition).encode(), digest_size=8).digest(), "little") | 2
         self.columns: list[tuple[tuple[np.dtype[Any], tuple[int, ...]], int]] = []
         self.size = 0
         self._struct = struct.Struct("=" + "".join(self._compile(definition)))
-        self.fits = self._struct.size <= INFO_BYTES
+        self.pack = self._struct.pack_into
         self._keys = tuple(key for key, _ in definition)
         self._key_types = tuple(map(type, self._keys))
-        self._types = tuple(_type_of(spec) for _, spec in definition)
-        self._flat = all(spec[0] == "s" for _, spec in definition)
+        self._types = tuple(_BY_NAME[spec[1]] if spec[0] == "s" else None for _, spec in definition)
 
     def _compile(self, definition: Definition) -> Iterator[str]:
         """The columns of the values, and the parts of their format."""
@@ -104,64 +106,27 @@ class Schema:
             self.size += struct.calcsize("=" + part)
             yield part
 
-    def write(self, info: Mapping[Any, Any], record: memoryview) -> bool:
-        """Write ``info`` into its record; ``False``, and nothing of use written, if it does not follow this schema."""
-        keys = tuple(info)
-        # True and 1.0 are equal to 1, and each has a mask of another name
-        if keys != self._keys or tuple(map(type, keys)) != self._key_types:
+    def has_scalars_of(self, info: Mapping[Any, Any]) -> bool:
+        """Whether ``info`` follows this schema and has nothing but scalars; quicker than to take it apart."""
+        if tuple(map(type, info.values())) != self._types or tuple(info) != self._keys:
             return False
-        if tuple(map(type, info.values())) != self._types:
-            return False
-        values: list[Any] = list(info.values()) if self._flat else []
-        if not self._flat and not _collect(info, self.definition, values):
-            return False
-        try:
-            self._struct.pack_into(record, 0, *values)
-        except (struct.error, OverflowError):  # an int beyond 64 bits
-            return False
-        return True
+        return tuple(map(type, info)) == self._key_types  # True and 1.0 are equal to 1, and each has a mask of another name
 
     def read(self, record: memoryview) -> dict[Any, Any]:
         """The info again, with the very types it had."""
-        info: dict[Any, Any] = {}
-        values = self._struct.unpack_from(record, 0)
-        _restore(self.definition, info, iter(values))
-        return info
+        return _restored(self.definition, iter(self._struct.unpack_from(record, 0)))
 
 
-def _type_of(spec: Any) -> type:
-    if spec[0] == "s":
-        return _BY_NAME[spec[1]]
-    return np.ndarray if spec[0] == "a" else dict
-
-
-def _collect(info: Mapping[Any, Any], definition: Definition, values: list[Any]) -> bool:
-    for (key, spec), name in zip(definition, info, strict=True):
-        value: Any = info[name]
-        kind = type(value)
-        if key != name or type(key) is not type(name) or kind is not _type_of(spec):
-            return False
-        if spec[0] == "s":
-            values.append(value)
-        elif spec[0] == "a":
-            if value.shape != spec[2] or value.dtype.str != spec[1]:
-                return False
-            values.append(value.tobytes())
-        elif len(value) != len(spec[1]) or not _collect(value, spec[1], values):
-            return False
-    return True
-
-
-def _restore(definition: Definition, info: dict[Any, Any], values: Any) -> None:
+def _restored(definition: Definition, values: Iterator[Any]) -> dict[Any, Any]:
+    info: dict[Any, Any] = {}
     for key, spec in definition:
         if spec[0] == "d":
-            nested: dict[Any, Any] = {}
-            _restore(spec[1], nested, values)
-            info[key] = nested
+            info[key] = _restored(spec[1], values)
         elif spec[0] == "s":
             info[key] = _BY_NAME[spec[1]](next(values))
         else:
             info[key] = np.frombuffer(next(values), np.dtype(spec[1])).reshape(spec[2]).copy()
+    return info
 
 
 class InfoWriter:
@@ -175,58 +140,54 @@ class InfoWriter:
     def __init__(self, schemas: Array, records: Array) -> None:
         self._numbers = schemas
         self._records = [memoryview(record).cast("B") for record in records]
-        self._known: dict[int, Schema] = {}
+        self._known: dict[Definition, Schema] = {}
         self._last: list[Schema | None] = [None] * len(self._records)
         self._news: dict[int, Definition] = {}
 
-    def write(self, index: int, info: Mapping[Any, Any]) -> bool:
+    def write(self, index: int, info: Any) -> bool:
         """Write a row's info; ``False`` if it has to travel by pickle (the row is then marked so)."""
-        if type(info) is not dict:
-            self._numbers[index] = BY_PICKLE
-            return False
         schema = self._last[index]
-        if schema is None or not schema.write(info, self._records[index]):
-            schema = self._schema_for(info)
-            if schema is None or not schema.write(info, self._records[index]):
-                self._numbers[index] = BY_PICKLE
-                return False
-            self._last[index] = schema
-        self._numbers[index] = schema.number
-        return True
+        if schema is not None and type(info) is dict and schema.has_scalars_of(info):
+            values = list(info.values())
+        else:
+            values = []
+            definition = _take_apart(info, values)
+            if schema is None or schema.definition != definition:
+                schema = None if definition is None else self._schema_of(definition)
+        try:
+            if schema is not None:
+                schema.pack(self._records[index], 0, *values)
+                self._last[index] = schema
+                self._numbers[index] = schema.number
+                return True
+        except (struct.error, OverflowError):  # an int beyond 64 bits, or more than a record holds
+            pass
+        self._numbers[index] = BY_PICKLE
+        return False
 
-    def _schema_for(self, info: Mapping[Any, Any]) -> Schema | None:
-        definition = define(info)
-        if definition is None:
-            return None
-        number = number_of(definition)
-        schema = self._known.get(number)
-        if schema is None:
-            if len(self._known) >= _MAX_SCHEMAS:
-                return None
-            schema = Schema(definition)
-            self._known[number] = schema
-            if schema.fits:
-                self._news[number] = definition
-        return schema if schema.fits else None
+    def _schema_of(self, definition: Definition) -> Schema | None:
+        schema = self._known.get(definition)
+        if schema is None and len(self._known) < _MAX_SCHEMAS:
+            schema = self._known[definition] = Schema(definition)
+            if schema.size <= INFO_BYTES:
+                self._news[schema.number] = definition
+        return schema
 
     def send_new(self, schemas: dict[int, Definition]) -> None:
         """Add to ``schemas`` the definitions used for the first time since the last call."""
-        if self._news:
-            schemas.update(self._news)
-            self._news.clear()
+        schemas.update(self._news)
+        self._news.clear()
 
 
-_Entry: TypeAlias = tuple[Any, dict[Any, Any], dict[int, int]]
-"""(dtype and shape, or ``None`` for a dict; its own entries by key; schema that has this key -> offset in a record)"""
-_Plan: TypeAlias = list[tuple[Any, str, Any, "_Plan", Any, dict[int, Any]]]
-"""Of each key: (key, name of its mask, dtype and shape, a dict's own plan, column of all records, and all by schema)"""
+_Plan: TypeAlias = dict[Any, tuple[str, Any, "_Plan", Any, dict[int, Any]]]
+"""Key -> (name of its mask, dtype and shape, a dict's own plan, column of all records, and all by schema)"""
 
 
 class InfoReader:
     """The caller's side: makes Gymnasium's dict of arrays out of rows, their records and the infos that came by pickle.
 
-    It keeps every schema that it learns, because each is sent once; a worker has a limited number. Its plans and views can
-    be made again, and all are forgotten at once when there are too many.
+    It keeps every schema that it learns, because each is sent once; a worker has a limited number. Its plans can be made
+    again, and all are forgotten at once when there are too many.
 
     Args:
         schemas: uint64 ``(n,)``.
@@ -240,7 +201,6 @@ class InfoReader:
         self._records = records
         self._schemas: dict[int, Schema] = {}
         self._plans: dict[Any, _Plan | None] = {}
-        self._views: dict[tuple[int, str, tuple[int, ...]], Array] = {}
         self._all_rows = np.ones(len(schemas), np.bool_)
 
     def learn(self, definitions: Mapping[int, Definition]) -> None:
@@ -292,7 +252,8 @@ class InfoReader:
         if not alike:
             key = tuple(dict.fromkeys(numbers.tolist()))  # as they first appear, which is the order of the keys
         if key not in self._plans:
-            _make_room(self._plans, _MOST_PLANS)
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
             self._plans[key] = self._plan([int(numbers[0])] if alike else key)
         plan = self._plans[key]
         if plan is None:
@@ -308,36 +269,31 @@ class InfoReader:
 
     def _plan(self, numbers: Sequence[int]) -> _Plan | None:
         """One plan for rows that follow these schemas; ``None`` where the order of environments decides a dtype."""
-        entries: dict[Any, _Entry] = {}
+        plan: _Plan = {}
         for number in numbers:
             if number != NO_INFO:
                 schema = self._schemas[number]
-                if not _add_entries(entries, schema.definition, number, iter(schema.columns)):
+                if not self._add_to(plan, schema.definition, number, iter(schema.columns)):
                     return None
-        return None if _has_mask_conflict(entries) else self._compiled(entries)
+        return None if _has_mask_conflict(plan) else plan
 
-    def _compiled(self, entries: Mapping[Any, _Entry]) -> _Plan:
-        plan: _Plan = []
-        for key, (column, children, owners) in entries.items():
-            views = {number: column and self._view(offset, *column) for number, offset in owners.items()}
-            plan.append((key, f"_{key}", column, self._compiled(children), next(iter(views.values())), views))
-        return plan
+    def _add_to(self, plan: _Plan, definition: Definition, number: int, columns: Iterator[Any]) -> bool:
+        """Add a schema's keys to those of others; false where a key has two types."""
+        for key, spec in definition:
+            column, offset = (None, 0) if spec[0] == "d" else next(columns)
+            view = column and self._view(offset, *column)
+            _, other, children, _, views = plan.setdefault(key, (f"_{key}", column, {}, view, {}))
+            if column != other or (column is None and not self._add_to(children, spec[1], number, columns)):
+                return False
+            views[number] = view
+        return True
 
     def _view(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
         """The column at ``offset`` of all records."""
-        name = (offset, dtype.str, shape)
-        if name not in self._views:
-            record = np.dtype({"names": ["v"], "formats": [(dtype, shape)], "offsets": [offset], "itemsize": INFO_BYTES})
-            _make_room(self._views, _MOST_VIEWS)
-            self._views[name] = self._records.reshape(-1).view(record)["v"]
-        return self._views[name]
+        return self._records.reshape(-1).view(_record_type(offset, dtype, shape))["v"]
 
     def _one_by_one(
-        self,
-        rows: Array | None,
-        count: int,
-        pickled: Mapping[int, Mapping[Any, Any]],
-        final_obs: Mapping[int, Any],
+        self, rows: Array | None, count: int, pickled: Mapping[int, Mapping[Any, Any]], final_obs: Mapping[int, Any]
     ) -> dict[Any, Any]:
         infos: dict[Any, Any] = {}
         for position in range(count):
@@ -349,14 +305,14 @@ class InfoReader:
         return infos
 
 
-def _make_room(cache: dict[Any, Any], limit: int) -> None:
-    if len(cache) >= limit:
-        cache.clear()
+@lru_cache(4096)
+def _record_type(offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.dtype[Any]:
+    return np.dtype({"names": ["v"], "formats": [(dtype, shape)], "offsets": [offset], "itemsize": INFO_BYTES})
 
 
 def _fill(infos: dict[Any, Any], plan: _Plan, rows: Array | None, all_rows: Array) -> None:
     """Fill ``infos`` by whole columns, from rows that all follow one schema."""
-    for key, mask, column, children, view, _ in plan:
+    for key, (mask, column, children, view, _) in plan.items():
         if column is None:
             infos[key] = {}
             _fill(infos[key], children, rows, all_rows)
@@ -367,7 +323,7 @@ def _fill(infos: dict[Any, Any], plan: _Plan, rows: Array | None, all_rows: Arra
 
 def _fill_by_schema(infos: dict[Any, Any], plan: _Plan, rows: Array | None, numbers: Array) -> None:
     """Fill ``infos`` by whole columns, from rows that follow several schemas."""
-    for key, mask, column, children, _, views in plan:
+    for key, (mask, column, children, _, views) in plan.items():
         if column is None:
             infos[key] = {}
             _fill_by_schema(infos[key], children, rows, numbers)
@@ -382,21 +338,10 @@ def _fill_by_schema(infos: dict[Any, Any], plan: _Plan, rows: Array | None, numb
                 infos[key][chosen] = view[chosen if rows is None else rows[chosen]]
 
 
-def _add_entries(entries: dict[Any, _Entry], definition: Definition, number: int, columns: Any) -> bool:
-    """Add a schema's keys to those of others; false where a key has two types."""
-    for key, spec in definition:
-        column, offset = (None, 0) if spec[0] == "d" else next(columns)
-        entry = entries.setdefault(key, (column, {}, {}))
-        if entry[0] != column or (column is None and not _add_entries(entry[1], spec[1], number, columns)):
-            return False
-        entry[2][number] = offset
-    return True
-
-
-def _has_mask_conflict(entries: Mapping[Any, _Entry]) -> bool:
-    if len({str(key) for key in entries}) < len(entries):  # 1 and "1" have one mask
+def _has_mask_conflict(plan: _Plan) -> bool:
+    if len({mask for mask, *_ in plan.values()}) < len(plan):  # 1 and "1" have one mask
         return True
-    return any(f"_{key}" in entries or _has_mask_conflict(children) for key, (_, children, _) in entries.items())
+    return any(mask in plan or _has_mask_conflict(children) for mask, _, children, *_ in plan.values())
 
 
 def add_info(infos: dict[Any, Any], info: Any, position: int, count: int, env: int, *, ragged: bool = False) -> None:

@@ -15,7 +15,6 @@ copy for a program that has no such name. An exception is sent as an object only
 
 from __future__ import annotations
 
-import functools
 import io
 import operator
 import pickle
@@ -25,14 +24,15 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 from types import FunctionType
 from typing import Any, Final, TypeAlias
 
 import cloudpickle
 
 from vecenv.errors import EnvError, RemoteTraceback
-from vecenv.shm.shared import Place, SharedBlock, place_of
-from vecenv.system.uninterrupted import succeeds_when_repeated
+from vecenv.shm.arena import Place, SharedBlock, place_of
+from vecenv.system.uninterrupted import contained
 
 __all__ = [
     "FULL_HEAD", "HEAD", "PAYLOAD", "PLAIN_OUTCOME", "Definition", "Failure", "Message", "Op", "Outcome",
@@ -74,11 +74,10 @@ class Reply(IntEnum):
     FULL = 20  # done, the payload (an Outcome) holds what shared memory could not
 
 
-Message = tuple[int, int, bytes | None]
+Message = tuple[int, int, bytes | None]  # word, sequence number, pickled payload
 
 Definition: TypeAlias = tuple[tuple[Any, Any], ...]
 """Of an info: key -> ``("s", type name)`` for a scalar, ``("a", dtype, shape)`` for an array, or a nested definition."""
-"""Word, sequence number, pickled payload."""
 
 PAYLOAD: Final = 0x80
 _HEADER: Final = struct.Struct("<BI")
@@ -129,11 +128,6 @@ def missing_bytes(data: bytes | bytearray, have: int | None = None) -> int:
 # -- outcomes ----------------------------------------------------------------------------------------------------------
 
 
-# -- functions that build environments, on their way to a worker -------------------------------------------------------
-#
-# Each function travels once, and the environments that it builds there share it, as in a forked process. Of arrays in shared
-# memory (:func:`vecenv.share`) the descriptor travels, and not the data.
-
 @dataclass(slots=True)
 class Failure:
     """One environment's exception. ``error`` is the exception itself, in a message a :class:`PackedError`."""
@@ -174,9 +168,8 @@ class Outcome:
 
     def is_plain(self) -> bool:
         """Nothing here that would have to travel."""
-        return not (
-            self.infos or self.observations or self.finals or self.failures or self.results or self.schemas or self.warnings
-        )
+        values = self.infos or self.observations or self.finals or self.results
+        return not (values or self.failures or self.schemas or self.warnings)
 
 
 PLAIN_OUTCOME: Final = Outcome()
@@ -239,15 +232,13 @@ def decode_outcome(payload: bytes) -> Outcome:
 
 
 def _unpickled(outcome: Outcome, row: int, what: str, blob: bytes) -> Any:
-    try:
-        return pickle.loads(blob)
-    except BaseException as error:  # SystemExit included: an environment must not end its caller
-        if succeeds_when_repeated(lambda: pickle.loads(blob)):  # a signal handler raised; the payload is decoded again later
-            raise
+    def failed(error: BaseException) -> None:
         stand_in = EnvError(f"env {row}: its {what}{_key_in(blob)} cannot be unpickled: {summary(error)}")
         stand_in.__cause__ = error if isinstance(error, Exception) else None
         outcome.failures.append(Failure(row, stand_in, fatal=False))
-        return None
+
+    # SystemExit included: an environment must not end its caller
+    return contained(partial(pickle.loads, blob), failed, BaseException)
 
 
 def _key_in(blob: bytes) -> str:
@@ -348,32 +339,21 @@ def shown(value: Any) -> str:
 
 def summary(error: BaseException) -> str:
     """``Type: text``, also of an exception whose own ``__str__`` raises."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except BaseException:
-        if succeeds_when_repeated(lambda: str(error)):
-            raise
-        return f"{type(error).__name__} (it could not be printed)"
+    name = type(error).__name__
+    return contained(lambda: f"{name}: {error}", lambda _: f"{name} (it could not be printed)", BaseException)
 
 
 def pack_error(error: BaseException) -> PackedError:
     """Make an exception ready for a message, in the process that raised it. Errors of its own code are contained."""
-    try:
-        text = "".join(traceback.format_exception(error))
-    except BaseException:
-        if succeeds_when_repeated(lambda: traceback.format_exception(error)):
-            raise
-        text = f"{type(error).__name__} (its traceback could not be formatted)\n"
-    blob: bytes | None = None
-    if isinstance(error, Exception):
-        try:
-            blob = dumps(error, by_value=True)
-            if type(pickle.loads(blob)).__qualname__ != type(error).__qualname__:
-                blob = None
-        except BaseException:  # pickling or unpickling does harm, SystemExit included: here, and so not in the caller
-            if succeeds_when_repeated(lambda: pickle.loads(dumps(error, by_value=True))):
-                raise
-            blob = None
+
+    def pickled() -> bytes | None:
+        blob = dumps(error, by_value=True)
+        return blob if type(pickle.loads(blob)).__qualname__ == type(error).__qualname__ else None
+
+    unprintable = f"{type(error).__name__} (its traceback could not be formatted)\n"
+    text = contained(lambda: "".join(traceback.format_exception(error)), lambda _: unprintable, BaseException)
+    # pickling or unpickling may do harm, SystemExit included: here, and so not in the caller
+    blob = contained(pickled, lambda _: None, BaseException) if isinstance(error, Exception) else None
     return PackedError(blob, summary(error), text)
 
 
@@ -383,23 +363,17 @@ def unpack_error(packed: PackedError, note: str) -> Exception:
     An exception that did not survive pickling, or is no ``Exception`` (an environment's ``sys.exit`` must not end the
     caller), becomes an :class:`~vecenv.errors.EnvError`.
     """
-    error: Exception | None = None
-    if packed.blob is not None:
-        try:
-            loaded = pickle.loads(packed.blob)
-            error = loaded if isinstance(loaded, Exception) else None
-        except BaseException:
-            if succeeds_when_repeated(functools.partial(pickle.loads, packed.blob)):
-                raise
-    if error is None:
-        error = EnvError(f"{note}: {packed.summary}")
+    loaded = None if packed.blob is None else contained(partial(pickle.loads, packed.blob), lambda _: None, BaseException)
+    error = loaded if isinstance(loaded, Exception) else EnvError(f"{note}: {packed.summary}")
     error.__cause__ = RemoteTraceback(packed.text)
-    try:
-        error.add_note(note)
-    except Exception:
-        if succeeds_when_repeated(functools.partial(error.add_note, note)):
-            raise
+    contained(partial(error.add_note, note), lambda _: None, Exception)
     return error
+
+
+# -- functions that build environments, on their way to a worker -------------------------------------------------------
+#
+# Each function travels once, and the environments that it builds there share it, as in a forked process. Of arrays in shared
+# memory (:func:`vecenv.share`) the descriptor travels, and not the data.
 
 
 @dataclass(slots=True)
@@ -484,9 +458,10 @@ class _FunctionPickler(cloudpickle.Pickler):  # type: ignore[misc]
         if (found := place_of(value)) is None:
             return None
         block, place = found
-        if not any(block is known for known in self._blocks):
+        number = next((number for number, known in enumerate(self._blocks) if known is block), len(self._blocks))
+        if number == len(self._blocks):
             self._blocks.append(block)
-        return next(number for number, known in enumerate(self._blocks) if known is block), place
+        return number, place
 
 
 class _FunctionUnpickler(pickle.Unpickler):

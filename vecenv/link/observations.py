@@ -28,8 +28,8 @@ from vecenv.shm import Tree
 from vecenv.shm.layout import Array, Leaf
 
 __all__ = [
-    "KEPT", "PickledStore", "Put", "RegisteredStore", "SharedStore", "Store", "checked_value", "flat_of", "has_dynamic_part",
-    "require_leaves", "tree_writer",
+    "KEPT", "PickledStore", "Put", "RegisteredStore", "SharedStore", "Store", "checked_value", "direct_rows", "flat_of",
+    "has_dynamic_part", "require_leaves", "tree_writer",
 ]  # fmt: skip
 
 KEPT: Final = object()
@@ -46,6 +46,7 @@ class Store(Protocol):
 
     def accept(self, row: int, observation: Any) -> None:
         """Take an observation that came in a reply."""
+        raise AssertionError("observations in shared memory never travel in a reply")
 
     def batch(self, copy: bool) -> Any:
         """The whole batch, in the containers of Gymnasium's batched space."""
@@ -63,16 +64,13 @@ class Store(Protocol):
         """Refuse an observation that no row can have, by an exception; nothing is changed."""
 
 
-class SharedStore:
+class SharedStore(Store):
     """Observations of fixed size, in shared memory."""
 
     def __init__(self, tree: Tree, leaves: Sequence[Array]) -> None:
         self._tree = tree
         self._leaves = list(leaves)
         self.observations: Any = tree.build(iter(self._leaves))
-
-    def accept(self, row: int, observation: Any) -> None:
-        raise AssertionError("observations of fixed size never travel in a reply")
 
     def batch(self, copy: bool) -> Any:
         if not copy:
@@ -172,7 +170,7 @@ class PickledStore:
             raise
 
 
-class RegisteredStore:
+class RegisteredStore(Store):
     """Observations of a custom space, in shared memory by the functions its author registered with Gymnasium."""
 
     def __init__(self, space: Space[Any], num_envs: int, context: Any, spares: int = 0) -> None:
@@ -180,9 +178,6 @@ class RegisteredStore:
         self.memory = create_shared_memory(space, n=num_envs + spares, ctx=context)
         self.observations: Any = read_from_shared_memory(space, self.memory, n=num_envs)
         self._num_envs = num_envs
-
-    def accept(self, row: int, observation: Any) -> None:
-        raise AssertionError("observations in registered shared memory never travel in a reply")
 
     def batch(self, copy: bool) -> Any:
         self.observations = read_from_shared_memory(self._space, self.memory, n=self._num_envs)
@@ -245,6 +240,33 @@ def checked_value(tree: Tree, first: int, warn: _Warn, count: int) -> Put:
     return put
 
 
+class _ArrayRow:
+    """A row with several axes: a slice takes an array of its dtype and shape, and nothing else."""
+
+    __slots__ = ("_dtype", "_row", "_shape")
+
+    def __init__(self, row: Array, dtype: np.dtype[Any]) -> None:
+        self._row, self._dtype, self._shape = row, dtype, row.shape
+
+    def __setitem__(self, where: slice, observation: Any) -> None:
+        # equal dtypes are not the same where the space has come here by pickle
+        if observation.__class__ is not np.ndarray or observation.shape != self._shape or observation.dtype != self._dtype:
+            raise TypeError
+        self._row[...] = observation
+
+
+def direct_rows(leaf: Leaf, array: Array) -> list[Any]:
+    """For each row of ``array``, what an observation is written into by a slice, which checks dtype and shape in one go.
+
+    All else, and every scalar, is refused by a ``TypeError`` or a ``ValueError``.
+    """
+    if leaf.shape == ():
+        return [None] * len(array)
+    if leaf.flat:  # a memoryview costs a third of an array, and can do so with one axis only
+        return [memoryview(row) for row in array]
+    return [_ArrayRow(row, leaf.dtype) for row in array]
+
+
 def _misfit(env: int, name: str, got: str, wanted: str) -> ObservationError:
     return ObservationError(f"env {env}: {name}: got {got}, wanted {wanted}")
 
@@ -271,9 +293,9 @@ def _writer(tree: Tree, leaves: Any, first: int, warn: _Warn, name: str) -> Call
 
 
 def _leaf_writer(leaf: Leaf, array: Array, first: int, warn: _Warn) -> Callable[[int, Any], None]:
-    dtype, shape = leaf.dtype, leaf.shape
-    rows = [array[k : k + 1].reshape(shape) for k in range(len(array))]
-    write_any = _converting_writer(leaf, rows, first, warn)
+    dtype = leaf.dtype
+    write_any = _converting_writer(leaf, array, first, warn)
+    rows = direct_rows(leaf, array)
     exact = {dtype.type, {"i": int, "u": int, "f": float, "b": bool}.get(dtype.kind)}
 
     def write_scalar(k: int, value: Any) -> None:
@@ -285,31 +307,18 @@ def _leaf_writer(leaf: Leaf, array: Array, first: int, warn: _Warn) -> Callable[
         else:
             write_any(k, value)
 
-    def write_flat(k: int, value: Any) -> None:
+    def write_array(k: int, value: Any) -> None:
         try:
-            cells[k][:] = value  # checks dtype and shape, and costs a third of an array's assignment
+            rows[k][:] = value
             return
         except (TypeError, ValueError):
             pass
         write_any(k, value)
 
-    def write(k: int, value: Any) -> None:
-        if type(value) is np.ndarray and value.dtype == dtype and value.shape == shape:
-            row = rows[k]
-            if value is not row:  # an environment with an observation_buffer wrote it in place
-                row[...] = value
-        else:
-            write_any(k, value)
-
-    if shape == ():
-        return write_scalar
-    if not leaf.flat:
-        return write
-    cells = [memoryview(row) for row in rows]  # type: ignore[arg-type]
-    return write_flat
+    return write_scalar if leaf.shape == () else write_array
 
 
-def _converting_writer(leaf: Leaf, rows: Sequence[Array], first: int, warn: _Warn) -> Callable[[int, Any], None]:
+def _converting_writer(leaf: Leaf, array: Array, first: int, warn: _Warn) -> Callable[[int, Any], None]:
     """Writes everything but the exact match: converts, checks, casts, and warns if that changed the value."""
     dtype, shape = leaf.dtype, leaf.shape
 
@@ -328,10 +337,10 @@ def _converting_writer(leaf: Leaf, rows: Sequence[Array], first: int, warn: _War
             raise misfit(got, f"shape {shape} ({dtype})")
         try:
             with np.errstate(all="ignore"):
-                rows[k][...] = given if given.dtype == dtype else given.astype(dtype)
+                array[k] = given if given.dtype == dtype else given.astype(dtype)
         except (ValueError, TypeError) as error:
             raise misfit(_brief(value), f"{dtype}: {error}") from error
-        if given.dtype == dtype or _survives(given, rows[k]):
+        if given.dtype == dtype or _survives(given, array[k]):
             return
         where = f"env {first + k}: {leaf.name}:"
         if given.dtype.kind != "f" or dtype.kind != "f":

@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -470,7 +469,7 @@ class Replay:
 
     def _load(self, snapshot: Any) -> None:
         for op, payload in ((Op.CHECK, [(0, snapshot)]), (Op.LOAD, [0])):
-            if failures := answer(self._rows, op, self._next(), partial(_same, payload)).failures:
+            if failures := answer(self._rows, op, self._next(), payload).failures:
                 text = failures[0].text
                 raise Unreadable(f"cannot be replayed from its snapshot, because that does not fit here: {text}")
 
@@ -485,7 +484,7 @@ class Replay:
         if message.op is Op.TAKE:
             return self._rows.set_next(self._next(), [(given, None)]).failures
         self._batch.requested[self.record.row] = seq = self._next()
-        return answer(self._rows, message.op, seq, partial(_same, given)).failures
+        return answer(self._rows, message.op, seq, given).failures
 
     def _step(self) -> list[Failure]:
         record, row, place = self.record, self.record.row, self.place
@@ -537,7 +536,3 @@ class Replay:
     def close(self) -> None:
         """Close the environment."""
         self._rows.close()
-
-
-def _same(value: Any) -> Any:
-    return value

@@ -1,4 +1,4 @@
-"""Allocates one block of shared memory that has no name.
+"""Allocates shared memory that has no name: the block of a batch, and one copy of read-only arrays for all processes.
 
 A memfd can be reached only by inheritance, is not limited by the size of ``/dev/shm`` (64 MB in a Docker container), and
 ends with the last process that holds it, however that process ends. All of it is allocated at once, so that too little
@@ -8,6 +8,10 @@ private memory and has no file.
 
 The kernel may grant an allocation that it cannot keep, and then the OOM killer ends a process instead of an error being
 returned. So the size is compared with what the machine and the control group have left, before anything is allocated.
+
+A table that every environment reads would lie in each worker once. :func:`share` puts it into memory that no process can
+write to any more, and its arrays are plain NumPy arrays over that. They know nothing of it: :func:`place_of` finds the
+memory under an array, and :mod:`vecenv.link.messages` sends its descriptor in place of the data.
 """
 
 from __future__ import annotations
@@ -15,35 +19,33 @@ from __future__ import annotations
 import mmap
 import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from multiprocessing import reduction
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import context, reduction
 from pathlib import Path
-from typing import Any
+from pickle import PickleBuffer
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from vecenv.errors import ArenaError
-from vecenv.system.descriptors import Descriptor, DescriptorOwner
+from vecenv.shm.layout import ALIGNMENT, Array
+from vecenv.system.cores import kernel_file
+from vecenv.system.descriptors import Descriptor, DescriptorOwner, unnamed_file
 from vecenv.system.spawning import why_no_processes
 
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["Arena", "available_memory", "has_memfd", "memory_file", "memory_limits", "seal"]
+__all__ = ["Arena", "Place", "SharedBlock", "available_memory", "memory_limits", "place_of", "share"]
 
 _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a huge number
 _CHUNK = 1 << 20
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
+_Data = TypeVar("_Data", Array, dict[Any, Any])
 
 
 def memory_limits() -> Iterator[tuple[str, int, int]]:
     """(group, bytes left, limit) for every control group around this process that has a limit."""
-    for line in _read("/proc/self/cgroup").splitlines():
+    for line in kernel_file("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             base, limit_name, usage_name = "/sys/fs/cgroup", "memory.max", "memory.current"
@@ -53,8 +55,8 @@ def memory_limits() -> Iterator[tuple[str, int, int]]:
             continue
         group = Path(path.lstrip("/"))
         for parent in (group, *group.parents):
-            limit = _read(str(Path(base) / parent / limit_name)).strip()
-            usage = _read(str(Path(base) / parent / usage_name)).strip()
+            limit = kernel_file(str(Path(base) / parent / limit_name)).strip()
+            usage = kernel_file(str(Path(base) / parent / usage_name)).strip()
             if limit.isdigit() and usage.isdigit() and int(limit) < _UNLIMITED:
                 name = "/" if parent == Path() else f"/{parent}"
                 yield name, max(int(limit) - int(usage), 0), int(limit)
@@ -62,53 +64,33 @@ def memory_limits() -> Iterator[tuple[str, int, int]]:
 
 def available_memory() -> int | None:
     """Bytes that can be allocated without driving the machine or its cgroup out of memory; ``None`` if unknown."""
-    lines = [line.split() for line in _read("/proc/meminfo").splitlines()]
+    lines = [line.split() for line in kernel_file("/proc/meminfo").splitlines()]
     found = [int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:"]
     found += [free for _, free, _ in memory_limits()]
     return min(found) if found else None
 
 
-def _unlinked_file() -> int:
-    descriptor, path = tempfile.mkstemp(prefix="vecenv-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
-    os.unlink(path)
-    return descriptor
-
-
-def has_memfd() -> bool:
-    """Whether the system has files without a name in memory."""
-    return hasattr(os, "memfd_create")
-
-
-def memory_file(
-    size: int,
-    owner: DescriptorOwner,
-    for_what: str,
-    advice: str = "",
-    *,
-    available: Callable[[], int | None] = available_memory,
-    memfd: bool,
-) -> Descriptor:
+def _memory_file(size: int, owner: DescriptorOwner, for_what: str, advice: str = "") -> Descriptor:
     """A file in memory of ``size`` zeros, all allocated; -1 where processes are not started.
 
     Args:
         size: Bytes.
         owner: Of the descriptor.
         for_what, advice: The beginning and the end of the message of an error.
-        available, memfd: As of :class:`Arena`.
 
     Raises:
         ArenaError: ``size`` is more than the machine or its cgroup has; both numbers are in the message.
     """
-    free = available()
+    free = available_memory()
     if free is not None and size > free:
         raise ArenaError(
             f"{for_what} {size:,} bytes of shared memory, but only {free:,} bytes are available here (the smaller of "
             f"MemAvailable and what the control group has left){advice}"
         )
-    if memfd:
+    if hasattr(os, "memfd_create"):
         file = owner.open(os.memfd_create, "vecenv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     elif why_no_processes() is None:
-        file = owner.open(_unlinked_file)
+        file = owner.open(unnamed_file, "/dev/shm" if os.path.isdir("/dev/shm") else None)
     else:
         return Descriptor()
     try:
@@ -125,10 +107,11 @@ def memory_file(
     return file
 
 
-def seal(file: Descriptor, *, contents: bool) -> None:
+def _seal(file: Descriptor, *, contents: bool) -> None:
     """From here on a memfd keeps its size; ``contents``: and what is in it."""
-    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    fcntl.fcntl(file.number, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_WRITE if contents else seals)
+    if hasattr(os, "memfd_create"):
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(file.number, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_WRITE if contents else seals)
 
 
 def _fill(descriptor: int, size: int) -> None:
@@ -144,32 +127,24 @@ class Arena:
 
     Args:
         size: Bytes.
-        available: Returns how many bytes are available; for tests.
-        memfd: Use a memfd. Default: wherever the system has it.
 
     Raises:
-        ArenaError: As of :func:`memory_file`.
+        ArenaError: ``size`` is more than the machine or its cgroup has; both numbers are in the message.
     """
 
-    def __init__(
-        self, size: int, *, available: Callable[[], int | None] = available_memory, memfd: bool | None = None
-    ) -> None:
+    def __init__(self, size: int) -> None:
         self.size = max(size, 1)
-        memfd = has_memfd() if memfd is None else memfd
-        self._file = memory_file(
-            self.size, DescriptorOwner(self), "the environments need", "; use fewer environments or smaller observations",
-            available=available, memfd=memfd,
-        )  # fmt: skip
+        advice = "; use fewer environments or smaller observations"
+        self._file = _memory_file(self.size, DescriptorOwner(self), "the environments need", advice)
         try:
-            if memfd:
-                seal(self._file, contents=False)
+            _seal(self._file, contents=False)
             self.buffer = mmap.mmap(self._file.number, self.size)  # -1: of no file
         except BaseException:
             self._file.close()
             raise
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _attach, (self.size, reduction.DupFd(self._file.number))
+        return _attach, (self.size, self._file)
 
     def __repr__(self) -> str:
         return f"Arena({self.size:,} bytes)"
@@ -183,10 +158,125 @@ class Arena:
         self._file.close()
 
 
-def _attach(size: int, handle: Any) -> Arena:
+def _attach(size: int, file: Descriptor) -> Arena:
     arena = Arena.__new__(Arena)
-    arena.size = size
-    arena._file = DescriptorOwner(arena).open(handle.detach)
-    arena.buffer = mmap.mmap(arena.fileno(), size)
-    arena.close()
+    arena.size, arena._file = size, file
+    arena.buffer = mmap.mmap(file.number, size)
+    file.close()
     return arena
+
+
+# -- read-only arrays -----------------------------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """Where an array lies in a block."""
+
+    offset: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+
+    def array(self, memory: Any) -> Array:
+        """The array."""
+        return np.ndarray(self.shape, self.dtype, memory, self.offset, self.strides)
+
+
+class SharedBlock(mmap.mmap):
+    """Memory that can only be read, and the descriptor by which other processes get it."""
+
+    file: Descriptor
+
+    @classmethod
+    def mapped(cls, file: Descriptor, size: int, owner: DescriptorOwner) -> SharedBlock:
+        """The memory of a file, which is closed with it."""
+        block = cls(file.number, size, access=mmap.ACCESS_READ)
+        block.file = file
+        owner.go_with(block)
+        return block
+
+    @classmethod
+    def of(cls, size: int, places: Sequence[Place], arrays: Sequence[Array]) -> SharedBlock:
+        """A block of this machine's, with copies of arrays in these places.
+
+        Raises:
+            ArenaError: There is no room for it.
+        """
+        owner = DescriptorOwner(None)
+        try:
+            file = _memory_file(size, owner, "share() needs")
+            with mmap.mmap(file.number, size) as memory:
+                for place, array in zip(places, arrays, strict=True):
+                    place.array(memory)[...] = array
+            _seal(file, contents=True)
+            return cls.mapped(file, size, owner)
+        except BaseException:
+            owner.close()
+            raise
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        if context.get_spawning_popen() is not None:  # to a process that is being started
+            return _attached, (len(self), reduction.DupFd(self.file.number))
+        return _copied, (PickleBuffer(self),)
+
+
+def _attached(size: int, handle: Any) -> SharedBlock:
+    owner = DescriptorOwner(None)
+    return SharedBlock.mapped(owner.open(handle.detach), size, owner)
+
+
+def _copied(data: Any) -> SharedBlock:
+    contents = np.frombuffer(data, np.uint8)
+    return SharedBlock.of(len(contents), [Place(0, contents.dtype, contents.shape, contents.strides)], [contents])
+
+
+def place_of(array: Any) -> tuple[SharedBlock, Place] | None:
+    """The block that an array, or the array that it is a view of, lies in; and where."""
+    root = array
+    while isinstance(root, np.ndarray):
+        root = root.base
+    if type(array) is not np.ndarray or not isinstance(root, SharedBlock):
+        return None
+    start = np.frombuffer(root, np.uint8).__array_interface__["data"][0]
+    offset = array.__array_interface__["data"][0] - start
+    return root, Place(offset, array.dtype, array.shape, array.strides)
+
+
+def share(data: _Data) -> _Data:
+    """Put an array, or the arrays of a dict, into memory that all worker processes have in common.
+
+    Args:
+        data: An array, or a dict of arrays, of any dtype without objects. It is copied once, here.
+
+    Returns:
+        The same as plain arrays that are read-only. Functions that build environments may hold them, or views of them:
+        workers of every start method, restarted ones and spare ones read the same memory, and so do the workers of a Ray
+        host, which gets one copy. The memory is freed when no process has an array over it. What pickles an array on other
+        ways, ``set_attr`` for example, copies it.
+
+    Raises:
+        TypeError: It is no array, or an array of objects.
+        vecenv.errors.ArenaError: It is more than the machine or its control group has left.
+    """
+    named: Mapping[Any, Any] = data if isinstance(data, dict) else {None: data}
+    places, size = [], 0
+    for name, array in named.items():
+        what = "share()" if name is None else f"share(): {name!r}"
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"{what} got {type(array).__name__}, wanted a NumPy array or a dict of arrays")
+        if array.dtype.hasobject:
+            raise TypeError(f"{what} got an array of dtype {array.dtype}, wanted one without Python objects")
+        whole = array.flags.c_contiguous or array.flags.f_contiguous
+        places.append(Place(size, array.dtype, array.shape, array.strides if whole else None))
+        size += -(-max(array.nbytes, 1) // ALIGNMENT) * ALIGNMENT
+    if not places:
+        return data.copy()
+    made: list[Array]
+    if why_no_processes():  # there is only this one
+        made = [array.copy() for array in named.values()]
+        for array in made:
+            array.flags.writeable = False
+    else:
+        block = SharedBlock.of(size, places, list(named.values()))
+        made = [place.array(block) for place in places]
+    return dict(zip(named, made, strict=True)) if isinstance(data, dict) else made[0]  # type: ignore[return-value]

@@ -60,7 +60,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The structure of a space of fixed size. Exactly one of ``leaf`` and ``children`` is set."""
+    """The structure of a space of fixed size. Exactly one of ``leaf`` and ``children`` is set, by key or by index."""
 
     leaf: Leaf | None = None
     children: tuple[tuple[Any, Tree], ...] = ()
@@ -77,17 +77,15 @@ class Tree:
         """Put one array per leaf together into the containers of the space."""
         if self.leaf is not None:
             return next(arrays)
-        if self.keyed:
-            return {key: child.build(arrays) for key, child in self.children}
-        return tuple(child.build(arrays) for _, child in self.children)
+        parts = {key: child.build(arrays) for key, child in self.children}
+        return parts if self.keyed else tuple(parts.values())
 
     def map(self, function: Callable[[Array], Array], value: Any) -> Any:
         """Apply ``function`` to every array of a batch that :meth:`build` made."""
         if self.leaf is not None:
             return function(value)
-        if self.keyed:
-            return {key: child.map(function, value[key]) for key, child in self.children}
-        return tuple(child.map(function, value[index]) for index, child in self.children)
+        parts = {key: child.map(function, value[key]) for key, child in self.children}
+        return parts if self.keyed else tuple(parts.values())
 
     def exact(self, value: Any, rows: int | None = None) -> list[Array] | None:
         """The leaves of ``value`` if container types, shapes and dtypes match this tree to the letter, else ``None``.
@@ -109,9 +107,8 @@ class Tree:
             return True
         if len(self.children) != (len(value) if isinstance(value, dict if self.keyed else tuple) else -1):
             return False
-        if self.keyed:
-            return all(key in value and child._exact(value[key], rows, found) for key, child in self.children)
-        return all(child._exact(value[index], rows, found) for index, child in self.children)
+        known = value if self.keyed else range(len(value))
+        return all(key in known and child._exact(value[key], rows, found) for key, child in self.children)
 
 
 _FIXED: Final = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)

@@ -4,7 +4,7 @@ All layers go into one pickle, so that what they share stays shared. An object t
 written as the way to it: from a layer through attributes and items. The reader follows the same way through the environment
 that is to be restored, and finds the object that stands there.
 
-An attribute is handled by its class, by one look-up (:class:`_Sorts`), and everything that is not plain is written by one
+An attribute is handled by its class, by one look-up (:func:`_sort_of`), and everything that is not plain is written by one
 function, :func:`stands_for_`: naming functions and classes would take as long as all the rest.
 
 Restoring has two steps: :func:`prepare_restore` reads everything and refuses what does not fit, without touching the
@@ -26,7 +26,7 @@ import gymnasium
 import numpy as np
 
 from vecenv.errors import NotRestorable, SnapshotMismatch, VecEnvError
-from vecenv.state.codecs import CACHES, STAYS, Codec, Refused, how_of, made, save_space
+from vecenv.state.codecs import STAYS, Codec, Refused, by_class, how_of, made, save_space
 
 __all__ = ["capture_state", "layers_of", "prepare_restore"]
 
@@ -39,26 +39,19 @@ Way = tuple[Any, ...]
 _ATOM, _OTHER, _LAYER, _STAYING, _SPACE, _REFUSED = range(6)
 
 
-class _Sorts(dict[type, int]):
-    """How an attribute's value is handled, by its class; a table and no function, because every attribute is looked up."""
-
-    def __missing__(self, kind: type) -> int:
-        how = how_of(kind)
-        if kind in _ATOMS:
-            sort = _ATOM
-        elif _is_layer(kind):
-            sort = _LAYER
-        elif how is STAYS:
-            sort = _STAYING
-        else:
-            sort = _REFUSED if isinstance(how, Refused) else _SPACE if issubclass(kind, gymnasium.Space) else _OTHER
-        return self.setdefault(kind, sort)
-
-
-_SORTS: Final = _Sorts()
-_SORT_OF: Final = _SORTS.__getitem__
-_OF_LAYERS: dict[type, Codec | None] = {}
-CACHES.extend((_OF_LAYERS, _SORTS))
+@by_class
+def _sort_of(kind: type) -> int:
+    """How an attribute's value is handled, by its class: every attribute is looked up."""
+    if kind in _ATOMS:
+        return _ATOM
+    if _is_layer(kind):
+        return _LAYER
+    how = how_of(kind)
+    if how is STAYS:
+        return _STAYING
+    if isinstance(how, Refused):
+        return _REFUSED
+    return _SPACE if issubclass(kind, gymnasium.Space) else _OTHER
 
 
 def _is_layer(kind: type) -> bool:
@@ -73,27 +66,23 @@ def layers_of(env: Any) -> list[Any]:
     seen = {id(env)}
     for layer in layers:
         values = layer.__dict__.values()
-        if _LAYER in map(_SORT_OF, map(type, values)):
+        if _LAYER in map(_sort_of, map(type, values)):
             for value in values:
-                if _SORTS[type(value)] == _LAYER and id(value) not in seen:
+                if _sort_of(type(value)) == _LAYER and id(value) not in seen:
                     seen.add(id(value))
                     layers.append(value)
     return layers
 
 
-_HIDES: dict[type, bool] = {}
-
-
+@by_class
 def hides(kind: type) -> bool:
     """Whether objects of a class have memory that their attributes do not show, because the class is written in C."""
-    if (known := _HIDES.get(kind)) is not None:
-        return known
     size = object.__basicsize__ + sum(8 for name in ("__dictoffset__", "__weakrefoffset__") if getattr(kind, name) > 0)
     for base in kind.__mro__:
         own = base.__dict__.get("__slots__", ())
         names = {own} if isinstance(own, str) else set(own)
         size += 8 * len(names - {"__dict__", "__weakref__"})
-    return _HIDES.setdefault(kind, bool(kind.__itemsize__) or kind.__basicsize__ > size)
+    return bool(kind.__itemsize__) or kind.__basicsize__ > size
 
 
 def capture_state(env: Any, layers: list[Any] | None = None) -> bytes:
@@ -151,14 +140,14 @@ class _Writer(pickle.Pickler):
     def _state_of(self, number: int, layer: Any) -> tuple[Any, Any]:
         """(attributes or the codec's state, names of what stays; ``None``: it is a codec's)."""
         kind = type(layer)
-        how = _OF_LAYERS[kind] if kind in _OF_LAYERS else _codec_of_layer(kind)
+        how = _codec_of_layer(kind)
         if how is not None:
             return self._asked(how, layer, kind.__name__), None
         attributes = layer.__dict__
         state = attributes.copy()
         kept = []
         values = attributes.values()
-        for name, value, sort in zip(attributes, values, map(_SORT_OF, map(type, values)), strict=True):
+        for name, value, sort in zip(attributes, values, map(_sort_of, map(type, values)), strict=True):
             if sort == _ATOM:
                 continue
             if sort in (_LAYER, _STAYING) or (sort == _SPACE and save_space(value) is None):
@@ -235,14 +224,15 @@ class _Writer(pickle.Pickler):
         return NotRestorable(f"{type(self._layers[0]).__name__} cannot be saved: {type(error).__name__}: {error}")
 
 
+@by_class
 def _codec_of_layer(kind: type) -> Codec | None:
-    """A layer's codec, for classes that are not in :data:`_OF_LAYERS`; ``None``: its attributes are its whole state."""
+    """A layer's codec; ``None``: its attributes are its whole state."""
     how = how_of(kind)
     if isinstance(how, Refused):
         raise NotRestorable(f"{kind.__name__} cannot be saved: {how.why}")
     if not isinstance(how, Codec) and hides(kind):
         raise NotRestorable(f"{kind.__name__} has memory that its attributes do not show: it needs a codec")
-    return _OF_LAYERS.setdefault(kind, how if isinstance(how, Codec) else None)
+    return how if isinstance(how, Codec) else None
 
 
 def _set_attributes(obj: Any, attributes: dict[str, Any]) -> None:
@@ -315,16 +305,13 @@ class _Reader(pickle.Unpickler):
         self._layers = layers
         self._filled: dict[int, Way] = {}
         self.fills: list[tuple[Codec, Any, Any]] = []
-        self._readers = (self._layer, self._content, self._found, _array, _number)
+        self._readers = (layers.__getitem__, self._content, self._found, _array, _number)
 
     def find_class(self, module: str, name: str) -> Any:
         return self._read if name == "stands_for_" and module == __name__ else super().find_class(module, name)
 
     def _read(self, what: int, *values: Any) -> Any:
         return self._readers[what](*values)
-
-    def _layer(self, number: int) -> Any:
-        return self._layers[number]
 
     def _found(self, way: Way) -> Any:
         thing = self._layers[way[0]]

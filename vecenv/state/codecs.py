@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
 from vecenv.errors import NotRestorable, SnapshotMismatch
-from vecenv.system.uninterrupted import succeeds_when_repeated
+from vecenv.system.uninterrupted import contained
 
-__all__ = ["CACHES", "STAYS", "Codec", "How", "Refused", "how_of", "made", "name_of", "put", "register", "save_space"]
+__all__ = ["STAYS", "Codec", "How", "Refused", "by_class", "how_of", "made", "name_of", "put", "register", "save_space"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +58,23 @@ STAYS: Final = _Stays()
 
 How = Codec | Refused | _Stays
 
+_T = TypeVar("_T")
 _BY_NAME: dict[str, How] = {}
-_FOUND: dict[type, How | None] = {}
-CACHES: Final[list[dict[type, Any]]] = [_FOUND]
-"""What was looked up by class; it is cleared when another codec is registered."""
+_CACHES: Final[list[dict[type, Any]]] = []
+
+
+class _Cache(dict[type, _T]):
+    def __init__(self, function: Callable[[type], _T]) -> None:
+        self._function = function
+
+    def __missing__(self, kind: type) -> _T:
+        return self.setdefault(kind, self._function(kind))
+
+
+def by_class(function: Callable[[type], _T]) -> Callable[[type], _T]:
+    """Ask a function once for each class, until another codec is registered. A look-up costs what one in a dict does."""
+    _CACHES.append(_Cache(function))
+    return _CACHES[-1].__getitem__
 
 
 def name_of(kind: type) -> str:
@@ -85,37 +98,25 @@ def register(cls: type | str, save: Callable[[Any], Any], load: Callable[[Any, A
 def put(name: str, how: How) -> None:
     """Register a class by its name."""
     _BY_NAME[name] = how
-    for known in CACHES:
+    for known in _CACHES:
         known.clear()
 
 
+@by_class
 def how_of(kind: type) -> How | None:
     """How objects of a class are saved; ``None``: as any other object."""
-    try:
-        return _FOUND[kind]
-    except KeyError:
-        pass
-    how: How | None = None
     if callable(getattr(kind, "take_snapshot", None)) and callable(getattr(kind, "restore_snapshot", None)):
-        how = Codec(lambda thing: thing.take_snapshot(), lambda thing, state: thing.restore_snapshot(state))
-    else:
-        for base in kind.__mro__:
-            if (found := _BY_NAME.get(name_of(base))) is not None:
-                how = found
-                break
-    _FOUND[kind] = how
-    return how
+        return Codec(lambda thing: thing.take_snapshot(), lambda thing, state: thing.restore_snapshot(state))
+    names = map(name_of, kind.__mro__)
+    return next((_BY_NAME[name] for name in names if name in _BY_NAME), None)
 
 
 def made(state: Any) -> Any:
     """A new object of a state, where there is none to load into; ``None``: no codec can make one."""
     for how in _BY_NAME.values():
-        if isinstance(how, Codec) and how.make is not None:
-            try:
-                return how.make(state)
-            except Exception:  # another kind's state
-                if succeeds_when_repeated(partial(how.make, state)):  # it was interrupted
-                    raise
+        make = how.make if isinstance(how, Codec) else None
+        if make is not None and (found := contained(partial(make, state), lambda _: None, Exception)) is not None:
+            return found
     return None
 
 
@@ -149,25 +150,23 @@ def _make_generator(state: Any) -> np.random.Generator:
     return generator
 
 
-def _load_legacy(generator: np.random.RandomState, state: Any) -> None:
-    generator.set_state(state)
+def _simple(kind: Callable[[], Any], save: Callable[[Any], Any], load: Callable[[Any, Any], None]) -> Codec:
+    """The codec of generators that a load fills wholly, a new one too."""
 
+    def make(state: Any) -> Any:
+        generator = kind()
+        load(generator, state)
+        return generator
 
-def _make_legacy(state: Any) -> np.random.RandomState:
-    generator = np.random.RandomState()
-    generator.set_state(state)
-    return generator
-
-
-def _make_random(state: Any) -> random.Random:
-    generator = random.Random()
-    generator.setstate(state)
-    return generator
+    return Codec(save, load, make=make)
 
 
 put("numpy.random._generator.Generator", Codec(_save_generator, _load_generator, _open_generator, _make_generator))
-put("numpy.random.mtrand.RandomState", Codec(lambda r: r.get_state(legacy=False), _load_legacy, make=_make_legacy))
-put("random.Random", Codec(lambda r: r.getstate(), lambda r, state: r.setstate(state), make=_make_random))
+put(
+    "numpy.random.mtrand.RandomState",
+    _simple(np.random.RandomState, lambda r: r.get_state(legacy=False), lambda r, state: r.set_state(state)),
+)
+put("random.Random", _simple(random.Random, lambda r: r.getstate(), lambda r, state: r.setstate(state)))
 put("random.SystemRandom", Refused("the operating system's random numbers cannot be repeated"))
 
 

@@ -7,18 +7,18 @@ import pickle
 import re
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
 import gymnasium
 
-from vecenv.errors import NotRestorable, SnapshotMismatch, VecEnvError
+from vecenv.errors import NotRestorable, SnapshotMismatch
 from vecenv.state.capture import layers_of
-from vecenv.system.uninterrupted import succeeds_when_repeated
+from vecenv.system.uninterrupted import contained
 
-__all__ = ["FORMAT", "Kind", "Row", "Snapshot", "Snapshots", "StateDict", "attempt", "kind_of", "parse_snapshots"]
+__all__ = ["FORMAT", "Kind", "Row", "Snapshot", "Snapshots", "StateDict", "kind_of", "parse_snapshots"]
 
 FORMAT: Final = 5
 
@@ -193,26 +193,19 @@ class StateDict(dict[str, Any]):
 _DAMAGED: Final = "its bytes are damaged: they are not those that were saved"
 
 
-def attempt(function: Callable[[], _T], refusal: type[VecEnvError], text: str) -> _T:
-    """The result of ``function``, which may be called twice; what it raises becomes the ``refusal``.
-
-    An exception of a signal handler (Ctrl-C, a time limit) is passed on as it is.
-    """
-    try:
-        return function()
-    except Exception as error:
-        if succeeds_when_repeated(function):
-            raise
-        raise refusal(f"{text}: {type(error).__name__}: {error}") from error
-
-
 def _pickled(value: Any) -> bytes:
-    text = "what is known of the row cannot be pickled"
-    return attempt(partial(pickle.dumps, value, pickle.HIGHEST_PROTOCOL), NotRestorable, text)
+    def refuse(error: Exception) -> bytes:
+        text = f"what is known of the row cannot be pickled: {type(error).__name__}: {error}"
+        raise NotRestorable(text) from error
+
+    return contained(partial(pickle.dumps, value, pickle.HIGHEST_PROTOCOL), refuse, Exception)
 
 
 def _read(blob: bytes, kind: type[_T]) -> _T:
-    found = attempt(partial(pickle.loads, blob), SnapshotMismatch, "its bytes cannot be read")
+    def refuse(error: Exception) -> Any:
+        raise SnapshotMismatch(f"its bytes cannot be read: {type(error).__name__}: {error}") from error
+
+    found = contained(partial(pickle.loads, blob), refuse, Exception)
     if not isinstance(found, kind):
         raise SnapshotMismatch(f"it is a {type(found).__name__}, and no {kind.__name__}")
     return found

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import sys
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Final
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from typing import Final
 
-from vecenv.system.descriptors import DescriptorOwner
+from vecenv.system.cores import kernel_file
+from vecenv.system.descriptors import Descriptor, DescriptorOwner
 from vecenv.system.spawning import adopt
 
-__all__ = ["CopiedProcess", "Uncopied", "fork_twice", "has_copies", "open_of"]
+__all__ = ["LOST", "CopiedProcess", "Uncopied", "fork_twice", "has_copies", "open_of"]
 
 _DEVICES: Final = ("/dev/nvidia", "/dev/dri", "/dev/kfd")
 _SHOWN: Final = 5
@@ -86,18 +86,14 @@ def _open_files() -> dict[int, str]:
 
 
 def _is_written(number: int) -> bool:
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/self/fdinfo/{number}").read_text().splitlines():
-            if line.startswith("flags:"):
-                return int(line.split()[1], 8) & os.O_ACCMODE != os.O_RDONLY
-    return False
+    flags = kernel_file(f"/proc/self/fdinfo/{number}").partition("flags:")[2].split()
+    return bool(flags) and int(flags[0], 8) & os.O_ACCMODE != os.O_RDONLY
 
 
 def _is_shared(file: str) -> bool:
     """Whether a file is memory that this process shares with what else has it open."""
-    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
-        return any(line.split()[1].endswith("s") and line.rstrip().endswith(file) for line in maps)
-    return True
+    maps = kernel_file("/proc/self/maps").splitlines()
+    return not maps or any(line.split()[1].endswith("s") and line.endswith(file) for line in maps)
 
 
 def open_of(pid: int, number: int, flags: int) -> int:
@@ -124,68 +120,33 @@ def fork_twice(token: int) -> bool:
     return True
 
 
-class CopiedProcess:
-    """A process that was forked by another one, with what is used of ``multiprocessing.Process``.
+LOST: Final = 256
+"""The exit code of a process that has ended, where it is not known."""
 
-    Its exit code is known only where this process adopts orphans, as the first one of a container does.
 
-    Args:
-        pid: It.
-        method: How the one was started that it is a copy of.
-        name: What it is called.
-        owner: Of its pidfd.
-    """
+class _CopyPopen:
+    """What ``multiprocessing`` asks for a process that it has not started itself."""
 
-    LOST: Final = 256
-    """The exit code of a process that has ended, where it is not known."""
+    def __init__(self, pid: int, method: str, pidfd: Descriptor) -> None:
+        self.pid, self.method, self._pidfd = pid, method, pidfd
+        self.returncode: int | None = None
 
-    daemon = True
-
-    def __init__(self, pid: int, method: str, name: str, owner: DescriptorOwner) -> None:
-        self.pid, self.name = pid, name
-        self._popen: Any = SimpleNamespace(method=method, returncode=None)
-        self._pidfd = owner.open(os.pidfd_open, pid)
-
-    def __repr__(self) -> str:
-        return f"<CopiedProcess name={self.name!r} pid={self.pid}>"
-
-    @property
-    def sentinel(self) -> int:
-        """Readable when it has ended."""
-        return self._pidfd.number
-
-    @property
-    def exitcode(self) -> int | None:
-        """``None``: it runs."""
-        if self._popen.returncode is None and self._has_ended(0.0):
-            code = self.LOST
+    def wait(self, timeout: float | None = None) -> int | None:
+        if self.returncode is None and (not self._pidfd or connection.wait([self._pidfd.number], timeout)):
+            code = LOST
             with contextlib.suppress(ChildProcessError):
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
                 code = os.waitstatus_to_exitcode(status) if pid else code
-            self._popen.returncode = code
-        return self._popen.returncode  # type: ignore[no-any-return]
+            self.returncode = code
+        return self.returncode
 
-    def _has_ended(self, seconds: float | None) -> bool:
-        if not self._pidfd:
-            return True
-        poll = select.poll()
-        poll.register(self._pidfd.number, select.POLLIN)
-        return bool(poll.poll(None if seconds is None else seconds * 1000))
-
-    def is_alive(self) -> bool:
-        """Whether it runs."""
-        return self.exitcode is None
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait for its end."""
-        self._has_ended(timeout)
+    def poll(self) -> int | None:
+        return self.wait(0.0)
 
     def terminate(self) -> None:
-        """Send it SIGTERM."""
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send it SIGKILL."""
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
@@ -194,5 +155,28 @@ class CopiedProcess:
                 signal.pidfd_send_signal(self._pidfd.number, number)
 
     def close(self) -> None:
-        """It was seen to its end."""
         self._pidfd.close()
+
+
+class CopiedProcess(BaseProcess):
+    """A process that was forked by another one, as one of ``multiprocessing``.
+
+    Its exit code is known only where this process adopts orphans, as the first one of a container does; else it is
+    :data:`LOST`.
+
+    Args:
+        pid: It.
+        method: How the one was started that it is a copy of.
+        name: What it is called.
+        owner: Of its pidfd.
+    """
+
+    def __init__(self, pid: int, method: str, name: str, owner: DescriptorOwner) -> None:
+        super().__init__(name=name, daemon=True)
+        pidfd = owner.open(os.pidfd_open, pid)
+        self._popen = _CopyPopen(pid, method, pidfd)
+        self._sentinel = pidfd.number
+
+    def close(self) -> None:
+        """Give the pidfd back. Its exit code is known as before."""
+        self._popen.close()

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
-    "SPIN_SECONDS", "Placement", "SpinPolicy", "bound_placements", "let_caller_first", "placements", "seconds_waited",
-    "usable_cores",
+    "SPIN_SECONDS", "Placement", "SpinPolicy", "bound_placements", "kernel_file", "let_caller_first", "placements",
+    "seconds_waited", "usable_cores",
 ]  # fmt: skip
 
 SPIN_SECONDS: Final = 150e-6
@@ -52,22 +52,21 @@ def usable_cores() -> int:
 
 
 def _cgroup_quota() -> float | None:
-    quota, *rest = _words("/sys/fs/cgroup/cpu.max") or ["max"]
-    if rest and quota != "max":
-        return max(float(quota) / float(rest[0]), 1.0)
-    micro = _words("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
-    period = _words("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
-    if not micro or not period or float(micro[0]) <= 0:
+    quota, *rest = kernel_file("/sys/fs/cgroup/cpu.max").split() or ["max"]
+    if quota == "max":
+        quota, *rest = [kernel_file(f"/sys/fs/cgroup/cpu/cpu.cfs_{what}_us").strip() for what in ("quota", "period")]
+    if not (quota and rest and rest[0]) or float(quota) <= 0:
         return None
-    return max(float(micro[0]) / float(period[0]), 1.0)
+    return max(float(quota) / float(rest[0]), 1.0)
 
 
-def _words(path: str) -> list[str]:
-    """The words of a file of the kernel's; none where there is no such file."""
+def kernel_file(path: str) -> str:
+    """What a file of the kernel's says; empty where there is none, or it may not be read."""
     try:
-        return Path(path).read_text().split()
+        with FileIO(path) as file:  # a tenth of what `open` takes
+            return file.read().decode(errors="replace")
     except OSError:
-        return []
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +142,9 @@ def let_caller_first(pid: int) -> None:
 def seconds_waited() -> float | None:
     """How long this thread, ready to run, has waited for a core since it began; ``None``: the kernel does not tell."""
     try:
-        with FileIO("/proc/thread-self/schedstat") as file:  # a tenth of what `open` takes
-            ran, waited = file.read(64).split()[:2]
+        ran, waited = kernel_file("/proc/thread-self/schedstat").split()[:2]
         return int(waited) * 1e-9 if int(ran) else None  # a kernel that keeps no such accounts says zero to all
-    except (OSError, ValueError):
+    except ValueError:
         return None
 
 

@@ -28,15 +28,15 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
-from io import FileIO
 from typing import Final, NamedTuple
 
+from vecenv.system.cores import kernel_file
 from vecenv.system.uninterrupted import Uninterrupted
 
 if sys.platform != "win32":
     import resource
 
-__all__ = ["end_descendants", "end_group", "end_marked", "end_own", "mark", "new_token"]
+__all__ = ["end_descendants", "end_group", "end_marked", "end_own", "forkserver_pid", "mark", "new_token"]
 
 _LINUX: Final = sys.platform.startswith("linux")
 _RLIMIT_LOCKS: Final = 10  # without a name in Python, because nothing has enforced it for twenty years
@@ -155,18 +155,9 @@ def _adopts() -> bool:
 # -- finding and ending -------------------------------------------------------------------------------------------------
 
 
-def _read(pid: int | str, name: str) -> bytes:
-    """A file of a process; empty if it is gone or may not be read."""
-    try:
-        with FileIO(f"/proc/{pid}/{name}") as file:
-            return file.readall()
-    except OSError:
-        return b""
-
-
 def _mark_of(pid: int | str) -> int:
     """The number that serves as a mark; 0 where there is none."""
-    soft = _read(pid, "limits").partition(b"\nMax file locks")[2].split(maxsplit=1)[:1]
+    soft = kernel_file(f"/proc/{pid}/limits").partition("\nMax file locks")[2].split(maxsplit=1)[:1]
     return int(soft[0]) if soft and soft[0].isdigit() else 0
 
 
@@ -179,8 +170,8 @@ def _look() -> dict[int, _Process]:
 
 
 def _look_at(pid: int) -> _Process | None:
-    fields = _read(pid, "stat").rpartition(b")")[2].split()
-    return _Process(pid, int(fields[1]), int(fields[19]), fields[0] in b"ZX") if len(fields) >= 20 else None
+    fields = kernel_file(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return _Process(pid, int(fields[1]), int(fields[19]), fields[0] in "ZX") if len(fields) >= 20 else None
 
 
 def _is_still(process: _Process) -> bool:
@@ -204,10 +195,15 @@ def _end_all(find: Callable[[dict[int, _Process]], Iterable[_Process]]) -> int:
     return count
 
 
-def _newest_pid() -> bytes:
-    with contextlib.suppress(OSError), open("/proc/loadavg", "rb") as file:
-        return file.read().rpartition(b" ")[2]
-    return b""
+def _newest_pid() -> str:
+    return kernel_file("/proc/loadavg").rpartition(" ")[2]
+
+
+def forkserver_pid() -> int | None:
+    """The fork server of this program; ``None``: it does not run."""
+    server = getattr(sys.modules.get("multiprocessing.forkserver"), "_forkserver", None)
+    pid: int | None = getattr(server, "_forkserver_pid", None)
+    return pid
 
 
 def _stays(pid: int) -> bool:
@@ -215,8 +211,9 @@ def _stays(pid: int) -> bool:
 
     A tracker ends by itself when all that it serves have ended, and unlinks what they left behind.
     """
-    server = getattr(getattr(sys.modules.get("multiprocessing.forkserver"), "_forkserver", None), "_forkserver_pid", None)
-    return pid in (os.getpid(), server) or b"multiprocessing.resource_tracker" in _read(pid, "cmdline")
+    if pid in (os.getpid(), forkserver_pid()):
+        return True
+    return "multiprocessing.resource_tracker" in kernel_file(f"/proc/{pid}/cmdline")
 
 
 def _end(processes: Collection[_Process]) -> int:
@@ -225,9 +222,7 @@ def _end(processes: Collection[_Process]) -> int:
     deadline = time.monotonic() + _GONE_SECONDS
     while count and any(map(_is_still, processes)) and time.monotonic() < deadline:
         time.sleep(0.001)
-    for process in (
-        processes if processes and _adopts() else ()
-    ):  # orphans of workers are our children then: nothing reaps them
+    for process in processes if processes and _adopts() else ():  # orphans are our children then: nothing else reaps them
         with contextlib.suppress(OSError):  # it is another process's child
             os.waitpid(process.pid, os.WNOHANG)
     return count

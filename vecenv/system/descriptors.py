@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from itertools import chain, starmap
 from multiprocessing import reduction
 from typing import Any, TypeVar
 
-__all__ = ["Descriptor", "DescriptorOwner", "take_standard_numbers"]
+__all__ = ["Descriptor", "DescriptorOwner", "take_standard_numbers", "unnamed_file"]
 
 
 class Descriptor:
@@ -71,6 +72,13 @@ def take_standard_numbers() -> None:
                 os.close(opened)
             else:
                 os.set_inheritable(opened, True)
+
+
+def unnamed_file(folder: str | None = None) -> int:
+    """Open a new file that has no name, where the system has none in memory (``memfd_create``)."""
+    descriptor, path = tempfile.mkstemp(prefix="vecenv-", dir=folder)
+    os.unlink(path)
+    return descriptor
 
 
 Held = TypeVar("Held", "Descriptor", "DescriptorOwner")

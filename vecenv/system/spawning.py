@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import process as this_process
 from typing import Any, Final, TypeAlias
 
-from vecenv.system.descendants import mark
+from vecenv.system.descendants import forkserver_pid, mark
 from vecenv.system.descriptors import Descriptor, DescriptorOwner
 from vecenv.system.uninterrupted import blocked, let_in
 
@@ -201,14 +201,6 @@ def _file_of_main() -> str:
     file: str = getattr(main, "__file__", None) or ""
     original: str | None = getattr(this_process, "ORIGINAL_DIR", None)
     return os.path.join(original, file) if file and original and not os.path.isabs(file) else file
-
-
-def forkserver_pid() -> int | None:
-    """The fork server of this program; ``None``: it does not run."""
-    from multiprocessing import forkserver
-
-    pid: int | None = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
-    return pid
 
 
 def _server_exit() -> int | None:

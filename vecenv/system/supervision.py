@@ -4,6 +4,24 @@
   helper that its environment forked may still hold the pipe.
 * A :class:`BlackBox` is an unnamed file for each worker, into which ``faulthandler`` writes the Python stack on a fatal
   signal, and on request (:data:`STACK_SIGNALS`) when an answer is overdue.
+
+There are two such signals, the gentle one and the other one:
+
+* The first runs a handler of Python's, in the main thread, between two instructions: no frame changes while it looks. It is
+  not run while the main thread is in C code.
+* The second is for a main thread that is in C code, and so did not answer the first: its own stack stands still then, and
+  only that is written.
+
+Two things would kill healthy workers. Walking the stacks of threads that run, from within a signal, follows pointers to
+frames that are gone. And ``faulthandler`` leaves another ``errno`` behind: a lock that a thread tried to take in that moment
+seems to be taken, and a thread pool ends with a ``TimeoutError``. A thread that sleeps in the kernel is past that.
+
+System calls that can be restarted are restarted, because many a library takes an interrupted one for an error. The first
+signal interrupts them where environments are run in other threads: then the main thread sleeps in Python's own waiting,
+which goes on by itself.
+
+No library and no environment has a use for the last real-time signals; SIGUSR1 belongs to programs. A signal that is not
+caught any more (:func:`catches`) is not sent: it would kill.
 """
 
 from __future__ import annotations
@@ -12,16 +30,17 @@ import contextlib
 import faulthandler
 import math
 import os
+import re
 import select
 import signal
 import sys
-import tempfile
 import time
 from types import FrameType
 from typing import Any, Final
 
-from vecenv.system.copies import CopiedProcess
-from vecenv.system.descriptors import Descriptor, DescriptorOwner
+from vecenv.system.copies import LOST
+from vecenv.system.cores import kernel_file
+from vecenv.system.descriptors import Descriptor, DescriptorOwner, unnamed_file
 from vecenv.system.uninterrupted import Uninterrupted
 
 if sys.platform != "win32":
@@ -29,6 +48,7 @@ if sys.platform != "win32":
 
 __all__ = [
     "SLICE_MS", "STACK_SIGNALS", "BlackBox", "ProcessWatch", "catches", "close_process", "describe_exit", "flush_output",
+    "innermost", "place", "reaches_down",
 ]  # fmt: skip
 
 _LINUX: Final = sys.platform.startswith("linux")
@@ -91,7 +111,7 @@ class ProcessWatch:
                 if _is_gone(self._pid) and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
                     return None  # the kernel has reaped it, and the code is lost
                 time.sleep(0.001)
-            return None if code is None or code == CopiedProcess.LOST else int(code)
+            return None if code is None or code == LOST else int(code)
         return None
 
     def signal(self, number: int) -> None:
@@ -119,7 +139,7 @@ class BlackBox:
         if hasattr(os, "memfd_create"):
             self._file = owner.open(os.memfd_create, "vecenv-black-box", os.MFD_CLOEXEC)
         else:
-            self._file = owner.open(_unnamed_file)
+            self._file = owner.open(unnamed_file)
         if _LINUX:  # so that what was read can be cut off, and the next stack begins at the beginning
             fcntl.fcntl(self._file.number, fcntl.F_SETFL, fcntl.fcntl(self._file.number, fcntl.F_GETFL) | os.O_APPEND)
 
@@ -177,41 +197,63 @@ class BlackBox:
         return ""
 
 
-def _unnamed_file() -> int:
-    descriptor, path = tempfile.mkstemp(prefix="vecenv-")
-    os.unlink(path)
-    return descriptor
-
-
 STACK_SIGNALS: Final[tuple[int, ...]] = (
     (signal.SIGRTMAX, signal.SIGRTMAX - 1) if hasattr(faulthandler, "register") and hasattr(signal, "SIGRTMAX") else ()
 )
-"""What asks a worker for its stack, the gentle way and the other one; empty where there is no such signal.
-
-* The first runs a handler of Python's, in the main thread, between two instructions: no frame changes while it looks. It is
-  not run while the main thread is in C code.
-* The second is for a main thread that is in C code, and so did not answer the first: its own stack stands still then, and
-  only that is written.
-
-Two things would kill healthy workers. Walking the stacks of threads that run, from within a signal, follows pointers to
-frames that are gone. And ``faulthandler`` leaves another ``errno`` behind: a lock that a thread tried to take in that moment
-seems to be taken, and a thread pool ends with a ``TimeoutError``. A thread that sleeps in the kernel is past that.
-
-System calls that can be restarted are restarted, because many a library takes an interrupted one for an error. The first
-signal interrupts them where environments are run in other threads: then the main thread sleeps in Python's own waiting,
-which goes on by itself.
-
-No library and no environment has a use for the last real-time signals; SIGUSR1 belongs to programs. A signal that is not
-caught any more (:func:`catches`) is not sent: it would kill."""
+"""What asks a worker for its stack; empty where there is no such signal."""
 
 
 def catches(pid: int, number: int) -> bool:
     """Whether a process has a handler for a signal, as the kernel tells."""
-    with contextlib.suppress(OSError, NameError, ValueError), open(f"/proc/{pid}/status") as status:
-        for line in status:
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
-    return False
+    caught = kernel_file(f"/proc/{pid}/status").partition("SigCgt:")[2].split(maxsplit=1)
+    return bool(caught) and bool(int(caught[0], 16) >> (number - 1) & 1)
+
+
+# -- where an environment's own code is on the stack of a worker ----------------------------------------------------------
+
+_WORKER: Final = os.path.join(os.path.dirname(os.path.dirname(__file__)), "worker", "")  # the frames below an environment's
+_MAIN: Final = f'"{_WORKER}main.py"'
+_ASKED: Final = f'"{__file__}"'  # the frames above
+_FRAME: Final = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_STANDARD: Final = os.path.dirname(os.__file__) + os.sep
+
+
+def reaches_down(stack: str) -> bool:
+    """Whether a ``faulthandler`` dump that is being written has got beyond the environment's own code in the main thread."""
+    return stack.endswith("\n") and _MAIN in stack
+
+
+def innermost(stack: str, lines: int = 12) -> str:
+    """The part of a ``faulthandler`` dump that names the environment's own code: vecenv's frames cut off on both sides.
+
+    Of several threads those count in which vecenv is: the main one; or, where others step environments, these, while the
+    main one, which comes last, waits for them.
+    """
+    threads = stack.split("\n\n")
+    ours = [thread for thread in threads if _WORKER in thread]
+    kept: list[str] = []
+    for thread in ours[:-1] or ours or threads:
+        above: list[str] = []
+        for line in thread.splitlines():
+            if _WORKER not in line:
+                above += [line] if _ASKED not in line else []
+            elif above:
+                break
+        kept += above
+    return "\n".join(kept[:lines])
+
+
+def place(stack: str) -> str:
+    """The innermost frame of a stack that is not in Python's standard library, in a few words; empty if there is none."""
+    frames = _FRAME.findall(stack)
+    others = [frame for frame in frames if not frame[0].startswith(_STANDARD) or f"-packages{os.sep}" in frame[0]]
+    if not frames:
+        return ""
+    file, line, function = (others or frames)[0]
+    return f"{os.path.basename(file)}:{line} in {function}"
+
+
+# -- how a process ended --------------------------------------------------------------------------------------------------
 
 
 def close_process(process: Any) -> None:

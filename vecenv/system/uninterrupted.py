@@ -14,9 +14,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["Noted", "Uninterrupted", "blocked", "by_handler", "let_in", "succeeds_when_repeated"]
+__all__ = ["Noted", "Uninterrupted", "blocked", "by_handler", "contained", "let_in", "succeeds_when_repeated"]
+
+_T = TypeVar("_T")
+_Error = TypeVar("_Error", bound=BaseException)
 
 _current: list[Uninterrupted] = []
 
@@ -134,6 +137,19 @@ def succeeds_when_repeated(function: Callable[[], object]) -> bool:
     return True
 
 
+def contained(function: Callable[[], _T], instead: Callable[[_Error], _T], kind: type[_Error]) -> _T:
+    """The result of a function that may be called twice; where it raises such an exception, what ``instead`` makes of that.
+
+    An exception of a signal handler (Ctrl-C, a time limit) is passed on as it is.
+    """
+    try:
+        return function()
+    except kind as error:
+        if succeeds_when_repeated(function):
+            raise
+        return instead(error)
+
+
 @contextlib.contextmanager
 def blocked(numbers: Iterable[int]) -> Iterator[None]:
     """None of these reaches this thread: handlers are exchanged one by one, and those there already may raise."""
@@ -142,9 +158,8 @@ def blocked(numbers: Iterable[int]) -> Iterator[None]:
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
-        signal.pthread_sigmask(
-            signal.SIG_BLOCK, numbers
-        )  # may raise for what came before, and has blocked them all the same
+        # may raise for what came before, and has blocked them all the same
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

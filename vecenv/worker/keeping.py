@@ -38,10 +38,7 @@ class SnapshotRows(EnvRows):
         self.envs, self.forked, self._used, self._next = before.envs, before.forked, before._used, before._next
         self.generators = before.generators
         watch_by(self.saw)
-        env = self.envs[0]
-        if env is None:
-            self._steps[0] = self._step_failed(0)
-        else:
+        if (env := self.envs[0]) is not None:
             self._steps[0] = self._first_step(0, pending)
             self._offer(0, env)
         self._dirty = True  # infos of the one that had the row before
@@ -76,7 +73,7 @@ class SnapshotRows(EnvRows):
     def prove(self, seq: int, ks: Sequence[int]) -> Outcome:
         """Prove that environments like those of the rows ``ks`` go on from a saved state exactly as they would have."""
         with unwatched():
-            return self._again(seq, ks, lambda k: prove(self._env_fns[k], own_generators=self.generators is not None))
+            return self._again(seq, ks, lambda k: prove(self.env_fns[k], own_generators=self.generators is not None))
 
     def check(self, seq: int, snapshots: Sequence[tuple[int, Snapshot]]) -> Outcome:
         """Read the snapshots that rows are to be filled with, and refuse those that do not fit. Rows stay as they are."""

@@ -23,59 +23,25 @@ from functools import partial
 from typing import Any, Final, NoReturn
 
 import numpy as np
-from gymnasium.vector import AutoresetMode
 
-from vecenv.errors import NotRestorable, ObservationError
+from vecenv.errors import NotRestorable
 from vecenv.link.channel import ChannelClosed, Ends, WorkerEnd
 from vecenv.link.messages import PLAIN_OUTCOME, Failure, Op, Outcome, PackedEnvFns, Reply, encode_outcome, pack_error
-from vecenv.link.observations import KEPT, Put, checked_value, tree_writer
-from vecenv.shm import Arena, Batch, Layout, fixed_tree
+from vecenv.shm import Arena, Batch
 from vecenv.system.copies import Uncopied, fork_twice, has_copies, open_of
 from vecenv.system.cores import Placement, SpinPolicy
 from vecenv.system.descendants import end_own
 from vecenv.system.descriptors import DescriptorOwner
-from vecenv.system.generators import GeneratorsOption, begin_worker, look_at_torch
+from vecenv.system.generators import begin_worker, look_at_torch
 from vecenv.system.supervision import BlackBox, flush_output
-from vecenv.worker.ahead import SpareRows
-from vecenv.worker.envs import Expected
+from vecenv.worker.envs import WorkerPlan
 from vecenv.worker.keeping import SnapshotRows
-from vecenv.worker.threads import OverlappingRows, ThreadedRows
+from vecenv.worker.variants import OverlappingRows, SpareRows, ThreadedRows
 
 __all__ = ["Ready", "Start", "WorkerPlan", "answer", "main", "make_rows"]
 
 _THREADS_GRACE: Final = 0.2  # seconds for threads of environments that end by themselves
 _THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-
-
-@dataclass(slots=True)
-class WorkerPlan:
-    """What every worker of one vector environment is sent alike.
-
-    Attributes:
-        layout: What lies where in the shared block.
-        autoreset_mode: What to do when an episode ends.
-        expected: The spaces to check every environment against.
-        registered: (space, memory) of a custom space with shared-memory functions of its own.
-        threads: At most that many threads for BLAS, OpenMP and torch in a worker; ``None``: as they come.
-        strict: An observation that loses finite numbers in the cast to its space is an error and not a warning.
-        ragged: Info values of one key that do not go together become an object array.
-        env_threads: That many environments of a worker are run at the same time.
-        overlaps: With ``env_threads``: each message is about one row, and is answered when that is done.
-        generators: What environments draw from by ``random``, ``numpy.random`` and torch: ``"shared"`` or ``"own"``.
-        ahead: Each worker has one environment, which may begin episodes ahead of time, of any row.
-    """
-
-    layout: Layout
-    autoreset_mode: AutoresetMode
-    expected: Expected
-    registered: tuple[Any, Any] | None = None
-    threads: int | None = None
-    strict: bool = False
-    ragged: bool = False
-    env_threads: int = 1
-    overlaps: bool = False
-    ahead: bool = False
-    generators: GeneratorsOption = "shared"
 
 
 @dataclass(slots=True)
@@ -104,95 +70,45 @@ class Ready:
 
 
 def make_rows(
-    env_fns: Sequence[Callable[[], Any]],
-    first: int,
-    worker: int,
-    plan: WorkerPlan,
-    batch: Batch,
-    *,
-    interrupts: bool = False,
+    env_fns: Sequence[Callable[[], Any]], first: int, worker: int, plan: WorkerPlan, batch: Batch, interrupts: bool = False
 ) -> SnapshotRows:
-    """The rows of one worker, with writers that fit how observations travel."""
-    tree = plan.layout.observations
-    mine = slice(first, first + len(env_fns))
-    warnings: list[tuple[str, str]] = []
-    put_final: Put | None = None
-
-    def warn(field: str, text: str) -> None:
-        if plan.strict:
-            raise ObservationError(text)
-        warnings.append((field, text))
-
-    if tree is not None and batch.observations is not None:
-        put = tree_writer(tree, [leaf[mine] for leaf in batch.observations], first, warn)
-        if batch.final_observations is not None:
-            put_final = tree_writer(tree, [leaf[mine] for leaf in batch.final_observations], first, warn)
-    elif plan.registered is not None:
-        from gymnasium.vector.utils import write_to_shared_memory
-
-        space, memory = plan.registered
-
-        def put(k: int, observation: Any) -> Any:
-            write_to_shared_memory(space, first + k, observation, memory)
-            return KEPT
-
-    elif (fixed := fixed_tree(plan.expected.observation_space)) is not None:
-        put = checked_value(fixed, first, warn, len(env_fns))
-    else:
-
-        def put(k: int, observation: Any) -> Any:
-            return observation
-
-    threaded = OverlappingRows if plan.overlaps else ThreadedRows
-    kind = SnapshotRows if plan.env_threads == 1 or interrupts else partial(threaded, plan.env_threads)
+    """The rows of one worker, of the kind that fits the plan; see :class:`~vecenv.worker.rows.EnvRows`."""
+    kind = SnapshotRows
     if plan.ahead:
         kind = SpareRows
-    rows = kind(
-        env_fns, first, worker, batch, put, put_final, tree, plan.layout.actions, autoreset_mode=plan.autoreset_mode,
-        expected=plan.expected, interrupts=interrupts,
-    )  # fmt: skip
-    rows.warnings = warnings
-    return rows
+    elif plan.env_threads > 1 and not interrupts:
+        kind = OverlappingRows if plan.overlaps else ThreadedRows
+    return kind(env_fns, first, worker, plan, batch, interrupts=interrupts)
 
 
-def answer(rows: SnapshotRows, op: int, seq: int, load: Callable[[], Any]) -> Outcome:
-    """Carry out one message on ``rows``. ``load()`` gives its payload, which may be ``None``."""
+_METHODS: Final[dict[int, str]] = {
+    Op.CALL: "call", Op.SET_ATTR: "set_attr", Op.EXEC: "execute", Op.SET_NEXT: "set_next", Op.SAVE: "save",
+    Op.PROVE: "prove", Op.CHECK: "check", Op.LOAD: "load",
+}  # fmt: skip
+
+
+def answer(rows: SnapshotRows, op: int, seq: int, payload: Any) -> Outcome:
+    """Carry out one message on ``rows``. Its payload may be ``None``."""
     if op == Op.STEP or op == Op.STEP_SOME:
         ks = None if op == Op.STEP else rows.chosen(seq)
-        actions = load()
-        return rows.step(seq, ks, rows.actions(ks) if actions is None else actions)
+        return rows.step(seq, ks, rows.actions(ks) if payload is None else payload)
     if op == Op.RESET or op == Op.RESET_SOME:
         ks = None if op == Op.RESET else rows.chosen(seq)
-        seeds, options = load() or ([None] * (rows.count if ks is None else len(ks)), None)
+        seeds, options = payload or ([None] * (rows.count if ks is None else len(ks)), None)
         return rows.reset(seq, ks, seeds, options)
-    payload = load()
     if op == Op.REBUILD_SOME:
         seeds, options, pending = payload
         return rows.rebuild(seq, rows.chosen(seq), seeds, options, pending=pending)
-    if op == Op.CALL:
-        return rows.call(seq, *payload)
-    if op == Op.SET_ATTR:
-        return rows.set_attr(seq, *payload)
-    if op == Op.SET_NEXT:
-        return rows.set_next(seq, payload)
-    if op == Op.EXEC:
-        return rows.execute(seq, *payload)
-    if op == Op.SAVE:
-        return rows.save(seq, payload)
-    if op == Op.PROVE:
-        return rows.prove(seq, payload)
-    if op == Op.CHECK:
-        return rows.check(seq, payload)
-    if op == Op.LOAD:
-        return rows.load(seq, payload)
-    raise AssertionError(f"unknown message {op}")
+    arguments = payload if op in (Op.CALL, Op.SET_ATTR, Op.EXEC) else (payload,)
+    outcome: Outcome = getattr(rows, _METHODS[op])(seq, *arguments)
+    return outcome
 
 
-def take_place(rows: SnapshotRows, plan: WorkerPlan, batch: Batch, place: int, number: int, seed: int) -> SnapshotRows:
+def take_place(batch: Batch, rows: SnapshotRows, place: int, number: int, seed: int) -> SnapshotRows:
     """The environment of ``rows`` in another row, or in the same, with an episode begun ahead of time."""
     assert isinstance(rows, SpareRows)
     if place != rows.first:
-        there = make_rows(rows.env_fns, place, place, plan, batch)
+        there = make_rows(rows.env_fns, place, place, rows.plan, batch)
         assert isinstance(there, SpareRows)
         there.follow(rows)
         rows = there
@@ -237,7 +153,7 @@ class _Copied(BaseException):
         self.rows, self.plan = rows, plan
 
 
-def freeze(rows: SnapshotRows, channel: WorkerEnd, uncopied: Uncopied | None, plan: CopyPlan) -> Outcome:
+def freeze(channel: WorkerEnd, uncopied: Uncopied | None, rows: SnapshotRows, plan: CopyPlan) -> Outcome:
     """Copy this worker: the copy waits until it is copied in its turn, each time for a row that goes on from here."""
     assert uncopied is not None
     why = uncopied.why_not()
@@ -278,17 +194,13 @@ def _wait_frozen(rows: SnapshotRows, start: Start, plan: CopyPlan) -> CopyPlan |
     channel = _opened(rows, start, plan)
     channel.send(Reply.READY, 0, pickle.dumps(Ready(os.getpid(), [], [])))
     patience = SpinPolicy(0.0, np.zeros(1))
-    while True:
-        try:
-            op, _, payload = channel.wait(patience)
-        except ChannelClosed:
-            return None
-        if op == Op.CLOSE:
-            return None
-        there: CopyPlan = pickle.loads(payload or b"")
-        if fork_twice(there.token):
-            channel.close()
-            return there
+    with contextlib.suppress(ChannelClosed):
+        while (message := channel.wait(patience))[0] != Op.CLOSE:
+            there: CopyPlan = pickle.loads(message[2] or b"")
+            if fork_twice(there.token):
+                channel.close()
+                return there
+    return None
 
 
 def _opened(rows: SnapshotRows, start: Start, plan: CopyPlan) -> WorkerEnd:
@@ -317,20 +229,15 @@ def _thawed(before: SnapshotRows, start: Start, plan: CopyPlan) -> tuple[WorkerE
     return channel, rows
 
 
-def serve(
-    channel: WorkerEnd,
-    rows: SnapshotRows,
-    patience: SpinPolicy,
-    take: Callable[..., SnapshotRows],
-    copy: Callable[[SnapshotRows, CopyPlan], Outcome],
-) -> bool:
+def serve(channel: WorkerEnd, rows: SnapshotRows, patience: SpinPolicy, batch: Batch, uncopied: Uncopied | None) -> bool:
     """Answer messages until one says to close; true if every environment closed cleanly.
 
     Args:
         channel: Where they come from.
         rows: The environments.
         patience: How long to poll for the next one.
-        take, copy: :func:`take_place` and :func:`freeze`.
+        batch: Where environments are, that move from row to row.
+        uncopied: Says why this process cannot be copied; ``None``: no process of this system can.
 
     Raises:
         ChannelClosed: The caller is gone.
@@ -349,13 +256,13 @@ def serve(
         elif op == Op.CLOSE:
             return close_rows(channel, rows, seq)
         elif op == Op.TAKE:
-            rows = take(rows, *pickle.loads(payload or b""))
+            rows = take_place(batch, rows, *pickle.loads(payload or b""))
             step, actions = rows.step, rows.actions
             continue
         elif op == Op.FREEZE:
-            outcome = copy(rows, pickle.loads(payload or b""))
+            outcome = freeze(channel, uncopied, rows, pickle.loads(payload or b""))
         else:
-            outcome = answer(rows, op, seq, _loader(payload))
+            outcome = answer(rows, op, seq, _loaded(payload))
         if os.getpid() != pid:  # a child that an environment forked has come back from step(): it is not the worker
             os._exit(0)
         say(channel, seq, outcome)
@@ -368,7 +275,7 @@ def serve_overlapping(channel: WorkerEnd, rows: OverlappingRows, patience: SpinP
         try:
             rows.run(op, seq, payload)
             with rows.turn:
-                say(channel, seq, answer(rows, op, seq, lambda: payload))
+                say(channel, seq, answer(rows, op, seq, payload))
         except ChannelClosed:  # the main thread sees that too
             pass
         except BaseException:  # without an answer the caller would wait for ever
@@ -380,7 +287,7 @@ def serve_overlapping(channel: WorkerEnd, rows: OverlappingRows, patience: SpinP
         op, seq, payload = channel.wait(patience)
         if op == Op.CLOSE:
             return close_rows(channel, rows, seq)
-        rows.submit(carry_out, op, seq, _loader(payload)())
+        rows.submit(carry_out, op, seq, _loaded(payload))
 
 
 def say(channel: WorkerEnd, seq: int, outcome: Outcome) -> None:
@@ -412,8 +319,8 @@ def left_behind() -> str:
     return ", ".join(names)
 
 
-def _loader(payload: bytes | None) -> Callable[[], Any]:
-    return (lambda: None) if payload is None else (lambda: pickle.loads(payload))
+def _loaded(payload: bytes | None) -> Any:
+    return None if payload is None else pickle.loads(payload)
 
 
 def main(start: Start) -> None:
@@ -452,9 +359,7 @@ def main(start: Start) -> None:
         raise SystemExit(code)
 
 
-def _live(
-    start: Start, channel: WorkerEnd, rows: SnapshotRows | None, ready: Ready, uncopied: Uncopied | None
-) -> int:
+def _live(start: Start, channel: WorkerEnd, rows: SnapshotRows | None, ready: Ready, uncopied: Uncopied | None) -> int:
     """Serve until the end, and leave nothing behind; returns the exit code. No ``rows``: they could not be built."""
     clean = abandoned = False
     try:
@@ -465,10 +370,7 @@ def _live(
             if isinstance(rows, OverlappingRows):
                 clean = serve_overlapping(channel, rows, patience)
             else:
-                clean = serve(
-                    channel, rows, patience, lambda now, *sent: take_place(now, start.plan, batch, *sent),
-                    lambda now, plan: freeze(now, channel, uncopied, plan),
-                )  # fmt: skip
+                clean = serve(channel, rows, patience, batch, uncopied)
     except ChannelClosed:  # the caller closed or died; no process is left to report to
         clean = abandoned = True
         if rows is not None:

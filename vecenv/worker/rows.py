@@ -1,4 +1,4 @@
-"""Some environments over their rows of the batch: steps, resets, the three autoreset modes, and what is written where.
+"""Some environments over their rows of the batch: built, stepped, reset in three autoreset modes, called, and closed.
 
 :class:`EnvRows` knows nothing of processes and messages; the same object lives in a worker process, in the caller's own
 process (``num_workers=0``, ``use_caller=True``) or on another machine. What does not fit into shared memory comes back in an
@@ -14,7 +14,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
+from functools import partial
 from operator import length_hint
 from typing import Any, Final
 
@@ -22,13 +24,13 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from vecenv.errors import EnvError
+from vecenv.errors import EnvError, EnvFailed, ObservationError
 from vecenv.link.infos import BY_PICKLE, NO_INFO, InfoWriter
-from vecenv.link.messages import PLAIN_OUTCOME, Failure, Outcome
-from vecenv.link.observations import KEPT, Put
-from vecenv.shm.layout import Array, Batch, Tree, memory_of
-from vecenv.system.generators import look_at_torch
-from vecenv.worker.envs import Envs, Expected
+from vecenv.link.messages import PLAIN_OUTCOME, Failure, Outcome, summary
+from vecenv.link.observations import KEPT, Put, checked_value, direct_rows, tree_writer
+from vecenv.shm.layout import Array, Batch, fixed_tree, memory_of
+from vecenv.system import generators
+from vecenv.worker.envs import WorkerPlan, made_by, misreturned, observation_and_info
 
 __all__ = ["EnvRows", "clock"]
 
@@ -36,50 +38,54 @@ _LONG: Final = 1e-3  # seconds; a message that takes as long is followed by one 
 _UNTIMED_MOST: Final = 31
 _SAMPLE_EVERY: Final = 64  # in every so many messages that are timed, the environments are timed one by one
 clock: Final = time.perf_counter
+_NO_TURN: Final = nullcontext()
 
 
-class EnvRows(Envs):
-    """Environments ``first .. first + len(env_fns) - 1`` of the batch, stepped and reset; see :class:`Envs`.
+class EnvRows:
+    """Environments ``first .. first + len(env_fns) - 1`` of the batch.
 
     Args:
+        env_fns: What builds them.
+        first: Index of the first one.
         worker: Which row of the per-worker counters to write.
+        plan: What all workers are told alike.
         batch: Views of the whole shared block.
-        put: Writes an observation of row k (:data:`~vecenv.link.observations.Put`).
-        put_final: The same for final observations, or ``None`` where they travel by pickle.
-        observation_tree: Structure of an observation of fixed size, else ``None``.
-        action_tree: Structure of an action of fixed size, else ``None``.
-        autoreset_mode: What to do when an episode ends.
         interrupts: A ``KeyboardInterrupt`` belongs to the person at the keyboard (in the caller's own process) and is
             passed on; in a worker it is the environment's own.
     """
 
     def __init__(
-        self,
-        env_fns: Sequence[Callable[[], gymnasium.Env[Any, Any]]],
-        first: int,
-        worker: int,
-        batch: Batch,
-        put: Put,
-        put_final: Put | None,
-        observation_tree: Tree | None,
-        action_tree: Tree | None,
-        autoreset_mode: AutoresetMode,
-        expected: Expected | None = None,
-        interrupts: bool = False,
-    ) -> None:
-        count = len(env_fns)
-        mine = slice(first, first + count)
-        leaves = [leaf[mine] for leaf in batch.observations] if batch.observations is not None else []
-        super().__init__(env_fns, first, observation_tree, leaves, expected, interrupts)
-        self._put = put
-        self._put_final = put_final
-        self._action_tree = action_tree
+        self, env_fns: Sequence[Callable[[], Any]], first: int, worker: int, plan: WorkerPlan, batch: Batch,
+        *, interrupts: bool = False,
+    ) -> None:  # fmt: skip
+        self.first, self.count, self.plan = first, len(env_fns), plan
+        self.env_fns = list(env_fns)
+        self.envs: list[gymnasium.Env[Any, Any] | None] = [None] * self.count
+        self.forked: list[bool] = []  # not empty in a copy of the worker that an environment forked; see leave_if_forked()
+        self.generators: generators.RowGenerators | None = None  # of rows that have their own
+        self.warnings: list[tuple[str, str]] = []
+        self._interrupts = interrupts
+        self._building: int | None = None
+        self._steps: list[Callable[[Any], Any]] = [partial(self._step_failed, k) for k in range(self.count)]
+        self._used = [False] * self.count
+        self._next: dict[int, tuple[Any, Any]] = {}  # row -> seed and options of the next episode that autoreset begins
+        self._offered: list[Any] = [None] * self.count  # what an environment with an observation_buffer writes into
         self._at_end = {
             AutoresetMode.NEXT_STEP: self._reset_next_step,
             AutoresetMode.SAME_STEP: self._reset_same_step,
             AutoresetMode.DISABLED: self._reset_never,
-        }[autoreset_mode]
-        self._actions = [leaf[mine] for leaf in batch.actions] if batch.actions is not None else []
+        }[plan.autoreset_mode]
+        mine = slice(first, first + self.count)
+        self._tree = plan.layout.observations
+        self._leaves = [leaf[mine] for leaf in batch.observations or ()]
+        self._put = self._writer(batch)
+        self._put_final: Put | None = None
+        if self._tree is not None and batch.final_observations is not None:
+            self._put_final = tree_writer(self._tree, [leaf[mine] for leaf in batch.final_observations], first, self._warn)
+        leaf = self._tree.leaf if self._tree is not None else None
+        # what the step loop writes observations of one array into, the common case; ``None`` refuses them all
+        self._direct_rows = direct_rows(leaf, self._leaves[0]) if leaf is not None and self._leaves else [None] * self.count
+        self._actions = [leaf[mine] for leaf in batch.actions or ()]
         self._reward_cells = memory_of(batch.rewards[mine])
         self._termination_cells = memory_of(batch.terminations[mine])
         self._truncation_cells = memory_of(batch.truncations[mine])
@@ -89,7 +95,6 @@ class EnvRows(Envs):
         cells = (memory_of(counter[worker : worker + 1]) for counter in (batch.worker_time, batch.worker_steps))
         self._times = StepClock(batch.step_time[mine], *cells)
         self._infos = InfoWriter(self._schemas, batch.infos[mine])
-        self._direct_rows = self._direct_writes(observation_tree)
         self._out = Outcome()
         self._seq = -1  # the message that is being carried out, or was last
         self._silent = -1  # the latest that ended without a word in the outcome
@@ -97,16 +102,194 @@ class EnvRows(Envs):
         self._walk: Any = None  # the rows that are being gone through
         self._dirty = True  # some row's info columns or final flag are set, by a worker that died before this one perhaps
 
-    def _direct_writes(self, tree: Tree | None) -> list[Any]:
-        """What the step loop writes observations of one array into, the common case, by a slice: they check dtype and shape
-        and copy in one go. ``None``, which takes none, where there is more than one array, or no shared memory."""
-        leaf = tree.leaf if tree is not None else None
-        if leaf is None or leaf.shape == () or not self._observation_leaves:
-            return [None] * self.count
-        array = self._observation_leaves[0]
-        if leaf.flat:  # a memoryview costs a third of an array, and can do so with one axis only
-            return [memoryview(array[k]) for k in range(self.count)]
-        return [_ArrayRow(array[k], leaf.dtype) for k in range(self.count)]
+    def _writer(self, batch: Batch) -> Put:
+        """Keeps an observation of row k, in the way in which they travel."""
+        tree, first = self._tree, self.first
+        if tree is not None and batch.observations is not None:
+            return tree_writer(tree, self._leaves, first, self._warn)
+        if self.plan.registered is not None:
+            from gymnasium.vector.utils import write_to_shared_memory
+
+            space, memory = self.plan.registered
+
+            def put(k: int, observation: Any) -> Any:
+                write_to_shared_memory(space, first + k, observation, memory)
+                return KEPT
+
+            return put
+        if (fixed := fixed_tree(self.plan.expected.observation_space)) is not None:
+            return checked_value(fixed, first, self._warn, self.count)
+        return lambda k, observation: observation
+
+    def _warn(self, field: str, text: str) -> None:
+        """An observation was changed to fit its space."""
+        if self.plan.strict:
+            raise ObservationError(text)
+        self.warnings.append((field, text))
+
+    # -- environments -----------------------------------------------------------------------------------------------
+
+    @property
+    def span(self) -> str:
+        """Which environments, in words."""
+        return f"{self.first}-{self.first + self.count - 1}"
+
+    def use_generators(self, option: generators.GeneratorsOption) -> None:
+        """Before environments are built: let each row have its own, or note which rows draw from those of the process."""
+        if option == "own":
+            self.generators = generators.RowGenerators(self.count)
+        elif not self._interrupts:
+            generators.watch(self.saw)
+
+    def saw(self, generator: str) -> None:
+        """An environment draws from a generator of the process: there is a warning about it."""
+        row = f"env {self.first + self._running}" if self._running is not None else f"one of envs {self.span}"
+        env = next((env for env in self.envs[self._running or 0 :] if env is not None), None)
+        name = getattr(getattr(env, "spec", None), "id", None) or (type(env.unwrapped).__name__ if env is not None else "it")
+        self.warnings.append((
+            "generators",
+            f"{row} ({name}) draws from the generator of {generator}, which everything in its process shares: what it says "
+            "depends on which environments are beside it, so that the same seeds may give other results with another number "
+            "of workers, and vecenv.evaluate other results with another number of environments. generators='own' gives each "
+            "environment its own",
+        ))  # fmt: skip
+
+    @property
+    def _running(self) -> int | None:
+        """The row whose environment runs just now, if that can be told."""
+        if self._building is None and isinstance(self._walk, type(iter(range(0)))):
+            return self.count - 1 - length_hint(self._walk)
+        return self._building
+
+    def _turn(self, k: int, seed: Any = None, *, begins: bool = False) -> AbstractContextManager[None]:
+        """Around every call into an environment but ``step``; ``begins``: it is a reset, with this seed."""
+        return _NO_TURN if self.generators is None else generators.InUse(self.generators.each[k], seed, begins)
+
+    def build(self) -> tuple[list[Failure], list[tuple[int, str, str]]]:
+        """Build all environments; what raised, and (env, which space, its repr) for spaces that do not match."""
+        failures: list[Failure] = []
+        mismatches: list[tuple[int, str, str]] = []
+        for k in range(self.count):
+            try:
+                env = self._build(k)
+                wrong = self.plan.expected.mismatch(env)
+            except BaseException as error:
+                self._let_through(error)
+                failures.append(Failure(self.first + k, error))
+                continue
+            if wrong is not None:
+                mismatches.append((self.first + k, *wrong))
+        return failures, mismatches
+
+    def _build(self, k: int) -> gymnasium.Env[Any, Any]:
+        self._building = k
+        try:
+            with self._turn(k):
+                env: gymnasium.Env[Any, Any] = made_by(self.env_fns[k], self.first + k)
+                self.envs[k] = env
+                self._steps[k] = env.step
+                self._used[k] = False
+                self._offer(k, env)
+        finally:
+            self._building = None
+        return env
+
+    def _offer(self, k: int, env: gymnasium.Env[Any, Any]) -> None:
+        """Let an environment that can write its observations in place do so."""
+        # looked up on the class so that an environment's __getattr__ cannot pretend to have one
+        offered = getattr(type(env.unwrapped), "observation_buffer", None)
+        if callable(offered) and self._tree is not None:
+            views = [leaf[k : k + 1].reshape(leaf.shape[1:]) for leaf in self._leaves]
+            self._offered[k] = self._tree.build(iter(views))
+            offered(env.unwrapped, self._offered[k])
+
+    def _env(self, k: int) -> gymnasium.Env[Any, Any]:
+        env = self.envs[k]
+        if env is None:
+            raise EnvFailed(f"env {self.first + k} failed earlier; reset() builds it anew")
+        return env
+
+    # What stands in for a row's `env.step` when the row is not to be stepped.
+
+    def _step_failed(self, k: int, _: Any) -> Any:
+        return self._env(k)
+
+    def _step_by_reset(self, k: int, _: Any) -> Any:
+        """The step after an episode's end in next-step mode: ignores its action and resets."""
+        self._steps[k] = self._env(k).step
+        observation, info = self._begin_next(k)
+        return observation, 0.0, False, False, info
+
+    def _first_step(self, k: int, pending: bool) -> Callable[[Any], Any]:
+        """The step of a row that was just reset; ``pending``: it is to begin with an automatic reset."""
+        return partial(self._step_by_reset, k) if pending else self._env(k).step
+
+    def _reset(self, k: int, seed: Any, options: Any) -> tuple[Any, Any]:
+        """The reset that was asked for, of an environment that is built anew if it had failed."""
+        return self._call_reset(k, self.envs[k] or self._build(k), seed, options)
+
+    def _begin_next(self, k: int) -> tuple[Any, Any]:
+        """The reset of autoreset, with what was set for it."""
+        seed, options = self._next.pop(k, (None, None))
+        return self._call_reset(k, self._env(k), seed, options, bare=seed is None and options is None)
+
+    def _call_reset(self, k: int, env: Any, seed: Any, options: Any, *, bare: bool = False) -> tuple[Any, Any]:
+        given = {} if bare else {"seed": seed, "options": None if options is None else dict(options)}
+        with self._turn(k, seed, begins=True):
+            return observation_and_info(env.reset(**given), self.first + k)
+
+    def _is_pending(self, k: int) -> bool:
+        """Whether the row's next step begins with an automatic reset."""
+        return getattr(self._steps[k], "func", None) == self._step_by_reset
+
+    def leave_if_forked(self) -> None:
+        """End a copy of the worker, which an environment forked and which has come back here.
+
+        It is not the worker, and what it has to say, however late, must not get into the rows.
+        """
+        if self.forked:
+            os._exit(0)
+
+    def _let_through(self, error: BaseException) -> None:
+        if self._interrupts and isinstance(error, KeyboardInterrupt):
+            raise error
+
+    def _named(self, k: int, error: BaseException) -> BaseException:
+        """What is said of an environment that raised ``error``: it, unless that is the person's at the keyboard, or was
+        raised where the five values of a step were taken apart."""
+        if self._interrupts and isinstance(error, KeyboardInterrupt):
+            return EnvError(f"env {self.first + k} was interrupted: {summary(error)}")
+        return misreturned(error, self.first + k) or error
+
+    def _number(self, k: int, name: str, value: Any, kind: type[np.float64] | type[np.bool_]) -> Any:
+        """A reward or flag that is no plain Python one: converted as Gymnasium does, an array of one squeezed."""
+        if isinstance(value, (np.bool_, np.floating, np.integer, int)):
+            return kind(value)
+        try:
+            array = np.array(value, dtype=kind)
+            if array.size == 1:
+                return kind(array.reshape(())[()])
+            problem: Exception | None = None
+        except (ValueError, TypeError) as error:
+            problem = error
+        raise ObservationError(
+            f"env {self.first + k}: {name}: got {type(value).__name__} {value!r}, wanted one {np.dtype(kind)}"
+        ) from problem
+
+    def close(self) -> Outcome:
+        """Close all environments, whatever any of them raises."""
+        out = Outcome()
+        for k in range(self.count):
+            if (error := self._close_env(k)) is not None:
+                out.failures.append(Failure(self.first + k, error))
+        if self.generators is not None:
+            self.generators = None
+            generators.uninstall()
+        return out
+
+    def forget(self) -> None:
+        """Let go of everything, the shared memory first of all; nothing can be asked of it any more."""
+        self.__dict__.clear()
 
     # -- stepping ---------------------------------------------------------------------------------------------------
 
@@ -116,8 +299,8 @@ class EnvRows(Envs):
 
     def actions(self, ks: Sequence[int] | None) -> Sequence[Any]:
         """The rows' actions out of shared memory, each the environment's own: a scalar or a writeable array."""
-        assert self._action_tree is not None
-        tree = self._action_tree
+        tree = self.plan.layout.actions
+        assert tree is not None
         if tree.leaf is not None:
             return _own(self._actions[0], ks)
         columns = [_own(leaf, ks) for leaf in self._actions]
@@ -138,6 +321,13 @@ class EnvRows(Envs):
         self._done = 0
         self._walk = None
         self._seq = seq
+
+    def _resume(self, seq: int, ks: Sequence[int] | None) -> None:
+        """Begin message ``seq``, or find out how far it had come."""
+        if seq != self._seq:
+            self._begin(seq, ks)
+        elif self._walk is not None:
+            self._lost_place(ks)
 
     def _stopped(self, ks: Sequence[int] | None, begun: int, done: int) -> None:
         """An exception that is no environment's got out of a loop over rows: note where to go on.
@@ -172,10 +362,7 @@ class EnvRows(Envs):
         Returns:
             The rows to be stepped, and of each: its step function, what its observation is written into, its action.
         """
-        if seq != self._seq:
-            self._begin(seq, ks)
-        elif self._walk is not None:
-            self._lost_place(ks)
+        self._resume(seq, ks)
         where: Sequence[int] = range(self.count)
         rows = self._direct_rows
         if ks is not None:
@@ -244,7 +431,7 @@ class EnvRows(Envs):
     # What happens when an episode ends, one function a mode: takes and returns (observation, info).
 
     def _reset_next_step(self, k: int, observation: Any, info: Any, out: Outcome) -> tuple[Any, Any]:
-        self._steps[k] = self._step_by_reset(k)
+        self._steps[k] = partial(self._step_by_reset, k)
         return observation, info
 
     def _reset_never(self, k: int, observation: Any, info: Any, out: Outcome) -> tuple[Any, Any]:
@@ -254,31 +441,31 @@ class EnvRows(Envs):
         # Both are kept before the reset: an environment may reuse the very objects it returned.
         if isinstance(info, dict):
             info = deepcopy(info)
-        exact = None
-        if self._put_final is not None and self._observation_tree is not None:
-            exact = self._observation_tree.exact(observation)
-        if exact is not None and self._put_final is not None:
-            self._put_final(k, observation)
-            kept = None
-        else:
-            kept = deepcopy(observation)
+        kept = self._kept_final(k, observation)
         reset_observation, reset_info = self._begin_next(k)
         self.leave_if_forked()
         if "final_obs" in reset_info or "final_info" in reset_info:  # Gymnasium lets the reset's own keys win
-            final = deepcopy(observation) if kept is None else kept
+            final = deepcopy(observation) if kept is KEPT else kept
             return reset_observation, {"final_info": info, "final_obs": final, **reset_info}
-        if exact is not None:
+        self._note_final(k, kept, out)
+        return reset_observation, {"final_info": info, **reset_info}
+
+    def _kept_final(self, k: int, observation: Any) -> Any:
+        """Keep an episode's last observation: in shared memory (``KEPT``), or as a copy that travels."""
+        if self._put_final is None or self._tree is None or self._tree.exact(observation) is None:
+            return deepcopy(observation)
+        return self._put_final(k, observation)
+
+    def _note_final(self, k: int, kept: Any, out: Outcome) -> None:
+        if kept is KEPT:
             self._final[k] = True
             self._dirty = out.columns = True
         else:
             out.finals[self.first + k] = kept
-        return reset_observation, {"final_info": info, **reset_info}
 
     # -- resetting --------------------------------------------------------------------------------------------------
 
-    def reset(
-        self, seq: int, ks: list[int] | None, seeds: Sequence[Any], options: Any, *, pending: bool = False
-    ) -> Outcome:
+    def reset(self, seq: int, ks: list[int] | None, seeds: Sequence[Any], options: Any, *, pending: bool = False) -> Outcome:
         """Reset the environments of rows ``ks``, building those that had failed.
 
         Args:
@@ -288,11 +475,8 @@ class EnvRows(Envs):
             options: A dict or ``None`` for every environment, each its own copy; or a list of them, one per row of ``ks``.
             pending: Let the next step begin with an automatic reset (after a restart in next-step mode).
         """
-        if seq != self._seq:
-            self._begin(seq, ks)
-        elif self._walk is not None:
-            self._lost_place(ks)
-        look_at_torch()
+        self._resume(seq, ks)
+        generators.look_at_torch()
         out, start = self._out, self._done
         begun = done = -1
         walk = self._walk = iter(list(range(self.count) if ks is None else ks)[start:])
@@ -317,14 +501,9 @@ class EnvRows(Envs):
         self._done, self._walk = self.count, None
         return self._finish()
 
-    def rebuild(
-        self, seq: int, ks: list[int] | None, seeds: Sequence[Any], options: Any, *, pending: bool
-    ) -> Outcome:
+    def rebuild(self, seq: int, ks: list[int] | None, seeds: Sequence[Any], options: Any, *, pending: bool) -> Outcome:
         """Replace the environments of rows ``ks`` by new ones (unless they are new already) and reset those."""
-        if seq != self._seq:
-            self._begin(seq, ks)
-        elif self._walk is not None:
-            self._lost_place(ks)
+        self._resume(seq, ks)
         for k in list(range(self.count) if ks is None else ks)[self._done :]:
             if self._used[k]:
                 self._drop(k)
@@ -379,12 +558,6 @@ class EnvRows(Envs):
                 self._let_through(error)
         return out
 
-    @property
-    def _running(self) -> int | None:
-        if self._building is None and isinstance(self._walk, type(iter(range(0)))):
-            return self.count - 1 - length_hint(self._walk)
-        return self._building
-
     # -- helpers ----------------------------------------------------------------------------------------------------
 
     def _write(self, k: int, observation: Any, out: Outcome) -> None:
@@ -432,34 +605,25 @@ class EnvRows(Envs):
         self._let_through(error)
 
     def _drop(self, k: int) -> None:
-        """Close an environment that is not to be used any more."""
-        env, self.envs[k] = self.envs[k], None
-        self._steps[k] = self._step_failed(k)
+        """Close an environment that is not to be used any more, and clear its row."""
         self._schemas[k] = NO_INFO
         self._final[k] = False
+        self._close_env(k)
+
+    def _close_env(self, k: int) -> BaseException | None:
+        """Close an environment, and return what it raised. Its row may be another worker's by now."""
+        env, self.envs[k] = self.envs[k], None
+        self._steps[k] = partial(self._step_failed, k)
         self._used[k] = False
         self._next.pop(k, None)
-        if env is not None:
-            try:
+        try:
+            if env is not None:
                 with self._turn(k):
                     env.close()
-            except BaseException as error:
-                self._let_through(error)
-
-
-class _ArrayRow:
-    """A row with several axes: a slice takes an array of its dtype and shape, and nothing else."""
-
-    __slots__ = ("_dtype", "_row", "_shape")
-
-    def __init__(self, row: Array, dtype: np.dtype[Any]) -> None:
-        self._row, self._dtype, self._shape = row, dtype, row.shape
-
-    def __setitem__(self, where: slice, observation: Any) -> None:
-        # equal dtypes are not the same where the space has come here by pickle
-        if observation.__class__ is not np.ndarray or observation.shape != self._shape or observation.dtype != self._dtype:
-            raise TypeError
-        self._row[...] = observation
+        except BaseException as error:
+            self._let_through(error)
+            return error
+        return None
 
 
 def _own(leaf: Array, ks: Sequence[int] | None) -> Sequence[Any]:

@@ -37,7 +37,7 @@ from vecenv.front.capabilities import capabilities_of
 from vecenv.front.infos import own_keys
 from vecenv.make import make_vec
 
-__all__ = ["Codec", "Tensors", "TorchRLEnv", "as_torchrl", "codec_of"]
+__all__ = ["TensorCodec", "Tensors", "TorchRLEnv", "as_torchrl", "codec_of"]
 
 
 # -- spaces as specs, and batches as tensors ---------------------------------------------------------------------------
@@ -51,7 +51,7 @@ Tensors: TypeAlias = Any
 
 
 @dataclass(frozen=True)
-class Codec:
+class TensorCodec:
     """What a space is in TorchRL.
 
     Attributes:
@@ -65,7 +65,7 @@ class Codec:
     decode: Callable[[Any], Any]
 
 
-def _branch(children: dict[str, Codec], keys: tuple[Any, ...] | None, n: int) -> Codec:
+def _branch(children: dict[str, TensorCodec], keys: tuple[Any, ...] | None, n: int) -> TensorCodec:
     """What a Dict with these keys is, or a Tuple, which has none."""
 
     def encode(batch: Any) -> Tensors:
@@ -76,10 +76,10 @@ def _branch(children: dict[str, Codec], keys: tuple[Any, ...] | None, n: int) ->
         values = [child.decode(tensors[name]) for name, child in children.items()]
         return tuple(values) if keys is None else dict(zip(keys, values, strict=True))
 
-    return Codec(Composite({name: child.spec for name, child in children.items()}, shape=(n,)), encode, decode)
+    return TensorCodec(Composite({name: child.spec for name, child in children.items()}, shape=(n,)), encode, decode)
 
 
-def codec_of(space: gym.Space[Any], n: int, onehot: bool, names: Callable[[str], str] = str) -> Codec:
+def codec_of(space: gym.Space[Any], n: int, onehot: bool, names: Callable[[str], str] = str) -> TensorCodec:
     """What a space of single environments is in TorchRL.
 
     Args:
@@ -104,7 +104,7 @@ def codec_of(space: gym.Space[Any], n: int, onehot: bool, names: Callable[[str],
     )
 
 
-def _box(space: Any, n: int, onehot: bool) -> Codec:
+def _box(space: Any, n: int, onehot: bool) -> TensorCodec:
     dtype = _dtype(space.dtype)
     if dtype is torch.bool:
         return _binary(space, n, onehot)
@@ -116,10 +116,10 @@ def _box(space: Any, n: int, onehot: bool) -> Codec:
             limits = torch.finfo(dtype)
             low, high = low.clamp(limits.min, limits.max), high.clamp(limits.min, limits.max)
         spec = Bounded(low, high, shape=space.shape, dtype=dtype)
-    return Codec(spec.expand(n, *space.shape), tensor_of, _array)
+    return TensorCodec(spec.expand(n, *space.shape), tensor_of, _array)
 
 
-def _discrete(space: Any, n: int, onehot: bool) -> Codec:
+def _discrete(space: Any, n: int, onehot: bool) -> TensorCodec:
     """A MultiDiscrete, or a Discrete, which is one of a single number."""
     many = isinstance(space, spaces.MultiDiscrete)
     counts = np.reshape(space.nvec if many else space.n, -1).tolist()
@@ -144,14 +144,14 @@ def _discrete(space: Any, n: int, onehot: bool) -> Codec:
         spec = (MultiOneHot if onehot else MultiCategorical)(counts, dtype=torch.long)
     else:
         spec = (OneHot if onehot else Categorical)(counts[0], dtype=torch.long)
-    return Codec(spec.expand(n, *spec.shape), encode, decode)
+    return TensorCodec(spec.expand(n, *spec.shape), encode, decode)
 
 
-def _binary(space: Any, n: int, onehot: bool) -> Codec:
-    return Codec(Binary(shape=(n, *space.shape), dtype=_dtype(space.dtype)), tensor_of, _array)
+def _binary(space: Any, n: int, onehot: bool) -> TensorCodec:
+    return TensorCodec(Binary(shape=(n, *space.shape), dtype=_dtype(space.dtype)), tensor_of, _array)
 
 
-_LEAVES: dict[type[Any], Callable[[Any, int, bool], Codec]] = {
+_LEAVES: dict[type[Any], Callable[[Any, int, bool], TensorCodec]] = {
     spaces.Box: _box,
     spaces.Discrete: _discrete,
     spaces.MultiDiscrete: _discrete,
@@ -429,7 +429,12 @@ class _Rows:
     """
 
     def __init__(
-        self, envs: Any, mode: AutoresetMode, observations: Codec, actions: Codec, infos: Mapping[str, torch.Tensor]
+        self,
+        envs: Any,
+        mode: AutoresetMode,
+        observations: TensorCodec,
+        actions: TensorCodec,
+        infos: Mapping[str, torch.Tensor],
     ) -> None:
         self._envs, self._observations, self._actions = envs, observations, actions
         self._columns = dict(infos)

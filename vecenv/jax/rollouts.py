@@ -207,7 +207,7 @@ def _check_extras(state: EnvState, extras: Sequence[str]) -> None:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Request:
+class _RolloutRequest:
     """One half between its ``send`` and its ``recv``."""
 
     pending: EnvState
@@ -222,16 +222,16 @@ def _overlapped(
     keys = [jax.random.fold_in(key, half) for half in (0, 1)]
     rows = states[0].reward.shape[0]
 
-    def send(half: int, state: EnvState, carry: PyTree, t: Any) -> _Request:
+    def send(half: int, state: EnvState, carry: PyTree, t: Any) -> _RolloutRequest:
         now = jax.random.fold_in(keys[half], t)
         carry, action, policy_extras = policy(params, carry, state.obs, state.first, now)
-        return _Request(envs[half].send(state, action), carry, action, policy_extras)
+        return _RolloutRequest(envs[half].send(state, action), carry, action, policy_extras)
 
-    def recv(half: int, request: _Request) -> tuple[EnvState, Trajectory]:
+    def recv(half: int, request: _RolloutRequest) -> tuple[EnvState, Trajectory]:
         after = envs[half].recv(request.pending)
         return after, _transition(request.pending, request.action, request.policy_extras, after, extras)
 
-    def received(half: int, request: _Request, trajectory: Trajectory, t: Any) -> tuple[EnvState, Trajectory]:
+    def received(half: int, request: _RolloutRequest, trajectory: Trajectory, t: Any) -> tuple[EnvState, Trajectory]:
         """The state after the step that is pending, and ``trajectory`` with its row t."""
         state, transition = recv(half, request)
 

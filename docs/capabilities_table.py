@@ -17,7 +17,7 @@ from vecenv.engine.engine import Engine
 from vecenv.front.capabilities import Capabilities
 
 PAGE = Path(__file__).parent / "generated" / "capabilities.md"
-BEGIN, END = "<!-- --8<-- [start:table] -->", "<!-- --8<-- [end:table] -->"  # docs/capabilities.md includes what is between
+BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
 CALLS = {
     "`reset`, `step`, `step_async`, `step_wait`, `stats`, `close`": None,

@@ -191,6 +191,27 @@ def test_a_cancelled_step_that_waits_for_others_does_not_cost_them_their_worker(
     run(main())
 
 
+def test_a_process_that_cannot_be_started_yet_costs_one_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with Pool(Words, 1, num_workers=1, on_failure="restart", restart_limit=1) as pool:
+            start_anew, refused = pool._slots._workers.start_anew, []
+
+            def refuse_once(worker: Any) -> Any:
+                if refused:
+                    return start_anew(worker)
+                refused.append(worker)
+                raise BlockingIOError
+
+            monkeypatch.setattr(pool._slots._workers, "start_anew", refuse_once)
+            async with pool.episode() as one:
+                with pytest.raises(WorkerDied):
+                    await one.step("kill")
+            await whole(pool)
+            assert refused
+
+    run(main())
+
+
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 def test_deaths_are_noticed_where_no_descriptor_tells_of_them(on_failure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> int:

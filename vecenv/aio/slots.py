@@ -653,11 +653,16 @@ class Slots:
             return
         if not by_cancel:
             self._log.say(cause)
+        self._start_when_possible(group, cause)
+
+    def _start_when_possible(self, group: WorkerSlots, cause: str) -> None:
+        if self.closed:
+            return
         try:
             self._start_anew(group)
         except OSError as error:  # there is no room for it just now
             self._log.say(f"{cause}; a new process cannot be started: {error}")
-            asyncio.get_running_loop().call_later(1.0, self._start_within_budget, group, death, budget)
+            asyncio.get_running_loop().call_later(1.0, self._start_when_possible, group, cause)
 
     def _start_anew(self, group: WorkerSlots) -> None:
         group.worker = self._workers.start_anew(group.worker)

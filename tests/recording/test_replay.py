@@ -99,7 +99,7 @@ REPEAT_BY_RAISING = (
     "raises", "two_arguments_error", "keyword_only_error", "unpicklable_error", "evil_error", "unprintable_error",
     "sys_exit", "keyboard_interrupt", "wrong_shape", "no_observation", "too_few_values",
 )  # fmt: skip
-REPEAT_BY_DYING = ("segfault", "abort", "bus_error", "arithmetic_error", "kill", "exit_now")
+REPEAT_BY_DYING = ("segfault", "abort", "bus_error", "arithmetic_error", "kill", "exit_now", "fork_helper_and_die")
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import pdb
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Final
 
 import gymnasium
 
 from vecenv.recording.file import AGAIN, CANNOT, DIFFERENT, Failed, Replay, ReplayResult, Unreadable, read, read_header
+from vecenv.system.descendants import end_marked, mark, new_token
 from vecenv.system.supervision import describe_exit
 from vecenv.tools import USAGE, WRONG, CliError
 
@@ -24,6 +28,8 @@ __all__ = ["main", "replay"]
 _MOST_FRAMES: Final = 1000
 _GRACE: Final = 5.0
 """Seconds that a step has beside those that the record gives it, for a process that has just started."""
+_LOOK: Final = 0.2
+"""Seconds between two looks whether the process has ended."""
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -90,20 +96,21 @@ def replay(
 def _replay(path: Path, **options: Any) -> ReplayResult:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(path, options, theirs), name="vecenv-replay")
+    token = new_token()
+    process = context.Process(target=_child, args=(path, options, theirs, token), name="vecenv-replay")
     process.start()
     theirs.close()
     failed: Failed | None = None
     at, hung = 0, False
     try:
-        while not hung:
+        limit: float | None = None  # what is not a step has none
+        while not (hung := not _says_more(ours, process, limit)):
             message: ReplayResult | Failed | int | None = ours.recv()
             if isinstance(message, ReplayResult):
                 return message
             if isinstance(message, int):
                 at = max(message, 0)
-                if failed is not None and failed.seconds:
-                    hung = not ours.poll(failed.seconds + _GRACE)
+                limit = failed.seconds + _GRACE if failed is not None and failed.seconds else None
             else:
                 failed = message
     except EOFError:
@@ -113,8 +120,24 @@ def _replay(path: Path, **options: Any) -> ReplayResult:
             process.join(_GRACE)
         process.kill()
         process.join()
+        end_marked([token])
         ours.close()
     return _of_death(failed, process.exitcode, at, hung)
+
+
+def _says_more(ours: Connection, process: BaseProcess, seconds: float | None) -> bool:
+    """Whether there is a message within so many seconds.
+
+    Raises:
+        EOFError: The process has ended. Its pipe may be open still, if the environment has started a process of its own.
+    """
+    deadline = math.inf if seconds is None else time.monotonic() + seconds
+    while not ours.poll(_LOOK):
+        if not process.is_alive() and not ours.poll():
+            raise EOFError
+        if time.monotonic() > deadline:
+            return False
+    return True
 
 
 def _of_death(failed: Failed | None, exitcode: int | None, at: int, hung: bool) -> ReplayResult:
@@ -127,8 +150,9 @@ def _of_death(failed: Failed | None, exitcode: int | None, at: int, hung: bool) 
     return ReplayResult(DIFFERENT, f"did not happen again: another failure {where}: {text} ({was})")
 
 
-def _child(path: Path, options: dict[str, Any], caller: Connection) -> None:
+def _child(path: Path, options: dict[str, Any], caller: Connection, token: int) -> None:
     """The process: says what was recorded, each step that it makes, and at its end what came of it."""
+    mark(token)
     caller.send(_in_this_process(path, read_it=caller.send, progress=caller.send, **options))
 
 

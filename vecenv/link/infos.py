@@ -28,7 +28,7 @@ __all__ = ["BY_PICKLE", "NO_INFO", "InfoReader", "InfoWriter", "Schema", "add_in
 NO_INFO: Final = 0
 BY_PICKLE: Final = 1
 _MAX_SCHEMAS: Final = 64  # a worker that needs more than this has keys that do not repeat
-_MOST_PLANS: Final = 256  # kept by a reader: keys that come and go make a new combination of schemas at every step
+_MOST_PLANS: Final = 128  # kept by a reader: keys that come and go make a new combination of schemas at every step
 
 _SCALARS: Final[dict[type, str]] = {
     int: "q", float: "d", bool: "?",

@@ -98,7 +98,7 @@ class ActionStage:
         return self.put_some(actions, ..., self._num_envs)
 
     def put_some(self, actions: Any, rows: Any, count: int) -> list[Any] | None:
-        """Stage one action for each of ``rows``, in their order, which are so many; results as of :meth:`put`."""
+        """Stage one action for each of ``rows``, in their order, which are that many; results as of :meth:`put`."""
         if self._tree is not None:
             exact = self._tree.exact(actions, count)
             if exact is not None:
@@ -185,7 +185,7 @@ class Steps(Recovery):
 
     Attributes:
         stage: Puts actions where workers find them.
-        rows_at_once: At most so many rows of one worker in one message of a ``send``; ``None``: all it is about.
+        rows_at_once: At most that many rows of one worker in one message of a ``send``; ``None``: all it is about.
         said: Warnings of environments by name, each of which is given once.
         recorder: Notes what is answered, for files about what fails; ``None``: there is none.
         card: The file that ``vecenv top`` reads, where there is one.

@@ -258,7 +258,7 @@ class _ArrayRow:
 def direct_rows(leaf: Leaf, array: Array) -> list[Any]:
     """For each row of ``array``, what an observation is written into by a slice, which checks dtype and shape in one go.
 
-    All else, and every scalar, is refused by a ``TypeError`` or a ``ValueError``.
+    Everything else, and every scalar, is refused by a ``TypeError`` or a ``ValueError``.
     """
     if leaf.shape == ():
         return [None] * len(array)

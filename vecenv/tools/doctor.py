@@ -253,7 +253,7 @@ def _open_files() -> Iterator[Finding]:
 
 
 def _open_files_for(workers: int) -> int:
-    """How many this process needs with so many workers, those that are open now included."""
+    """How many this process needs with that many workers, those that are open now included."""
     return len(os.listdir("/dev/fd")) - 1 + workers * DESCRIPTORS + SPARE_DESCRIPTORS
 
 

@@ -126,7 +126,7 @@ def _replay(path: Path, **options: Any) -> ReplayResult:
 
 
 def _says_more(ours: Connection, process: BaseProcess, seconds: float | None) -> bool:
-    """Whether there is a message within so many seconds.
+    """Whether there is a message within that many seconds.
 
     Raises:
         EOFError: The process has ended. Its pipe may be open still, if the environment has started a process of its own.

@@ -176,6 +176,20 @@ def test_any_engine_and_any_order_of_sending(context: str, data: st.DataObject) 
                 wanted[env] = loops[env].step(int(action))
 
 
+@pytest.mark.parametrize("workers", [0, 2, 6])
+def test_actions_reach_the_environments_that_are_named_in_any_order(workers: int) -> None:
+    fns = makers([9] * 6, pause=0.0)
+    loops = [Loop(fn(), AutoresetMode.NEXT_STEP) for fn in fns]
+    with closing(vecenv.AsyncVectorEnv(fns, num_workers=workers, batch_size=6)) as envs:
+        envs.reset_async(seed=5)
+        assert_wanted(envs.recv(timeout=20), {i: loop.reset(5 + i) for i, loop in enumerate(loops)})
+        order, actions = [5, 2, 4, 0, 3, 1], np.arange(6) * 10
+        for given in (actions, actions.tolist()):
+            envs.send(given, order)
+            wanted = {env: loops[env].step(int(action)) for env, action in zip(order, actions, strict=True)}
+            assert_wanted(envs.recv(timeout=20), wanted)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("engine", "count"),

@@ -28,9 +28,9 @@ from gymnasium.vector import AutoresetMode
 
 from vecenv.engine.frozen import Frozen, FrozenCopy
 from vecenv.engine.handles import CallerWorker, ProcessWorker
-from vecenv.engine.pending import ALL, Result, Settlement, Worker
+from vecenv.engine.pending import ALL, Result, Settlement, Worker, WorkerRequest
 from vecenv.engine.pool import PoolOptions, WorkerPool
-from vecenv.engine.recovery import Ledger, Policy, Remembered, RestartBudget, RestartLog
+from vecenv.engine.recovery import Ledger, Policy, Remembered, RestartBudget
 from vecenv.engine.steps import Steps, wait_name
 from vecenv.errors import NotRestorable, SnapshotMismatch, WorkerDied
 from vecenv.front.arguments import ResetOptions, deadline_of, options_of_rows
@@ -91,7 +91,6 @@ class Engine(Steps):
         self.ledger = Ledger()
         self.failed = self.ledger.failed
         self.said = {}
-        self.card = None
         self.frozen: weakref.WeakSet[Frozen] = weakref.WeakSet()
         super().__init__(self.num_envs)
 
@@ -105,7 +104,6 @@ class Engine(Steps):
         self.restart_seeds = np.random.SeedSequence()
         self.remembered = Remembered(self.store, layout.observations)
         self.budget = RestartBudget(policy.restart_limit, policy.restart_period, lambda: self.pending.steps / self.num_envs)
-        self._restart_log = RestartLog()
         try:
             self._start(env_fns, plan, num_workers, caller_share)
         except BaseException:
@@ -325,7 +323,7 @@ class Engine(Steps):
         asked = [(worker, payload) for worker in workers or self.pool.workers if (payload := payload_of(worker)) is not None]
         if dead := [row for worker, _ in asked if worker.death is not None for row in worker.rows]:
             self.ledger.refuse({row: self.failed.get(row, "its worker died") for row in dead})
-        request = self.composed(command, [(worker, worker.rows, op, payload) for worker, payload in asked])
+        request = self.composed(command, [WorkerRequest(worker, worker.rows, op, payload) for worker, payload in asked])
         request.sequel = sequel
         self.pool.ask(request, alone=alone)
 

@@ -410,12 +410,16 @@ class PendingRequests(Driver):
 
     def waiting(self) -> list[int]:
         """Rows that were sent and not received: those underway, those whose answers arrived, and those ready."""
-        rows, arrived = self.underway(), self.pending.arrived
-        for (_, index), request in list(arrived.items()):
-            rows += request.rows_at(index)
+        rows: list[int] = []
+        arrived = self.pending.arrived
         for seq, request in self.pending.requests.items():
-            if request.by_row and request.lost and ALL not in request.answers and (seq, ALL) not in arrived:
-                rows += request.lost
+            if request.by_row:
+                answers = request.answers
+                for index, part in (request.parts or {}).items():
+                    if index not in answers or (seq, index) in arrived:
+                        rows += part.rows
+                if request.lost and (ALL not in answers or (seq, ALL) in arrived):
+                    rows += request.lost
         return rows + [row for row, _ in self.pending.ready]
 
     @property

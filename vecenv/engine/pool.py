@@ -160,16 +160,15 @@ class WorkerPool:
         started: Every process that was started and not seen to its end: they are ended with the pool.
     """
 
+    # CPython looks attributes up faster in objects that have at most 30. What a pool has only late in its life stands here.
     _worker_class: type[ProcessWorker] = ProcessWorker
+    abandoned = closing = released = False
+    replaced = 0  # how many workers were
 
     def __init__(self, plan: WorkerPlan, arena: Arena, batch: Batch, options: PoolOptions, table: PendingRequests) -> None:
         self.workers: tuple[Worker, ...] = ()
-        self.abandoned = False
-        self.closing = False
-        self.released = False
         self.failures_in_close: list[tuple[Failure, Worker]] = []
         self.time_waiting = 0.0
-        self.replaced = 0  # how many workers were
         self._leaving: list[ProcessWorker] = []  # their places are taken, and they are about to end
         self.batch = batch
         self._num_rows = len(batch.rewards)

@@ -64,6 +64,7 @@ class Ledger:
         errors: Records, oldest first.
         failed: Row -> what happened, for rows that only a reset or a restart brings back.
         restarts: How many there were.
+        restart_log: Says each.
         paid: Those of them whose restart is in the budget already.
         latest_death: Of the worker that died last.
         recorder: Writes a file about what fails; ``None``: there is none.
@@ -75,6 +76,7 @@ class Ledger:
         self.failed: dict[int, str] = {}
         self.paid: set[int] = set()
         self.restarts = 0
+        self.restart_log = RestartLog()
         self.latest_death: Death | None = None
         self.recorder: Recorder | None = None
         self.recordings: dict[int, str] = {}
@@ -436,13 +438,12 @@ class Recovery(PendingRequests):
     restart_seeds: np.random.SeedSequence
     budget: RestartBudget
     _infos: InfoReader
-    _restart_log: RestartLog
 
-    def composed(self, command: str, parts: Iterable[tuple[Worker, Sequence[int], Op, Any]]) -> Request:
-        """A request for some workers: each of them, about which rows, what it is asked, and what goes with that."""
-        request = Request(self.pool.next_seq(), command, ())
-        request.parts = {part[0].index: self.pool.stage(WorkerRequest(*part), request.seq) for part in parts}
-        request.workers = tuple([part.worker for part in request.parts.values()])
+    def composed(self, command: str, parts: Sequence[WorkerRequest]) -> Request:
+        """A request of these parts, made ready to be sent."""
+        request = Request(self.pool.next_seq(), command, tuple([part.worker for part in parts]))
+        stage, seq = self.pool.stage, request.seq
+        request.parts = {part.worker.index: stage(part, seq) for part in parts}
         return request
 
     def read(self, answers: Iterable[tuple[Worker, Answer]]) -> Result:
@@ -571,7 +572,7 @@ class Recovery(PendingRequests):
             if not self.budget.spend(cause, rows):
                 ledger.restarts -= 1
                 return self._give_up(settlement, rows)
-            self._restart_log.say(cause)
+            self.ledger.restart_log.say(cause)
         for worker in dead.values():
             if not settlement.request.by_row:  # all its rows belong to this call
                 settlement.todo |= set(worker.rows) & set(settlement.rows)
@@ -593,14 +594,15 @@ class Recovery(PendingRequests):
         Those that failed in a reset get the seed and the options of that reset again, all others a fresh seed.
         """
         reset_next, asked = cause.command == "step" and self.mode is AutoresetMode.NEXT_STEP, cause.request
-        parts: list[tuple[Worker, Sequence[int], Op, Any]] = []
+        parts: list[WorkerRequest] = []
         for worker in {id(worker): worker for worker in map(self._worker_of, rows)}.values():
             mine = [row for row in rows if row in worker.rows]
             seeds: list[Any] = [int(child.generate_state(1)[0]) for child in self.restart_seeds.spawn(len(mine))]
             if asked.seeds is not None:
                 again = [asked.mask is None or bool(asked.mask[row]) for row in mine]
                 seeds = [asked.seeds[row] if was else fresh for row, was, fresh in zip(mine, again, seeds, strict=True)]
-            parts.append((worker, mine, Op.REBUILD_SOME, (seeds, options_of_rows(asked.options, mine), reset_next)))
+            payload = seeds, options_of_rows(asked.options, mine), reset_next
+            parts.append(WorkerRequest(worker, mine, Op.REBUILD_SOME, payload))
         request = self.composed("rebuild", parts)
         self.batch.requested[rows] = request.seq
         return request

@@ -32,7 +32,7 @@ from gymnasium.vector import AutoresetMode
 
 from vecenv.engine.engine import Engine
 from vecenv.engine.handles import ProcessWorker
-from vecenv.engine.pending import Request, Result, Settlement, Worker
+from vecenv.engine.pending import Request, Result, Settlement, Worker, WorkerRequest
 from vecenv.engine.pool import WorkerPool
 from vecenv.engine.steps import Received
 from vecenv.front.arguments import ResetOptions, any_seed
@@ -612,7 +612,7 @@ class SpareEngine(Engine):
 
     def _begin_request(self, ends: _EpisodeEnds) -> Request:
         seeds = {row: self.episodes.seed_of(self.episodes.next_key(row)) for row in ends.rows}
-        parts = [(self.pool.workers[row], [row], Op.RESET_SOME, ([seed], None)) for row, seed in seeds.items()]
+        parts = [WorkerRequest(self.pool.workers[row], [row], Op.RESET_SOME, ([seed], None)) for row, seed in seeds.items()]
         request = self.composed("step", parts)  # it is part of one
         self.batch.info_schemas[ends.rows] = NO_INFO
         self.batch.final[ends.rows] = False

@@ -34,6 +34,7 @@ from vecenv.engine.pending import (
     Result,
     Settlement,
     Worker,
+    WorkerRequest,
 )
 from vecenv.engine.recovery import Recovery
 from vecenv.front.arguments import deadline_of, env_ids_of, wrong_shape
@@ -196,7 +197,7 @@ class Steps(Recovery):
     rows_at_once: int | None = None
     said: dict[str, str]
     recorder: Recorder | None = None
-    card: Any
+    card: Any = None
 
     # -- asking -------------------------------------------------------------------------------------------------------
 
@@ -244,10 +245,10 @@ class Steps(Recovery):
 
     def ask_rows(self, rows: Sequence[int], actions: list[Any] | None) -> None:
         """Step some rows, to be received one by one. ``actions`` in their order; ``None``: they are in shared memory."""
-        of_row = {} if actions is None else dict(zip(rows, actions, strict=True))
+        of_row = None if actions is None else dict(zip(rows, actions, strict=True))
 
         def payload_of(mine: list[int]) -> Any:
-            return [of_row[row] for row in mine] if of_row else None
+            return of_row and [of_row[row] for row in mine]
 
         some, ordered = Op.STEP_SOME, sorted(rows)
         if self.rows_at_once is None:
@@ -291,13 +292,14 @@ class Steps(Recovery):
         left = list(rows)
         if lost := [row for row in left if row in self.failed] if self.failed and command == "step" else []:
             left = [row for row in left if row not in self.failed]
-        parts: list[tuple[Worker, Sequence[int], Op, Any]] = []
+        parts: list[WorkerRequest] = []
         began = 0
         for worker in self.pool.workers:  # in the order of their rows
             ended = bisect_left(left, worker.rows.stop, began)
             if ended > began:
                 mine = left[began:ended]
-                parts.append((worker, mine, some if len(mine) < len(worker.rows) else whole, payload_of(mine)))
+                op = some if len(mine) < len(worker.rows) else whole
+                parts.append(WorkerRequest(worker, mine, op, payload_of(mine)))
                 began = ended
         request = self.composed(command, parts)
         request.by_row, request.lost = by_row, lost

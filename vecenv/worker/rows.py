@@ -362,7 +362,10 @@ class EnvRows:
         Returns:
             The rows to be stepped, and of each: its step function, what its observation is written into, its action.
         """
-        self._resume(seq, ks)
+        if seq != self._seq:  # as `_resume` does, one call less of every step of some rows
+            self._begin(seq, ks)
+        elif self._walk is not None:
+            self._lost_place(ks)
         where: Sequence[int] = range(self.count)
         rows = self._direct_rows
         if ks is not None:

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -391,3 +392,10 @@ def test_xla_steps_inside_jit_and_the_pool_is_taken_back_by_reset(make: Make) ->
             call()
     assert envs.reset()[0].shape == (4, 4)
     envs.step(zeros(4))
+
+
+def test_an_episode_that_only_the_time_limit_ends_is_truncated_and_not_terminated() -> None:
+    with closing(EnvPoolVectorEnv("Pendulum-v1", 2, max_episode_steps=5)) as envs:
+        envs.reset(seed=1)
+        flags = [tuple(flag.tolist() for flag in envs.step(np.zeros((2, 1), np.float32))[2:4]) for _ in range(5)]
+    assert flags == [([False] * 2, [False] * 2)] * 4 + [([False] * 2, [True] * 2)]

@@ -91,6 +91,16 @@ def test_damaged_bytes_are_never_loaded(what: str, every: bool) -> None:
         assert framing < 200 or not every
 
 
+@pytest.mark.parametrize("part", ["body", "rest"])
+def test_each_byte_of_a_snapshot_has_a_checksum(part: str) -> None:
+    with engine(kept_envs.Counts) as envs:
+        begun(envs)
+        one = envs.save()[0]
+    for _, spoilt in damaged_bytes(getattr(one, part), every=True):
+        with pytest.raises(SnapshotMismatch):
+            replace(one, **{part: spoilt}).require_whole()
+
+
 SPOILT: dict[str, Callable[[Any], Any]] = {
     "another body": lambda one: replace(one, body=pickle.dumps("nothing")),
     "another rest": lambda one: replace(one, rest=pickle.dumps(None)),

@@ -160,8 +160,8 @@ class WorkerPool:
         started: Every process that was started and not seen to its end: they are ended with the pool.
     """
 
-    # CPython looks attributes up faster in objects that have at most 30. What a pool has only late in its life stands here.
     _worker_class: type[ProcessWorker] = ProcessWorker
+    # Here, and not in `__init__`: CPython looks attributes up faster in objects that have at most 30 of their own.
     abandoned = closing = released = False
     replaced = 0  # how many workers were
 

@@ -90,15 +90,16 @@ _METHODS: Final[dict[int, str]] = {
 def answer(rows: SnapshotRows, op: int, seq: int, payload: Any) -> Outcome:
     """Carry out one message on ``rows``. Its payload may be ``None``."""
     if op == Op.STEP or op == Op.STEP_SOME:
-        ks = None if op == Op.STEP else rows.chosen(seq)
-        return rows.step(seq, ks, rows.actions(ks) if payload is None else payload)
+        where = None if op == Op.STEP else rows.chosen(seq)
+        actions = rows.actions(where) if payload is None else payload
+        return rows.step(seq, None if where is None else where.tolist(), actions)
     if op == Op.RESET or op == Op.RESET_SOME:
-        ks = None if op == Op.RESET else rows.chosen(seq)
+        ks = None if op == Op.RESET else rows.chosen(seq).tolist()
         seeds, options = payload or ([None] * (rows.count if ks is None else len(ks)), None)
         return rows.reset(seq, ks, seeds, options)
     if op == Op.REBUILD_SOME:
         seeds, options, pending = payload
-        return rows.rebuild(seq, rows.chosen(seq), seeds, options, pending=pending)
+        return rows.rebuild(seq, rows.chosen(seq).tolist(), seeds, options, pending=pending)
     arguments = payload if op in (Op.CALL, Op.SET_ATTR, Op.EXEC) else (payload,)
     outcome: Outcome = getattr(rows, _METHODS[op])(seq, *arguments)
     return outcome

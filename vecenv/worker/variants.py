@@ -144,10 +144,10 @@ class OverlappingRows(ThreadedRows):
     def run(self, op: int, seq: int, payload: Any) -> None:
         """Run the environment that a message is about; what it says is kept for the turn."""
         if op == Op.STEP_SOME:
-            (k,), (action,) = self.chosen(seq), payload
+            (k,), (action,) = self.chosen(seq).tolist(), payload
             self._said[k] = self._ask_step(k, action)
         elif op == Op.RESET_SOME:
-            (k,), ((seed,), options) = self.chosen(seq), payload or ((None,), None)
+            (k,), ((seed,), options) = self.chosen(seq).tolist(), payload or ((None,), None)
             self._ask_reset(k, seed, options[0] if isinstance(options, list) else options)
         elif op == Op.EXEC:
             (k,), function, args, kwargs = payload

@@ -241,7 +241,7 @@ class Engine(Steps):
             settlement = Settlement(request, request.rows_at(index), ())
             self.ledger.record(settlement, result)
             self.ledger.mark_failed(result, settlement.rows, all_of_them=False)
-            settlement.result, settlement.entries = result, []
+            settlement.result, settlement.ready = result, ()
             self.note(request, index, settlement)
 
     # -- calls on the environments themselves: methods, attributes, functions, frames ---------------------------------

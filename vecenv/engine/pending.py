@@ -22,8 +22,8 @@ from vecenv.link.messages import Failure, Op, Outcome
 from vecenv.shm.layout import Array
 
 __all__ = [
-    "ABSENT", "ALL", "COLUMNS", "COMMANDS", "NOTHING", "ONLY_COLUMNS", "PLAIN", "Answer", "Death", "Pending",
-    "PendingRequests", "ReadyRow", "Request", "Result", "Settlement", "Worker", "WorkerRequest",
+    "ALL", "COLUMNS", "COMMANDS", "NOTHING", "ONLY_COLUMNS", "PLAIN", "Answer", "Death", "Pending",
+    "PendingRequests", "Request", "Result", "Settlement", "Worker", "WorkerRequest",
 ]  # fmt: skip
 
 COMMANDS: Final = {
@@ -179,7 +179,7 @@ class Settlement:
         error: The exception that is the answer.
         todo, rebuilt, rebuild: How far rebuilding has got (:mod:`vecenv.engine.recovery`).
         settled: What had failed is raised or rebuilt, and everything is where the caller is to see it.
-        entries: Of rows that are received one by one: they, ready.
+        ready: Of rows that are received one by one: those that ``recv`` may give.
     """
 
     def __init__(self, request: Request, rows: Sequence[int], lost: Sequence[int]) -> None:
@@ -195,7 +195,7 @@ class Settlement:
         self.rebuilt: set[int] = set()
         self.rebuild: Request | None = None
         self.settled = False
-        self.entries: list[ReadyRow] | None = None
+        self.ready: Sequence[int] | None = None
 
 
 class Request:
@@ -273,13 +273,6 @@ class Request:
         return f"Request({self.seq}, {self.command}, {len(self.answers)} of {len(self.workers)} answered)"
 
 
-ABSENT: Final = object()
-"""No info, or no last observation, came by pickle with a row."""
-
-ReadyRow = tuple[int, "tuple[Any, Any] | None"]
-"""A row that was answered and not received, and the (info, final observation) that came with it by pickle, or neither."""
-
-
 class Pending:
     """Everything that was asked and is not taken yet. The guard replaces it as a whole.
 
@@ -290,6 +283,7 @@ class Pending:
         settlements: By (number, worker's index, or :data:`ALL`): what is done about answers that are being looked at. They
             are not the requests' own: the frames of an exception hold requests, and settlements hold exceptions.
         ready: Rows that were answered and not received, the earliest first.
+        infos, finals: By row: the infos and the last observations that came by pickle with those that are ready.
         latest: The rows of the latest ``recv``, which ``send`` means by default.
         steps, resets: Of environments, whose answers were taken.
     """
@@ -297,7 +291,9 @@ class Pending:
     # Defaults of attributes that nothing writes into: in place of them, a dict of its own is put there.
     arrived: dict[tuple[int, int], Request] = {}  # noqa: RUF012
     settlements: dict[tuple[int, int], Settlement] = {}  # noqa: RUF012
-    ready: Sequence[ReadyRow] = ()
+    ready: Sequence[int] = ()
+    infos: dict[int, Any] = {}  # noqa: RUF012
+    finals: dict[int, Any] = {}  # noqa: RUF012
     requests: dict[int, Request]
     latest: Array
     steps: int
@@ -420,7 +416,8 @@ class PendingRequests(Driver):
                         rows += part.rows
                 if request.lost and (ALL not in answers or (seq, ALL) in arrived):
                     rows += request.lost
-        return rows + [row for row, _ in self.pending.ready]
+        rows += self.pending.ready
+        return rows
 
     @property
     def outstanding(self) -> Call:

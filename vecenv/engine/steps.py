@@ -12,7 +12,6 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence, Sized
-from itertools import repeat
 from typing import Any, Final, NoReturn, TypeAlias
 
 import numpy as np
@@ -21,7 +20,6 @@ from gymnasium.error import AlreadyPendingCallError, CustomSpaceError, NoAsyncCa
 from gymnasium.vector.utils import batch_space, iterate
 
 from vecenv.engine.pending import (
-    ABSENT,
     ALL,
     COLUMNS,
     NOTHING,
@@ -29,7 +27,6 @@ from vecenv.engine.pending import (
     PLAIN,
     Answer,
     Pending,
-    ReadyRow,
     Request,
     Result,
     Settlement,
@@ -238,7 +235,8 @@ class Steps(Recovery):
     def _require_not_in_flight(self, method: str, rows: Sequence[int]) -> None:
         if self.pending.requests or self.pending.ready:
             in_flight = set(self.waiting())
-            if waiting := [row for row in rows if row in in_flight]:
+            if not in_flight.isdisjoint(rows):
+                waiting = [row for row in rows if row in in_flight]
                 raise AlreadyPendingCallError(
                     f"Calling `{method}` for envs {waiting}, which are still in flight: `recv` them first.", "send"
                 )
@@ -599,9 +597,10 @@ class Steps(Recovery):
         limit = self.policy.step_timeout if deadline is None else None
         if limit is not None:
             deadline = deadline_of(limit)
-        ready, seen = list(pending.ready), _Seen()
+        seen, ready = _Seen(), list(pending.ready)
+        pickled = pending.infos.copy(), pending.finals.copy()
         while True:
-            error = self._look(ready, seen)
+            error = self._look(seen, ready, *pickled)
             if error is not None:
                 try:
                     return (pending.latest, {}, {}), error
@@ -625,13 +624,10 @@ class Steps(Recovery):
                     return None
                 self._end_all_hanging(limit)
         taken = ready[:count]
-        rows = np.array([row for row, _ in taken], np.intp)
-        came = [(row, said) for row, said in taken if said is not None]
-        self._set_next(seen, ready[count:], rows)
-        if not came:
-            return (rows, {}, {}), None
-        infos = {row: info for row, (info, _) in came if info is not ABSENT}
-        return (rows, infos, {row: final for row, (_, final) in came if final is not ABSENT}), None
+        rows = np.array(taken, np.intp)
+        infos, finals = [{row: table.pop(row) for row in taken if row in table} if table else {} for table in pickled]
+        self._set_next(seen, ready[count:], *pickled, rows)
+        return (rows, infos, finals), None
 
     def _end_all_hanging(self, limit: float | None) -> None:
         self.end_hanging([worker for worker in self.pool.workers if self.is_pending(worker)], "recv", limit)
@@ -648,8 +644,12 @@ class Steps(Recovery):
                 return False
         return True
 
-    def _look(self, ready: list[ReadyRow], seen: _Seen) -> Exception | None:
-        """Add to ``ready`` the rows of all answers that were not ``seen``; the exception that one of them is to raise."""
+    def _look(self, seen: _Seen, ready: list[int], infos: dict[int, Any], finals: dict[int, Any]) -> Exception | None:
+        """Add to ``ready`` the rows of all answers that were not ``seen``, and what came with them by pickle.
+
+        Returns:
+            The exception that one of them is to raise.
+        """
         pending = self.pending
         if self.policy.restart:
             for request in list(pending.requests.values()):
@@ -662,16 +662,24 @@ class Steps(Recovery):
                     self.recorder.answered(request, key[1])
                 rows = self._plain(request, key[1])
                 if rows is not None:
-                    ready += zip(rows, repeat(None))
+                    ready += rows
                     continue
                 settlement = self._absorb(request, key[1])
-                ready += settlement.entries or ()
+                assert settlement.result is not None
+                for row in settlement.ready or ():
+                    ready.append(row)
+                    if row in settlement.result.infos:
+                        infos[row] = settlement.result.infos[row]
+                    if row in settlement.result.finals:
+                        finals[row] = settlement.result.finals[row]
                 if settlement.error is not None:
-                    self._set_next(seen, ready, pending.latest)
+                    self._set_next(seen, ready, infos, finals, pending.latest)
                     return settlement.error
         return None
 
-    def _set_next(self, seen: _Seen, ready: list[ReadyRow], latest: Array) -> None:
+    def _set_next(
+        self, seen: _Seen, ready: list[int], infos: dict[int, Any], finals: dict[int, Any], latest: Array
+    ) -> None:
         """The table without the answers that were ``seen``."""
         now, then = self.pending, Pending()
         arrived, requests = now.arrived, now.requests.copy()
@@ -691,6 +699,8 @@ class Steps(Recovery):
                 count = len(request.rows_at(index))
                 steps, resets = steps + count * (request.command == "step"), resets + count * (request.command == "reset")
         then.requests, then.ready, then.latest = requests, ready, latest
+        if infos or finals:
+            then.infos, then.finals = infos, finals
         then.steps, then.resets = now.steps + steps, now.resets + resets
         self.next_pending = then
 
@@ -699,16 +709,12 @@ class Steps(Recovery):
         if request.command != "step" or index == ALL or request.parts is None or self.policy.restart:
             return None
         answer, part = request.answers[index], request.parts[index]
-        if answer is PLAIN:
-            self.batch.info_schemas[part.rows] = NO_INFO
-        elif answer is not ONLY_COLUMNS:
-            return None
-        return part.rows
+        return part.rows if answer is PLAIN or answer is ONLY_COLUMNS else None
 
     def _absorb(self, request: Request, index: int) -> Settlement:
         """Read one worker's answer, see to what failed, and make its rows ready. It can be called again."""
         settlement = self.settlement(request, index)
-        if settlement.entries is not None:
+        if settlement.ready is not None:
             return settlement
         rows, answer = list(settlement.rows), request.answers[index]
         if settlement.result is None:
@@ -723,7 +729,7 @@ class Steps(Recovery):
             good = [row for row in rows if row not in bad]
         if self.policy.restart:
             self.remembered.keep(good, all_rows=False)
-        settlement.entries = _entries(good, settlement.result)
+        settlement.ready = good
         return settlement
 
     def _read(self, request: Request, index: int, rows: list[int]) -> Result:
@@ -755,16 +761,6 @@ class Steps(Recovery):
                 f"{len(self.waiting()) - underway} are ready for `recv`.",
                 "send",
             )
-
-
-def _entries(rows: Sequence[int], result: Result) -> list[ReadyRow]:
-    """Rows that are ready, with what came with them by pickle."""
-    infos, finals = result.infos, result.finals
-    if not (infos or finals):
-        return list(zip(rows, repeat(None)))
-    return [
-        (row, (infos.get(row, ABSENT), finals.get(row, ABSENT)) if row in infos or row in finals else None) for row in rows
-    ]
 
 
 def wait_name(command: str) -> str:

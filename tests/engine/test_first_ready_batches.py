@@ -55,6 +55,10 @@ class Ticker(gymnasium.Env[Any, Any]):
         info: dict[str, Any] = {"t": self.t}
         if self.t % 3 == 0:
             info = {"t": self.t, "name": f"env{self.env}", "x": np.arange(2.0) + self.t}
+        if self.t % 4 == 0:
+            info = {"by pickle": frozenset([self.t])}
+        if self.t % 5 == 0:
+            info = {}
         return self._observation(), float(action) + self.t, self.t >= self.length, False, info
 
 
@@ -174,6 +178,20 @@ def test_any_engine_and_any_order_of_sending(context: str, data: st.DataObject) 
             envs.send(actions if chance.random() < 0.7 else actions.tolist(), sent)
             for env, action in zip(sent, actions, strict=True):
                 wanted[env] = loops[env].step(int(action))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_info_that_came_by_pickle_is_given_once(num_workers: int) -> None:
+    fns = makers([9, 9])
+    loops = [Loop(fn(), AutoresetMode.NEXT_STEP) for fn in fns]
+    with opened(fns, num_workers=num_workers, batch_size=1) as envs:
+        envs.reset_async(seed=5)
+        wanted = {i: loop.reset(5 + i) for i, loop in enumerate(loops)}
+        for _ in range(7):
+            for _ in fns:
+                assert_wanted(envs.recv(timeout=20), wanted)
+            envs.send([1, 2], [0, 1])
+            wanted = {i: loop.step(1 + i) for i, loop in enumerate(loops)}
 
 
 @pytest.mark.parametrize("workers", [0, 2, 6])

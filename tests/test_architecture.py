@@ -17,7 +17,7 @@ FLOORS = (
     ("aio",), ("evaluating",), ("multi_agent",),
     ("backends",), ("jax.rollouts",), ("jax.bridging", "jax.host"), ("jax",), ("engine",),
     ("planning",), ("recording",), ("worker",),
-    ("link",), ("testing",), ("state",), ("front",), ("shm",), ("system",), ("errors", "trajectories", "_version"),
+    ("link",), ("testing",), ("state",), ("front",), ("shm",), ("system",), ("errors", "trajectories", "lazy", "_version"),
 )  # fmt: skip
 """From the roof to the ground."""
 

@@ -6,10 +6,10 @@ nothing, and an interruption while libraries are loaded finds the command line r
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vecenv._version import __version__
+from vecenv.lazy import lazy
 
 if TYPE_CHECKING:
     from vecenv import adapters as adapters
@@ -42,36 +42,18 @@ __all__ = [
 ]  # fmt: skip
 
 _MODULES = ("adapters", "aio", "backends", "errors", "jax", "state", "testing", "torch", "wrappers")
-_HOME: dict[str, str] = {
-    # public name -> module that holds it
-    "AsyncVectorEnv": "engine.vector_env",
-    "Episode": "evaluating.episodes",
-    "EpisodeResult": "evaluating.episodes",
-    "FlightRecorder": "recording.recorder",
-    "Frozen": "engine.frozen",
-    "MultiAgentVecEnv": "multi_agent",
-    "Plan": "planning.plan",
-    "evaluate": "evaluating",
-    "install": "patching",
-    "make_vec": "make",
-    "plan": "planning.plan",
-    "register": "make",
-    "render_grid": "tools.watch",
-    "share": "shm.arena",
-    "uninstall": "patching",
-    "write_video": "tools.watch",
+_HOMES = {
+    # module -> the public names that it holds
+    "engine.frozen": ("Frozen",),
+    "engine.vector_env": ("AsyncVectorEnv",),
+    "evaluating": ("evaluate",),
+    "evaluating.episodes": ("Episode", "EpisodeResult"),
+    "make": ("make_vec", "register"),
+    "multi_agent": ("MultiAgentVecEnv",),
+    "patching": ("install", "uninstall"),
+    "planning.plan": ("Plan", "plan"),
+    "recording.recorder": ("FlightRecorder",),
+    "shm.arena": ("share",),
+    "tools.watch": ("render_grid", "write_video"),
 }
-
-
-def __getattr__(name: str) -> Any:
-    """Load a public name on first use (PEP 562)."""
-    if name in _MODULES:
-        return importlib.import_module(f"vecenv.{name}")
-    if name not in _HOME:
-        raise AttributeError(f"module 'vecenv' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"vecenv.{_HOME[name]}"), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*__all__, *_MODULES, *_HOME, *(name for name in globals() if name.startswith("__"))})
+__getattr__, __dir__ = lazy(__name__, _HOMES, _MODULES)

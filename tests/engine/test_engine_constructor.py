@@ -193,7 +193,7 @@ def test_editors_see_all_arguments() -> None:
     whole = list(inspect.signature(vecenv.AsyncVectorEnv.__init__).parameters)
     assert list(inspect.signature(vecenv.AsyncVectorEnv).parameters) == whole[1:]
     assert list(inspect.signature(Mine).parameters) == ["count"]
-    public = {*vecenv.__all__, *vecenv._MODULES, *vecenv._HOME} - {"__version__"}
+    public = {*vecenv.__all__, *vecenv._MODULES, *sum(vecenv._HOMES.values(), ())} - {"__version__"}
     assert [name for name in dir(vecenv) if not name.startswith("__")] == sorted(public)
 
 

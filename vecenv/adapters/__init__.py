@@ -6,10 +6,10 @@ programs in the manner of CleanRL; see ``docs/clients.md``. Each name loads its 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vecenv.errors import how_to_install
+from vecenv.lazy import lazy
 
 if TYPE_CHECKING:
     from vecenv.adapters.envpool import as_envpool
@@ -20,34 +20,20 @@ if TYPE_CHECKING:
 
 __all__ = ["MultiAgentVecEnvRunner", "as_envpool", "as_rllib", "as_sb3", "as_tianshou", "as_torchrl", "evaluate_sb3"]
 
-_LAZY: dict[str, tuple[str, str, str]] = {
-    # public name -> module that defines it, the library's module, the extra that brings it
-    "as_envpool": ("vecenv.adapters.envpool", "gymnasium", ""),
-    "MultiAgentVecEnvRunner": ("vecenv.adapters.rllib", "ray", "rllib"),
-    "as_rllib": ("vecenv.adapters.rllib", "ray", "rllib"),
-    "as_sb3": ("vecenv.adapters.sb3", "stable_baselines3", "sb3"),
-    "evaluate_sb3": ("vecenv.adapters.sb3", "stable_baselines3", "sb3"),
-    "as_tianshou": ("vecenv.adapters.tianshou", "tianshou", "clients"),
-    "as_torchrl": ("vecenv.adapters.torchrl", "torchrl", "clients"),
-}
-
-_BRINGS = {"torchrl": ("torch", "tensordict")}  # what is not there where the library is not
-
-
-def __getattr__(name: str) -> Any:
-    """Load a public name on first use (PEP 562)."""
-    if name not in _LAZY:
-        raise AttributeError(f"module 'vecenv.adapters' has no attribute {name!r}")
-    module, library, extra = _LAZY[name]
-    try:
-        value = getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError as error:
-        if error.name not in (library, *_BRINGS.get(library, ())):
-            raise
-        raise ImportError(f"vecenv.adapters.{name} needs {library}, not installed here: {how_to_install(extra)}") from error
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+_NEEDED_BY = "vecenv.adapters.{name} needs %s, not installed here: %s"
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "envpool": ("as_envpool",),
+        "rllib": ("MultiAgentVecEnvRunner", "as_rllib"),
+        "sb3": ("as_sb3", "evaluate_sb3"),
+        "tianshou": ("as_tianshou",),
+        "torchrl": ("as_torchrl",),
+    },
+    needs={
+        "ray": _NEEDED_BY % ("ray", how_to_install("rllib")),
+        "stable_baselines3": _NEEDED_BY % ("stable_baselines3", how_to_install("sb3")),
+        "tianshou": _NEEDED_BY % ("tianshou", how_to_install("clients")),
+        **dict.fromkeys(("torchrl", "torch", "tensordict"), _NEEDED_BY % ("torchrl", how_to_install("clients"))),
+    },
+)

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vecenv.errors import how_to_install
+from vecenv.lazy import lazy
 
 try:
     for _library in ("jax", "torch"):
@@ -25,20 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["DifferentiableEnv", "TensorDictEnv", "TorchState", "differentiable"]
 
-
-def __getattr__(name: str) -> Any:
-    """Load what needs TorchRL on first use (PEP 562)."""
-    if name != "TensorDictEnv":
-        raise AttributeError(f"module 'vecenv.torch' has no attribute {name!r}")
-    try:
-        from vecenv.torch.tensordict_env import TensorDictEnv
-    except ModuleNotFoundError as error:
-        if error.name not in ("torchrl", "tensordict"):
-            raise
-        needs = f"vecenv.torch.{name} needs {error.name}, not installed here: {how_to_install('clients')}"
-        raise ImportError(needs) from error
-    return TensorDictEnv
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+_NEEDED_BY = "vecenv.torch.{name} needs %s, not installed here: " + how_to_install("clients")
+__getattr__, __dir__ = lazy(
+    __name__,
+    {"tensordict_env": ("TensorDictEnv",)},
+    needs={library: _NEEDED_BY % library for library in ("torchrl", "tensordict")},
+)

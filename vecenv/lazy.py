@@ -1,0 +1,45 @@
+"""Public names that load their module at their first use (PEP 562)."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+__all__ = ["lazy"]
+
+
+def lazy(
+    package: str, homes: Mapping[str, Sequence[str]], modules: Sequence[str] = (), needs: Mapping[str, str] | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The functions ``__getattr__`` and ``__dir__`` of a package.
+
+    Args:
+        package: Its name.
+        homes: Module in the package -> public names that it holds. None may be called as a module of the package: importing
+            that would hide it.
+        modules: Modules of the package that are public names too.
+        needs: Library -> what the error says where it is not installed; ``{name}`` stands for the public name.
+    """
+    names = vars(sys.modules[package])
+    home_of = {name: module for module, held in homes.items() for name in held}
+
+    def load(name: str) -> Any:
+        if name in modules:
+            return importlib.import_module(f"{package}.{name}")
+        if name not in home_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        try:
+            module = importlib.import_module(f"{package}.{home_of[name]}")
+        except ModuleNotFoundError as error:
+            if (why := (needs or {}).get(error.name or "")) is None:
+                raise
+            raise ImportError(why.format(name=name)) from error
+        names[name] = getattr(module, name)
+        return names[name]
+
+    def listed() -> list[str]:
+        return sorted({*names["__all__"], *home_of, *modules, *(name for name in names if name.startswith("__"))})
+
+    return load, listed

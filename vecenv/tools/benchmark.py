@@ -162,7 +162,7 @@ class CandidateProcess:
         helper = self._helper
         assert helper is not None
         status, value = "failed", f"gave no answer within {timeout:.0f} s"
-        if helper.wait(time.monotonic() + timeout):
+        if answered := helper.wait(time.monotonic() + timeout):
             try:
                 message = helper.receive()
             except EOFError:
@@ -175,13 +175,18 @@ class CandidateProcess:
             self.failed = value
         else:
             self.missing = value
-        self.close()
+        self.close(timeout=10.0 if answered else 0.0)
         return None
 
     def rest(self) -> None:
         """End a crowd until it is needed again."""
         if self.candidate.crowd:
             self.close()
+
+    def restart(self) -> None:
+        """End it at once; a new one answers the next question, also after a failure."""
+        self.close(timeout=0.0)
+        self.failed = None
 
     def trajectory(self, steps: int, seconds: float = math.inf) -> list[Step]:
         """What it returned for its seeds; empty if it failed."""

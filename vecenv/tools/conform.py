@@ -10,30 +10,25 @@ import argparse
 import contextlib
 import inspect
 import json
-import multiprocessing
-import os
-import pickle
-import signal
 import textwrap
-import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from multiprocessing.connection import Connection
+from functools import partial
 from typing import Any, Final
 
 from gymnasium.vector import AutoresetMode
 
-from vecenv.system.helper_process import HelperProcess
 from vecenv.testing.conformity import CHECKS, COUNT, Check, as_gymnasium, makers, program
 from vecenv.tools import WRONG, CliError, did_you_mean, module_named
+from vecenv.tools.benchmark import started
+from vecenv.tools.runners import Candidate
 
 __all__ = ["Promise", "conform", "main"]
 
 KEPT, BROKEN, REFUSED = "kept", "broken", "refused"
 _ONLY: Final = "its only mode is "
 _SECONDS: Final = 20.0  # for one check
-_START: Final = 120.0  # for the imports before the first
 
 
 @dataclass
@@ -63,7 +58,7 @@ class Promise:
         return REFUSED
 
 
-def conform(engine: str, modes: Sequence[AutoresetMode], *, faults: bool = False) -> list[Promise]:
+def conform(engine: str, modes: Sequence[AutoresetMode] = tuple(AutoresetMode), *, faults: bool = False) -> list[Promise]:
     """Ask an engine about every promise.
 
     Args:
@@ -75,71 +70,49 @@ def conform(engine: str, modes: Sequence[AutoresetMode], *, faults: bool = False
         CliError: There is no such module or name.
     """
     functions = _takes_functions(engine_named(engine))
-    todo = [
-        (number, mode)
-        for mode in modes
-        for number, check in enumerate(CHECKS)
-        if mode in check.modes and (faults or not check.fault)
-    ]
-    rows = {number: Promise(CHECKS[number].name, CHECKS[number].about, CHECKS[number].known) for number, _ in todo}
-    done = 0
-    while done < len(todo):
-        for state, why in _answers(engine, todo[done:]):
-            number, mode = todo[done]
-            only = why.startswith(_ONLY)  # it need not be built for the other checks of this mode
-            alike = [other for other in todo[done:] if other[1] is mode] if only else [todo[done]]
-            for other, _ in alike:
-                rows[other].modes[mode.name], rows[other].why[mode.name] = state, why
-            if state == BROKEN and not rows[number].program:
-                rows[number].program = program(CHECKS[number], engine, mode, functions=functions)
-            done += len(alike)
-            if only or state == BROKEN or CHECKS[number].fault:  # what is left of it may hang when it is closed
-                break
+    rows: dict[int, Promise] = {}
+    with started([Candidate("engine", engine, partial(_Asked, engine))]) as (host,):
+        for mode in modes:
+            only = ""  # it need not be built for the other checks of this mode
+            for number, check in enumerate(CHECKS):
+                if mode not in check.modes or (check.fault and not faults):
+                    continue
+                row = rows.setdefault(number, Promise(check.name, check.about, check.known))
+                answer = (REFUSED, only) if only else host.ask("about", number, mode, timeout=_SECONDS)
+                state, why = answer or (BROKEN, str(host.failed))
+                row.modes[mode.name], row.why[mode.name] = state, why
+                if state == BROKEN and not row.program:
+                    row.program = program(check, engine, mode, functions=functions)
+                if why.startswith(_ONLY):
+                    only = why
+                if only or state == BROKEN or check.fault:  # what is left of it may hang when it is closed
+                    host.restart()
+        host.restart()  # no time for engines that hang when they are closed
     if rows and all(row.state == REFUSED for row in rows.values()):
         why = next(iter(next(iter(rows.values())).why.values()))
         raise CliError(f"{engine} could not be built: {why}; it gets functions that build environments, or num_envs=")
     return list(rows.values())
 
 
-def _answers(engine: str, todo: Sequence[tuple[int, AutoresetMode]]) -> Iterator[tuple[str, str]]:
-    """What a process says of these, in order, until it hangs or ends: that is its last answer."""
-    helper = HelperProcess(
-        multiprocessing.get_context("spawn"), _answer, (engine, todo), name="vecenv-conform", daemon=False
-    )
-    try:
-        helper.start()
-        for position in range(len(todo)):
-            limit = _SECONDS + (_START if position == 0 else 0.0)
-            if not helper.wait(time.monotonic() + limit):
-                yield BROKEN, f"it hangs: no answer within {limit:.0f} seconds"
-                return
-            try:
-                message = helper.receive()
-            except EOFError:
-                message = b""
-            if not message:
-                code = helper.exit_code() or 0
-                yield BROKEN, "the program ended: " + (f"exit code {code}" if code >= 0 else signal.Signals(-code).name)
-                return
-            yield pickle.loads(message)
-    finally:
-        helper.end()
-
-
 # -- in the process -------------------------------------------------------------------------------------------------------
 
 
-def _answer(pipe: Connection, engine: str, todo: Sequence[tuple[int, AutoresetMode]]) -> None:
-    multiprocessing.set_start_method(None, force=True)  # a program's default, not that of a spawned process
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for output in (1, 2):  # what engines print
-        os.dup2(nowhere, output)
-    for number, mode in todo:
-        built: list[Any] = []
-        pipe.send(_ask(CHECKS[number], engine, mode, built))
-        for envs in built:
+class _Asked:
+    """What :func:`conform` asks, in a process that is replaced where an engine hangs or ends it."""
+
+    def __init__(self, engine: str) -> None:
+        self._engine = engine
+        self._built: list[Any] = []
+
+    def about(self, number: int, mode: AutoresetMode) -> tuple[str, str]:
+        """What the engine does about a promise, and why; what was built for the promise before is closed first."""
+        self.close()
+        return _ask(CHECKS[number], self._engine, mode, self._built)
+
+    def close(self) -> None:
+        while self._built:
             with contextlib.suppress(BaseException):
-                envs.close()
+                self._built.pop().close()
 
 
 def _ask(check: Check, name: str, mode: AutoresetMode, built: list[Any]) -> tuple[str, str]:
@@ -202,7 +175,7 @@ def main(arguments: argparse.Namespace) -> int:
 
     Exit codes: 0 nothing is broken; 1 something is; 2 wrong usage. Try: vecenv conform gymnasium.vector:AsyncVectorEnv
     """
-    rows = conform(arguments.engine, parse_modes(arguments.modes), faults=arguments.faults)
+    rows = conform(arguments.engine, faults=arguments.faults)
     counts = {state: sum(row.state == state for row in rows) for state in (KEPT, BROKEN, REFUSED)}
     if arguments.json:
         listed = [{**asdict(row), "state": row.state} for row in rows]
@@ -241,18 +214,3 @@ def engine_named(name: str) -> Any:
     if not callable(engine := getattr(found, attribute, None)):
         raise CliError(f"{module!r} has no {attribute!r} that can be called{did_you_mean(attribute, list(vars(found)))}")
     return engine
-
-
-def parse_modes(text: str) -> list[AutoresetMode]:
-    """``"all"``, or names or values of autoreset modes with commas between.
-
-    Raises:
-        CliError: There is no such mode.
-    """
-    if text == "all":
-        return list(AutoresetMode)
-    known = {**{mode.name.lower(): mode for mode in AutoresetMode}, **{mode.value.lower(): mode for mode in AutoresetMode}}
-    try:
-        return [known[word.strip().lower()] for word in text.split(",")]
-    except KeyError as error:
-        raise CliError(f"--modes: {error.args[0]!r} is none of {', '.join(mode.name for mode in AutoresetMode)}") from None

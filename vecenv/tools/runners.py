@@ -484,7 +484,7 @@ class Candidate:
     Attributes:
         name: Its short name, for options and JSON.
         label: What the table calls it.
-        build: Pickled, called in the host; returns a runner.
+        build: Pickled, called in the host; returns a :class:`Runner`, or another object that is asked by method and closed.
         kind: ``"vecenv"``, ``"gymnasium"``, ``"other"`` or ``"bound"``: its colour in the plots.
         checked: Its trajectories must equal those of ``SyncVectorEnv``.
         alone: It measures something itself while it starts, and is started before all others for that.
@@ -493,7 +493,7 @@ class Candidate:
 
     name: str
     label: str
-    build: Callable[[], Runner]
+    build: Callable[[], Any]
     kind: str = "other"
     checked: bool = False
     alone: bool = False

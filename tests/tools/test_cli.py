@@ -161,7 +161,6 @@ def test_wrong_trajectories_end_with_code_1(
         (["bench", "--engines", ","], "--engines names no engine"),
         (["plan", "CartPol-v1"], "CartPol-v1"),
         (["watch", "CartPol-v1"], "did you mean CartPole-v1"),
-        (["watch", "CartPole-v1", "--backend", "envpol"], "did you mean 'envpool'"),
         (["watch", "CartPole-v1", "--out", "a.avi"], "a video is written as .gif or .mp4, got 'a.avi'"),
         (["watch", "CartPole-v1", "--policy", "nothing"], "a policy is written module:function, got 'nothing'"),
         (["watch", "CartPole-v1", "--policy", "nosuch_module:act"], "cannot import 'nosuch_module'"),

@@ -132,7 +132,6 @@ def _build_parser() -> _Parser:
     option("--out", type=Path, metavar="FILE", help=".gif, or .mp4 by moviepy (default: ENV_ID.gif)")
     option("--num-envs", type=_count, default=4, metavar="N", help="environments (default: 4)")
     option("--steps", type=_count, default=200, metavar="N", help="of each environment (default: 200)")
-    option("--backend", default="process", help="as for make_vec: process, envpool, ... (default: process)")
     option("--seed", type=int, metavar="S", help="of the environments and of the random policy")
     option("--json", action="store_true", help="print what was written as JSON")
     option = add("top", top.main)

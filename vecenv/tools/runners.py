@@ -37,7 +37,7 @@ __all__ = [
     "vecenv_candidate",
 ]  # fmt: skip
 
-EnvFn = Callable[[], gymnasium.Env[Any, Any]]
+EnvFn = Callable[..., gymnasium.Env[Any, Any]]
 
 SEED: Final = 20_240_917
 CROWD: Final = 16  # processes; with more of them, and more than cores, a candidate is alive only while it is measured
@@ -57,7 +57,7 @@ class Runner(Protocol):
     def close(self) -> None: ...
 
 
-def make_env(env_id: str) -> gymnasium.Env[Any, Any]:
+def make_env(env_id: str, **options: Any) -> gymnasium.Env[Any, Any]:
     """``gymnasium.make``, which also takes ``module:Class`` and knows which package registers ``ALE/`` ids.
 
     Gymnasium's own warnings are silenced: 64 workers would each print them over the progress bar.
@@ -72,9 +72,9 @@ def make_env(env_id: str) -> gymnasium.Env[Any, Any]:
         if module:
             found = getattr(__import__(module, fromlist=["_"]), name, None)
             if callable(found) and name not in gymnasium.registry:
-                made: gymnasium.Env[Any, Any] = found()
+                made: gymnasium.Env[Any, Any] = found(**options)
                 return made
-        return gymnasium.make(env_id)
+        return gymnasium.make(env_id, **options)
     finally:
         gymnasium.logger.min_level = level
 

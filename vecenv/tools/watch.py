@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import json
 import math
@@ -15,7 +14,6 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from gymnasium.envs.registration import registry
 from gymnasium.vector import VectorEnv
 
 from vecenv.errors import how_to_install
@@ -190,18 +188,17 @@ def main(arguments: argparse.Namespace) -> int:
     A policy is a function of yours: it gets a batch of observations and returns a batch of actions.
     """
     require("watch", "rich", "PIL")
-    env_id, backend, num_envs = arguments.env_id, arguments.backend, arguments.num_envs
-    if backend in ("process", "serial"):
-        resolve(env_id)
+    env_id, num_envs = arguments.env_id, arguments.num_envs
+    env_fn = resolve(env_id)
+    policy = None if arguments.policy is None else load_policy(arguments.policy)
     path = arguments.out or Path(re.sub(r"[^\w.-]+", "_", env_id) + ".gif")
-    options = {"num_workers": min(num_envs, usable_cores())} if backend == "process" else {}
+    options = {"num_workers": min(num_envs, usable_cores())}
     small = []
     try:
         require_writer(path)
-        policy = None if arguments.policy is None else load_policy(arguments.policy)
         with (
             progress_bar() as progress,
-            closing(make_vec(_what(env_id), num_envs, backend, vector_kwargs=options, render_mode="rgb_array")) as envs,
+            closing(make_vec(env_fn, num_envs, vector_kwargs=options, render_mode="rgb_array")) as envs,
         ):
             for done, image in enumerate(frames(envs, policy, arguments.steps, arguments.seed)):
                 progress("drawing", done, arguments.steps + 1)
@@ -212,8 +209,6 @@ def main(arguments: argparse.Namespace) -> int:
     except (ValueError, TypeError, ImportError) as error:
         first = (str(error).strip().splitlines() or [repr(error)])[0]
         raise CliError(f"{first}{_hint_of_rendering(env_id, error)}") from None
-    except CliError:
-        raise
     except Exception as error:
         raise CliError(f"{env_id} cannot be shown: {one_line(error)}") from None
     seconds = round(count / FPS, 3)
@@ -238,13 +233,6 @@ def load_policy(name: str) -> Policy:
     if not callable(found):
         raise CliError(f"{module!r} has no function {function!r}, which the policy {name!r} names")
     return found
-
-
-def _what(env_id: str) -> Any:
-    """An id for ``make_vec``, or the class that ``module:Class`` names."""
-    module, _, name = env_id.rpartition(":")
-    found = getattr(importlib.import_module(module), name, None) if module else None
-    return found if callable(found) and name not in registry else env_id
 
 
 def _hint_of_rendering(env_id: str, error: Exception) -> str:

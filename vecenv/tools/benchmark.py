@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = [
-    "COLOURS", "CandidateProcess", "Interrupted", "Report", "ResultRow", "Summary", "compare", "draw_bars", "draw_scale",
+    "COLOURS", "CandidateProcess", "Report", "ResultRow", "Summary", "compare", "draw_bars", "draw_scale",
     "machine", "new_figure", "print_report", "print_scale", "save", "show_rate", "started",
 ]  # fmt: skip
 
@@ -55,18 +55,6 @@ CHECK_STEPS: Final = 256
 CHECK_SECONDS: Final = 1.5
 START_TIMEOUT: Final = 300.0
 WARM_UP: Final = 0.3  # seconds: caches, allocators, and the first reset
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C in the middle of the rounds.
-
-    Attributes:
-        report: Of the rounds that were complete by then, at least one.
-    """
-
-    def __init__(self, report: Report) -> None:
-        super().__init__()
-        self.report = report
 
 
 # --- hosts ------------------------------------------------------------------------------------------
@@ -417,7 +405,6 @@ def compare(
 
     Raises:
         CliError: An engine is wrong, or the environment does not even work in ``SyncVectorEnv``; nothing was timed.
-        Interrupted: A ``KeyboardInterrupt`` after the first round.
     """
     about, reference = machine(), partial(_reference, env, env_fn, num_envs)
     wanted, checked = None, "nothing to check" if check else "not asked for"
@@ -427,28 +414,17 @@ def compare(
     with started(candidates, progress) as hosts:
         if wanted is not None:
             checked = _check(hosts, wanted, reference, progress)
-        rates = {host.candidate.name: list[float]() for host in hosts}
-
-        def report(turns: int) -> Report:
-            rows = [_row(host, rates[host.candidate.name][:turns]) for host in hosts]
-            return Report(env, num_envs, seconds, turns, checked, about, rows, unit)
-
-        try:
-            _run_rounds(hosts, rates, seconds, repeats, progress)
-        except KeyboardInterrupt:
-            if complete := min(map(len, rates.values())):
-                raise Interrupted(report(complete)) from None
-            raise
+        rates = _rates(hosts, seconds, repeats, progress)
         if inspect:
             for host in hosts:
                 host.rate(min(seconds, WARM_UP))
             inspect(hosts)
-        return report(repeats)
+        rows = [_row(host, rates[host.candidate.name]) for host in hosts]
+    return Report(env, num_envs, seconds, repeats, checked, about, rows, unit)
 
 
-def _run_rounds(
-    hosts: list[CandidateProcess], rates: dict[str, list[float]], seconds: float, repeats: int, progress: Progress
-) -> None:
+def _rates(hosts: list[CandidateProcess], seconds: float, repeats: int, progress: Progress) -> dict[str, list[float]]:
+    rates: dict[str, list[float]] = {host.candidate.name: [] for host in hosts}
     order = random.Random(SEED)
     for host in hosts:
         if not host.candidate.crowd:
@@ -458,6 +434,7 @@ def _run_rounds(
             progress(f"round {turn + 1} of {repeats}", turn * len(hosts) + i, repeats * len(hosts))
             rates[host.candidate.name].append(host.rate(seconds))
             host.rest()
+    return rates
 
 
 def _row(host: CandidateProcess, rates: list[float]) -> ResultRow:

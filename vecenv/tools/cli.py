@@ -211,10 +211,6 @@ def _bench(arguments: argparse.Namespace) -> int:
     try:
         reports = _measure(arguments, env_fn)
         _show(arguments, reports)
-    except benchmark.Interrupted as stop:
-        if not arguments.json:
-            benchmark.print_report(stop.report)
-        raise
     except OSError as error:
         raise tools.CliError(f"cannot write the results to {arguments.out}: {error}") from None
     return tools.DIED if any(row.failed for each in reports for row in each.rows) else 0

@@ -8,7 +8,6 @@ where there can be none. The findings are printed without any library, since one
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -16,7 +15,6 @@ import multiprocessing
 import os
 import platform
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +55,6 @@ _BACKENDS: Final = {
 }
 _BENCH: Final = ("rich", "matplotlib", "pillow", "psutil")
 """Of the extra ``bench``: what the commands need. The rest of it are environments."""
-_THREADED: Final = ("jax", "torch", "tensorflow")  # start threads that do not survive a fork
 _NEEDED: Final = ("gymnasium", "numpy", "cloudpickle")
 
 
@@ -146,25 +143,6 @@ def _start_methods() -> Iterator[Finding]:
     methods = multiprocessing.get_all_start_methods()
     default = multiprocessing.get_start_method(allow_none=True) or methods[0]  # asking must not decide
     yield Finding("start methods", f"{', '.join(sorted(methods))}; default {default}")
-    others = sorted(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
-    libraries = sorted(name for name in _THREADED if name in sys.modules)
-    value = f"{_thread_count()}, of C libraries included; of Python: {', '.join(others) or 'only the main one'}"
-    if libraries:
-        value += f"; loaded: {', '.join(libraries)}"
-    if default == "fork" and (others or libraries):
-        advice = (
-            "a fork copies the locks that other threads hold, and in a worker they stay locked for ever; "
-            'use context="forkserver", or make the vector environment before whatever starts threads'
-        )
-        yield Finding("threads in this process", value, "warn", advice)
-    else:
-        yield Finding("threads in this process", value)
-
-
-def _thread_count() -> int:
-    with contextlib.suppress(OSError):
-        return len(os.listdir("/proc/self/task"))  # those of C libraries included; numpy's own survive a fork
-    return threading.active_count()
 
 
 def _system_calls() -> Iterator[Finding]:
@@ -191,22 +169,17 @@ def _system_call(function: str, call: Callable[[], int], lost: str, refused: Fin
 
 
 def _dev_shm() -> Iterator[Finding]:
-    if why_no_processes() is not None:
+    """Memory comes from ``memfd`` where there is that."""
+    if why_no_processes() is not None or hasattr(os, "memfd_create"):
         return
     try:
         state = os.statvfs("/dev/shm")
     except (OSError, AttributeError):
-        verdict: Verdict = "ok" if hasattr(os, "memfd_create") else "warn"
-        yield Finding("/dev/shm", "does not exist", verdict)
+        yield Finding("/dev/shm", "does not exist", "warn", "shared memory is in temporary files")
         return
-    size, free = state.f_blocks * state.f_frsize, state.f_bavail * state.f_frsize
-    value = f"{_bytes(size)}, {_bytes(free)} free"
-    if hasattr(os, "memfd_create"):
-        yield Finding("/dev/shm", f"{value} (not used: memory comes from memfd)")
-    elif free < 256 * MIB:
-        yield Finding("/dev/shm", value, "warn", "observations live here; in Docker, run with --shm-size or --ipc=host")
-    else:
-        yield Finding("/dev/shm", value)
+    size, free = (blocks * state.f_frsize for blocks in (state.f_blocks, state.f_bavail))
+    advice = "observations live here; in Docker, run with --shm-size or --ipc=host"
+    yield _graded("/dev/shm", f"{_bytes(size)}, {_bytes(free)} free", free, advice, bad=0, warn=256 * MIB)
 
 
 def _graded(name: str, value: str, there: float, advice: str, *, bad: float, warn: float) -> Finding:

@@ -327,7 +327,7 @@ def _show(watcher: Watcher, interval: float) -> int:
     from rich.live import Live
 
     console = Console()
-    if not console.is_terminal:
+    if not (console.is_terminal and sys.stdin.isatty()):
         raise CliError("top shows a live table in a terminal; elsewhere: --once or --json")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout 9 vecenv top` gives the terminal back, too
     view, rows = View(), watcher.read()
@@ -345,11 +345,6 @@ def _show(watcher: Watcher, interval: float) -> int:
     return 0
 
 
-def _nothing_typed(seconds: float) -> bytes:
-    time.sleep(seconds)
-    return b""
-
-
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], bytes]]:
     """A function that waits for some seconds and returns what was typed; the terminal is as before afterwards."""
@@ -357,11 +352,7 @@ def _keys() -> Iterator[Callable[[float], bytes]]:
     import tty
 
     terminal = sys.stdin.fileno()
-    try:
-        before = termios.tcgetattr(terminal)
-    except termios.error:  # stdin is no terminal
-        yield _nothing_typed
-        return
+    before = termios.tcgetattr(terminal)
     try:
         tty.setcbreak(terminal, termios.TCSADRAIN)  # what was typed while this started is kept
         yield lambda seconds: os.read(terminal, 64) if select.select([terminal], [], [], seconds)[0] else b""

@@ -15,6 +15,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import gymnasium
@@ -77,22 +78,9 @@ class Told(gymnasium.Env[Any, Any]):
         return state, float(100 * episode + at), bool(over and ends), bool(over and cut), info
 
 
-class _Maker:
-    """Builds :class:`Told`; it can be pickled."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __call__(self) -> Told:
-        return Told(self.length)
-
-    def __repr__(self) -> str:
-        return f"lambda: Told({self.length})"
-
-
 def makers(count: int = COUNT) -> list[Callable[[], Told]]:
     """Functions that build environments whose episodes have 3, 4, 5 ... steps."""
-    return [_Maker(3 + index) for index in range(count)]
+    return [partial(Told, 3 + index) for index in range(count)]
 
 
 def stepped(envs: Any, actions: Any) -> Any:

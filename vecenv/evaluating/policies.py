@@ -24,7 +24,13 @@ __all__ = ["ARRAYS", "BATCHES", "Acting", "join_rows", "map_leaves", "take_rows"
 
 ARRAYS: Final = ("numpy", "torch", "jax")
 BATCHES: Final = ("ready", "padded", "single")
-_KNOWN: Final = ("rows", "begins", "episodes", "rngs", "infos", "state")
+_OF_ATTEMPTS: Final[dict[str, Callable[[Sequence[Attempt]], Any]]] = {
+    "rows": lambda attempts: np.array([attempt.row for attempt in attempts], np.intp),
+    "begins": lambda attempts: np.array([attempt.begins for attempt in attempts], np.bool_),
+    "episodes": lambda attempts: np.array([attempt.index for attempt in attempts], np.intp),
+    "rngs": lambda attempts: [attempt.rng for attempt in attempts],
+}
+_KNOWN: Final = (*_OF_ATTEMPTS, "infos", "state")
 
 
 class Acting:
@@ -99,15 +105,7 @@ class Acting:
             observations = take_rows(self._spaces[0], observations, [*range(count), *[0] * padding])
             fillers = [Attempt(Episode(), -1, self._num_envs, np.random.default_rng(0)) for _ in range(padding)]
             attempts, infos, places = [*attempts, *fillers], [*infos, *[{}] * padding], [*places, *[0] * padding]
-        given: dict[str, Any] = {}
-        if "rows" in named:
-            given["rows"] = np.array([attempt.row for attempt in attempts], np.intp)
-        if "begins" in named:
-            given["begins"] = np.array([attempt.begins for attempt in attempts], np.bool_)
-        if "episodes" in named:
-            given["episodes"] = np.array([attempt.index for attempt in attempts], np.intp)
-        if "rngs" in named:
-            given["rngs"] = [attempt.rng for attempt in attempts]
+        given: dict[str, Any] = {name: of(attempts) for name, of in _OF_ATTEMPTS.items() if name in named}
         if "infos" in named:
             given["infos"] = [*map(info_row, infos, places)]
         if "state" in named:

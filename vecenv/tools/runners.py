@@ -349,10 +349,8 @@ class BarePipes:
         for index, share in enumerate(shares):
             theirs_in, ours_out = context.Pipe(duplex=False)
             ours_in, theirs_out = context.Pipe(duplex=False)
-            others = [end for ends in self._ends for end in ends] if context.get_start_method() == "fork" else []
-            ends = (theirs_in, theirs_out, [*others, ours_in, ours_out])
             core = index + 1 if self._polls else None
-            process = context.Process(target=_serve, args=(env_fn, num_envs, share, core, *ends))
+            process = context.Process(target=_serve, args=(env_fn, num_envs, share, core, theirs_in, theirs_out))
             process.start()
             theirs_in.close()
             theirs_out.close()
@@ -377,11 +375,11 @@ class BarePipes:
         return run_for(self._step, seconds)
 
     def close(self) -> None:
-        for ends in self._ends:
-            for end in ends:
-                end.close()
-        for process in self._processes:
+        for process in self._processes:  # no end of file would come: with fork, each has the pipes of those before it
+            process.kill()
             process.join()
+        for end in itertools.chain(*self._ends):
+            end.close()
 
 
 class BareLoops(BarePipes):
@@ -457,11 +455,7 @@ def _stay_on(index: int) -> None:
         os.sched_setaffinity(0, {cores[index % len(cores)]})
 
 
-def _serve(
-    env_fn: EnvFn, num_envs: int, share: range, core: int | None, reader: Any, writer: Any, others: list[Any]
-) -> None:
-    for end in others:  # came along with the fork; the end of file would never be seen
-        end.close()
+def _serve(env_fn: EnvFn, num_envs: int, share: range, core: int | None, reader: Any, writer: Any) -> None:
     loop = BareLoop(env_fn, share, num_envs)
     source, sink, read = reader.fileno(), writer.fileno(), partial(os.read, reader.fileno(), 8)
     if core is not None:
@@ -469,8 +463,8 @@ def _serve(
         os.set_blocking(source, False)
         read = partial(_read_polling, source)
     os.write(sink, _ONE_STEP)
-    while message := read():
-        seconds = _number(message)
+    while True:
+        seconds = _number(read())
         os.write(sink, struct.pack("d", loop.run(seconds) if seconds else loop.step()))
 
 

@@ -71,6 +71,7 @@ def test_an_engine_that_breaks_a_promise_is_caught_by_its_row(engine: str, tmp_p
     program.write_text(f"import sys\nsys.path.insert(0, {str(HERE)!r})\n{row.program}")
     ran = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60, check=False)
     assert ran.returncode != 0
+    assert "unexpected keyword argument" not in ran.stderr
 
 
 @pytest.mark.long

@@ -136,16 +136,14 @@ def _check(
     return add
 
 
-def program(check: Check, engine: str, mode: AutoresetMode, *, functions: bool) -> str:
-    """The program that shows what is broken, to be run by itself; ``functions``: how the engine is built."""
+def program(check: Check, engine: str, given: str) -> str:
+    """The program that shows what is broken, to be run by itself; ``given``: the arguments that the engine is built with."""
     module, _, name = engine.partition(":")
     lines = inspect.getsource(check.run).splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("def ")) + 1
     body = textwrap.dedent("\n".join(lines[first:]))
     first_name, *others = inspect.signature(check.run).parameters
-    given = f"makers({COUNT})" if functions else f"num_envs={COUNT}"
-    built = f"{name}({given}, autoreset_mode={mode})"
-    opened = "\n".join(f"{each} = {built}" for each in (first_name, *others))
+    opened = "\n".join(f"{each} = {name}({given})" for each in (first_name, *others))
     return (
         f"import copy\nimport numpy as np\nfrom gymnasium.vector import AutoresetMode\nfrom {module} import {name}\n"
         f"from vecenv.testing.conformity import *\n\n{opened}\n{body}\n"

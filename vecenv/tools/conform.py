@@ -69,7 +69,7 @@ def conform(engine: str, modes: Sequence[AutoresetMode] = tuple(AutoresetMode), 
     Raises:
         CliError: There is no such module or name.
     """
-    functions = _takes_functions(engine_named(engine))
+    build = engine_named(engine)
     rows: dict[int, Promise] = {}
     with started([Candidate("engine", engine, partial(_Asked, engine))]) as (host,):
         for mode in modes:
@@ -82,7 +82,7 @@ def conform(engine: str, modes: Sequence[AutoresetMode] = tuple(AutoresetMode), 
                 state, why = answer or (BROKEN, str(host.failed))
                 row.modes[mode.name], row.why[mode.name] = state, why
                 if state == BROKEN and not row.program:
-                    row.program = program(check, engine, mode, functions=functions)
+                    row.program = program(check, engine, _shown(build, mode))
                 if why.startswith(_ONLY):
                     only = why
                 if only or state == BROKEN or check.fault:  # what is left of it may hang when it is closed
@@ -137,16 +137,25 @@ def _ask(check: Check, name: str, mode: AutoresetMode, built: list[Any]) -> tupl
 
 
 def _build(engine: Any, mode: AutoresetMode) -> Any:
-    parameters = _parameters(engine)
-    takes_mode = "autoreset_mode" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    options = {"autoreset_mode": mode} if takes_mode else {}
+    options = {"autoreset_mode": mode} if _takes_mode(engine) else {}
     return as_gymnasium(engine(makers(), **options) if _takes_functions(engine) else engine(num_envs=COUNT, **options))
+
+
+def _shown(engine: Any, mode: AutoresetMode) -> str:
+    """The arguments of :func:`_build`, as they are written in a program."""
+    given = f"makers({COUNT})" if _takes_functions(engine) else f"num_envs={COUNT}"
+    return f"{given}, autoreset_mode={mode}" if _takes_mode(engine) else given
 
 
 def _parameters(engine: Any) -> Mapping[str, inspect.Parameter]:
     with contextlib.suppress(TypeError, ValueError):  # one that is written in C
         return inspect.signature(engine).parameters
     return {}
+
+
+def _takes_mode(engine: Any) -> bool:
+    parameters = _parameters(engine)
+    return "autoreset_mode" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
 def _takes_functions(engine: Any) -> bool:

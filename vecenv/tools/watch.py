@@ -122,10 +122,9 @@ def shrink(image: Frame, width: int) -> Frame:
     """The image at most ``width`` pixels wide, its shape kept."""
     from PIL import Image
 
-    if image.shape[1] <= width:
-        return image
-    height = max(round(image.shape[0] * width / image.shape[1]), 1)
-    return np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.LANCZOS))
+    picture = Image.fromarray(image)
+    picture.thumbnail((width, image.shape[0]), Image.Resampling.LANCZOS)
+    return np.asarray(picture)
 
 
 def require_writer(path: Path) -> None:

@@ -160,11 +160,11 @@ def main() -> None:
         if given.only and given.only.lower() not in name.lower():
             continue
         try:
+            title = "vecenv" if package == "vecenv" else f"{name} {importlib.metadata.version(package)}"
             rows = conform(engine, faults=not given.no_faults)
-        except CliError as error:
+        except (CliError, importlib.metadata.PackageNotFoundError) as error:
             print(f"left out: {name}: {error}")
             continue
-        title = f"{name} {importlib.metadata.version(package)}" if package != "vecenv" else "vecenv"
         columns[title] = {row.name: row.state for row in rows}
         for row in rows:
             if row.state == BROKEN:

@@ -64,7 +64,7 @@ def test_an_engine_that_breaks_a_promise_is_caught_by_its_row(engine: str, tmp_p
     assert row.state == "broken"
     assert any(row.why.values())
     if engine == "Dies":
-        assert "its process ended with exit code 3" in row.why.values()
+        assert "process exited with exit code 3" in row.why.values()
     shown = row.program.split("\n\n", 1)[1].strip().splitlines()
     assert len(shown) <= 16
     program = tmp_path / "shows.py"

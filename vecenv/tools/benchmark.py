@@ -20,7 +20,6 @@ import os
 import pickle
 import platform
 import random
-import signal
 import statistics
 import sys
 import tempfile
@@ -38,6 +37,7 @@ import numpy as np
 
 from vecenv.system.cores import usable_cores
 from vecenv.system.helper_process import HelperProcess
+from vecenv.system.supervision import describe_exit
 from vecenv.tools import WRONG, CliError, Progress, hint_of_arguments, one_line
 from vecenv.tools.runners import SEED, Candidate, EnvFn, Step, Unavailable, first_difference, gymnasium_candidate
 
@@ -203,12 +203,7 @@ class CandidateProcess:
 
 
 def _how_it_ended(helper: HelperProcess) -> str:
-    if not helper.has_ended(1.0):
-        return "it closed its pipe"
-    code = helper.exit_code()
-    if code is not None and code < 0:
-        return f"its process was killed by {signal.Signals(-code).name}"
-    return f"its process ended with exit code {code}"
+    return f"process {describe_exit(helper.exit_code())}" if helper.has_ended(1.0) else "it closed its pipe"
 
 
 def _start_order(candidates: Sequence[Candidate]) -> list[list[Candidate]]:

@@ -91,14 +91,14 @@ def test_an_engine_with_environments_of_its_own_is_asked_what_it_can_be_asked() 
 
 
 def test_the_command_prints_rows_programs_and_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["conform", "broken_engines:Swapped"]) == 1
+    assert main(["conform", "broken_engines:Swapped", "--modes", "NextStep"]) == 1
     said = capsys.readouterr().out
     assert "actions and rewards are of this step" in said
     assert "an environment got another's action" in said
     assert "Documented: " in said
     assert "envs = Swapped(makers(num_envs" not in said
     assert "envs = Swapped(makers(3), autoreset_mode=AutoresetMode.NEXT_STEP)" in said
-    assert main(["conform", "gymnasium.vector:SyncVectorEnv", "--json"]) == 0
+    assert main(["conform", "gymnasium.vector:SyncVectorEnv", "--modes", "SameStep, Disabled", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["engine"] == "gymnasium.vector:SyncVectorEnv"
     assert {row["state"] for row in found["rows"]} == {"kept"}
@@ -111,6 +111,7 @@ def test_the_command_prints_rows_programs_and_json(capsys: pytest.CaptureFixture
         (["no_such_module_here:X"], "cannot import 'no_such_module_here'"),
         (["gymnasium.vector:SyncVectorEn"], "did you mean SyncVectorEnv"),
         (["broken_engines:wants_more"], "could not be built: TypeError"),
+        (["gymnasium.vector:SyncVectorEnv", "--modes", "sometimes"], "--modes: 'sometimes' is not a valid AutoresetMode"),
     ],
 )
 def test_wrong_usage_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -402,7 +402,7 @@ class WorkerPool:
             Exception: The payload cannot be pickled; nothing was sent.
         """
         if part.worker.local:
-            if part.payload is not None and COMMANDS[part.op] == "step":  # an environment may keep its action and write into it
+            if part.payload is not None and COMMANDS[part.op] == "step":  # environments may write into their actions
                 part.payload = deepcopy(part.payload)
             return part
         payload = None

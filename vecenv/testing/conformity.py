@@ -136,14 +136,14 @@ def _check(
     return add
 
 
-def program(check: Check, engine: str, given: str) -> str:
-    """The program that shows what is broken, to be run by itself; ``given``: the arguments that the engine is built with."""
+def program(check: Check, engine: str, built: str) -> str:
+    """The program that shows what is broken, to be run by itself; ``built``: the expression that builds the engine."""
     module, _, name = engine.partition(":")
     lines = inspect.getsource(check.run).splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("def ")) + 1
     body = textwrap.dedent("\n".join(lines[first:]))
     first_name, *others = inspect.signature(check.run).parameters
-    opened = "\n".join(f"{each} = {name}({given})" for each in (first_name, *others))
+    opened = "\n".join(f"{each} = {built}" for each in (first_name, *others))
     return (
         f"import copy\nimport numpy as np\nfrom gymnasium.vector import AutoresetMode\nfrom {module} import {name}\n"
         f"from vecenv.testing.conformity import *\n\n{opened}\n{body}\n"

@@ -116,6 +116,7 @@ def _build_parser() -> _Parser:
     option("--json", action="store_true", help="print the plan as JSON")
     option = add("conform", conform.main)
     option("engine", metavar="MODULE:ENGINE", help="what builds the engine")
+    option("--modes", default="all", help="autoreset modes with commas between: NextStep,SameStep (default: all)")
     option("--faults", action="store_true", help="also with exceptions, kills and timeouts")
     option("--json", action="store_true", help="print the rows as JSON")
     option = add("replay", replay.main)

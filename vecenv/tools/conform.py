@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Final
 
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, VectorEnv
 
+from vecenv.front.arguments import mode_of
 from vecenv.testing.conformity import CHECKS, COUNT, Check, as_gymnasium, makers, program
 from vecenv.tools import WRONG, CliError, did_you_mean, module_named
 from vecenv.tools.benchmark import started
@@ -82,7 +83,7 @@ def conform(engine: str, modes: Sequence[AutoresetMode] = tuple(AutoresetMode), 
                 state, why = answer or (BROKEN, str(host.failed))
                 row.modes[mode.name], row.why[mode.name] = state, why
                 if state == BROKEN and not row.program:
-                    row.program = program(check, engine, _shown(build, mode))
+                    row.program = program(check, engine, _shown(engine, build, mode))
                 if why.startswith(_ONLY):
                     only = why
                 if only or state == BROKEN or check.fault:  # what is left of it may hang when it is closed
@@ -141,10 +142,11 @@ def _build(engine: Any, mode: AutoresetMode) -> Any:
     return as_gymnasium(engine(makers(), **options) if _takes_functions(engine) else engine(num_envs=COUNT, **options))
 
 
-def _shown(engine: Any, mode: AutoresetMode) -> str:
-    """The arguments of :func:`_build`, as they are written in a program."""
+def _shown(name: str, engine: Any, mode: AutoresetMode) -> str:
+    """What :func:`_build` does, as it is written in a program."""
     given = f"makers({COUNT})" if _takes_functions(engine) else f"num_envs={COUNT}"
-    return f"{given}, autoreset_mode={mode}" if _takes_mode(engine) else given
+    opened = f"{name.partition(':')[2]}({given}{f', autoreset_mode={mode}' if _takes_mode(engine) else ''})"
+    return opened if isinstance(engine, type) and issubclass(engine, VectorEnv) else f"as_gymnasium({opened})"
 
 
 def _parameters(engine: Any) -> Mapping[str, inspect.Parameter]:
@@ -184,7 +186,7 @@ def main(arguments: argparse.Namespace) -> int:
 
     Exit codes: 0 nothing is broken; 1 something is; 2 wrong usage. Try: vecenv conform gymnasium.vector:AsyncVectorEnv
     """
-    rows = conform(arguments.engine, faults=arguments.faults)
+    rows = conform(arguments.engine, parse_modes(arguments.modes), faults=arguments.faults)
     counts = {state: sum(row.state == state for row in rows) for state in (KEPT, BROKEN, REFUSED)}
     if arguments.json:
         listed = [{**asdict(row), "state": row.state} for row in rows]
@@ -223,3 +225,15 @@ def engine_named(name: str) -> Any:
     if not callable(engine := getattr(found, attribute, None)):
         raise CliError(f"{module!r} has no {attribute!r} that can be called{did_you_mean(attribute, list(vars(found)))}")
     return engine
+
+
+def parse_modes(text: str) -> Sequence[AutoresetMode]:
+    """``"all"``, or values of autoreset modes with commas between.
+
+    Raises:
+        CliError: There is no such mode.
+    """
+    try:
+        return list(AutoresetMode) if text == "all" else [mode_of(word.strip()) for word in text.split(",")]
+    except ValueError as error:
+        raise CliError(f"--modes: {error}") from None

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, VectorEnv
 
 import vecenv.tools.conform
-from vecenv.testing.conformity import CHECKS
+from vecenv.testing.conformity import CHECKS, Check, program
 from vecenv.tools.cli import main
 from vecenv.tools.conform import conform
 
@@ -72,6 +72,20 @@ def test_an_engine_that_breaks_a_promise_is_caught_by_its_row(engine: str, tmp_p
     ran = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60, check=False)
     assert ran.returncode != 0
     assert "unexpected keyword argument" not in ran.stderr
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+def test_the_program_of_a_promise_that_is_kept_ends_well(check: Check) -> None:
+    """So one that shows a broken promise ends by that, and not by a name it lacks."""
+    engine = "vecenv:AsyncVectorEnv" if check.fault else "gymnasium.vector:SyncVectorEnv"
+    text = program(check, engine, f"{engine.partition(':')[2]}(makers(3), autoreset_mode={check.modes[0]})")
+    names: dict[str, Any] = {}
+    try:
+        exec(compile(text, check.name, "exec"), names)
+    finally:
+        for envs in names.values():
+            if isinstance(envs, VectorEnv):
+                envs.close()
 
 
 @pytest.mark.long
